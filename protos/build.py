@@ -1,0 +1,57 @@
+"""Generates the gRPC stubs from the .proto files, into the package `quire`.
+
+Runs in two ways: as a hatch build hook (`pip install`, editable or not) and as a script (`make protos`).
+The generated modules are build products and are not committed.
+"""
+
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def generate(root: Path = ROOT) -> None:
+    """Writes `*_pb2.py`, `*_pb2_grpc.py` and their type stubs beside `quire/`; raises RuntimeError on failure."""
+    sources = sorted((root / "protos" / "quire").rglob("*.proto"))
+    arguments = [
+        "protoc",
+        f"-I{root / 'protos'}",
+        f"-I{files('grpc_tools') / '_proto'}",
+        f"--python_out={root}",
+        f"--grpc_python_out={root}",
+        f"--mypy_out=quiet:{root}",
+        f"--mypy_grpc_out=quiet:{root}",
+        *map(str, sources),
+    ]
+    # protoc finds the mypy plug-ins on PATH; in a build environment they live beside the interpreter.
+    if protoc.main([*arguments, *_plugins()]) != 0:
+        raise RuntimeError("protoc failed; see its message above")
+
+
+def _plugins() -> list[str]:
+    bin_dir = Path(sys.executable).parent
+    return [
+        f"--plugin={name}={bin_dir / name}"
+        for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
+        if (bin_dir / name).exists()
+    ]
+
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run as a script, outside a build
+    pass
+else:
+
+    class StubsHook(BuildHookInterface):  # type: ignore[type-arg]
+        """Lets `pip install` make the stubs, so that a checkout needs no separate step."""
+
+        def initialize(self, version: str, build_data: dict[str, object]) -> None:
+            generate(Path(self.root))
+
+
+if __name__ == "__main__":
+    generate()

@@ -1,0 +1,41 @@
+"""Errors of the core, by blame. The shell maps them to status codes in one table (`scheduler.status`)."""
+
+
+class QuireError(Exception):
+    """Base of all of them."""
+
+
+class InvalidRequest(QuireError):
+    """The client's fault: the request contradicts itself or the model. `violations` maps field to what is wrong."""
+
+    def __init__(self, violations: dict[str, str]) -> None:
+        super().__init__("; ".join(f"{field}: {problem}" for field, problem in violations.items()))
+        self.violations = violations
+
+
+class CapacityExceeded(QuireError):
+    """The request can never fit this model or this pool."""
+
+
+class QueueFull(QuireError):
+    """The waiting queue is at its bound; try again after `retry_after_s`."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(QuireError):
+    """The server takes no new work: it is draining."""
+
+
+class ExecutorLost(QuireError):
+    """The executor or the connection to it is gone."""
+
+
+class PlanRejected(ExecutorLost):
+    """The executor refused a plan: a bug in one of the two. The epoch is over."""
+
+
+class InvariantViolation(QuireError):
+    """Our bug: the core's own books do not balance."""

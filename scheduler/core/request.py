@@ -1,0 +1,48 @@
+"""What the core is asked to do: requests, as the shell has validated and resolved them."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParams:
+    """How one sequence is sampled and when it ends. The core reads only the two token bounds; the rest it passes on.
+
+    `max_total_tokens` and `min_total_tokens` count prompt and output together.
+    """
+
+    max_total_tokens: int
+    min_total_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One client request.
+
+    request_id       unique among all requests the core ever sees; the shell makes it (never the client's own id)
+    prompt_token_ids at least one
+    params           of sequence 0; sequence i differs in its seed only
+    seeds            one for each sequence; their number is the request's `n`
+    priority         lower runs earlier, under the priority policy
+    cache_salt       prefixes are shared between requests of equal salt only
+    deadline_s       on the clock whose readings are passed to `Scheduler.expire`; None: no deadline
+    """
+
+    request_id: int
+    prompt_token_ids: SequenceOf[int]
+    params: SequenceParams
+    seeds: tuple[int, ...] = (0,)
+    priority: int = 0
+    cache_salt: bytes = b""
+    deadline_s: float | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.seeds)
