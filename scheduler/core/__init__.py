@@ -1,0 +1,60 @@
+"""The scheduler core: a pure state machine. No clock, no I/O, no asyncio, no gRPC; the standard library only."""
+
+from scheduler.core.errors import (
+    CapacityExceeded,
+    ExecutorLost,
+    InvalidRequest,
+    InvariantViolation,
+    PlanRejected,
+    QueueFull,
+    QuireError,
+    ResultMismatch,
+    Unavailable,
+)
+from scheduler.core.invariants import check_invariants
+from scheduler.core.limits import Limits
+from scheduler.core.plan import Admission, Events, Fork, StepPlan, StepResult
+from scheduler.core.policy import FCFS, POLICIES, PRIORITY, Policy
+from scheduler.core.request import Request, SequenceParams
+from scheduler.core.scheduler import Scheduler
+from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
+from scheduler.core.stats import Counters
+from scheduler.core.views import BlockMap, BlockState, BlockView, KVUsage, SequenceView, block_map, kv_usage
+
+__all__ = [
+    "FCFS",
+    "POLICIES",
+    "PRIORITY",
+    "TRANSITIONS",
+    "Admission",
+    "BlockMap",
+    "BlockState",
+    "BlockView",
+    "CapacityExceeded",
+    "Counters",
+    "Events",
+    "ExecutorLost",
+    "FinishReason",
+    "Fork",
+    "InvalidRequest",
+    "InvariantViolation",
+    "KVUsage",
+    "Limits",
+    "PlanRejected",
+    "Policy",
+    "QueueFull",
+    "QuireError",
+    "Request",
+    "ResultMismatch",
+    "Scheduler",
+    "Sequence",
+    "SequenceParams",
+    "SequenceView",
+    "State",
+    "StepPlan",
+    "StepResult",
+    "Unavailable",
+    "block_map",
+    "check_invariants",
+    "kv_usage",
+]

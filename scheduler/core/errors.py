@@ -37,5 +37,9 @@ class PlanRejected(ExecutorLost):
     """The executor refused a plan: a bug in one of the two. The epoch is over."""
 
 
+class ResultMismatch(ExecutorLost):
+    """A result that does not fit the plan it should answer: a bug in one of the two. The epoch is over."""
+
+
 class InvariantViolation(QuireError):
     """Our bug: the core's own books do not balance."""

@@ -1,0 +1,62 @@
+"""The pool of physical blocks: integers, reference counts, and a free queue that is also the LRU."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from scheduler.core.errors import InvariantViolation
+
+NULL_BLOCK = 0
+"""Never allocated. The executor writes padding and overrun rows there."""
+
+
+class BlockPool:
+    """Blocks `1 … num_blocks - 1`, each free (ref_count 0) or referenced.
+
+    The free queue is ordered by reuse: its front is handed out first. A freed block whose contents can still be
+    found (it is in the prefix index) goes to the back, so the queue is an LRU over cached blocks; a block that
+    nobody could find again goes to the front, so that it is reused before anything useful is overwritten.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"a pool needs the null block and at least one more, not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+
+    @property
+    def num_usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks with ref_count 0, the cached ones among them included."""
+        return len(self._free)
+
+    def free_blocks(self) -> Iterable[int]:
+        """Free blocks in the order in which they will be reused."""
+        return self._free.keys()
+
+    def take(self) -> int:
+        """Hands out the next free block, with ref_count 1. The caller has checked that there is one."""
+        if not self._free:
+            raise InvariantViolation("a block was taken from an empty pool")
+        block, _ = self._free.popitem(last=False)
+        self.ref_counts[block] = 1
+        return block
+
+    def retain(self, block: int) -> None:
+        """One more reference to a block; a free one leaves the free queue."""
+        if self.ref_counts[block] == 0:
+            del self._free[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block: int, *, findable: bool) -> None:
+        """One reference less; the last one returns the block to the free queue: `findable` ones live longest."""
+        if self.ref_counts[block] <= 0:
+            raise InvariantViolation(f"block {block} was released more often than it was referenced")
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            self._free[block] = None
+            if not findable:
+                self._free.move_to_end(block, last=False)

@@ -1,0 +1,89 @@
+"""A plan while it is being written (Draft), and while it is in flight (Step)."""
+
+from dataclasses import dataclass, field
+
+from scheduler.core.batch import by_slot
+from scheduler.core.kv_cache import Allocation
+from scheduler.core.plan import Admission, Fork, StepPlan
+from scheduler.core.sequence import Sequence
+
+
+@dataclass(slots=True)
+class Step:
+    """A plan in flight: what its result will be committed to."""
+
+    step_id: int
+    sampled: list[Sequence]  # by slot
+    prefills: list[tuple[Sequence, int]]  # tokens computed, of sequences that lacked more than one
+    admitted: list[tuple[Sequence, int]]  # with the tokens found in the prefix cache
+    ending: list[Sequence]  # sampled for the last time: they reach max_total_tokens
+    releases: list[list[int]] = field(default_factory=list)  # block tables to give back when this is committed
+
+
+@dataclass(slots=True)
+class Draft:
+    """Rows and deltas so far. A draft in which nobody got a row has changed nothing and is dropped."""
+
+    budget: int
+    decodes: list[Sequence] = field(default_factory=list)
+    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    completed: list[Sequence] = field(default_factory=list)  # whose prefill ends here: they sample, forked ones too
+    admitted: list[tuple[Sequence, int]] = field(default_factory=list)
+    ending: list[Sequence] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    table_updates: list[int] = field(default_factory=list)
+    block_copies: list[int] = field(default_factory=list)
+    row_counts: list[int] = field(default_factory=list)
+    forks: list[Fork] = field(default_factory=list)
+
+    @property
+    def has_rows(self) -> bool:
+        return bool(self.decodes or self.prefills)
+
+    def add_decodes(self, sequences: list[Sequence]) -> None:
+        """A row of one token for each."""
+        self.decodes = sequences.copy()
+        self.budget -= len(sequences)
+        for sequence in sequences:
+            sequence.num_planned_tokens += 1
+            if sequence.num_planned_tokens + 1 >= sequence.params.max_total_tokens:
+                self.ending.append(sequence)
+
+    def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
+        self.prefills.append((sequence, num_tokens))
+        self.budget -= num_tokens
+        sequence.num_planned_tokens += num_tokens
+
+    def add_completed(self, sequence: Sequence) -> None:
+        self.completed.append(sequence)
+        if sequence.num_planned_tokens + 1 >= sequence.params.max_total_tokens:
+            self.ending.append(sequence)
+
+    def add_allocation(self, sequence: Sequence, allocation: Allocation) -> None:
+        for logical, physical in allocation.table_updates:
+            self.table_updates += (sequence.slot, logical, physical)
+        if allocation.block_copy:
+            self.block_copies += allocation.block_copy
+
+    def set_row_count(self, sequence: Sequence, num_tokens: int) -> None:
+        """Tells the executor how many tokens a step this slot computes, if it does not know."""
+        if sequence.row_count != num_tokens:
+            sequence.row_count = num_tokens
+            self.row_counts += (sequence.slot, num_tokens)
+
+    def seal(self, epoch: int, step_id: int, retired_slots: list[int]) -> tuple[StepPlan, Step]:
+        """What goes to the executor, and what is kept until its result is in."""
+        sampled = self.decodes + self.completed
+        if self.completed:
+            sampled.sort(key=by_slot)
+        plan = StepPlan(
+            epoch=epoch,
+            step_id=step_id,
+            retired_slots=retired_slots,
+            admissions=self.admissions,
+            table_updates=self.table_updates,
+            block_copies=self.block_copies,
+            row_counts=self.row_counts,
+            forks=self.forks,
+        )
+        return plan, Step(step_id, sampled, self.prefills, self.admitted, self.ending)

@@ -1,0 +1,180 @@
+"""The ledger of KV memory: which sequence holds which block. Decisions only; the executor owns the bytes.
+
+Tokens lie in blocks of `block_size`. Logical block i of a sequence holds its tokens [i * block_size, …) and lies in
+physical block `block_table[i]`:
+
+    token_ids     │ 0 … 15 │ 16 … 31 │ 32 … 40 ┊      │      block_size 16, 41 tokens
+    block_table   │    7   │     3   │    12   ┊      │
+                                               └ write_limit 48, if block 12 is this sequence's own
+
+The idea is Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+SOSP 2023: virtual memory, with blocks for pages and sequences for processes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from scheduler.core.block_pool import BlockPool
+from scheduler.core.prefix_index import PrefixIndex
+from scheduler.core.sequence import Sequence
+
+NEVER = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """What the executor must be told: table entries (logical block, physical block), and at most one copy."""
+
+    table_updates: tuple[tuple[int, int], ...] = ()
+    block_copy: tuple[int, int] | None = None
+
+
+class KVCache:
+    """Block pool, prefix index and the block tables of all sequences, kept consistent.
+
+    Some blocks can be *reserved*: promised to one sequence and not yet taken. Nobody else gets them.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, namespace: str = "", *, enable_prefix_caching: bool = True
+    ) -> None:
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.index = PrefixIndex(block_size, namespace)
+        self.num_reserved_blocks = 0
+        self._enable_prefix_caching = enable_prefix_caching
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def num_available_blocks(self, sequence: Sequence | None = None) -> int:
+        """Free blocks that are not promised to a sequence other than this one."""
+        own = sequence.num_reserved_blocks if sequence else 0
+        return self.pool.num_free_blocks - self.num_reserved_blocks + own
+
+    # --- prefix hits ------------------------------------------------------------------------------------------
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """Published blocks that hold the head of this sequence. Leaves at least one token to compute: somebody has
+        to produce the logits of the last one. Changes nothing but the sequence's memory of its own digests."""
+        if not self._enable_prefix_caching:
+            return []
+        num_full = (sequence.num_tokens - 1) // self.block_size
+        salt = sequence.request.cache_salt
+        chain = self.index.extend_chain(sequence.digests, sequence.token_ids, num_full, salt)
+        return self.index.longest_match(chain[:num_full])
+
+    def num_blocks_to_admit(self, sequence: Sequence, prefix: list[int]) -> int:
+        """Free blocks it takes to hold all known tokens, if `prefix` is shared: cached blocks stop being free too."""
+        num_revived = sum(self.pool.ref_counts[block] == 0 for block in prefix)
+        return self.num_blocks_for(sequence.num_tokens) - len(prefix) + num_revived
+
+    def adopt(self, sequence: Sequence, prefix: list[int]) -> None:
+        """Starts the block table of a sequence that has none with the blocks that `find_prefix` found."""
+        for block in prefix:
+            self.pool.retain(block)
+        self.index.count_hits(prefix)
+        sequence.block_table = list(prefix)
+        num_tokens = len(prefix) * self.block_size
+        sequence.num_computed_tokens = sequence.num_planned_tokens = sequence.write_limit = num_tokens
+        sequence.publish_at = num_tokens + self.block_size if self._enable_prefix_caching else NEVER
+
+    # --- writing ----------------------------------------------------------------------------------------------
+
+    def num_blocks_to_append(self, sequences: Iterable[Sequence]) -> int:
+        """Free blocks it takes to let each of these sequences, at its write limit, write one more token."""
+        num_needed = 0
+        shared: dict[int, int] = {}
+        for sequence in sequences:
+            if sequence.num_planned_tokens % self.block_size == 0:
+                num_needed += 1
+                continue
+            block = sequence.block_table[-1]
+            num_refs = shared.get(block, self.pool.ref_counts[block])
+            if num_refs > 1:
+                num_needed += 1
+                shared[block] = num_refs - 1
+        return num_needed
+
+    def try_allocate(self, sequence: Sequence, num_tokens: int) -> Allocation | None:
+        """Makes the next `num_tokens` tokens of a sequence writable: all that takes, or nothing (None).
+
+        A partly filled last block that others read too is not written: a fresh one takes its place in this table, and
+        its contents have to be copied there before the step's writes (copy-on-write). The last reader left writes
+        in place.
+        """
+        start, size = sequence.num_planned_tokens, self.block_size
+        table = sequence.block_table
+        num_new = self.num_blocks_for(start + num_tokens) - len(table)
+        copies = start % size != 0 and self.pool.ref_counts[table[-1]] > 1
+        if num_new + copies > self.num_available_blocks(sequence):
+            return None
+
+        updates: list[tuple[int, int]] = []
+        block_copy = None
+        if copies:
+            source, destination = table[-1], self._take(sequence)
+            block_copy = (source, destination)
+            self._release(source)
+            table[-1] = destination
+            updates.append((len(table) - 1, destination))
+        for _ in range(num_new):
+            updates.append((len(table), block := self._take(sequence)))
+            table.append(block)
+        sequence.write_limit = len(table) * size
+        return Allocation(tuple(updates), block_copy)
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """The child holds all that the parent holds, the partly filled last block too. Nothing is copied."""
+        for block in parent.block_table:
+            self.pool.retain(block)
+        child.block_table = list(parent.block_table)
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_planned_tokens = parent.num_planned_tokens
+        child.digests = list(parent.digests)
+        child.publish_at = parent.publish_at
+        parent.write_limit = child.write_limit = parent.num_planned_tokens
+
+    # --- publishing and releasing -----------------------------------------------------------------------------
+
+    def publish(self, sequence: Sequence) -> None:
+        """Makes the blocks that are full by now findable. Called when the result of the writing step is committed."""
+        num_full = sequence.num_computed_tokens // self.block_size
+        num_known = sequence.publish_at // self.block_size - 1
+        salt = sequence.request.cache_salt
+        chain = self.index.extend_chain(sequence.digests, sequence.token_ids, num_full, salt)
+        for i in range(num_known, num_full):
+            self.index.publish(sequence.block_table[i], chain[i])
+        sequence.publish_at = (num_full + 1) * self.block_size
+
+    def release(self, block_table: list[int]) -> None:
+        """Gives blocks back, last to first, so that the heads of prefixes stay findable longest."""
+        for block in reversed(block_table):
+            self._release(block)
+
+    def forget_prefixes(self) -> int:
+        """Empties the prefix index of what no sequence uses; returns how many blocks were forgotten."""
+        cached = [block for block in self.pool.free_blocks() if block in self.index]
+        for block in cached:
+            self.index.forget(block)
+        return len(cached)
+
+    def reserve(self, sequence: Sequence, num_blocks: int) -> None:
+        """Promises free blocks to a sequence; `try_allocate` draws on the promise, `cancel_reservation` ends it."""
+        sequence.num_reserved_blocks += num_blocks
+        self.num_reserved_blocks += num_blocks
+
+    def cancel_reservation(self, sequence: Sequence) -> None:
+        self.num_reserved_blocks -= sequence.num_reserved_blocks
+        sequence.num_reserved_blocks = 0
+
+    def _take(self, sequence: Sequence) -> int:
+        block = self.pool.take()
+        self.index.forget(block)
+        if sequence.num_reserved_blocks:
+            sequence.num_reserved_blocks -= 1
+            self.num_reserved_blocks -= 1
+        return block
+
+    def _release(self, block: int) -> None:
+        self.pool.release(block, findable=block in self.index)

@@ -1,0 +1,41 @@
+"""The numbers that bound the scheduler."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the batch come from the executor, bounds of the queue from the operator.
+
+    max_num_seqs              sequences with a slot at once
+    max_num_batched_tokens    tokens one step computes, over all sequences; at least max_num_seqs: every decode fits
+    max_model_len             tokens of one sequence, prompt and output
+    max_in_flight             plans sent and not yet answered; 2 hides the round trip
+    max_waiting_requests      queue bound; a request beyond it is refused
+    max_waiting_prompt_tokens the same in prompt tokens; a queue that is empty takes any request
+    max_preemptions           a sequence preempted this often is next admitted with its worst case reserved, and is
+                              never a victim again
+    max_losses                executors that may be lost in a row under one sequence, without a token of progress,
+                              before the sequence is given up as their likely cause
+    watermark_ratio           share of the pool left free when a sequence is admitted beside others, for their growth
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_in_flight: int = 2
+    max_waiting_requests: int = 4096
+    max_waiting_prompt_tokens: int = 4_000_000
+    max_preemptions: int = 3
+    max_losses: int = 5
+    watermark_ratio: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_model_len", "max_in_flight", "max_waiting_requests", "max_losses"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
+                f"({self.max_num_seqs}): every running sequence computes a token a step"
+            )

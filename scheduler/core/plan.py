@@ -1,0 +1,69 @@
+"""What leaves the core and what comes back: plain data, one plan and one result a step.
+
+The meaning of each field is that of the plan stream (protos/quire/executor/v1/executor.proto); `scheduler.wire`
+translates. Lists of tuples are flat: (a, b), (a, b), … is [a, b, a, b, …].
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field
+
+from scheduler.core.request import SequenceParams
+from scheduler.core.sequence import FinishReason, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A sequence takes a slot: all that the executor must know of it."""
+
+    slot: int
+    token_ids: list[int]
+    num_computed_tokens: int
+    block_table: list[int]
+    params: SequenceParams
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """`child_slot` becomes a copy of `parent_slot` and samples its own token from the same logits."""
+
+    parent_slot: int
+    child_slot: int
+    seed: int
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step of the executor, as a difference to the step before."""
+
+    epoch: int
+    step_id: int
+    retired_slots: list[int] = field(default_factory=list)
+    admissions: list[Admission] = field(default_factory=list)
+    table_updates: list[int] = field(default_factory=list)  # (slot, logical block, physical block)
+    block_copies: list[int] = field(default_factory=list)  # (source block, destination block)
+    row_counts: list[int] = field(default_factory=list)  # (slot, tokens a step)
+    forks: list[Fork] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Sampled tokens by ascending slot. `end_reasons` is as long, or None if every sequence goes on."""
+
+    epoch: int
+    step_id: int
+    token_ids: SequenceOf[int]
+    end_reasons: SequenceOf[FinishReason | None] | None = None
+
+
+@dataclass(slots=True)
+class Events:
+    """What a commit (or a cancel, or the clock) made happen, for the shell to tell the clients.
+
+    `sequences` and `token_ids` run in parallel: one new token each. A sequence's last token comes with, and before,
+    its entry in `finished`.
+    """
+
+    started: list[Sequence] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finished: list[tuple[Sequence, FinishReason]] = field(default_factory=list)

@@ -1,0 +1,78 @@
+"""Finds blocks by what they hold: a hash chain over full blocks.
+
+The digest of a block covers its own tokens and, through its parent's digest, every token before it. So one lookup
+answers "is the KV of this whole prefix in the pool?", and equal digests mean equal KV.
+"""
+
+from array import array
+from collections.abc import Sequence as SequenceOf
+from hashlib import blake2b
+
+
+class PrefixIndex:
+    """One digest ↔ one block. A wide hash, so that nobody can construct a collision with somebody else's prompt."""
+
+    DIGEST_BYTES = 32
+
+    def __init__(self, block_size: int, namespace: str = "") -> None:
+        self.block_size = block_size
+        self._namespace = namespace.encode()
+        self._block_by_digest: dict[bytes, int] = {}
+        self._digest_by_block: dict[int, bytes] = {}
+        self._num_hits: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._block_by_digest)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._digest_by_block
+
+    def items(self) -> list[tuple[bytes, int]]:
+        return list(self._block_by_digest.items())
+
+    def num_hits(self, block: int) -> int:
+        """How often lookups found this block since it was published."""
+        return self._num_hits.get(block, 0)
+
+    def extend_chain(
+        self, chain: list[bytes], token_ids: SequenceOf[int], num_full_blocks: int, salt: bytes
+    ) -> list[bytes]:
+        """Extends a sequence's digests in place until `num_full_blocks` of its blocks have one; returns the chain."""
+        size = self.block_size
+        while len(chain) < num_full_blocks:
+            start = len(chain) * size
+            parent = chain[-1] if chain else self._root(salt)
+            tokens = array("I", token_ids[start : start + size]).tobytes()
+            chain.append(blake2b(parent + tokens, digest_size=self.DIGEST_BYTES).digest())
+        return chain
+
+    def longest_match(self, chain: SequenceOf[bytes]) -> list[int]:
+        """Blocks that hold the longest published prefix of `chain`."""
+        blocks: list[int] = []
+        for digest in chain:
+            block = self._block_by_digest.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def count_hits(self, blocks: SequenceOf[int]) -> None:
+        for block in blocks:
+            self._num_hits[block] += 1
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Makes a block findable. Where the same contents are published already, the first one stays."""
+        if digest not in self._block_by_digest and block not in self._digest_by_block:
+            self._block_by_digest[digest] = block
+            self._digest_by_block[block] = digest
+            self._num_hits[block] = 0
+
+    def forget(self, block: int) -> None:
+        """The block is about to be overwritten. Unpublished blocks are no error."""
+        digest = self._digest_by_block.pop(block, None)
+        if digest is not None:
+            del self._block_by_digest[digest]
+            del self._num_hits[block]
+
+    def _root(self, salt: bytes) -> bytes:
+        return blake2b(salt, key=blake2b(self._namespace).digest(), digest_size=self.DIGEST_BYTES).digest()

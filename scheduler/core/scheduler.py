@@ -1,0 +1,538 @@
+"""The scheduler core: a pure state machine. It decides; the executor computes.
+
+One step is a sentence:
+
+    plan = scheduler.schedule()      what to compute, as a difference to the step before; None: nothing, for now
+    events = scheduler.commit(result)
+
+Batching is rebuilt at every step (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative
+Models", OSDI 2022), under a budget of tokens: sequences that lack one token (decodes) first, then admitted ones that
+lack more (prefills, in chunks if need be), then the head of the waiting queue. So long prompts never hold up decodes.
+
+Up to `max_in_flight` plans are out. A decode row means "the token this slot sampled last", so the next plan leaves
+before that token is known. Two rules keep this simple:
+
+* What ends or is cancelled while plans are in flight keeps its blocks until the newest of them is committed.
+* Nobody is preempted while plans are in flight: a short pool first waits for their results, which may end somebody.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from scheduler.core.batch import Batch
+from scheduler.core.draft import Draft, Step
+from scheduler.core.errors import CapacityExceeded, InvariantViolation, QueueFull, ResultMismatch
+from scheduler.core.kv_cache import Allocation, KVCache
+from scheduler.core.limits import Limits
+from scheduler.core.plan import Admission, Events, Fork, StepPlan, StepResult
+from scheduler.core.policy import FCFS, Policy
+from scheduler.core.request import Request
+from scheduler.core.sequence import FinishReason, Sequence, State
+from scheduler.core.stats import Counters
+from scheduler.core.waiting_queue import WaitingQueue
+
+
+@dataclass(slots=True)
+class ActiveRequest:
+    """A request that was added and has not ended. Its samples beyond the first are born when its prompt is computed."""
+
+    request: Request
+    sequences: list[Sequence]
+    child_slots: list[int] = field(default_factory=list)  # held for samples to be born
+
+    @property
+    def num_unborn(self) -> int:
+        return self.request.num_sequences - len(self.sequences)
+
+    @property
+    def has_ended(self) -> bool:
+        return all(sequence.is_finished for sequence in self.sequences)
+
+
+class Scheduler:
+    """See the module. Not thread-safe; no clock, no I/O; every method returns at once."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        num_blocks: int,
+        block_size: int,
+        policy: Policy = FCFS,
+        model_name: str = "",
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.limits = limits
+        self.policy = policy
+        self.counters = Counters()
+        self._block_size = block_size
+        self._model_name = model_name
+        self._enable_prefix_caching = enable_prefix_caching
+        self._requests: dict[int, ActiveRequest] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._num_arrivals = 0
+        self._waiting = WaitingQueue(policy)
+        self._start_epoch(0, num_blocks)
+        self.is_attached = False
+
+    # --- requests come and go ---------------------------------------------------------------------------------
+
+    @property
+    def max_tokens_per_sequence(self) -> int:
+        """Most tokens (prompt and output) that one sequence can reach. The KV of the last one is never needed."""
+        return min(self.limits.max_model_len, self.cache.pool.num_usable_blocks * self._block_size + 1)
+
+    def add(self, request: Request) -> None:
+        """Takes a request into the waiting queue, and with that the duty to finish it.
+
+        Raises CapacityExceeded if it can never fit, QueueFull if the queue is at its bound. Request ids are unique;
+        prompts are not empty.
+        """
+        self._check_fits(request)
+        self._check_queue_takes(request)
+        self._num_arrivals += 1
+        sequence = Sequence(request, index=0, arrival=self._num_arrivals)
+        self._requests[request.request_id] = ActiveRequest(request, [sequence])
+        self._waiting.add(sequence)
+        if request.deadline_s is not None:
+            heappush(self._deadlines, (request.deadline_s, request.request_id))
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request in whatever state it is. One that has ended already is no error: the two may cross."""
+        self._end_request(request_id, FinishReason.CANCELLED)
+
+    def stop(self, request_id: int, index: int) -> None:
+        """Ends one sequence because its text is complete (a stop string). Too late is no error."""
+        active = self._requests.get(request_id)
+        for sequence in active.sequences if active else ():
+            if sequence.index == index and not sequence.is_finished:
+                self._finish(sequence, FinishReason.STOP)
+
+    def expire(self, now_s: float) -> Events:
+        """Ends every request whose deadline is not after `now_s`, waiting or running."""
+        events = Events()
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, request_id = heappop(self._deadlines)
+            events.finished += self._end_request(request_id, FinishReason.DEADLINE)
+        return events
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """The earliest deadline of a request that has not ended."""
+        while self._deadlines and self._deadlines[0][1] not in self._requests:
+            heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets every cached prefix that no running sequence holds; returns the number of blocks."""
+        return self.cache.forget_prefixes()
+
+    # --- executors come and go --------------------------------------------------------------------------------
+
+    def executor_attached(self, epoch: int, num_blocks: int) -> Events:
+        """An executor with an empty pool of `num_blocks` takes part from now on, in a new epoch.
+
+        Returns the requests that have to fail: this pool is smaller than the last, and they can never fit it.
+        """
+        if epoch <= self.epoch:
+            raise ValueError(f"epoch {epoch} is not after {self.epoch}")
+        if self.is_attached:
+            raise InvariantViolation("an executor is attached already")
+        self._start_epoch(epoch, num_blocks)
+        self.is_attached = True
+        events = Events()
+        for sequence in list(self._waiting):
+            if sequence.params.max_total_tokens > self.max_tokens_per_sequence:
+                events.finished += self._end_request(sequence.request.request_id, FinishReason.ERROR)
+        return events
+
+    def executor_lost(self) -> Events:
+        """The executor, or the way to it, is gone, and every KV block with it. What ran waits again, tokens kept.
+
+        Returns the sequences given up because executor after executor was lost under them.
+        """
+        events = Events()
+        if not self.is_attached:
+            return events
+        self.is_attached = False
+        self._in_flight.clear()
+        for sequence in list(self._batch.running):
+            self._drop_from_batch(sequence)
+            self.cache.release(sequence.block_table)
+            sequence.forget_kv()
+            sequence.count_loss()
+            sequence.become(State.WAITING)
+            self._waiting.add(sequence)
+            if sequence.num_losses > self.limits.max_losses:
+                self._finish(sequence, FinishReason.ERROR)
+                events.finished.append((sequence, FinishReason.ERROR))
+        self._start_epoch(self.epoch, self.cache.pool.num_blocks)
+        return events
+
+    def _start_epoch(self, epoch: int, num_blocks: int) -> None:
+        self.epoch = epoch
+        self.step_id = 0
+        self.cache = KVCache(
+            num_blocks, self._block_size, self._model_name, enable_prefix_caching=self._enable_prefix_caching
+        )
+        self._num_watermark_blocks = int(self.limits.watermark_ratio * num_blocks)
+        self._in_flight: deque[Step] = deque()
+        self._batch = Batch(self.limits.max_num_seqs)
+
+    # --- a step: schedule -------------------------------------------------------------------------------------
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        return len(self._requests)
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None: nothing to do, or nothing before another result is in."""
+        if not self.is_attached or len(self._in_flight) >= self.limits.max_in_flight:
+            return None
+        while True:
+            growing = self._make_room_for_decodes()
+            if growing is None:
+                return None
+            draft = Draft(budget=self.limits.max_num_batched_tokens)
+            self._plan_decodes(draft, growing)
+            self._plan_prefills(draft)
+            self._admit(draft)
+            if draft.has_rows:
+                return self._seal(draft)
+            if self._in_flight or not self._batch.prefilling:
+                return None
+            self._preempt(self._choose_victim())  # half-computed prompts block each other
+
+    def _make_room_for_decodes(self) -> list[Sequence] | None:
+        """The decodes that need a block for their next token, once there is one for each; None: not yet."""
+        while True:
+            growing = [s for s in self._batch.decoding if s.num_planned_tokens >= s.write_limit]
+            unreserved = [s for s in growing if not s.num_reserved_blocks]
+            if self.cache.num_blocks_to_append(unreserved) <= self.cache.num_available_blocks():
+                return growing
+            if self._in_flight:
+                return None
+            self._preempt(self._choose_victim())
+
+    def _plan_decodes(self, draft: Draft, growing: list[Sequence]) -> None:
+        for sequence in sorted(growing, key=self.policy.order):
+            draft.add_allocation(sequence, self._allocate(sequence, 1))
+        for sequence in self._batch.joined:
+            if sequence.slot >= 0:
+                draft.set_row_count(sequence, 1)
+        self._batch.joined.clear()
+        draft.add_decodes(self._batch.decoding)
+
+    def _plan_prefills(self, draft: Draft) -> None:
+        for sequence in list(self._batch.prefilling):
+            num_room = len(sequence.block_table) * self._block_size - sequence.num_planned_tokens
+            num_room += self.cache.num_available_blocks(sequence) * self._block_size
+            num_tokens = min(sequence.num_uncomputed_tokens, draft.budget, num_room)
+            if num_tokens > 0:
+                draft.add_allocation(sequence, self._allocate(sequence, num_tokens))
+                self._plan_chunk(draft, sequence, num_tokens)
+
+    def _admit(self, draft: Draft) -> None:
+        """Admits from the head of the queue while slots, blocks and budget last. Nobody overtakes the head."""
+        while draft.budget > 0 and (sequence := self._waiting.first()) is not None:
+            active = self._requests[sequence.request.request_id]
+            if self._batch.num_free_slots <= active.num_unborn or not self._may_run_beside_others(sequence):
+                return
+            prefix = self.cache.find_prefix(sequence)
+            if not self._has_room_to_admit(sequence, prefix):
+                return
+            self._waiting.remove(sequence)
+            self._enter_batch(draft, sequence, active, prefix)
+
+    def _may_run_beside_others(self, sequence: Sequence) -> bool:
+        """A sequence under which executors die runs alone until it has shown that it is not the cause."""
+        if sequence.is_suspect:
+            return not self._batch.running
+        return not any(running.is_suspect for running in self._batch.running)
+
+    def _has_room_to_admit(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Room for all tokens it has now, beside what admitted prefills still lack; and, if it was preempted too often,
+        for all it can ever have."""
+        num_needed = self.cache.num_blocks_to_admit(sequence, prefix)
+        if self._needs_guarantee(sequence):
+            num_needed += self._num_worst_case_blocks(sequence) - self.cache.num_blocks_for(sequence.num_tokens)
+        for prefilling in self._batch.prefilling:
+            if not prefilling.num_reserved_blocks:
+                num_needed += self.cache.num_blocks_for(prefilling.num_tokens) - len(prefilling.block_table)
+        if self._batch.running:
+            num_needed += self._num_watermark_blocks
+        return num_needed <= self.cache.num_available_blocks()
+
+    def _enter_batch(self, draft: Draft, sequence: Sequence, active: ActiveRequest, prefix: list[int]) -> None:
+        self.cache.adopt(sequence, prefix)
+        if self._needs_guarantee(sequence):
+            sequence.is_guaranteed = True
+            self.cache.reserve(sequence, self._num_worst_case_blocks(sequence) - len(prefix))
+        self._batch.enter(sequence, self._batch.hold_slot())
+        active.child_slots = [self._batch.hold_slot() for _ in range(active.num_unborn)]
+        self._batch.prefilling.append(sequence)
+        sequence.become(State.RUNNING)
+
+        num_cached = sequence.num_computed_tokens
+        num_tokens = min(sequence.num_uncomputed_tokens, draft.budget)
+        self._allocate(sequence, num_tokens)
+        draft.admissions.append(
+            Admission(
+                slot=sequence.slot,
+                token_ids=list(sequence.token_ids),
+                num_computed_tokens=num_cached,
+                block_table=list(sequence.block_table),
+                params=sequence.params,
+            )
+        )
+        draft.admitted.append((sequence, num_cached))
+        self._plan_chunk(draft, sequence, num_tokens)
+
+    def _plan_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
+        """A row of `num_tokens` for a prefilling sequence; if it lacks no more, it samples and goes on to decode."""
+        draft.add_prefill(sequence, num_tokens)
+        if sequence.num_uncomputed_tokens:
+            return
+        self._batch.prefilling.remove(sequence)
+        self._start_decoding(draft, sequence)
+        active = self._requests[sequence.request.request_id]
+        while active.num_unborn:
+            self._start_decoding(draft, self._fork(draft, sequence, active))
+
+    def _start_decoding(self, draft: Draft, sequence: Sequence) -> None:
+        self._batch.start_decoding(sequence)
+        draft.add_completed(sequence)
+
+    def _fork(self, draft: Draft, parent: Sequence, active: ActiveRequest) -> Sequence:
+        """The next sample of a request: shares every block of the first, and samples from the same logits."""
+        child = Sequence(parent.request, index=len(active.sequences), arrival=parent.arrival)
+        self.cache.fork(parent, child)
+        child.state = State.RUNNING
+        child.row_count = 1
+        child.num_cached_tokens = parent.num_cached_tokens
+        active.sequences.append(child)
+        self._batch.enter(child, active.child_slots.pop(0))
+        draft.forks.append(Fork(parent.slot, child.slot, child.params.seed))
+        return child
+
+    def _seal(self, draft: Draft) -> StepPlan:
+        scheduled = dict(draft.prefills)
+        for sequence, num_tokens in draft.prefills:
+            draft.set_row_count(sequence, num_tokens)
+        for sequence in self._batch.prefilling:
+            if sequence not in scheduled:
+                draft.set_row_count(sequence, 0)
+        self.step_id += 1
+        plan, step = draft.seal(self.epoch, self.step_id, self._batch.retired_slots)
+        self._batch.retired_slots = []
+        for sequence in draft.ending:  # the executor hears of it with the next plan: this one computes their last row
+            self._batch.retire(sequence)
+        self._in_flight.append(step)
+        self.counters.num_steps += 1
+        self.counters.num_cow_copies += len(draft.block_copies) // 2
+        return plan
+
+    def _allocate(self, sequence: Sequence, num_tokens: int) -> Allocation:
+        """Blocks for tokens that were found to have room."""
+        allocation = self.cache.try_allocate(sequence, num_tokens)
+        if allocation is None:
+            raise InvariantViolation(f"no blocks for {sequence!r}, though there was room")
+        return allocation
+
+    # --- a step: commit ---------------------------------------------------------------------------------------
+
+    def commit(self, result: StepResult) -> Events:
+        """Takes in what the oldest plan in flight came to. Raises ResultMismatch, changing nothing, if it cannot be."""
+        step = self._check_result(result)
+        self._in_flight.popleft()
+        events = Events()
+        for sequence, num_cached in step.admitted:
+            self._note_start(sequence, num_cached, events)
+        for sequence, num_tokens in step.prefills:
+            if not sequence.is_finished:
+                sequence.num_computed_tokens += num_tokens
+                if sequence.num_computed_tokens >= sequence.publish_at:
+                    self.cache.publish(sequence)
+        self._append_tokens(step, result, events)
+        self._end_sequences(step, result, events)
+        for block_table in step.releases:
+            self.cache.release(block_table)
+        return events
+
+    def _check_result(self, result: StepResult) -> Step:
+        if not self._in_flight:
+            raise ResultMismatch(f"result of step {result.step_id}, but no plan is in flight")
+        step = self._in_flight[0]
+        if (result.epoch, result.step_id) != (self.epoch, step.step_id):
+            raise ResultMismatch(
+                f"result of step {result.step_id} of epoch {result.epoch}, "
+                f"but step {step.step_id} of epoch {self.epoch} is next"
+            )
+        for name, values in (("token_ids", result.token_ids), ("end_reasons", result.end_reasons)):
+            if values is not None and len(values) != len(step.sampled):
+                raise ResultMismatch(
+                    f"step {step.step_id} sampled {len(step.sampled)} sequences, its result has {len(values)} {name}"
+                )
+        return step
+
+    def _note_start(self, sequence: Sequence, num_cached: int, events: Events) -> None:
+        """The first admission is when a client's prompt tokens count as cached or not: a recompute is not a hit."""
+        if sequence.num_cached_tokens is not None or sequence.is_finished:
+            return
+        sequence.num_cached_tokens = num_cached
+        self.counters.num_prefix_queried_tokens += sequence.num_prompt_tokens
+        self.counters.num_prefix_hit_tokens += num_cached
+        events.started.append(sequence)
+
+    def _append_tokens(self, step: Step, result: StepResult, events: Events) -> None:
+        for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
+            if sequence.state is State.FINISHED:
+                continue  # overrun: it ended after this step was planned
+            token_ids = sequence.token_ids
+            sequence.num_computed_tokens = num_computed = len(token_ids)
+            token_ids.append(token_id)
+            if num_computed >= sequence.publish_at:
+                self.cache.publish(sequence)
+            events.sequences.append(sequence)
+            events.token_ids.append(token_id)
+        self.counters.num_generated_tokens += len(events.token_ids)
+
+    def _end_sequences(self, step: Step, result: StepResult, events: Events) -> None:
+        if result.end_reasons is not None:
+            for sequence, reason in zip(step.sampled, result.end_reasons, strict=True):
+                if reason is not None and not sequence.is_finished:
+                    self._finish(sequence, reason)
+                    events.finished.append((sequence, reason))
+        for sequence in step.ending:
+            if not sequence.is_finished:
+                self._finish(sequence, FinishReason.LENGTH)
+                events.finished.append((sequence, FinishReason.LENGTH))
+
+    # --- transitions ------------------------------------------------------------------------------------------
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes everything from a running sequence; its tokens are computed again later. No plan is in flight."""
+        if self._in_flight:
+            raise InvariantViolation("preemption while plans are in flight")
+        self.counters.num_preemptions += 1
+        self.counters.num_preempted_tokens += sequence.num_computed_tokens
+        self._drop_from_batch(sequence)
+        self.cache.release(sequence.block_table)
+        sequence.forget_kv()
+        sequence.num_preemptions += 1
+        sequence.become(State.PREEMPTED)
+        self._waiting.add(sequence)
+
+    def _choose_victim(self) -> Sequence:
+        candidates = [sequence for sequence in self._batch.running if not sequence.is_guaranteed]
+        if not candidates:
+            raise InvariantViolation("the pool is short, and every running sequence has its blocks promised")
+        return max(candidates, key=self.policy.victim_order)
+
+    def _needs_guarantee(self, sequence: Sequence) -> bool:
+        """Preempted as often as a sequence may be: it runs again only with all its blocks promised."""
+        return sequence.num_preemptions >= self.limits.max_preemptions
+
+    def _num_worst_case_blocks(self, sequence: Sequence) -> int:
+        """Blocks this sequence can come to hold; one more if samples will share, and so copy, its last one."""
+        num_unborn = self._requests[sequence.request.request_id].num_unborn
+        num_blocks = self.cache.num_blocks_for(sequence.params.max_total_tokens - 1) + (num_unborn > 0)
+        return min(num_blocks, self.cache.pool.num_usable_blocks)
+
+    def _end_request(self, request_id: int, reason: FinishReason) -> list[tuple[Sequence, FinishReason]]:
+        active = self._requests.get(request_id)
+        unfinished = [s for s in active.sequences if not s.is_finished] if active else []
+        for sequence in unfinished:
+            self._finish(sequence, reason)
+        return [(sequence, reason) for sequence in unfinished]
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.state is State.RUNNING:
+            self._drop_from_batch(sequence)
+            self._release_after_flight(sequence.block_table)
+            sequence.block_table = []
+        else:
+            self._waiting.remove(sequence)
+        sequence.become(State.FINISHED)
+        self.counters.num_finished[reason] += 1
+        active = self._requests[sequence.request.request_id]
+        if active.has_ended:
+            del self._requests[sequence.request.request_id]
+
+    def _drop_from_batch(self, sequence: Sequence) -> None:
+        """Out of the running set and its slot; what it holds in blocks is the caller's to release."""
+        self._batch.drop(sequence)
+        self.cache.cancel_reservation(sequence)
+        active = self._requests[sequence.request.request_id]
+        for slot in active.child_slots:
+            self._batch.return_slot(slot)
+        active.child_slots = []
+
+    def _release_after_flight(self, block_table: list[int]) -> None:
+        """Plans in flight still write to these blocks, or copy from them: they stay taken until the newest is in."""
+        if self._in_flight:
+            self._in_flight[-1].releases.append(block_table)
+        else:
+            self.cache.release(block_table)
+
+    # --- looking in -------------------------------------------------------------------------------------------
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_waiting_prompt_tokens(self) -> int:
+        return self._waiting.num_prompt_tokens
+
+    @property
+    def num_free_slots(self) -> int:
+        return self._batch.num_free_slots
+
+    @property
+    def num_held_slots(self) -> int:
+        """Slots kept for samples to be born."""
+        return sum(len(active.child_slots) for active in self._requests.values())
+
+    def waiting_sequences(self) -> Iterator[Sequence]:
+        return iter(self._waiting)
+
+    def running_sequences(self) -> Iterator[Sequence]:
+        return iter(self._batch.running)
+
+    def unfinished_sequences(self) -> Iterator[Sequence]:
+        return (s for active in self._requests.values() for s in active.sequences if not s.is_finished)
+
+    def deferred_releases(self) -> Iterator[list[int]]:
+        """Block tables of sequences that ended while plans in flight could still touch them."""
+        return (block_table for step in self._in_flight for block_table in step.releases)
+
+    # --- admission to the queue -------------------------------------------------------------------------------
+
+    def _check_fits(self, request: Request) -> None:
+        max_total = request.params.max_total_tokens
+        if max_total <= len(request.prompt_token_ids):
+            raise CapacityExceeded(
+                f"the prompt has {len(request.prompt_token_ids)} tokens, which leaves no room for output in {max_total}"
+            )
+        if max_total > self.max_tokens_per_sequence:
+            raise CapacityExceeded(
+                f"prompt and output may reach {max_total} tokens, one sequence can hold {self.max_tokens_per_sequence}"
+            )
+        if request.num_sequences > self.limits.max_num_seqs:
+            raise CapacityExceeded(
+                f"{request.num_sequences} sequences in one request, at most {self.limits.max_num_seqs} can run"
+            )
+
+    def _check_queue_takes(self, request: Request) -> None:
+        if len(self._waiting) >= self.limits.max_waiting_requests:
+            raise QueueFull(f"{len(self._waiting)} requests are waiting")
+        num_tokens = self._waiting.num_prompt_tokens + len(request.prompt_token_ids)
+        if self._waiting and num_tokens > self.limits.max_waiting_prompt_tokens:
+            raise QueueFull(f"{self._waiting.num_prompt_tokens} prompt tokens are waiting")

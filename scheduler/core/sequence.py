@@ -1,0 +1,139 @@
+"""A sequence: what the scheduler schedules. A request has one, or one for each of its samples."""
+
+from dataclasses import replace
+from enum import Enum
+
+from scheduler.core.errors import InvariantViolation
+from scheduler.core.request import Request
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(Enum):
+    EOS = "eos"
+    LENGTH = "length"
+    STOP = "stop"
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+TRANSITIONS: dict[State, dict[State, str]] = {
+    State.WAITING: {
+        State.RUNNING: "admitted: has a slot and the blocks of its first chunk",
+        State.FINISHED: "cancelled, or its deadline passed, in the queue",
+    },
+    State.RUNNING: {
+        State.PREEMPTED: "gave its blocks to another sequence; its tokens stay",
+        State.WAITING: "the executor was lost; its tokens stay",
+        State.FINISHED: "ended by EOS, length, stop, cancel or deadline",
+    },
+    State.PREEMPTED: {
+        State.RUNNING: "admitted again; its tokens are recomputed",
+        State.WAITING: "the executor was lost meanwhile",
+        State.FINISHED: "cancelled, or its deadline passed, in the queue",
+    },
+    State.FINISHED: {},
+}
+"""Every legal change of state, and when it happens. A forked sequence is born RUNNING, all others WAITING."""
+
+
+class Sequence:
+    """Tokens, and how far their KV has come.
+
+        token_ids      ├──────────── prompt ────────────┼── output ──┤
+        computed       [0, num_computed_tokens)                            KV is in the pool: results committed
+        planned        [0, num_planned_tokens)                             … once the plans in flight are done
+        writable       [num_planned_tokens, write_limit)                   in blocks of its own: no need to ask
+
+    There are no phases: a sequence is whatever it has planned and still lacks. One that lacks a single token, the
+    one that was just sampled or is being sampled, is *decoding*; num_planned_tokens then runs ahead of token_ids
+    by what is in flight.
+    """
+
+    __slots__ = (
+        "arrival",
+        "block_table",
+        "digests",
+        "index",
+        "is_guaranteed",
+        "loss_mark",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_losses",
+        "num_planned_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_reserved_blocks",
+        "params",
+        "publish_at",
+        "request",
+        "row_count",
+        "slot",
+        "state",
+        "token_ids",
+        "write_limit",
+    )
+
+    def __init__(self, request: Request, index: int, arrival: int) -> None:
+        self.request = request
+        self.index = index
+        self.arrival = arrival
+        self.params = replace(request.params, seed=request.seeds[index])
+        self.token_ids = list(request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.state = State.WAITING
+        self.num_cached_tokens: int | None = None  # of the prompt, at first admission; None before it
+        self.num_preemptions = 0
+        self.num_losses = 0  # executors lost in a row without a token committed in between
+        self.loss_mark = 0  # len(token_ids) at the last loss
+        self.digests: list[bytes] = []  # chain of the full blocks, as far as it was needed
+        self.forget_kv()
+
+    def forget_kv(self) -> None:
+        """Back to nothing computed, without slot or blocks (which the caller has released)."""
+        self.slot = -1
+        self.row_count = 0  # tokens a step, as the executor was last told
+        self.block_table: list[int] = []
+        self.num_computed_tokens = 0
+        self.num_planned_tokens = 0
+        self.write_limit = 0
+        self.publish_at = 0  # num_computed_tokens at which the next block is full; set by the KV cache
+        self.num_reserved_blocks = 0
+        self.is_guaranteed = False  # admitted with its worst case reserved: never a victim
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens that no plan computes yet (0 for a sequence whose next token is in flight)."""
+        return max(0, len(self.token_ids) - self.num_planned_tokens)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.state is State.FINISHED
+
+    @property
+    def is_suspect(self) -> bool:
+        """It ran when the executor was lost, twice in a row, and has not shown to be harmless since."""
+        return self.num_losses >= 2 and len(self.token_ids) == self.loss_mark
+
+    def become(self, state: State) -> None:
+        if state not in TRANSITIONS[self.state]:
+            raise InvariantViolation(f"{self!r} cannot become {state.value}")
+        self.state = state
+
+    def count_loss(self) -> None:
+        """The executor was lost while this sequence ran."""
+        self.num_losses = self.num_losses + 1 if len(self.token_ids) == self.loss_mark else 1
+        self.loss_mark = len(self.token_ids)
+
+    def __repr__(self) -> str:
+        return f"<sequence {self.request.request_id}.{self.index} {self.state.value}>"

@@ -1,0 +1,41 @@
+"""The waiting queue: sequences that hold no slot and no block, in the order of the policy."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+
+from scheduler.core.policy import OrderKey, Policy
+from scheduler.core.sequence import Sequence
+
+
+class WaitingQueue:
+    """A sorted list. A preempted sequence returns to the place that its key gives it: before all who came later."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._order = policy.order
+        self._entries: list[tuple[OrderKey, Sequence]] = []
+        self.num_prompt_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for _, sequence in self._entries)
+
+    def first(self) -> Sequence | None:
+        return self._entries[0][1] if self._entries else None
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._entries, (self._order(sequence), sequence), key=_key)
+        self.num_prompt_tokens += sequence.num_prompt_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence that is in the queue."""
+        place = bisect_left(self._entries, self._order(sequence), key=_key)
+        if place == len(self._entries) or self._entries[place][1] is not sequence:
+            raise LookupError(f"{sequence!r} is not waiting")
+        del self._entries[place]
+        self.num_prompt_tokens -= sequence.num_prompt_tokens
+
+
+def _key(entry: tuple[OrderKey, Sequence]) -> OrderKey:
+    return entry[0]
