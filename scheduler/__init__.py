@@ -1,0 +1,1 @@
+"""The scheduler service: tokenises, queues, batches, owns the block tables; drives one executor. CPU only, no torch."""

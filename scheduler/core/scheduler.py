@@ -103,12 +103,15 @@ class Scheduler:
         """Ends a request in whatever state it is. One that has ended already is no error: the two may cross."""
         self._end_request(request_id, FinishReason.CANCELLED)
 
-    def stop(self, request_id: int, index: int) -> None:
+    def stop(self, request_id: int, index: int) -> Events:
         """Ends one sequence because its text is complete (a stop string). Too late is no error."""
+        events = Events()
         active = self._requests.get(request_id)
         for sequence in active.sequences if active else ():
             if sequence.index == index and not sequence.is_finished:
                 self._finish(sequence, FinishReason.STOP)
+                events.finished.append((sequence, FinishReason.STOP))
+        return events
 
     def expire(self, now_s: float) -> Events:
         """Ends every request whose deadline is not after `now_s`, waiting or running."""
@@ -499,6 +502,10 @@ class Scheduler:
     def num_held_slots(self) -> int:
         """Slots kept for samples to be born."""
         return sum(len(active.child_slots) for active in self._requests.values())
+
+    def has_request(self, request_id: int) -> bool:
+        """Whether a request has not ended."""
+        return request_id in self._requests
 
     def waiting_sequences(self) -> Iterator[Sequence]:
         return iter(self._waiting)

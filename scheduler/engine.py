@@ -1,0 +1,389 @@
+"""The engine loop: drives the core with an executor, and tells the clients' sinks what happened.
+
+    wake up → commit the results that are in → tell the clients → send the plans there are → sleep
+
+One event wakes it: a result, a new or cancelled request, a deadline, a stream that ended. What is in flight is the
+core's knowledge; the loop keeps none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+from scheduler.core import (
+    FCFS,
+    BlockMap,
+    Events,
+    ExecutorLost,
+    FinishReason,
+    InvariantViolation,
+    KVUsage,
+    Limits,
+    Policy,
+    QueueFull,
+    Request,
+    Scheduler,
+    Unavailable,
+    block_map,
+    check_invariants,
+    kv_usage,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from scheduler.executor_client import ExecutorClient, PlanStream
+    from scheduler.wire import ExecutorDescription
+
+log = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 10.0
+"""An idle engine checks the core's invariants at most this often."""
+
+
+class ServerState(Enum):
+    WAITING_FOR_EXECUTOR = "waiting for executor"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+class Sink(Protocol):
+    """Where one request's events go. Called on the event loop, by the engine: quick, and never raising."""
+
+    def started(self, num_cached_tokens: int) -> None: ...
+
+    def tokens(self, index: int, token_ids: list[int]) -> None: ...
+
+    def finished(self, index: int, reason: FinishReason, num_preemptions: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What is served, as the executor described it and the scheduler's configuration narrowed it.
+
+    `num_blocks` are those that sequences can use: the null block is not counted.
+    """
+
+    model_name: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The operator's side of the scheduler's limits; None leaves the executor's own.
+
+    step_timeout_s     an executor that has a plan for longer than this without a result is given up
+    describe_timeout_s how long one attempt to reach the executor may take
+    max_backoff_s      longest pause between two attempts
+    """
+
+    policy: Policy = FCFS
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_in_flight: int = 2
+    max_waiting_requests: int = 4096
+    max_waiting_prompt_tokens: int = 4_000_000
+    enable_prefix_caching: bool = True
+    step_timeout_s: float = 60.0
+    describe_timeout_s: float = 5.0
+    max_backoff_s: float = 2.0
+
+
+class Engine:
+    """Owns the core and the executor's stream. All methods belong to the event loop's thread."""
+
+    def __init__(self, client: ExecutorClient, options: EngineOptions | None = None) -> None:
+        self._client = client
+        self._options = options or EngineOptions()
+        self._wake = asyncio.Event()
+        self._described = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._is_draining = False
+        self._scheduler: Scheduler | None = None
+        self._description: ModelDescription | None = None
+        self._sinks: dict[int, Sink] = {}
+        self._num_requests = 0
+        self._state_callbacks: list[Callable[[ServerState], None]] = []
+        self._state = ServerState.WAITING_FOR_EXECUTOR
+        self._waits_since_s = 0.0  # since when the oldest plan in flight has been out
+        self._checked_at_s = 0.0
+        self._finish_interval_s = 1.0  # moving average of the time between two finished requests
+        self._finished_at_s = 0.0
+
+    # --- what the front door asks -----------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ServerState:
+        return self._state
+
+    @property
+    def description(self) -> ModelDescription:
+        """Known once an executor has been described."""
+        if self._description is None:
+            raise Unavailable("no executor has described itself yet")
+        return self._description
+
+    async def described(self) -> ModelDescription:
+        await self._described.wait()
+        return self.description
+
+    @property
+    def max_prompt_and_output(self) -> int:
+        """Tokens that one sequence can hold: what max_model_len and the pool leave."""
+        return self._core.max_tokens_per_sequence
+
+    def new_request_id(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Admits a request to the queue. Raises Unavailable, CapacityExceeded or QueueFull."""
+        if self._is_draining:
+            raise Unavailable("the server is draining")
+        try:
+            self._core.add(request)
+        except QueueFull as error:
+            raise QueueFull(str(error), retry_after_s=min(30.0, max(0.1, self._finish_interval_s))) from error
+        self._sinks[request.request_id] = sink
+        self._idle.clear()
+        self._wake.set()
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request in any state; its sink hears nothing more. An unknown id is no error."""
+        if self._sinks.pop(request_id, None) is not None:
+            self._core.cancel(request_id)
+            self._after_end()
+
+    def stop(self, request_id: int, index: int) -> None:
+        """Ends one sequence because its text is complete; its sink gets `finished` at once."""
+        if request_id in self._sinks:
+            self._tell_finished(self._core.stop(request_id, index))
+
+    def block_map(self) -> BlockMap:
+        return block_map(self._core)
+
+    def kv_usage(self) -> KVUsage:
+        return kv_usage(self._core)
+
+    @property
+    def core(self) -> Scheduler | None:
+        """For reading counters. None before the first executor."""
+        return self._scheduler
+
+    def reset_prefix_cache(self) -> int:
+        return self._core.reset_prefix_cache()
+
+    async def drain(self) -> None:
+        """Refuses new requests; returns when all admitted ones have ended."""
+        self._is_draining = True
+        self._update_state()
+        await self._idle.wait()
+
+    def on_state_change(self, callback: Callable[[ServerState], None]) -> None:
+        self._state_callbacks.append(callback)
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serves until cancelled: an executor that is lost is looked for again, and what ran is computed again."""
+        backoff_s = 0.05
+        while True:
+            try:
+                stream = await self._attach()
+                backoff_s = 0.05
+                try:
+                    await self._serve(stream)
+                finally:
+                    await stream.close()
+            except (ExecutorLost, InvariantViolation) as error:
+                if isinstance(error, InvariantViolation):
+                    log.critical("the core's books do not balance: %s; every sequence is computed anew", error)
+                elif self._is_attached:
+                    log.warning("executor lost: %s", error)
+                else:
+                    log.info("%s", error)
+                self._detach()
+            await self._pause(backoff_s)
+            backoff_s = min(2 * backoff_s, self._options.max_backoff_s)
+
+    async def _attach(self) -> PlanStream:
+        description = await self._client.describe(self._options.describe_timeout_s)
+        if self._scheduler is None:
+            self._scheduler = self._build_core(description)
+        core = self._scheduler
+        wanted = self._describe_model(description)
+        if self._description is not None and _identity(wanted) != _identity(self._description):
+            raise ExecutorLost(
+                f"the executor now serves {_identity(wanted)}, not {_identity(self._description)}: "
+                "restart the scheduler to take it"
+            )
+        self._description = wanted
+        events = core.executor_attached(max(core.epoch, description.epoch) + 1, description.num_blocks)
+        self._described.set()
+        log.info("executor attached: %s, epoch %d", self._description, core.epoch)
+        stream = self._client.open_stream(self._wake.set)
+        self._tell(events)
+        self._update_state()
+        return stream
+
+    def _detach(self) -> None:
+        if self._scheduler is not None:
+            self._tell(self._scheduler.executor_lost())
+        self._update_state()
+
+    async def _serve(self, stream: PlanStream) -> None:
+        core = self._core
+        while True:
+            self._wake.clear()
+            self._tell(core.expire(time.monotonic()))
+            while (result := stream.take()) is not None:
+                self._tell(core.commit(result))
+                self._waits_since_s = time.monotonic()
+            while (plan := core.schedule()) is not None:
+                if core.num_in_flight == 1:
+                    self._waits_since_s = time.monotonic()
+                await stream.send(plan)
+            if not self._wake.is_set():
+                await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until something happens, or is due."""
+        core, now_s = self._core, time.monotonic()
+        due_s = [core.next_deadline_s] if core.next_deadline_s is not None else []
+        if core.num_in_flight:
+            due_s.append(self._waits_since_s + self._options.step_timeout_s)
+        elif not core.num_unfinished_requests and now_s - self._checked_at_s > CHECK_INTERVAL_S:
+            check_invariants(core)
+            self._checked_at_s = now_s
+        await self._wait_for_wake(min(due_s) - now_s if due_s else None)
+        if core.num_in_flight and time.monotonic() - self._waits_since_s > self._options.step_timeout_s:
+            raise ExecutorLost(f"no result for {self._options.step_timeout_s:.0f} s")
+
+    async def _pause(self, duration_s: float) -> None:
+        """Between two executors: nothing can run, deadlines still pass."""
+        until_s = time.monotonic() + duration_s
+        while (remaining_s := until_s - time.monotonic()) > 0:
+            self._wake.clear()
+            if self._scheduler is not None:
+                self._tell(self._scheduler.expire(time.monotonic()))
+            await self._wait_for_wake(min(remaining_s, 0.1))
+
+    async def _wait_for_wake(self, timeout_s: float | None) -> None:
+        if timeout_s is None:
+            await self._wake.wait()
+            return
+        timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._wake.set)
+        await self._wake.wait()
+        timer.cancel()
+
+    # --- telling the clients ----------------------------------------------------------------------------------
+
+    def _tell(self, events: Events) -> None:
+        for sequence in events.started:
+            if sink := self._sinks.get(sequence.request.request_id):
+                sink.started(sequence.num_cached_tokens or 0)
+        for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
+            if sink := self._sinks.get(sequence.request.request_id):
+                sink.tokens(sequence.index, [token_id])
+        self._tell_finished(events)
+
+    def _tell_finished(self, events: Events) -> None:
+        for sequence, reason in events.finished:
+            request_id = sequence.request.request_id
+            if sink := self._sinks.get(request_id):
+                sink.finished(sequence.index, reason, sequence.num_preemptions)
+                if not self._core.has_request(request_id):
+                    self._sinks.pop(request_id, None)
+                    self._after_end()
+
+    def _after_end(self) -> None:
+        """A request has ended: keep the estimate of when the next one will, and wake who waits for the last one."""
+        now_s = time.monotonic()
+        if self._finished_at_s:
+            self._finish_interval_s += 0.1 * (now_s - self._finished_at_s - self._finish_interval_s)
+        self._finished_at_s = now_s
+        if not self._sinks:
+            self._idle.set()
+        self._wake.set()
+
+    # --- small things -----------------------------------------------------------------------------------------
+
+    @property
+    def _core(self) -> Scheduler:
+        if self._scheduler is None:
+            raise Unavailable("no executor has described itself yet")
+        return self._scheduler
+
+    @property
+    def _is_attached(self) -> bool:
+        return self._scheduler is not None and self._scheduler.is_attached
+
+    def _update_state(self) -> None:
+        state = ServerState.SERVING if self._is_attached else ServerState.WAITING_FOR_EXECUTOR
+        if self._is_draining:
+            state = ServerState.DRAINING
+        if state is not self._state:
+            self._state = state
+            for callback in self._state_callbacks:
+                callback(state)
+
+    def _build_core(self, description: ExecutorDescription) -> Scheduler:
+        options, model = self._options, self._describe_model(description)
+        return Scheduler(
+            Limits(
+                max_num_seqs=model.max_num_seqs,
+                max_num_batched_tokens=model.max_num_batched_tokens,
+                max_model_len=model.max_model_len,
+                max_in_flight=options.max_in_flight,
+                max_waiting_requests=options.max_waiting_requests,
+                max_waiting_prompt_tokens=options.max_waiting_prompt_tokens,
+            ),
+            num_blocks=description.num_blocks,
+            block_size=description.block_size,
+            policy=options.policy,
+            model_name=description.model_name,
+            enable_prefix_caching=options.enable_prefix_caching,
+        )
+
+    def _describe_model(self, description: ExecutorDescription) -> ModelDescription:
+        options = self._options
+        return ModelDescription(
+            model_name=description.model_name,
+            dtype=description.dtype,
+            device=description.device,
+            vocab_size=description.vocab_size,
+            max_model_len=description.max_model_len,
+            block_size=description.block_size,
+            num_blocks=description.num_blocks - 1,
+            max_num_seqs=min(options.max_num_seqs or description.max_num_seqs, description.max_num_seqs),
+            max_num_batched_tokens=min(
+                options.max_num_batched_tokens or description.max_num_batched_tokens,
+                description.max_num_batched_tokens,
+            ),
+        )
+
+
+def _identity(model: ModelDescription) -> tuple[str, str, int, int, int, int, int]:
+    """What must stay the same when an executor is replaced under running requests."""
+    return (
+        model.model_name,
+        model.dtype,
+        model.vocab_size,
+        model.max_model_len,
+        model.block_size,
+        model.max_num_seqs,
+        model.max_num_batched_tokens,
+    )

@@ -1,0 +1,109 @@
+"""The scheduler's end of the plan stream."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING
+
+import grpc
+
+from quire.executor.v1 import executor_pb2 as pb
+from quire.executor.v1.executor_pb2_grpc import ExecutorStub
+from scheduler import wire
+from scheduler.core import ExecutorLost, PlanRejected, StepPlan, StepResult
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A peer that vanished without closing its connection is found out in seconds, not in TCP's minutes.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Reconnecting is the engine's business; gRPC's own backoff must not get in its way.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+]
+
+
+class ExecutorClient:
+    """One executor, at one address. Connects when asked, as often as asked."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = ExecutorStub(self._channel)
+
+    async def describe(self, timeout_s: float) -> wire.ExecutorDescription:
+        """Raises ExecutorLost if no executor answers in time."""
+        try:
+            response = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            raise ExecutorLost(f"no executor at {self.address}: {error.details()}") from error
+        return wire.decode_description(response)
+
+    def open_stream(self, on_arrival: Callable[[], None]) -> PlanStream:
+        """A new plan stream. `on_arrival` is called when a result is in or the stream has ended."""
+        return PlanStream(self._stub.Run(), on_arrival)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+class PlanStream:
+    """Plans out, results in. Results queue up until they are taken; so does the error that ended the stream."""
+
+    def __init__(
+        self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult], on_arrival: Callable[[], None]
+    ) -> None:
+        self._call = call
+        self._on_arrival = on_arrival
+        self._results: deque[StepResult] = deque()
+        self._error: ExecutorLost | None = None
+        self._reader = asyncio.create_task(self._read(), name="plan stream reader")
+
+    async def send(self, plan: StepPlan) -> None:
+        """Raises ExecutorLost if the stream has ended."""
+        try:
+            await self._call.write(wire.encode_plan(plan))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            await self._reader
+            raise self._error or ExecutorLost("the plan stream has ended") from error
+
+    def take(self) -> StepResult | None:
+        """The next result, in order; None: not yet. Raises ExecutorLost once the stream has ended and all are taken."""
+        if self._results:
+            return self._results.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._reader
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._call:
+                self._results.append(wire.decode_result(message))
+                self._on_arrival()
+            self._error = ExecutorLost("the executor ended the plan stream")
+        except grpc.aio.AioRpcError as error:
+            self._error = _blame(error)
+        except ExecutorLost as error:  # a result that is none
+            self._call.cancel()
+            self._error = error
+        except asyncio.CancelledError:  # the call was cancelled by `close`
+            self._error = ExecutorLost("the plan stream was closed")
+        self._on_arrival()
+
+
+def _blame(error: grpc.aio.AioRpcError) -> ExecutorLost:
+    if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+        return PlanRejected(f"the executor refused a plan: {error.details()}")
+    return ExecutorLost(f"the plan stream broke ({error.code().name}): {error.details()}")

@@ -1,0 +1,125 @@
+"""Plans to protobuf, results from protobuf. Beyond this module the plan stream's message types are not known.
+
+Integers travel as packed little-endian int32, so that no message holds a Python object per token.
+"""
+
+from array import array
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from sys import byteorder
+
+from quire.executor.v1 import executor_pb2 as pb
+from scheduler.core import Admission, FinishReason, Fork, ResultMismatch, SequenceParams, StepPlan, StepResult
+
+_END_REASONS: dict[int, FinishReason | None] = {
+    pb.END_REASON_UNSPECIFIED: None,
+    pb.END_REASON_EOS: FinishReason.EOS,
+    pb.END_REASON_LENGTH: FinishReason.LENGTH,
+    pb.END_REASON_STOP: FinishReason.STOP,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorDescription:
+    """What an executor says of itself; the scheduler configures itself from it. `num_blocks` counts the null block."""
+
+    incarnation: str
+    model_name: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_bytes_per_token: int
+    epoch: int
+
+
+def decode_description(message: pb.DescribeResponse) -> ExecutorDescription:
+    return ExecutorDescription(
+        incarnation=message.incarnation,
+        model_name=message.model_name,
+        dtype=message.dtype,
+        device=message.device,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        kv_bytes_per_token=message.kv_bytes_per_token,
+        epoch=message.epoch,
+    )
+
+
+def encode_plan(plan: StepPlan) -> pb.StepPlan:
+    return pb.StepPlan(
+        epoch=plan.epoch,
+        step_id=plan.step_id,
+        retired_slots=pack(plan.retired_slots),
+        admissions=[_encode_admission(admission) for admission in plan.admissions],
+        table_updates=pack(plan.table_updates),
+        block_copies=pack(plan.block_copies),
+        row_counts=pack(plan.row_counts),
+        forks=[_encode_fork(fork) for fork in plan.forks],
+    )
+
+
+def decode_result(message: pb.StepResult) -> StepResult:
+    """Raises ResultMismatch for bytes that cannot be a result."""
+    end_reasons: list[FinishReason | None] | None = None
+    if message.end_reasons:
+        try:
+            end_reasons = [_END_REASONS[reason] for reason in message.end_reasons]
+        except KeyError as error:
+            raise ResultMismatch(f"step {message.step_id} ended a sequence for unknown reason {error}") from error
+    if len(message.token_ids) % 4:
+        raise ResultMismatch(f"{len(message.token_ids)} bytes of token ids in the result of step {message.step_id}")
+    return StepResult(
+        epoch=message.epoch, step_id=message.step_id, token_ids=unpack(message.token_ids), end_reasons=end_reasons
+    )
+
+
+def pack(values: SequenceOf[int]) -> bytes:
+    """Little-endian int32, without padding."""
+    packed = array("i", values)
+    if byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack(data: bytes) -> list[int]:
+    unpacked = array("i", data)
+    if byteorder == "big":
+        unpacked.byteswap()
+    return unpacked.tolist()
+
+
+def _encode_admission(admission: Admission) -> pb.Admission:
+    return pb.Admission(
+        slot=admission.slot,
+        token_ids=pack(admission.token_ids),
+        num_computed_tokens=admission.num_computed_tokens,
+        block_table=pack(admission.block_table),
+        params=_encode_params(admission.params),
+    )
+
+
+def _encode_params(params: SequenceParams) -> pb.SequenceParams:
+    return pb.SequenceParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        seed=params.seed,
+        eos_token_ids=pack(params.eos_token_ids),
+        stop_token_ids=pack(params.stop_token_ids),
+        max_total_tokens=params.max_total_tokens,
+        min_total_tokens=params.min_total_tokens,
+    )
+
+
+def _encode_fork(fork: Fork) -> pb.Fork:
+    return pb.Fork(parent_slot=fork.parent_slot, child_slot=fork.child_slot, seed=fork.seed)
