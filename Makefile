@@ -1,0 +1,49 @@
+# Every target installs what it needs into $(VENV) first. See README.md.
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+SOURCES := scheduler executor kernels quire bench tests models protos
+INSTALLED := $(VENV)/.installed
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+
+run: $(INSTALLED)  ## start both services, stream a few completions, show the block table, end
+	$(BIN)/quire demo
+
+serve: $(INSTALLED)  ## serve the embedded model (ARGS='--model …' for another) until interrupted
+	$(BIN)/quire serve $(ARGS)
+
+test: $(INSTALLED)  ## the whole test suite
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+
+bench: $(INSTALLED)  ## closed-loop load at 1, 4, 16 and 64 clients, beside transformers on the same trace
+	$(BIN)/quire bench serve --spawn --concurrency 1,4,16,64 --baseline transformers $(ARGS)
+
+verify: lint test  ## what CI checks
+
+lint: $(INSTALLED)  ## ruff, mypy, import contracts, protos
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@if command -v npx >/dev/null; then npx --yes @bufbuild/buf@1.75.0 lint protos; else echo 'buf lint: skipped, no npx'; fi
+
+fmt: $(INSTALLED)  ## format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+protos: $(INSTALLED)  ## generate the gRPC stubs again
+	$(BIN)/python protos/build.py
+
+clean:  ## remove the environment and everything generated
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build quire/v1 quire/executor
+
+$(INSTALLED): pyproject.toml constraints.txt protos/build.py $(shell find protos -name '*.proto')
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev]'
+	touch $@
+
+.PHONY: help run serve test bench verify lint fmt protos clean
