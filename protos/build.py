@@ -29,6 +29,8 @@ def generate(root: Path = ROOT) -> None:
     # protoc finds the mypy plug-ins on PATH; in a build environment they live beside the interpreter.
     if protoc.main([*arguments, *_plugins()]) != 0:
         raise RuntimeError("protoc failed; see its message above")
+    for package in ("quire/v1", "quire/executor", "quire/executor/v1"):
+        (root / package / "__init__.py").touch()
 
 
 def _plugins() -> list[str]:

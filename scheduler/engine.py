@@ -302,12 +302,12 @@ class Engine:
 
     def _tell_finished(self, events: Events) -> None:
         for sequence, reason in events.finished:
-            request_id = sequence.request.request_id
-            if sink := self._sinks.get(request_id):
+            if sink := self._sinks.get(sequence.request.request_id):
                 sink.finished(sequence.index, reason, sequence.num_preemptions)
-                if not self._core.has_request(request_id):
-                    self._sinks.pop(request_id, None)
-                    self._after_end()
+        for sequence, _ in events.finished:  # afterwards: several samples of one request may have ended at once
+            request_id = sequence.request.request_id
+            if not self._core.has_request(request_id) and self._sinks.pop(request_id, None) is not None:
+                self._after_end()
 
     def _after_end(self) -> None:
         """A request has ended: keep the estimate of when the next one will, and wake who waits for the last one."""

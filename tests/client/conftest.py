@@ -1,0 +1,12 @@
+from collections.abc import Iterator
+
+import pytest
+from scripted_server import ScriptedServer
+
+
+@pytest.fixture
+def server() -> Iterator[ScriptedServer]:
+    scripted = ScriptedServer()
+    scripted.start()
+    yield scripted
+    scripted.stop()

@@ -1,0 +1,171 @@
+"""Prompts and options as the message that is sent."""
+
+from typing import Any
+
+import pytest
+
+import quire
+from quire.messages import (
+    GenerateOptions,
+    OutputOptions,
+    SamplingOptions,
+    StoppingOptions,
+    event,
+    generate_request,
+)
+from quire.status_details import status_details
+from quire.v1 import generation_pb2
+
+EVERY_OPTION: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.25,
+    "top_k": 3,
+    "min_p": 0.125,
+    "repetition_penalty": 1.5,
+    "frequency_penalty": 0.75,
+    "presence_penalty": -0.5,
+    "seed": 2**64 - 1,
+    "n": 4,
+    "beam_width": 2,
+    "logit_bias": {7: -1.5},
+    "allowed_token_ids": [1, 2],
+    "max_tokens": 5,
+    "min_tokens": 1,
+    "stop": ["a", "b"],
+    "stop_token_ids": (8, 9),
+    "ignore_eos": True,
+    "include_stop": False,
+    "logprobs": 2,
+    "prompt_logprobs": 0,
+    "request_id": "me",
+    "priority": -3,
+    "cache_salt": "salt",
+}
+
+
+def test_every_option_reaches_its_field() -> None:
+    request = generate_request("p", EVERY_OPTION)
+    assert set(EVERY_OPTION) == set(GenerateOptions.__annotations__)
+    for name, value in EVERY_OPTION.items():
+        holders = [
+            part for part in (request, request.sampling, request.stopping, request.output) if _has(part, name)
+        ]
+        assert len(holders) == 1, name
+        sent = getattr(holders[0], name)
+        assert (dict(sent) if name == "logit_bias" else _plain(sent)) == _plain(value), name
+        if name == "include_stop":
+            assert request.stopping.HasField(name)  # a False that was asked for is not the same as nothing
+
+
+def test_options_and_fields_of_the_messages_have_the_same_names() -> None:
+    for options, message in (
+        (SamplingOptions, generation_pb2.SamplingParams),
+        (StoppingOptions, generation_pb2.StoppingParams),
+        (OutputOptions, generation_pb2.OutputParams),
+    ):
+        assert set(options.__annotations__) == set(message.DESCRIPTOR.fields_by_name)
+
+
+def test_what_is_absent_or_none_is_not_sent() -> None:
+    request = generate_request("p", {"temperature": None, "max_tokens": None, "stop": None})
+    assert request == generation_pb2.GenerateRequest(text="p")
+    assert not request.HasField("sampling")
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert list(generate_request("p", {"stop": "END"}).stopping.stop) == ["END"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("héllo", generation_pb2.GenerateRequest(text="héllo")),
+        ("", generation_pb2.GenerateRequest(text="")),
+        ([5, 6], generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[5, 6]))),
+        ((5,), generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds(ids=[5]))),
+        ([], generation_pb2.GenerateRequest(token_ids=generation_pb2.TokenIds())),
+        (
+            [quire.ChatMessage("user", "hi"), {"role": "assistant", "content": "yes"}],
+            generation_pb2.GenerateRequest(
+                chat=generation_pb2.ChatPrompt(
+                    messages=[
+                        generation_pb2.ChatMessage(role="user", content="hi"),
+                        generation_pb2.ChatMessage(role="assistant", content="yes"),
+                    ]
+                )
+            ),
+        ),
+    ],
+)
+def test_prompts(prompt: Any, expected: generation_pb2.GenerateRequest) -> None:
+    request = generate_request(prompt, {})
+    assert request == expected
+    assert request.WhichOneof("prompt") == expected.WhichOneof("prompt") is not None
+
+
+@pytest.mark.parametrize("prompt", [None, 3, b"bytes", {"role": "user", "content": "x"}, [{"role": "user"}]])
+def test_what_is_no_prompt_is_a_type_error(prompt: Any) -> None:
+    with pytest.raises(TypeError):
+        generate_request(prompt, {})
+
+
+def test_an_unknown_option_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        generate_request("p", {"temprature": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        ([1, -1], {}, "token_ids"),
+        ([2**32], {}, "token_ids"),
+        (["a"], {}, "token_ids"),
+        ("lone \ud800 surrogate", {}, "text"),
+        ([{"role": "user", "content": 5}], {}, "chat.messages[0].content"),
+        ("p", {"top_k": -1}, "sampling.top_k"),
+        ("p", {"temperature": "hot"}, "sampling.temperature"),
+        ("p", {"seed": 2**64}, "sampling.seed"),
+        ("p", {"logit_bias": {-1: 1.0}}, "sampling.logit_bias"),
+        ("p", {"max_tokens": 1.5}, "stopping.max_tokens"),
+        ("p", {"stop": [b"\xff"]}, "stopping.stop"),
+        ("p", {"cache_salt": 7}, "cache_salt"),
+    ],
+)
+def test_values_that_cannot_be_sent_are_violations_by_field(
+    prompt: Any, options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(quire.InvalidRequestError) as raised:
+        generate_request(prompt, options)
+    assert list(raised.value.violations) == [field]
+    assert field in str(raised.value)
+
+
+def test_logprobs_arrive() -> None:
+    message = generation_pb2.GenerateResponse(
+        delta=generation_pb2.Delta(
+            index=1,
+            text="x",
+            token_ids=[4],
+            logprobs=[
+                generation_pb2.TokenLogprobs(
+                    chosen=generation_pb2.TokenLogprob(token_id=4, logprob=-0.5),
+                    top=[generation_pb2.TokenLogprob(token_id=5, logprob=-0.25)],
+                )
+            ],
+        )
+    )
+    logprobs = quire.TokenLogprobs(quire.TokenLogprob(4, -0.5), (quire.TokenLogprob(5, -0.25),))
+    assert event(message) == quire.Delta(1, "x", (4,), (logprobs,))
+
+
+def test_unreadable_status_details_count_as_none() -> None:
+    assert status_details(b"\xff\xff\xff").violations == {}
+    assert status_details(b"").retry_after_s is None
+
+
+def _has(message: Any, name: str) -> bool:
+    return name in message.DESCRIPTOR.fields_by_name
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str | dict) or not hasattr(value, "__iter__") else list(value)

@@ -1,0 +1,97 @@
+"""An executor client without gRPC: the fake executor answers on the event loop, and can be made to die."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from scheduler.core import ExecutorLost, StepPlan, StepResult
+from scheduler.wire import ExecutorDescription
+from tests.core.fake_executor import FakeExecutor
+
+DESCRIPTION = ExecutorDescription(
+    incarnation="1",
+    model_name="fake",
+    dtype="float32",
+    device="none",
+    vocab_size=50,
+    max_model_len=200,
+    block_size=4,
+    num_blocks=101,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,
+    kv_bytes_per_token=1,
+    epoch=0,
+)
+
+
+class FakeClient:
+    """`is_up` False: nobody answers. `lose()` cuts the open stream."""
+
+    def __init__(self, description: ExecutorDescription = DESCRIPTION) -> None:
+        self.description = description
+        self.is_up = True
+        self.is_hanging = False
+        self.num_streams = 0
+        self.stream: FakeStream | None = None
+
+    async def describe(self, timeout_s: float) -> ExecutorDescription:
+        await asyncio.sleep(0)
+        if not self.is_up:
+            raise ExecutorLost("nobody there")
+        return self.description
+
+    def open_stream(self, on_arrival: Callable[[], None]) -> "FakeStream":
+        self.num_streams += 1
+        self.description = replace(self.description, epoch=self.description.epoch + 1)
+        self.stream = FakeStream(self, on_arrival)
+        return self.stream
+
+    def lose(self) -> None:
+        assert self.stream is not None
+        self.stream.end(ExecutorLost("cut"))
+
+
+class FakeStream:
+    def __init__(self, client: FakeClient, on_arrival: Callable[[], None]) -> None:
+        description = client.description
+        self._client = client
+        self._on_arrival = on_arrival
+        self._results: deque[StepResult] = deque()
+        self._error: ExecutorLost | None = None
+        self.num_plans = 0
+        self.executor = FakeExecutor(
+            description.num_blocks,
+            description.block_size,
+            description.max_num_seqs,
+            description.max_num_batched_tokens,
+            description.vocab_size,
+            description.epoch,
+        )
+
+    async def send(self, plan: StepPlan) -> None:
+        if self._error:
+            raise self._error
+        self.num_plans += 1
+        if not self._client.is_hanging:
+            result = self.executor.execute(plan)
+            asyncio.get_running_loop().call_soon(self._arrive, result)
+
+    def take(self) -> StepResult | None:
+        if self._results:
+            return self._results.popleft()
+        if self._error:
+            raise self._error
+        return None
+
+    def end(self, error: ExecutorLost) -> None:
+        self._error = error
+        self._on_arrival()
+
+    async def close(self) -> None:
+        self._error = self._error or ExecutorLost("closed")
+
+    def _arrive(self, result: StepResult) -> None:
+        if not self._error:
+            self._results.append(result)
+            self._on_arrival()

@@ -1,0 +1,218 @@
+"""The engine loop with a fake executor: what clients are told, whatever happens to the executor."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+import pytest
+
+from scheduler.core import CapacityExceeded, FinishReason, QueueFull, Request, SequenceParams, Unavailable
+from scheduler.engine import Engine, EngineOptions, ServerState
+from tests.core.fake_executor import expected_output
+from tests.scheduler.fake_client import DESCRIPTION, FakeClient
+
+
+class RecordingSink:
+    """Keeps what it is told, and checks that it is told in order."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.num_cached_tokens: int | None = None
+        self.outputs: dict[int, list[int]] = {}
+        self.reasons: dict[int, FinishReason] = {}
+        self.first_token = asyncio.Event()
+        self.done = asyncio.Event()
+
+    def started(self, num_cached_tokens: int) -> None:
+        assert self.num_cached_tokens is None, "started twice"
+        self.num_cached_tokens = num_cached_tokens
+
+    def tokens(self, index: int, token_ids: list[int]) -> None:
+        assert self.num_cached_tokens is not None, "tokens before started"
+        assert index not in self.reasons, "tokens after the end"
+        self.outputs.setdefault(index, []).extend(token_ids)
+        self.first_token.set()
+
+    def finished(self, index: int, reason: FinishReason, num_preemptions: int) -> None:
+        assert index not in self.reasons, "finished twice"
+        self.reasons[index] = reason
+        if len(self.reasons) == self.request.num_sequences:
+            self.done.set()
+
+    async def check(self) -> None:
+        """Waits for the end, and compares every sequence with what it had to generate."""
+        await asyncio.wait_for(self.done.wait(), 20)
+        for index, seed in enumerate(self.request.seeds):
+            prompt = list(self.request.prompt_token_ids)
+            expected = expected_output(prompt, self.request.params, seed, DESCRIPTION.vocab_size)
+            assert (self.outputs[index], self.reasons[index]) == expected
+
+
+@asynccontextmanager
+async def running_engine(client: FakeClient, **options: object) -> AsyncIterator[Engine]:
+    engine = Engine(client, EngineOptions(**options))  # type: ignore[arg-type]
+    task = asyncio.create_task(engine.run())
+    try:
+        await asyncio.wait_for(engine.described(), 10)
+        yield engine
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def submit(engine: Engine, prompt: list[int], max_tokens: int = 10, **fields: object) -> RecordingSink:
+    request = Request(
+        engine.new_request_id(),
+        prompt,
+        SequenceParams(max_total_tokens=len(prompt) + max_tokens),
+        **fields,  # type: ignore[arg-type]
+    )
+    sink = RecordingSink(request)
+    engine.submit(request, sink)
+    return sink
+
+
+async def until(condition: object, timeout_s: float = 10) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+async def test_requests_end_with_the_right_tokens(max_in_flight: int) -> None:
+    async with running_engine(FakeClient(), max_in_flight=max_in_flight) as engine:
+        sinks = [submit(engine, [1] * (3 + i), 5 + i, seeds=tuple(range(1 + i % 3))) for i in range(20)]
+        for sink in sinks:
+            await sink.check()
+        assert engine.kv_usage().num_active_blocks == 0
+
+
+async def test_every_stream_survives_the_loss_of_the_executor_at_any_moment() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        sinks = [submit(engine, [i, 2, 3, 4, 5], 30, seeds=(i, i + 1)) for i in range(12)]
+        for _ in range(5):
+            await asyncio.sleep(0.003)
+            client.lose()
+            await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+            await until(lambda: engine.state is ServerState.SERVING)
+        for sink in sinks:
+            await sink.check()
+        assert client.num_streams == 6
+
+
+async def test_requests_queue_while_the_executor_is_away() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        client.is_up = False
+        client.lose()
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        sink = submit(engine, [1, 2, 3])
+        await asyncio.sleep(0.05)
+        assert not sink.outputs
+        client.is_up = True
+        await sink.check()
+
+
+async def test_an_executor_that_hangs_is_given_up() -> None:
+    client = FakeClient()
+    async with running_engine(client, step_timeout_s=0.1) as engine:
+        client.is_hanging = True
+        sink = submit(engine, [1, 2, 3])
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        client.is_hanging = False
+        await sink.check()
+
+
+async def test_an_executor_with_another_model_is_not_taken() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        client.description = replace(DESCRIPTION, vocab_size=51)
+        client.lose()
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        await asyncio.sleep(0.2)
+        assert engine.state is ServerState.WAITING_FOR_EXECUTOR
+        client.description = replace(DESCRIPTION, epoch=7)
+        await until(lambda: engine.state is ServerState.SERVING)
+        assert engine.core is not None
+        assert engine.core.epoch == 8
+
+
+async def test_a_smaller_pool_fails_only_what_cannot_fit_it() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        client.is_up = False
+        client.lose()
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        large, small = submit(engine, [1] * 100, 20), submit(engine, [1] * 10, 20)
+        client.description = replace(DESCRIPTION, num_blocks=12)
+        client.is_up = True
+        await small.check()
+        assert large.reasons == {0: FinishReason.ERROR}
+
+
+async def test_cancelling_frees_the_blocks_and_silences_the_sink() -> None:
+    async with running_engine(FakeClient()) as engine:
+        sink, other = submit(engine, [1, 2, 3], 150), submit(engine, [4, 5], 50)
+        await sink.first_token.wait()
+        engine.cancel(sink.request.request_id)
+        num_heard = len(sink.outputs[0])
+        await other.check()
+        assert len(sink.outputs[0]) == num_heard
+        assert not sink.reasons
+        assert engine.kv_usage().num_active_blocks == 0
+
+
+async def test_stopping_one_sample_leaves_the_others() -> None:
+    async with running_engine(FakeClient()) as engine:
+        sink = submit(engine, [1, 2, 3], 20, seeds=(1, 2))
+        await sink.first_token.wait()
+        engine.stop(sink.request.request_id, 1)
+        assert sink.reasons == {1: FinishReason.STOP}
+        await sink.done.wait()
+        assert sink.reasons[0] is FinishReason.LENGTH
+        assert len(sink.outputs[0]) == 20
+
+
+async def test_deadlines_pass_in_the_queue_while_no_executor_is_there() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        client.is_up = False
+        client.lose()
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        sink = submit(engine, [1], deadline_s=0.0)
+        await asyncio.wait_for(sink.done.wait(), 10)
+        assert sink.reasons == {0: FinishReason.DEADLINE}
+
+
+async def test_submit_says_why_it_refuses() -> None:
+    client = FakeClient()
+    async with running_engine(client, max_waiting_requests=2) as engine:
+        with pytest.raises(CapacityExceeded, match="one sequence can hold 200"):
+            submit(engine, [1] * 150, 100)
+        client.is_up = False
+        client.lose()
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        sinks = [submit(engine, [1]), submit(engine, [2])]
+        with pytest.raises(QueueFull) as refused:
+            submit(engine, [3])
+        assert refused.value.retry_after_s > 0
+        client.is_up = True
+        for sink in sinks:
+            await sink.check()
+
+
+async def test_drain_refuses_new_work_and_waits_for_the_admitted() -> None:
+    async with running_engine(FakeClient()) as engine:
+        states: list[ServerState] = []
+        engine.on_state_change(states.append)
+        sink = submit(engine, [1, 2, 3], 50)
+        draining = asyncio.create_task(engine.drain())
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable, match="draining"):
+            submit(engine, [1])
+        await asyncio.wait_for(draining, 10)
+        await sink.check()
+        assert states == [ServerState.DRAINING]
