@@ -1,0 +1,77 @@
+"""Quire's client: streamed completions from a Quire server.
+
+with quire.Client() as client:
+    for event in client.generate("Once upon a time", max_tokens=64):
+        if isinstance(event, quire.Delta):
+            print(event.text, end="", flush=True)
+"""
+
+from quire.async_client import AsyncClient, AsyncEventStream
+from quire.block_map import (
+    Block,
+    BlockMap,
+    BlockState,
+    RunningSequence,
+    ServerInfo,
+    ServerState,
+    Waste,
+)
+from quire.client import Client, EventStream
+from quire.errors import (
+    CapacityExceededError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    QueueFullError,
+    QuireError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from quire.events import (
+    ChatMessage,
+    CompletedSequence,
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Prompt,
+    Started,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
+
+__all__ = [
+    "AsyncClient",
+    "AsyncEventStream",
+    "Block",
+    "BlockMap",
+    "BlockState",
+    "CapacityExceededError",
+    "ChatMessage",
+    "Client",
+    "CompletedSequence",
+    "Completion",
+    "DeadlineExceededError",
+    "Delta",
+    "Event",
+    "EventStream",
+    "FinishReason",
+    "Finished",
+    "InternalError",
+    "InvalidRequestError",
+    "Prompt",
+    "QueueFullError",
+    "QuireError",
+    "RequestCancelledError",
+    "RunningSequence",
+    "ServerInfo",
+    "ServerState",
+    "Started",
+    "TokenLogprob",
+    "TokenLogprobs",
+    "UnavailableError",
+    "Usage",
+    "Waste",
+]

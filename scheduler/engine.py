@@ -28,6 +28,7 @@ from scheduler.core import (
     QueueFull,
     Request,
     Scheduler,
+    Sequence,
     Unavailable,
     block_map,
     check_invariants,
@@ -293,21 +294,30 @@ class Engine:
 
     def _tell(self, events: Events) -> None:
         for sequence in events.started:
-            if sink := self._sinks.get(sequence.request.request_id):
-                sink.started(sequence.num_cached_tokens or 0)
+            self._tell_sink(sequence, "started", sequence.num_cached_tokens or 0)
         for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
-            if sink := self._sinks.get(sequence.request.request_id):
-                sink.tokens(sequence.index, [token_id])
+            self._tell_sink(sequence, "tokens", sequence.index, [token_id])
         self._tell_finished(events)
 
     def _tell_finished(self, events: Events) -> None:
         for sequence, reason in events.finished:
-            if sink := self._sinks.get(sequence.request.request_id):
-                sink.finished(sequence.index, reason, sequence.num_preemptions)
+            self._tell_sink(sequence, "finished", sequence.index, reason, sequence.num_preemptions)
         for sequence, _ in events.finished:  # afterwards: several samples of one request may have ended at once
             request_id = sequence.request.request_id
             if not self._core.has_request(request_id) and self._sinks.pop(request_id, None) is not None:
                 self._after_end()
+
+    def _tell_sink(self, sequence: Sequence, verb: str, *news: object) -> None:
+        """A sink that breaks costs its own request, and nobody else's."""
+        request_id = sequence.request.request_id
+        sink = self._sinks.get(request_id)
+        if sink is None:
+            return
+        try:
+            getattr(sink, verb)(*news)
+        except Exception:
+            log.exception("request %d is given up: its sink failed", request_id)
+            self.cancel(request_id)
 
     def _after_end(self) -> None:
         """A request has ended: keep the estimate of when the next one will, and wake who waits for the last one."""

@@ -318,7 +318,6 @@ class Scheduler:
         self.cache.fork(parent, child)
         child.state = State.RUNNING
         child.row_count = 1
-        child.num_cached_tokens = parent.num_cached_tokens
         active.sequences.append(child)
         self._batch.enter(child, active.child_slots.pop(0))
         draft.forks.append(Fork(parent.slot, child.slot, child.params.seed))
@@ -386,7 +385,7 @@ class Scheduler:
 
     def _note_start(self, sequence: Sequence, num_cached: int, events: Events) -> None:
         """The first admission is when a client's prompt tokens count as cached or not: a recompute is not a hit."""
-        if sequence.num_cached_tokens is not None or sequence.is_finished:
+        if sequence.index > 0 or sequence.num_cached_tokens is not None or sequence.is_finished:
             return
         sequence.num_cached_tokens = num_cached
         self.counters.num_prefix_queried_tokens += sequence.num_prompt_tokens

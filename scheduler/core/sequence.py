@@ -88,7 +88,7 @@ class Sequence:
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.state = State.WAITING
-        self.num_cached_tokens: int | None = None  # of the prompt, at first admission; None before it
+        self.num_cached_tokens: int | None = None  # of the prompt, at first admission; first sequences only
         self.num_preemptions = 0
         self.num_losses = 0  # executors lost in a row without a token committed in between
         self.loss_mark = 0  # len(token_ids) at the last loss

@@ -34,8 +34,8 @@ class Log:
         await until(lambda: self.of(name).count(line) >= count)
 
 
-def child(name: str, program: str) -> ChildSpec:
-    return ChildSpec(name, (sys.executable, "-I", "-S", "-c", textwrap.dedent(program)))
+def child(name: str, program: str, grace_s: float = 30.0) -> ChildSpec:
+    return ChildSpec(name, (sys.executable, "-I", "-S", "-c", textwrap.dedent(program)), grace_s)
 
 
 async def yes() -> bool:
@@ -204,7 +204,7 @@ async def test_a_child_that_does_not_end_is_killed_with_all_it_started() -> None
         print(grandchild.pid, flush=True)
         time.sleep(600)
     """
-    supervisor = Supervisor([child("stubborn", parent)], log=log, grace_s=0.05)
+    supervisor = Supervisor([child("stubborn", parent, grace_s=0.05)], log=log)
     await supervisor.start()
     await until(lambda: len(log.of("stubborn")) > 0)
     grandchild = int(log.of("stubborn")[0])
@@ -234,7 +234,7 @@ async def test_an_error_inside_the_context_kills_at_once() -> None:
     pids = []
 
     async def fail() -> None:
-        async with Supervisor([child("stubborn", STUBBORN)], log=log, grace_s=600) as supervisor:
+        async with Supervisor([child("stubborn", STUBBORN, grace_s=600)], log=log) as supervisor:
             await log.until("stubborn", "up")
             pids.append(supervisor.pid("stubborn"))
             raise RuntimeError("mine")

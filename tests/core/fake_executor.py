@@ -5,21 +5,27 @@ the block table*; the sampled token is a hash of all entries and the seed. So on
 block anywhere changes what comes out, and `expected_output` says what should have.
 """
 
+from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from scheduler.core import FinishReason, SequenceParams, StepPlan, StepResult
+from scheduler.core import FinishReason, Fork, SequenceParams, StepPlan, StepResult
+
+Sample = tuple[int, FinishReason | None]
 
 
-def _entry(entries: list[int], token_id: int) -> int:
-    return crc32(repr((token_id, entries)).encode())
+def kv_entry(entries: list[int], token_id: int) -> int:
+    """What stands in the pool for a token that follows these entries."""
+    return crc32(array("I", (*entries, token_id)))
 
 
-def _sample(entries: list[int], seed: int, vocab_size: int) -> int:
-    return crc32(repr((entries, seed)).encode()) % vocab_size
+def sample_token(entries: list[int], seed: int, vocab_size: int) -> int:
+    return crc32(array("I", (seed, *entries))) % vocab_size
 
 
-def _end_reason(params: SequenceParams, token_id: int, num_tokens: int) -> FinishReason | None:
+def end_reason(params: SequenceParams, token_id: int, num_tokens: int) -> FinishReason | None:
+    """Why a sequence ends with this token, its `num_tokens`-th; None: it goes on."""
     if num_tokens >= params.min_total_tokens:
         if token_id in params.eos_token_ids:
             return FinishReason.EOS
@@ -34,15 +40,15 @@ def expected_output(
     """What a sequence must generate whatever happens around it, and how it ends."""
     entries: list[int] = []
     for token_id in prompt:
-        entries.append(_entry(entries, token_id))
+        entries.append(kv_entry(entries, token_id))
     output: list[int] = []
     while True:
-        token_id = _sample(entries, seed, vocab_size)
+        token_id = sample_token(entries, seed, vocab_size)
         output.append(token_id)
-        reason = _end_reason(params, token_id, len(prompt) + len(output))
+        reason = end_reason(params, token_id, len(prompt) + len(output))
         if reason:
             return output, reason
-        entries.append(_entry(entries, token_id))
+        entries.append(kv_entry(entries, token_id))
 
 
 class PlanError(Exception):
@@ -67,6 +73,12 @@ class Slot:
 
 @dataclass
 class FakeExecutor:
+    """One epoch of an executor: it starts with an empty pool and empty slots, and is thrown away when it is lost.
+
+    After a plan, `touched_blocks` are the blocks it read, wrote or copied, and those that the rows of sequences that
+    had ended would have; `sampled_slots` are the slots that sampled.
+    """
+
     num_blocks: int
     block_size: int
     max_num_seqs: int
@@ -76,56 +88,37 @@ class FakeExecutor:
     step_id: int = 0
     slots: dict[int, Slot] = field(default_factory=dict)
     num_rows_computed: int = 0
+    num_overruns: int = 0
+    touched_blocks: frozenset[int] = frozenset()
+    sampled_slots: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self.kv: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Raises PlanError if the plan breaks a rule."""
         require(plan.epoch == self.epoch, f"epoch {plan.epoch}, not {self.epoch}")
         require(plan.step_id == self.step_id + 1, f"step {plan.step_id} after {self.step_id}")
         self.step_id = plan.step_id
-        self._apply(plan)
-        sampled: dict[int, tuple[int, FinishReason | None]] = {}
-        contexts: dict[int, list[int]] = {}
-        require(sum(slot.row_count for slot in self.slots.values()) <= self.max_num_batched_tokens, "over the budget")
-        require(any(slot.row_count for slot in self.slots.values()), "a plan without rows")
-        for index, slot in sorted(self.slots.items()):
-            if slot.row_count == 0:
-                continue
-            self.num_rows_computed += 1
-            if slot.has_ended:
-                sampled[index] = (0, None)
-                continue
-            self._compute(slot)
-            if slot.num_computed_tokens == len(slot.token_ids):
-                contexts[index] = self._read(slot)
-        for fork in plan.forks:
-            require(fork.parent_slot in contexts, f"slot {fork.parent_slot} does not sample: nothing to fork")
-            require(fork.child_slot not in self.slots, f"slot {fork.child_slot} is taken")
-            parent = self.slots[fork.parent_slot]
-            self.slots[fork.child_slot] = Slot(
-                list(parent.token_ids), parent.num_computed_tokens, list(parent.block_table), parent.params, fork.seed, 1
-            )
-            contexts[fork.child_slot] = contexts[fork.parent_slot]
+        self._apply_deltas(plan)
+        overrun = {index for index, slot in self.slots.items() if slot.row_count and slot.has_ended}
+        contexts = self._compute_rows(overrun)
+        self._fork(plan.forks, contexts)
+        self.touched_blocks = frozenset(self._blocks_in_use()) | set(plan.block_copies)
+        sampled: dict[int, Sample] = dict.fromkeys(overrun, (0, None))
         for index, context in contexts.items():
             sampled[index] = self._sample(self.slots[index], context)
-        order = sorted(sampled)
-        reasons = [sampled[index][1] for index in order]
-        return StepResult(
-            epoch=plan.epoch,
-            step_id=plan.step_id,
-            token_ids=[sampled[index][0] for index in order],
-            end_reasons=reasons if any(reasons) else None,
-        )
+        self.sampled_slots = frozenset(sampled)
+        self.num_overruns += len(overrun)
+        return _pack(plan, sampled)
 
-    def _apply(self, plan: StepPlan) -> None:
+    def _apply_deltas(self, plan: StepPlan) -> None:
         for index in plan.retired_slots:
             require(index in self.slots, f"slot {index} is empty and cannot be retired")
             del self.slots[index]
         for admission in plan.admissions:
-            require(0 <= admission.slot < self.max_num_seqs, f"slot {admission.slot} does not exist")
-            require(admission.slot not in self.slots, f"slot {admission.slot} is taken")
-            require(admission.num_computed_tokens < len(admission.token_ids), "nothing to compute")
+            self._require_free_slot(admission.slot)
+            require(0 <= admission.num_computed_tokens < len(admission.token_ids), "nothing to compute")
             self.slots[admission.slot] = Slot(
                 list(admission.token_ids),
                 admission.num_computed_tokens,
@@ -136,18 +129,57 @@ class FakeExecutor:
         for index, logical, physical in _tuples(plan.table_updates, 3):
             require(index in self.slots, f"table update of empty slot {index}")
             table = self.slots[index].block_table
-            require(logical <= len(table), f"hole in the table of slot {index}")
+            require(0 <= logical <= len(table), f"hole in the table of slot {index}")
             table[logical : logical + 1] = [physical]
-        sources, destinations = set(plan.block_copies[::2]), set(plan.block_copies[1::2])
-        require(not sources & destinations, "copies chain")
-        for source, destination in _tuples(plan.block_copies, 2):
-            self.kv[destination] = list(self.kv[source])
+        self._copy_blocks(plan.block_copies)
         for index, num_tokens in _tuples(plan.row_counts, 2):
             require(index in self.slots, f"row count of empty slot {index}")
+            require(num_tokens >= 0, f"row count {num_tokens}")
             require(self.slots[index].row_count != num_tokens, f"row count of slot {index} is sent and did not change")
             self.slots[index].row_count = num_tokens
         for slot in self.slots.values():
             require(all(0 < block < self.num_blocks for block in slot.block_table), "block id outside the pool")
+
+    def _copy_blocks(self, block_copies: list[int]) -> None:
+        sources, destinations = set(block_copies[::2]), set(block_copies[1::2])
+        require(not sources & destinations, "copies chain")
+        require(2 * len(destinations) == len(block_copies), "two copies into one block")
+        for source, destination in _tuples(block_copies, 2):
+            self.kv[destination] = list(self.kv[source])
+
+    def _compute_rows(self, overrun: set[int]) -> dict[int, list[int]]:
+        """All rows of the step; returns the entries that each sampling slot attends to.
+
+        The contract promises no order among the rows of a step: odd steps run them by slot, even ones backwards.
+        """
+        num_tokens = sum(slot.row_count for slot in self.slots.values())
+        require(0 < num_tokens, "a plan without rows")
+        require(num_tokens <= self.max_num_batched_tokens, "over the budget")
+        contexts: dict[int, list[int]] = {}
+        for index, slot in sorted(self.slots.items(), reverse=self.step_id % 2 == 0):
+            self.num_rows_computed += slot.row_count > 0
+            if slot.row_count and index not in overrun:
+                self._compute(slot)
+                if slot.num_computed_tokens == len(slot.token_ids):
+                    contexts[index] = self._read(slot)
+        return contexts
+
+    def _fork(self, forks: Iterable[Fork], contexts: dict[int, list[int]]) -> None:
+        for fork in forks:
+            require(fork.parent_slot in contexts, f"slot {fork.parent_slot} does not sample: nothing to fork")
+            self._require_free_slot(fork.child_slot)
+            parent = self.slots[fork.parent_slot]
+            self.slots[fork.child_slot] = Slot(
+                list(parent.token_ids), parent.num_computed_tokens, list(parent.block_table), parent.params, fork.seed, 1
+            )
+            contexts[fork.child_slot] = contexts[fork.parent_slot]
+
+    def _require_free_slot(self, index: int) -> None:
+        require(0 <= index < self.max_num_seqs, f"slot {index} does not exist")
+        require(index not in self.slots, f"slot {index} is taken")
+
+    def _blocks_in_use(self) -> Iterator[int]:
+        return (block for slot in self.slots.values() if slot.row_count for block in slot.block_table)
 
     def _compute(self, slot: Slot) -> None:
         end = slot.num_computed_tokens + slot.row_count
@@ -156,7 +188,7 @@ class FakeExecutor:
         for position in range(slot.num_computed_tokens, end):
             context = self._read(slot)
             block, offset = divmod(position, self.block_size)
-            self.kv[slot.block_table[block]][offset] = _entry(context, slot.token_ids[position])
+            self.kv[slot.block_table[block]][offset] = kv_entry(context, slot.token_ids[position])
             slot.num_computed_tokens += 1
 
     def _read(self, slot: Slot) -> list[int]:
@@ -164,16 +196,29 @@ class FakeExecutor:
         for position in range(slot.num_computed_tokens):
             block, offset = divmod(position, self.block_size)
             entry = self.kv[slot.block_table[block]][offset]
-            require(entry is not None, "KV that was never written is read")
-            entries.append(entry)  # type: ignore[arg-type]
+            if entry is None:
+                raise PlanError("KV that was never written is read")
+            entries.append(entry)
         return entries
 
-    def _sample(self, slot: Slot, context: list[int]) -> tuple[int, FinishReason | None]:
-        token_id = _sample(context, slot.seed, self.vocab_size)
+    def _sample(self, slot: Slot, context: list[int]) -> Sample:
+        token_id = sample_token(context, slot.seed, self.vocab_size)
         slot.token_ids.append(token_id)
-        reason = _end_reason(slot.params, token_id, len(slot.token_ids))
+        reason = end_reason(slot.params, token_id, len(slot.token_ids))
         slot.has_ended = reason is not None
         return token_id, reason
+
+
+def _pack(plan: StepPlan, sampled: dict[int, Sample]) -> StepResult:
+    """Tokens by ascending slot."""
+    order = sorted(sampled)
+    reasons = [sampled[index][1] for index in order]
+    return StepResult(
+        epoch=plan.epoch,
+        step_id=plan.step_id,
+        token_ids=[sampled[index][0] for index in order],
+        end_reasons=reasons if any(reasons) else None,
+    )
 
 
 def _tuples(flat: list[int], width: int) -> list[tuple[int, ...]]:

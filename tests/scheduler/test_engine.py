@@ -1,7 +1,7 @@
 """The engine loop with a fake executor: what clients are told, whatever happens to the executor."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -74,9 +74,9 @@ def submit(engine: Engine, prompt: list[int], max_tokens: int = 10, **fields: ob
     return sink
 
 
-async def until(condition: object, timeout_s: float = 10) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # type: ignore[operator]
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
             await asyncio.sleep(0.001)
 
 
@@ -147,7 +147,7 @@ async def test_a_smaller_pool_fails_only_what_cannot_fit_it() -> None:
         client.lose()
         await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
         large, small = submit(engine, [1] * 100, 20), submit(engine, [1] * 10, 20)
-        client.description = replace(DESCRIPTION, num_blocks=12)
+        client.description = replace(client.description, num_blocks=12)
         client.is_up = True
         await small.check()
         assert large.reasons == {0: FinishReason.ERROR}
@@ -202,6 +202,19 @@ async def test_submit_says_why_it_refuses() -> None:
         client.is_up = True
         for sink in sinks:
             await sink.check()
+
+
+async def test_a_sink_that_breaks_costs_its_own_request_only() -> None:
+    class BrokenSink(RecordingSink):
+        def tokens(self, index: int, token_ids: list[int]) -> None:
+            raise RuntimeError("broken")
+
+    async with running_engine(FakeClient()) as engine:
+        broken = Request(engine.new_request_id(), [1], SequenceParams(max_total_tokens=50))
+        engine.submit(broken, BrokenSink(broken))
+        await submit(engine, [1, 2, 3], 30).check()
+        assert engine.core is not None
+        assert not engine.core.has_request(broken.request_id)
 
 
 async def test_drain_refuses_new_work_and_waits_for_the_admitted() -> None:
