@@ -182,7 +182,14 @@ class Kernels(Protocol):
 
 
 def select(device: torch.device) -> Kernels:
-    """The home for tensors on `device`: numba on the CPU, the reference anywhere else."""
+    """The home for tensors on `device`: numba on the CPU, the reference anywhere else.
+
+    Homes are imported when they are selected: numba costs a CPU host a third of a second, another host nothing.
+    """
+    if device.type == "cpu":
+        from kernels import cpu
+
+        return cpu
     from kernels import reference
 
     return reference

@@ -1,0 +1,115 @@
+"""Closed-loop load: c clients, each with one request out at any time, until the trace is used up."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from bench.trace import TraceRequest
+from quire.async_client import AsyncClient
+from quire.events import Delta, Finished
+
+
+class LoadError(Exception):
+    """A request of the trace was not answered as asked; the measurement is void."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """What a client saw of one request; times in seconds on one monotonic clock.
+
+    sent_s      when the request was handed to the transport
+    arrivals_s  when each message with tokens arrived, ascending, at least one
+    """
+
+    sent_s: float
+    arrivals_s: tuple[float, ...]
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to first token."""
+        return self.arrivals_s[0] - self.sent_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first; None where there is no second."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Inter-token latencies as a reader feels them: pauses between messages, however many tokens each brings."""
+        return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+
+    @property
+    def latency_s(self) -> float:
+        """From sending to the last token."""
+        return self.arrivals_s[-1] - self.sent_s
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """All requests of one run, in the order of their end, and how long the whole took."""
+
+    concurrency: int
+    wall_s: float
+    records: tuple[RequestRecord, ...]
+
+
+# Sends one request and returns when it has been answered in full. Raises LoadError or the client's own error.
+Send: TypeAlias = Callable[[TraceRequest], Awaitable[RequestRecord]]
+
+
+async def closed_loop(send: Send, trace: Sequence[TraceRequest], concurrency: int) -> LoadResult:
+    """Runs the whole trace with `concurrency` clients that take requests in order. The first error ends the run."""
+    remaining = iter(trace)
+    records: list[RequestRecord] = []
+    start_s = time.perf_counter()
+    try:
+        async with asyncio.TaskGroup() as clients:
+            for _ in range(min(concurrency, len(trace))):
+                clients.create_task(_client(send, remaining, records))
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return LoadResult(concurrency, time.perf_counter() - start_s, tuple(records))
+
+
+async def _client(send: Send, remaining: Iterable[TraceRequest], records: list[RequestRecord]) -> None:
+    for request in remaining:
+        records.append(await send(request))  # noqa: PERF401 - other clients append between two of ours
+
+
+def quire_sender(client: AsyncClient) -> Send:
+    """Greedy, EOS ignored, so that every server does the same work."""
+
+    async def send(request: TraceRequest) -> RequestRecord:
+        arrivals_s: list[float] = []
+        num_tokens = num_cached = 0
+        sent_s = time.perf_counter()
+        events = client.generate(
+            request.prompt_token_ids, max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True
+        )
+        async with events:
+            async for event in events:
+                if isinstance(event, Delta) and event.token_ids:
+                    arrivals_s.append(time.perf_counter())
+                    num_tokens += len(event.token_ids)
+                elif isinstance(event, Finished):
+                    num_cached = event.usage.cached_tokens
+        return checked_record(request, sent_s, arrivals_s, num_tokens, num_cached)
+
+    return send
+
+
+def checked_record(
+    request: TraceRequest, sent_s: float, arrivals_s: Sequence[float], num_tokens: int, num_cached: int = 0
+) -> RequestRecord:
+    """The record of a request that was answered in full; raises LoadError where it was not."""
+    if num_tokens != request.max_tokens or not arrivals_s:
+        raise LoadError(f"asked for {request.max_tokens} tokens, got {num_tokens}")
+    return RequestRecord(sent_s, tuple(arrivals_s), len(request.prompt_token_ids), num_tokens, num_cached)

@@ -1,0 +1,78 @@
+"""Watches the server's block pool while load runs."""
+
+import asyncio
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from quire.async_client import AsyncClient
+from quire.block_map import BlockMap, BlockState
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """What a run did to the pool. Ratios are over the samples in which something was allocated.
+
+    mean_waste_ratio  (allocated - used slots) / allocated slots, summed over all samples
+    """
+
+    num_samples: int
+    mean_waste_ratio: float
+    max_waste_ratio: float
+    max_active_blocks: int
+    max_shared_blocks: int
+    max_running: int
+    max_waiting: int
+    num_preemptions: int
+    num_cow_copies: int
+
+
+class PoolSampler:
+    """An async context: samples the block map from entry to exit; then `stats` says what was seen."""
+
+    def __init__(self, client: AsyncClient, interval_s: float = 0.2) -> None:
+        self._client = client
+        self._interval_s = interval_s
+        self._samples: list[BlockMap] = []
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._samples = [await self._client.block_map()]
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait({self._task})
+        if error is None:
+            self._samples.append(await self._client.block_map())
+
+    @property
+    def stats(self) -> PoolStats:
+        return pool_stats(self._samples)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._interval_s)
+            self._samples.append(await self._client.block_map())
+
+
+def pool_stats(samples: list[BlockMap]) -> PoolStats:
+    """Sums up block maps in the order they were taken; counters are the last one's minus the first one's."""
+    wastes = [waste for sample in samples if (waste := sample.waste).num_allocated_slots]
+    allocated = sum(waste.num_allocated_slots for waste in wastes)
+    used = sum(waste.num_used_slots for waste in wastes)
+    return PoolStats(
+        num_samples=len(samples),
+        mean_waste_ratio=(allocated - used) / allocated if allocated else 0.0,
+        max_waste_ratio=max((waste.ratio for waste in wastes), default=0.0),
+        max_active_blocks=max(sample.num_blocks(BlockState.ACTIVE) for sample in samples),
+        max_shared_blocks=max(sample.num_shared_blocks for sample in samples),
+        max_running=max(len(sample.sequences) for sample in samples),
+        max_waiting=max(sample.num_waiting for sample in samples),
+        num_preemptions=samples[-1].num_preemptions - samples[0].num_preemptions,
+        num_cow_copies=samples[-1].num_cow_copies - samples[0].num_cow_copies,
+    )

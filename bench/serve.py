@@ -1,0 +1,134 @@
+"""`quire bench serve`: one trace for each concurrency, through each engine that takes part, in one run.
+
+Engines run one after the other, never at once, and see the same requests in the same order.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeAlias
+
+from rich.console import Console
+
+from bench.load import LoadError, LoadResult, Send, closed_loop, quire_sender
+from bench.openai_peer import peer_sender, peer_session
+from bench.pool_sampler import PoolSampler, PoolStats
+from bench.report import RunSummary, render_table, report, summarize
+from bench.static_baseline import StaticBatches
+from bench.trace import TraceRequest, TraceSettings, describe, make_trace
+from quire.async_client import AsyncClient
+from quire.block_map import ServerInfo
+
+_MIN_REQUESTS = 12
+_REQUESTS_PER_CLIENT = 4
+_NUM_WARMUP_REQUESTS = 2
+_WARMUP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """An OpenAI-compatible server to compare with: its root URL, and the name it serves the model by."""
+
+    url: str
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """What to measure.
+
+    address         of a running Quire server (gRPC)
+    concurrencies   numbers of clients, one run each
+    num_requests    of each run; None: four for each client, at least twelve
+    seed            of the traces; each concurrency draws its own, so that no run finds the last one's prefixes cached
+    peer            another server to send the same traces to
+    baseline_model  model directory for the static-batch baseline in this process; None: no baseline
+    """
+
+    address: str
+    concurrencies: tuple[int, ...]
+    num_requests: int | None = None
+    seed: int = 7
+    num_shared_tokens: int = 0
+    peer: Peer | None = None
+    baseline_model: str | None = None
+
+
+# Runs a trace with so many clients.
+_Engine: TypeAlias = Callable[[Sequence[TraceRequest], int], Awaitable[tuple[LoadResult, PoolStats | None]]]
+
+
+async def measure(settings: BenchSettings, console: Console) -> dict[str, Any]:
+    """Runs everything, prints the table, and returns the report. Raises LoadError and QuireError."""
+    runs: list[RunSummary] = []
+    async with AsyncExitStack() as resources:
+        client = await resources.enter_async_context(AsyncClient(settings.address))
+        info = await client.server_info()
+        traces = {c: trace_settings(settings, info, c) for c in settings.concurrencies}
+        engines: dict[str, _Engine] = {"quire": _quire(client)}
+        if settings.peer is not None:
+            session = await resources.enter_async_context(peer_session())
+            engines["peer"] = _server(peer_sender(session, settings.peer.url, settings.peer.model))
+        if settings.baseline_model is not None:
+            with console.status("loading the baseline"):
+                batches = StaticBatches(settings.baseline_model, info.dtype)
+            if batches.vocab_size != info.vocab_size:
+                raise LoadError(f"{settings.baseline_model} is not the model that the server serves")
+            engines["transformers"] = _static(batches)
+        for engine, run in engines.items():
+            await run(warmup_trace(settings, info), 1)
+            for concurrency, drawn in traces.items():
+                with console.status(f"{engine}: {drawn.num_requests} requests of {concurrency} clients"):
+                    result, pool = await run(make_trace(drawn), concurrency)
+                runs.append(summarize(engine, result, pool))
+                console.print(f"{engine} c={concurrency}: {runs[-1].output_tokens_per_s:.1f} output tokens/s")
+    console.print(render_table(runs))
+    described = [{"concurrency": c} | describe(drawn, make_trace(drawn)) for c, drawn in traces.items()]
+    return report(runs, asdict(info), described)
+
+
+def trace_settings(settings: BenchSettings, info: ServerInfo, concurrency: int) -> TraceSettings:
+    """The trace of one run: nothing in it is longer than the model or the pool can hold."""
+    default_num = max(_MIN_REQUESTS, _REQUESTS_PER_CLIENT * concurrency)
+    return TraceSettings(
+        num_requests=settings.num_requests or default_num,
+        vocab_size=info.vocab_size,
+        max_model_len=min(info.max_model_len, info.num_blocks * info.block_size),
+        seed=settings.seed * 1_000_003 + concurrency,
+        num_shared_tokens=settings.num_shared_tokens,
+    )
+
+
+def warmup_trace(settings: BenchSettings, info: ServerInfo) -> list[TraceRequest]:
+    """A few short requests that no run contains: the first ones pay for compiling and for first touches."""
+    drawn = replace(trace_settings(settings, info, 0), num_requests=_NUM_WARMUP_REQUESTS)
+    return [
+        replace(request, max_tokens=min(request.max_tokens, _WARMUP_TOKENS)) for request in make_trace(drawn)
+    ]
+
+
+def _quire(client: AsyncClient) -> _Engine:
+    send = quire_sender(client)
+
+    async def run(trace: Sequence[TraceRequest], concurrency: int) -> tuple[LoadResult, PoolStats | None]:
+        await client.reset_prefix_cache()  # an earlier measurement may have left the same prompts
+        sampler = PoolSampler(client)
+        async with sampler:
+            result = await closed_loop(send, trace, concurrency)
+        return result, sampler.stats
+
+    return run
+
+
+def _server(send: Send) -> _Engine:
+    async def run(trace: Sequence[TraceRequest], concurrency: int) -> tuple[LoadResult, PoolStats | None]:
+        return await closed_loop(send, trace, concurrency), None
+
+    return run
+
+
+def _static(batches: StaticBatches) -> _Engine:
+    async def run(trace: Sequence[TraceRequest], concurrency: int) -> tuple[LoadResult, PoolStats | None]:
+        return batches.run(trace, concurrency), None  # blocks the loop: nothing else is going on
+
+    return run

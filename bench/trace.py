@@ -1,0 +1,82 @@
+"""The work of a measurement: a seeded list of requests with mixed lengths.
+
+Prompt and output lengths are log-normal, as in served traffic: prompts of 8 … 512 tokens, about 130 in the mean,
+outputs of 4 … 384, about 90. Prompts are random token ids, so nothing depends on a tokenizer and no two share a
+prefix by accident. Where the model's context is shorter than the longest request, all lengths shrink by one factor:
+the mix keeps its shape.
+"""
+
+import math
+import random
+from dataclasses import asdict, dataclass
+
+# Parameters of the normal distributions of the logarithms of the lengths.
+_PROMPT_MU, _PROMPT_SIGMA, _PROMPT_RANGE = 4.6, 0.8, (8, 512)
+_OUTPUT_MU, _OUTPUT_SIGMA, _OUTPUT_RANGE = 4.2, 0.9, (4, 384)
+# Low ids are special tokens in most vocabularies.
+_NUM_RESERVED_IDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request: a prompt, and how many tokens to generate for it, no fewer and no more."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSettings:
+    """What determines a trace, completely.
+
+    vocab_size         prompt ids are below it
+    max_model_len      no request is longer, prompt and output together
+    num_shared_tokens  tokens that all prompts begin with, beyond their own (to measure prefix caching)
+    """
+
+    num_requests: int
+    vocab_size: int
+    max_model_len: int
+    seed: int = 7
+    num_shared_tokens: int = 0
+
+    @property
+    def scale(self) -> float:
+        """What all lengths are multiplied by: 1 where the longest possible request fits."""
+        longest = _PROMPT_RANGE[1] + _OUTPUT_RANGE[1]
+        return min(1.0, (self.max_model_len - self.num_shared_tokens) / longest)
+
+
+def make_trace(settings: TraceSettings) -> list[TraceRequest]:
+    """The same settings give the same trace. Raises ValueError where the model is too small for any."""
+    lowest_id = min(_NUM_RESERVED_IDS, settings.vocab_size - 1)
+    if settings.num_requests < 1 or lowest_id < 0:
+        raise ValueError("a trace needs a request and a vocabulary")
+    if settings.max_model_len - settings.num_shared_tokens < 2:
+        raise ValueError(
+            f"max_model_len {settings.max_model_len} leaves no room after {settings.num_shared_tokens} shared tokens"
+        )
+    rng = random.Random(settings.seed)
+    shared = tuple(rng.randrange(lowest_id, settings.vocab_size) for _ in range(settings.num_shared_tokens))
+    trace = []
+    for _ in range(settings.num_requests):
+        num_prompt_tokens = _length(rng, _PROMPT_MU, _PROMPT_SIGMA, _PROMPT_RANGE, settings.scale)
+        max_tokens = _length(rng, _OUTPUT_MU, _OUTPUT_SIGMA, _OUTPUT_RANGE, settings.scale)
+        own = tuple(rng.randrange(lowest_id, settings.vocab_size) for _ in range(num_prompt_tokens))
+        trace.append(TraceRequest(shared + own, max_tokens))
+    return trace
+
+
+def describe(settings: TraceSettings, trace: list[TraceRequest]) -> dict[str, object]:
+    """The settings and the means that came of them, for a report."""
+    return {
+        **asdict(settings),
+        "scale": round(settings.scale, 4),
+        "mean_prompt_tokens": round(sum(len(item.prompt_token_ids) for item in trace) / len(trace), 1),
+        "mean_output_tokens": round(sum(item.max_tokens for item in trace) / len(trace), 1),
+    }
+
+
+def _length(rng: random.Random, mu: float, sigma: float, bounds: tuple[int, int], scale: float) -> int:
+    length = min(max(rng.lognormvariate(mu, sigma), bounds[0]), bounds[1])
+    return max(1, math.floor(length * scale))

@@ -1,0 +1,141 @@
+"""A checkpoint on disk: which safetensors files it has, and memory-mapped tensors out of them.
+
+Only safetensors are read: no pickle, and no code that comes with a model.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from executor.errors import CheckpointError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_SINGLE_FILE = "model.safetensors"
+_INDEX_FILE = "model.safetensors.index.json"
+_WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
+
+
+def locate(model: str, revision: str | None = None) -> Path:
+    """The directory of a model: `model` itself, or the local snapshot of a hub id (downloaded where needed)."""
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise CheckpointError(f"{model}: a file; expected a directory with config.json and safetensors")
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{model}: no such directory (and not a hub id, namespace/name)")
+    return _download(model, revision)
+
+
+def _download(model: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED)))
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"{model}: no such directory, and not to be had from the hub: {reason}"
+        ) from None
+
+
+class _OpenFile(Protocol):
+    def keys(self) -> list[str]: ...
+    def get_slice(self, name: str) -> Any: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+
+
+class Checkpoint:
+    """All tensors of a model by name. Files stay open and mapped as long as this lives; pages are read on use."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises CheckpointError: no safetensors, a shard missing, a broken file, an index that names the unknown."""
+        self.directory = directory
+        self._file_of: dict[str, _OpenFile] = {}
+        index = _read_index(directory)
+        for path in _files(directory, index):
+            opened = _open(path)
+            self._file_of.update((name, opened) for name in opened.keys())  # noqa: SIM118  # not a dict
+        if index and (absent := sorted(set(index) - set(self._file_of))):
+            raise CheckpointError(f"{directory}: no shard holds {_some(absent)}, which the index lists")
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of[name].get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """A view of the mapped file, in the dtype it was stored in. Not to be written to."""
+        return self._file_of[name].get_tensor(name)
+
+    def check_shapes(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
+        """Raises CheckpointError unless the checkpoint holds exactly these tensors, `ignored` ones aside."""
+        if missing := [name for name in expected if name not in self._file_of]:
+            raise CheckpointError(f"{self.directory}: missing tensors: {_some(missing)}")
+        if unknown := sorted(name for name in self.names - expected.keys() if not ignored.search(name)):
+            raise CheckpointError(
+                f"{self.directory}: tensors that this architecture does not have: {_some(unknown)}"
+            )
+        for name, shape in expected.items():
+            if (found := self.shape(name)) != shape:
+                raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, found {found}")
+
+
+def _read_index(directory: Path) -> dict[str, str] | None:
+    """Tensor name → file name, of a sharded checkpoint; None where there is no index."""
+    path = directory / _INDEX_FILE
+    if not path.is_file():
+        return None
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(file, str) for file in weight_map.values()):
+            raise TypeError("weight_map: expected file names")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not an index of safetensors: {error!r}") from None
+    return dict(weight_map)
+
+
+def _files(directory: Path, index: dict[str, str] | None) -> list[Path]:
+    if index is not None:
+        paths = [directory / name for name in sorted(set(index.values()))]
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise CheckpointError(f"{directory}: missing shards: {_some(missing)}")
+        return paths
+    if (single := directory / _SINGLE_FILE).is_file():
+        return [single]
+    paths = sorted(directory.glob("*.safetensors"))
+    if len(paths) == 1:
+        return paths
+    if paths:
+        raise CheckpointError(f"{directory}: several safetensors files but no {_INDEX_FILE}")
+    raise CheckpointError(f"{directory}: no safetensors file")
+
+
+def _open(path: Path) -> _OpenFile:
+    try:
+        opened: _OpenFile = safe_open(path, framework="pt", device="cpu")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: broken safetensors file: {error}") from None
+    return opened
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtypes we compute in. Raises CheckpointError for any other."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name not in dtypes:
+        raise CheckpointError(f"dtype {name!r} is not supported; known: {', '.join(dtypes)} (set dtype)")
+    return dtypes[name]

@@ -1,0 +1,152 @@
+"""From a configuration to a runner that is ready for its first plan."""
+
+import time
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import kernels
+from executor.checkpoint import Checkpoint, locate, torch_dtype
+from executor.config import ExecutorConfig
+from executor.device import resolve_device
+from executor.kv_pool import allocate_pool, choose_num_blocks, kv_bytes_per_token
+from executor.limits import resolve_limits, resolve_max_model_len
+from executor.model_config import ModelConfig, read_model_config
+from executor.models.decoder import Decoder
+from executor.models.weights import load_weights
+from executor.runner import ModelRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Say = Callable[[str], None]
+"""Tells a person what goes on."""
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """A runner, and what is worth knowing about it. Memory in bytes by kind, start-up time in seconds by phase."""
+
+    runner: ModelRunner
+    model_name: str
+    dtype: torch.dtype
+    device: torch.device
+    kv_bytes_per_token: int
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+    startup_s: dict[str, float] = field(default_factory=dict)
+
+
+def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
+    """Raises ConfigError, CheckpointError or OutOfMemory."""
+    startup_s: dict[str, float] = {}
+    device = resolve_device(config.device)
+    with _timed(startup_s, "locate"):
+        directory = locate(config.model, config.revision)
+    model_config = read_model_config(directory)
+    max_model_len = resolve_max_model_len(config, model_config)
+    home = _kernels(config.kernels, device)
+    with _timed(startup_s, "weights"):
+        decoder, num_weight_bytes = _load_decoder(
+            config, model_config, directory, device, home, max_model_len, say
+        )
+    with _timed(startup_s, "kv_pool"):
+        num_blocks = choose_num_blocks(config, model_config, decoder.dtype, device)
+        pool = allocate_pool(model_config, num_blocks, config.block_size, decoder.dtype, device)
+    limits = resolve_limits(config, model_config, max_model_len, num_blocks, device.type == "cpu")
+    say(
+        f"KV pool: {num_blocks} blocks of {config.block_size} tokens, {pool.nbytes / 2**20:,.0f} MiB;"
+        f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens a step"
+    )
+    with _timed(startup_s, "kernels"):
+        _warm_up(home, model_config, decoder.dtype, config.block_size, say)
+    return LoadedModel(
+        runner=ModelRunner(decoder, home, pool, limits),
+        model_name=_model_name(config, directory),
+        dtype=decoder.dtype,
+        device=device,
+        kv_bytes_per_token=kv_bytes_per_token(model_config, decoder.dtype),
+        memory_bytes={"weights": num_weight_bytes, "kv_pool": pool.nbytes},
+        startup_s=startup_s,
+    )
+
+
+def _load_decoder(
+    config: ExecutorConfig,
+    model_config: ModelConfig,
+    directory: Path,
+    device: torch.device,
+    home: kernels.Kernels,
+    max_model_len: int,
+    say: Say,
+) -> tuple[Decoder, int]:
+    checkpoint = Checkpoint(directory)
+    dtype = _dtype(config, model_config, checkpoint)
+    say(
+        f"loading {model_config.architecture} from {directory} as {str(dtype).removeprefix('torch.')} on {device}"
+    )
+    weights = load_weights(checkpoint, model_config, dtype, device, _layer_progress(say))
+    say(f"weights: {weights.num_bytes / 2**20:,.0f} MiB")
+    return Decoder(model_config, weights, home, max_model_len), weights.num_bytes
+
+
+def _dtype(config: ExecutorConfig, model_config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """As configured, else as config.json says, else as the embedding is stored."""
+    if config.dtype != "auto":
+        return torch_dtype(config.dtype)
+    if model_config.dtype is not None:
+        return torch_dtype(model_config.dtype)
+    name = "model.embed_tokens.weight"
+    stored = checkpoint.tensor(name).dtype if name in checkpoint.names else torch.float32
+    return torch_dtype(str(stored).removeprefix("torch."))
+
+
+def _layer_progress(say: Say) -> Callable[[int, int], None]:
+    """Says something once a second, so nothing about a model that loads at once."""
+    said_s = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        nonlocal said_s
+        if time.monotonic() - said_s > 1.0:
+            said_s = time.monotonic()
+            say(f"loading weights: layer {done} of {total}")
+
+    return progress
+
+
+def _kernels(name: str, device: torch.device) -> kernels.Kernels:
+    if name == "reference":
+        from kernels import reference
+
+        return reference
+    return kernels.select(device)
+
+
+def _warm_up(
+    home: kernels.Kernels, model_config: ModelConfig, dtype: torch.dtype, block_size: int, say: Say
+) -> None:
+    """Compiles what the model needs, or finds it in the cache."""
+    shape = kernels.AttentionShape(
+        dtype=dtype,
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=block_size,
+    )
+    home.warm_up(shape, lambda name, done, total: say(f"kernels: {done} of {total}, now {name}"))
+
+
+def _model_name(config: ExecutorConfig, directory: Path) -> str:
+    if config.model_name is not None:
+        return config.model_name
+    return directory.resolve().name if Path(config.model).expanduser().is_dir() else config.model
+
+
+@contextmanager
+def _timed(durations_s: dict[str, float], phase: str) -> "Iterator[None]":
+    started_s = time.monotonic()
+    yield
+    durations_s[phase] = time.monotonic() - started_s

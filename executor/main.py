@@ -1,0 +1,42 @@
+"""The executor process: loads, says `ready`, serves until SIGTERM or SIGINT.
+
+Exit codes: 0 ended when asked to · 1 the device is lost, or a bug · 2 the configuration, the model or its memory ·
+3 an address is in use.
+"""
+
+import asyncio
+import logging
+import sys
+
+from executor.addresses import check_free
+from executor.config import ExecutorConfig
+from executor.errors import AddressInUse, CheckpointError, ConfigError, OutOfMemory
+from executor.loading import load_model
+from executor.server import serve
+
+EXIT_OK = 0
+EXIT_DEVICE_LOST = 1
+EXIT_CONFIG = 2
+EXIT_ADDRESS_IN_USE = 3
+
+
+def run(config: ExecutorConfig) -> int:
+    """Returns the exit code. Progress goes to standard output, one line a fact; errors go to standard error."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s executor %(levelname)s %(message)s")
+    try:
+        for address in (config.listen_address, config.metrics_address):
+            if address:
+                check_free(address)
+        model = load_model(config, _say)
+        ended_well = asyncio.run(serve(config, model, _say))
+    except (ConfigError, CheckpointError, OutOfMemory) as error:
+        print(f"executor: {error}", file=sys.stderr, flush=True)
+        return EXIT_CONFIG
+    except AddressInUse as error:
+        print(f"executor: {error}", file=sys.stderr, flush=True)
+        return EXIT_ADDRESS_IN_USE
+    return EXIT_OK if ended_well else EXIT_DEVICE_LOST
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

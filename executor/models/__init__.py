@@ -1,0 +1,1 @@
+"""Models: the decoder, and the weights it is made of."""

@@ -1,0 +1,146 @@
+"""From tensor names on disk to the layers of a decoder. All families name their tensors alike."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from executor.checkpoint import Checkpoint
+from executor.linear import Linear
+from executor.model_config import ModelConfig
+
+Progress = Callable[[int, int], None]
+"""Called after each layer: how many are loaded, how many there are."""
+
+# Tables that older exporters wrote; we compute them.
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$")
+_DERIVED_OR_TIED = re.compile(rf"{_DERIVED.pattern}|^lm_head\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. Norm weights are [hidden_size]; those of queries and keys [head_dim], or None without qk-norm."""
+
+    input_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    output: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """embedding[vocab_size, hidden_size]; tied or not, the head is a layer of its own."""
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Linear
+
+    @property
+    def num_bytes(self) -> int:
+        """Of everything that stays in memory; norms are too small to count."""
+        linears = [self.head]
+        for layer in self.layers:
+            linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
+        return self.embedding.nbytes + sum(linear.num_bytes for linear in linears)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+) -> DecoderWeights:
+    """Raises CheckpointError if a tensor is missing, misshapen or unknown, before anything is read."""
+    ignored = _DERIVED_OR_TIED if config.tie_word_embeddings else _DERIVED
+    checkpoint.check_shapes(expected_shapes(config), ignored)
+    reader = _Reader(checkpoint, dtype, device)
+    layers = []
+    for index in range(config.num_layers):
+        layers.append(_load_layer(reader, config, f"model.layers.{index}."))
+        if progress is not None:
+            progress(index + 1, config.num_layers)
+    embedding = reader.tensor("model.embed_tokens.weight")
+    return DecoderWeights(
+        embedding=embedding,
+        layers=tuple(layers),
+        final_norm=reader.tensor("model.norm.weight"),
+        head=Linear(embedding if config.tie_word_embeddings else reader.tensor("lm_head.weight")),
+    )
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this configuration must have."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}."
+        shapes |= {
+            layer + "input_layernorm.weight": (hidden,),
+            layer + "post_attention_layernorm.weight": (hidden,),
+        }
+        if config.qk_norm:
+            shapes |= {layer + f"self_attn.{name}_norm.weight": (config.head_dim,) for name in "qk"}
+        for name, out_size, in_size, has_bias in _linears(config):
+            shapes[f"{layer}{name}.weight"] = (out_size, in_size)
+            if has_bias:
+                shapes[f"{layer}{name}.bias"] = (out_size,)
+    return shapes
+
+
+def _linears(config: ModelConfig) -> list[tuple[str, int, int, bool]]:
+    """Of one layer: name, output size, input size, has a bias."""
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    return [
+        ("self_attn.q_proj", config.query_size, hidden, config.qkv_bias),
+        ("self_attn.k_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.v_proj", config.kv_size, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, config.query_size, config.output_bias),
+        ("mlp.gate_proj", intermediate, hidden, config.mlp_bias),
+        ("mlp.up_proj", intermediate, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, intermediate, config.mlp_bias),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Tensors of a checkpoint, in the model's dtype and on its device."""
+
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    device: torch.device
+
+    def tensor(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
+
+    def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
+        """One layer, or several stacked into one."""
+        weights = [self.tensor(f"{prefix}{name}.weight") for name in names]
+        biases = [self.tensor(f"{prefix}{name}.bias") for name in names] if has_bias else None
+        return Linear.stacked(weights, biases)
+
+
+def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
+    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    return LayerWeights(
+        input_norm=reader.tensor(prefix + "input_layernorm.weight"),
+        qkv=reader.linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+        query_norm=reader.tensor(attention + "q_norm.weight") if config.qk_norm else None,
+        key_norm=reader.tensor(attention + "k_norm.weight") if config.qk_norm else None,
+        output=reader.linear(attention, ("o_proj",), config.output_bias),
+        mlp_norm=reader.tensor(prefix + "post_attention_layernorm.weight"),
+        gate_up=reader.linear(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
+        down=reader.linear(mlp, ("down_proj",), config.mlp_bias),
+    )

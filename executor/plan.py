@@ -1,0 +1,102 @@
+"""What goes into a step and what comes out: the plan stream as plain data.
+
+The meaning of each field, and the order in which a plan takes effect, is documented in executor.proto. All integer
+arrays are int32.
+"""
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+
+def _empty(*shape: int) -> Ints:
+    return np.empty(shape, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceParams:
+    """How a sequence is sampled, and when it ends. Token bounds count prompt and output together."""
+
+    max_total_tokens: int
+    min_total_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    eos_token_ids: Ints = field(default_factory=lambda: _empty(0))
+    stop_token_ids: Ints = field(default_factory=lambda: _empty(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """token_ids[num_tokens], of which the first num_computed_tokens have their KV in the pool; block_table[blocks]."""
+
+    slot: int
+    token_ids: Ints
+    num_computed_tokens: int
+    block_table: Ints
+    params: SequenceParams
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """`child_slot` becomes a copy of `parent_slot`, but for the seed."""
+
+    parent_slot: int
+    child_slot: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step, as a difference to the step before.
+
+    retired_slots[n], table_updates[n, 3] (slot, logical block, physical block), block_copies[n, 2] (source,
+    destination), row_counts[n, 2] (slot, tokens a step).
+    """
+
+    epoch: int
+    step_id: int
+    retired_slots: Ints = field(default_factory=lambda: _empty(0))
+    admissions: tuple[Admission, ...] = ()
+    table_updates: Ints = field(default_factory=lambda: _empty(0, 3))
+    block_copies: Ints = field(default_factory=lambda: _empty(0, 2))
+    row_counts: Ints = field(default_factory=lambda: _empty(0, 2))
+    forks: tuple[Fork, ...] = ()
+
+
+class EndReason(IntEnum):
+    """Why a sequence ended; values as on the wire. GOES_ON is no end."""
+
+    GOES_ON = 0
+    EOS = 1
+    LENGTH = 2
+    STOP = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimings:
+    """Nanoseconds: the plan waiting for the device thread, preparing the batch, the model, sampling; and how long the
+    device thread had nothing to do before. The runner leaves the first and the last to the device thread."""
+
+    prepare_ns: int
+    forward_ns: int
+    sample_ns: int
+    queue_ns: int = 0
+    idle_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """token_ids[n] and end_reasons[n] (uint8, EndReason) of the slots that sampled, by ascending slot."""
+
+    epoch: int
+    step_id: int
+    token_ids: Ints
+    end_reasons: NDArray[np.uint8]
+    timings: StepTimings

@@ -1,0 +1,96 @@
+"""One step: a plan goes in, sampled tokens come out."""
+
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.batch import DeviceBatch, build_batch
+from executor.limits import Limits
+from executor.models.decoder import Decoder
+from executor.plan import Fork, Ints, StepOutput, StepPlan, StepTimings
+from executor.sampler import sample
+from executor.slots import Slots
+from kernels import Kernels
+
+
+class ModelRunner:
+    """The model, its KV pool and the slots. One thread at a time."""
+
+    def __init__(self, model: Decoder, kernels: Kernels, pool: Tensor, limits: Limits) -> None:
+        self.limits = limits
+        self.slots = Slots(limits)
+        self._model = model
+        self._kernels = kernels
+        self._pool = pool
+
+    def reset(self) -> None:
+        """A new epoch: all slots are empty. The KV pool keeps what it holds."""
+        self.slots.clear()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepOutput:
+        """Runs one step. Raises PlanRejected, and then nothing has changed."""
+        started_ns = time.monotonic_ns()
+        self.slots.apply(plan)
+        batch = build_batch(self.slots, self._pool.device)
+        prepared_ns = time.monotonic_ns()
+        logits = self._forward(plan, batch)
+        forwarded_ns = time.monotonic_ns()
+        token_ids, end_reasons = self._sample(plan, logits)
+        return StepOutput(
+            epoch=plan.epoch,
+            step_id=plan.step_id,
+            token_ids=token_ids,
+            end_reasons=end_reasons,
+            timings=StepTimings(
+                prepare_ns=prepared_ns - started_ns,
+                forward_ns=forwarded_ns - prepared_ns,
+                sample_ns=time.monotonic_ns() - forwarded_ns,
+            ),
+        )
+
+    def _forward(self, plan: StepPlan, batch: DeviceBatch | None) -> Tensor | None:
+        """Copies blocks, then computes the batch: logits[num_samples, vocab_size] by ascending slot."""
+        if plan.block_copies.size:
+            sources, destinations = torch.from_numpy(plan.block_copies.T.astype(np.int64)).to(
+                self._pool.device
+            )
+            self._kernels.copy_blocks(self._pool, sources, destinations)
+        logits = None if batch is None else self._model.forward(batch, self._pool)
+        if self._pool.device.type == "cuda":
+            torch.cuda.synchronize(self._pool.device)
+        return logits
+
+    def _sample(self, plan: StepPlan, logits: Tensor | None) -> tuple[Ints, np.ndarray]:
+        """Advances, forks, samples and appends. Token ids and end reasons of all slots with a result."""
+        slots = self.slots
+        sampling = slots.sampling
+        reporting = np.sort(np.concatenate((sampling, slots.overrun, _children(plan.forks))))
+        slots.advance()
+        slots.fork(plan.forks)
+
+        token_ids = np.zeros(len(reporting), dtype=np.int32)
+        end_reasons = np.zeros(len(reporting), dtype=np.uint8)
+        is_live = ~slots.counters.has_ended[reporting]
+        live = reporting[is_live]
+        if logits is not None and live.size:
+            own_logits = _logits_of(live, sampling, plan.forks, logits)
+            token_ids[is_live] = sample(own_logits, slots.draw(live))
+            end_reasons[is_live] = slots.append(live, token_ids[is_live])
+        return token_ids, end_reasons
+
+
+def _children(forks: tuple[Fork, ...]) -> Ints:
+    return np.array([fork.child_slot for fork in forks], dtype=np.int32)
+
+
+def _logits_of(live: Ints, sampling: Ints, forks: tuple[Fork, ...], logits: Tensor) -> Tensor:
+    """Rows of logits[len(sampling), vocab_size] for each live slot: its own, or its parent's."""
+    if not forks:
+        return logits
+    row_of = {slot: row for row, slot in enumerate(sampling.tolist())}
+    row_of |= {fork.child_slot: row_of[fork.parent_slot] for fork in forks if fork.parent_slot in row_of}
+    rows = torch.tensor([row_of[slot] for slot in live.tolist()], device=logits.device)
+    return logits[rows]

@@ -1,0 +1,158 @@
+"""The gRPC server around the device thread: Executor, health and reflection, from ready to the end."""
+
+import asyncio
+import contextlib
+import signal
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from executor import wire
+from executor.config import ExecutorConfig
+from executor.device import device_is_sane, resolve_num_threads
+from executor.device_thread import DeviceThread
+from executor.errors import AddressInUse
+from executor.loading import LoadedModel
+from executor.metrics import Metrics
+from executor.servicer import ExecutorServicer
+from quire.executor.v1 import executor_pb2 as pb
+from quire.executor.v1 import executor_pb2_grpc
+
+_EXECUTOR_SERVICE = pb.DESCRIPTOR.services_by_name["Executor"].full_name
+_WATCH_INTERVAL_S = 1.0
+_STOP_GRACE_S = 2.0
+_OPTIONS: list[tuple[str, Any]] = [
+    # Two executors on one port would each get some of the plans.
+    ("grpc.so_reuseport", 0),
+    # A plan that admits many long prompts: 256 sequences of 128 k tokens are 128 MiB.
+    ("grpc.max_receive_message_length", 256 << 20),
+    ("grpc.max_send_message_length", 256 << 20),
+    # A scheduler may ask every few seconds whether we are still here, with or without plans under way.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
+
+
+class Server:
+    """Everything that serves one loaded model. `start`, then `wait`, then `stop`."""
+
+    def __init__(self, config: ExecutorConfig, model: LoadedModel) -> None:
+        self._config = config
+        self._model = model
+        self._incarnation = uuid.uuid4().hex
+        self._ended = asyncio.Event()
+        self._device_lost = False
+        loop = asyncio.get_running_loop()
+        num_threads = resolve_num_threads(config.num_threads)
+        self._device = DeviceThread(
+            model.runner,
+            prepare=lambda: torch.set_num_threads(num_threads),
+            device_is_sane=lambda: device_is_sane(model.device),
+            device_lost=lambda: _call_soon(loop, self._lose_device),
+        )
+        self.metrics = _metrics(model)
+        self._servicer = ExecutorServicer(self._device, self._describe, self.metrics.observe_step)
+        self._health = health_aio.HealthServicer()
+        self._server = grpc.aio.server(options=_OPTIONS)
+
+    async def start(self) -> str:
+        """Returns the address it listens on. Raises AddressInUse."""
+        executor_pb2_grpc.add_ExecutorServicer_to_server(self._servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        services = (_EXECUTOR_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(services, self._server)
+        address = _bind(self._server, self._config.listen_address)
+        if self._config.metrics_address:
+            self.metrics.serve(self._config.metrics_address)
+        await self._server.start()
+        await self._set_health(is_serving=True)
+        return address
+
+    async def wait(self) -> bool:
+        """Until `end` is called or the device is lost; False in the latter case. Keeps health true meanwhile."""
+        while not self._ended.is_set():
+            is_serving = self._device.is_alive and self._device.busy_s() < self._config.stall_after_s
+            await self._set_health(is_serving)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _WATCH_INTERVAL_S)
+        return not self._device_lost
+
+    def end(self) -> None:
+        """Makes `wait` return."""
+        self._ended.set()
+
+    async def stop(self) -> None:
+        """Ends all streams, waits for the step that is running, and closes the address."""
+        await self._set_health(is_serving=False)
+        self._servicer.shut_down()
+        await self._server.stop(_STOP_GRACE_S)
+        self.metrics.close()
+        if not self._device_lost:
+            await asyncio.get_running_loop().run_in_executor(None, self._device.stop)
+
+    def _lose_device(self) -> None:
+        self._device_lost = True
+        self._ended.set()
+
+    def _describe(self, epoch: int) -> pb.DescribeResponse:
+        return wire.description_to_message(
+            self._model.runner.limits,
+            incarnation=self._incarnation,
+            model_name=self._model.model_name,
+            dtype=str(self._model.dtype).removeprefix("torch."),
+            kv_bytes_per_token=self._model.kv_bytes_per_token,
+            device=str(self._model.device),
+            epoch=epoch,
+        )
+
+    async def _set_health(self, is_serving: bool) -> None:
+        kind = health_pb2.HealthCheckResponse
+        status = kind.SERVING if is_serving else kind.NOT_SERVING
+        for service in ("", _EXECUTOR_SERVICE):
+            await self._health.set(service, status)
+
+
+async def serve(config: ExecutorConfig, model: LoadedModel, say: Callable[[str], None]) -> bool:
+    """Serves until SIGTERM or SIGINT, and returns True; False if the device was lost. Raises AddressInUse."""
+    server = Server(config, model)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.end)
+    try:
+        address = await server.start()
+        say(f"ready {address}")
+        return await server.wait()
+    finally:
+        await server.stop()
+
+
+def _bind(server: grpc.aio.Server, address: str) -> str:
+    """The address with the port that was really taken."""
+    try:
+        port = server.add_insecure_port(address)
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise AddressInUse(f"cannot listen on {address}: in use, or not ours to take")
+    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+
+
+def _metrics(model: LoadedModel) -> Metrics:
+    metrics = Metrics(model.model_name)
+    for kind, num_bytes in model.memory_bytes.items():
+        metrics.set_memory(kind, num_bytes)
+    for phase, duration_s in model.startup_s.items():
+        metrics.set_startup(phase, duration_s)
+    return metrics
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    loop.call_soon_threadsafe(callback)

@@ -1,0 +1,22 @@
+"""Every operation for the CPU: numba, compiled once a machine, on the threads of torch's OpenMP runtime.
+
+Signatures, shapes and layouts are those of `kernels.Kernels`. KV blocks are read where they lie.
+"""
+
+from __future__ import annotations
+
+from kernels.cpu.attention import attention_decode, attention_prefill
+from kernels.cpu.elementwise import add_rms_norm, rms_norm, silu_multiply
+from kernels.cpu.kv import copy_blocks, rotate_and_store
+from kernels.cpu.warmup import warm_up
+
+__all__ = [
+    "add_rms_norm",
+    "attention_decode",
+    "attention_prefill",
+    "copy_blocks",
+    "rms_norm",
+    "rotate_and_store",
+    "silu_multiply",
+    "warm_up",
+]

@@ -1,0 +1,176 @@
+"""Norms and the gated activation: one pass over memory each."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+import torch
+
+from kernels.cpu.compiler import SOURCES, compiled
+from kernels.cpu.native import array, count_up, exp2, read, rounded, storage_of, write
+from kernels.cpu.team import Job, Kernel, job_dtype
+
+# Fewer numbers than this are done before a second thread would have begun; a unit of work is about a quarter of it.
+_MIN_TEAM_NUMBERS = 16384
+_UNIT_NUMBERS = 4096
+
+# Row r lies at r // num_inner * outer_bytes + r % num_inner * inner_bytes: heads of a fused projection are rows too.
+_NORM = job_dtype(
+    """x x_outer_bytes x_inner_bytes residual residual_outer_bytes residual_inner_bytes weight out
+    num_inner num_rows width unit_rows number_bytes""",
+    "eps",
+)
+_SILU = job_dtype("gate_up row_bytes out num_rows width unit_rows number_bytes")
+
+_norm_job = Job(_NORM)
+_silu_job = Job(_SILU)
+_MINUS_LOG2_E = np.float32(-math.log2(math.e))
+
+
+@cache
+def norm_kernel(storage: int) -> Kernel:
+    """RMS norm of rows, to which the residual, if there is one, is added first."""
+    sources = SOURCES
+
+    def norm(address: int) -> None:
+        _ = sources
+        job = array(address, 1, _NORM)[0]
+        width, weight = job.width, job.weight
+        while True:
+            first = count_up(address) * job.unit_rows
+            if first >= job.num_rows:
+                return
+            for row in range(first, min(first + job.unit_rows, job.num_rows)):
+                outer, inner = row // job.num_inner, row % job.num_inner
+                x = job.x + outer * job.x_outer_bytes + inner * job.x_inner_bytes
+                squares = np.float32(0)
+                if job.residual != 0:
+                    added = x
+                    x = job.residual + outer * job.residual_outer_bytes + inner * job.residual_inner_bytes
+                    for i in range(width):
+                        total = rounded(storage, read(storage, x, i) + read(storage, added, i))
+                        write(storage, x, i, total)
+                        squares += total * total
+                else:
+                    for i in range(width):
+                        squares += read(storage, x, i) * read(storage, x, i)
+                scale = np.float32(1) / np.sqrt(squares / np.float32(width) + np.float32(job.eps))
+                out = job.out + row * width * job.number_bytes
+                for i in range(width):
+                    normed = rounded(storage, read(storage, x, i) * scale)
+                    write(storage, out, i, normed * read(storage, weight, i))
+
+    return Kernel(compiled(norm, reorder=True))
+
+
+@cache
+def silu_kernel(storage: int) -> Kernel:
+    """silu(gate) * up of rows."""
+    sources = SOURCES
+
+    def silu(address: int) -> None:
+        _ = sources
+        job = array(address, 1, _SILU)[0]
+        width = job.width
+        while True:
+            first = count_up(address) * job.unit_rows
+            if first >= job.num_rows:
+                return
+            for row in range(first, min(first + job.unit_rows, job.num_rows)):
+                gates = job.gate_up + row * job.row_bytes
+                ups = gates + width * job.number_bytes
+                out = job.out + row * width * job.number_bytes
+                for i in range(width):
+                    gate = read(storage, gates, i)
+                    activated = gate / (np.float32(1) + exp2(gate * _MINUS_LOG2_E))
+                    write(storage, out, i, rounded(storage, activated) * read(storage, ups, i))
+
+    return Kernel(compiled(silu))
+
+
+def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Up to three dimensions, the last one contiguous, are read where they lie."""
+    dtype = x.dtype
+    if weight.dtype is not dtype or (residual is not None and residual.dtype is not dtype):
+        raise TypeError("x, residual and weight must have one dtype")
+    if weight.numel() != x.shape[-1] or (residual is not None and residual.shape != x.shape):
+        raise ValueError("residual must have the shape of x, and weight its last dimension")
+
+    width = x.shape[-1]
+    out = torch.empty(x.shape, dtype=dtype)
+    number_bytes = x.element_size()
+    num_rows = out.numel() // width
+    outer, inner, num_inner = _rows(x, number_bytes)
+    residual_outer, residual_inner, _ = (0, 0, 0) if residual is None else _rows(residual, number_bytes)
+    job = _norm_job.fill(
+        x.data_ptr(),
+        outer,
+        inner,
+        0 if residual is None else residual.data_ptr(),
+        residual_outer,
+        residual_inner,
+        weight.data_ptr(),
+        out.data_ptr(),
+        num_inner,
+        num_rows,
+        width,
+        max(1, _UNIT_NUMBERS // width),
+        number_bytes,
+        eps,
+    )
+    _run(norm_kernel(storage_of(dtype)), job, num_rows * width)
+    return out
+
+
+def _rows(x: torch.Tensor, number_bytes: int) -> tuple[int, int, int]:
+    """Where the rows of x lie: (outer_bytes, inner_bytes, num_inner)."""
+    strides = x.stride()
+    if strides[-1] == 1:
+        if len(strides) == 2:
+            return strides[0] * number_bytes, 0, 1
+        if len(strides) == 3:
+            return strides[0] * number_bytes, strides[1] * number_bytes, x.shape[1]
+    if x.is_contiguous():
+        return x.shape[-1] * number_bytes, 0, 1
+    raise ValueError(f"rows of a tensor with shape {tuple(x.shape)} and strides {strides} cannot be walked")
+
+
+def _run(kernel: Kernel, job: int, num_numbers: int) -> None:
+    if num_numbers < _MIN_TEAM_NUMBERS:
+        kernel.run(job)
+    else:
+        kernel.run_in_team(job)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `kernels.Kernels.rms_norm`."""
+    return _norm(x, None, weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `kernels.Kernels.add_rms_norm`."""
+    return _norm(x, residual, weight, eps)
+
+
+def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
+    """See `kernels.Kernels.silu_multiply`."""
+    num_rows, double_width = gate_up.shape
+    strides = gate_up.stride()
+    if strides[1] != 1:
+        raise ValueError("the last dimension of gate_up must be contiguous")
+    width = double_width // 2
+    out = torch.empty((num_rows, width), dtype=gate_up.dtype)
+    number_bytes = gate_up.element_size()
+    job = _silu_job.fill(
+        gate_up.data_ptr(),
+        strides[0] * number_bytes,
+        out.data_ptr(),
+        num_rows,
+        width,
+        max(1, _UNIT_NUMBERS // width),
+        number_bytes,
+    )
+    _run(silu_kernel(storage_of(gate_up.dtype)), job, num_rows * width)
+    return out

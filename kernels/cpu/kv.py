@@ -1,0 +1,181 @@
+"""Writes to the KV pool: the new tokens of a step, and copies of whole blocks."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+
+from kernels.cpu.compiler import SOURCES, compiled
+from kernels.cpu.native import FLOAT32, array, count_up, read, storage_of, write
+from kernels.cpu.team import Job, Kernel, job_dtype
+
+# Fewer tokens times heads than this are done before a second thread would have begun.
+_MIN_TEAM_ROWS = 128
+_MIN_TEAM_BYTES = 65536
+
+_STORE = job_dtype(
+    """query query_token_bytes query_head_bytes key key_token_bytes key_head_bytes value value_token_bytes
+    value_head_bytes cos sin table_bytes positions slots kv kv_block_bytes num_tokens num_heads num_kv_heads head_dim
+    block_size number_bytes"""
+)
+_COPY = job_dtype("pool layer_bytes block_bytes num_layers num_copies sources destinations")
+
+_store_job = Job(_STORE)
+_copy_job = Job(_COPY)
+
+
+@cache
+def store_kernel(storage: int) -> Kernel:
+    """Rotary embedding of query and key, and the store of key and value; a token is a unit."""
+    sources = SOURCES
+
+    def store(address: int) -> None:
+        _ = sources
+        job = array(address, 1, _STORE)[0]
+        half, half_bytes = job.head_dim // 2, job.head_dim // 2 * job.number_bytes
+        token_bytes = job.head_dim * job.number_bytes
+        head_bytes = job.block_size * token_bytes
+        positions = array(job.positions, job.num_tokens, np.int32)
+        slots = array(job.slots, job.num_tokens, np.int64)
+        while True:
+            token = count_up(address)
+            if token >= job.num_tokens:
+                return
+            cos = job.cos + positions[token] * job.table_bytes
+            sin = job.sin + positions[token] * job.table_bytes
+            block = slots[token] // job.block_size
+            keys = job.kv + block * job.kv_block_bytes + (slots[token] - block * job.block_size) * token_bytes
+            values = keys + job.num_kv_heads * head_bytes
+
+            # Two loops that look alike: LLVM sees that the one in place is safe only where there is a single address.
+            for head in range(job.num_heads):
+                place = job.query + token * job.query_token_bytes + head * job.query_head_bytes
+                for i in range(half):
+                    low, high = read(storage, place, i), read(storage, place + half_bytes, i)
+                    c, s = read(FLOAT32, cos, i), read(FLOAT32, sin, i)
+                    write(storage, place, i, low * c - high * s)
+                    write(storage, place + half_bytes, i, high * c + low * s)
+            for kv_head in range(job.num_kv_heads):
+                source = job.key + token * job.key_token_bytes + kv_head * job.key_head_bytes
+                target = keys + kv_head * head_bytes
+                for i in range(half):
+                    low, high = read(storage, source, i), read(storage, source + half_bytes, i)
+                    c, s = read(FLOAT32, cos, i), read(FLOAT32, sin, i)
+                    write(storage, target, i, low * c - high * s)
+                    write(storage, target + half_bytes, i, high * c + low * s)
+            for kv_head in range(job.num_kv_heads):
+                source = job.value + token * job.value_token_bytes + kv_head * job.value_head_bytes
+                target = values + kv_head * head_bytes
+                for i in range(job.head_dim):
+                    write(storage, target, i, read(storage, source, i))
+
+    return Kernel(compiled(store))
+
+
+def _copy(address: int) -> None:
+    """Copies of blocks; a block of a layer is a unit."""
+    _ = SOURCES
+    job = array(address, 1, _COPY)[0]
+    sources = array(job.sources, job.num_copies, np.int64)
+    destinations = array(job.destinations, job.num_copies, np.int64)
+    while True:
+        unit = count_up(address)
+        if unit >= job.num_copies * job.num_layers:
+            return
+        layer, i = unit // job.num_copies, unit % job.num_copies
+        blocks = job.pool + layer * job.layer_bytes
+        source = array(blocks + sources[i] * job.block_bytes, job.block_bytes, np.uint8)
+        target = array(blocks + destinations[i] * job.block_bytes, job.block_bytes, np.uint8)
+        for j in range(job.block_bytes):
+            target[j] = source[j]
+
+
+@cache
+def copy_kernel() -> Kernel:
+    """Copies of blocks, whatever they hold."""
+    return Kernel(compiled(_copy))
+
+
+def rotate_and_store(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    positions: torch.Tensor,
+    kv: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """See `kernels.Kernels.rotate_and_store`."""
+    dtype, float32 = query.dtype, torch.float32
+    if key.dtype is not dtype or value.dtype is not dtype or kv.dtype is not dtype:
+        raise TypeError("query, key, value and kv must have one dtype")
+    if cos.dtype is not float32 or sin.dtype is not float32:
+        raise TypeError("cos and sin must be float32")
+    if positions.dtype is not torch.int32 or slot_mapping.dtype is not torch.int64:
+        raise TypeError("positions must be int32, slot_mapping int64")
+    query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
+    if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
+        raise ValueError("the last dimension of query, key and value must be contiguous")
+    if not (kv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError("kv, cos and sin must be contiguous")
+
+    num_tokens, num_heads, head_dim = query.shape
+    _, _, num_kv_heads, block_size, _ = kv.shape
+    number_bytes = query.element_size()
+    job = _store_job.fill(
+        query.data_ptr(),
+        query_strides[0] * number_bytes,
+        query_strides[1] * number_bytes,
+        key.data_ptr(),
+        key_strides[0] * number_bytes,
+        key_strides[1] * number_bytes,
+        value.data_ptr(),
+        value_strides[0] * number_bytes,
+        value_strides[1] * number_bytes,
+        cos.data_ptr(),
+        sin.data_ptr(),
+        cos.stride(0) * 4,
+        positions.data_ptr(),
+        slot_mapping.data_ptr(),
+        kv.data_ptr(),
+        kv.stride(0) * number_bytes,
+        num_tokens,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        number_bytes,
+    )
+    kernel = store_kernel(storage_of(dtype))
+    if num_tokens * (num_heads + 2 * num_kv_heads) < _MIN_TEAM_ROWS:
+        kernel.run(job)
+    else:
+        kernel.run_in_team(job)
+
+
+def copy_blocks(pool: torch.Tensor, source_blocks: torch.Tensor, destination_blocks: torch.Tensor) -> None:
+    """See `kernels.Kernels.copy_blocks`."""
+    if source_blocks.dtype is not torch.int64 or destination_blocks.dtype is not torch.int64:
+        raise TypeError("block ids of copies must be int64")
+    if not pool.is_contiguous():
+        raise ValueError("the pool must be contiguous")
+
+    num_layers, num_copies = pool.shape[0], source_blocks.shape[0]
+    number_bytes = pool.element_size()
+    block_bytes = pool.stride(1) * number_bytes
+    job = _copy_job.fill(
+        pool.data_ptr(),
+        pool.stride(0) * number_bytes,
+        block_bytes,
+        num_layers,
+        num_copies,
+        source_blocks.data_ptr(),
+        destination_blocks.data_ptr(),
+    )
+    if num_layers * num_copies * block_bytes < _MIN_TEAM_BYTES:
+        copy_kernel().run(job)
+    else:
+        copy_kernel().run_in_team(job)

@@ -1,0 +1,98 @@
+"""Runs a compiled kernel on the threads of torch's own OpenMP runtime.
+
+numba's OpenMP layer links a runtime of its own: two pools of threads would then spin for the same cores, each while the
+other works. Here the team is the one that torch's operators have just used, still warm, and as large as
+`torch.set_num_threads` says. Every thread of the team calls the kernel with the address of the same job; they share
+the work out among themselves by counting up its ticket.
+
+Where torch has been built on another runtime (macOS), Python threads do instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# void GOMP_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags)
+_Launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+_Direct = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+
+
+def _find_launch() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel of the runtime that torch is linked with, wherever that has come from."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        return _Launch(("GOMP_parallel", ctypes.CDLL(str(library))))
+    except (OSError, AttributeError):
+        return None
+
+
+_launch = _find_launch()
+_python_threads: list[ThreadPoolExecutor] = []
+
+
+class Job(threading.local):
+    """The record that describes one call to a kernel: int64 fields, then float64 fields, one memory a thread.
+
+    The first field is always `ticket`, the next unit of work that nobody has taken; kernels count it up. Compiled code
+    reads the record as `carray(pointer(address), (1,), DTYPE)[0]`, with the global DTYPE from `job_dtype`.
+    """
+
+    def __init__(self, dtype: np.dtype[np.void]) -> None:
+        kinds = [field[0] for field in (dtype.fields or {}).values()]
+        self._struct = struct.Struct("".join("q" if kind == np.int64 else "d" for kind in kinds))
+        self._memory = ctypes.create_string_buffer(self._struct.size)
+        self._address = ctypes.addressof(self._memory)
+
+    def fill(self, *values: float) -> int:
+        """Writes the fields after `ticket`, which starts at 0; returns the address."""
+        self._struct.pack_into(self._memory, 0, 0, *values)
+        return self._address
+
+
+def job_dtype(integers: str, floats: str = "") -> np.dtype[np.void]:
+    """The layout of a job from the names of its fields after `ticket`."""
+    fields: list[tuple[str, Any]] = [(name, np.int64) for name in ("ticket " + integers).split()]
+    return np.dtype(fields + [(name, np.float64) for name in floats.split()])
+
+
+class Kernel:
+    """A compiled kernel, to be run by one thread or by the team."""
+
+    __slots__ = ("_address", "_compiled", "_direct")
+
+    def __init__(self, compiled: Any) -> None:
+        self._compiled = compiled  # owns the machine code
+        self._address: int = compiled.address
+        self._direct = _Direct(self._address)
+
+    def run(self, job: int) -> None:
+        """Does the whole job on the calling thread."""
+        self._direct(job)
+
+    def run_in_team(self, job: int) -> None:
+        """Does the job on `torch.get_num_threads()` threads, the calling one among them; returns when all are done."""
+        num_threads = torch.get_num_threads()
+        if num_threads == 1:
+            self._direct(job)
+        elif _launch is not None:
+            _launch(self._address, job, num_threads, 0)
+        else:
+            self._run_in_python_threads(job, num_threads)
+
+    def _run_in_python_threads(self, job: int, num_threads: int) -> None:
+        if not _python_threads:
+            _python_threads.append(ThreadPoolExecutor(thread_name_prefix="kernels"))
+        others = [_python_threads[0].submit(self._direct, job) for _ in range(num_threads - 1)]
+        self._direct(job)
+        wait(others)

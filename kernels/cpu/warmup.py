@@ -1,0 +1,33 @@
+"""Compiles, or takes from the cache, all that a model will call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kernels.cpu.attention import attend_kernel
+from kernels.cpu.elementwise import norm_kernel, silu_kernel
+from kernels.cpu.kv import copy_kernel, store_kernel
+from kernels.cpu.native import storage_of
+from kernels.cpu.tiles import tile_columns, tiles_kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kernels import AttentionShape, Progress
+
+
+def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
+    """See `kernels.Kernels.warm_up`. A second or two where the cache is empty, else a few hundredths."""
+    storage = storage_of(shape.dtype)
+    variants: list[tuple[str, Callable[[], object]]] = [
+        ("attention", attend_kernel),
+        ("attention tiles", lambda: tiles_kernel(shape.head_dim, storage, tile_columns(shape.block_size))),
+        ("rotate and store", lambda: store_kernel(storage)),
+        ("copy blocks", copy_kernel),
+        ("norms", lambda: norm_kernel(storage)),
+        ("activation", lambda: silu_kernel(storage)),
+    ]
+    for done, (name, make) in enumerate(variants):
+        if progress is not None:
+            progress(name, done, len(variants))
+        make()

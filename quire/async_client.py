@@ -1,0 +1,162 @@
+"""The asynchronous client: `quire.client` on grpc.aio."""
+
+import asyncio
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from quire import messages
+from quire.block_map import BlockMap, ServerInfo
+from quire.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, CallDefaults
+from quire.errors import RequestCancelledError
+from quire.events import Completion, Event, Prompt
+from quire.messages import GenerateOptions
+from quire.status import from_rpc_error
+from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+
+
+class AsyncEventStream:
+    """The events of one request, as they come. Iterate it; leaving it (close, `async with`, or dropping it) cancels."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._closed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Event:
+        """The next event; raises a QuireError when the request fails."""
+        while not self._closed:
+            try:
+                message = await self._call.read()
+            except grpc.RpcError as error:
+                if self._closed:  # closed by another task meanwhile
+                    break
+                self._closed = True
+                raise from_rpc_error(error) from None
+            except asyncio.CancelledError:
+                # grpc.aio says so too when the call or its channel was closed, without this task being cancelled.
+                if _task_is_being_cancelled():
+                    self.close()
+                    raise
+                if self._closed:
+                    break
+                self._closed = True
+                raise RequestCancelledError("the connection was closed") from None
+            if message is grpc.aio.EOF:
+                self._closed = True
+                break
+            if (event := messages.event(message)) is not None:
+                return event
+        raise StopAsyncIteration
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended; iteration then stops. May be called again."""
+        if not self._closed:
+            self._closed = True
+            self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _task_is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+class AsyncClient:
+    """Calls a Quire server from one event loop. Parameters as those of `Client`."""
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float | None = None,
+        wait_for_ready: bool = False,
+    ) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._generation = generation_pb2_grpc.GenerationStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._defaults = CallDefaults(timeout_s, wait_for_ready)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        wait_for_ready: bool | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> AsyncEventStream:
+        """Sends the request at once and returns its events: Started, then Deltas, and Finished for each sequence.
+
+        Raises InvalidRequestError for values that cannot be sent; iterating raises all other errors.
+        """
+        request = messages.generate_request(prompt, options)
+        return AsyncEventStream(
+            self._generation.Generate(request, **self._defaults.arguments(timeout_s, wait_for_ready))
+        )
+
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        wait_for_ready: bool | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """Waits for all of it. Cancelling the task cancels the request."""
+        assembler = messages.CompletionAssembler()
+        call = self.generate(prompt, timeout_s=timeout_s, wait_for_ready=wait_for_ready, **options)
+        async with call as events:
+            async for event in events:
+                assembler.add(event)
+        return assembler.completion()
+
+    async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """The model, the limits and the state of the server."""
+        return messages.server_info(
+            await self._unary(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest(), timeout_s)
+        )
+
+    async def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
+        """The physical block pool and the running sequences."""
+        return messages.block_map(
+            await self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s)
+        )
+
+    async def drain(self, *, timeout_s: float | None = None) -> None:
+        """Has the server refuse new requests; returns when all admitted ones have ended."""
+        await self._unary(self._admin.Drain, admin_pb2.DrainRequest(), timeout_s)
+
+    async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> int:
+        """Forgets cached prefixes that no running sequence uses; returns how many blocks that freed."""
+        request = admin_pb2.ResetPrefixCacheRequest()
+        reset = await self._unary(self._admin.ResetPrefixCache, request, timeout_s)
+        return int(reset.num_blocks)
+
+    async def close(self) -> None:
+        """Closes the connection; requests under way are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _unary(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        try:
+            return await method(request, **self._defaults.arguments(timeout_s))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None

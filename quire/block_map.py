@@ -1,0 +1,121 @@
+"""A snapshot of the server and of its block pool, as plain values."""
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class ServerState(StrEnum):
+    """What a server is doing. It takes requests while it waits for an executor; they queue."""
+
+    WAITING_FOR_EXECUTOR = "waiting_for_executor"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """The server's model and limits. Model and pool are empty or 0 until an executor has described them.
+
+    num_blocks  blocks that sequences can use; the null block is not counted
+    """
+
+    version: str
+    model_name: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    policy: str
+    state: ServerState
+
+
+class BlockState(StrEnum):
+    """FREE: nothing of worth. CACHED: unreferenced, but findable by its prefix. ACTIVE: in a block table."""
+
+    FREE = "free"
+    CACHED = "cached"
+    ACTIVE = "active"
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One physical block; `num_hits` counts prefix lookups that found it since it was published."""
+
+    state: BlockState
+    ref_count: int
+    num_hits: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSequence:
+    """A sequence in its slot; logical block i lies in physical block `block_table[i]`."""
+
+    request_id: str
+    index: int
+    slot: int
+    num_tokens: int
+    num_computed_tokens: int
+    num_prompt_tokens: int
+    block_table: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockMap:
+    """The pool, block by block (entry 0 is the null block), the running sequences by slot, and the queue's depth."""
+
+    block_size: int
+    blocks: tuple[Block, ...]
+    sequences: tuple[RunningSequence, ...]
+    num_waiting: int
+    num_waiting_prompt_tokens: int
+    step_id: int
+    num_preemptions: int
+    num_cow_copies: int
+
+    def num_blocks(self, state: BlockState) -> int:
+        """How many usable blocks are in this state."""
+        return sum(block.state is state for block in self.blocks[1:])
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Blocks that more than one block table names."""
+        return sum(block.ref_count > 1 for block in self.blocks[1:])
+
+    @property
+    def waste(self) -> "Waste":
+        """How much of what sequences hold is empty."""
+        return waste(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Waste:
+    """Slots for tokens' KV in blocks that sequences hold: how many there are, and how many of them hold a known token.
+
+    A shared block counts once. In a paged pool what is empty is the end of each sequence's last block, and what was
+    taken for the tokens of plans in flight.
+    """
+
+    num_allocated_slots: int
+    num_used_slots: int
+
+    @property
+    def ratio(self) -> float:
+        """(allocated - used) / allocated; 0 where nothing is allocated."""
+        if self.num_allocated_slots == 0:
+            return 0.0
+        return (self.num_allocated_slots - self.num_used_slots) / self.num_allocated_slots
+
+
+def waste(block_map: BlockMap) -> Waste:
+    """Counts allocated and used slots of all blocks in the running sequences' tables."""
+    used: Counter[int] = Counter()
+    for sequence in block_map.sequences:
+        for logical, block in enumerate(sequence.block_table):
+            filled = min(block_map.block_size, max(0, sequence.num_tokens - logical * block_map.block_size))
+            used[block] = max(used[block], filled)
+    used.pop(0, None)  # the null block belongs to nobody
+    return Waste(len(used) * block_map.block_size, used.total())

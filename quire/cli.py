@@ -1,0 +1,274 @@
+"""The command line: parses, calls the module that does the work, and turns errors into messages and exit codes."""
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from executor.config import ExecutorConfig
+from quire import exit_codes
+from quire.addresses import AddressInUse
+from quire.channel import DEFAULT_ADDRESS
+from quire.client import Client
+from quire.config_flags import flag_parameters, given, with_flags
+from quire.errors import QuireError
+from quire.events import ChatMessage, Prompt
+from quire.model_path import ModelNotFound, resolved_model
+from quire.services import (
+    EXECUTOR_ADDRESS,
+    ConfigError,
+    executor_config,
+    run_executor,
+    run_scheduler,
+    scheduler_config,
+    service_pair,
+)
+from quire.supervisor import ChildFailed, LogSink
+from scheduler.config import SchedulerConfig
+
+app = typer.Typer(
+    name="quire",
+    help="LLM serving with a paged KV cache and continuous batching.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
+
+_SCHEDULER_FLAGS = flag_parameters(SchedulerConfig)
+_EXECUTOR_FLAGS = flag_parameters(ExecutorConfig)
+# Both at once: a field that both have is said once, and so is the address at which they meet.
+_SERVICE_FLAGS = flag_parameters(ExecutorConfig, leave_out={EXECUTOR_ADDRESS[1]}) + flag_parameters(
+    SchedulerConfig, leave_out={field.name for field in fields(ExecutorConfig)}
+)
+
+
+class Baseline(StrEnum):
+    """What to compare with, in this process."""
+
+    TRANSFORMERS = "transformers"
+
+
+_Address = Annotated[str, typer.Option("--address", help="of the scheduler: host:port, or unix:path")]
+
+
+def main() -> None:
+    """The console script."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a model's text may hold what the terminal's encoding does not
+            stream.reconfigure(errors="replace")
+    app()
+
+
+def serve(**values: Any) -> None:
+    """Starts scheduler and executor, keeps them running, and prints `ready …` when a completion can be generated.
+
+    Without --model it serves the embedded checkpoint. SIGTERM or Ctrl-C drains: what runs finishes first.
+    """
+    from quire.serve import serve as run
+
+    with _reported():
+        pair = service_pair(_with_model(values))
+        raise typer.Exit(asyncio.run(run(pair, _say, _log_to_stderr())))
+
+
+def scheduler(**values: Any) -> None:
+    """Runs the scheduler alone."""
+    with _reported():
+        raise typer.Exit(run_scheduler(scheduler_config(_with_model(values))))
+
+
+def executor(**values: Any) -> None:
+    """Runs an executor alone."""
+    with _reported():
+        raise typer.Exit(run_executor(executor_config(_with_model(values))))
+
+
+app.command()(with_flags(serve, _SERVICE_FLAGS))
+app.command()(with_flags(scheduler, _SCHEDULER_FLAGS))
+app.command()(with_flags(executor, _EXECUTOR_FLAGS))
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="text; absent or -: read from standard input")] = None,
+    address: _Address = DEFAULT_ADDRESS,
+    chat: Annotated[bool, typer.Option(help="the prompt is a user's message in a chat")] = False,
+    system: Annotated[str | None, typer.Option(help="system message before it; implies --chat")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens to generate")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="fewest tokens to generate")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy")] = None,
+    top_p: Annotated[float | None, typer.Option(help="in (0, 1]")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0: all")] = None,
+    min_p: Annotated[float | None, typer.Option(help="in [0, 1]")] = None,
+    seed: Annotated[int | None, typer.Option(help="same seed, same tokens")] = None,
+    n: Annotated[int | None, typer.Option("--n", "-n", help="sequences sampled from the prompt")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="ends the text; may be repeated")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after EOS")] = False,
+    priority: Annotated[int | None, typer.Option(help="lower runs earlier, under that policy")] = None,
+    timeout_s: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
+    stats: Annotated[bool, typer.Option("--stats", help="tokens and reasons on standard error")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="every event as a line of JSON")] = False,
+) -> None:
+    """Streams a completion to the terminal."""
+    from quire.generate import write_json, write_text
+
+    text = _stdin_text() if prompt in (None, "-") else prompt
+    with _reported(), Client(address) as client:
+        events = client.generate(
+            _prompt(text or "", chat, system),
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            min_p=min_p,
+            seed=seed,
+            n=n,
+            stop=stop,
+            ignore_eos=ignore_eos or None,
+            priority=priority,
+            timeout_s=timeout_s,
+        )
+        with events:
+            if as_json:
+                write_json(events, sys.stdout)
+            else:
+                write_text(events, sys.stdout, sys.stderr if stats else None)
+
+
+@app.command()
+def kv(
+    address: _Address = DEFAULT_ADDRESS,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="redraw until Ctrl-C")] = False,
+    interval_s: Annotated[float, typer.Option(min=0.02, help="between two drawings")] = 0.25,
+    as_json: Annotated[bool, typer.Option("--json", help="once, as JSON")] = False,
+) -> None:
+    """Shows the block pool: who owns which block, what is shared, what is cached."""
+    from quire import kv as view
+
+    with _reported(), Client(address, timeout_s=10) as client:
+        if as_json:
+            view.show_json(client, Console())
+        elif watch:
+            view.watch(client, Console(), interval_s)
+        else:
+            view.show(client, Console())
+
+
+def demo(**values: Any) -> None:
+    """Starts both services on free ports, streams completions side by side, shows the block pool, and ends."""
+    from quire.demo import run
+
+    with _reported():
+        raise typer.Exit(asyncio.run(run(_with_model(values), Console())))
+
+
+app.command()(with_flags(demo, _SERVICE_FLAGS))
+
+
+def bench_serve(
+    url: Annotated[
+        str | None, typer.Option(help=f"gRPC address of a server [default: {DEFAULT_ADDRESS}]")
+    ] = None,
+    spawn: Annotated[bool, typer.Option("--spawn", help="start one, with the services' flags below")] = False,
+    concurrency: Annotated[str, typer.Option("--concurrency", "-c", help="numbers of clients")] = "1,4,16,64",
+    num_requests: Annotated[int | None, typer.Option(min=1, help="of each run; default 4 a client")] = None,
+    seed: Annotated[int, typer.Option(help="of the trace")] = 7,
+    num_shared_tokens: Annotated[int, typer.Option(min=0, help="tokens that all prompts begin with")] = 0,
+    peer_url: Annotated[str | None, typer.Option(help="an OpenAI-compatible server, for comparison")] = None,
+    peer_model: Annotated[str | None, typer.Option(help="the name it serves the model by")] = None,
+    baseline: Annotated[Baseline | None, typer.Option(help="static batches of generate() on --model")] = None,
+    name: Annotated[str, typer.Option(help="of the results' file")] = "serve",
+    output: Annotated[Path | None, typer.Option(help="default: bench/results/NAME.json")] = None,
+    **values: Any,
+) -> None:
+    """Closed-loop load with a seeded trace of mixed lengths; prints a table and saves JSON."""
+    from bench.command import BenchError, parse_concurrencies, run
+    from bench.serve import BenchSettings, Peer
+
+    with _reported():
+        try:
+            settings = BenchSettings(
+                address=url or DEFAULT_ADDRESS,
+                concurrencies=parse_concurrencies(concurrency),
+                num_requests=num_requests,
+                seed=seed,
+                num_shared_tokens=num_shared_tokens,
+                peer=Peer(peer_url, peer_model or "") if peer_url else None,
+                baseline_model=resolved_model(values.get("model")) if baseline else None,
+            )
+            results = output or Path("bench") / "results" / f"{name}.json"
+            asyncio.run(run(settings, _with_model(values) if spawn else None, results, Console()))
+        except BenchError as error:
+            _fail(str(error), exit_codes.FAILED)
+
+
+bench_app.command(name="serve")(with_flags(bench_serve, _SERVICE_FLAGS))
+
+
+def _with_model(values: dict[str, Any]) -> dict[str, Any]:
+    return given(values) | {"model": resolved_model(values.get("model"))}
+
+
+def _stdin_text() -> str:
+    """All of standard input, without the newline that ends its last line."""
+    return sys.stdin.read().removesuffix("\n")
+
+
+def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
+    if not chat and system is None:
+        return text
+    before = [ChatMessage("system", system)] if system is not None else []
+    return [*before, ChatMessage("user", text)]
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _log_to_stderr() -> LogSink:
+    """Prints each line behind the name of the child that wrote it."""
+    console = Console(stderr=True, highlight=False)
+    styles = {"scheduler": "cyan", "executor": "magenta", "supervisor": "yellow"}
+
+    def log(name: str, line: str) -> None:
+        console.print(Text.assemble((f"{name:>10} | ", styles.get(name, "")), line), soft_wrap=True)
+
+    return log
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Expected errors become one line on standard error and an exit code; bugs keep their traceback."""
+    try:
+        yield
+    except QuireError as error:
+        _fail(str(error), exit_codes.exit_code(error))
+    except (ConfigError, ModelNotFound) as error:
+        _fail(str(error), exit_codes.USAGE)
+    except AddressInUse as error:
+        _fail(str(error), exit_codes.ADDRESS_IN_USE)
+    except ChildFailed as failure:
+        _fail(str(failure), failure.exit_code)
+    except KeyboardInterrupt:
+        raise typer.Exit(exit_codes.INTERRUPTED) from None
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    print(f"quire: {message}", file=sys.stderr, flush=True)
+    raise typer.Exit(code)
+
+
+if __name__ == "__main__":
+    main()

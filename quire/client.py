@@ -1,0 +1,150 @@
+"""The synchronous client."""
+
+from types import TracebackType
+from typing import Any, Self, Unpack
+
+import grpc
+
+from quire import messages
+from quire.block_map import BlockMap, ServerInfo
+from quire.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, CallDefaults
+from quire.events import Completion, Event, Prompt
+from quire.messages import GenerateOptions
+from quire.status import from_rpc_error
+from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+
+
+class EventStream:
+    """The events of one request, as they come. Iterate it; leaving it (close, `with`, or dropping it) cancels."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+        self._closed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Event:
+        """The next event; raises a QuireError when the request fails."""
+        while not self._closed:
+            try:
+                message = next(self._call)
+            except StopIteration:
+                self._closed = True
+                raise
+            except grpc.RpcError as error:
+                if self._closed:  # closed by another thread meanwhile
+                    break
+                self._closed = True
+                raise from_rpc_error(error) from None
+            if (event := messages.event(message)) is not None:
+                return event
+        raise StopIteration
+
+    def close(self) -> None:
+        """Cancels the request unless it has ended; iteration then stops. May be called from any thread, and again."""
+        if not self._closed:
+            self._closed = True
+            self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Client:
+    """Calls a Quire server. Safe to use from several threads.
+
+    address         "host:port" or "unix:path" of the scheduler
+    timeout_s       deadline of each call that brings none of its own; None: no deadline
+    wait_for_ready  True: calls wait for a server that cannot be reached yet (within the deadline); False: they
+                    fail at once with UnavailableError
+    """
+
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout_s: float | None = None,
+        wait_for_ready: bool = False,
+    ) -> None:
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._generation = generation_pb2_grpc.GenerationStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
+        self._defaults = CallDefaults(timeout_s, wait_for_ready)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        wait_for_ready: bool | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> EventStream:
+        """Sends the request at once and returns its events: Started, then Deltas, and Finished for each sequence.
+
+        Raises InvalidRequestError for values that cannot be sent; iterating raises all other errors.
+        """
+        request = messages.generate_request(prompt, options)
+        return EventStream(
+            self._generation.Generate(request, **self._defaults.arguments(timeout_s, wait_for_ready))
+        )
+
+    def complete(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = None,
+        wait_for_ready: bool | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Completion:
+        """Waits for all of it."""
+        assembler = messages.CompletionAssembler()
+        with self.generate(prompt, timeout_s=timeout_s, wait_for_ready=wait_for_ready, **options) as events:
+            for event in events:
+                assembler.add(event)
+        return assembler.completion()
+
+    def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
+        """The model, the limits and the state of the server."""
+        return messages.server_info(
+            self._unary(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest(), timeout_s)
+        )
+
+    def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
+        """The physical block pool and the running sequences."""
+        return messages.block_map(
+            self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s)
+        )
+
+    def drain(self, *, timeout_s: float | None = None) -> None:
+        """Has the server refuse new requests; returns when all admitted ones have ended."""
+        self._unary(self._admin.Drain, admin_pb2.DrainRequest(), timeout_s)
+
+    def reset_prefix_cache(self, *, timeout_s: float | None = None) -> int:
+        """Forgets cached prefixes that no running sequence uses; returns how many blocks that freed."""
+        reset = self._unary(self._admin.ResetPrefixCache, admin_pb2.ResetPrefixCacheRequest(), timeout_s)
+        return int(reset.num_blocks)
+
+    def close(self) -> None:
+        """Closes the connection; requests under way are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _unary(self, method: Any, request: Any, timeout_s: float | None) -> Any:
+        try:
+            return method(request, **self._defaults.arguments(timeout_s))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None

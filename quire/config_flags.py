@@ -1,0 +1,104 @@
+"""Command-line flags from a configuration dataclass, one for each field: a flag that is not given stays out.
+
+So there is one place that says what a service can be told: its dataclass. Names, types, defaults and help texts (the
+lines `name  what it is` of the class's docstring) all come from there.
+"""
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union
+
+import typer
+
+_DOCUMENTED = re.compile(r"\s*(?P<name>\w+) {2,}(?P<text>\S.*)")
+
+
+def flag_parameters(config: type[Any], leave_out: Collection[str] = ()) -> list[inspect.Parameter]:
+    """A keyword parameter for each field, as typer reads them: None where the flag is not given."""
+    types = typing.get_type_hints(config)
+    texts = field_texts(config)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[
+                _plain_type(types[field.name]) | None, _option(field, texts.get(field.name, ""))
+            ],
+        )
+        for field in fields(config)
+        if field.name not in leave_out
+    ]
+
+
+def with_flags(function: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> Callable[..., Any]:
+    """Has typer see `parameters` in the place of the function's `**values`. Own parameters of the function stay."""
+    own = [
+        parameter
+        for parameter in inspect.signature(function, eval_str=True).parameters.values()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    ]
+    seen = [*own, *parameters]
+
+    def command(**values: Any) -> Any:
+        return function(**values)
+
+    command.__doc__ = function.__doc__
+    command.__name__ = function.__name__
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in seen}
+    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]  # read by inspect, and so by typer
+        [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in seen]
+    )
+    return command
+
+
+def given(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags that were given."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def arguments(values: Mapping[str, Any]) -> list[str]:
+    """The command line that says `values`: the inverse of parsing it."""
+    words = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words.extend((f"--{flag}", str(value)))
+    return words
+
+
+def field_texts(config: type[Any]) -> dict[str, str]:
+    """Field → its text in the docstring, continuation lines joined."""
+    names = {field.name for field in fields(config)}
+    texts: dict[str, str] = {}
+    current = ""
+    for line in (config.__doc__ or "").splitlines():
+        match = _DOCUMENTED.fullmatch(line)
+        if match and match["name"] in names:
+            current = match["name"]
+            texts[current] = match["text"].strip()
+        elif current and line.strip():
+            texts[current] += " " + line.strip()
+        else:
+            current = ""
+    return texts
+
+
+def _option(field: Field[Any], text: str) -> Any:
+    has_default = field.default not in (MISSING, None, "")
+    return typer.Option(
+        help=text + (f" [default: {field.default}]" if has_default else ""), show_default=False
+    )
+
+
+def _plain_type(annotation: Any) -> Any:
+    """`int | None` → int."""
+    if typing.get_origin(annotation) in (Union, UnionType):
+        (annotation,) = (part for part in typing.get_args(annotation) if part is not NoneType)
+    return annotation

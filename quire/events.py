@@ -1,0 +1,135 @@
+"""What a completion consists of: prompts in, events out. Plain values; nothing here knows gRPC."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TypeAlias, TypedDict
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a chat prompt.
+
+    role  as the checkpoint's chat template knows it: "system", "user", "assistant"
+    """
+
+    role: str
+    content: str
+
+
+class ChatMessageDict(TypedDict):
+    """A chat message written as a dict."""
+
+    role: str
+    content: str
+
+
+# Text, token ids, or the messages of a chat.
+Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[ChatMessageDict]
+
+
+class FinishReason(StrEnum):
+    """Why a sequence ended."""
+
+    EOS = "eos"
+    LENGTH = "length"
+    STOP = "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one sequence, and how often it was preempted."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token id and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The chosen token and the most probable ones at its position, most probable first."""
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request has left the queue. Comes once, first."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of sequence `index` since its last Delta. Text is whole characters."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Sequence `index` has ended. Comes once for each sequence."""
+
+    index: int
+    reason: FinishReason
+    usage: Usage
+
+
+Event: TypeAlias = Started | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedSequence:
+    """All of one sequence."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    reason: FinishReason
+    usage: Usage
+    logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All of one request: its sequences by index. `text` and the like are those of the first one."""
+
+    request_id: str
+    prompt_tokens: int
+    cached_tokens: int
+    sequences: tuple[CompletedSequence, ...]
+
+    @property
+    def text(self) -> str:
+        return self.sequences[0].text
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return tuple(sequence.text for sequence in self.sequences)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.sequences[0].token_ids
+
+    @property
+    def reason(self) -> FinishReason:
+        return self.sequences[0].reason
+
+    @property
+    def usage(self) -> Usage:
+        return self.sequences[0].usage

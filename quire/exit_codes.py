@@ -1,0 +1,31 @@
+"""What `quire` exits with. The services use 0 to 3 in the same sense; codes above 63 follow BSD's sysexits.h."""
+
+from quire.errors import (
+    CapacityExceededError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    QueueFullError,
+    QuireError,
+    UnavailableError,
+)
+
+OK = 0
+FAILED = 1
+USAGE = 2
+ADDRESS_IN_USE = 3
+UNAVAILABLE = 69
+TRY_AGAIN = 75
+INTERRUPTED = 130
+
+_BY_ERROR: dict[type[QuireError], int] = {
+    InvalidRequestError: USAGE,
+    CapacityExceededError: USAGE,
+    UnavailableError: UNAVAILABLE,
+    QueueFullError: TRY_AGAIN,
+    DeadlineExceededError: TRY_AGAIN,
+}
+
+
+def exit_code(error: QuireError) -> int:
+    """USAGE: change the request. UNAVAILABLE: nobody serves. TRY_AGAIN: later it may work. FAILED: all else."""
+    return _BY_ERROR.get(type(error), FAILED)

@@ -1,0 +1,285 @@
+"""Between Python values and protobuf messages: pure functions, shared by the sync and the async client."""
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Any, TypedDict, TypeVar
+
+from quire.block_map import Block, BlockMap, BlockState, RunningSequence, ServerInfo, ServerState
+from quire.errors import InternalError, InvalidRequestError
+from quire.events import (
+    ChatMessage,
+    CompletedSequence,
+    Completion,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Prompt,
+    Started,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
+from quire.v1 import admin_pb2, generation_pb2
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Options of `generate`. What is absent takes the checkpoint's default, else the one in generation.proto."""
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    seed: int | None
+    n: int | None
+    beam_width: int | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+
+
+class StoppingOptions(TypedDict, total=False):
+    """When a sequence ends. `stop` may be one string or several."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    ignore_eos: bool | None
+    include_stop: bool | None
+
+
+class OutputOptions(TypedDict, total=False):
+    """What comes with the tokens."""
+
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+class RequestOptions(TypedDict, total=False):
+    """What concerns the request as a whole."""
+
+    request_id: str | None
+    priority: int | None
+    cache_salt: str | None
+
+
+class GenerateOptions(SamplingOptions, StoppingOptions, OutputOptions, RequestOptions, total=False):
+    """All options of `generate` and `complete`, flat. None means the same as absent."""
+
+
+_GROUPS = (
+    ("sampling", frozenset(SamplingOptions.__annotations__)),
+    ("stopping", frozenset(StoppingOptions.__annotations__)),
+    ("output", frozenset(OutputOptions.__annotations__)),
+    ("", frozenset(RequestOptions.__annotations__)),
+)
+
+
+def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
+    """The request message.
+
+    Raises TypeError for an option that does not exist or a prompt that is none of the three kinds, and
+    InvalidRequestError, as the server would, for values that the message's fields cannot hold.
+    """
+    request = generation_pb2.GenerateRequest()
+    violations: dict[str, str] = {}
+    _set_prompt(request, prompt, violations)
+    for name, value in options.items():
+        group = _group_of(name)
+        if value is None:
+            continue
+        if name == "stop" and isinstance(value, str):
+            value = [value]
+        target = getattr(request, group) if group else request
+        _set_field(target, name, value, f"{group}.{name}" if group else name, violations)
+    if violations:
+        raise InvalidRequestError("the request cannot be sent", violations)
+    return request
+
+
+def _group_of(name: str) -> str:
+    for group, names in _GROUPS:
+        if name in names:
+            return group
+    raise TypeError(f"generate() has no option {name!r}")
+
+
+def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt, violations: dict[str, str]) -> None:
+    if isinstance(prompt, str):
+        _set_field(request, "text", prompt, "text", violations)
+    elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise TypeError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
+    elif prompt and isinstance(prompt[0], ChatMessage | Mapping):
+        request.chat.SetInParent()
+        for position, message in enumerate(prompt):
+            _add_message(request.chat, message, f"chat.messages[{position}]", violations)
+    else:
+        request.token_ids.SetInParent()
+        _set_field(request.token_ids, "ids", prompt, "token_ids", violations)
+
+
+def _add_message(
+    chat: generation_pb2.ChatPrompt, message: object, path: str, violations: dict[str, str]
+) -> None:
+    if isinstance(message, ChatMessage):
+        parts = {"role": message.role, "content": message.content}
+    elif isinstance(message, Mapping) and set(message) == {"role", "content"}:
+        parts = dict(message)
+    else:
+        raise TypeError(f"{path} is neither a ChatMessage nor a dict of role and content")
+    added = chat.messages.add()
+    for name, value in parts.items():
+        _set_field(added, name, value, f"{path}.{name}", violations)
+
+
+def _set_field(target: Any, name: str, value: Any, path: str, violations: dict[str, str]) -> None:
+    """Sets a scalar, repeated or map field; a value that does not fit its type becomes a violation of `path`."""
+    try:
+        if isinstance(value, Mapping):
+            getattr(target, name).update(value)
+        elif isinstance(value, Sequence) and not isinstance(value, str):
+            getattr(target, name).extend(value)
+        else:
+            setattr(target, name, value)
+    except (TypeError, ValueError) as error:
+        violations[path] = str(error)
+
+
+def event(message: generation_pb2.GenerateResponse) -> Event | None:
+    """The event in a response; None for a kind that a newer server may send and this client does not know."""
+    match message.WhichOneof("event"):
+        case "started":
+            started = message.started
+            return Started(started.request_id, started.prompt_tokens, started.cached_tokens)
+        case "delta":
+            delta = message.delta
+            logprobs = tuple(map(_logprobs, delta.logprobs))
+            return Delta(delta.index, delta.text, tuple(delta.token_ids), logprobs)
+        case "finished":
+            return _finished(message.finished)
+    return None
+
+
+def _logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
+    top = tuple(TokenLogprob(entry.token_id, entry.logprob) for entry in message.top)
+    return TokenLogprobs(TokenLogprob(message.chosen.token_id, message.chosen.logprob), top)
+
+
+def _finished(message: generation_pb2.Finished) -> Finished:
+    usage = message.usage
+    return Finished(
+        message.index,
+        _known(_FINISH_REASONS, message.reason, "finish reason"),
+        Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.num_preemptions),
+    )
+
+
+_E = TypeVar("_E", bound=StrEnum)
+
+
+def _by_number(wire: Any, values: type[_E], prefix: str) -> dict[int, _E]:
+    """Number → value of an enum: `FINISH_REASON_EOS` is FinishReason("eos"). UNSPECIFIED is no value."""
+    return {number: values(name.removeprefix(prefix).lower()) for name, number in wire.items() if number}
+
+
+def _known(table: dict[int, _E], number: int, name: str) -> _E:
+    """Raises InternalError for UNSPECIFIED and for numbers that this client does not know."""
+    if number not in table:
+        raise InternalError(f"the server sent {name} {number}, which has no meaning here")
+    return table[number]
+
+
+_FINISH_REASONS = _by_number(generation_pb2.FinishReason, FinishReason, "FINISH_REASON_")
+_SERVER_STATES = _by_number(admin_pb2.ServerState, ServerState, "SERVER_STATE_")
+_BLOCK_STATES = _by_number(admin_pb2.BlockState, BlockState, "BLOCK_STATE_")
+
+
+class CompletionAssembler:
+    """Puts the events of one request together."""
+
+    def __init__(self) -> None:
+        self._started: Started | None = None
+        self._text: dict[int, list[str]] = {}
+        self._token_ids: dict[int, list[int]] = {}
+        self._logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._finished: dict[int, Finished] = {}
+
+    def add(self, event: Event) -> None:
+        match event:
+            case Started():
+                self._started = event
+            case Delta(index=index):
+                self._text.setdefault(index, []).append(event.text)
+                self._token_ids.setdefault(index, []).extend(event.token_ids)
+                self._logprobs.setdefault(index, []).extend(event.logprobs)
+            case Finished(index=index):
+                self._finished[index] = event
+
+    def completion(self) -> Completion:
+        """All of it. Raises InternalError if the stream ended before each of its sequences did."""
+        indices = sorted(self._text.keys() | self._finished.keys())
+        if self._started is None or not indices or len(self._finished) != len(indices):
+            raise InternalError("the stream ended before the completion did")
+        return Completion(
+            request_id=self._started.request_id,
+            prompt_tokens=self._started.prompt_tokens,
+            cached_tokens=self._started.cached_tokens,
+            sequences=tuple(self._sequence(index) for index in indices),
+        )
+
+    def _sequence(self, index: int) -> CompletedSequence:
+        finished = self._finished[index]
+        return CompletedSequence(
+            index=index,
+            text="".join(self._text.get(index, ())),
+            token_ids=tuple(self._token_ids.get(index, ())),
+            reason=finished.reason,
+            usage=finished.usage,
+            logprobs=tuple(self._logprobs.get(index, ())),
+        )
+
+
+def server_info(message: admin_pb2.GetServerInfoResponse) -> ServerInfo:
+    return ServerInfo(
+        version=message.version,
+        model_name=message.model_name,
+        dtype=message.dtype,
+        max_model_len=message.max_model_len,
+        vocab_size=message.vocab_size,
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        max_num_seqs=message.max_num_seqs,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        policy=message.policy,
+        state=_known(_SERVER_STATES, message.state, "server state"),
+    )
+
+
+def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
+    return BlockMap(
+        block_size=message.block_size,
+        blocks=tuple(
+            Block(_known(_BLOCK_STATES, block.state, "block state"), block.ref_count, block.num_hits)
+            for block in message.blocks
+        ),
+        sequences=tuple(
+            RunningSequence(
+                request_id=sequence.request_id,
+                index=sequence.index,
+                slot=sequence.slot,
+                num_tokens=sequence.num_tokens,
+                num_computed_tokens=sequence.num_computed_tokens,
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                block_table=tuple(sequence.block_table),
+            )
+            for sequence in message.sequences
+        ),
+        num_waiting=message.num_waiting,
+        num_waiting_prompt_tokens=message.num_waiting_prompt_tokens,
+        step_id=message.step_id,
+        num_preemptions=message.num_preemptions,
+        num_cow_copies=message.num_cow_copies,
+    )

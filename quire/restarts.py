@@ -1,0 +1,33 @@
+"""When a process that died is started again. Pure: the caller brings the clock."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """The first restart comes after `first_delay_s`, each further one within `window_s` after twice as long, at most
+    `max_delay_s`. `max_restarts` within `window_s` are a crash loop: no more after that.
+    """
+
+    first_delay_s: float = 0.2
+    max_delay_s: float = 5.0
+    max_restarts: int = 6
+    window_s: float = 60.0
+
+
+class RestartBudget:
+    """The restarts of one process under a policy."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._restarts_s: list[float] = []
+
+    def next_delay_s(self, now_s: float) -> float | None:
+        """Books a restart and says how long to wait before it; None: this is a crash loop, give up."""
+        policy = self._policy
+        self._restarts_s = [time_s for time_s in self._restarts_s if now_s - time_s < policy.window_s]
+        recent = len(self._restarts_s)
+        if recent >= policy.max_restarts:
+            return None
+        self._restarts_s.append(now_s)
+        return min(policy.max_delay_s, policy.first_delay_s * 2.0**recent)

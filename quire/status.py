@@ -1,0 +1,55 @@
+"""gRPC status → exception, in one table."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import grpc
+
+from quire.errors import (
+    CapacityExceededError,
+    DeadlineExceededError,
+    InternalError,
+    InvalidRequestError,
+    QueueFullError,
+    QuireError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from quire.status_details import TRAILER, StatusDetails, status_details
+
+_PLAIN: dict[grpc.StatusCode, type[QuireError]] = {
+    grpc.StatusCode.OUT_OF_RANGE: CapacityExceededError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: RequestCancelledError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.INTERNAL: InternalError,
+}
+
+
+def from_rpc_error(error: grpc.RpcError) -> QuireError:
+    """The exception for a failed call; `error` is what `grpc` or `grpc.aio` raised."""
+    call: Any = (
+        error  # both kinds carry the status beside the exception; grpc's base class declares none of it
+    )
+    return from_status(call.code(), call.details() or "", call.trailing_metadata())
+
+
+def from_status(
+    code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]] | None = None
+) -> QuireError:
+    """The exception for a status; a code that the protocol does not use becomes an InternalError that names it."""
+    details = _details(trailers)
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidRequestError(message, details.violations)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return QueueFullError(message, details.retry_after_s)
+    if code in _PLAIN:
+        return _PLAIN[code](message)
+    return InternalError(f"unexpected status {code.name}: {message}", code.name)
+
+
+def _details(trailers: Iterable[tuple[str, str | bytes]] | None) -> StatusDetails:
+    for key, value in trailers or ():
+        if key == TRAILER and isinstance(value, bytes):
+            return status_details(value)
+    return StatusDetails()

@@ -1,0 +1,40 @@
+"""The details of an error status: a google.rpc.Status in the trailer `grpc-status-details-bin` (AIP-193)."""
+
+from dataclasses import dataclass, field
+
+from google.protobuf.message import DecodeError
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+
+TRAILER = "grpc-status-details-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class StatusDetails:
+    """What Quire says about an error beyond its status code and message.
+
+    violations     field → problem, from BadRequest
+    retry_after_s  from RetryInfo; None where there is none
+    """
+
+    violations: dict[str, str] = field(default_factory=dict)
+    retry_after_s: float | None = None
+
+
+def status_details(trailer: bytes) -> StatusDetails:
+    """Reads the trailer's value. What cannot be read, and details of other types, count as absent."""
+    violations: dict[str, str] = {}
+    retry_after_s: float | None = None
+    try:
+        for packed in Status.FromString(trailer).details:
+            if packed.Is(BadRequest.DESCRIPTOR):
+                for found in BadRequest.FromString(packed.value).field_violations:
+                    earlier = violations.get(found.field)
+                    violations[found.field] = (
+                        f"{earlier}; {found.description}" if earlier else found.description
+                    )
+            elif packed.Is(RetryInfo.DESCRIPTOR):
+                retry_after_s = RetryInfo.FromString(packed.value).retry_delay.ToTimedelta().total_seconds()
+    except DecodeError:
+        pass  # details are a courtesy: the status itself still reaches the caller
+    return StatusDetails(violations, retry_after_s)

@@ -1,0 +1,87 @@
+"""The small files of a checkpoint that the scheduler reads. The weights are the executor's business.
+
+`model` is a local directory, or the id of a repository on the Hugging Face hub ("organisation/name").
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scheduler.core.errors import QuireError
+
+HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",
+)
+"""All that is ever downloaded by the scheduler."""
+
+
+class CheckpointError(QuireError):
+    """A checkpoint that is not there, not complete or not readable. The message names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A directory that exists."""
+
+    directory: Path
+
+    @classmethod
+    def find(cls, model: str) -> "Checkpoint":
+        """Raises CheckpointError if `model` is neither a directory nor a hub id that can be fetched."""
+        directory = Path(model).expanduser()
+        if directory.is_dir():
+            return cls(directory)
+        if directory.exists():
+            raise CheckpointError(
+                f"the model {model!r} is a file; give the directory that holds tokenizer.json"
+            )
+        if HUB_ID.fullmatch(model):
+            return cls(_fetch(model))
+        raise CheckpointError(f"the model {model!r} is neither a directory nor a hub id (organisation/name)")
+
+    def text(self, name: str) -> str | None:
+        """The file's text; None where there is no such file. Raises CheckpointError if it is unreadable."""
+        path = self.directory / name
+        try:
+            return path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+    def json_object(self, name: str) -> dict[str, Any]:
+        """The file's JSON object; an empty one where there is no such file. Raises CheckpointError."""
+        text = self.text(name)
+        if text is None:
+            return {}
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.directory / name} is not JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise CheckpointError(f"{self.directory / name} does not hold a JSON object")
+        return value
+
+
+def _fetch(repository: str) -> Path:
+    # The scheduler installs without huggingface_hub: a scheduler host often has the checkpoint on disk.
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise CheckpointError(
+            f"{repository!r} is no directory here, and fetching it from the hub needs the package huggingface_hub"
+        ) from error
+    try:
+        return Path(snapshot_download(repository, allow_patterns=list(FILES)))
+    except (
+        Exception
+    ) as error:  # the client's own errors, those of its HTTP library, OSError: one meaning for us
+        raise CheckpointError(f"{repository!r} cannot be fetched from the hub: {error}") from error

@@ -1,0 +1,96 @@
+"""The scheduler's configuration: one frozen value, complete when the process starts. Nothing else is read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from scheduler.core import POLICIES, QuireError
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class ConfigError(QuireError):
+    """A configuration that cannot be meant. The message names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Field by field:
+
+    model                      local directory, or hub id, with tokenizer.json; the executor's is not asked for
+    listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
+    http_listen                host:port of metrics and readiness
+    executor                   address of the executor: host:port, or unix:path
+    policy                     order of the queue: "fcfs", "priority"
+    max_num_seqs               sequences that run at once; None: as many as the executor has slots
+    max_num_batched_tokens     tokens of one step; None: the executor's
+    max_in_flight              plans sent and not yet answered; 2 hides the round trip
+    max_waiting_requests       bound of the queue, in requests
+    max_waiting_prompt_tokens  bound of the queue, in prompt tokens
+    enable_prefix_caching      keep and find the KV of earlier prompts
+    max_streams                streams open at once, those included whose reader is slow; more are refused
+    stalled_reader_timeout_s   a reader that takes nothing for so long loses its stream
+    drain_timeout_s            what SIGTERM leaves running requests to end in
+    log_level                  "debug", "info", "warning", "error"
+    """
+
+    model: str
+    listen: str = "127.0.0.1:50051"
+    http_listen: str = "127.0.0.1:8080"
+    executor: str = "127.0.0.1:50052"
+    policy: str = "fcfs"
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    max_in_flight: int = 2
+    max_waiting_requests: int = 4096
+    max_waiting_prompt_tokens: int = 4_000_000
+    enable_prefix_caching: bool = True
+    max_streams: int = 8192
+    stalled_reader_timeout_s: float = 120.0
+    drain_timeout_s: float = 600.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        types = get_type_hints(type(self))
+        for field in fields(self):
+            _check_type(
+                field.name, getattr(self, field.name), get_args(types[field.name]) or (types[field.name],)
+            )
+        if not self.model:
+            raise ConfigError("model must be given")
+        if self.policy not in POLICIES:
+            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if self.log_level not in LOG_LEVELS:
+            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        split_address("http_listen", self.http_listen)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "SchedulerConfig":
+        """Raises ConfigError for keys that are no fields, and for values that are not of their field's type."""
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ConfigError(f"unknown keys: {', '.join(unknown)}")
+        if "model" not in values:
+            raise ConfigError("model must be given")
+        return cls(**values)
+
+
+def split_address(name: str, address: str) -> tuple[str, int]:
+    """host and port of "host:port" ("[::1]:80" as well). Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"{name} must be host:port, not {address!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:
+    """Exactly one of `types`, where an int is a float as well; numbers are positive."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_right = type(value) in types or (type(value) is int and float in types)
+    if not is_right:
+        words = " or ".join("absent" if kind is NoneType else kind.__name__ for kind in types)
+        raise ConfigError(f"{name} must be {words}, not {value!r}")
+    if is_number and not 0 < value < float("inf"):  # type: ignore[operator]  # narrowed by is_number
+        raise ConfigError(f"{name} must be positive and finite, not {value!r}")

@@ -1,0 +1,140 @@
+"""The gRPC server: Generation, Admin, health and reflection behind one address."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from quire.v1 import admin_pb2, generation_pb2
+from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
+from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from scheduler.config import split_address
+from scheduler.core import QuireError
+from scheduler.engine import ServerState
+
+if TYPE_CHECKING:
+    from scheduler.admin_server import AdminServer
+    from scheduler.engine import Engine
+    from scheduler.generation_server import GenerationServer
+
+GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+UNIX = "unix:"
+
+OPTIONS = [
+    # Otherwise two servers can share a port, and each gets half of the clients.
+    ("grpc.so_reuseport", 0),
+    # Above every bound of the validator, which says more clearly what is too long.
+    ("grpc.max_receive_message_length", 16 * 2**20),
+    # A client that vanished without a word is found out, and its request cancelled.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    # Clients may ask after us, too.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class AddressInUse(QuireError):
+    """Somebody else listens there. The message names the address."""
+
+
+class AddressUnusable(QuireError):
+    """Nobody could listen there."""
+
+
+class GrpcServer:
+    """`start` it, read its `address`, `stop` it."""
+
+    def __init__(self, engine: Engine, generation: GenerationServer, admin: AdminServer, listen: str) -> None:
+        """Binds the address. Raises AddressInUse or AddressUnusable."""
+        self._server = grpc.aio.server(options=OPTIONS)
+        add_GenerationServicer_to_server(generation, self._server)
+        add_AdminServicer_to_server(admin, self._server)
+        self._health = HealthReporter(engine)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        services = (GENERATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(services, self._server)
+        self.address = _bind(self._server, listen)
+
+    async def start(self) -> None:
+        await self._health.start()
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls; those that are open have `grace_s` to end, then they are cancelled."""
+        await self._health.stop()
+        await self._server.stop(grace_s)
+
+
+class HealthReporter:
+    """grpc.health.v1, for the server ("") and Generation: SERVING while the engine serves, else NOT_SERVING."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.servicer = health.aio.HealthServicer()
+        self._engine = engine
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        engine.on_state_change(lambda _: self._changed.set())
+
+    async def start(self) -> None:
+        await self._report()
+        self._task = asyncio.create_task(self._follow(), name="health")
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        await self.servicer.enter_graceful_shutdown()
+
+    async def _follow(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            await self._report()
+
+    async def _report(self) -> None:
+        is_serving = self._engine.state is ServerState.SERVING
+        response = health_pb2.HealthCheckResponse
+        for service in ("", GENERATION):
+            await self.servicer.set(service, response.SERVING if is_serving else response.NOT_SERVING)
+
+
+def _bind(server: grpc.aio.Server, listen: str) -> str:
+    """The address with its real port. Raises AddressInUse or AddressUnusable."""
+    _try(listen)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise AddressUnusable(f"cannot listen on {listen}: {error}") from error
+    return listen if listen.startswith(UNIX) else f"{listen.rpartition(':')[0]}:{port}"
+
+
+def _try(listen: str) -> None:
+    """Finds out why an address cannot be had: gRPC does not say, and takes the socket file of a living server."""
+    try:
+        if listen.startswith(UNIX):
+            with socket.socket(socket.AF_UNIX) as probe:
+                if probe.connect_ex(os.fspath(listen.removeprefix(UNIX))) == 0:
+                    raise AddressInUse(f"the address {listen} is in use")
+            return
+        host, port = split_address("listen", listen)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise address_error(listen, error) from error
+
+
+def address_error(address: str, error: OSError) -> AddressInUse | AddressUnusable:
+    """What a failure to bind means."""
+    if error.errno == errno.EADDRINUSE:
+        return AddressInUse(f"the address {address} is in use")
+    return AddressUnusable(f"cannot listen on {address}: {error.strerror or error}")

@@ -1,0 +1,176 @@
+"""The scheduler process: everything started, served, drained and stopped, in that order.
+
+Exit codes: 0 drained after a signal · 1 stopped with requests unfinished, or by a failure of the engine · 2 the
+configuration or the checkpoint is bad · 3 an address is in use.
+"""
+
+import asyncio
+import logging
+import signal
+import sys
+from contextlib import AsyncExitStack
+
+from scheduler.admin_server import AdminServer
+from scheduler.chat import ChatRenderer, load_template
+from scheduler.checkpoint import Checkpoint, CheckpointError
+from scheduler.config import ConfigError, SchedulerConfig
+from scheduler.core import POLICIES
+from scheduler.engine import Engine, EngineOptions, ServerState
+from scheduler.executor_client import ExecutorClient
+from scheduler.generation_defaults import GenerationDefaults
+from scheduler.generation_server import GenerationServer
+from scheduler.grpc_server import AddressInUse, AddressUnusable, GrpcServer
+from scheduler.http_server import HttpServer
+from scheduler.intake import Intake, ServedModel
+from scheduler.metrics import SchedulerMetrics
+from scheduler.tokenizer import Tokenizer
+
+EXIT_DRAINED = 0
+EXIT_UNFINISHED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_ADDRESS_IN_USE = 3
+
+GRACE_S = 5.0
+"""After the last request has ended: for its reader to take the rest."""
+
+log = logging.getLogger(__name__)
+
+
+def run(config: SchedulerConfig) -> int:
+    """Serves until SIGTERM or SIGINT, then drains (a second signal: stops at once). Returns the exit code.
+
+    Prints one line on standard output when it serves for the first time: `ready grpc=… http=… model=…`. Everything
+    else goes to the log, on standard error.
+    """
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        model = load_model(config.model)
+        return asyncio.run(serve(config, model))
+    except AddressInUse as error:
+        return _give_up(error, EXIT_ADDRESS_IN_USE)
+    except (ConfigError, CheckpointError, AddressUnusable) as error:
+        return _give_up(error, EXIT_BAD_CONFIG)
+
+
+def load_model(model: str) -> ServedModel:
+    """What requests need of a checkpoint. Raises CheckpointError."""
+    checkpoint = Checkpoint.find(model)
+    tokenizer = Tokenizer.load(checkpoint)
+    template = load_template(checkpoint)
+    return ServedModel(
+        tokenizer=tokenizer,
+        chat=None if template is None else ChatRenderer(template, tokenizer.special_tokens),
+        defaults=GenerationDefaults.load(checkpoint, tokenizer.eos_token_id),
+    )
+
+
+async def serve(config: SchedulerConfig, model: ServedModel) -> int:
+    """As `run`, on a running event loop of the main thread. Raises AddressInUse, AddressUnusable."""
+    signals = _Signals()
+    async with AsyncExitStack() as cleanup:
+        cleanup.callback(model.tokenizer.close)
+        if model.chat is not None:
+            cleanup.push_async_callback(model.chat.close)
+            await model.chat.start()
+        client = ExecutorClient(config.executor)
+        cleanup.push_async_callback(client.close)
+        engine = Engine(client, _engine_options(config))
+        metrics = SchedulerMetrics()
+        metrics.engine = engine
+        intake = Intake(engine, model, metrics, max_streams=config.max_streams)
+        grpc_server = GrpcServer(
+            engine,
+            GenerationServer(intake, config.stalled_reader_timeout_s),
+            AdminServer(engine, intake, config.policy),
+            config.listen,
+        )
+        cleanup.push_async_callback(grpc_server.stop, 0)
+        http_server = HttpServer(engine, metrics)
+        cleanup.push_async_callback(http_server.stop)
+        await http_server.start(config.http_listen)
+        await grpc_server.start()
+        _announce(engine, grpc_server.address, http_server.address)
+
+        running = asyncio.create_task(engine.run(), name="engine")
+        cleanup.push_async_callback(_cancelled, running)
+        exit_code = await _until_done(engine, running, signals, config.drain_timeout_s)
+        await grpc_server.stop(GRACE_S if exit_code == EXIT_DRAINED else 0)
+    return exit_code
+
+
+class _Signals:
+    """SIGTERM and SIGINT, counted up to two."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._count)
+
+    def _count(self) -> None:
+        (self.second if self.first.is_set() else self.first).set()
+
+
+async def _until_done(
+    engine: Engine, running: asyncio.Task[None], signals: _Signals, drain_timeout_s: float
+) -> int:
+    """Returns the exit code."""
+    first = asyncio.create_task(signals.first.wait())
+    await asyncio.wait({running, first}, return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        log.critical("the engine has failed", exc_info=running.exception())
+        return EXIT_UNFINISHED
+    log.info("draining: no new requests, running ones go on; a second signal stops at once")
+    drained = asyncio.create_task(engine.drain())
+    second = asyncio.create_task(signals.second.wait())
+    await asyncio.wait(
+        {running, drained, second}, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+    )
+    if drained.done():
+        return EXIT_DRAINED
+    drained.cancel()
+    log.warning("stopped with requests unfinished")
+    return EXIT_UNFINISHED
+
+
+def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
+    """Prints the `ready` line once, when the engine first serves."""
+    has_announced = False
+
+    def announce(state: ServerState) -> None:
+        nonlocal has_announced
+        if state is ServerState.SERVING and not has_announced:
+            has_announced = True
+            name = engine.description.model_name
+            print(f"ready grpc={grpc_address} http={http_address} model={name}", flush=True)
+
+    log.info("listening: grpc=%s http=%s", grpc_address, http_address)
+    engine.on_state_change(announce)
+
+
+def _engine_options(config: SchedulerConfig) -> EngineOptions:
+    return EngineOptions(
+        policy=POLICIES[config.policy],
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_in_flight=config.max_in_flight,
+        max_waiting_requests=config.max_waiting_requests,
+        max_waiting_prompt_tokens=config.max_waiting_prompt_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+async def _cancelled(task: asyncio.Task[None]) -> None:
+    """Returns when a task has ended, however it does."""
+    task.cancel()
+    await asyncio.wait({task})
+
+
+def _give_up(error: Exception, exit_code: int) -> int:
+    print(f"quire scheduler: {error}", file=sys.stderr)
+    return exit_code

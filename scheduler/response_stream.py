@@ -1,0 +1,253 @@
+"""One request's way back: tokens come in from the engine loop, messages go out as fast as the client takes them.
+
+    engine ── started, tokens, finished ──► ResponseStream ── messages() ──► one gRPC stream
+
+Deltas coalesce. Whatever is ready when the client can take a message goes into one, so a slow client costs fewer
+messages, not memory: what waits is at most its own output, four bytes a token (and its text, if it has stop strings).
+
+Text is made when it is taken. With stop strings it is made at once, so that a slow reader does not keep a sequence
+running that has ended.
+
+What a Delta reports. `token_ids` are all tokens of the completion: the EOS or stop id that ended it, and the token that
+completed a stop string, belong to it; tokens computed after that do not, and neither does anything count them. So with
+`include_stop` false the last tokens may have text that `text` lacks. EOS and stop ids have text only with
+`include_stop`, and only if they are not special tokens.
+"""
+
+import asyncio
+from array import array
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from quire.v1 import generation_pb2 as wire
+from scheduler.core import FinishReason
+from scheduler.detokenizer import Detokenizer
+from scheduler.metrics import RequestMetrics
+from scheduler.status import DeadlineExceeded, RequestCancelled, RequestFailed
+from scheduler.stop_strings import StopMatcher
+
+FINISH_REASONS = {
+    FinishReason.EOS: wire.FINISH_REASON_EOS,
+    FinishReason.LENGTH: wire.FINISH_REASON_LENGTH,
+    FinishReason.STOP: wire.FINISH_REASON_STOP,
+}
+FAILURES = {
+    FinishReason.CANCELLED: (RequestCancelled, "the request was cancelled"),
+    FinishReason.DEADLINE: (DeadlineExceeded, "the request's deadline passed"),
+    FinishReason.ERROR: (RequestFailed, "the request was given up; the server's log says why"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSettings:
+    """What a stream has to know of its request.
+
+    client_request_id   as `Started` reports it
+    num_prompt_tokens
+    num_sequences
+    ending_token_ids    EOS and stop ids: none of them comes but as the last token of a sequence
+    stop, include_stop, min_tokens    as requested
+    """
+
+    client_request_id: str
+    num_prompt_tokens: int
+    num_sequences: int = 1
+    ending_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    min_tokens: int = 0
+
+
+class ResponseStream:
+    """The engine's sink for one request, and the source of its messages. Both on the event loop's thread.
+
+    new_detokenizer   called once for each sequence
+    stop_sequence     called with the index of a sequence whose text has reached a stop string
+    """
+
+    def __init__(
+        self,
+        settings: StreamSettings,
+        new_detokenizer: Callable[[], Detokenizer],
+        stop_sequence: Callable[[int], None],
+        metrics: RequestMetrics,
+    ) -> None:
+        self._settings = settings
+        self._stop_sequence = stop_sequence
+        self._metrics = metrics
+        self._completions = [
+            _Completion(index, settings, new_detokenizer()) for index in range(settings.num_sequences)
+        ]
+        self._num_cached_tokens: int | None = None
+        self._has_sent_started = False
+        self._num_unsent = settings.num_sequences  # Finished messages
+        self._failure: FinishReason | None = None
+        self._news = asyncio.Event()
+
+    # --- from the engine: quick, and never raises ---------------------------------------------------------------
+
+    def started(self, num_cached_tokens: int) -> None:
+        self._num_cached_tokens = num_cached_tokens
+        self._metrics.started(self._settings.num_prompt_tokens, num_cached_tokens)
+        self._news.set()
+
+    def tokens(self, index: int, token_ids: list[int]) -> None:
+        completion = self._completions[index]
+        if completion.has_stopped:  # what was in flight then does not belong to it
+            return
+        if num_taken := completion.add(token_ids):
+            self._metrics.tokens(index, num_taken)
+        self._news.set()
+        if completion.has_stopped:
+            self._stop_sequence(index)
+
+    def finished(self, index: int, reason: FinishReason, num_preemptions: int) -> None:
+        if reason in FAILURES:
+            self._failure = reason
+            self._metrics.ended(reason)
+        else:
+            completion = self._completions[index]
+            completion.finish(reason, num_preemptions)
+            self._metrics.finished(index, completion.reason or reason, completion.num_tokens)
+        self._news.set()
+
+    # --- to the client --------------------------------------------------------------------------------------------
+
+    async def messages(self) -> AsyncGenerator[wire.GenerateResponse, None]:
+        """Started, Deltas, a Finished for each sequence; ends after the last of these.
+
+        Raises RequestCancelled, DeadlineExceeded or RequestFailed if the engine ended the request without a result;
+        all that was ready before has then been sent.
+        """
+        while True:
+            # Before anything is looked at: what comes while a message is being taken is seen in the next round.
+            self._news.clear()
+            failure = self._failure
+            for message in self._ready():
+                yield message
+            if failure is not None:
+                error, words = FAILURES[failure]
+                raise error(words)
+            if self._num_unsent == 0:
+                return
+            await self._news.wait()
+
+    def _ready(self) -> Iterator[wire.GenerateResponse]:
+        if self._num_cached_tokens is None:
+            return
+        if not self._has_sent_started:
+            self._has_sent_started = True
+            yield wire.GenerateResponse(
+                started=wire.Started(
+                    request_id=self._settings.client_request_id,
+                    prompt_tokens=self._settings.num_prompt_tokens,
+                    cached_tokens=self._num_cached_tokens,
+                )
+            )
+        for completion in self._completions:
+            # Asked first: what ends while its Delta is being sent may have got more tokens in the meantime.
+            has_ended = completion.reason is not None and not completion.is_reported
+            delta = completion.take()
+            if delta is not None:
+                yield wire.GenerateResponse(delta=delta)
+            if has_ended:
+                completion.is_reported = True
+                self._num_unsent -= 1
+                yield wire.GenerateResponse(finished=self._finished(completion, self._num_cached_tokens))
+
+    def _finished(self, completion: "_Completion", num_cached_tokens: int) -> wire.Finished:
+        usage = wire.Usage(
+            prompt_tokens=self._settings.num_prompt_tokens,
+            completion_tokens=completion.num_tokens,
+            cached_tokens=num_cached_tokens,
+            num_preemptions=completion.num_preemptions,
+        )
+        return wire.Finished(
+            index=completion.index, reason=FINISH_REASONS[completion.reason or FinishReason.STOP], usage=usage
+        )
+
+
+class _Completion:
+    """One sequence's output: what of it has not been taken, and how it ended.
+
+    num_tokens    of the completion, taken or not
+    has_stopped   its text has reached a stop string; no token is added any more
+    reason        why it ended, once it has
+    is_reported   its Finished has been sent
+    """
+
+    __slots__ = (
+        "_detokenizer",
+        "_ending_token_ids",
+        "_include_stop",
+        "_matcher",
+        "_text",
+        "_token_ids",
+        "has_stopped",
+        "index",
+        "is_reported",
+        "num_preemptions",
+        "num_tokens",
+        "reason",
+    )
+
+    def __init__(self, index: int, settings: StreamSettings, detokenizer: Detokenizer) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_preemptions = 0
+        self.has_stopped = False
+        self.reason: FinishReason | None = None
+        self.is_reported = False
+        self._detokenizer = detokenizer
+        self._ending_token_ids = settings.ending_token_ids
+        self._include_stop = settings.include_stop
+        self._matcher: StopMatcher | None = None
+        if settings.stop:
+            self._matcher = StopMatcher(
+                settings.stop, include_stop=settings.include_stop, min_tokens=settings.min_tokens
+            )
+        self._token_ids = array("I")  # not taken yet
+        self._text: list[str] = []  # not taken yet; of all tokens with stop strings, else of none
+
+    def add(self, token_ids: list[int]) -> int:
+        """Returns how many of them belong to the completion."""
+        num_before = self.num_tokens
+        if self._matcher is None:
+            self._token_ids.extend(token_ids)
+            self.num_tokens += len(token_ids)
+        else:
+            for token_id in token_ids:
+                self._token_ids.append(token_id)
+                self.num_tokens += 1
+                self._text.append(self._matcher.feed(self._decode([token_id])))
+                if self._matcher.has_matched:
+                    self.has_stopped = True
+                    break
+        return self.num_tokens - num_before
+
+    def finish(self, reason: FinishReason, num_preemptions: int) -> None:
+        self.num_preemptions = num_preemptions
+        if self._matcher is not None and not self.has_stopped:
+            self._text.append(self._matcher.flush(self._detokenizer.flush()))
+            self.has_stopped = self._matcher.has_matched
+        self.reason = FinishReason.STOP if self.has_stopped else reason
+
+    def take(self) -> wire.Delta | None:
+        """All that is new; None if nothing is."""
+        token_ids, self._token_ids = self._token_ids, array("I")
+        if self._matcher is not None:
+            text = "".join(self._text)
+            self._text.clear()
+        else:
+            text = self._decode(token_ids)
+            if self.reason is not None:
+                text += self._detokenizer.flush()
+        if not token_ids and not text:
+            return None
+        return wire.Delta(index=self.index, text=text, token_ids=token_ids)
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        # They come as the last token of a sequence, or not at all.
+        if token_ids and token_ids[-1] in self._ending_token_ids and not self._include_stop:
+            token_ids = token_ids[:-1]
+        return self._detokenizer.decode(token_ids)

@@ -1,0 +1,135 @@
+"""Errors as gRPC statuses: one table, and the details that clients can act upon.
+
+Details follow google.rpc (AIP-193): a serialised google.rpc.Status in the trailer `grpc-status-details-bin`, with
+BadRequest for an invalid request, RetryInfo for a full queue.
+"""
+
+from dataclasses import dataclass
+from typing import Any as AnyType
+from typing import NoReturn
+
+import grpc
+import grpc.aio
+from google.protobuf.any_pb2 import Any
+from google.protobuf.duration_pb2 import Duration
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from scheduler.core import (
+    CapacityExceeded,
+    ExecutorLost,
+    InvalidRequest,
+    InvariantViolation,
+    PlanRejected,
+    QueueFull,
+    QuireError,
+    ResultMismatch,
+    Unavailable,
+)
+
+DETAILS_KEY = "grpc-status-details-bin"
+MAX_MESSAGE_BYTES = 512
+MAX_DETAILS_BYTES = 4096
+"""Trailers are metadata, which gRPC bounds to 8 KiB: past it, clients see another error instead. There the message is
+percent-encoded (three times as long at worst), and the details, which repeat it, are in base64.
+"""
+
+
+class RequestCancelled(QuireError):
+    """The request was cancelled on the server's side."""
+
+
+class DeadlineExceeded(QuireError):
+    """The request's deadline passed, in the queue or later."""
+
+
+class ReaderStalled(QuireError):
+    """The client takes nothing, and what it does not take would pile up."""
+
+
+class RequestFailed(QuireError):
+    """The engine gave the request up: our bug, or an executor's."""
+
+
+CODES: dict[type[BaseException], grpc.StatusCode] = {
+    InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    CapacityExceeded: grpc.StatusCode.OUT_OF_RANGE,
+    QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ReaderStalled: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    RequestCancelled: grpc.StatusCode.CANCELLED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    ExecutorLost: grpc.StatusCode.UNAVAILABLE,
+    PlanRejected: grpc.StatusCode.INTERNAL,
+    ResultMismatch: grpc.StatusCode.INTERNAL,
+    InvariantViolation: grpc.StatusCode.INTERNAL,
+    RequestFailed: grpc.StatusCode.INTERNAL,
+}
+"""By the nearest class; anything else is a bug of ours, INTERNAL."""
+
+
+@dataclass(frozen=True, slots=True)
+class RpcStatus:
+    """What `context.abort` takes."""
+
+    code: grpc.StatusCode
+    message: str
+    trailers: tuple[tuple[str, bytes], ...]
+
+
+def code_of(error: BaseException) -> grpc.StatusCode:
+    for kind in type(error).__mro__:
+        if kind in CODES:
+            return CODES[kind]
+    return grpc.StatusCode.INTERNAL
+
+
+def status_of(error: BaseException) -> RpcStatus:
+    code = code_of(error)
+    # The words of a bug are for the log: they may quote another request.
+    is_ours = code is grpc.StatusCode.INTERNAL and not isinstance(error, RequestFailed)
+    message = "internal error; the server's log has it" if is_ours else str(error)
+    message = _shortened(message, MAX_MESSAGE_BYTES)
+    details = _details(error)
+    if not details:
+        return RpcStatus(code, message, ())
+    status = Status(code=code.value[0], message=message, details=details)
+    return RpcStatus(code, message, ((DETAILS_KEY, status.SerializeToString()),))
+
+
+async def abort(context: grpc.aio.ServicerContext[AnyType, AnyType], error: BaseException) -> NoReturn:
+    """Ends a call with the status of an error."""
+    status = status_of(error)
+    await context.abort(status.code, status.message, status.trailers)
+
+
+def _details(error: BaseException) -> list[Any]:
+    if isinstance(error, InvalidRequest):
+        return [_packed(_bad_request(error.violations))]
+    if isinstance(error, QueueFull):
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        return [_packed(RetryInfo(retry_delay=delay))]
+    return []
+
+
+def _bad_request(violations: dict[str, str]) -> BadRequest:
+    """As many of the violations as fit."""
+    bad_request = BadRequest()
+    for field, problem in violations.items():
+        bad_request.field_violations.add(field=field, description=_shortened(problem, MAX_MESSAGE_BYTES))
+        if bad_request.ByteSize() > MAX_DETAILS_BYTES:
+            del bad_request.field_violations[-1]
+            break
+    return bad_request
+
+
+def _packed(message: BadRequest | RetryInfo) -> Any:
+    packed = Any()
+    packed.Pack(message)
+    return packed
+
+
+def _shortened(text: str, max_bytes: int) -> str:
+    data = text.encode(errors="replace")
+    return text if len(data) <= max_bytes else data[: max_bytes - 3].decode(errors="ignore") + "…"
