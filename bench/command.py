@@ -32,9 +32,7 @@ def parse_concurrencies(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-async def run(
-    settings: BenchSettings, spawn: Mapping[str, Any] | None, output: Path, console: Console
-) -> None:
+async def run(settings: BenchSettings, spawn: Mapping[str, Any] | None, output: Path, console: Console) -> None:
     """Measures and writes `output`.
 
     spawn  values for a pair of services to start on free ports; None: a server runs at settings.address

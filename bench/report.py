@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
 from bench.load import LoadResult
@@ -94,7 +93,7 @@ def render_table(runs: Sequence[RunSummary]) -> Table:
     Narrow enough for 80 columns: the 90th percentiles are in the JSON only.
     """
     multiples = ratios(runs)
-    table = Table(title="closed loop; latencies in ms, p50/p99", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title="closed loop; latencies in ms, p50/p99", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("c", justify="right", no_wrap=True)
     table.add_column("engine", no_wrap=True)
     for heading in ("tokens/s", "req/s", "TTFT", "TPOT", "ITL", "waste", "preempt", "ratio"):
@@ -117,12 +116,14 @@ def render_table(runs: Sequence[RunSummary]) -> Table:
 
 
 def _pair(values: Percentiles | None) -> str:
-    return f"{values.p50:.1f}/{values.p99:.1f}" if values else "-"
+    return f"{_three_digits(values.p50)}/{_three_digits(values.p99)}" if values else "-"
 
 
-def report(
-    runs: Sequence[RunSummary], server: dict[str, object], traces: list[dict[str, object]]
-) -> dict[str, Any]:
+def _three_digits(value: float) -> str:
+    return f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def report(runs: Sequence[RunSummary], server: dict[str, object], traces: list[dict[str, object]]) -> dict[str, Any]:
     """All of a measurement as JSON values; `server` and `traces` say what was measured with what."""
     return {
         "traces": traces,

@@ -3,6 +3,7 @@
 Engines run one after the other, never at once, and see the same requests in the same order.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
@@ -102,9 +103,7 @@ def trace_settings(settings: BenchSettings, info: ServerInfo, concurrency: int) 
 def warmup_trace(settings: BenchSettings, info: ServerInfo) -> list[TraceRequest]:
     """A few short requests that no run contains: the first ones pay for compiling and for first touches."""
     drawn = replace(trace_settings(settings, info, 0), num_requests=_NUM_WARMUP_REQUESTS)
-    return [
-        replace(request, max_tokens=min(request.max_tokens, _WARMUP_TOKENS)) for request in make_trace(drawn)
-    ]
+    return [replace(request, max_tokens=min(request.max_tokens, _WARMUP_TOKENS)) for request in make_trace(drawn)]
 
 
 def _quire(client: AsyncClient) -> _Engine:
@@ -129,6 +128,6 @@ def _server(send: Send) -> _Engine:
 
 def _static(batches: StaticBatches) -> _Engine:
     async def run(trace: Sequence[TraceRequest], concurrency: int) -> tuple[LoadResult, PoolStats | None]:
-        return batches.run(trace, concurrency), None  # blocks the loop: nothing else is going on
+        return await asyncio.to_thread(batches.run, trace, concurrency), None
 
     return run

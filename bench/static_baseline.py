@@ -22,7 +22,9 @@ class StaticBatches:
     def __init__(self, model: str, dtype: str = "float32") -> None:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
 
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._torch = torch
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))

@@ -129,9 +129,7 @@ class AsyncClient:
 
     async def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
         """The physical block pool and the running sequences."""
-        return messages.block_map(
-            await self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s)
-        )
+        return messages.block_map(await self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s))
 
     async def drain(self, *, timeout_s: float | None = None) -> None:
         """Has the server refuse new requests; returns when all admitted ones have ended."""

@@ -178,9 +178,7 @@ app.command()(with_flags(demo, _SERVICE_FLAGS))
 
 
 def bench_serve(
-    url: Annotated[
-        str | None, typer.Option(help=f"gRPC address of a server [default: {DEFAULT_ADDRESS}]")
-    ] = None,
+    url: Annotated[str | None, typer.Option(help=f"gRPC address of a server [default: {DEFAULT_ADDRESS}]")] = None,
     spawn: Annotated[bool, typer.Option("--spawn", help="start one, with the services' flags below")] = False,
     concurrency: Annotated[str, typer.Option("--concurrency", "-c", help="numbers of clients")] = "1,4,16,64",
     num_requests: Annotated[int | None, typer.Option(min=1, help="of each run; default 4 a client")] = None,
@@ -197,6 +195,8 @@ def bench_serve(
     from bench.command import BenchError, parse_concurrencies, run
     from bench.serve import BenchSettings, Peer
 
+    if bool(peer_url) != bool(peer_model):
+        _fail("--peer-url and --peer-model go together", exit_codes.USAGE)
     with _reported():
         try:
             settings = BenchSettings(
@@ -205,7 +205,7 @@ def bench_serve(
                 num_requests=num_requests,
                 seed=seed,
                 num_shared_tokens=num_shared_tokens,
-                peer=Peer(peer_url, peer_model or "") if peer_url else None,
+                peer=Peer(peer_url, peer_model) if peer_url and peer_model else None,
                 baseline_model=resolved_model(values.get("model")) if baseline else None,
             )
             results = output or Path("bench") / "results" / f"{name}.json"

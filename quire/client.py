@@ -91,9 +91,7 @@ class Client:
         Raises InvalidRequestError for values that cannot be sent; iterating raises all other errors.
         """
         request = messages.generate_request(prompt, options)
-        return EventStream(
-            self._generation.Generate(request, **self._defaults.arguments(timeout_s, wait_for_ready))
-        )
+        return EventStream(self._generation.Generate(request, **self._defaults.arguments(timeout_s, wait_for_ready)))
 
     def complete(
         self,
@@ -112,15 +110,11 @@ class Client:
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """The model, the limits and the state of the server."""
-        return messages.server_info(
-            self._unary(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest(), timeout_s)
-        )
+        return messages.server_info(self._unary(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest(), timeout_s))
 
     def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
         """The physical block pool and the running sequences."""
-        return messages.block_map(
-            self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s)
-        )
+        return messages.block_map(self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s))
 
     def drain(self, *, timeout_s: float | None = None) -> None:
         """Has the server refuse new requests; returns when all admitted ones have ended."""

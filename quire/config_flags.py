@@ -26,9 +26,7 @@ def flag_parameters(config: type[Any], leave_out: Collection[str] = ()) -> list[
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=None,
-            annotation=Annotated[
-                _plain_type(types[field.name]) | None, _option(field, texts.get(field.name, ""))
-            ],
+            annotation=Annotated[_plain_type(types[field.name]) | None, _option(field, texts.get(field.name, ""))],
         )
         for field in fields(config)
         if field.name not in leave_out
@@ -92,9 +90,7 @@ def field_texts(config: type[Any]) -> dict[str, str]:
 
 def _option(field: Field[Any], text: str) -> Any:
     has_default = field.default not in (MISSING, None, "")
-    return typer.Option(
-        help=text + (f" [default: {field.default}]" if has_default else ""), show_default=False
-    )
+    return typer.Option(help=text + (f" [default: {field.default}]" if has_default else ""), show_default=False)
 
 
 def _plain_type(annotation: Any) -> Any:

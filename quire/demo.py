@@ -80,9 +80,7 @@ async def perform(client: AsyncClient, console: Console, scenes: tuple[Scene, ..
     show = _Show(Readings.of(scenes))
     streaming = asyncio.gather(*(_stream(client, scene, show) for scene in scenes))
     watching = asyncio.create_task(_watch(client, show))
-    showing = asyncio.create_task(
-        _redraw(console, show) if _can_redraw(console) else _print_frames(console, show)
-    )
+    showing = asyncio.create_task(_redraw(console, show) if _can_redraw(console) else _print_frames(console, show))
     try:
         await streaming
         show.streamed_s = show.elapsed_s

@@ -98,7 +98,5 @@ SCENES = (
         _sampled(400, seed=8, n=2),
         start_after_s=2.5,
     ),
-    Scene(
-        "pig", "sampled", _told("Can you tell me a story about a pig?"), _sampled(400, 9), start_after_s=3.0
-    ),
+    Scene("pig", "sampled", _told("Can you tell me a story about a pig?"), _sampled(400, 9), start_after_s=3.0),
 )

@@ -80,9 +80,7 @@ class _Tail:
         yield from text.wrap(console, options.max_width)[-self._num_lines :]
 
 
-def live_view(
-    readings: Readings, block_map: BlockMap | None, colours: RequestColours, size: tuple[int, int]
-) -> Layout:
+def live_view(readings: Readings, block_map: BlockMap | None, colours: RequestColours, size: tuple[int, int]) -> Layout:
     """A screen of `size` (columns, lines)."""
     texts, pool = Layout(name="texts"), Layout(name="pool", size=min(_NUM_POOL_LINES, size[1] // 2))
     num_rows = -(-len(readings.all) // _NUM_COLUMNS)
@@ -131,9 +129,7 @@ def print_frame(
     console.rule(f"after {elapsed_s:.1f} s", characters="-")
     for reading in readings.all:
         tail = " ".join(reading.text.split())[-60:]
-        console.print(
-            Text(f"{reading.name:>15}  {reading.status:<18} … {tail}", overflow="crop"), no_wrap=True
-        )
+        console.print(Text(f"{reading.name:>15}  {reading.status:<18} … {tail}", overflow="crop"), no_wrap=True)
     console.print(queue_line(block_map))
     console.print(pool_line(block_map))
     console.print(PoolGrid(block_map, colours, max_rows=4))
@@ -146,8 +142,6 @@ def print_texts(console: Console, readings: Readings, colours: RequestColours) -
         style = colours.style(reading.scene.name)
         heading = f"{reading.name} · {reading.scene.about} · {reading.status}"
         console.print(Text(f"\n{heading}", style + Style(bold=True)))
-        is_chat = not isinstance(reading.scene.prompt, str)
-        separator = "\n" if is_chat else ""
-        console.print(
-            Text.assemble((reading.scene.shown_prompt + separator, "dim"), reading.error or reading.text)
-        )
+        prompt = reading.scene.shown_prompt + ("\n" if reading.scene.is_chat else "")
+        text = reading.text if len(reading.text) < _MAX_SHOWN else reading.text[:_MAX_SHOWN] + " …"
+        console.print(Text.assemble((prompt, "dim"), text, (reading.error, "red")))

@@ -121,9 +121,7 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt, violati
         _set_field(request.token_ids, "ids", prompt, "token_ids", violations)
 
 
-def _add_message(
-    chat: generation_pb2.ChatPrompt, message: object, path: str, violations: dict[str, str]
-) -> None:
+def _add_message(chat: generation_pb2.ChatPrompt, message: object, path: str, violations: dict[str, str]) -> None:
     if isinstance(message, ChatMessage):
         parts = {"role": message.role, "content": message.content}
     elif isinstance(message, Mapping) and set(message) == {"role", "content"}:

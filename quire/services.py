@@ -58,16 +58,12 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
     metrics_address = for_executor.get("metrics_address", _default(ExecutorConfig, "metrics_address"))
     for_executor["metrics_address"] = _decided("metrics_address", metrics_address) if metrics_address else ""
     for_executor[EXECUTOR_ADDRESS[1]] = for_scheduler[EXECUTOR_ADDRESS[0]]
-    return ServicePair(
-        scheduler_config(for_scheduler), executor_config(for_executor), for_scheduler, for_executor
-    )
+    return ServicePair(scheduler_config(for_scheduler), executor_config(for_executor), for_scheduler, for_executor)
 
 
 def on_free_ports(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same values for services that live as long as one command, out of the way of any others."""
-    return dict.fromkeys(("listen", "http_listen", "executor", "metrics_address"), "127.0.0.1:0") | dict(
-        values
-    )
+    return dict.fromkeys(("listen", "http_listen", "executor", "metrics_address"), "127.0.0.1:0") | dict(values)
 
 
 def _decided(name: str, address: str) -> str:

@@ -28,9 +28,7 @@ _PLAIN: dict[grpc.StatusCode, type[QuireError]] = {
 
 def from_rpc_error(error: grpc.RpcError) -> QuireError:
     """The exception for a failed call; `error` is what `grpc` or `grpc.aio` raised."""
-    call: Any = (
-        error  # both kinds carry the status beside the exception; grpc's base class declares none of it
-    )
+    call: Any = error  # both kinds carry the status beside the exception; grpc's base class declares none of it
     return from_status(call.code(), call.details() or "", call.trailing_metadata())
 
 

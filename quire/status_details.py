@@ -30,9 +30,7 @@ def status_details(trailer: bytes) -> StatusDetails:
             if packed.Is(BadRequest.DESCRIPTOR):
                 for found in BadRequest.FromString(packed.value).field_violations:
                     earlier = violations.get(found.field)
-                    violations[found.field] = (
-                        f"{earlier}; {found.description}" if earlier else found.description
-                    )
+                    violations[found.field] = f"{earlier}; {found.description}" if earlier else found.description
             elif packed.Is(RetryInfo.DESCRIPTOR):
                 retry_after_s = RetryInfo.FromString(packed.value).retry_delay.ToTimedelta().total_seconds()
     except DecodeError:

@@ -17,19 +17,13 @@ Script = Callable[[generation_pb2.GenerateRequest, Any], AsyncIterator[generatio
 WAIT_S = 20.0
 
 
-def started(
-    request_id: str = "r", prompt_tokens: int = 3, cached_tokens: int = 0
-) -> generation_pb2.GenerateResponse:
-    message = generation_pb2.Started(
-        request_id=request_id, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens
-    )
+def started(request_id: str = "r", prompt_tokens: int = 3, cached_tokens: int = 0) -> generation_pb2.GenerateResponse:
+    message = generation_pb2.Started(request_id=request_id, prompt_tokens=prompt_tokens, cached_tokens=cached_tokens)
     return generation_pb2.GenerateResponse(started=message)
 
 
 def delta(index: int, text: str, *token_ids: int) -> generation_pb2.GenerateResponse:
-    return generation_pb2.GenerateResponse(
-        delta=generation_pb2.Delta(index=index, text=text, token_ids=token_ids)
-    )
+    return generation_pb2.GenerateResponse(delta=generation_pb2.Delta(index=index, text=text, token_ids=token_ids))
 
 
 def finished(
@@ -65,17 +59,13 @@ def refusal(
     async def script(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
         details = Status(code=code.value[0], message=message)
         if violations:
-            listed = [
-                BadRequest.FieldViolation(field=name, description=why) for name, why in violations.items()
-            ]
+            listed = [BadRequest.FieldViolation(field=name, description=why) for name, why in violations.items()]
             details.details.append(_packed(BadRequest(field_violations=listed)))
         if retry_after_s is not None:
             retry = RetryInfo()
             retry.retry_delay.FromNanoseconds(round(retry_after_s * 1e9))
             details.details.append(_packed(retry))
-        await context.abort(
-            code, message, ((TRAILER, details.SerializeToString()),) if details.details else ()
-        )
+        await context.abort(code, message, ((TRAILER, details.SerializeToString()),) if details.details else ())
         yield started()
 
     return script

@@ -22,9 +22,7 @@ def block_map(blocks: list[Block], *sequences: RunningSequence, block_size: int 
 
 def drawn(renderable: object, width: int = 80, colour: bool = False) -> str:
     out = io.StringIO()
-    console = Console(
-        file=out, width=width, force_terminal=colour, color_system="standard" if colour else None
-    )
+    console = Console(file=out, width=width, force_terminal=colour, color_system="standard" if colour else None)
     console.print(renderable)
     return out.getvalue()
 
@@ -86,9 +84,7 @@ def test_requests_have_their_own_colour_and_keep_it() -> None:
     grid = drawn(PoolGrid(pool, colours), colour=True).splitlines()[0]
     cells = [part.split("m") for part in grid.split("\x1b[") if "■" in part or "▣" in part]
     assert [glyph for _, glyph in cells] == ["■", "■", "▣"]
-    assert (
-        len({code for code, _ in cells}) == 3
-    )  # a's, b's, and the one of blocks that several requests share
+    assert len({code for code, _ in cells}) == 3  # a's, b's, and the one of blocks that several requests share
 
 
 def test_block_tables_mark_what_is_shared_and_shorten_runs() -> None:

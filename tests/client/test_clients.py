@@ -274,6 +274,16 @@ def test_closing_a_stream_cancels_the_request(server: ScriptedServer) -> None:
         events.close()
 
 
+def test_closing_from_another_thread_ends_an_iteration_that_waits(server: ScriptedServer) -> None:
+    server.script = endless
+    with quire.Client(server.address) as client:
+        events = client.generate("p")
+        timer = threading.Timer(0.2, events.close)
+        timer.start()
+        assert len(list(events)) == 2
+        timer.join()
+
+
 def test_leaving_the_with_block_cancels_the_request(server: ScriptedServer) -> None:
     server.script = endless
     with quire.Client(server.address) as client:
@@ -308,9 +318,7 @@ def test_requests_of_one_client_run_side_by_side(server: ScriptedServer) -> None
     server.script = echo
     with quire.Client(server.address, timeout_s=20) as client:
         streams = [client.generate(text, request_id=text) for text in "abc"]
-        texts = [
-            "".join(event.text for event in stream if isinstance(event, quire.Delta)) for stream in streams
-        ]
+        texts = ["".join(event.text for event in stream if isinstance(event, quire.Delta)) for stream in streams]
     assert texts == ["a", "b", "c"]
 
 

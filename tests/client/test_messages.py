@@ -47,9 +47,7 @@ def test_every_option_reaches_its_field() -> None:
     request = generate_request("p", EVERY_OPTION)
     assert set(EVERY_OPTION) == set(GenerateOptions.__annotations__)
     for name, value in EVERY_OPTION.items():
-        holders = [
-            part for part in (request, request.sampling, request.stopping, request.output) if _has(part, name)
-        ]
+        holders = [part for part in (request, request.sampling, request.stopping, request.output) if _has(part, name)]
         assert len(holders) == 1, name
         sent = getattr(holders[0], name)
         assert (dict(sent) if name == "logit_bias" else _plain(sent)) == _plain(value), name
@@ -131,9 +129,7 @@ def test_an_unknown_option_is_a_type_error() -> None:
         ("p", {"cache_salt": 7}, "cache_salt"),
     ],
 )
-def test_values_that_cannot_be_sent_are_violations_by_field(
-    prompt: Any, options: dict[str, Any], field: str
-) -> None:
+def test_values_that_cannot_be_sent_are_violations_by_field(prompt: Any, options: dict[str, Any], field: str) -> None:
     with pytest.raises(quire.InvalidRequestError) as raised:
         generate_request(prompt, options)
     assert list(raised.value.violations) == [field]

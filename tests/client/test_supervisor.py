@@ -94,9 +94,7 @@ async def test_a_child_that_ends_before_the_whole_is_ready_is_a_failure() -> Non
     async with Supervisor([broken, child("scheduler", SLEEP)], log=log) as supervisor:
         other = supervisor.pid("scheduler")
         assert other is not None
-        with pytest.raises(
-            ChildFailed, match=r"executor exited with status 4 .*cannot read weights"
-        ) as failed:
+        with pytest.raises(ChildFailed, match=r"executor exited with status 4 .*cannot read weights") as failed:
             await supervisor.until_ready(never)
         assert failed.value.exit_code == 4
     assert not is_alive(other)
@@ -145,9 +143,9 @@ async def test_a_crash_loop_is_a_failure_with_the_childs_last_words() -> None:
 async def test_children_end_one_after_the_other_in_order() -> None:
     log = Log()
     graceful = """
-        import signal, sys, time
-        def end(*_):
-            print("ending", flush=True); time.sleep(0.1); print("ended", flush=True); sys.exit(0)
+        import os, signal, sys, time
+        def end(*_):  # os.write: the signal may come in the middle of the print below
+            os.write(1, b"ending\\n"); time.sleep(0.1); os.write(1, b"ended\\n"); sys.exit(0)
         signal.signal(signal.SIGTERM, end)
         print("up", flush=True)
         time.sleep(600)
@@ -157,7 +155,7 @@ async def test_children_end_one_after_the_other_in_order() -> None:
     await supervisor.until_ready(yes)
     await log.until("scheduler", "up")
     await log.until("executor", "up")
-    assert await supervisor.stop() == []
+    assert await supervisor.stop() == [ChildExit("scheduler", 0, "ended"), ChildExit("executor", 0, "ended")]
     endings = [(name, line) for name, line in log.lines if line in ("ending", "ended")]
     assert endings == [
         ("scheduler", "ending"),
@@ -172,9 +170,9 @@ async def test_children_end_one_after_the_other_in_order() -> None:
 async def test_the_last_child_is_kept_alive_while_the_first_one_drains() -> None:
     log = Log()
     draining = """
-        import signal, sys, time
+        import os, signal, sys, time
         def end(*_):
-            print("draining", flush=True); time.sleep(600)
+            os.write(1, b"draining\\n"); time.sleep(600)
         signal.signal(signal.SIGTERM, end)
         print("up", flush=True)
         time.sleep(600)
@@ -209,7 +207,7 @@ async def test_a_child_that_does_not_end_is_killed_with_all_it_started() -> None
     await until(lambda: len(log.of("stubborn")) > 0)
     grandchild = int(log.of("stubborn")[0])
     assert is_alive(grandchild)
-    assert await supervisor.stop() == ["stubborn"]
+    assert [(ended.return_code, ended.ended_well) for ended in await supervisor.stop()] == [(-9, False)]
     await until(lambda: not is_alive(grandchild))
 
 

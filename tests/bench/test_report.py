@@ -1,0 +1,127 @@
+import io
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from bench.load import LoadResult, RequestRecord
+from bench.pool_sampler import PoolStats, pool_stats
+from bench.report import percentiles_ms, ratios, render_table, report, save, summarize
+from quire.block_map import Block, BlockMap, BlockState, RunningSequence
+
+POOL = PoolStats(3, 0.125, 0.5, 7, 1, 4, 2, num_preemptions=9, num_cow_copies=1)
+
+
+def result(concurrency: int, wall_s: float, *records: RequestRecord) -> LoadResult:
+    return LoadResult(concurrency, wall_s, records)
+
+
+FAST = RequestRecord(0.0, (0.010, 0.020, 0.040), 5, 3, num_cached_tokens=2)
+SLOW = RequestRecord(1.0, (1.030, 1.060), 7, 4)
+LONG = RequestRecord(0.0, (1.5, 3.0), 1, 2)
+SHORT = RequestRecord(2.0, (2.050,), 1, 1)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 101])
+def test_percentiles_are_those_of_numpy(count: int) -> None:
+    rng = random.Random(count)
+    values_s = [rng.expovariate(10.0) for _ in range(count)]
+    found = percentiles_ms(iter(values_s))
+    assert found is not None
+    assert (found.p50, found.p90, found.p99) == pytest.approx(np.percentile(np.array(values_s) * 1000, (50, 90, 99)))
+
+
+def test_percentiles_by_hand() -> None:
+    found = percentiles_ms([0.004, 0.001, 0.002, 0.003])
+    assert found is not None
+    assert found.p50 == pytest.approx(2.5)
+    assert found.p90 == pytest.approx(3.7)
+    assert percentiles_ms([]) is None
+
+
+def test_a_summary_counts_tokens_not_messages() -> None:
+    run = summarize("quire", result(2, 4.0, FAST, SLOW, SHORT), POOL)
+    assert (run.num_requests, run.num_prompt_tokens, run.num_output_tokens, run.num_cached_tokens) == (
+        3,
+        13,
+        8,
+        2,
+    )
+    assert run.output_tokens_per_s == 2.0
+    assert run.requests_per_s == 0.75
+    assert run.ttft_ms is not None
+    assert run.ttft_ms.p50 == pytest.approx(30.0)
+    assert run.tpot_ms is not None  # 15 ms and 10 ms; the request of one token has none
+    assert run.tpot_ms.p50 == pytest.approx(12.5)
+    assert run.itl_ms is not None  # 10, 20 and 30 ms
+    assert run.itl_ms.p50 == pytest.approx(20.0)
+    assert run.latency_ms is not None
+    assert run.latency_ms.p50 == pytest.approx(50.0)
+
+
+def test_ratios_are_quires_tokens_per_second_over_the_others() -> None:
+    runs = [
+        summarize("quire", result(1, 1.0, FAST)),
+        summarize("quire", result(4, 0.5, FAST)),
+        summarize("transformers", result(1, 3.0, FAST)),
+        summarize("peer", result(4, 1.0, FAST)),
+        summarize("peer", result(16, 1.0, FAST)),
+    ]
+    found = ratios(runs)
+    assert set(found) == {"transformers", "peer"}
+    assert found["transformers"] == pytest.approx({1: 3.0})
+    assert found["peer"] == pytest.approx({4: 2.0})
+
+
+def test_the_table_has_a_row_for_each_run_and_fits_80_columns() -> None:
+    runs = [
+        summarize("transformers", result(4, 8.0, FAST, SLOW)),
+        summarize("quire", result(16, 4.0, LONG), POOL),
+        summarize("quire", result(4, 2.0, FAST, SLOW), POOL),
+    ]
+    out = io.StringIO()
+    Console(file=out, width=80).print(render_table(runs))
+    rows = [line.split() for line in out.getvalue().splitlines() if line.strip()[:1].isdigit()]
+    assert [row[:3] for row in rows] == [
+        ["4", "transformers", "0.9"],
+        ["4", "quire", "3.5"],
+        ["16", "quire", "0.5"],
+    ]
+    assert rows[0][-1] == "4.00"
+    assert rows[1][3:] == ["1.00", "20.0/29.8", "12.5/14.9", "20.0/29.8", "12.5%", "9"]
+    assert rows[2][3:] == ["0.25", "1500/1500", "1500/1500", "1500/1500", "12.5%", "9"]
+
+
+def test_the_report_is_json_and_is_saved_where_no_folder_was(tmp_path: Path) -> None:
+    runs = [summarize("quire", result(4, 2.0, FAST), POOL), summarize("peer", result(4, 4.0, SHORT))]
+    path = tmp_path / "new" / "name.json"
+    save(path, report(runs, {"model_name": "toy"}, [{"seed": 7}]))
+    read = json.loads(path.read_text())
+    assert read["server"] == {"model_name": "toy"}
+    assert read["traces"] == [{"seed": 7}]
+    assert read["runs"][0]["pool"]["num_preemptions"] == 9
+    assert read["runs"][0]["ttft_ms"].keys() == {"p50", "p90", "p99"}
+    assert read["runs"][1]["itl_ms"] is None
+    assert read["quire_tokens_per_s_ratio_to"] == {"peer": {"4": pytest.approx(6.0)}}
+
+
+def test_pool_statistics_weigh_waste_by_slots_and_count_differences() -> None:
+    active, free = Block(BlockState.ACTIVE, 1, 0), Block(BlockState.FREE, 0, 0)
+
+    def sample(num_tokens: list[int], waiting: int, preemptions: int) -> BlockMap:
+        sequences = tuple(
+            RunningSequence("r", 0, slot, tokens, tokens, 1, tuple(range(1 + 2 * slot, 3 + 2 * slot)))
+            for slot, tokens in enumerate(num_tokens)
+        )
+        blocks = (free, *[active] * (2 * len(num_tokens)), free)
+        return BlockMap(4, blocks, sequences, waiting, 0, 1, preemptions, 2 * preemptions)
+
+    stats = pool_stats([sample([], 0, 5), sample([8, 4], 3, 6), sample([2], 1, 8)])
+    assert stats.mean_waste_ratio == pytest.approx((4 + 6) / (16 + 8))
+    assert stats.max_waste_ratio == pytest.approx(6 / 8)
+    assert (stats.max_active_blocks, stats.max_running, stats.max_waiting) == (4, 2, 3)
+    assert (stats.num_preemptions, stats.num_cow_copies) == (3, 6)
+    assert stats.num_samples == 3

@@ -1,0 +1,165 @@
+"""The command line against a scripted server, and its exit codes."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from scripted_server import ScriptedServer, delta, finished, refusal, replies, started
+from typer.testing import CliRunner, Result
+
+import quire.cli
+from quire.addresses import with_port
+from quire.v1 import admin_pb2, generation_pb2
+
+COMMANDS = ["serve", "scheduler", "executor", "generate", "kv", "demo", "bench", "bench serve"]
+
+
+def invoke(*words: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(quire.cli.app, words, input=stdin)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    result = invoke(*command.split(), "--help")
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+def test_the_overview_names_every_command() -> None:
+    output = invoke("--help").output
+    assert all(command in output for command in COMMANDS[:-1])
+
+
+def test_the_command_line_loads_neither_torch_nor_the_services() -> None:
+    program = (
+        "import sys, quire.cli, quire.demo, bench.command\n"
+        "heavy = {'torch', 'transformers', 'scheduler.main', 'executor.main'} & set(sys.modules)\n"
+        "sys.exit(str(heavy) if heavy else 0)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_generate_prints_the_text(server: ScriptedServer) -> None:
+    server.script = replies(started(), delta(0, "Once", 1), delta(0, " upon", 2), finished(0))
+    result = invoke(
+        *("generate", "a prompt", "--address", server.address, "--max-tokens", "5", "--temperature", "0"),
+        *("--stop", "x", "--stop", "y", "-n", "1", "--seed", "9", "--top-k", "4", "--ignore-eos"),
+    )
+    assert (result.exit_code, result.stdout) == (0, "Once upon\n")
+    assert server.requests == [
+        generation_pb2.GenerateRequest(
+            text="a prompt",
+            sampling=generation_pb2.SamplingParams(temperature=0.0, seed=9, n=1, top_k=4),
+            stopping=generation_pb2.StoppingParams(max_tokens=5, stop=["x", "y"], ignore_eos=True),
+        )
+    ]
+
+
+@pytest.mark.parametrize("words", [[], ["-"]])
+def test_generate_reads_its_prompt_from_standard_input(server: ScriptedServer, words: list[str]) -> None:
+    assert invoke("generate", *words, "--address", server.address, stdin="two\nlines\n").exit_code == 0
+    assert server.requests == [generation_pb2.GenerateRequest(text="two\nlines")]
+
+
+def test_generate_can_chat(server: ScriptedServer) -> None:
+    assert invoke("generate", "hi", "--chat", "--address", server.address).exit_code == 0
+    assert invoke("generate", "hi", "--system", "be brief", "--address", server.address).exit_code == 0
+    sent = [[(part.role, part.content) for part in request.chat.messages] for request in server.requests]
+    assert sent == [[("user", "hi")], [("system", "be brief"), ("user", "hi")]]
+
+
+def test_generate_as_json(server: ScriptedServer) -> None:
+    result = invoke("generate", "p", "--json", "--address", server.address)
+    assert [json.loads(line)["event"] for line in result.stdout.splitlines()] == ["started", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, 2),
+        (grpc.StatusCode.OUT_OF_RANGE, 2),
+        (grpc.StatusCode.UNAVAILABLE, 69),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 75),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, 75),
+        (grpc.StatusCode.INTERNAL, 1),
+    ],
+)
+def test_a_refusal_is_one_line_and_an_exit_code(server: ScriptedServer, code: grpc.StatusCode, exit_code: int) -> None:
+    server.script = refusal(code, "for a reason")
+    result = invoke("generate", "p", "--address", server.address)
+    assert result.exit_code == exit_code
+    assert result.stderr.splitlines() == ["quire: for a reason"]
+
+
+def test_nobody_there() -> None:
+    result = invoke("kv", "--address", with_port("127.0.0.1:0"))
+    assert result.exit_code == 69
+    assert result.stderr.startswith("quire: ")
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_kv_draws_the_pool_or_says_it_as_json(server: ScriptedServer) -> None:
+    server.block_map = admin_pb2.GetBlockMapResponse(
+        block_size=4,
+        blocks=[admin_pb2.BlockInfo(state=admin_pb2.BLOCK_STATE_FREE)] * 3
+        + [admin_pb2.BlockInfo(state=admin_pb2.BLOCK_STATE_ACTIVE, ref_count=1)],
+        sequences=[admin_pb2.SequenceInfo(request_id="me", num_tokens=3, block_table=[3])],
+    )
+    drawn = invoke("kv", "--address", server.address)
+    assert drawn.exit_code == 0
+    assert "··■" in drawn.stdout
+    assert "me[0]" in drawn.stdout
+    read = json.loads(invoke("kv", "--json", "--address", server.address).stdout)
+    assert [block["state"] for block in read["blocks"]] == ["free", "free", "free", "active"]
+    assert read["sequences"][0]["block_table"] == [3]
+
+
+@pytest.mark.parametrize("command", ["serve", "scheduler", "executor", "demo"])
+def test_an_unknown_model_directory_is_said_before_anything_starts(command: str) -> None:
+    result = invoke(command, "--model", "./no/such/place")
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == ["quire: unknown model directory: ./no/such/place"]
+
+
+def test_a_directory_without_a_model_and_a_file_are_no_models(tmp_path: Path) -> None:
+    assert "has no config.json" in invoke("serve", "--model", str(tmp_path)).stderr
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"")
+    assert "is a file" in invoke("serve", "--model", str(file)).stderr
+
+
+@pytest.mark.parametrize("flag", ["--listen", "--http-listen", "--executor", "--metrics-address"])
+def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path, flag: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    flags = dict.fromkeys(("--listen", "--http-listen", "--executor", "--metrics-address"), "127.0.0.1:0")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        flags[flag] = f"127.0.0.1:{listener.getsockname()[1]}"
+        words = [word for pair in flags.items() for word in pair]
+        result = invoke("serve", "--model", str(tmp_path), *words)
+    assert result.exit_code == 3
+    assert f"cannot listen on {flags[flag]}" in result.stderr
+    assert flag.removeprefix("--").replace("-", "_") in result.stderr
+
+
+def test_a_wrong_value_is_a_usage_error() -> None:
+    result = invoke("executor", "--model", "org/model", "--block-size", "0")
+    assert result.exit_code == 2
+    assert "block_size" in result.stderr
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,x", "-4"])
+def test_bench_refuses_what_is_no_list_of_concurrencies(text: str) -> None:
+    result = invoke("bench", "serve", "-c", text)
+    assert result.exit_code == 1
+    assert "concurrency" in result.stderr
+
+
+@pytest.mark.parametrize("words", [["--peer-url", "http://127.0.0.1:1"], ["--peer-model", "toy"]])
+def test_a_peer_needs_its_address_and_the_name_of_its_model(words: list[str]) -> None:
+    result = invoke("bench", "serve", *words)
+    assert result.exit_code == 2
+    assert "go together" in result.stderr

@@ -1,0 +1,65 @@
+import io
+import json
+
+from quire.events import Delta, Event, Finished, FinishReason, Started, Usage
+from quire.generate import write_json, write_text
+
+
+def end(index: int, reason: FinishReason, num_tokens: int) -> Finished:
+    return Finished(index, reason, Usage(4, num_tokens, 2, 0))
+
+
+TWO: list[Event] = [
+    Started("r", 4, 2),
+    Delta(0, "On", (1,)),
+    Delta(1, "Ein", (2,)),
+    Delta(0, "ce", (3,)),
+    end(0, FinishReason.EOS, 2),
+    Delta(1, "mal", (4,)),
+    end(1, FinishReason.LENGTH, 2),
+]
+
+
+def test_the_first_sequence_streams_and_the_others_follow() -> None:
+    seen = []
+
+    class Out(io.StringIO):
+        def flush(self) -> None:
+            seen.append(self.getvalue())
+
+    out = Out()
+    write_text(TWO, out)
+    assert out.getvalue() == "Once\n\n--- 1 ---\nEinmal\n"
+    assert seen[:2] == ["On", "Once"]
+
+
+def test_notes_say_what_it_cost() -> None:
+    out, notes = io.StringIO(), io.StringIO()
+    write_text(TWO, out, notes)
+    assert out.getvalue() == "Once\n\n--- 1 ---\nEinmal\n"
+    assert notes.getvalue().splitlines() == [
+        "[4 prompt tokens, 2 of them cached]",
+        "[0: eos, 2 tokens]",
+        "[1: length, 2 tokens]",
+    ]
+
+
+def test_a_sequence_without_text_still_has_its_place() -> None:
+    out = io.StringIO()
+    write_text([Started("r", 1, 0), end(0, FinishReason.EOS, 0), end(1, FinishReason.EOS, 0)], out)
+    assert out.getvalue() == "\n\n--- 1 ---\n\n"
+
+
+def test_json_is_one_event_a_line() -> None:
+    out = io.StringIO()
+    write_json([Started("é", 4, 2), Delta(0, "a\nb", (1, 2)), end(0, FinishReason.STOP, 2)], out)
+    assert [json.loads(line) for line in out.getvalue().splitlines()] == [
+        {"event": "started", "request_id": "é", "prompt_tokens": 4, "cached_tokens": 2},
+        {"event": "delta", "index": 0, "text": "a\nb", "token_ids": [1, 2], "logprobs": []},
+        {
+            "event": "finished",
+            "index": 0,
+            "reason": "stop",
+            "usage": {"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 2, "num_preemptions": 0},
+        },
+    ]
