@@ -41,9 +41,7 @@ def _download(model: str, revision: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(
-            f"{model}: no such directory, and not to be had from the hub: {reason}"
-        ) from None
+        raise CheckpointError(f"{model}: no such directory, and not to be had from the hub: {reason}") from None
 
 
 class _OpenFile(Protocol):
@@ -82,9 +80,7 @@ class Checkpoint:
         if missing := [name for name in expected if name not in self._file_of]:
             raise CheckpointError(f"{self.directory}: missing tensors: {_some(missing)}")
         if unknown := sorted(name for name in self.names - expected.keys() if not ignored.search(name)):
-            raise CheckpointError(
-                f"{self.directory}: tensors that this architecture does not have: {_some(unknown)}"
-            )
+            raise CheckpointError(f"{self.directory}: tensors that this architecture does not have: {_some(unknown)}")
         for name, shape in expected.items():
             if (found := self.shape(name)) != shape:
                 raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, found {found}")

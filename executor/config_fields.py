@@ -50,9 +50,7 @@ class Fields:
     def numbers(self, name: str) -> tuple[float, ...]:
         """A list of positive numbers."""
         value = self._get(name, _REQUIRED)
-        if not isinstance(value, list) or not all(
-            isinstance(item, int | float) and item > 0 for item in value
-        ):
+        if not isinstance(value, list) or not all(isinstance(item, int | float) and item > 0 for item in value):
             raise self._error(name, "a list of positive numbers", value)
         return tuple(float(item) for item in value)
 

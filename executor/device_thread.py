@@ -142,9 +142,7 @@ class DeviceThread:
             _log.exception("step %d of epoch %d failed", work.plan.step_id, self._epoch)
             self._failed_epoch = self._epoch
             return Failure(FailureKind.INTERNAL, f"step {work.plan.step_id}: {type(error).__name__}: {error}")
-        timings = replace(
-            output.timings, queue_ns=taken_ns - work.arrived_ns, idle_ns=max(0, taken_ns - idle_since_ns)
-        )
+        timings = replace(output.timings, queue_ns=taken_ns - work.arrived_ns, idle_ns=max(0, taken_ns - idle_since_ns))
         return replace(output, timings=timings)
 
     def _survives(self, failure: Failure) -> bool:

@@ -24,9 +24,7 @@ def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * model.kv_size * dtype.itemsize
 
 
-def choose_num_blocks(
-    config: ExecutorConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> int:
+def choose_num_blocks(config: ExecutorConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """As configured, else what the memory share holds. Call it once the weights are in place.
 
     Raises OutOfMemory if that is not even the null block and one more.

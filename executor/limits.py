@@ -42,12 +42,19 @@ def resolve_max_model_len(config: ExecutorConfig, model: ModelConfig) -> int:
 def resolve_limits(
     config: ExecutorConfig, model: ModelConfig, max_model_len: int, num_blocks: int, on_cpu: bool
 ) -> Limits:
-    """Fills in what the configuration leaves to the device."""
+    """Fills in what the configuration leaves to the device.
+
+    Raises ConfigError if one step could not hold a token of every sequence.
+    """
+    max_num_seqs = config.max_num_seqs or (64 if on_cpu else 256)
+    max_num_batched_tokens = config.max_num_batched_tokens or max(512 if on_cpu else 8192, max_num_seqs)
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(f"max_num_batched_tokens: {max_num_batched_tokens} is less than max_num_seqs {max_num_seqs}")
     return Limits(
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         block_size=config.block_size,
         num_blocks=num_blocks,
-        max_num_seqs=config.max_num_seqs or (64 if on_cpu else 256),
-        max_num_batched_tokens=config.max_num_batched_tokens or (512 if on_cpu else 8192),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
     )

@@ -50,9 +50,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
     max_model_len = resolve_max_model_len(config, model_config)
     home = _kernels(config.kernels, device)
     with _timed(startup_s, "weights"):
-        decoder, num_weight_bytes = _load_decoder(
-            config, model_config, directory, device, home, max_model_len, say
-        )
+        decoder, num_weight_bytes = _load_decoder(config, model_config, directory, device, home, max_model_len, say)
     with _timed(startup_s, "kv_pool"):
         num_blocks = choose_num_blocks(config, model_config, decoder.dtype, device)
         pool = allocate_pool(model_config, num_blocks, config.block_size, decoder.dtype, device)
@@ -85,9 +83,7 @@ def _load_decoder(
 ) -> tuple[Decoder, int]:
     checkpoint = Checkpoint(directory)
     dtype = _dtype(config, model_config, checkpoint)
-    say(
-        f"loading {model_config.architecture} from {directory} as {str(dtype).removeprefix('torch.')} on {device}"
-    )
+    say(f"loading {model_config.architecture} from {directory} as {str(dtype).removeprefix('torch.')} on {device}")
     weights = load_weights(checkpoint, model_config, dtype, device, _layer_progress(say))
     say(f"weights: {weights.num_bytes / 2**20:,.0f} MiB")
     return Decoder(model_config, weights, home, max_model_len), weights.num_bytes
@@ -125,10 +121,14 @@ def _kernels(name: str, device: torch.device) -> kernels.Kernels:
     return kernels.select(device)
 
 
-def _warm_up(
-    home: kernels.Kernels, model_config: ModelConfig, dtype: torch.dtype, block_size: int, say: Say
-) -> None:
-    """Compiles what the model needs, or finds it in the cache."""
+def _warm_up(home: kernels.Kernels, model_config: ModelConfig, dtype: torch.dtype, block_size: int, say: Say) -> None:
+    """Compiles what the model needs, or finds it in the cache, which takes no time worth a word."""
+    quiet_until_s = time.monotonic() + 0.5
+
+    def progress(name: str, done: int, total: int) -> None:
+        if not done or time.monotonic() > quiet_until_s:
+            say(f"kernels: {done} of {total} ready, now {name}")
+
     shape = kernels.AttentionShape(
         dtype=dtype,
         num_heads=model_config.num_heads,
@@ -136,7 +136,7 @@ def _warm_up(
         head_dim=model_config.head_dim,
         block_size=block_size,
     )
-    home.warm_up(shape, lambda name, done, total: say(f"kernels: {done} of {total}, now {name}"))
+    home.warm_up(shape, progress)
 
 
 def _model_name(config: ExecutorConfig, directory: Path) -> str:

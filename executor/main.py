@@ -6,7 +6,11 @@ Exit codes: 0 ended when asked to · 1 the device is lost, or a bug · 2 the con
 
 import asyncio
 import logging
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from executor.addresses import check_free
 from executor.config import ExecutorConfig
@@ -24,11 +28,10 @@ def run(config: ExecutorConfig) -> int:
     """Returns the exit code. Progress goes to standard output, one line a fact; errors go to standard error."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s executor %(levelname)s %(message)s")
     try:
-        for address in (config.listen_address, config.metrics_address):
-            if address:
-                check_free(address)
-        model = load_model(config, _say)
-        ended_well = asyncio.run(serve(config, model, _say))
+        with _interrupted_by_sigterm():
+            ended_well = _load_and_serve(config)
+    except KeyboardInterrupt:
+        return EXIT_OK
     except (ConfigError, CheckpointError, OutOfMemory) as error:
         print(f"executor: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
@@ -36,6 +39,29 @@ def run(config: ExecutorConfig) -> int:
         print(f"executor: {error}", file=sys.stderr, flush=True)
         return EXIT_ADDRESS_IN_USE
     return EXIT_OK if ended_well else EXIT_DEVICE_LOST
+
+
+def _load_and_serve(config: ExecutorConfig) -> bool:
+    """False if the device was lost."""
+    for address in (config.listen_address, config.metrics_address):
+        if address:
+            check_free(address)
+    model = load_model(config, _say)
+    return asyncio.run(serve(config, model, _say))
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, as SIGINT does, until the server takes both over."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _say(line: str) -> None:

@@ -2,12 +2,15 @@
 
 import math
 import time
-from wsgiref.simple_server import WSGIServer
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
 
 from executor.errors import AddressInUse
 from executor.plan import StepTimings
+
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
 
 _STEP_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0

@@ -262,9 +262,7 @@ def _longrope(parameters: Fields, theta: float, reach: int, original: int, head_
     factor = parameters.number("factor", reach / original)
     short, long = parameters.numbers("short_factor"), parameters.numbers("long_factor")
     if not len(short) == len(long) == head_dim // 2:
-        raise CheckpointError(
-            f"rope_parameters: short_factor and long_factor need {head_dim // 2} numbers each"
-        )
+        raise CheckpointError(f"rope_parameters: short_factor and long_factor need {head_dim // 2} numbers each")
     return LongRope(
         theta=theta,
         short_factor=short,

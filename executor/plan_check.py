@@ -54,9 +54,7 @@ def _admit(admission: Admission, after: SlotCounters, limits: Limits) -> None:
             f"{where}: {admission.num_computed_tokens} of {num_tokens} tokens computed, but one must be left"
         )
     if num_blocks > limits.max_blocks_per_seq:
-        raise PlanRejected(
-            f"{where}: {num_blocks} blocks, more than {limits.max_blocks_per_seq} for a sequence"
-        )
+        raise PlanRejected(f"{where}: {num_blocks} blocks, more than {limits.max_blocks_per_seq} for a sequence")
     _check_blocks(f"{where}: block_table", admission.block_table, limits)
     _check_params(where, admission.params, num_tokens, limits)
     after.is_admitted[slot] = True

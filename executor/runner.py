@@ -54,9 +54,8 @@ class ModelRunner:
     def _forward(self, plan: StepPlan, batch: DeviceBatch | None) -> Tensor | None:
         """Copies blocks, then computes the batch: logits[num_samples, vocab_size] by ascending slot."""
         if plan.block_copies.size:
-            sources, destinations = torch.from_numpy(plan.block_copies.T.astype(np.int64)).to(
-                self._pool.device
-            )
+            pairs = np.ascontiguousarray(plan.block_copies.T, dtype=np.int64)
+            sources, destinations = torch.from_numpy(pairs).to(self._pool.device)
             self._kernels.copy_blocks(self._pool, sources, destinations)
         logits = None if batch is None else self._model.forward(batch, self._pool)
         if self._pool.device.type == "cuda":

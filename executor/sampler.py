@@ -46,7 +46,8 @@ def sample(logits: Tensor, draw: Draw) -> Ints:
         indices = np.flatnonzero(rows)
         for chunk in np.array_split(indices, -(-indices.size * logits.shape[1] // _CHUNK) or 1):
             if chunk.size:
-                token_ids[chunk] = _host(choose(_rows(logits, chunk), _Cut.of(draw, chunk, logits.device)))
+                where = torch.from_numpy(chunk).to(logits.device)
+                token_ids[chunk] = _host(choose(_take(logits, where), _Cut.of(draw, chunk, logits.device)))
     return token_ids
 
 
@@ -86,14 +87,16 @@ def _choose_among_the_likeliest(logits: Tensor, cut: _Cut) -> Tensor:
     """Sorts as many candidates as the cuts need, not the vocabulary."""
     vocab_size = logits.shape[1]
     peaks = logits.amax(dim=-1, keepdim=True)
-    totals = _weights(logits, peaks, cut).sum(dim=-1, keepdim=True)
+    # Rows with top-k get their total from the candidates; if all have it, nobody looks at these.
+    needs_totals = bool((cut.top_k == 0).any())
+    totals = _weights(logits, peaks, cut).sum(dim=-1, keepdim=True) if needs_totals else peaks
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     pending = torch.arange(len(logits), device=logits.device)
     num_candidates = min(vocab_size, max(_FIRST_CANDIDATES, int(cut.top_k.max())))
     while len(pending):
-        some = cut.only(pending)
-        ids = _likeliest(logits[pending], num_candidates)
-        weights = _weights(logits[pending].gather(1, ids), peaks[pending], some)
+        some, some_logits = cut.only(pending), _take(logits, pending)
+        ids = _likeliest(some_logits, num_candidates)
+        weights = _weights(some_logits.gather(1, ids), peaks[pending], some)
         ranks = torch.arange(num_candidates, device=logits.device)
         weights = weights.masked_fill_((some.top_k > 0) & (ranks >= some.top_k), 0.0)
         cumulative = weights.cumsum(dim=-1)
@@ -167,8 +170,9 @@ def _argmax(logits: Tensor) -> Tensor:
     return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
 
 
-def _rows(logits: Tensor, rows: np.ndarray) -> Tensor:
-    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows).to(logits.device)]
+def _take(logits: Tensor, rows: Tensor) -> Tensor:
+    """These rows, ascending; no copy if they are all."""
+    return logits if len(rows) == len(logits) else logits[rows]
 
 
 def _host(token_ids: Tensor) -> Ints:

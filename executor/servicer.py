@@ -29,9 +29,7 @@ _STATUS = {
 class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
     """One stream at a time has the device: the one with the highest epoch."""
 
-    def __init__(
-        self, device: DeviceThread, describe: Describe, observe: Callable[[StepTimings], None]
-    ) -> None:
+    def __init__(self, device: DeviceThread, describe: Describe, observe: Callable[[StepTimings], None]) -> None:
         """observe: called with the timings of each step, on the event loop."""
         self._device = device
         self._describe = describe

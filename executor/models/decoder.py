@@ -16,9 +16,7 @@ from kernels import Kernels
 class Decoder:
     """Weights and rotary tables on one device; stateless between steps: all state is in the KV pool."""
 
-    def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int
-    ) -> None:
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int) -> None:
         self.config = config
         self._weights = weights
         self._kernels = kernels
@@ -55,14 +53,10 @@ class Decoder:
             return hidden.new_empty((0, self.config.vocab_size))
         return self._weights.head(kernels.add_rms_norm(hidden, residual, self._weights.final_norm, eps))
 
-    def _attention(
-        self, hidden: Tensor, layer: LayerWeights, batch: DeviceBatch, kv: Tensor, window: int
-    ) -> Tensor:
+    def _attention(self, hidden: Tensor, layer: LayerWeights, batch: DeviceBatch, kv: Tensor, window: int) -> Tensor:
         """hidden[T, hidden_size] → [T, hidden_size]. Rows of decodes come first, then those of prefills."""
         query, key, value = self._project(hidden, layer)
-        self._kernels.rotate_and_store(
-            query, key, value, self._cos, self._sin, batch.positions, kv, batch.slot_mapping
-        )
+        self._kernels.rotate_and_store(query, key, value, self._cos, self._sin, batch.positions, kv, batch.slot_mapping)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if batch.decode is not None:
             rows = slice(0, batch.num_decode_rows)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import (
@@ -18,6 +17,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _SMALL = {
     "hidden_size": 64,
@@ -37,7 +39,12 @@ def _rope(kind: str, **parameters: object) -> dict[str, object]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **parameters}}
 
 
-_LLAMA_31 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA_31 = {
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 
 FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
     "llama": (LlamaConfig, LlamaForCausalLM, {"vocab_size": 307}),

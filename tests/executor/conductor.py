@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from executor.plan import Admission, EndReason, Fork, Ints, SequenceParams, StepOutput, StepPlan
-from executor.runner import ModelRunner
+
+if TYPE_CHECKING:
+    import torch
+
+    from executor.runner import ModelRunner
 
 
 def ints(*values: int) -> Ints:
@@ -93,7 +97,11 @@ class Conductor:
             self.free_blocks += seat.block_table
 
     def step(
-        self, *, forks: tuple[Fork, ...] = (), copies: tuple[tuple[int, int], ...] = (), more: StepPlan | None = None
+        self,
+        *,
+        forks: tuple[Fork, ...] = (),
+        copies: tuple[tuple[int, int], ...] = (),
+        more: StepPlan | None = None,
     ) -> StepOutput:
         """One step of everybody, with only what changed in the plan. `more` replaces nothing but the table updates."""
         updates, counts = [], []
@@ -150,9 +158,7 @@ class Conductor:
             sampled.append(child)
         sampled.sort(key=lambda seat: seat.slot)
         assert len(output.token_ids) == len(output.end_reasons) == len(sampled)
-        for seat, token_id, reason in zip(
-            sampled, output.token_ids.tolist(), output.end_reasons.tolist(), strict=True
-        ):
+        for seat, token_id, reason in zip(sampled, output.token_ids.tolist(), output.end_reasons.tolist(), strict=True):
             seat.tokens.append(token_id)
             if not seat.reason:
                 seat.reason = EndReason(reason)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,6 +12,9 @@ from executor.config import ExecutorConfig
 from executor.loading import load_model
 from executor.runner import ModelRunner
 from tests.executor.checkpoints import RandomCheckpoint, make_checkpoint
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MakeRunner = Callable[..., ModelRunner]
 
@@ -40,7 +42,13 @@ def make_runner() -> MakeRunner:
     """A runner for a directory; settings are those of ExecutorConfig."""
 
     def make(directory: Path, **settings: Any) -> ModelRunner:
-        defaults = {"kernels": "reference", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "device": "cpu"}
+        defaults = {
+            "kernels": "reference",
+            "block_size": 4,
+            "num_blocks": 200,
+            "max_num_seqs": 8,
+            "device": "cpu",
+        }
         return load_model(ExecutorConfig(model=str(directory), **{**defaults, **settings}), lambda line: None).runner
 
     return make

@@ -1,0 +1,70 @@
+"""What one step costs the scheduler core: schedule() + commit() while everybody decodes.
+
+    python -m bench.scheduler_cost            # 16, 64, 256, 1024 and 4096 running
+
+Prompts have different lengths, so that in each step a sixteenth of the sequences crosses a block border. Medians over
+repetitions, in this process, on this machine; compare only within one run.
+"""
+
+import statistics
+import sys
+import time
+from collections import deque
+
+from scheduler.core import Limits, Request, Scheduler, SequenceParams, StepPlan, StepResult
+
+BLOCK_SIZE = 16
+NUM_WARM_UP_STEPS = 32
+NUM_STEPS = 64
+NUM_REPETITIONS = 5
+
+
+class AllDecode:
+    """A scheduler with `num_running` sequences that never end, and two plans in flight."""
+
+    def __init__(self, num_running: int) -> None:
+        num_tokens = NUM_WARM_UP_STEPS + NUM_STEPS * NUM_REPETITIONS + 64
+        num_blocks = num_running * (num_tokens // BLOCK_SIZE + 4)
+        self._num_running = num_running
+        self._in_flight: deque[StepPlan] = deque()
+        self._core = Scheduler(
+            Limits(max_num_seqs=num_running, max_num_batched_tokens=32 * num_running, max_model_len=2 * num_tokens),
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+        )
+        self._core.executor_attached(1, num_blocks)
+        for i in range(num_running):
+            prompt = [i % 97] * (10 + i % BLOCK_SIZE)
+            self._core.add(Request(i, prompt, SequenceParams(max_total_tokens=len(prompt) + num_tokens)))
+
+    def run(self, num_steps: int) -> float:
+        """Seconds a step."""
+        result = [5] * self._num_running
+        started_s = time.perf_counter()
+        for _ in range(num_steps):
+            plan = self._core.schedule()
+            if plan is None:
+                raise RuntimeError("the core did not plan a step")
+            self._in_flight.append(plan)
+            if len(self._in_flight) == 2:
+                oldest = self._in_flight.popleft()
+                self._core.commit(StepResult(oldest.epoch, oldest.step_id, result))
+        return (time.perf_counter() - started_s) / num_steps
+
+
+def measure(num_running: int) -> float:
+    """Median seconds a step with so many running."""
+    load = AllDecode(num_running)
+    load.run(NUM_WARM_UP_STEPS)
+    return statistics.median(load.run(NUM_STEPS) for _ in range(NUM_REPETITIONS))
+
+
+def main() -> None:
+    print(f"{'running':>8} {'µs a step':>10} {'µs a request':>13}")
+    for num_running in [int(word) for word in sys.argv[1:]] or [16, 64, 256, 1024, 4096]:
+        step_s = measure(num_running)
+        print(f"{num_running:>8} {step_s * 1e6:>10.0f} {step_s / num_running * 1e6:>13.2f}")
+
+
+if __name__ == "__main__":
+    main()

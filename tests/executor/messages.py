@@ -1,0 +1,50 @@
+"""The scheduler's side of the wire, for tests: plans as messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quire.executor.v1 import executor_pb2 as pb
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from executor.plan import StepPlan
+
+
+def plan_message(plan: StepPlan) -> pb.StepPlan:
+    return pb.StepPlan(
+        epoch=plan.epoch,
+        step_id=plan.step_id,
+        retired_slots=_bytes(plan.retired_slots),
+        admissions=[
+            pb.Admission(
+                slot=admission.slot,
+                token_ids=_bytes(admission.token_ids),
+                num_computed_tokens=admission.num_computed_tokens,
+                block_table=_bytes(admission.block_table),
+                params=pb.SequenceParams(
+                    temperature=admission.params.temperature,
+                    top_k=admission.params.top_k,
+                    top_p=admission.params.top_p,
+                    min_p=admission.params.min_p,
+                    seed=admission.params.seed,
+                    eos_token_ids=_bytes(admission.params.eos_token_ids),
+                    stop_token_ids=_bytes(admission.params.stop_token_ids),
+                    max_total_tokens=admission.params.max_total_tokens,
+                    min_total_tokens=admission.params.min_total_tokens,
+                ),
+            )
+            for admission in plan.admissions
+        ],
+        table_updates=_bytes(plan.table_updates),
+        block_copies=_bytes(plan.block_copies),
+        row_counts=_bytes(plan.row_counts),
+        forks=[
+            pb.Fork(parent_slot=fork.parent_slot, child_slot=fork.child_slot, seed=fork.seed) for fork in plan.forks
+        ],
+    )
+
+
+def _bytes(values: np.ndarray) -> bytes:
+    return values.astype("<i4").tobytes()

@@ -1,0 +1,87 @@
+"""The configuration: every mistake is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from executor.config import ExecutorConfig
+from executor.device import resolve_device, resolve_num_threads
+from executor.errors import ConfigError
+from tests.executor.checkpoints import make_checkpoint
+
+
+def test_from_a_dict() -> None:
+    config = ExecutorConfig.from_dict({"model": "m", "num_blocks": 10, "memory_fraction": 1, "stall_after_s": 3})
+    assert config == ExecutorConfig(model="m", num_blocks=10, memory_fraction=1.0, stall_after_s=3.0)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "model: must name"),
+        ({"model": ""}, "model: must name"),
+        ({"model": None}, "model: expected str"),
+        ({"model": "m", "numblocks": 3, "blocks": 1}, "unknown keys: blocks, numblocks; known: model,"),
+        ({"model": "m", "num_blocks": "3"}, "num_blocks: expected int | None, found '3'"),
+        ({"model": "m", "num_blocks": True}, "num_blocks: expected int | None, found True"),
+        ({"model": "m", "num_blocks": 2.0}, "num_blocks: expected int | None, found 2.0"),
+        ({"model": "m", "num_blocks": 1}, "num_blocks: must be at least 2, is 1"),
+        ({"model": "m", "block_size": 0}, "block_size: must be at least 1, is 0"),
+        ({"model": "m", "max_num_seqs": 0}, "max_num_seqs: must be at least 1"),
+        ({"model": "m", "max_num_batched_tokens": -1}, "max_num_batched_tokens: must be at least 1"),
+        ({"model": "m", "max_model_len": 1}, "max_model_len: must be at least 2"),
+        ({"model": "m", "num_threads": 0}, "num_threads: must be at least 1"),
+        ({"model": "m", "memory_fraction": 0.0}, "memory_fraction: must be in (0, 1]"),
+        ({"model": "m", "memory_fraction": float("nan")}, "memory_fraction: must be in (0, 1]"),
+        ({"model": "m", "stall_after_s": 0}, "stall_after_s: must be above 0"),
+        ({"model": "m", "dtype": "int8"}, "dtype: must be one of auto, float32"),
+        ({"model": "m", "kernels": "fast"}, "kernels: must be one of auto, reference"),
+        ({"model": "m", "listen_address": "50052"}, 'listen_address: expected "host:port"'),
+        ({"model": "m", "listen_address": "localhost:99999"}, "listen_address: expected"),
+        ({"model": "m", "metrics_address": "localhost:"}, "metrics_address: expected"),
+    ],
+)
+def test_mistakes(values, message) -> None:
+    with pytest.raises(ConfigError) as error:
+        ExecutorConfig.from_dict(values)
+    assert message in str(error.value)
+
+
+def test_no_metrics_and_unix_sockets_are_fine() -> None:
+    ExecutorConfig(model="m", metrics_address="", listen_address="unix:/tmp/x")
+
+
+@pytest.mark.parametrize("name", ["gpu", "meta", "cuda:99"])
+def test_unknown_devices(name) -> None:
+    with pytest.raises(ConfigError, match="device: "):
+        resolve_device(name)
+
+
+def test_devices() -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    assert resolve_device("auto").type in ("cpu", "cuda")
+
+
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 2), (4, 4), (5, 4), (64, 63)])
+def test_threads_by_default(num_cores, num_threads, monkeypatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
+    assert resolve_num_threads(None) == num_threads
+    assert resolve_num_threads(7) == 7
+
+
+def test_longer_sequences_than_the_checkpoint_was_made_for(tmp_path, make_runner) -> None:
+    directory = make_checkpoint("llama", tmp_path).directory
+    assert make_runner(directory).limits.max_model_len == 128
+    assert make_runner(directory, max_model_len=50).limits.max_blocks_per_seq == 13
+    with pytest.raises(ConfigError, match="max_model_len: 129 is more than the 128 tokens"):
+        make_runner(directory, max_model_len=129)
+
+
+def test_defaults_of_the_device(tmp_path, make_runner) -> None:
+    directory = make_checkpoint("llama", tmp_path).directory
+    limits = make_runner(directory, max_num_seqs=None).limits
+    assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (64, 512)
+    assert make_runner(directory, max_num_seqs=600).limits.max_num_batched_tokens == 600
+    with pytest.raises(ConfigError, match="max_num_batched_tokens: 7 is less than max_num_seqs 8"):
+        make_runner(directory, max_num_batched_tokens=7)

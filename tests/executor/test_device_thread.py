@@ -1,0 +1,130 @@
+"""The device thread: order, epochs, failures."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import TYPE_CHECKING
+
+import pytest
+
+from executor.device_thread import DeviceThread, Echo, EndOfPlans, Failure, FailureKind, Outcome, Step
+from executor.errors import PlanRejected
+from executor.plan import StepOutput, StepPlan
+from tests.executor.fake_runner import FakeRunner
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class Bench:
+    """A device thread and everything it delivers."""
+
+    def __init__(self) -> None:
+        self.runner = FakeRunner()
+        self.is_sane = True
+        self.lost = threading.Event()
+        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self.prepared_on: list[threading.Thread] = []
+        self.thread = DeviceThread(
+            self.runner,
+            prepare=lambda: self.prepared_on.append(threading.current_thread()),
+            device_is_sane=lambda: self.is_sane,
+            device_lost=self.lost.set,
+        )
+
+    def put(self, epoch: int, step_id: int) -> None:
+        self.thread.put(Step(StepPlan(epoch, step_id), arrived_ns=0, deliver=self.outcomes.put))
+
+    def fence(self) -> list[Outcome]:
+        """All outcomes so far."""
+        end = EndOfPlans()
+        self.thread.put(Echo(end, self.outcomes.put))
+        outcomes = []
+        while (outcome := self.outcomes.get(timeout=10)) is not end:
+            outcomes.append(outcome)
+        return outcomes
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.runner.gate.set()
+    bench.thread.stop()
+
+
+def steps(outcomes: list[Outcome]) -> list[tuple[int, int]]:
+    assert all(isinstance(outcome, StepOutput) for outcome in outcomes)
+    return [(outcome.epoch, outcome.step_id) for outcome in outcomes]
+
+
+def test_steps_run_in_order(bench) -> None:
+    for step_id in (1, 2, 3):
+        bench.put(7, step_id)
+    outcomes = bench.fence()
+    assert steps(outcomes) == bench.runner.executed == [(7, 1), (7, 2), (7, 3)]
+    assert bench.runner.num_resets == 1
+    assert bench.prepared_on[0].name == "device"
+    for outcome in outcomes:
+        assert outcome.timings.queue_ns > 0
+        assert outcome.timings.idle_ns >= 0
+        assert outcome.timings.forward_ns == 2_000
+
+
+def test_a_newer_epoch_empties_the_slots_and_drops_older_plans(bench) -> None:
+    bench.put(1, 1)
+    bench.put(2, 1)
+    bench.put(1, 2)
+    assert steps(bench.fence()) == [(1, 1), (2, 1)]
+    assert bench.runner.num_resets == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (PlanRejected("no such block"), FailureKind.PLAN_REJECTED, "step 2: no such block"),
+        (RuntimeError("shapes"), FailureKind.INTERNAL, "step 2: RuntimeError: shapes"),
+    ],
+)
+def test_a_failure_ends_its_epoch_only(error, kind, message, bench) -> None:
+    bench.runner.errors[2] = error
+    for step_id in (1, 2, 3):
+        bench.put(1, step_id)
+    outcomes = bench.fence()
+    assert steps(outcomes[:1]) == [(1, 1)]
+    assert outcomes[1:] == [Failure(kind, message)]
+    del bench.runner.errors[2]
+    bench.put(2, 1)
+    assert steps(bench.fence()) == [(2, 1)]
+    assert not bench.lost.is_set()
+
+
+def test_a_lost_device_ends_the_thread(bench) -> None:
+    bench.is_sane = False
+    bench.runner.errors[1] = RuntimeError("illegal memory access")
+    bench.put(1, 1)
+    assert bench.outcomes.get(timeout=10).kind is FailureKind.INTERNAL
+    assert bench.lost.wait(10)
+    bench.thread.stop()
+    assert not bench.thread.is_alive
+
+
+def test_a_rejected_plan_does_not_question_the_device(bench) -> None:
+    bench.is_sane = False
+    bench.runner.errors[1] = PlanRejected("no")
+    bench.put(1, 1)
+    bench.fence()
+    assert bench.thread.is_alive
+    assert not bench.lost.is_set()
+
+
+def test_busy_time(bench) -> None:
+    assert bench.thread.busy_s() == 0
+    bench.runner.gate.clear()
+    bench.put(1, 1)
+    while bench.thread.busy_s() == 0:
+        pass
+    bench.runner.gate.set()
+    bench.fence()
+    assert bench.thread.busy_s() == 0

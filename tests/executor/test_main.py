@@ -1,0 +1,113 @@
+"""The process: exit codes, messages, and a clean end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import grpc
+import pytest
+
+from executor.addresses import check_free
+from executor.config import ExecutorConfig
+from executor.errors import AddressInUse
+from executor.main import EXIT_ADDRESS_IN_USE, EXIT_CONFIG, EXIT_OK, run
+from quire.executor.v1 import executor_pb2 as pb
+from quire.executor.v1.executor_pb2_grpc import ExecutorStub
+
+_PROGRAM = (
+    "import json, sys\n"
+    "from executor.config import ExecutorConfig\n"
+    "from executor.main import run\n"
+    "sys.exit(run(ExecutorConfig.from_dict(json.loads(sys.argv[1]))))\n"
+)
+
+
+def test_a_whole_life(checkpoint) -> None:
+    """Says what it does and where it listens, serves, and ends with status 0 on SIGTERM, even with a stream open."""
+    directory = checkpoint("llama").directory
+    settings = (
+        f'{{"model": "{directory}", "listen_address": "127.0.0.1:0", "metrics_address": "",'
+        ' "kernels": "reference", "device": "cpu", "num_threads": 1, "num_blocks": 50}'
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", _PROGRAM, settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        lines = []
+        while not lines or not lines[-1].startswith("ready "):
+            lines.append(process.stdout.readline())
+            assert lines[-1], process.stderr.read()
+        assert lines[0].startswith("loading LlamaForCausalLM")
+        assert any(line.startswith("KV pool: 50 blocks of 16 tokens") for line in lines)
+        with grpc.insecure_channel(lines[-1].split()[1]) as channel:
+            stub = ExecutorStub(channel)
+            assert stub.Describe(pb.DescribeRequest(), timeout=10).num_blocks == 50
+            results = stub.Run(iter([pb.StepPlan(epoch=1, step_id=1)]))
+            assert next(results).step_id == 1
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+    finally:
+        process.kill()
+    _, errors = process.communicate()
+    assert errors == ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "/no/such/model"}, "/no/such/model: no such directory"),
+        ({"model": "{directory}", "device": "cuda:77"}, "device: "),
+        ({"model": "{directory}", "max_model_len": 1_000_000}, "max_model_len: 1000000 is more than"),
+        ({"model": "{directory}", "num_blocks": 1 << 45}, "KV pool of"),
+    ],
+)
+def test_what_cannot_start(settings, message, checkpoint, capfd) -> None:
+    model = settings["model"].format(directory=checkpoint("llama").directory)
+    config = ExecutorConfig.from_dict(
+        {"device": "cpu", "listen_address": "127.0.0.1:0", "metrics_address": "", **settings, "model": model}
+    )
+    assert run(config) == EXIT_CONFIG
+    errors = capfd.readouterr().err.strip().splitlines()
+    assert len(errors) == 1
+    assert errors[0].startswith("executor: ")
+    assert message in errors[0]
+
+
+def test_asked_to_end_while_loading(monkeypatch) -> None:
+    monkeypatch.setattr("executor.main.load_model", lambda config, say: os.kill(os.getpid(), signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(ExecutorConfig(model="m", listen_address="127.0.0.1:0", metrics_address="")) == EXIT_OK
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("which", ["listen_address", "metrics_address"])
+def test_a_port_in_use_is_found_before_loading(which, checkpoint, capfd) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        addresses = {"listen_address": "127.0.0.1:0", "metrics_address": "", which: address}
+        assert run(ExecutorConfig(model="/no/such/model", **addresses)) == EXIT_ADDRESS_IN_USE
+    output = capfd.readouterr()
+    assert f"cannot listen on {address}: Address already in use" in output.err
+    assert output.out == ""
+
+
+def test_socket_files(tmp_path) -> None:
+    path = str(tmp_path / "socket")
+    check_free(f"unix:{path}")
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(path)
+        taken.listen()
+        with pytest.raises(AddressInUse, match="another process does"):
+            check_free(f"unix:{path}")
+    check_free(f"unix:{path}")
+
+
+def test_addresses_that_are_not_ours() -> None:
+    with pytest.raises(AddressInUse, match=r"cannot listen on 192\.0\.2\.1:0"):
+        check_free("192.0.2.1:0")
