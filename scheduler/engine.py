@@ -34,6 +34,7 @@ from scheduler.core import (
     check_invariants,
     kv_usage,
 )
+from scheduler.step_trace import StepTrace, StepTraces
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +116,7 @@ class Engine:
         self._is_draining = False
         self._scheduler: Scheduler | None = None
         self._description: ModelDescription | None = None
+        self.traces = StepTraces()
         self._sinks: dict[int, Sink] = {}
         self._num_requests = 0
         self._state_callbacks: list[Callable[[ServerState], None]] = []
@@ -241,6 +243,7 @@ class Engine:
         return stream
 
     def _detach(self) -> None:
+        self.traces.lost()
         if self._scheduler is not None:
             self._tell(self._scheduler.executor_lost())
         self._update_state()
@@ -250,13 +253,17 @@ class Engine:
         while True:
             self._wake.clear()
             self._tell(core.expire(time.monotonic()))
-            while (result := stream.take()) is not None:
-                self._tell(core.commit(result))
+            while (arrival := stream.take()) is not None:
+                self._tell(core.commit(arrival.result))
+                self.traces.committed(arrival.received_ns, time.monotonic_ns(), arrival.timings)
                 self._waits_since_s = time.monotonic()
             while (plan := core.schedule()) is not None:
                 if core.num_in_flight == 1:
                     self._waits_since_s = time.monotonic()
+                trace = StepTrace(plan.epoch, plan.step_id, plan.num_sequences, plan.num_tokens, time.monotonic_ns())
+                self.traces.planned(trace)
                 await stream.send(plan)
+                trace.sent_ns = time.monotonic_ns()
             if not self._wake.is_set():
                 await self._sleep()
 

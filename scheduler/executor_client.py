@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -16,12 +18,16 @@ from scheduler.core import ExecutorLost, PlanRejected, StepPlan, StepResult
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from scheduler.step_trace import ExecutorTimings
+
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     # A peer that vanished without closing its connection is found out in seconds, not in TCP's minutes.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # gRPC waits this long, a minute by default, when data goes unanswered as well.
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     # Reconnecting is the engine's business; gRPC's own backoff must not get in its way.
@@ -55,6 +61,15 @@ class ExecutorClient:
         await self._channel.close()
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A result, when it came (time.monotonic_ns), and what the executor says it took."""
+
+    result: StepResult
+    received_ns: int
+    timings: ExecutorTimings
+
+
 class PlanStream:
     """Plans out, results in. Results queue up until they are taken; so does the error that ended the stream."""
 
@@ -63,7 +78,7 @@ class PlanStream:
     ) -> None:
         self._call = call
         self._on_arrival = on_arrival
-        self._results: deque[StepResult] = deque()
+        self._arrivals: deque[Arrival] = deque()
         self._error: ExecutorLost | None = None
         self._reader = asyncio.create_task(self._read(), name="plan stream reader")
 
@@ -75,10 +90,10 @@ class PlanStream:
             await self._reader
             raise self._error or ExecutorLost("the plan stream has ended") from error
 
-    def take(self) -> StepResult | None:
+    def take(self) -> Arrival | None:
         """The next result, in order; None: not yet. Raises ExecutorLost once the stream has ended and all are taken."""
-        if self._results:
-            return self._results.popleft()
+        if self._arrivals:
+            return self._arrivals.popleft()
         if self._error is not None:
             raise self._error
         return None
@@ -90,7 +105,8 @@ class PlanStream:
     async def _read(self) -> None:
         try:
             async for message in self._call:
-                self._results.append(wire.decode_result(message))
+                result, timings = wire.decode_result(message), wire.decode_timings(message)
+                self._arrivals.append(Arrival(result, time.monotonic_ns(), timings))
                 self._on_arrival()
             self._error = ExecutorLost("the executor ended the plan stream")
         except grpc.aio.AioRpcError as error:

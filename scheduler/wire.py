@@ -10,6 +10,7 @@ from sys import byteorder
 
 from quire.executor.v1 import executor_pb2 as pb
 from scheduler.core import Admission, FinishReason, Fork, ResultMismatch, SequenceParams, StepPlan, StepResult
+from scheduler.step_trace import ExecutorTimings
 
 _END_REASONS: dict[int, FinishReason | None] = {
     pb.END_REASON_UNSPECIFIED: None,
@@ -79,6 +80,17 @@ def decode_result(message: pb.StepResult) -> StepResult:
         raise ResultMismatch(f"{len(message.token_ids)} bytes of token ids in the result of step {message.step_id}")
     return StepResult(
         epoch=message.epoch, step_id=message.step_id, token_ids=unpack(message.token_ids), end_reasons=end_reasons
+    )
+
+
+def decode_timings(message: pb.StepResult) -> ExecutorTimings:
+    timings = message.timings
+    return ExecutorTimings(
+        queue_ns=timings.queue_ns,
+        prepare_ns=timings.prepare_ns,
+        forward_ns=timings.forward_ns,
+        sample_ns=timings.sample_ns,
+        idle_ns=timings.idle_ns,
     )
 
 

@@ -85,5 +85,7 @@ class Draft:
             block_copies=self.block_copies,
             row_counts=self.row_counts,
             forks=self.forks,
+            num_sequences=len(self.decodes) + len(self.prefills),
+            num_tokens=len(self.decodes) + sum(num_tokens for _, num_tokens in self.prefills),
         )
         return plan, Step(step_id, sampled, self.prefills, self.admitted, self.ending)

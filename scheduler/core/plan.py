@@ -33,7 +33,10 @@ class Fork:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One step of the executor, as a difference to the step before."""
+    """One step of the executor, as a difference to the step before.
+
+    The last two fields are not sent: the executor can tell.
+    """
 
     epoch: int
     step_id: int
@@ -43,6 +46,8 @@ class StepPlan:
     block_copies: list[int] = field(default_factory=list)  # (source block, destination block)
     row_counts: list[int] = field(default_factory=list)  # (slot, tokens a step)
     forks: list[Fork] = field(default_factory=list)
+    num_sequences: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

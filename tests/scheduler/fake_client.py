@@ -1,11 +1,14 @@
 """An executor client without gRPC: the fake executor answers on the event loop, and can be made to die."""
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
 from scheduler.core import ExecutorLost, StepPlan, StepResult
+from scheduler.executor_client import Arrival
+from scheduler.step_trace import ExecutorTimings
 from scheduler.wire import ExecutorDescription
 from tests.core.fake_executor import FakeExecutor
 
@@ -57,7 +60,7 @@ class FakeStream:
         description = client.description
         self._client = client
         self._on_arrival = on_arrival
-        self._results: deque[StepResult] = deque()
+        self._results: deque[Arrival] = deque()
         self._error: ExecutorLost | None = None
         self.num_plans = 0
         self.executor = FakeExecutor(
@@ -77,7 +80,7 @@ class FakeStream:
             result = self.executor.execute(plan)
             asyncio.get_running_loop().call_soon(self._arrive, result)
 
-    def take(self) -> StepResult | None:
+    def take(self) -> Arrival | None:
         if self._results:
             return self._results.popleft()
         if self._error:
@@ -93,5 +96,5 @@ class FakeStream:
 
     def _arrive(self, result: StepResult) -> None:
         if not self._error:
-            self._results.append(result)
+            self._results.append(Arrival(result, time.monotonic_ns(), ExecutorTimings()))
             self._on_arrival()

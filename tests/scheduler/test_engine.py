@@ -76,7 +76,7 @@ def submit(engine: Engine, prompt: list[int], max_tokens: int = 10, **fields: ob
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 

@@ -1,0 +1,67 @@
+"""When each step was planned, sent, computed and committed: the proof that the pipeline keeps the executor busy.
+
+    planned ─► sent ─► [ on the executor:  queue │ prepare │ forward │ sample ] ─► received ─► committed
+
+Times of the scheduler are readings of time.monotonic_ns(); the executor sends durations, because its clock is its own.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MAX_STEPS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorTimings:
+    """Nanoseconds. `idle_ns` is how long the device had nothing to do before it took this step."""
+
+    queue_ns: int = 0
+    prepare_ns: int = 0
+    forward_ns: int = 0
+    sample_ns: int = 0
+    idle_ns: int = 0
+
+    @property
+    def busy_ns(self) -> int:
+        return self.prepare_ns + self.forward_ns + self.sample_ns
+
+
+@dataclass(slots=True)
+class StepTrace:
+    """One step. Fields are 0 until the step gets there."""
+
+    epoch: int
+    step_id: int
+    num_sequences: int
+    num_tokens: int
+    planned_ns: int
+    sent_ns: int = 0
+    received_ns: int = 0
+    committed_ns: int = 0
+    timings: ExecutorTimings = ExecutorTimings()
+
+
+class StepTraces:
+    """The last steps, oldest first; a few microseconds and a few hundred bytes a step."""
+
+    def __init__(self, max_steps: int = MAX_STEPS) -> None:
+        self._committed: deque[StepTrace] = deque(maxlen=max_steps)
+        self._in_flight: deque[StepTrace] = deque()
+
+    def planned(self, trace: StepTrace) -> None:
+        self._in_flight.append(trace)
+
+    def committed(self, received_ns: int, committed_ns: int, timings: ExecutorTimings) -> None:
+        """The oldest step in flight is done."""
+        trace = self._in_flight.popleft()
+        trace.received_ns, trace.committed_ns, trace.timings = received_ns, committed_ns, timings
+        self._committed.append(trace)
+
+    def lost(self) -> None:
+        """What is in flight will never be done."""
+        self._in_flight.clear()
+
+    def __iter__(self) -> Iterator[StepTrace]:
+        """Steps that are done."""
+        return iter(self._committed)
