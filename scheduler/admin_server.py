@@ -73,9 +73,7 @@ class AdminServer(AdminServicer):
         return wire.GetBlockMapResponse(
             block_size=block_map.block_size,
             blocks=[
-                wire.BlockInfo(
-                    state=BLOCK_STATES[block.state], ref_count=block.ref_count, num_hits=block.num_hits
-                )
+                wire.BlockInfo(state=BLOCK_STATES[block.state], ref_count=block.ref_count, num_hits=block.num_hits)
                 for block in block_map.blocks
             ],
             sequences=[self._sequence_info(sequence) for sequence in block_map.sequences],

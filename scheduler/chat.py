@@ -119,10 +119,10 @@ class ChatRenderer:
             return {"error": self._obituary(await self._end_worker())}
 
     async def _living_worker(self) -> "_Worker":
-        if self._is_closed:
-            raise Unavailable("the server is shutting down")
-        if self._worker is None:
+        if self._worker is None and not self._is_closed:
             self._worker = await _Worker.start(self._settings)
+        if self._worker is None or self._is_closed:  # perhaps while it was starting
+            raise Unavailable("the server is shutting down")
         return self._worker
 
     async def _end_worker(self) -> int:

@@ -1,9 +1,9 @@
 """The process that renders chat templates. `scheduler.chat` runs it as a script; of ours, it imports nothing.
 
 A checkpoint's chat template is a program by a stranger. Jinja's sandbox keeps it from Python's objects, but not from
-using time and memory: `{{ 7 ** (9 ** 9) }}` never returns to the interpreter. So it runs in a process of its own, and the
-kernel ends that process when it uses too much: SIGPROF after `max_render_s` of processor time, whatever the code is
-doing, and a bound on its memory.
+using time and memory: `{{ 7 ** (9 ** 9) }}` never returns to the interpreter. So it runs in a process of its own, and
+the kernel ends that process when it uses too much: SIGPROF after `max_render_s` of processor time, whatever the code
+is doing, and a bound on its memory.
 
 Standard input and output carry messages: 4 bytes of length, big-endian, then JSON.
 
@@ -44,9 +44,7 @@ def to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own `tojson` escapes for HTML and sorts; templates are written for this one."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def raise_exception(message: str) -> NoReturn:

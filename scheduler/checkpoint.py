@@ -40,9 +40,7 @@ class Checkpoint:
         if directory.is_dir():
             return cls(directory)
         if directory.exists():
-            raise CheckpointError(
-                f"the model {model!r} is a file; give the directory that holds tokenizer.json"
-            )
+            raise CheckpointError(f"the model {model!r} is a file; give the directory that holds tokenizer.json")
         if HUB_ID.fullmatch(model):
             return cls(_fetch(model))
         raise CheckpointError(f"the model {model!r} is neither a directory nor a hub id (organisation/name)")
@@ -81,7 +79,5 @@ def _fetch(repository: str) -> Path:
         ) from error
     try:
         return Path(snapshot_download(repository, allow_patterns=list(FILES)))
-    except (
-        Exception
-    ) as error:  # the client's own errors, those of its HTTP library, OSError: one meaning for us
+    except Exception as error:  # the client's own errors, those of its HTTP library, OSError: one meaning for us
         raise CheckpointError(f"{repository!r} cannot be fetched from the hub: {error}") from error

@@ -55,9 +55,7 @@ class SchedulerConfig:
         """Raises ConfigError."""
         types = get_type_hints(type(self))
         for field in fields(self):
-            _check_type(
-                field.name, getattr(self, field.name), get_args(types[field.name]) or (types[field.name],)
-            )
+            _check_type(field.name, getattr(self, field.name), get_args(types[field.name]) or (types[field.name],))
         if not self.model:
             raise ConfigError("model must be given")
         if self.policy not in POLICIES:

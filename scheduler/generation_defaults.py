@@ -56,9 +56,7 @@ class _Values:
             return default
         # `not (least <= …)`: JSON as Python reads it has NaN.
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise CheckpointError(
-                f"{self._path}: {key} must be a number from {least} to {most}, not {value!r}"
-            )
+            raise CheckpointError(f"{self._path}: {key} must be a number from {least} to {most}, not {value!r}")
         return value
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:

@@ -84,9 +84,7 @@ def read_request(request: wire.GenerateRequest) -> IncomingRequest:
         stopping=_read_stopping(request.stopping),
         output=Output(
             logprobs=request.output.logprobs if request.output.HasField("logprobs") else None,
-            prompt_logprobs=request.output.prompt_logprobs
-            if request.output.HasField("prompt_logprobs")
-            else None,
+            prompt_logprobs=request.output.prompt_logprobs if request.output.HasField("prompt_logprobs") else None,
         ),
         priority=request.priority if request.HasField("priority") else None,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,

@@ -65,9 +65,7 @@ class Intake:
         self._client_request_ids: dict[int, str] = {}
 
     @asynccontextmanager
-    async def open(
-        self, incoming: IncomingRequest, deadline_s: float | None
-    ) -> AsyncIterator[ResponseStream]:
+    async def open(self, incoming: IncomingRequest, deadline_s: float | None) -> AsyncIterator[ResponseStream]:
         """A stream of an admitted request; leaving the block cancels what has not ended.
 
         `deadline_s` is a reading of time.monotonic(). Raises InvalidRequest, CapacityExceeded, QueueFull, Unavailable.
@@ -109,17 +107,13 @@ class Intake:
         self._client_request_ids[request.request_id] = _client_request_id(checked, request)
         return request, stream, request_metrics
 
-    async def _resolve(
-        self, incoming: IncomingRequest, deadline_s: float | None
-    ) -> tuple[CheckedRequest, Request]:
+    async def _resolve(self, incoming: IncomingRequest, deadline_s: float | None) -> tuple[CheckedRequest, Request]:
         checked = check(incoming, self._limits, self._bounds(), self._model.defaults, random.getrandbits(64))
         prompt_token_ids = await self._prompt_token_ids(checked)
         # Asked again: while the text was tokenised, a smaller pool may have come.
         bounds = self._bounds()
         request_id = self._engine.new_request_id()
-        return checked, complete(
-            checked, prompt_token_ids, bounds, request_id=request_id, deadline_s=deadline_s
-        )
+        return checked, complete(checked, prompt_token_ids, bounds, request_id=request_id, deadline_s=deadline_s)
 
     def _bounds(self) -> ModelBounds:
         if self._engine.state is ServerState.DRAINING:
@@ -137,14 +131,10 @@ class Intake:
             return checked.token_ids
         if checked.chat is not None and self._model.chat is not None:
             # The template writes the special tokens itself.
-            return await tokenizer.encode(
-                await self._model.chat.render(checked.chat), add_special_tokens=False
-            )
+            return await tokenizer.encode(await self._model.chat.render(checked.chat), add_special_tokens=False)
         return await tokenizer.encode(checked.text or "")
 
-    def _stream(
-        self, checked: CheckedRequest, request: Request, request_metrics: RequestMetrics
-    ) -> ResponseStream:
+    def _stream(self, checked: CheckedRequest, request: Request, request_metrics: RequestMetrics) -> ResponseStream:
         settings = StreamSettings(
             client_request_id=_client_request_id(checked, request),
             num_prompt_tokens=len(request.prompt_token_ids),

@@ -116,9 +116,7 @@ class _Signals:
         (self.second if self.first.is_set() else self.first).set()
 
 
-async def _until_done(
-    engine: Engine, running: asyncio.Task[None], signals: _Signals, drain_timeout_s: float
-) -> int:
+async def _until_done(engine: Engine, running: asyncio.Task[None], signals: _Signals, drain_timeout_s: float) -> int:
     """Returns the exit code."""
     first = asyncio.create_task(signals.first.wait())
     await asyncio.wait({running, first}, return_when=asyncio.FIRST_COMPLETED)
@@ -128,9 +126,7 @@ async def _until_done(
     log.info("draining: no new requests, running ones go on; a second signal stops at once")
     drained = asyncio.create_task(engine.drain())
     second = asyncio.create_task(signals.second.wait())
-    await asyncio.wait(
-        {running, drained, second}, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
-    )
+    await asyncio.wait({running, drained, second}, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if drained.done():
         return EXIT_DRAINED
     drained.cancel()

@@ -79,9 +79,7 @@ class SchedulerMetrics(Collector):
         yield from _pool_families(families, self.engine.kv_usage())
 
     def _request_families(self, families: "_Families") -> Iterator[Metric]:
-        yield families.counter(
-            "quire_prompt_tokens", "By where their KV came from", "source", self.num_prompt_tokens
-        )
+        yield families.counter("quire_prompt_tokens", "By where their KV came from", "source", self.num_prompt_tokens)
         yield families.counter(
             "quire_generation_tokens", "Tokens of completions; neither overrun nor recomputed ones", None,
             {"": self.num_generation_tokens},
@@ -90,9 +88,7 @@ class SchedulerMetrics(Collector):
             "quire_requests_finished", "By how their last sequence ended", "reason",
             {reason.value: self.num_finished[reason] for reason in FinishReason},
         )  # fmt: skip
-        yield families.counter(
-            "quire_requests_rejected", "Never queued, by status code", "reason", self.num_rejected
-        )
+        yield families.counter("quire_requests_rejected", "Never queued, by status code", "reason", self.num_rejected)
         for name, histogram in self.histograms.items():
             yield families.histogram(name, HISTOGRAMS[name][1], histogram)
 
@@ -149,9 +145,7 @@ class RequestMetrics:
         """A sequence of `num_tokens` has ended with a result."""
         if num_tokens > 1:
             duration_s = self._last_token_s[index] - self._first_token_s[index]
-            self._metrics.histograms["quire_time_per_output_token_seconds"].observe(
-                duration_s / (num_tokens - 1)
-            )
+            self._metrics.histograms["quire_time_per_output_token_seconds"].observe(duration_s / (num_tokens - 1))
         self._num_open -= 1
         if self._num_open == 0:
             self.ended(reason)
@@ -229,12 +223,8 @@ def _core_families(families: _Families, core: Scheduler) -> Iterator[Metric]:
     running = {sequence.request.request_id for sequence in core.running_sequences()}
     waiting = Counter({"new": 0, "preempted": 0, "executor_lost": 0})
     waiting.update(map(_reason_to_wait, core.waiting_sequences()))
-    yield families.gauge(
-        "quire_requests_running", "Requests with a sequence in the batch", None, {"": len(running)}
-    )
-    yield families.gauge(
-        "quire_queue_requests", "Waiting, by what they wait for it after", "reason", dict(waiting)
-    )
+    yield families.gauge("quire_requests_running", "Requests with a sequence in the batch", None, {"": len(running)})
+    yield families.gauge("quire_queue_requests", "Waiting, by what they wait for it after", "reason", dict(waiting))
     yield families.gauge(
         "quire_queue_prompt_tokens",
         "Prompt tokens of those that wait",

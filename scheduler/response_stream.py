@@ -75,9 +75,7 @@ class ResponseStream:
         self._settings = settings
         self._stop_sequence = stop_sequence
         self._metrics = metrics
-        self._completions = [
-            _Completion(index, settings, new_detokenizer()) for index in range(settings.num_sequences)
-        ]
+        self._completions = [_Completion(index, settings, new_detokenizer()) for index in range(settings.num_sequences)]
         self._num_cached_tokens: int | None = None
         self._has_sent_started = False
         self._num_unsent = settings.num_sequences  # Finished messages

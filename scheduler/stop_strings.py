@@ -40,9 +40,7 @@ class StopMatcher:
 
     def _match(self, text: str) -> str:
         window = self._held + text
-        matches = [
-            (end, -len(needle.text)) for needle in self._needles if (end := needle.advance(text)) is not None
-        ]
+        matches = [(end, -len(needle.text)) for needle in self._needles if (end := needle.advance(text)) is not None]
         if matches:
             self.has_matched = True
             end, minus_length = min(matches)

@@ -61,9 +61,7 @@ class Tokenizer:
         try:
             tokenizer = FastTokenizer.from_str(text)
         except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(
-                f"{checkpoint.directory / 'tokenizer.json'} is not a tokenizer: {error}"
-            ) from error
+            raise CheckpointError(f"{checkpoint.directory / 'tokenizer.json'} is not a tokenizer: {error}") from error
         return cls(tokenizer, _special_tokens(checkpoint))
 
     @property
@@ -100,9 +98,7 @@ class Tokenizer:
         # Of the library's ways to encode, the one that keeps no offsets and leaves the interpreter lock.
         try:
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        except (
-            Exception
-        ) as error:  # the library raises bare Exception, say for a word without an [UNK] to stand for it
+        except Exception as error:  # the library raises bare Exception, say for a word without an [UNK] to stand for it
             raise InvalidRequest({"prompt": f"cannot be tokenised: {error}"}) from error
         return list(encoding.ids)
 
@@ -112,9 +108,7 @@ class Tokenizer:
 
 
 def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
-    named = checkpoint.json_object("special_tokens_map.json") | checkpoint.json_object(
-        "tokenizer_config.json"
-    )
+    named = checkpoint.json_object("special_tokens_map.json") | checkpoint.json_object("tokenizer_config.json")
     tokens = {}
     for role in SPECIAL_TOKENS:
         token = named.get(role)

@@ -117,9 +117,7 @@ def check(
     checks.stop_strings("stopping.stop", stopping.stop, limits.max_num_stop, limits.max_stop_bytes)
     stop_token_ids: list[int] = []
     if checks.is_list("stopping.stop_token_ids", stopping.stop_token_ids, limits.max_num_stop_token_ids):
-        stop_token_ids = checks.token_ids(
-            "stopping.stop_token_ids", stopping.stop_token_ids, bounds.vocab_size
-        )
+        stop_token_ids = checks.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, bounds.vocab_size)
     ignore_eos = checks.flag("stopping.ignore_eos", stopping.ignore_eos)
     include_stop = checks.flag("stopping.include_stop", stopping.include_stop)
     priority = checks.integer("priority", incoming.priority, -(2**31), 2**31 - 1, 0)
@@ -172,9 +170,7 @@ def complete(
         prompt_token_ids=prompt_token_ids,
         params=SequenceParams(
             max_total_tokens=(
-                bounds.max_tokens_per_sequence
-                if checked.max_tokens is None
-                else num_prompt_tokens + checked.max_tokens
+                bounds.max_tokens_per_sequence if checked.max_tokens is None else num_prompt_tokens + checked.max_tokens
             ),
             min_total_tokens=num_prompt_tokens + checked.min_tokens if checked.min_tokens else 0,
             temperature=checked.temperature,
@@ -231,9 +227,7 @@ def _check_prompt(
     return checks.token_ids("token_ids.ids", incoming.token_ids, bounds.vocab_size)
 
 
-def _check_chat(
-    checks: "_Checks", messages: Sequence[MessageLike], limits: RequestLimits, bounds: ModelBounds
-) -> None:
+def _check_chat(checks: "_Checks", messages: Sequence[MessageLike], limits: RequestLimits, bounds: ModelBounds) -> None:
     if not bounds.has_chat_template:
         checks.add("chat", "this model has no chat template")
     if not 1 <= len(messages) <= limits.max_chat_messages:

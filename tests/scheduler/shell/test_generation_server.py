@@ -1,0 +1,414 @@
+"""The public service over real gRPC, with an engine whose tokens are written here."""
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+from tokenizers import Tokenizer as FastTokenizer
+
+from quire.v1 import generation_pb2 as wire
+from scheduler.core import CapacityExceeded, FinishReason, InvariantViolation, QueueFull
+from scheduler.engine import ServerState
+from scheduler.validation import RequestLimits
+
+from .conftest import Served, Servers, until
+from .fake_engine import FakeEngine
+
+Code = grpc.StatusCode
+
+
+def text_request(text: str = "hello", **fields: Any) -> wire.GenerateRequest:
+    return wire.GenerateRequest(text=text, **fields)
+
+
+async def collect(call: Any, received: list[wire.GenerateResponse] | None = None) -> list[wire.GenerateResponse]:
+    """All messages, in `received` if given: there they are after an error, too."""
+    received = [] if received is None else received
+    async for message in call:
+        received.append(message)
+    return received
+
+
+async def failure(served: Served, request: wire.GenerateRequest, **options: Any) -> grpc.aio.AioRpcError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(served.generation.Generate(request, **options))
+    return caught.value
+
+
+def details(error: grpc.aio.AioRpcError) -> Status:
+    trailers = dict(error.trailing_metadata() or ())
+    return Status.FromString(trailers["grpc-status-details-bin"])
+
+
+def violations(error: grpc.aio.AioRpcError) -> dict[str, str]:
+    bad_request = BadRequest()
+    assert details(error).details[0].Unpack(bad_request)
+    return {violation.field: violation.description for violation in bad_request.field_violations}
+
+
+async def test_a_completion(servers: Servers, byte_level: FastTokenizer) -> None:
+    served = await servers.start()
+    call = served.generation.Generate(
+        text_request(
+            "hello fox",
+            request_id="mine",
+            sampling=wire.SamplingParams(temperature=0.5, seed=11, top_k=7, top_p=0.5, min_p=0.25),
+            stopping=wire.StoppingParams(max_tokens=20, min_tokens=2, stop_token_ids=[5, 6]),
+            priority=-3,
+            cache_salt="salt",
+        )
+    )
+    submitted = await served.engine.next_request()
+    prompt = byte_level.encode("hello fox").ids
+    request, params = submitted.request, submitted.request.params
+    assert list(request.prompt_token_ids) == prompt
+    assert (request.priority, request.cache_salt, request.deadline_s, request.seeds) == (
+        -3,
+        b"salt",
+        None,
+        (11,),
+    )
+    assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.5, 7, 0.5, 0.25)
+    assert (params.max_total_tokens, params.min_total_tokens) == (len(prompt) + 20, len(prompt) + 2)
+    assert params.stop_token_ids == (5, 6)
+    assert params.eos_token_ids == (byte_level.token_to_id("</s>"),)
+    submitted.start(num_cached_tokens=1)
+    output = byte_level.encode(" 🦊 runs", add_special_tokens=False).ids
+    submitted.emit(output)
+    submitted.finish(FinishReason.EOS, num_preemptions=1)
+    messages = await collect(call)
+    assert messages[0].started == wire.Started(request_id="mine", prompt_tokens=len(prompt), cached_tokens=1)
+    deltas = [message.delta for message in messages[1:-1]]
+    assert "".join(delta.text for delta in deltas) == " 🦊 runs"
+    assert [token_id for delta in deltas for token_id in delta.token_ids] == output
+    assert messages[-1].finished.reason == wire.FINISH_REASON_EOS
+    assert messages[-1].finished.usage.completion_tokens == len(output)
+    assert messages[-1].finished.usage.num_preemptions == 1
+    assert await call.code() is Code.OK
+
+
+async def test_token_ids_and_chat(servers: Servers, byte_level: FastTokenizer) -> None:
+    served = await servers.start()
+    by_ids = asyncio.create_task(
+        collect(served.generation.Generate(wire.GenerateRequest(token_ids=wire.TokenIds(ids=[7, 8]))))
+    )
+    submitted = await served.engine.next_request()
+    assert list(submitted.request.prompt_token_ids) == [7, 8]
+    submitted.start().finish()
+    assert (await by_ids)[0].started.request_id != ""
+    chat = wire.ChatPrompt(messages=[wire.ChatMessage(role="user", content="hello")])
+    by_chat = asyncio.create_task(collect(served.generation.Generate(wire.GenerateRequest(chat=chat))))
+    submitted = await served.engine.next_request()
+    rendered = "<s><|user|>hello<|assistant|>"
+    assert list(submitted.request.prompt_token_ids) == byte_level.encode(rendered, add_special_tokens=False).ids
+    submitted.start().finish()
+    await by_chat
+
+
+async def test_several_samples(servers: Servers) -> None:
+    served = await servers.start()
+    call = served.generation.Generate(text_request(sampling=wire.SamplingParams(n=3, seed=5)))
+    submitted = await served.engine.next_request()
+    assert len(set(submitted.request.seeds)) == 3
+    submitted.start()
+    for index in (1, 0, 2):
+        submitted.emit([60 + index], index)
+        submitted.finish(index=index)
+    messages = await collect(call)
+    assert sorted(m.finished.index for m in messages if m.HasField("finished")) == [0, 1, 2]
+    assert {(m.delta.index, *m.delta.token_ids) for m in messages if m.HasField("delta")} == {
+        (0, 60),
+        (1, 61),
+        (2, 62),
+    }
+
+
+# --- errors -----------------------------------------------------------------------------------------------------------
+
+
+async def test_all_violations_reach_the_client(servers: Servers) -> None:
+    served = await servers.start()
+    request = wire.GenerateRequest(
+        token_ids=wire.TokenIds(ids=[1, 2**32 - 1]),
+        sampling=wire.SamplingParams(temperature=float("nan"), n=1000, beam_width=2, logit_bias={1: 0.5}),
+        stopping=wire.StoppingParams(stop=["", "x" * 1000], stop_token_ids=[400], min_tokens=3, max_tokens=2),
+        output=wire.OutputParams(logprobs=0),
+        request_id="a\nb",
+        cache_salt="x" * 2**20,
+    )
+    error = await failure(served, request)
+    assert error.code() is Code.INVALID_ARGUMENT
+    assert set(violations(error)) == {
+        "token_ids.ids[1]",
+        "sampling.temperature",
+        "sampling.n",
+        "sampling.beam_width",
+        "sampling.logit_bias",
+        "stopping.stop[0]",
+        "stopping.stop[1]",
+        "stopping.stop_token_ids[0]",
+        "stopping.min_tokens",
+        "output.logprobs",
+        "request_id",
+        "cache_salt",
+    }
+    assert served.engine.submitted == {}
+
+
+async def test_no_prompt(servers: Servers) -> None:
+    assert list(violations(await failure(await servers.start(), wire.GenerateRequest()))) == ["prompt"]
+
+
+async def test_can_never_fit(servers: Servers) -> None:
+    engine = FakeEngine()
+    engine.limit(10)
+    served = await servers.start(engine)
+    for request in (
+        text_request("hello fox " * 1000),
+        wire.GenerateRequest(token_ids=wire.TokenIds(ids=[1] * 10)),
+        text_request("a", stopping=wire.StoppingParams(max_tokens=10)),
+    ):
+        assert (await failure(served, request)).code() is Code.OUT_OF_RANGE
+
+
+@pytest.mark.parametrize(
+    ("refusal", "code"),
+    [
+        (CapacityExceeded("too big"), Code.OUT_OF_RANGE),
+        (QueueFull("full", retry_after_s=1.5), Code.RESOURCE_EXHAUSTED),
+        (InvariantViolation("secret"), Code.INTERNAL),
+        (ZeroDivisionError("secret"), Code.INTERNAL),
+    ],
+)
+async def test_refusals_of_the_engine(servers: Servers, refusal: Exception, code: Code) -> None:
+    served = await servers.start()
+    served.engine.refusal = refusal
+    error = await failure(served, text_request())
+    assert error.code() is code
+    assert "secret" not in (error.details() or "")
+    if code is Code.RESOURCE_EXHAUSTED:
+        retry = RetryInfo()
+        assert details(error).details[0].Unpack(retry)
+        assert retry.retry_delay.ToTimedelta().total_seconds() == 1.5
+    # One client's error is nobody else's.
+    served.engine.refusal = None
+    call = served.generation.Generate(text_request())
+    (await served.engine.next_request()).start().finish()
+    assert (await collect(call))[-1].HasField("finished")
+
+
+async def test_unavailable_while_draining_or_without_a_model(servers: Servers) -> None:
+    served = await servers.start()
+    served.engine.become(ServerState.DRAINING)
+    assert (await failure(served, text_request())).code() is Code.UNAVAILABLE
+    served = await servers.start(FakeEngine(model=None))
+    assert (await failure(served, text_request())).code() is Code.UNAVAILABLE
+
+
+async def test_requests_wait_while_the_executor_is_away(servers: Servers) -> None:
+    served = await servers.start()
+    served.engine.become(ServerState.WAITING_FOR_EXECUTOR)
+    call = served.generation.Generate(text_request())
+    (await served.engine.next_request()).start().finish()
+    assert (await collect(call))[-1].HasField("finished")
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (FinishReason.CANCELLED, Code.CANCELLED),
+        (FinishReason.DEADLINE, Code.DEADLINE_EXCEEDED),
+        (FinishReason.ERROR, Code.INTERNAL),
+    ],
+)
+async def test_failures_on_the_way(servers: Servers, reason: FinishReason, code: Code) -> None:
+    served = await servers.start()
+    call = served.generation.Generate(text_request())
+    submitted = (await served.engine.next_request()).start()
+    submitted.emit([60])
+    submitted.finish(reason)
+    received: list[wire.GenerateResponse] = []
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(call, received)
+    assert caught.value.code() is code
+    assert [list(m.delta.token_ids) for m in received if m.HasField("delta")] == [[60]]
+
+
+async def test_pathological_messages(servers: Servers) -> None:
+    served = await servers.start()
+    for request in (
+        text_request("x" * 10_000_000),
+        wire.GenerateRequest(chat=wire.ChatPrompt(messages=[wire.ChatMessage()] * 200_000)),
+        wire.GenerateRequest(chat=wire.ChatPrompt(messages=[wire.ChatMessage(role="user", content="x" * 3_000_000)])),
+        text_request(stopping=wire.StoppingParams(stop_token_ids=[1] * 1_000_000)),
+        text_request(sampling=wire.SamplingParams(allowed_token_ids=[1] * 1_000_000)),
+    ):
+        assert (await failure(served, request)).code() is Code.INVALID_ARGUMENT
+    many = wire.GenerateRequest(token_ids=wire.TokenIds(ids=[1] * 1_000_000))
+    assert (await failure(served, many)).code() is Code.OUT_OF_RANGE
+    too_many = text_request("x" * (17 * 2**20))
+    assert (await failure(served, too_many)).code() is Code.RESOURCE_EXHAUSTED  # gRPC's own bound
+
+
+async def test_a_text_bound_of_the_door_holds_before_tokenising(servers: Servers) -> None:
+    served = await servers.start(limits=RequestLimits(max_prompt_bytes=10))
+    assert list(violations(await failure(served, text_request("x" * 11)))) == ["text"]
+
+
+async def test_the_longest_error_still_reaches_the_client(servers: Servers) -> None:
+    served = await servers.start()
+    stop = ["狐" * 200] * 16
+    error = await failure(served, text_request("x", stopping=wire.StoppingParams(stop=stop), cache_salt="狐" * 1000))
+    assert error.code() is Code.INVALID_ARGUMENT
+    assert len(violations(error)) == 17
+
+
+# --- clients come and go ----------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_goes_away_is_cancelled(servers: Servers) -> None:
+    served = await servers.start()
+    for state in ("queued", "started", "streaming"):
+        call = served.generation.Generate(text_request())
+        submitted = await served.engine.next_request()
+        if state != "queued":
+            submitted.start()
+            await call.read()
+        if state == "streaming":
+            submitted.emit([60, 61])
+            await call.read()
+        call.cancel()
+        await served.idle()
+        assert submitted.was_cancelled, state
+
+
+async def test_a_closed_connection_cancels_all_its_requests(servers: Servers) -> None:
+    served = await servers.start()
+    calls = []
+    for _ in range(5):
+        calls.append(served.generation.Generate(text_request()))
+        (await served.engine.next_request()).start()
+    await served.channel.close()
+    await served.idle()
+    assert all(submitted.was_cancelled for submitted in served.engine.submitted.values())
+
+
+async def test_disconnects_in_a_storm(servers: Servers) -> None:
+    """Cancelled after any number of turns of the loop, in any state: nothing is left behind."""
+    served = await servers.start()
+    for i in range(60):
+        call = served.generation.Generate(text_request("hello fox " * (1 + 300 * (i % 2))))
+        for _ in range(i % 12):
+            await asyncio.sleep(0.0005)
+        call.cancel()
+    await asyncio.sleep(0.05)
+    await served.idle()
+    assert not any(submitted.is_open for submitted in served.engine.submitted.values())
+    assert served.intake._client_request_ids == {}
+
+
+async def test_a_deadline_is_the_engines_too(servers: Servers) -> None:
+    served = await servers.start()
+    call = served.generation.Generate(text_request(), timeout=30.0)
+    submitted = await served.engine.next_request()
+    assert submitted.request.deadline_s is not None
+    assert abs(submitted.request.deadline_s - time.monotonic() - 30.0) < 30.0  # on that clock, and ahead
+    call.cancel()
+
+
+async def test_an_expired_deadline(servers: Servers) -> None:
+    served = await servers.start()
+    error = await failure(served, text_request(), timeout=0.05)
+    assert error.code() is Code.DEADLINE_EXCEEDED
+    await served.idle()
+    assert not any(submitted.is_open for submitted in served.engine.submitted.values())
+
+
+async def test_two_clients_with_the_same_id(servers: Servers) -> None:
+    served = await servers.start()
+    calls, submitted = [], []
+    for _ in range(2):
+        calls.append(served.generation.Generate(text_request(request_id="same")))
+        submitted.append(await served.engine.next_request())
+    assert submitted[0].request.request_id != submitted[1].request.request_id
+    calls[0].cancel()
+    await until(lambda: submitted[0].was_cancelled)
+    submitted[1].start().emit([60])
+    submitted[1].finish()
+    messages = await collect(calls[1])
+    assert messages[0].started.request_id == "same"
+    assert messages[-1].HasField("finished")
+    assert not submitted[1].was_cancelled
+
+
+async def test_a_stop_string_ends_the_sequence_in_the_engine(servers: Servers, byte_level: FastTokenizer) -> None:
+    served = await servers.start()
+    call = served.generation.Generate(text_request(stopping=wire.StoppingParams(stop=["fox"])))
+    submitted = (await served.engine.next_request()).start()
+    submitted.emit(byte_level.encode("the fox runs on and on", add_special_tokens=False).ids)
+    messages = await collect(call)
+    assert submitted.stopped == [0]
+    assert "".join(m.delta.text for m in messages if m.HasField("delta")) == "the "
+    assert messages[-1].finished.reason == wire.FINISH_REASON_STOP
+
+
+# --- slow readers -----------------------------------------------------------------------------------------------------
+
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
+
+
+async def test_a_slow_reader_gets_fewer_messages_and_all_tokens(servers: Servers) -> None:
+    served = await servers.start(channel_options=SMALL_WINDOW)
+    call = served.generation.Generate(text_request())
+    submitted = (await served.engine.next_request()).start()
+    token_ids = list(range(60, 110)) * 400
+    for start in range(0, len(token_ids), 50):  # the reader takes nothing; the loop turns
+        submitted.emit(token_ids[start : start + 50])
+        await asyncio.sleep(0)
+    submitted.finish()
+    messages = await collect(call)
+    assert [i for m in messages if m.HasField("delta") for i in m.delta.token_ids] == token_ids
+    assert len(messages) < len(token_ids) / 10
+
+
+async def test_a_reader_that_takes_nothing_loses_its_stream(servers: Servers) -> None:
+    served = await servers.start(channel_options=SMALL_WINDOW, stalled_reader_timeout_s=0.2)
+    call = served.generation.Generate(text_request())
+    submitted = (await served.engine.next_request()).start()
+    while submitted.is_open:
+        submitted.emit(list(range(60, 110)) * 20)
+        await asyncio.sleep(0.001)
+    assert submitted.was_cancelled
+    await served.idle()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(call)
+    assert caught.value.code() is Code.RESOURCE_EXHAUSTED
+
+
+async def test_a_stream_that_waits_for_tokens_is_not_stalled(servers: Servers) -> None:
+    served = await servers.start(stalled_reader_timeout_s=0.05)
+    call = served.generation.Generate(text_request())
+    submitted = (await served.engine.next_request()).start()
+    await asyncio.sleep(0.2)
+    submitted.emit([60])
+    submitted.finish()
+    assert (await collect(call))[-1].HasField("finished")
+
+
+async def test_open_streams_are_bounded(servers: Servers) -> None:
+    served = await servers.start(max_streams=2)
+    calls = [served.generation.Generate(text_request()) for _ in range(2)]
+    for _ in calls:
+        await served.engine.next_request()
+    error = await failure(served, text_request())
+    assert error.code() is Code.RESOURCE_EXHAUSTED
+    calls[0].cancel()
+    await until(lambda: served.intake._num_streams == 1)
+    call = served.generation.Generate(text_request())
+    (await served.engine.next_request()).start().finish()
+    assert (await collect(call))[-1].HasField("finished")

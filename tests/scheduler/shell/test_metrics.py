@@ -1,0 +1,139 @@
+"""Numbers that tell the truth: each thing counted once, where and when it happens."""
+
+import asyncio
+from typing import TYPE_CHECKING, cast
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from quire.v1 import generation_pb2 as wire
+from scheduler.core import FinishReason
+from scheduler.metrics import Histogram, SchedulerMetrics
+
+from .conftest import Servers
+from .fake_engine import FakeEngine
+
+if TYPE_CHECKING:
+    from scheduler.engine import Engine
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def samples(metrics: SchedulerMetrics) -> dict[str, float]:
+    """Sample name, with its labels but model_name → value."""
+    found = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            labels = [value for name, value in sorted(sample.labels.items()) if name != "model_name"]
+            found["/".join([sample.name, *labels])] = sample.value
+    return found
+
+
+async def watching(clock: Clock) -> SchedulerMetrics:
+    metrics = SchedulerMetrics(clock)
+    metrics.engine = cast("Engine", FakeEngine())
+    return metrics
+
+
+async def test_the_life_of_a_request() -> None:
+    clock = Clock()
+    metrics = await watching(clock)
+    request = metrics.request(num_sequences=2, arrival_s=clock.now_s)
+    clock.now_s += 1
+    request.started(num_prompt_tokens=10, num_cached_tokens=4)
+    clock.now_s += 2
+    request.tokens(0, 1)
+    request.tokens(1, 1)
+    clock.now_s += 4
+    request.tokens(0, 1)
+    request.finished(0, FinishReason.EOS, 2)
+    clock.now_s += 8
+    request.tokens(1, 2)
+    request.finished(1, FinishReason.LENGTH, 3)
+    request.ended(FinishReason.CANCELLED)  # the door closes behind it
+    found = samples(metrics)
+    assert found["quire_prompt_tokens_total/cached"] == 4
+    assert found["quire_prompt_tokens_total/computed"] == 6
+    assert found["quire_generation_tokens_total"] == 5
+    assert found["quire_requests_finished_total/length"] == 1
+    assert found["quire_requests_finished_total/eos"] == found["quire_requests_finished_total/cancelled"] == 0
+    sums = {
+        "quire_request_queue_time_seconds": 1,
+        "quire_request_prefill_time_seconds": 2,
+        "quire_time_to_first_token_seconds": 3,
+        "quire_request_decode_time_seconds": 12,
+        "quire_e2e_request_latency_seconds": 15,
+        "quire_inter_token_latency_seconds": 4 + 12,
+        "quire_time_per_output_token_seconds": 4 + 6,
+        "quire_request_prompt_tokens": 10,
+        "quire_request_generation_tokens": 5,
+    }
+    assert {name: found[f"{name}_sum"] for name in sums} == sums
+    assert found["quire_inter_token_latency_seconds_count"] == 3
+    assert found["quire_time_to_first_token_seconds_count"] == 1
+
+
+async def test_a_request_that_never_got_a_token() -> None:
+    clock = Clock()
+    metrics = await watching(clock)
+    metrics.request(1, clock.now_s).ended(FinishReason.CANCELLED)
+    found = samples(metrics)
+    assert found["quire_requests_finished_total/cancelled"] == 1
+    assert found["quire_time_to_first_token_seconds_count"] == 0
+    assert found["quire_request_decode_time_seconds_count"] == 0
+
+
+def test_buckets() -> None:
+    histogram = Histogram((1, 2))
+    for value in (0.5, 1, 1.5, 2, 2.5):
+        histogram.observe(value)
+    histogram.observe(0.25, times=4)
+    assert histogram.cumulative() == [("1.0", 6.0), ("2.0", 8.0), ("+Inf", 9.0)]
+    assert histogram.sum == 8.5
+
+
+async def test_before_there_is_a_model() -> None:
+    metrics = SchedulerMetrics()
+    assert [name.split("/")[0] for name in samples(metrics)] == ["quire_build_info"]
+    metrics.engine = cast("Engine", FakeEngine(model=None))
+    assert [name.split("/")[0] for name in samples(metrics)] == ["quire_build_info"]
+
+
+async def test_pool_and_core() -> None:
+    found = samples(await watching(Clock()))
+    assert {state: found[f"quire_kv_blocks/{state}"] for state in ("free", "cached", "active")} == {
+        "free": 1,
+        "cached": 1,
+        "active": 1,
+    }
+    assert found["quire_kv_slots/wasted"] == 4
+    assert found["quire_kv_waste_ratio"] == 0.25
+    assert found["quire_queue_requests/new"] == found["quire_requests_running"] == 0
+    assert found["quire_preemptions_total/recompute"] == 0
+
+
+async def test_through_the_server(servers: Servers) -> None:
+    served = await servers.start()
+    done = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    submitted = (await served.engine.next_request()).start(num_cached_tokens=1)
+    submitted.emit([60, 61])
+    submitted.finish(FinishReason.EOS)
+    assert [message async for message in done]
+    gone = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    await served.engine.next_request()
+    gone.cancel()
+    refused = served.generation.Generate(wire.GenerateRequest())
+    await refused.code()
+    await served.idle()
+    await asyncio.sleep(0)
+    found = samples(servers.metrics)
+    assert found["quire_requests_finished_total/eos"] == 1
+    assert found["quire_requests_finished_total/cancelled"] == 1
+    assert found["quire_requests_rejected_total/invalid_argument"] == 1
+    assert found["quire_generation_tokens_total"] == 2
+    assert found["quire_prompt_tokens_total/cached"] == 1

@@ -1,0 +1,312 @@
+"""Every field, with every value that worked as an attack on somebody: a violation by name, or a clear refusal."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.core import CapacityExceeded, InvalidRequest, Request
+from scheduler.generation_defaults import GenerationDefaults
+from scheduler.incoming import ChatMessage, IncomingRequest, Output, Sampling, Stopping
+from scheduler.validation import ModelBounds, RequestLimits, check, complete, sample_seed
+
+V = 1000
+LIMITS = RequestLimits()
+BOUNDS = ModelBounds(vocab_size=V, max_num_seqs=8, max_tokens_per_sequence=64, has_chat_template=True)
+DEFAULTS = GenerationDefaults(eos_token_ids=(2,))
+NAN, INF = float("nan"), float("inf")
+BAD_IDS = [-1, V, V + 1, 2**32 - 1, 2**64, True, 1.0, "1", None]
+
+
+def request(
+    sampling: dict[str, Any] | None = None,
+    stopping: dict[str, Any] | None = None,
+    output: dict[str, Any] | None = None,
+    **fields: Any,
+) -> IncomingRequest:
+    if not fields.keys() & {"text", "token_ids", "chat"}:
+        fields["token_ids"] = [1, 2, 3]
+    return IncomingRequest(
+        sampling=Sampling(**sampling or {}),
+        stopping=Stopping(**stopping or {}),
+        output=Output(**output or {}),
+        **fields,
+    )
+
+
+def violations(
+    incoming: IncomingRequest, bounds: ModelBounds = BOUNDS, limits: RequestLimits = LIMITS
+) -> dict[str, str]:
+    with pytest.raises(InvalidRequest) as caught:
+        check(incoming, limits, bounds, DEFAULTS, drawn_seed=7)
+    assert all(problem for problem in caught.value.violations.values())
+    return caught.value.violations
+
+
+def admit(incoming: IncomingRequest, defaults: GenerationDefaults = DEFAULTS, num_prompt: int | None = None) -> Request:
+    checked = check(incoming, LIMITS, BOUNDS, defaults, drawn_seed=7)
+    prompt = checked.token_ids if num_prompt is None else [5] * num_prompt
+    assert prompt is not None
+    return complete(checked, prompt, BOUNDS, request_id=1, deadline_s=None)
+
+
+NOT_NUMBERS = [NAN, INF, -INF, True, "1", 10**400, -(10**400), [1.0]]
+NOT_WHOLE = [-1, 2**64, 10**5000, 1.0, NAN, True, "1", [1]]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", [-0.1, -1e-45, 100.5, *NOT_NUMBERS]),
+        ("top_p", [0, 0.0, -0.5, 1.0000001, 2, *NOT_NUMBERS]),
+        ("min_p", [-0.001, 1.5, *NOT_NUMBERS]),
+        ("top_k", [2**32, *NOT_WHOLE]),
+        ("seed", NOT_WHOLE),
+        ("n", [0, 9, 2**32 - 1, *NOT_WHOLE]),
+        ("repetition_penalty", [0.0, 1.1, NAN, -1.0]),
+        ("frequency_penalty", [0.1, NAN, -2.0]),
+        ("presence_penalty", [0.1, INF]),
+        ("beam_width", [1, 4, 2**32 - 1, -1]),
+        ("logit_bias", [{1: 1.0}, {V: NAN}]),
+        ("allowed_token_ids", [[1], [2**32 - 1]]),
+    ],
+)
+def test_sampling(field: str, values: list[Any]) -> None:
+    for value in values:
+        assert list(violations(request(sampling={field: value}))) == [f"sampling.{field}"], value
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "path"),
+    [
+        ("max_tokens", [0, 2**32, *NOT_WHOLE], "stopping.max_tokens"),
+        ("min_tokens", [2**32, *NOT_WHOLE], "stopping.min_tokens"),
+        ("stop", [["a"] * 17, "stop", b"stop", 5], "stopping.stop"),
+        (
+            "stop",
+            [["a", ""], ["a", "x" * 257], ["a", "é" * 129], ["a", "\ud800"], ["a", 5], ["a", ["b"]]],
+            "stopping.stop[1]",
+        ),
+        ("stop_token_ids", [[1] * 65, "12", 5], "stopping.stop_token_ids"),
+        ("stop_token_ids", [[4, 5, bad] for bad in BAD_IDS], "stopping.stop_token_ids[2]"),
+        ("ignore_eos", [1, "yes", 0.0], "stopping.ignore_eos"),
+        ("include_stop", [1, "no"], "stopping.include_stop"),
+    ],
+)
+def test_stopping(field: str, values: list[Any], path: str) -> None:
+    for value in values:
+        assert list(violations(request(stopping={field: value}))) == [path], value
+
+
+@pytest.mark.parametrize(
+    ("fields", "path"),
+    [
+        ({"request_id": "x" * 257}, "request_id"),
+        ({"request_id": "é" * 129}, "request_id"),
+        ({"request_id": "a\nb"}, "request_id"),
+        ({"request_id": "a\x00"}, "request_id"),
+        ({"request_id": "\udfff"}, "request_id"),
+        ({"request_id": 5}, "request_id"),
+        ({"cache_salt": "x" * 2**20}, "cache_salt"),
+        ({"cache_salt": "\ud800"}, "cache_salt"),
+        ({"priority": 2**31}, "priority"),
+        ({"priority": -(2**31) - 1}, "priority"),
+        ({"priority": 0.5}, "priority"),
+        ({"text": "x" * (2 * 2**20 + 1)}, "text"),
+        ({"text": "é" * (2**20 + 1)}, "text"),
+        ({"text": "a\ud800"}, "text"),
+        ({"text": 5}, "text"),
+        ({"token_ids": []}, "token_ids.ids"),
+        ({"token_ids": "abc"}, "token_ids.ids"),
+        ({"token_ids": 5}, "token_ids.ids"),
+        ({"chat": []}, "chat.messages"),
+        ({"chat": "hello"}, "chat.messages"),
+        ({"chat": [ChatMessage("user", "a")] * 1025}, "chat.messages"),
+        ({"chat": [ChatMessage("", "a")]}, "chat.messages[0].role"),
+        ({"chat": [ChatMessage("user", "a"), ChatMessage("user", "\ud800")]}, "chat.messages[1].content"),
+        ({"chat": [ChatMessage("user", "x" * 2**20)] * 3}, "chat.messages[1].content"),
+        ({"text": None, "token_ids": None}, "prompt"),
+        ({"text": "a", "token_ids": [1]}, "prompt"),
+    ],
+)
+def test_other_fields(fields: dict[str, Any], path: str) -> None:
+    assert list(violations(request(**fields))) == [path]
+
+
+@pytest.mark.parametrize("bad", BAD_IDS)
+def test_prompt_token_ids(bad: Any) -> None:
+    found = violations(request(token_ids=[1, bad, 2, bad]))
+    assert list(found) == ["token_ids.ids[1]"]
+
+
+@pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
+@pytest.mark.parametrize("value", [0, 1, 2**32 - 1, -1])
+def test_output(field: str, value: int) -> None:
+    assert list(violations(request(output={field: value}))) == [f"output.{field}"]
+
+
+def test_chat_without_a_template() -> None:
+    bounds = replace(BOUNDS, has_chat_template=False)
+    assert list(violations(request(chat=[ChatMessage("user", "hi")]), bounds)) == ["chat"]
+
+
+def test_all_violations_at_once() -> None:
+    found = violations(
+        request(
+            sampling={"temperature": NAN, "n": 0, "beam_width": 3},
+            stopping={"stop": [""], "min_tokens": 5, "max_tokens": 4},
+            request_id="\n",
+            token_ids=[-1],
+        )
+    )
+    assert set(found) == {
+        "sampling.temperature",
+        "sampling.n",
+        "sampling.beam_width",
+        "stopping.stop[0]",
+        "stopping.min_tokens",
+        "request_id",
+        "token_ids.ids[0]",
+    }
+
+
+def test_messages_do_not_grow_with_the_value() -> None:
+    found = violations(request(token_ids=["x" * 10_000], sampling={"seed": 10**5000}))
+    assert all(len(problem) < 200 for problem in found.values())
+
+
+# --- what fits, and what does not ---
+
+
+@pytest.mark.parametrize(
+    ("num_prompt", "stopping"),
+    [
+        (64, {}),
+        (1000, {}),
+        (60, {"max_tokens": 5}),
+        (3, {"max_tokens": 2**32 - 1}),
+        (60, {"min_tokens": 5}),  # max_tokens is absent: what is left is less
+        (3, {"min_tokens": 2**32 - 1}),
+    ],
+)
+def test_what_can_never_fit(num_prompt: int, stopping: dict[str, Any]) -> None:
+    with pytest.raises(CapacityExceeded):
+        admit(request(token_ids=[1] * num_prompt, stopping=stopping))
+    with pytest.raises(CapacityExceeded):
+        admit(request(text="…", stopping=stopping), num_prompt=num_prompt)
+
+
+def test_what_just_fits() -> None:
+    assert admit(request(token_ids=[1] * 63)).params.max_total_tokens == 64
+    assert admit(request(token_ids=[1] * 60, stopping={"max_tokens": 4})).params.max_total_tokens == 64
+    params = admit(request(token_ids=[1] * 60, stopping={"min_tokens": 4})).params
+    assert (params.min_total_tokens, params.max_total_tokens) == (64, 64)
+
+
+def test_a_prompt_without_tokens_or_with_one_the_model_lacks() -> None:
+    checked = check(request(text="x"), LIMITS, BOUNDS, DEFAULTS, 7)
+    for prompt in ([], [1, V]):
+        with pytest.raises(InvalidRequest) as caught:
+            complete(checked, prompt, BOUNDS, request_id=1, deadline_s=None)
+        assert list(caught.value.violations) == ["prompt"]
+
+
+# --- what comes out ---
+
+
+def test_defaults_of_an_empty_request() -> None:
+    admitted = admit(request())
+    params = admitted.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
+    assert (params.min_total_tokens, params.max_total_tokens) == (0, 64)
+    assert (params.eos_token_ids, params.stop_token_ids) == ((2,), ())
+    assert (admitted.seeds, params.seed, admitted.priority, admitted.cache_salt) == ((7,), 7, 0, b"")
+
+
+def test_defaults_of_the_checkpoint_give_way_to_the_request() -> None:
+    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=50, min_p=0.1)
+    params = admit(request(sampling={"top_p": 0.5}), defaults).params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.5, 50, 0.1)
+    params = admit(request(sampling={"temperature": 0, "top_k": 0, "min_p": 0.0, "top_p": 1}), defaults).params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
+
+
+def test_values_at_the_edges() -> None:
+    params = admit(
+        request(sampling={"temperature": 1e-9, "top_k": 2**32 - 1, "min_p": 1.0, "seed": 2**64 - 1, "n": 8})
+    ).params
+    assert (params.temperature, params.top_k, params.seed) == (0.0, 0, 2**64 - 1)
+    assert admit(request(sampling={"top_k": V - 1})).params.top_k == V - 1
+    neutral = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "beam_width": 0}
+    admit(request(sampling=neutral, token_ids=[0, V - 1]))
+
+
+def test_eos_ids() -> None:
+    defaults = GenerationDefaults(eos_token_ids=(2, V, 3))
+    assert admit(request(), defaults).params.eos_token_ids == (2, 3)  # an executor would refuse V
+    assert admit(request(stopping={"ignore_eos": True}), defaults).params.eos_token_ids == ()
+
+
+def test_stops() -> None:
+    checked = check(
+        request(stopping={"stop": ["b", "a", "b"], "stop_token_ids": [4, 4, 3]}), LIMITS, BOUNDS, DEFAULTS, 7
+    )
+    assert checked.stop == ("b", "a")
+    assert checked.stop_token_ids == (4, 3)
+
+
+def test_seeds_of_samples() -> None:
+    admitted = admit(request(sampling={"seed": 123, "n": 8}))
+    assert admitted.seeds[0] == admitted.params.seed == 123
+    assert admitted.seeds == tuple(sample_seed(123, i) for i in range(8))
+    assert len(set(admitted.seeds)) == 8
+
+
+def test_the_seed_mix_is_splitmix64() -> None:
+    # The first outputs of the generator for seed 0, as published with it.
+    assert [sample_seed(0, i) for i in (1, 2, 3)] == [
+        0xE220A8397B1DCDAF,
+        0x6E789E6AA1B965F4,
+        0x06C45D188009454F,
+    ]
+
+
+@given(seed=st.integers(0, 2**64 - 1), index=st.integers(0, 255))
+def test_seeds_have_64_bits(seed: int, index: int) -> None:
+    assert 0 <= sample_seed(seed, index) < 2**64
+
+
+VALUES = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
+)
+
+
+@given(
+    sampling=st.dictionaries(st.sampled_from(["temperature", "top_p", "top_k", "min_p", "seed", "n"]), VALUES),
+    stopping=st.dictionaries(
+        st.sampled_from(["max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"]), VALUES
+    ),
+    token_ids=VALUES,
+    request_id=VALUES,
+)
+def test_anything_is_admitted_or_refused_but_never_an_accident(
+    sampling: dict[str, Any], stopping: dict[str, Any], token_ids: Any, request_id: Any
+) -> None:
+    for name in ("stop", "stop_token_ids"):
+        if stopping.get(name, 0) is None:
+            del stopping[name]
+    incoming = request(sampling, stopping, token_ids=token_ids, request_id=request_id)
+    try:
+        admitted = admit(incoming)
+    except (InvalidRequest, CapacityExceeded):
+        return
+    params = admitted.params
+    assert 0 <= params.temperature <= 100
+    assert 0 < params.top_p <= 1
+    assert 0 <= params.top_k < V
+    assert 1 <= len(admitted.seeds) <= 8
+    assert len(admitted.prompt_token_ids) < params.max_total_tokens <= 64
+    assert params.min_total_tokens <= params.max_total_tokens
+    assert all(0 <= i < V for i in (*admitted.prompt_token_ids, *params.stop_token_ids))
