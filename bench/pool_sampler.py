@@ -6,7 +6,7 @@ from types import TracebackType
 from typing import Self
 
 from quire.async_client import AsyncClient
-from quire.block_map import BlockMap, BlockState
+from quire.block_map import PoolSummary
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,16 @@ class PoolStats:
 
 
 class PoolSampler:
-    """An async context: samples the block map from entry to exit; then `stats` says what was seen."""
+    """An async context: samples the pool from entry to exit; then `stats` says what was seen."""
 
     def __init__(self, client: AsyncClient, interval_s: float = 0.2) -> None:
         self._client = client
         self._interval_s = interval_s
-        self._samples: list[BlockMap] = []
+        self._samples: list[PoolSummary] = []
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._samples = [await self._client.block_map()]
+        self._samples = [await self._client.pool_summary()]
         self._task = asyncio.create_task(self._watch())
         return self
 
@@ -48,7 +48,7 @@ class PoolSampler:
             self._task.cancel()
             await asyncio.wait({self._task})
         if error is None:
-            self._samples.append(await self._client.block_map())
+            self._samples.append(await self._client.pool_summary())
 
     @property
     def stats(self) -> PoolStats:
@@ -57,21 +57,21 @@ class PoolSampler:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            self._samples.append(await self._client.block_map())
+            self._samples.append(await self._client.pool_summary())
 
 
-def pool_stats(samples: list[BlockMap]) -> PoolStats:
-    """Sums up block maps in the order they were taken; counters are the last one's minus the first one's."""
-    wastes = [waste for sample in samples if (waste := sample.waste).num_allocated_slots]
-    allocated = sum(waste.num_allocated_slots for waste in wastes)
-    used = sum(waste.num_used_slots for waste in wastes)
+def pool_stats(samples: list[PoolSummary]) -> PoolStats:
+    """Sums up samples in the order they were taken; counters are the last one's minus the first one's."""
+    allocated = sum(sample.num_allocated_slots for sample in samples)
+    wasted = sum(sample.num_wasted_slots for sample in samples)
+    ratios = [s.num_wasted_slots / s.num_allocated_slots for s in samples if s.num_allocated_slots]
     return PoolStats(
         num_samples=len(samples),
-        mean_waste_ratio=(allocated - used) / allocated if allocated else 0.0,
-        max_waste_ratio=max((waste.ratio for waste in wastes), default=0.0),
-        max_active_blocks=max(sample.num_blocks(BlockState.ACTIVE) for sample in samples),
+        mean_waste_ratio=wasted / allocated if allocated else 0.0,
+        max_waste_ratio=max(ratios, default=0.0),
+        max_active_blocks=max(sample.num_active_blocks for sample in samples),
         max_shared_blocks=max(sample.num_shared_blocks for sample in samples),
-        max_running=max(len(sample.sequences) for sample in samples),
+        max_running=max(sample.num_running for sample in samples),
         max_waiting=max(sample.num_waiting for sample in samples),
         num_preemptions=samples[-1].num_preemptions - samples[0].num_preemptions,
         num_cow_copies=samples[-1].num_cow_copies - samples[0].num_cow_copies,

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from bench.load import LoadResult
 from bench.pool_sampler import PoolStats
+from bench.step_traces import idle_ratio
+from quire.block_map import StepTrace
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class RunSummary:
 
     engine  "quire", "peer" or "transformers"
     pool    what Quire's block pool did; None for others
+    executor_idle_ratio  share of the run in which Quire's executor had no plan to work on; None for others
     """
 
     engine: str
@@ -54,9 +57,12 @@ class RunSummary:
     itl_ms: Percentiles | None
     latency_ms: Percentiles | None
     pool: PoolStats | None = None
+    executor_idle_ratio: float | None = None
 
 
-def summarize(engine: str, result: LoadResult, pool: PoolStats | None = None) -> RunSummary:
+def summarize(
+    engine: str, result: LoadResult, pool: PoolStats | None = None, steps: Sequence[StepTrace] = ()
+) -> RunSummary:
     records = result.records
     num_output_tokens = sum(record.num_output_tokens for record in records)
     return RunSummary(
@@ -74,6 +80,7 @@ def summarize(engine: str, result: LoadResult, pool: PoolStats | None = None) ->
         itl_ms=percentiles_ms(pause for record in records for pause in record.itl_s),
         latency_ms=percentiles_ms(record.latency_s for record in records),
         pool=pool,
+        executor_idle_ratio=idle_ratio(steps),
     )
 
 

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from rich.console import Console
@@ -16,9 +17,10 @@ from bench.openai_peer import peer_sender, peer_session
 from bench.pool_sampler import PoolSampler, PoolStats
 from bench.report import RunSummary, render_table, report, summarize
 from bench.static_baseline import StaticBatches
+from bench.step_traces import StepRecorder, save_chrome_trace
 from bench.trace import TraceRequest, TraceSettings, describe, make_trace
 from quire.async_client import AsyncClient
-from quire.block_map import ServerInfo
+from quire.block_map import ServerInfo, StepTrace
 
 _MIN_REQUESTS = 12
 _REQUESTS_PER_CLIENT = 4
@@ -43,6 +45,7 @@ class BenchSettings:
     num_requests    of each run; None: four for each client, at least twelve
     seed            of the traces; each concurrency draws its own, so that no run finds the last one's prefixes cached
     peer            another server to send the same traces to
+    chrome_trace    where Quire's steps go, one file a concurrency (NAME-cN.json); None: nowhere
     baseline_model  model directory for the static-batch baseline in this process; None: no baseline
     """
 
@@ -53,10 +56,20 @@ class BenchSettings:
     num_shared_tokens: int = 0
     peer: Peer | None = None
     baseline_model: str | None = None
+    chrome_trace: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the clients saw of a run, and, where the engine lets us look inside, what happened there."""
+
+    load: LoadResult
+    pool: PoolStats | None = None
+    steps: tuple[StepTrace, ...] = ()
 
 
 # Runs a trace with so many clients.
-_Engine: TypeAlias = Callable[[Sequence[TraceRequest], int], Awaitable[tuple[LoadResult, PoolStats | None]]]
+_Engine: TypeAlias = Callable[[Sequence[TraceRequest], int], Awaitable[Observed]]
 
 
 async def measure(settings: BenchSettings, console: Console) -> dict[str, Any]:
@@ -80,12 +93,22 @@ async def measure(settings: BenchSettings, console: Console) -> dict[str, Any]:
             await run(warmup_trace(settings, info), 1)
             for concurrency, drawn in traces.items():
                 with console.status(f"{engine}: {drawn.num_requests} requests of {concurrency} clients"):
-                    result, pool = await run(make_trace(drawn), concurrency)
-                runs.append(summarize(engine, result, pool))
-                console.print(f"{engine} c={concurrency}: {runs[-1].output_tokens_per_s:.1f} output tokens/s")
+                    observed = await run(make_trace(drawn), concurrency)
+                runs.append(summarize(engine, observed.load, observed.pool, observed.steps))
+                if settings.chrome_trace is not None and observed.steps:
+                    path = settings.chrome_trace
+                    save_chrome_trace(path.with_stem(f"{path.stem}-c{concurrency}"), observed.steps)
+                console.print(_progress(runs[-1]))
     console.print(render_table(runs))
     described = [{"concurrency": c} | describe(drawn, make_trace(drawn)) for c, drawn in traces.items()]
     return report(runs, asdict(info), described)
+
+
+def _progress(run: RunSummary) -> str:
+    idle = run.executor_idle_ratio
+    return f"{run.engine} c={run.concurrency}: {run.output_tokens_per_s:.1f} output tokens/s" + (
+        "" if idle is None else f", executor idle {idle:.1%}"
+    )
 
 
 def trace_settings(settings: BenchSettings, info: ServerInfo, concurrency: int) -> TraceSettings:
@@ -109,25 +132,24 @@ def warmup_trace(settings: BenchSettings, info: ServerInfo) -> list[TraceRequest
 def _quire(client: AsyncClient) -> _Engine:
     send = quire_sender(client)
 
-    async def run(trace: Sequence[TraceRequest], concurrency: int) -> tuple[LoadResult, PoolStats | None]:
+    async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
         await client.reset_prefix_cache()  # an earlier measurement may have left the same prompts
-        sampler = PoolSampler(client)
-        async with sampler:
+        async with StepRecorder(client) as recorder, PoolSampler(client) as sampler:
             result = await closed_loop(send, trace, concurrency)
-        return result, sampler.stats
+        return Observed(result, sampler.stats, recorder.steps)
 
     return run
 
 
 def _server(send: Send) -> _Engine:
-    async def run(trace: Sequence[TraceRequest], concurrency: int) -> tuple[LoadResult, PoolStats | None]:
-        return await closed_loop(send, trace, concurrency), None
+    async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
+        return Observed(await closed_loop(send, trace, concurrency))
 
     return run
 
 
 def _static(batches: StaticBatches) -> _Engine:
-    async def run(trace: Sequence[TraceRequest], concurrency: int) -> tuple[LoadResult, PoolStats | None]:
-        return await asyncio.to_thread(batches.run, trace, concurrency), None
+    async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
+        return Observed(await asyncio.to_thread(batches.run, trace, concurrency))
 
     return run

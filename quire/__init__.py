@@ -11,9 +11,11 @@ from quire.block_map import (
     Block,
     BlockMap,
     BlockState,
+    PoolSummary,
     RunningSequence,
     ServerInfo,
     ServerState,
+    StepTrace,
     Waste,
 )
 from quire.client import Client, EventStream
@@ -61,6 +63,7 @@ __all__ = [
     "Finished",
     "InternalError",
     "InvalidRequestError",
+    "PoolSummary",
     "Prompt",
     "QueueFullError",
     "QuireError",
@@ -69,6 +72,7 @@ __all__ = [
     "ServerInfo",
     "ServerState",
     "Started",
+    "StepTrace",
     "TokenLogprob",
     "TokenLogprobs",
     "UnavailableError",

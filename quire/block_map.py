@@ -92,6 +92,56 @@ class BlockMap:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolSummary:
+    """The pool in numbers, cheap to ask for. Slots are places of one token's KV; those of a shared block count once.
+
+    Used slots hold a token that is computed or being computed; wasted ones are the rest of the active blocks.
+    """
+
+    num_free_blocks: int
+    num_cached_blocks: int
+    num_active_blocks: int
+    num_shared_blocks: int
+    num_used_slots: int
+    num_wasted_slots: int
+    num_running: int
+    num_waiting: int
+    num_preemptions: int
+    num_cow_copies: int
+
+    @property
+    def num_allocated_slots(self) -> int:
+        return self.num_used_slots + self.num_wasted_slots
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One step. Times are readings of the scheduler's monotonic clock, the rest are durations the executor measured.
+
+    queue_ns  the plan waited for the device
+    idle_ns   the device had waited for the plan
+    """
+
+    epoch: int
+    step_id: int
+    num_sequences: int
+    num_tokens: int
+    planned_ns: int
+    sent_ns: int
+    received_ns: int
+    committed_ns: int
+    queue_ns: int
+    prepare_ns: int
+    forward_ns: int
+    sample_ns: int
+    idle_ns: int
+
+    @property
+    def busy_ns(self) -> int:
+        return self.prepare_ns + self.forward_ns + self.sample_ns
+
+
+@dataclass(frozen=True, slots=True)
 class Waste:
     """Slots for tokens' KV in blocks that sequences hold: how many there are, and how many of them hold a known token.
 

@@ -188,6 +188,7 @@ def bench_serve(
     peer_model: Annotated[str | None, typer.Option(help="the name it serves the model by")] = None,
     baseline: Annotated[Baseline | None, typer.Option(help="static batches of generate() on --model")] = None,
     name: Annotated[str, typer.Option(help="of the results' file")] = "serve",
+    chrome_trace: Annotated[Path | None, typer.Option(help="save each run's steps for chrome://tracing")] = None,
     output: Annotated[Path | None, typer.Option(help="default: bench/results/NAME.json")] = None,
     **values: Any,
 ) -> None:
@@ -206,6 +207,7 @@ def bench_serve(
                 seed=seed,
                 num_shared_tokens=num_shared_tokens,
                 peer=Peer(peer_url, peer_model) if peer_url and peer_model else None,
+                chrome_trace=chrome_trace,
                 baseline_model=resolved_model(values.get("model")) if baseline else None,
             )
             results = output or Path("bench") / "results" / f"{name}.json"

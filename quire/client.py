@@ -6,7 +6,7 @@ from typing import Any, Self, Unpack
 import grpc
 
 from quire import messages
-from quire.block_map import BlockMap, ServerInfo
+from quire.block_map import BlockMap, PoolSummary, ServerInfo, StepTrace
 from quire.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, CallDefaults
 from quire.events import Completion, Event, Prompt
 from quire.messages import GenerateOptions
@@ -115,6 +115,16 @@ class Client:
     def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
         """The physical block pool and the running sequences."""
         return messages.block_map(self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s))
+
+    def pool_summary(self, *, timeout_s: float | None = None) -> PoolSummary:
+        """The block pool in numbers."""
+        request = admin_pb2.GetBlockMapRequest(summary_only=True)
+        return messages.pool_summary(self._unary(self._admin.GetBlockMap, request, timeout_s))
+
+    def step_trace(self, after_ns: int = 0, *, timeout_s: float | None = None) -> tuple[StepTrace, ...]:
+        """The last steps that were planned after a reading of the scheduler's clock, oldest first."""
+        request = admin_pb2.GetStepTraceRequest(after_ns=after_ns)
+        return messages.step_trace(self._unary(self._admin.GetStepTrace, request, timeout_s))
 
     def drain(self, *, timeout_s: float | None = None) -> None:
         """Has the server refuse new requests; returns when all admitted ones have ended."""

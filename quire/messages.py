@@ -1,10 +1,20 @@
 """Between Python values and protobuf messages: pure functions, shared by the sync and the async client."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from enum import StrEnum
 from typing import Any, TypedDict, TypeVar
 
-from quire.block_map import Block, BlockMap, BlockState, RunningSequence, ServerInfo, ServerState
+from quire.block_map import (
+    Block,
+    BlockMap,
+    BlockState,
+    PoolSummary,
+    RunningSequence,
+    ServerInfo,
+    ServerState,
+    StepTrace,
+)
 from quire.errors import InternalError, InvalidRequestError
 from quire.events import (
     ChatMessage,
@@ -281,3 +291,24 @@ def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
         num_preemptions=message.num_preemptions,
         num_cow_copies=message.num_cow_copies,
     )
+
+
+def pool_summary(message: admin_pb2.GetBlockMapResponse) -> PoolSummary:
+    summary = message.summary
+    return PoolSummary(
+        num_free_blocks=summary.num_free_blocks,
+        num_cached_blocks=summary.num_cached_blocks,
+        num_active_blocks=summary.num_active_blocks,
+        num_shared_blocks=summary.num_shared_blocks,
+        num_used_slots=summary.num_used_slots,
+        num_wasted_slots=summary.num_wasted_slots,
+        num_running=message.num_running,
+        num_waiting=message.num_waiting,
+        num_preemptions=message.num_preemptions,
+        num_cow_copies=message.num_cow_copies,
+    )
+
+
+def step_trace(message: admin_pb2.GetStepTraceResponse) -> tuple[StepTrace, ...]:
+    names = [field.name for field in fields(StepTrace)]
+    return tuple(StepTrace(**{name: getattr(step, name) for name in names}) for step in message.steps)

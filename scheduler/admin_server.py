@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from scheduler.core import SequenceView
     from scheduler.engine import Engine
     from scheduler.intake import Intake
+    from scheduler.step_trace import StepTrace
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -67,9 +68,10 @@ class AdminServer(AdminServicer):
         self, request: wire.GetBlockMapRequest, context: Context
     ) -> wire.GetBlockMapResponse:
         try:
-            block_map = self._engine.block_map()
+            block_map = self._engine.block_map(summary_only=request.summary_only)
         except QuireError as error:
             await abort(context, error)
+        usage = block_map.usage
         return wire.GetBlockMapResponse(
             block_size=block_map.block_size,
             blocks=[
@@ -77,12 +79,27 @@ class AdminServer(AdminServicer):
                 for block in block_map.blocks
             ],
             sequences=[self._sequence_info(sequence) for sequence in block_map.sequences],
+            summary=wire.PoolSummary(
+                num_free_blocks=usage.num_free_blocks,
+                num_cached_blocks=usage.num_cached_blocks,
+                num_active_blocks=usage.num_active_blocks,
+                num_shared_blocks=usage.num_shared_blocks,
+                num_used_slots=usage.num_used_slots,
+                num_wasted_slots=usage.num_wasted_slots,
+            ),
+            num_running=block_map.num_running,
             num_waiting=block_map.num_waiting,
             num_waiting_prompt_tokens=block_map.num_waiting_prompt_tokens,
             step_id=block_map.step_id,
             num_preemptions=block_map.num_preemptions,
             num_cow_copies=block_map.num_cow_copies,
         )
+
+    async def GetStepTrace(  # noqa: N802
+        self, request: wire.GetStepTraceRequest, context: Context
+    ) -> wire.GetStepTraceResponse:
+        steps = [trace for trace in self._engine.traces if trace.planned_ns > request.after_ns]
+        return wire.GetStepTraceResponse(steps=[_step_trace(trace) for trace in steps])
 
     async def Drain(self, request: wire.DrainRequest, context: Context) -> wire.DrainResponse:  # noqa: N802
         """A caller that goes away does not take it back."""
@@ -108,3 +125,21 @@ class AdminServer(AdminServicer):
             num_prompt_tokens=sequence.num_prompt_tokens,
             block_table=sequence.block_table,
         )
+
+
+def _step_trace(trace: StepTrace) -> wire.StepTrace:
+    return wire.StepTrace(
+        epoch=trace.epoch,
+        step_id=trace.step_id,
+        num_sequences=trace.num_sequences,
+        num_tokens=trace.num_tokens,
+        planned_ns=trace.planned_ns,
+        sent_ns=trace.sent_ns,
+        received_ns=trace.received_ns,
+        committed_ns=trace.committed_ns,
+        queue_ns=trace.timings.queue_ns,
+        prepare_ns=trace.timings.prepare_ns,
+        forward_ns=trace.timings.forward_ns,
+        sample_ns=trace.timings.sample_ns,
+        idle_ns=trace.timings.idle_ns,
+    )

@@ -175,8 +175,8 @@ class Engine:
         if request_id in self._sinks:
             self._tell_finished(self._core.stop(request_id, index))
 
-    def block_map(self) -> BlockMap:
-        return block_map(self._core)
+    def block_map(self, *, summary_only: bool = False) -> BlockMap:
+        return block_map(self._core, summary_only=summary_only)
 
     def kv_usage(self) -> KVUsage:
         return kv_usage(self._core)

@@ -32,7 +32,7 @@ class SequenceView:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The pool block by block (index 0 is the null block), and who holds what."""
+    """The pool block by block (index 0 is the null block), and who holds what; or, as a summary, neither."""
 
     block_size: int
     blocks: list[BlockView]
@@ -42,6 +42,8 @@ class BlockMap:
     step_id: int
     num_preemptions: int
     num_cow_copies: int
+    num_running: int
+    usage: "KVUsage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,33 @@ class KVUsage:
         return self.num_wasted_slots / num_slots if num_slots else 0.0
 
 
-def block_map(scheduler: Scheduler) -> BlockMap:
+def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
+    """Costs time in the size of the pool, unless only the summary is wanted."""
+    return BlockMap(
+        block_size=scheduler.cache.block_size,
+        blocks=[] if summary_only else _block_views(scheduler),
+        sequences=[] if summary_only else _sequence_views(scheduler),
+        num_waiting=scheduler.num_waiting,
+        num_waiting_prompt_tokens=scheduler.num_waiting_prompt_tokens,
+        step_id=scheduler.step_id,
+        num_preemptions=scheduler.counters.num_preemptions,
+        num_cow_copies=scheduler.counters.num_cow_copies,
+        num_running=sum(1 for _ in scheduler.running_sequences()),
+        usage=kv_usage(scheduler),
+    )
+
+
+def _block_views(scheduler: Scheduler) -> list[BlockView]:
     pool, index = scheduler.cache.pool, scheduler.cache.index
     blocks = []
     for block, ref_count in enumerate(pool.ref_counts):
         cached = BlockState.CACHED if block in index else BlockState.FREE
         blocks.append(BlockView(BlockState.ACTIVE if ref_count else cached, ref_count, index.num_hits(block)))
-    sequences = [
+    return blocks
+
+
+def _sequence_views(scheduler: Scheduler) -> list[SequenceView]:
+    return [
         SequenceView(
             request_id=sequence.request.request_id,
             index=sequence.index,
@@ -84,34 +106,25 @@ def block_map(scheduler: Scheduler) -> BlockMap:
         )
         for sequence in scheduler.running_sequences()
     ]
-    return BlockMap(
-        block_size=scheduler.cache.block_size,
-        blocks=blocks,
-        sequences=sequences,
-        num_waiting=scheduler.num_waiting,
-        num_waiting_prompt_tokens=scheduler.num_waiting_prompt_tokens,
-        step_id=scheduler.step_id,
-        num_preemptions=scheduler.counters.num_preemptions,
-        num_cow_copies=scheduler.counters.num_cow_copies,
-    )
 
 
 def kv_usage(scheduler: Scheduler) -> KVUsage:
-    """Costs time in the blocks of running sequences."""
-    pool, size = scheduler.cache.pool, scheduler.cache.block_size
+    """Costs time in the blocks of running sequences, not in the size of the pool."""
+    pool, index, size = scheduler.cache.pool, scheduler.cache.index, scheduler.cache.block_size
     fill: dict[int, int] = {}
     for sequence in scheduler.running_sequences():
         table = sequence.block_table
         for i, block in enumerate(table):
             num_filled = min(size, sequence.num_planned_tokens - i * size)
             fill[block] = max(fill.get(block, 0), num_filled)
-    num_cached = sum(block in scheduler.cache.index for block in pool.free_blocks())
+    active = set(fill).union(*scheduler.deferred_releases())
+    num_cached = len(index) - sum(block in index for block in active)
     num_used = sum(fill.values())
     return KVUsage(
         num_free_blocks=pool.num_free_blocks - num_cached,
         num_cached_blocks=num_cached,
-        num_active_blocks=pool.num_usable_blocks - pool.num_free_blocks,
-        num_shared_blocks=sum(num_refs > 1 for num_refs in pool.ref_counts),
+        num_active_blocks=len(active),
+        num_shared_blocks=sum(pool.ref_counts[block] > 1 for block in active),
         num_used_slots=num_used,
         num_wasted_slots=len(fill) * size - num_used,
     )

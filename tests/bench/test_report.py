@@ -10,7 +10,7 @@ from rich.console import Console
 from bench.load import LoadResult, RequestRecord
 from bench.pool_sampler import PoolStats, pool_stats
 from bench.report import percentiles_ms, ratios, render_table, report, save, summarize
-from quire.block_map import Block, BlockMap, BlockState, RunningSequence
+from quire.block_map import PoolSummary
 
 POOL = PoolStats(3, 0.125, 0.5, 7, 1, 4, 2, num_preemptions=9, num_cow_copies=1)
 
@@ -109,17 +109,11 @@ def test_the_report_is_json_and_is_saved_where_no_folder_was(tmp_path: Path) -> 
 
 
 def test_pool_statistics_weigh_waste_by_slots_and_count_differences() -> None:
-    active, free = Block(BlockState.ACTIVE, 1, 0), Block(BlockState.FREE, 0, 0)
+    def sample(used: int, wasted: int, running: int, waiting: int, preemptions: int) -> PoolSummary:
+        num_active = (used + wasted) // 4
+        return PoolSummary(9, 0, num_active, 0, used, wasted, running, waiting, preemptions, 2 * preemptions)
 
-    def sample(num_tokens: list[int], waiting: int, preemptions: int) -> BlockMap:
-        sequences = tuple(
-            RunningSequence("r", 0, slot, tokens, tokens, 1, tuple(range(1 + 2 * slot, 3 + 2 * slot)))
-            for slot, tokens in enumerate(num_tokens)
-        )
-        blocks = (free, *[active] * (2 * len(num_tokens)), free)
-        return BlockMap(4, blocks, sequences, waiting, 0, 1, preemptions, 2 * preemptions)
-
-    stats = pool_stats([sample([], 0, 5), sample([8, 4], 3, 6), sample([2], 1, 8)])
+    stats = pool_stats([sample(0, 0, 0, 0, 5), sample(12, 4, 2, 3, 6), sample(2, 6, 1, 1, 8)])
     assert stats.mean_waste_ratio == pytest.approx((4 + 6) / (16 + 8))
     assert stats.max_waste_ratio == pytest.approx(6 / 8)
     assert (stats.max_active_blocks, stats.max_running, stats.max_waiting) == (4, 2, 3)

@@ -118,7 +118,7 @@ class FakeEngine:
         submitted.stopped.append(index)
         submitted.finish(FinishReason.STOP, index)
 
-    def block_map(self) -> BlockMap:
+    def block_map(self, *, summary_only: bool = False) -> BlockMap:
         _ = self.description
         blocks = [
             BlockView(BlockState.ACTIVE, 2, 0),
@@ -138,7 +138,9 @@ class FakeEngine:
             for request_id, submitted in self.submitted.items()
             if submitted.is_open
         ]
-        return BlockMap(16, blocks, sequences, 7, 70, 12, 5, 6)
+        if summary_only:
+            blocks, sequences = [], []
+        return BlockMap(16, blocks, sequences, 7, 70, 12, 5, 6, 2, self.kv_usage())
 
     def kv_usage(self) -> KVUsage:
         return KVUsage(1, 1, 1, 0, 12, 4)

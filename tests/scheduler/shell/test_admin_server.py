@@ -80,6 +80,17 @@ async def test_block_map(servers: Servers) -> None:
     assert list(sequence.block_table) == [2, 1]
     assert (block_map.num_waiting, block_map.num_waiting_prompt_tokens, block_map.step_id) == (7, 70, 12)
     assert (block_map.num_preemptions, block_map.num_cow_copies, block_map.block_size) == (5, 6, 16)
+    assert block_map.num_running == 2
+    summary = await served.admin.GetBlockMap(wire.GetBlockMapRequest(summary_only=True))
+    assert not summary.blocks
+    assert not summary.sequences
+    assert (
+        summary.summary
+        == block_map.summary
+        == wire.PoolSummary(
+            num_free_blocks=1, num_cached_blocks=1, num_active_blocks=1, num_used_slots=12, num_wasted_slots=4
+        )
+    )
     named.cancel()
     unnamed.cancel()
 

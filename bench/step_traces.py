@@ -1,0 +1,91 @@
+"""The pipeline's proof: a run's steps as a Chrome trace, and the share of time in which the executor was idle.
+
+The trace opens in chrome://tracing and in Perfetto.
+"""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from quire.async_client import AsyncClient
+from quire.block_map import StepTrace
+
+_SCHEDULER, _EXECUTOR = 1, 2
+_PROCESSES = {_SCHEDULER: "scheduler", _EXECUTOR: "executor"}
+
+
+class StepRecorder:
+    """An async context: afterwards, `steps` are those that were planned between entry and exit (the last thousands)."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._after_ns = 0
+        self.steps: tuple[StepTrace, ...] = ()
+
+    async def __aenter__(self) -> Self:
+        before = await self._client.step_trace()
+        self._after_ns = before[-1].planned_ns if before else 0
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.steps = await self._client.step_trace(self._after_ns)
+
+
+def idle_ratio(steps: Sequence[StepTrace]) -> float | None:
+    """Share of the time from the first step's start to the last one's end in which the device had no plan to work on.
+
+    The first step's own wait is left out: before it, nobody had asked for anything. None: fewer than two steps.
+    """
+    if len(steps) < 2:
+        return None
+    idle_ns = sum(step.idle_ns for step in steps[1:])
+    return idle_ns / (idle_ns + sum(step.busy_ns for step in steps))
+
+
+def chrome_trace(steps: Sequence[StepTrace]) -> dict[str, object]:
+    """Complete events ("X") of the scheduler and of the executor.
+
+    The executor sends durations, not times; its spans are laid so that they end when the result arrived.
+    """
+    events: list[dict[str, object]] = [
+        {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in _PROCESSES.items()
+    ]
+    for step in steps:
+        name = f"step {step.step_id}"
+        details = {"epoch": step.epoch, "sequences": step.num_sequences, "tokens": step.num_tokens}
+        lane = step.step_id % 2  # two plans in flight overlap
+        events += [
+            _span(f"{name} send", _SCHEDULER, lane, step.planned_ns, step.sent_ns, details),
+            _span(f"{name} in flight", _SCHEDULER, lane, step.sent_ns, step.received_ns, details),
+            _span(f"{name} commit", _SCHEDULER, lane, step.received_ns, step.committed_ns, details),
+        ]
+        start_ns = step.received_ns - step.busy_ns
+        for phase in ("prepare", "forward", "sample"):
+            end_ns = start_ns + getattr(step, f"{phase}_ns")
+            events.append(_span(f"{name} {phase}", _EXECUTOR, 0, start_ns, end_ns, details))
+            start_ns = end_ns
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def save_chrome_trace(path: Path, steps: Sequence[StepTrace]) -> None:
+    """Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(chrome_trace(steps)), encoding="utf-8")
+
+
+def _span(name: str, pid: int, lane: int, start_ns: int, end_ns: int, details: dict[str, int]) -> dict[str, object]:
+    """Chrome counts in microseconds."""
+    return {
+        "name": name,
+        "ph": "X",
+        "pid": pid,
+        "tid": lane,
+        "ts": start_ns / 1e3,
+        "dur": (end_ns - start_ns) / 1e3,
+        "args": details,
+    }
