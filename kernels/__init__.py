@@ -61,7 +61,8 @@ Progress = Callable[[str, int, int], None]
 class Kernels(Protocol):
     """The operations every home provides. Nothing but what a docstring names is mutated.
 
-    Homes do not check values (block ids, positions, slots): their caller has.
+    Homes raise TypeError for dtypes and ValueError for layouts they cannot read. They do not check values (block ids,
+    positions, slots): their caller has. One-dimensional tensors, `kv`, `pool`, cos and sin are contiguous.
     """
 
     def rotate_and_store(

@@ -42,8 +42,8 @@ def compiled(function: Callable[..., Any], signature: Any = JOB, *, reorder: boo
 def _sources_digest() -> int:
     """Names the text of every module here.
 
-    numba looks at the file of the compiled function only, not at those of the functions it calls. A kernel that
-    mentions this number is compiled again when any of them has changed.
+    numba looks at the file of the compiled function only, not at those of the functions it calls. A kernel that holds
+    this number in its closure is compiled again when any of them has changed.
     """
     digest = hashlib.blake2b(digest_size=7)
     for path in sorted(Path(__file__).parent.glob("*.py")):

@@ -12,8 +12,8 @@ from kernels.cpu.compiler import SOURCES, compiled
 from kernels.cpu.native import array, count_up, exp2, read, rounded, storage_of, write
 from kernels.cpu.team import Job, Kernel, job_dtype
 
-# Fewer numbers than this are done before a second thread would have begun; a unit of work is about a quarter of it.
-_MIN_TEAM_NUMBERS = 16384
+# One thread does fewer numbers than this in some ten microseconds; a team takes units of about so many.
+_MIN_TEAM_NUMBERS = 65536
 _UNIT_NUMBERS = 4096
 
 # Row r lies at r // num_inner * outer_bytes + r % num_inner * inner_bytes: heads of a fused projection are rows too.
@@ -99,7 +99,7 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
         raise ValueError("residual must have the shape of x, and weight its last dimension")
 
     width = x.shape[-1]
-    out = torch.empty(x.shape, dtype=dtype)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
     number_bytes = x.element_size()
     num_rows = out.numel() // width
     outer, inner, num_inner = _rows(x, number_bytes)
@@ -139,7 +139,7 @@ def _rows(x: torch.Tensor, number_bytes: int) -> tuple[int, int, int]:
 
 def _run(kernel: Kernel, job: int, num_numbers: int) -> None:
     if num_numbers < _MIN_TEAM_NUMBERS:
-        kernel.run(job)
+        kernel.run_brief(job)
     else:
         kernel.run_in_team(job)
 
@@ -161,7 +161,7 @@ def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     if strides[1] != 1:
         raise ValueError("the last dimension of gate_up must be contiguous")
     width = double_width // 2
-    out = torch.empty((num_rows, width), dtype=gate_up.dtype)
+    out = gate_up.new_empty(num_rows, width)
     number_bytes = gate_up.element_size()
     job = _silu_job.fill(
         gate_up.data_ptr(),

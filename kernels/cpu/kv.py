@@ -11,9 +11,9 @@ from kernels.cpu.compiler import SOURCES, compiled
 from kernels.cpu.native import FLOAT32, array, count_up, read, storage_of, write
 from kernels.cpu.team import Job, Kernel, job_dtype
 
-# Fewer tokens times heads than this are done before a second thread would have begun.
-_MIN_TEAM_ROWS = 128
-_MIN_TEAM_BYTES = 65536
+# One thread rotates fewer heads, or copies fewer bytes, in some ten microseconds.
+_MIN_TEAM_HEADS = 1536
+_MIN_TEAM_BYTES = 131072
 
 _STORE = job_dtype(
     """query query_token_bytes query_head_bytes key key_token_bytes key_head_bytes value value_token_bytes
@@ -74,28 +74,28 @@ def store_kernel(storage: int) -> Kernel:
     return Kernel(compiled(store))
 
 
-def _copy(address: int) -> None:
-    """Copies of blocks; a block of a layer is a unit."""
-    _ = SOURCES
-    job = array(address, 1, _COPY)[0]
-    sources = array(job.sources, job.num_copies, np.int64)
-    destinations = array(job.destinations, job.num_copies, np.int64)
-    while True:
-        unit = count_up(address)
-        if unit >= job.num_copies * job.num_layers:
-            return
-        layer, i = unit // job.num_copies, unit % job.num_copies
-        blocks = job.pool + layer * job.layer_bytes
-        source = array(blocks + sources[i] * job.block_bytes, job.block_bytes, np.uint8)
-        target = array(blocks + destinations[i] * job.block_bytes, job.block_bytes, np.uint8)
-        for j in range(job.block_bytes):
-            target[j] = source[j]
-
-
 @cache
 def copy_kernel() -> Kernel:
-    """Copies of blocks, whatever they hold."""
-    return Kernel(compiled(_copy))
+    """Copies of blocks, whatever they hold; a block of a layer is a unit."""
+    sources = SOURCES
+
+    def copy(address: int) -> None:
+        _ = sources
+        job = array(address, 1, _COPY)[0]
+        origins = array(job.sources, job.num_copies, np.int64)
+        destinations = array(job.destinations, job.num_copies, np.int64)
+        while True:
+            unit = count_up(address)
+            if unit >= job.num_copies * job.num_layers:
+                return
+            layer, i = unit // job.num_copies, unit % job.num_copies
+            blocks = job.pool + layer * job.layer_bytes
+            origin = array(blocks + origins[i] * job.block_bytes, job.block_bytes, np.uint8)
+            destination = array(blocks + destinations[i] * job.block_bytes, job.block_bytes, np.uint8)
+            for j in range(job.block_bytes):
+                destination[j] = origin[j]
+
+    return Kernel(compiled(copy))
 
 
 def rotate_and_store(
@@ -119,8 +119,8 @@ def rotate_and_store(
     query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
     if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
         raise ValueError("the last dimension of query, key and value must be contiguous")
-    if not (kv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
-        raise ValueError("kv, cos and sin must be contiguous")
+    if not all(tensor.is_contiguous() for tensor in (kv, cos, sin, positions, slot_mapping)):
+        raise ValueError("kv, cos, sin, positions and slot_mapping must be contiguous")
 
     num_tokens, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv.shape
@@ -150,8 +150,8 @@ def rotate_and_store(
         number_bytes,
     )
     kernel = store_kernel(storage_of(dtype))
-    if num_tokens * (num_heads + 2 * num_kv_heads) < _MIN_TEAM_ROWS:
-        kernel.run(job)
+    if num_tokens * (num_heads + 2 * num_kv_heads) < _MIN_TEAM_HEADS:
+        kernel.run_brief(job)
     else:
         kernel.run_in_team(job)
 
@@ -160,8 +160,8 @@ def copy_blocks(pool: torch.Tensor, source_blocks: torch.Tensor, destination_blo
     """See `kernels.Kernels.copy_blocks`."""
     if source_blocks.dtype is not torch.int64 or destination_blocks.dtype is not torch.int64:
         raise TypeError("block ids of copies must be int64")
-    if not pool.is_contiguous():
-        raise ValueError("the pool must be contiguous")
+    if not (pool.is_contiguous() and source_blocks.is_contiguous() and destination_blocks.is_contiguous()):
+        raise ValueError("pool, source_blocks and destination_blocks must be contiguous")
 
     num_layers, num_copies = pool.shape[0], source_blocks.shape[0]
     number_bytes = pool.element_size()
@@ -176,6 +176,6 @@ def copy_blocks(pool: torch.Tensor, source_blocks: torch.Tensor, destination_blo
         destination_blocks.data_ptr(),
     )
     if num_layers * num_copies * block_bytes < _MIN_TEAM_BYTES:
-        copy_kernel().run(job)
+        copy_kernel().run_brief(job)
     else:
         copy_kernel().run_in_team(job)

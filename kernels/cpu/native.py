@@ -238,3 +238,18 @@ def call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) 
         return context.get_dummy_value()
 
     return types.none(*[types.int64] * 6), generate
+
+
+@instruction
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Asks for the cache line at `address`, soon to be read. Any address will do; nothing waits for it."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        line = ir.IntType(8).as_pointer()
+        function_type = ir.FunctionType(ir.VoidType(), [line, _I32, _I32, _I32])
+        function = codegen.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        read_only, to_all_levels, data = (ir.Constant(_I32, hint) for hint in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(arguments[0], line), read_only, to_all_levels, data])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), generate

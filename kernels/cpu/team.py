@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 # void GOMP_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags)
 _Launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-_Direct = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+_Alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)
+_Brief = ctypes.PYFUNCTYPE(None, ctypes.c_int64)  # keeps Python's lock
 
 
 def _find_launch() -> Callable[[int, int, int, int], None] | None:
@@ -69,22 +70,26 @@ def job_dtype(integers: str, floats: str = "") -> np.dtype[np.void]:
 class Kernel:
     """A compiled kernel, to be run by one thread or by the team."""
 
-    __slots__ = ("_address", "_compiled", "_direct")
+    __slots__ = ("_address", "_alone", "_brief", "_compiled")
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled  # owns the machine code
         self._address: int = compiled.address
-        self._direct = _Direct(self._address)
+        self._alone = _Alone(self._address)
+        self._brief = _Brief(self._address)
 
-    def run(self, job: int) -> None:
-        """Does the whole job on the calling thread."""
-        self._direct(job)
+    def run_brief(self, job: int) -> None:
+        """Does the whole job on the calling thread, which is sooner than another thread could begin.
+
+        Keeps Python's lock: to let go of it for microseconds may mean to wait milliseconds until it comes back.
+        """
+        self._brief(job)
 
     def run_in_team(self, job: int) -> None:
         """Does the job on `torch.get_num_threads()` threads, the calling one among them; returns when all are done."""
         num_threads = torch.get_num_threads()
         if num_threads == 1:
-            self._direct(job)
+            self._alone(job)
         elif _launch is not None:
             _launch(self._address, job, num_threads, 0)
         else:
@@ -93,6 +98,6 @@ class Kernel:
     def _run_in_python_threads(self, job: int, num_threads: int) -> None:
         if not _python_threads:
             _python_threads.append(ThreadPoolExecutor(thread_name_prefix="kernels"))
-        others = [_python_threads[0].submit(self._direct, job) for _ in range(num_threads - 1)]
-        self._direct(job)
+        others = [_python_threads[0].submit(self._alone, job) for _ in range(num_threads - 1)]
+        self._alone(job)
         wait(others)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kernels.cpu.attention import attend_kernel
+from kernels.cpu.attend import attend_kernel
 from kernels.cpu.elementwise import norm_kernel, silu_kernel
 from kernels.cpu.kv import copy_kernel, store_kernel
 from kernels.cpu.native import storage_of

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .plots import PLOTS, Scene, article, capital, opening
@@ -33,8 +33,11 @@ from .world import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from .world import Pronouns
+
 CHAT_SHARE = 0.35
 PEOPLE_SHARE = 0.25
+USUAL_SHARE = 0.35
 TITLE_SHARE = 0.08
 CURLY_SHARE = 0.12
 EMOJI_SHARE = 0.12
@@ -67,16 +70,40 @@ def draw_character(rng: random.Random, creature: Creature, taken: tuple[str, ...
     return Character(rng.choice(names), creature, pronouns, rng.choice(TRAITS))
 
 
+def usual_companion(character: Character) -> tuple[str, Pronouns, Creature]:
+    """Name, pronouns and kind of the one whom somebody of this name and kind meets more often than others."""
+    names = (*NAMES_SHE, *NAMES_HE)
+    index = (names.index(character.name) + 11) % len(names)
+    kinds = (*ANIMALS, *PEOPLE)
+    kind = ANIMALS[(kinds.index(character.creature) + 7) % len(ANIMALS)]
+    return names[index], SHE if index < len(NAMES_SHE) else HE, kind
+
+
+def draw_companion(
+    rng: random.Random, other: Character, kinds: list[Creature], taken: tuple[str, ...]
+) -> Character:
+    """Somebody of one of the kinds for `other` to meet.
+
+    Were all equally likely to be met, the likeliest of them by a hair could be the double of `other`, and a greedy
+    completion would tell of two who cannot be told apart.
+    """
+    name, pronouns, kind = usual_companion(other)
+    drawn = draw_character(rng, rng.choice(kinds), taken)
+    if kind in kinds and rng.random() < USUAL_SHARE:
+        drawn = replace(drawn, creature=kind)
+    if name not in taken and rng.random() < USUAL_SHARE:
+        drawn = replace(drawn, name=name, pronouns=pronouns)
+    return drawn
+
+
 def draw_scene(rng: random.Random, plot: str) -> Scene:
-    """A scene in which the plot is possible: the helper can overcome the obstacle and the thing can call for help."""
-    able = [creature for creature in ANIMALS if creature.ability in OBSTACLES]
-    helper_kind = rng.choice(able if plot == "stuck" else ANIMALS)
-    unable = [creature for creature in ANIMALS if creature.ability != helper_kind.ability]
-    hero_kind = rng.choice(PEOPLE if rng.random() < PEOPLE_SHARE else unable)
-    third_kind = rng.choice([c for c in ANIMALS if c not in (helper_kind, hero_kind)])
-    hero = draw_character(rng, hero_kind)
-    helper = draw_character(rng, helper_kind, (hero.name,))
-    third = draw_character(rng, third_kind, (hero.name, helper.name))
+    """A scene in which the plot is possible: the helper can overcome the obstacle, the thing can call for help."""
+    hero = draw_character(rng, rng.choice(PEOPLE if rng.random() < PEOPLE_SHARE else ANIMALS))
+    others = [kind for kind in ANIMALS if kind != hero.creature]
+    able = [kind for kind in others if kind.ability in OBSTACLES and kind.ability != hero.creature.ability]
+    helper = draw_companion(rng, hero, able if plot == "stuck" else others, (hero.name,))
+    rest = [kind for kind in others if kind != helper.creature]
+    third = draw_companion(rng, helper, rest, (hero.name, helper.name))
     nouns = [noun for noun, signal in THING_SIGNALS.items() if signal or plot != "way_home"]
     noun = rng.choice(nouns)
     thing = Thing(rng.choice(COLOURS), noun, THING_SIGNALS[noun])

@@ -58,10 +58,10 @@ class Settings:
     tokenizer_documents: int = 20000
     window: int = 512
     long_every: int = 8
-    step_tokens: int = 4096
-    steps: int = 1800
-    warmup_steps: int = 60
-    learning_rate: float = 3e-3
+    step_tokens: int = 2048
+    steps: int = 2800
+    warmup_steps: int = 100
+    learning_rate: float = 2e-3
     weight_decay: float = 0.05
     clip_norm: float = 1.0
     heldout_windows: int = 64

@@ -1,8 +1,8 @@
 """An executor in plain Python: it keeps the plan stream's contract to the letter and has no weights.
 
-Its "KV" makes mistakes visible. The entry of a token is a hash of the token and of *every entry before it, read through
-the block table*; the sampled token is a hash of all entries and the seed. So one stale, missing, unshared or overwritten
-block anywhere changes what comes out, and `expected_output` says what should have.
+Its "KV" makes mistakes visible. The entry of a token is a hash of the token and of *every entry before it, read
+through the block table*; the sampled token is a hash of all entries and the seed. So one stale, missing, unshared or
+overwritten block anywhere changes what comes out, and `expected_output` says what should have.
 """
 
 from array import array
@@ -17,11 +17,11 @@ Sample = tuple[int, FinishReason | None]
 
 def kv_entry(entries: list[int], token_id: int) -> int:
     """What stands in the pool for a token that follows these entries."""
-    return crc32(array("I", (*entries, token_id)))
+    return crc32(array("Q", (*entries, token_id)))
 
 
 def sample_token(entries: list[int], seed: int, vocab_size: int) -> int:
-    return crc32(array("I", (seed, *entries))) % vocab_size
+    return crc32(array("Q", (seed, *entries))) % vocab_size
 
 
 def end_reason(params: SequenceParams, token_id: int, num_tokens: int) -> FinishReason | None:
@@ -75,8 +75,9 @@ class Slot:
 class FakeExecutor:
     """One epoch of an executor: it starts with an empty pool and empty slots, and is thrown away when it is lost.
 
-    After a plan, `touched_blocks` are the blocks it read, wrote or copied, and those that the rows of sequences that
-    had ended would have; `sampled_slots` are the slots that sampled.
+    `num_overruns` counts rows of sequences that had ended. The fields below it are about the last plan: it had
+    `num_sequences` rows of `num_tokens` tokens in all; slots that sampled; blocks that it read, wrote or copied, or
+    that the rows of sequences that had ended would have.
     """
 
     num_blocks: int
@@ -87,8 +88,9 @@ class FakeExecutor:
     epoch: int
     step_id: int = 0
     slots: dict[int, Slot] = field(default_factory=dict)
-    num_rows_computed: int = 0
     num_overruns: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
     touched_blocks: frozenset[int] = frozenset()
     sampled_slots: frozenset[int] = frozenset()
 
@@ -152,12 +154,12 @@ class FakeExecutor:
 
         The contract promises no order among the rows of a step: odd steps run them by slot, even ones backwards.
         """
-        num_tokens = sum(slot.row_count for slot in self.slots.values())
-        require(0 < num_tokens, "a plan without rows")
-        require(num_tokens <= self.max_num_batched_tokens, "over the budget")
+        row_counts = [slot.row_count for slot in self.slots.values() if slot.row_count]
+        self.num_sequences, self.num_tokens = len(row_counts), sum(row_counts)
+        require(self.num_tokens > 0, "a plan without rows")
+        require(self.num_tokens <= self.max_num_batched_tokens, "over the budget")
         contexts: dict[int, list[int]] = {}
         for index, slot in sorted(self.slots.items(), reverse=self.step_id % 2 == 0):
-            self.num_rows_computed += slot.row_count > 0
             if slot.row_count and index not in overrun:
                 self._compute(slot)
                 if slot.num_computed_tokens == len(slot.token_ids):
@@ -170,7 +172,12 @@ class FakeExecutor:
             self._require_free_slot(fork.child_slot)
             parent = self.slots[fork.parent_slot]
             self.slots[fork.child_slot] = Slot(
-                list(parent.token_ids), parent.num_computed_tokens, list(parent.block_table), parent.params, fork.seed, 1
+                list(parent.token_ids),
+                parent.num_computed_tokens,
+                list(parent.block_table),
+                parent.params,
+                fork.seed,
+                1,
             )
             contexts[fork.child_slot] = contexts[fork.parent_slot]
 

@@ -47,9 +47,7 @@ def test_only_those_in_the_scene_are_named(stories: list[Story]) -> None:
 def test_only_the_thing_of_the_scene_is_named(stories: list[Story]) -> None:
     for story in stories:
         named = set(words(story.text.lower())) & set(THING_SIGNALS)
-        # one recipe measures in cups, all else that can be owned is the story's own
-        assert named - {"cup"} <= {story.scene.thing.noun}
-        assert story.scene.thing.noun in named
+        assert named == {story.scene.thing.noun}
 
 
 def test_pronouns_agree_with_the_people_in_the_story(stories: list[Story]) -> None:

@@ -1,0 +1,130 @@
+"""Compiles all that a model will launch, by launching it once on next to nothing."""
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kernels import AttentionShape, Progress
+from kernels.triton.decode import attend_decode
+from kernels.triton.decode_work import DecodePlanner
+from kernels.triton.elementwise import add_rms_norm, rms_norm, silu_multiply
+from kernels.triton.greedy import choose_greedily
+from kernels.triton.kv import copy_blocks, rotate_and_store
+from kernels.triton.prefill import attend_prefill, plan_prefill
+from kernels.triton.tables import map_slots, update_tables
+from kernels.triton.tuning import decode_tuning
+
+_TOKENS = 2
+
+
+def warm_up(
+    shape: AttentionShape,
+    progress: Progress | None = None,
+    *,
+    hidden_size: int | None = None,
+    vocab_size: int | None = None,
+    max_num_seqs: int = 256,
+    device: torch.device | None = None,
+) -> None:
+    """See `kernels.Kernels.warm_up`. Triton keeps what it compiled on disk: later starts only load it.
+
+    hidden_size and vocab_size: without them the norms of hidden states and greedy sampling are left out. max_num_seqs:
+    as planners will be made with. device: the current GPU, or the CPU where there is none (in the interpreter).
+    """
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    model = _Model(shape, device, max_num_seqs)
+    variants: list[tuple[str, Callable[[], None]]] = [
+        ("rotate and store", model.rotate),
+        ("decode attention", model.decode),
+        ("prefill attention", lambda: model.prefill(window=0)),
+        ("prefill attention with a window", lambda: model.prefill(window=1)),
+        ("copy blocks", model.copy),
+        ("block tables", model.update),
+        ("activation", model.activate),
+        ("norms of heads", model.norm_heads),
+    ]
+    if hidden_size is not None:
+        variants.append(("norms", lambda: model.norm(hidden_size)))
+    if vocab_size is not None:
+        variants.append(("greedy sampling", lambda: model.choose(vocab_size)))
+    for done, (name, launch) in enumerate(variants):
+        if progress is not None:
+            progress(name, done, len(variants))
+        launch()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Model:
+    """Two sequences of one token each, in blocks of their own."""
+
+    def __init__(self, shape: AttentionShape, device: torch.device, max_num_seqs: int) -> None:
+        self._shape, self._device, self._max_num_seqs = shape, device, max_num_seqs
+        self._heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        blocks = (_TOKENS + 1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        self._pool = torch.zeros((1, *blocks), dtype=shape.dtype, device=device)
+        self._table = self._integers([[1], [2]])
+        self._rows = self._integers([0, 1])
+        self._positions = self._integers([0, 0])
+
+    def _integers(self, values: list[int] | list[list[int]]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self._device)
+
+    def _zeros(self, *sizes: int) -> torch.Tensor:
+        return torch.zeros(sizes, dtype=self._shape.dtype, device=self._device)
+
+    def _projection(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value as views of a fused projection."""
+        query, key, value = self._zeros(_TOKENS, sum(self._heads), self._shape.head_dim).split(self._heads, dim=1)
+        return query, key, value
+
+    def rotate(self) -> None:
+        table = torch.zeros((1, self._shape.head_dim // 2), dtype=torch.float32, device=self._device)
+        slots = torch.zeros(_TOKENS, dtype=torch.int64, device=self._device)
+        rotate_and_store(*self._projection(), table, table, self._positions, self._pool[0], slots)
+
+    def decode(self) -> None:
+        """One chunk and two, tables by row and by number."""
+        query, _, _ = self._projection()
+        out = torch.empty_like(query)
+        two_chunks = 2 * decode_tuning(self._shape, self._device).chunk_tokens
+        planner = DecodePlanner(self._shape, self._device, self._max_num_seqs, two_chunks)
+        for table_rows in (None, self._rows):
+            work = planner.plan(self._table, self._integers([1, 1]), table_rows)
+            attend_decode(query, self._pool[0], work, out, 1.0)
+
+    def prefill(self, window: int) -> None:
+        query, _, _ = self._projection()
+        starts, lengths = np.arange(_TOKENS + 1, dtype=np.int32), np.ones(_TOKENS, dtype=np.int32)
+        work = plan_prefill(self._shape, self._table, starts, lengths)
+        attend_prefill(query, self._pool[0], work, torch.empty_like(query), 1.0, window)
+
+    def copy(self) -> None:
+        blocks = torch.tensor([1, 2], device=self._device)
+        copy_blocks(self._pool, blocks[:1], blocks[1:])
+
+    def update(self) -> None:
+        update_tables(self._table, self._integers([[0, 0, 1]]))
+        slots = torch.empty(_TOKENS, dtype=torch.int64, device=self._device)
+        map_slots(self._table, self._rows, self._positions, slots, self._shape.block_size)
+
+    def activate(self) -> None:
+        silu_multiply(self._zeros(_TOKENS, 64))
+
+    def norm_heads(self) -> None:
+        query, key, _ = self._projection()
+        for heads in (query, key):
+            rms_norm(heads, self._zeros(self._shape.head_dim), 1.0)
+
+    def norm(self, hidden_size: int) -> None:
+        x, weight = self._zeros(_TOKENS, hidden_size), self._zeros(hidden_size)
+        rms_norm(x, weight, 1.0)
+        add_rms_norm(x, torch.zeros_like(x), weight, 1.0)
+
+    def choose(self, vocab_size: int) -> None:
+        for dtype in (self._shape.dtype, torch.float32):
+            logits = torch.zeros((_TOKENS, vocab_size), dtype=dtype, device=self._device)
+            for token_dtype in (torch.int32, torch.int64):
+                choose_greedily(logits, torch.empty(_TOKENS, dtype=token_dtype, device=self._device))

@@ -1,0 +1,326 @@
+"""A test rig: the real scheduler, a fake executor and fake clients, with every invariant checked after every move."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from scheduler.core import (
+    FCFS,
+    BlockMap,
+    Events,
+    FinishReason,
+    InvariantViolation,
+    Limits,
+    Policy,
+    Request,
+    Scheduler,
+    Sequence,
+    StepPlan,
+    StepResult,
+    block_map,
+    check_invariants,
+    kv_usage,
+)
+from tests.core.fake_clients import FakeClients
+from tests.core.fake_executor import FakeExecutor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A plan that is out, with the result that will come back, and the blocks it can touch."""
+
+    plan: StepPlan
+    result: StepResult
+    touched_blocks: frozenset[int]
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How often the interesting things happened, beyond what the scheduler counts itself."""
+
+    num_chunked_prefills: int = 0  # plans that leave a prompt partly computed
+    num_guaranteed: int = 0  # admissions with the worst case reserved
+    num_overruns: int = 0  # rows of sequences that had ended
+    num_pipelined: int = 0  # plans that left while another was out
+    num_shared_blocks: int = 0  # plans during which some block had two owners
+    num_waits_for_room: int = 0  # nothing planned for want of blocks, until a result is in
+    num_deferred_releases: int = 0
+    num_suspects: int = 0  # admissions that run alone
+    num_lost_flights: int = 0
+
+
+@dataclass(slots=True)
+class StepBound:
+    """I12: the number of plans in which every request that was added must have ended.
+
+    Every plan computes at least one token. A sequence needs the KV of max_total_tokens - 1 tokens, and computes it once
+    in each of its lives: the first, and one more after each preemption and each loss of the executor.
+    """
+
+    max_preemptions: int
+    num_losses: int = 0
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # (lives but for losses, tokens) of each sequence
+
+    def add(self, request: Request) -> None:
+        for index in range(request.num_sequences):
+            self.sizes.append((1 + most_preemptions(self.max_preemptions, index), request.params.max_total_tokens - 1))
+
+    @property
+    def max_steps(self) -> int:
+        return sum((num_lives + self.num_losses) * num_tokens for num_lives, num_tokens in self.sizes)
+
+
+def most_preemptions(max_preemptions: int, index: int) -> int:
+    """I14: how often a sequence can be preempted. A forked sample is born without a guarantee, so once at least."""
+    return max_preemptions if index == 0 else max(1, max_preemptions)
+
+
+class Rig:
+    """Every verb moves the scheduler, tells executor and clients, and checks everything."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        num_blocks: int,
+        block_size: int,
+        policy: Policy = FCFS,
+        vocab_size: int = 2,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.scheduler = Scheduler(
+            limits,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            policy=policy,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.executor: FakeExecutor | None = None
+        self.clients = FakeClients(vocab_size)
+        self.in_flight: deque[Flight] = deque()
+        self.lost: list[Flight] = []  # sent to executors that are gone; their results may still arrive
+        self.coverage = Coverage()
+        self.bound = StepBound(limits.max_preemptions)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Raises CapacityExceeded and QueueFull as the scheduler does."""
+        self.scheduler.add(request)
+        self.clients.submit(request)
+        self.bound.add(request)
+        self.check()
+
+    def cancel(self, request_id: int) -> None:
+        self.scheduler.cancel(request_id)
+        if request_id in self.clients.requests:
+            self.clients.go_away(request_id)
+        self.check()
+
+    def stop(self, request_id: int, index: int) -> Events:
+        return self._hear(self.scheduler.stop(request_id, index))
+
+    def expire(self, now_s: float) -> Events:
+        events = self.scheduler.expire(now_s)
+        for sequence, reason in events.finished:
+            deadline_s = sequence.request.deadline_s
+            assert reason is FinishReason.DEADLINE
+            assert deadline_s is not None
+            assert deadline_s <= now_s, f"{sequence!r} was due at {deadline_s}, not at {now_s}"
+        self._hear(events)
+        next_s = self.scheduler.next_deadline_s
+        assert next_s is None or next_s > now_s
+        return events
+
+    def reset_prefix_cache(self) -> int:
+        num_forgotten = self.scheduler.reset_prefix_cache()
+        self.check()
+        return num_forgotten
+
+    # --- executors --------------------------------------------------------------------------------------------
+
+    def attach(self, num_blocks: int | None = None) -> Events:
+        """A new executor, in a new epoch; its pool has as many blocks as the last unless told otherwise."""
+        scheduler = self.scheduler
+        self.num_blocks = num_blocks or self.num_blocks
+        epoch, limits = scheduler.epoch + 1, scheduler.limits
+        events = scheduler.executor_attached(epoch, self.num_blocks)
+        for sequence, reason in events.finished:
+            assert reason is FinishReason.ERROR
+            assert sequence.params.max_total_tokens > scheduler.max_tokens_per_sequence, f"{sequence!r} would fit"
+        self.executor = FakeExecutor(
+            self.num_blocks,
+            scheduler.cache.block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            self.clients.vocab_size,
+            epoch,
+        )
+        return self._hear(events)
+
+    def lose(self) -> Events:
+        """The executor dies with all that is in flight."""
+        self.bound.num_losses += 1
+        self.coverage.num_lost_flights += len(self.in_flight)
+        self.lost += self.in_flight
+        self.in_flight.clear()
+        self.executor = None
+        events = self.scheduler.executor_lost()
+        for sequence, reason in events.finished:
+            assert reason is FinishReason.ERROR
+            assert sequence.num_losses > self.scheduler.limits.max_losses
+        self._hear(events)
+        for request_id in {sequence.request.request_id for sequence, _ in events.finished}:
+            self.cancel(request_id)  # as the shell does: a request fails as a whole
+        return events
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plans a step and has it executed; its result stays in flight until `commit`."""
+        scheduler = self.scheduler
+        waiting = list(scheduler.waiting_sequences())
+        sampling = self._sampling_slots()
+        plan = scheduler.schedule()
+        if plan is None:
+            self.coverage.num_waits_for_room += self.executor is not None and self._waits_for_room()
+            self.check()
+            return None
+        assert self.executor is not None, "a plan for nobody"
+        result = self.executor.execute(plan)
+        assert (plan.num_sequences, plan.num_tokens) == (self.executor.num_sequences, self.executor.num_tokens)
+        self.coverage.num_pipelined += bool(self.in_flight)
+        self.coverage.num_overruns += bool(self.executor.num_overruns)
+        self.executor.num_overruns = 0
+        self.in_flight.append(Flight(plan, result, self.executor.touched_blocks))
+        self._check_order(waiting)
+        self._check_decodes(plan, sampling)
+        self._observe(waiting)
+        self.check()
+        return plan
+
+    def commit(self) -> Events:
+        """The oldest result in flight arrives."""
+        events = self._hear(self.scheduler.commit(self.in_flight.popleft().result))
+        self._check_usage()
+        return events
+
+    def run(self) -> None:
+        """Until every request has ended, with as many plans in flight as there may be; then the pool must be free."""
+        if self.executor is None:
+            self.attach()
+        while self.scheduler.num_unfinished_requests or self.in_flight:
+            if self.schedule() is not None:
+                continue
+            assert self.in_flight, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
+            self.commit()
+        self.clients.assert_served()
+        self.assert_idle()
+
+    def assert_idle(self) -> None:
+        pool = self.scheduler.cache.pool
+        assert pool.num_free_blocks == pool.num_usable_blocks, "a block was leaked"
+        assert self.scheduler.num_free_slots == self.scheduler.limits.max_num_seqs, "a slot was leaked"
+
+    # --- checks -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        check_invariants(self.scheduler)
+        for flight in self.in_flight:
+            free = [block for block in flight.touched_blocks if self.scheduler.cache.pool.ref_counts[block] == 0]
+            if free:
+                raise InvariantViolation(f"I6: plan {flight.plan.step_id} in flight can touch the free blocks {free}")
+        num_steps = self.scheduler.counters.num_steps
+        assert num_steps <= self.bound.max_steps, f"I12: {num_steps} steps, {self.bound.max_steps} should do"
+        for sequence in self.scheduler.unfinished_sequences():
+            most = most_preemptions(self.scheduler.limits.max_preemptions, sequence.index)
+            assert sequence.num_preemptions <= most, f"I14: {sequence!r} was preempted {sequence.num_preemptions} times"
+
+    def _check_order(self, waiting_before: list[Sequence]) -> None:
+        """I13: nobody overtakes, and nobody comes in behind a first in line who cannot go on. I16: a suspect has no
+        neighbours but the samples of its own request."""
+        order = self.scheduler.policy.order
+        running = set(self.scheduler.running_sequences())
+        admitted = [sequence for sequence in waiting_before if sequence in running]
+        if admitted:
+            last = max(admitted, key=order)
+            overtaken = [waiting for waiting in self.scheduler.waiting_sequences() if order(waiting) < order(last)]
+            assert not overtaken, f"I13: {last!r} overtook {overtaken}"
+            assert self._first_in_line_has_row(order(last)), f"I13: {last!r} came in behind one who cannot go on"
+        if any(sequence.is_suspect for sequence in running):
+            num_requests = len({sequence.request.request_id for sequence in running})
+            assert num_requests == 1, "I16: a suspect has neighbours"
+
+    def _first_in_line_has_row(self, before: tuple[int, ...]) -> bool:
+        """Whether the first sequence in order, if it comes before this key, computes something in the newest plan."""
+        assert self.executor is not None
+        order = self.scheduler.policy.order
+        seated = [sequence for sequence in self.scheduler.running_sequences() if sequence.slot >= 0]
+        first = min(seated, key=order, default=None)
+        if first is None or order(first) >= before:
+            return True
+        return self.executor.slots[first.slot].row_count > 0
+
+    def _check_decodes(self, plan: StepPlan, sampling_before: set[int]) -> None:
+        """I15: who sampled in the last plan has a row in this one, unless it has left its slot since."""
+        assert self.executor is not None
+        starved = sampling_before - set(plan.retired_slots) - self.executor.sampled_slots
+        assert not starved, f"I15: slots {sorted(starved)} were decoding and got no row"
+
+    def _check_usage(self) -> None:
+        """The pool in numbers is the pool."""
+        pool, index, usage = self.scheduler.cache.pool, self.scheduler.cache.index, kv_usage(self.scheduler)
+        assert usage.num_active_blocks == pool.num_usable_blocks - pool.num_free_blocks
+        assert usage.num_cached_blocks == sum(block in index for block in pool.free_blocks())
+        assert usage.num_cached_blocks + usage.num_free_blocks == pool.num_free_blocks
+        assert usage.num_shared_blocks == sum(num_refs > 1 for num_refs in pool.ref_counts)
+        num_running = sum(1 for _ in self.scheduler.running_sequences())
+        assert usage.num_wasted_slots <= num_running * (self.scheduler.cache.block_size - 1), "a block too many"
+
+    def _sampling_slots(self) -> set[int]:
+        return set(self.executor.sampled_slots) if self.executor else set()
+
+    def _waits_for_room(self) -> bool:
+        return 0 < len(self.in_flight) < self.scheduler.limits.max_in_flight and any(
+            sequence.slot >= 0 for sequence in self.scheduler.running_sequences()
+        )
+
+    def _observe(self, waiting_before: list[Sequence]) -> None:
+        coverage, running = self.coverage, set(self.scheduler.running_sequences())
+        coverage.num_chunked_prefills += any(s.num_uncomputed_tokens for s in running if s.slot >= 0)
+        coverage.num_shared_blocks += any(num_refs > 1 for num_refs in self.scheduler.cache.pool.ref_counts)
+        coverage.num_deferred_releases += any(True for _ in self.scheduler.deferred_releases())
+        for sequence in waiting_before:
+            if sequence in running:
+                coverage.num_guaranteed += sequence.is_guaranteed
+                coverage.num_suspects += sequence.is_suspect
+
+    def _hear(self, events: Events) -> Events:
+        self.clients.hear(events)
+        self.check()
+        return events
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that the scheduler shows of itself: equal snapshots, unchanged scheduler."""
+
+    block_map: BlockMap
+    free_blocks: tuple[int, ...]
+    waiting: tuple[Sequence, ...]
+    num_in_flight: int
+    num_free_slots: int
+    num_reserved_blocks: int
+    progress: tuple[tuple[int, int, int], ...]
+
+
+def take_snapshot(scheduler: Scheduler) -> Snapshot:
+    return Snapshot(
+        block_map(scheduler),
+        tuple(scheduler.cache.pool.free_blocks()),
+        tuple(scheduler.waiting_sequences()),
+        scheduler.num_in_flight,
+        scheduler.num_free_slots,
+        scheduler.cache.num_reserved_blocks,
+        tuple((s.num_tokens, s.num_computed_tokens, s.num_planned_tokens) for s in scheduler.unfinished_sequences()),
+    )

@@ -1,0 +1,198 @@
+"""The simulation is worth what it finds: each of these mistakes, made on purpose in the core, is found, and named.
+
+A mutation replaces one method of the product. The same worlds that end well without it must not end well with it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from scheduler.core import Events, FinishReason, QuireError, Scheduler, Sequence, StepResult
+from scheduler.core.block_pool import BlockPool
+from scheduler.core.draft import Draft, Step
+from scheduler.core.kv_cache import Allocation, KVCache
+from scheduler.core.waiting_queue import WaitingQueue
+from tests.core.fake_executor import PlanError
+from tests.core.simulation import simulate
+
+NUM_SEEDS = 150
+
+
+def skip_one_ref_count_decrement(patch: pytest.MonkeyPatch) -> None:
+    release, calls = BlockPool.release, iter(range(10**9))
+
+    def mutant(pool: BlockPool, block: int, *, findable: bool) -> None:
+        if next(calls) != 20:
+            release(pool, block, findable=findable)
+
+    patch.setattr(BlockPool, "release", mutant)
+
+
+def publish_blocks_when_they_are_planned(patch: pytest.MonkeyPatch) -> None:
+    plan_chunk = Scheduler._plan_chunk
+
+    def mutant(scheduler: Scheduler, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
+        plan_chunk(scheduler, draft, sequence, num_tokens)
+        num_computed = sequence.num_computed_tokens
+        sequence.num_computed_tokens = sequence.num_planned_tokens
+        if sequence.num_computed_tokens >= sequence.publish_at:
+            scheduler.cache.publish(sequence)
+        sequence.num_computed_tokens = num_computed
+
+    patch.setattr(Scheduler, "_plan_chunk", mutant)
+
+
+def free_blocks_while_a_plan_in_flight_uses_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_release_after_flight", lambda scheduler, table: scheduler.cache.release(table))
+
+
+def forget_the_copy_of_a_shared_block(patch: pytest.MonkeyPatch) -> None:
+    try_allocate = KVCache.try_allocate
+
+    def mutant(cache: KVCache, sequence: Sequence, num_tokens: int) -> Allocation | None:
+        allocation = try_allocate(cache, sequence, num_tokens)
+        return allocation and replace(allocation, block_copy=None)
+
+    patch.setattr(KVCache, "try_allocate", mutant)
+
+
+def write_to_a_shared_block_in_place(patch: pytest.MonkeyPatch) -> None:
+    fork = KVCache.fork
+
+    def mutant(cache: KVCache, parent: Sequence, child: Sequence) -> None:
+        fork(cache, parent, child)
+        child.write_limit = len(child.block_table) * cache.block_size
+
+    patch.setattr(KVCache, "fork", mutant)
+
+
+def drop_one_queued_request(patch: pytest.MonkeyPatch) -> None:
+    add, calls = WaitingQueue.add, iter(range(10**9))
+
+    def mutant(queue: WaitingQueue, sequence: Sequence) -> None:
+        if next(calls) != 20:
+            add(queue, sequence)
+
+    patch.setattr(WaitingQueue, "add", mutant)
+
+
+def publish_under_another_salt(patch: pytest.MonkeyPatch) -> None:
+    publish = KVCache.publish
+
+    def mutant(cache: KVCache, sequence: Sequence) -> None:
+        request, digests = sequence.request, sequence.digests
+        sequence.request, sequence.digests = replace(request, cache_salt=b"of all"), []
+        publish(cache, sequence)
+        sequence.request, sequence.digests = request, digests
+
+    patch.setattr(KVCache, "publish", mutant)
+
+
+def send_tokens_again_after_a_recompute(patch: pytest.MonkeyPatch) -> None:
+    append_tokens = Scheduler._append_tokens
+
+    def mutant(scheduler: Scheduler, step: Step, result: StepResult, events: Events) -> None:
+        for sequence, _ in step.admitted:
+            for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+                events.sequences.append(sequence)
+                events.token_ids.append(token_id)
+        append_tokens(scheduler, step, result, events)
+
+    patch.setattr(Scheduler, "_append_tokens", mutant)
+
+
+def count_the_token_of_an_overrun(patch: pytest.MonkeyPatch) -> None:
+    append_tokens = Scheduler._append_tokens
+
+    def mutant(scheduler: Scheduler, step: Step, result: StepResult, events: Events) -> None:
+        for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
+            if sequence.is_finished:
+                events.sequences.append(sequence)
+                events.token_ids.append(token_id)
+        append_tokens(scheduler, step, result, events)
+
+    patch.setattr(Scheduler, "_append_tokens", mutant)
+
+
+def forget_generated_tokens_when_preempting(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def mutant(scheduler: Scheduler, sequence: Sequence) -> None:
+        preempt(scheduler, sequence)
+        del sequence.token_ids[sequence.num_prompt_tokens :]
+
+    patch.setattr(Scheduler, "_preempt", mutant)
+
+
+def let_the_short_ones_overtake(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "first", lambda queue: min(queue, key=lambda s: s.num_tokens, default=None))
+
+
+def preempt_without_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_needs_guarantee", lambda scheduler, sequence: False)
+
+
+def give_away_promised_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCache, "num_available_blocks", lambda cache, sequence=None: cache.pool.num_free_blocks)
+
+
+def take_results_of_lost_executors(patch: pytest.MonkeyPatch) -> None:
+    check_result = Scheduler._check_result
+
+    def mutant(scheduler: Scheduler, result: StepResult) -> Step:
+        if scheduler._in_flight:
+            result = replace(result, epoch=scheduler.epoch, step_id=scheduler._in_flight[0].step_id)
+        return check_result(scheduler, result)
+
+    patch.setattr(Scheduler, "_check_result", mutant)
+
+
+def end_a_sequence_one_token_early(patch: pytest.MonkeyPatch) -> None:
+    end_sequences = Scheduler._end_sequences
+
+    def mutant(scheduler: Scheduler, step: Step, result: StepResult, events: Events) -> None:
+        for sequence in step.sampled:
+            if not sequence.is_finished and sequence.num_tokens == sequence.params.max_total_tokens - 1:
+                scheduler._finish(sequence, FinishReason.LENGTH)
+                events.finished.append((sequence, FinishReason.LENGTH))
+        end_sequences(scheduler, step, result, events)
+
+    patch.setattr(Scheduler, "_end_sequences", mutant)
+
+
+MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
+    (skip_one_ref_count_decrement, "I2: block"),
+    (publish_blocks_when_they_are_planned, "I5: block .* is published, its KV is not computed"),
+    (free_blocks_while_a_plan_in_flight_uses_them, "I6: plan"),
+    (forget_the_copy_of_a_shared_block, "KV that was never written is read|I11: .* got"),
+    (write_to_a_shared_block_in_place, "I3: .* may write to block"),
+    (drop_one_queued_request, "I7: waiting and running"),
+    (publish_under_another_salt, "I5: block .* is published for other tokens"),
+    (send_tokens_again_after_a_recompute, "I11: .* got"),
+    (count_the_token_of_an_overrun, "I11: a token of .* after its end"),
+    (forget_generated_tokens_when_preempting, "I11: .* got"),
+    (let_the_short_ones_overtake, "I13: .* overtook"),
+    (preempt_without_end, "I14: .* was preempted"),
+    (give_away_promised_blocks, "I10: .* blocks promised|every running sequence has its blocks promised"),
+    (take_results_of_lost_executors, "I17: a result"),
+    (end_a_sequence_one_token_early, "I11: .* ended by"),
+]
+
+
+def simulate_worlds() -> None:
+    for seed in range(NUM_SEEDS):
+        simulate(seed)
+
+
+def test_without_a_mutation_every_world_ends_well() -> None:
+    simulate_worlds()
+
+
+@pytest.mark.parametrize(("mutate", "finding"), MUTATIONS, ids=[mutate.__name__ for mutate, _ in MUTATIONS])
+def test_a_mutation_is_found(
+    monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None], finding: str
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((QuireError, PlanError, AssertionError), match=finding):
+        simulate_worlds()

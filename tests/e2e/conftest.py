@@ -1,0 +1,36 @@
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from tests.e2e.stack import Stack
+
+
+@pytest.fixture(scope="session")
+def shared_stack() -> Iterator[Stack]:
+    """A server for tests that leave it as they found it: no stream running, nobody waiting."""
+    with Stack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def stack(shared_stack: Stack) -> Stack:
+    """The shared server; its log is shown if the test fails."""
+    shared_stack.show_log()
+    return shared_stack
+
+
+@pytest.fixture(autouse=True)
+def _logs_of_this_test_alone() -> None:
+    Stack.recent.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        for stack in Stack.recent:
+            for process in stack.processes:
+                report.sections.append((f"{process.name}, process {process.pid}", process.log()))
+    return report

@@ -1,0 +1,179 @@
+"""Requests as data, and what comes of them: to compare the outcome of a disturbed run with that of a quiet one."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire import AsyncClient, Delta, Event, Finished, FinishReason, Started
+from quire.events import Prompt
+
+OPENINGS = (
+    "Once upon a time",
+    "One day, a little fox",
+    "In a small village by the sea there lived",
+    "The old baker opened the door and",
+    "It was a cold morning.",
+    "There was a brave mouse named",
+    "A long time ago, in a forest,",
+    "She lived in a wooden cabin by the lake. One windy day",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request: its prompt, and options as `AsyncClient.generate` takes them."""
+
+    prompt: Prompt
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.options.get("n", 1))
+
+
+@dataclass(slots=True)
+class Output:
+    """One sequence, as far as it has come. `reason` is None until it has ended."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None
+    num_completion_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a client has received of one request."""
+
+    outputs: list[Output]
+    has_started: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        return all(output.reason is not None for output in self.outputs)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.outputs)
+
+    def add(self, event: Event) -> None:
+        """Raises AssertionError for what a client must never see."""
+        match event:
+            case Started():
+                assert not self.has_started, "started twice"
+                self.has_started = True
+            case Delta(index=index):
+                assert self.has_started, "a delta before the start"
+                assert self.outputs[index].reason is None, "a delta after the end"
+                self.outputs[index].text += event.text
+                self.outputs[index].token_ids += event.token_ids
+            case Finished(index=index):
+                assert self.outputs[index].reason is None, "finished twice"
+                self.outputs[index].reason = event.reason
+                self.outputs[index].num_completion_tokens = event.usage.completion_tokens
+
+
+class Crowd:
+    """Jobs that stream side by side, each read as fast as it comes."""
+
+    def __init__(self, client: AsyncClient, jobs: Sequence[Job]) -> None:
+        self._client = client
+        self._jobs = jobs
+        self.outcomes = [Outcome([Output() for _ in range(job.num_sequences)]) for job in jobs]
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> "Crowd":
+        self._tasks = [
+            asyncio.create_task(self._stream(job, outcome))
+            for job, outcome in zip(self._jobs, self.outcomes, strict=True)
+        ]
+        return self
+
+    async def until(self, condition: Callable[["Crowd"], bool]) -> None:
+        """Looks at each event. Raises what a stream failed with."""
+        while not condition(self):
+            failed = [task for task in self._tasks if task.done() and task.exception() is not None]
+            if failed:
+                failed[0].result()
+            assert not all(task.done() for task in self._tasks), "all streams have ended before it was so"
+            self._news.clear()
+            await self._news.wait()
+
+    async def ended(self) -> list[Outcome]:
+        """Waits for all. Raises what the first of them failed with."""
+        await asyncio.gather(*self._tasks)
+        return self.outcomes
+
+    async def failures(self) -> list[BaseException | None]:
+        """Waits for all; what each of them failed with."""
+        return await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def num_running(self) -> int:
+        return sum(not outcome.has_ended for outcome in self.outcomes)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(outcome.num_tokens for outcome in self.outcomes)
+
+    def all_have(self, num_tokens: int) -> bool:
+        """Every sequence has so many tokens, or has ended."""
+        return all(
+            len(output.token_ids) >= num_tokens or output.reason is not None
+            for outcome in self.outcomes
+            for output in outcome.outputs
+        )
+
+    async def _stream(self, job: Job, outcome: Outcome) -> None:
+        try:
+            async for event in self._client.generate(job.prompt, **job.options):
+                outcome.add(event)
+                self._news.set()
+        finally:
+            self._news.set()
+
+
+async def outcomes(client: AsyncClient, jobs: Sequence[Job]) -> list[Outcome]:
+    """All at once, undisturbed."""
+    return await Crowd(client, jobs).start().ended()
+
+
+def differences(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> list[str]:
+    """A line for each sequence that is not as it should be, with the first token that differs."""
+    lines = []
+    for number, (is_, should_be) in enumerate(zip(actual, expected, strict=True)):
+        for index, (output, other) in enumerate(zip(is_.outputs, should_be.outputs, strict=True)):
+            if output != other:
+                pairs = zip(output.token_ids, other.token_ids, strict=False)
+                equal = next((i for i, (a, b) in enumerate(pairs) if a != b), "none of them")
+                lines.append(
+                    f"request {number}, sequence {index}: {len(output.token_ids)} tokens, {output.reason}; expected "
+                    f"{len(other.token_ids)}, {other.reason}; first different token: {equal}"
+                )
+    return lines
+
+
+def mixed_jobs(num_jobs: int) -> list[Job]:
+    """Greedy and seeded, short and long prompts, one and two samples, stop strings; each some 60 tokens or more."""
+    return [_mixed_job(number) for number in range(num_jobs)]
+
+
+def _mixed_job(number: int) -> Job:
+    prompt = OPENINGS[number % len(OPENINGS)]
+    if number % 5 == 0:  # some blocks long, its head shared with others
+        prompt = " ".join(OPENINGS[: 2 + number % 7]) + f" Number {number}. {prompt}"
+    options: dict[str, Any] = {"max_tokens": 80 + number % 33, "ignore_eos": True}
+    if number % 2:
+        options |= {"temperature": 0.7 + number % 4 / 10, "seed": 1000 + number}
+        options |= ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {})[number // 2 % 4]
+    else:
+        options |= {"temperature": 0}
+    if number % 8 == 3:
+        options["n"] = 2
+    if number % 8 == 6:
+        options |= {"stop": ["The end", "she said", "."], "min_tokens": 50, "include_stop": number % 16 == 6}
+    if number % 8 == 1:
+        options |= {"ignore_eos": False, "max_tokens": 200}
+    return Job(prompt, options)
