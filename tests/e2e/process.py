@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.e2e.waiting import WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 _LIFELINE = ROOT / "quire" / "lifeline.py"
+_MARK = "TESTED_PROCESS"
 
 
 class ProcessEnded(AssertionError):
@@ -31,11 +33,13 @@ class Process:
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
         self.name = name
+        self._mark = uuid.uuid4().hex
         self.lines: list[tuple[str, str]] = []
         self._has_news = threading.Condition()
         self._popen = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_LIFELINE), str(os.getpid()), *command],
             cwd=ROOT,
+            env=os.environ | {_MARK: self._mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -89,16 +93,19 @@ class Process:
             reader.join(5.0)
         return return_code
 
+    def family(self) -> list[psutil.Process]:
+        """Itself and what it started, as far as it runs: found by a mark in the environment, which is inherited."""
+        return [process for process in psutil.process_iter() if _mark(process) == self._mark]
+
     def kill(self) -> None:
         """Ends it and all that it started, whatever they do. May be called again."""
-        family = [] if self.return_code is not None else _family(self.pid)
-        for member in family:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        self._popen.wait(WAIT_S)
         until_s = time.monotonic() + WAIT_S
-        while any(is_running(member.pid) for member in family) and time.monotonic() < until_s:
+        while (family := self.family()) and time.monotonic() < until_s:
+            for member in family:
+                with suppress(psutil.NoSuchProcess):
+                    member.kill()
             time.sleep(0.01)
+        self._popen.wait(WAIT_S)
 
     def _read(self, stream: str, source: IO[str]) -> None:
         with source:
@@ -118,9 +125,9 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def _family(pid: int) -> list[psutil.Process]:
+def _mark(process: psutil.Process) -> str:
+    """Empty for processes that have none, do not run, or are not ours to look at."""
     try:
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
+        return str(process.environ().get(_MARK, "")) if is_running(process.pid) else ""
+    except psutil.Error:
+        return ""

@@ -36,22 +36,14 @@ class Ended:
 
 
 def ended(*arguments: str) -> Ended:
-    """Runs `quire` until it ends by itself. Nothing that it started is left then."""
+    """Runs `quire` until it ends by itself."""
     process = Process("quire", [*QUIRE, *arguments])
     try:
         return_code = process.wait()
-        left = [other for other in psutil.process_iter(["cmdline"]) if _is_of(other, arguments)]
-        assert left == []
+        assert process.family() == [], "nothing that it started is left"
     finally:
         process.kill()
     return Ended(return_code, process.printed("stdout"), process.printed("stderr"))
-
-
-def _is_of(process: psutil.Process, arguments: tuple[str, ...]) -> bool:
-    """A service that runs with the model of this command line."""
-    models = [word.removeprefix("--model=") for word in arguments if word.startswith("--model=")]
-    words = process.info["cmdline"] or []
-    return process.status() != psutil.STATUS_ZOMBIE and any(model in words for model in models)
 
 
 def model_directory(directory: Path, *, num_weight_bytes: int) -> str:

@@ -1,0 +1,150 @@
+"""Every command and every piece of Python in the README is run here, or is what runs this suite.
+
+Only addresses and models are put in: free ports for the defaults, a small random checkpoint for a large real one.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import quire
+from quire.model_path import resolved_model
+from tests.e2e.process import ROOT, Process
+from tests.e2e.stack import TINY, Stack
+from tests.executor.checkpoints import make_checkpoint
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FREE_PORTS = [f"--{flag}=127.0.0.1:0" for flag in ("listen", "http-listen", "executor", "metrics-address")]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def commands() -> set[str]:
+    """Lines of shell blocks, and `make …` in running text."""
+    lines = {line.strip() for block in blocks("sh") for line in block.splitlines() if line.strip()}
+    return lines | set(re.findall(r"`(make [a-z]+)`", README))
+
+
+COVERED = {
+    "make run": "test_make_run",
+    "make test": "runs this",
+    "make verify": "CI runs its two halves",
+    "make help": "test_make_targets",
+    "make fmt": "test_make_targets",
+    "make protos": "test_make_targets",
+    "make clean": "test_make_targets",
+    "make bench": "test_make_bench",
+    "make serve": "test_make_serve",
+    '.venv/bin/quire generate "Once upon a time"': "test_commands_against_a_server",
+    ".venv/bin/quire kv": "test_commands_against_a_server",
+    ".venv/bin/quire serve --model Qwen/Qwen3-0.6B": "test_serving_from_the_hub",
+    ".venv/bin/quire serve --model /data/Llama-3.1-8B-Instruct --dtype bfloat16": "test_serving_a_directory",
+}
+
+
+def test_every_command_of_the_readme_is_run() -> None:
+    assert commands() == set(COVERED)
+
+
+def run(*command: str, timeout_s: float = 240) -> str:
+    """In the repository, with the interpreter of these tests; fails with its output unless it exits with 0."""
+    done = subprocess.run(
+        command, cwd=ROOT, timeout=timeout_s, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def make_command(*arguments: str) -> list[str]:
+    """`make` with the environment of these tests instead of one of its own."""
+    return ["make", f"BIN={Path(sys.executable).parent}", "INSTALLED=", *arguments]
+
+
+def test_make_run() -> None:
+    output = run(*make_command("run"))
+    assert re.search(r"\d+ tokens in .* tokens/s", output)
+    assert "CoW" in output
+
+
+@pytest.mark.parametrize("target", ["help", "fmt", "protos", "clean"])
+def test_make_targets(target: str) -> None:
+    """What they would run; they change the checkout, so they are not run."""
+    assert "make: ***" not in run(*make_command("--dry-run", target))
+
+
+def test_make_bench(tmp_path: Path) -> None:
+    """As the README has it, only shorter."""
+    output = tmp_path / "bench.json"
+    run(*make_command("bench", f"ARGS=--concurrency 1,2 --num-requests 2 --num-blocks 512 --output {output}"))
+    assert output.exists()
+
+
+def test_make_serve() -> None:
+    serve = Process("make serve", make_command("serve", f"ARGS={shlex.join(FREE_PORTS)}"))
+    try:
+        assert "grpc=" in serve.line("ready ")
+    finally:
+        serve.kill()
+
+
+def test_commands_against_a_server(stack: Stack) -> None:
+    for command, expected in ('generate "Once upon a time"', "."), ("kv", "free"):
+        assert f".venv/bin/quire {command}" in COVERED
+        assert expected in run(sys.executable, "-m", "quire", *shlex.split(command), "--address", stack.grpc)
+
+
+def test_python_of_the_readme(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("python")
+    assert "quire.Client()" in code
+    exec(code.replace("quire.Client()", f"quire.Client({stack.grpc!r})"), {"quire": quire})  # noqa: S102
+    assert {line[0] for line in capsys.readouterr().out.splitlines() if line[:2] in ("0 ", "1 ")} == {"0", "1"}
+
+
+def checkpoint(family: str, directory: Path) -> Path:
+    make_checkpoint(family, directory)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(TINY) / name, directory / name)
+    return directory
+
+
+def serve_until_ready(command: str) -> str:
+    """Runs a `quire serve …` command; returns its ready line."""
+    words = shlex.split(command)
+    flags = [*FREE_PORTS, "--num-blocks=64", "--max-model-len=128"]
+    serve = Process("serve", [sys.executable, "-m", "quire", *words[1:], *flags])
+    try:
+        return serve.line("ready ")
+    finally:
+        serve.kill()
+
+
+def test_serving_a_directory(tmp_path: Path) -> None:
+    command = ".venv/bin/quire serve --model /data/Llama-3.1-8B-Instruct --dtype bfloat16"
+    assert command in COVERED
+    directory = checkpoint("llama-llama3", tmp_path / "Llama-3.1-8B-Instruct")
+    assert "grpc=" in serve_until_ready(command.replace("/data/Llama-3.1-8B-Instruct", str(directory)))
+
+
+def test_serving_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hub cache that holds the model already, as after a download; nothing is fetched."""
+    command = ".venv/bin/quire serve --model Qwen/Qwen3-0.6B"
+    assert command in COVERED
+    repository = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    checkpoint("qwen3", repository / "snapshots" / ("0" * 40))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "grpc=" in serve_until_ready(command)
+
+
+def test_the_embedded_model_is_the_default() -> None:
+    assert Path(resolved_model(None)).resolve() == Path(TINY).resolve()
