@@ -143,9 +143,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def copy_blocks(
-        self, pool: torch.Tensor, source_blocks: torch.Tensor, destination_blocks: torch.Tensor
-    ) -> None:
+    def copy_blocks(self, pool: torch.Tensor, source_blocks: torch.Tensor, destination_blocks: torch.Tensor) -> None:
         """Copies whole blocks, keys and values of all layers: the effect of a copy-on-write.
 
         pool[num_layers, num_blocks, 2, Hkv, block_size, D]; source_blocks[N] and destination_blocks[N] int64.
@@ -161,9 +159,7 @@ class Kernels(Protocol):
         """
         ...
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> torch.Tensor:
+    def add_rms_norm(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """residual += x in place (rounded to its dtype), then `rms_norm(residual, weight, eps)` as a new tensor.
 
         x[..., H], residual[..., H], both with a contiguous last dimension, weight[H].

@@ -250,9 +250,7 @@ def _attend_chunk(
 
 
 @inlined
-def _attend_one(
-    job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int
-) -> None:
+def _attend_one(job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int) -> None:
     """The unit of a single query: chunk `index` of those it sees."""
     query, _, context_len = _queries(job, s)
     num_rows, position = job.group, context_len - 1
@@ -282,9 +280,7 @@ def _attend_one(
 
 
 @inlined
-def _attend_tile(
-    job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int
-) -> None:
+def _attend_tile(job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int) -> None:
     """The unit of a tile of queries. The last tile, which sees most, has index 0."""
     first_query, num_queries, context_len = _queries(job, s)
     tile = _tile_queries(job.group)

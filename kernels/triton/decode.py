@@ -42,9 +42,7 @@ def attend_decode(
     _, _, num_kv_heads, block_size, _ = kv.shape
     group, tuning, own = num_heads // num_kv_heads, work.tuning, work.lists[window]
     device = multiprocessors(query.device)
-    num_programs = min(
-        device.count * tuning.programs_per_multiprocessor, num_rows * work.max_chunks * num_kv_heads
-    )
+    num_programs = min(device.count * tuning.programs_per_multiprocessor, num_rows * work.max_chunks * num_kv_heads)
     _attend_chunks[(num_programs,)](
         query,
         kv,

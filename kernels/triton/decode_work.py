@@ -29,7 +29,7 @@ from kernels.triton.tuning import DecodeTuning, decode_tuning
 MAX_CHUNKS = 64
 """Chunks of one context at most."""
 
-_NUM_DOUBLINGS = 12  # enough for 2²⁶ tokens
+_NUM_DOUBLINGS = 8  # enough for four million tokens
 
 ITEM_FIELDS: tl.constexpr = tl.constexpr(8)
 """int32 numbers from one item to the next: five are used, and eight are a sector of 32 bytes."""
@@ -92,17 +92,13 @@ class DecodePlanner:
         num_parts = max_items if self.max_chunks > 1 else 0
         self._max_num_seqs = max_num_seqs
         self._lists = {window: _empty_list(max_num_seqs, max_items, device) for window in set(windows)}
-        self._parts = torch.empty(
-            (num_parts, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device
-        )
+        self._parts = torch.empty((num_parts, shape.num_heads, shape.head_dim), dtype=torch.float32, device=device)
         self._part_logs = torch.empty((num_parts, shape.num_heads), dtype=torch.float32, device=device)
 
     @property
     def num_bytes(self) -> int:
         """Device memory held."""
-        lists = [
-            tensor for own in self._lists.values() for tensor in (own.items, own.num_items, own.first_items)
-        ]
+        lists = [tensor for own in self._lists.values() for tensor in (own.items, own.num_items, own.first_items)]
         return sum(tensor.nbytes for tensor in (self._parts, self._part_logs, *lists))
 
     def plan(
@@ -180,9 +176,7 @@ def _list_chunks(
         num_chunks = (ends + lengths - 1) // lengths - begins // lengths
         lengths = tl.where(num_chunks > max_chunks, lengths * 2, lengths)
     num_chunks = (ends + lengths - 1) // lengths - begins // lengths
-    num_chunks = tl.where(
-        exists, tl.maximum(num_chunks, 1), 0
-    )  # an empty context is an item, too: it writes zeros
+    num_chunks = tl.where(exists, tl.maximum(num_chunks, 1), 0)  # an empty context is an item, too: it writes zeros
     after = tl.cumsum(num_chunks, 0)
     first = after - num_chunks
 

@@ -118,7 +118,9 @@ def _norm_rows(
 
 
 @kernel()
-def _silu_multiply(gate_up: tl.tensor, out: tl.tensor, row_stride: tl.tensor, width: tl.tensor, tile: tl.constexpr) -> None:
+def _silu_multiply(
+    gate_up: tl.tensor, out: tl.tensor, row_stride: tl.tensor, width: tl.tensor, tile: tl.constexpr
+) -> None:
     """A piece of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * tile + tl.arange(0, tile)

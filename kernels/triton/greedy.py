@@ -30,7 +30,12 @@ def choose_greedily(logits: torch.Tensor, token_ids: torch.Tensor) -> None:
 
 @kernel()
 def _choose_in_pieces(
-    logits: tl.tensor, greatest: tl.tensor, winners: tl.tensor, row_stride: tl.tensor, vocab_size: tl.tensor, tile: tl.constexpr
+    logits: tl.tensor,
+    greatest: tl.tensor,
+    winners: tl.tensor,
+    row_stride: tl.tensor,
+    vocab_size: tl.tensor,
+    tile: tl.constexpr,
 ) -> None:
     row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = piece * tile + tl.arange(0, tile)

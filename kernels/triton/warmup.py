@@ -1,11 +1,12 @@
 """Compiles all that a model will launch, by launching it once on next to nothing."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kernels import AttentionShape, Progress
 from kernels.triton.decode import attend_decode
 from kernels.triton.decode_work import DecodePlanner
 from kernels.triton.elementwise import add_rms_norm, rms_norm, silu_multiply
@@ -14,6 +15,11 @@ from kernels.triton.kv import copy_blocks, rotate_and_store
 from kernels.triton.prefill import attend_prefill, plan_prefill
 from kernels.triton.tables import map_slots, update_tables
 from kernels.triton.tuning import decode_tuning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kernels import AttentionShape, Progress
 
 _TOKENS = 2
 
@@ -32,8 +38,7 @@ def warm_up(
     hidden_size and vocab_size: without them the norms of hidden states and greedy sampling are left out. max_num_seqs:
     as planners will be made with. device: the current GPU, or the CPU where there is none (in the interpreter).
     """
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = device or _current_device()
     model = _Model(shape, device, max_num_seqs)
     variants: list[tuple[str, Callable[[], None]]] = [
         ("rotate and store", model.rotate),
@@ -57,12 +62,18 @@ def warm_up(
         torch.cuda.synchronize(device)
 
 
+def _current_device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 class _Model:
     """Two sequences of one token each, in blocks of their own."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, max_num_seqs: int) -> None:
         self._shape, self._device, self._max_num_seqs = shape, device, max_num_seqs
-        self._heads = (shape.num_heads, shape.num_kv_heads, shape.num_kv_heads)
+        self._heads = [shape.num_heads, shape.num_kv_heads, shape.num_kv_heads]
         blocks = (_TOKENS + 1, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         self._pool = torch.zeros((1, *blocks), dtype=shape.dtype, device=device)
         self._table = self._integers([[1], [2]])
@@ -77,7 +88,8 @@ class _Model:
 
     def _projection(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Query, key and value as views of a fused projection."""
-        query, key, value = self._zeros(_TOKENS, sum(self._heads), self._shape.head_dim).split(self._heads, dim=1)
+        fused = self._zeros(_TOKENS, sum(self._heads), self._shape.head_dim)
+        query, key, value = torch.split(fused, self._heads, dim=1)
         return query, key, value
 
     def rotate(self) -> None:

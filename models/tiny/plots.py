@@ -68,9 +68,7 @@ def opening(s: Scene) -> list[str]:
 def meeting(s: Scene) -> str:
     """Brings the helper in by name."""
     who = f"{article(s.helper.trait)} {s.helper.creature.noun} named {s.helper.name}"
-    return s.pick(
-        (f"Just then, {who} came by.", f"Soon {who} came along the path.", f"Then {s.hero.name} met {who}.")
-    )
+    return s.pick((f"Just then, {who} came by.", f"Soon {who} came along the path.", f"Then {s.hero.name} met {who}."))
 
 
 def thanks(s: Scene) -> str:
@@ -339,6 +337,5 @@ def planted(s: Scene) -> list[str]:
 
 
 PLOTS: dict[str, Callable[[Scene], list[str]]] = {
-    plot.__name__: plot
-    for plot in (lost, stuck, shared, way_home, afraid, made, gift, race, sleepless, planted)
+    plot.__name__: plot for plot in (lost, stuck, shared, way_home, afraid, made, gift, race, sleepless, planted)
 }

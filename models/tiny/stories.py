@@ -79,9 +79,7 @@ def usual_companion(character: Character) -> tuple[str, Pronouns, Creature]:
     return names[index], SHE if index < len(NAMES_SHE) else HE, kind
 
 
-def draw_companion(
-    rng: random.Random, other: Character, kinds: list[Creature], taken: tuple[str, ...]
-) -> Character:
+def draw_companion(rng: random.Random, other: Character, kinds: list[Creature], taken: tuple[str, ...]) -> Character:
     """Somebody of one of the kinds for `other` to meet.
 
     Were all equally likely to be met, the likeliest of them by a hair could be the double of `other`, and a greedy

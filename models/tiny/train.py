@@ -163,9 +163,7 @@ def rate_factor(settings: Settings, step: int) -> float:
 @torch.no_grad()
 def heldout_loss(settings: Settings, model: LlamaForCausalLM, tokenizer: Tokenizer) -> float:
     """Loss in float32 on documents of a seed that training never draws from."""
-    rows = islice(
-        windows(tokenizer, documents(settings.seed + 1_000_000), settings.window), settings.heldout_windows
-    )
+    rows = islice(windows(tokenizer, documents(settings.seed + 1_000_000), settings.window), settings.heldout_windows)
     losses = [float(loss_of(model, torch.tensor([row]), autocast=False)) for row in rows]
     return sum(losses) / len(losses)
 

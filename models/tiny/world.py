@@ -153,18 +153,14 @@ PLACES = (
         "a little hut",
         ("in the tall grass", "among the daisies", "beside the fence"),
     ),
-    Place(
-        "village", "in the village", "a small house", ("by the well", "behind the bakery", "under the bridge")
-    ),
+    Place("village", "in the village", "a small house", ("by the well", "behind the bakery", "under the bridge")),
     Place(
         "mountain",
         "on the mountain",
         "a warm cave",
         ("on the high rock", "near the waterfall", "under the pine"),
     ),
-    Place(
-        "lake", "by the lake", "a wooden cabin", ("among the reeds", "on the sandy shore", "under the willow")
-    ),
+    Place("lake", "by the lake", "a wooden cabin", ("among the reeds", "on the sandy shore", "under the willow")),
     Place(
         "garden",
         "in the garden",
@@ -177,9 +173,7 @@ PLACES = (
         "a straw hut",
         ("under the palm tree", "in the cove", "beside the lighthouse"),
     ),
-    Place(
-        "castle", "in the castle", "a high tower", ("in the great hall", "behind the throne", "near the moat")
-    ),
+    Place("castle", "in the castle", "a high tower", ("in the great hall", "behind the throne", "near the moat")),
     Place(
         "beach",
         "on the beach",
@@ -283,12 +277,8 @@ class Recipe:
 
 
 RECIPES = (
-    Recipe(
-        "a pot of soup", ("a carrot", "an onion", "a pinch of salt"), "The soup was hot and tasted wonderful"
-    ),
-    Recipe(
-        "an apple pie", ("three apples", "some flour", "a spoon of honey"), "The pie smelled sweet and warm"
-    ),
+    Recipe("a pot of soup", ("a carrot", "an onion", "a pinch of salt"), "The soup was hot and tasted wonderful"),
+    Recipe("an apple pie", ("three apples", "some flour", "a spoon of honey"), "The pie smelled sweet and warm"),
     Recipe("a small raft", ("four logs", "a long rope", "a white sail"), "The raft floated like a leaf"),
     Recipe("a cake", ("two eggs", "some butter", "a cup of sugar"), "The cake was soft and sweet"),
     Recipe("a jug of lemonade", ("five lemons", "cold water", "some ice"), "The lemonade was fresh and cool"),

@@ -1,15 +1,15 @@
 """Greedy output equals transformers', token for token, whatever the batching, preemption, sharing or chunking.
 
-How it is compared: greedy output is right if and only if every token of it is the argmax of what transformers computes from
-the tokens before it. One forward pass of transformers over prompt and output checks all of them at once; some requests are
-also compared with `transformers.generate` itself. No tolerance: a near-tie that falls the other way is a failure, reported
-with the gap between the two logits. (None has been seen in float32: the smallest gaps of these models are far above the
-rounding differences of about 1e-5.)
+How it is compared: greedy output is right if and only if every token of it is the argmax of what transformers computes
+from the tokens before it. One forward pass of transformers over prompt and output checks all of them at once; some
+requests are also compared with `transformers.generate` itself.
+
+Near-ties get no tolerance: one that falls the other way is a failure, reported with the gap between the two logits. None
+has been seen in float32: rounding moves these models' logits by about 1e-5, and their closest calls are further apart.
 """
 
 import asyncio
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -131,12 +131,12 @@ async def test_embedded_checkpoint_ends_by_itself(tiny: PreTrainedModel) -> None
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, object]]:
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel]:
     directory: Path = tmp_path_factory.mktemp(request.param)
     checkpoint = make_checkpoint(request.param, directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):  # text is not looked at; a scheduler wants a tokenizer
         shutil.copy(Path(TINY) / name, directory / name)
-    yield str(directory), checkpoint.model
+    return str(directory), checkpoint.model
 
 
 async def test_every_family_under_pressure(family: tuple[str, PreTrainedModel]) -> None:

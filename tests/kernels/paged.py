@@ -52,9 +52,7 @@ def paged(
 def gathered(pool: Paged, s: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values of sequence s, each [context_len, Hkv, D]."""
     length, block_size = int(pool.context_lens[s]), pool.kv.shape[3]
-    tokens = [
-        pool.kv[int(pool.block_tables[s, i // block_size]), :, :, i % block_size] for i in range(length)
-    ]
+    tokens = [pool.kv[int(pool.block_tables[s, i // block_size]), :, :, i % block_size] for i in range(length)]
     keys, values = torch.stack(tokens).unbind(dim=1)
     return keys, values
 

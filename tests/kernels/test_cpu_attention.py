@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -92,9 +93,7 @@ def test_long_contexts(window: int) -> None:
     assert_close(result, expected)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "block_size", "group"), [(8, 1, 1), (16, 2, 3), (20, 12, 5), (64, 24, 7)]
-)
+@pytest.mark.parametrize(("head_dim", "block_size", "group"), [(8, 1, 1), (16, 2, 3), (20, 12, 5), (64, 24, 7)])
 def test_odd_shapes(head_dim: int, block_size: int, group: int) -> None:
     contexts = [1, 5, 12, 13, 100, 263]
     pool = paged(contexts, num_kv_heads=2, block_size=block_size, head_dim=head_dim)
@@ -139,6 +138,17 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     query = torch.randn(3, 2, 64) * 300
     result = decoded(cpu, query, pool, 1.0)
     torch.testing.assert_close(result, decoded(reference, query, pool, 1.0), rtol=1e-3, atol=1e-3)
+
+
+def test_many_small_weights_add_up() -> None:
+    pool = paged([4000], num_kv_heads=1, block_size=16, head_dim=64)
+    first = pool.kv[int(pool.block_tables[0, 0]), :, 0, 0]
+    pool.kv[:, 0] = 0
+    pool.kv[:, 1] = 1
+    first[0, 0], first[1] = 14.5, 0  # of all weight all but 0.2 % is on the first token, whose value is 0
+    query = torch.eye(64)[:1].unsqueeze(0)
+    expected = torch.full((1, 1, 64), 1 / (1 + math.exp(14.5) / 3999))
+    torch.testing.assert_close(decoded(cpu, query, pool, 1.0), expected, rtol=1e-5, atol=0)
 
 
 def test_a_broken_key_breaks_its_own_sequence_only() -> None:

@@ -103,9 +103,7 @@ def test_rotate_and_store(case: dict[str, Any]) -> None:
     positions = torch.randint(0, 500, (num_tokens,), dtype=torch.int32)
     num_blocks = num_tokens // block_size + 3
     slots = torch.randperm((num_blocks - 1) * block_size)[:num_tokens] + block_size
-    pools = [
-        torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), torch.nan).to(dtype) for _ in "ab"
-    ]
+    pools = [torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), torch.nan).to(dtype) for _ in "ab"]
     projections = [fused.clone(), fused.clone()]
     for home, pool, projection in zip((cpu, reference), pools, projections, strict=True):
         heads = projection.view(num_tokens, total, head_dim)

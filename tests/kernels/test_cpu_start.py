@@ -78,9 +78,7 @@ def test_torch_has_the_runtime_that_is_looked_for() -> None:
     assert team._launch is not None
 
 
-def test_python_threads_do_where_there_is_no_such_runtime(
-    monkeypatch: pytest.MonkeyPatch, two_threads: None
-) -> None:
+def test_python_threads_do_where_there_is_no_such_runtime(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     pool = paged([1500, 40, 300], num_kv_heads=2, block_size=16, head_dim=64)
     query = torch.randn(3, 4, 64)
     results = []

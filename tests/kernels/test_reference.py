@@ -12,9 +12,7 @@ from kernels import reference
 from tests.kernels.paged import gathered, paged, poisoned
 
 
-def sdpa(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int
-) -> torch.Tensor:
+def sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int) -> torch.Tensor:
     """Attention of query[N, Hq, D] at the end of keys[L, Hkv, D] by torch."""
     num_queries, length = query.shape[0], keys.shape[0]
     distance = torch.arange(length - num_queries, length).unsqueeze(1) - torch.arange(length)
@@ -38,9 +36,7 @@ def test_attention_is_scaled_dot_product_attention(num_kv_heads: int, group: int
     starts = torch.tensor([0, *num_queries]).cumsum(0).int()
     query = torch.randn(int(starts[-1]), num_kv_heads * group, head_dim)
     out = poisoned(*query.shape)
-    reference.attention_prefill(
-        query, pool.kv, pool.block_tables, starts, pool.context_lens, out, 0.3, window
-    )
+    reference.attention_prefill(query, pool.kv, pool.block_tables, starts, pool.context_lens, out, 0.3, window)
     decoded = poisoned(len(contexts), num_kv_heads * group, head_dim)
     last = query[(starts[1:].long() - 1).clamp(min=0)]
     reference.attention_decode(last, pool.kv, pool.block_tables, pool.context_lens, decoded, 0.3, window)

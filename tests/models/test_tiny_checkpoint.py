@@ -85,9 +85,7 @@ def test_training_record_agrees_with_weights(model: Any, tokenizer: Any) -> None
     assert record["settings"]["num_layers"] == model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize(
-    "text", ["Zoë — Jürgen “Søren” 🦊", "Once upon a time", "日本語\n\ttab  two spaces", ""]
-)
+@pytest.mark.parametrize("text", ["Zoë — Jürgen “Søren” 🦊", "Once upon a time", "日本語\n\ttab  two spaces", ""])
 def test_tokenizer_gives_text_back(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer.bos_token_id

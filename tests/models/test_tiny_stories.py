@@ -55,9 +55,7 @@ def test_pronouns_agree_with_the_people_in_the_story(stories: list[Story]) -> No
         scene = story.scene
         people = [scene.hero, scene.helper, *([scene.third] if story.plot == "shared" else [])]
         assert all(person.name in (NAMES_SHE if person.pronouns is SHE else NAMES_HE) for person in people)
-        allowed = {
-            form for person in people for form in (person.pronouns.subject, person.pronouns.possessive)
-        }
+        allowed = {form for person in people for form in (person.pronouns.subject, person.pronouns.possessive)}
         told = set(words(story.text.lower()))
         assert told & {SHE.subject, SHE.possessive, HE.subject, HE.possessive} <= allowed
 
@@ -72,9 +70,7 @@ def test_a_lost_thing_is_found_where_it_was_seen(stories: list[Story]) -> None:
     assert told
     for story in told:
         text = story.text.replace("“", '"').replace("”", '"')
-        seen = re.search(
-            rf'"I saw an? {story.scene.thing.full} ([^"]+)," said {story.scene.helper.name}', text
-        )
+        seen = re.search(rf'"I saw an? {story.scene.thing.full} ([^"]+)," said {story.scene.helper.name}', text)
         assert seen is not None, text
         spots = [text.count(spot) for spot in story.scene.place.spots if spot != seen[1]]
         assert spots == [1, 1], text
@@ -100,9 +96,7 @@ def test_a_request_names_what_the_story_is_about() -> None:
         story = tell(rng, titles=False)
         asked = words(request(rng, story))
         about = [
-            word
-            for word in asked
-            if word in {*NAMES_SHE, *NAMES_HE, *THING_SIGNALS, story.scene.hero.creature.noun}
+            word for word in asked if word in {*NAMES_SHE, *NAMES_HE, *THING_SIGNALS, story.scene.hero.creature.noun}
         ]
         assert about
         assert set(about) <= set(words(story.text))
@@ -114,7 +108,5 @@ def test_curly_quotes_come_in_pairs() -> None:
 
 def test_vocabulary_holds_the_words_of_unseen_stories() -> None:
     known = vocabulary()
-    unseen = {
-        word for document in islice(documents(99), 300) for text in texts(document) for word in words(text)
-    }
+    unseen = {word for document in islice(documents(99), 300) for text in texts(document) for word in words(text)}
     assert unseen <= known
