@@ -38,6 +38,8 @@ def attend_decode(
         return
     if not kv.is_contiguous():
         raise ValueError("kv must be contiguous")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")
     num_rows, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv.shape
     group, tuning, own = num_heads // num_kv_heads, work.tuning, work.lists[window]

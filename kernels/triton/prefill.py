@@ -91,6 +91,8 @@ def attend_prefill(
         return
     if not kv.is_contiguous():
         raise ValueError("kv must be contiguous")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")
     _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv.shape
     group, tuning = num_heads // num_kv_heads, work.tuning

@@ -46,7 +46,7 @@ def attend_span(
     """The state after the tokens [start, stop) of a context of `end` tokens.
 
     query[rows, padded head_dim], positions[rows]. keys: the first key of the kv head in block 0; its values lie
-    num_kv_heads tiles further. is_edge: some row does not see some token of the span; else nothing is masked, and
+    num_kv_heads tiles further. scale: positive, log2(e) included. is_edge: some row does not see some token of the span; else nothing is masked, and
     stop - start is a multiple of tile_tokens.
     """
     dims = tl.arange(0, query.shape[1])
@@ -78,16 +78,19 @@ def attend_span(
             key = tl.load(places)
             value = tl.load(places + to_values)
 
-        scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+        # Scores keep the scale of the products until the exponent, where one fused operation applies it: the greatest
+        # product has the greatest score. The operation is spelt out, so that the compiler rounds alike with a mask and
+        # without, and a row has the same bits whichever of the two its tile takes.
+        products = tl.dot(query, tl.trans(key), input_precision="ieee")
         if is_edge:
             seen = tokens[None, :] <= positions[:, None]
             if has_window:
                 seen = seen & (tokens[None, :] > positions[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-        now_greatest = tl.maximum(greatest, tl.max(scores, 1))
+            products = tl.where(seen, products, float("-inf"))
+        now_greatest = tl.maximum(greatest, tl.max(products, 1) * scale)
         # A row that has seen nothing yet: its exponents must not become -inf + inf.
         base = tl.where(now_greatest == float("-inf"), 0.0, now_greatest)
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(tl.fma(products, scale, -base[:, None]))
         fading = tl.exp2(greatest - base)
         totals = totals * fading + tl.sum(weights, 1)
         sums = tl.dot(weights.to(value.dtype), value, sums * fading[:, None], input_precision="ieee")

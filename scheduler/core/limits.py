@@ -16,7 +16,8 @@ class Limits:
     max_preemptions           a sequence preempted this often is next admitted with its worst case reserved, and is
                               never a victim again
     max_losses                executors that may be lost in a row under one sequence, without a token of progress,
-                              before the sequence is given up as their likely cause
+                              before the sequence is given up as their likely cause; at least 2: after the second
+                              loss suspects run alone, so that neighbours of the cause are not given up with it
     watermark_ratio           share of the pool left free when a sequence is admitted beside others, for their growth
     """
 
@@ -31,9 +32,11 @@ class Limits:
     watermark_ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len", "max_in_flight", "max_waiting_requests", "max_losses"):
+        for name in ("max_num_seqs", "max_model_len", "max_in_flight", "max_waiting_requests"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.max_losses < 2:
+            raise ValueError(f"max_losses must be at least 2, not {self.max_losses}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "

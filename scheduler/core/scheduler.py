@@ -104,11 +104,15 @@ class Scheduler:
         self._end_request(request_id, FinishReason.CANCELLED)
 
     def stop(self, request_id: int, index: int) -> Events:
-        """Ends one sequence because its text is complete (a stop string). Too late is no error."""
+        """Ends one sequence because its text is complete (a stop string). Too late is no error.
+
+        A sequence without a token has no text: it goes on, and so does a fork that is still in flight.
+        """
         events = Events()
         active = self._requests.get(request_id)
         for sequence in active.sequences if active else ():
-            if sequence.index == index and not sequence.is_finished:
+            has_text = sequence.num_tokens > sequence.num_prompt_tokens
+            if sequence.index == index and has_text and not sequence.is_finished:
                 self._finish(sequence, FinishReason.STOP)
                 events.finished.append((sequence, FinishReason.STOP))
         return events
@@ -198,19 +202,18 @@ class Scheduler:
         """The next step, or None: nothing to do, or nothing before another result is in."""
         if not self.is_attached or len(self._in_flight) >= self.limits.max_in_flight:
             return None
-        while True:
-            growing = self._make_room_for_decodes()
-            if growing is None:
-                return None
-            draft = Draft(budget=self.limits.max_num_batched_tokens)
-            self._plan_decodes(draft, growing)
-            self._plan_prefills(draft)
-            self._admit(draft)
-            if draft.has_rows:
-                return self._seal(draft)
-            if self._in_flight or not self._batch.prefilling:
-                return None
-            self._preempt(self._choose_victim())  # half-computed prompts block each other
+        growing = self._make_room_for_decodes()
+        if growing is None:
+            return None
+        draft = Draft(budget=self.limits.max_num_batched_tokens)
+        self._plan_decodes(draft, growing)
+        self._plan_prefills(draft)
+        self._admit(draft)
+        if draft.has_rows:
+            return self._seal(draft)
+        if self._batch.running and not self._in_flight:
+            raise InvariantViolation("sequences are running, and none of them can compute a token")
+        return None
 
     def _make_room_for_decodes(self) -> list[Sequence] | None:
         """The decodes that need a block for their next token, once there is one for each; None: not yet."""
@@ -242,8 +245,11 @@ class Scheduler:
                 self._plan_chunk(draft, sequence, num_tokens)
 
     def _admit(self, draft: Draft) -> None:
-        """Admits from the head of the queue while slots, blocks and budget last. Nobody overtakes the head."""
-        while draft.budget > 0 and (sequence := self._waiting.first()) is not None:
+        """Admits from the head of the queue while slots, blocks and budget last. Nobody overtakes the head.
+
+        A prompt that is still being computed comes before new ones, so at most one is computed in part.
+        """
+        while not self._batch.prefilling and draft.budget > 0 and (sequence := self._waiting.first()) is not None:
             active = self._requests[sequence.request.request_id]
             if self._batch.num_free_slots <= active.num_unborn or not self._may_run_beside_others(sequence):
                 return
@@ -260,14 +266,10 @@ class Scheduler:
         return not any(running.is_suspect for running in self._batch.running)
 
     def _has_room_to_admit(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Room for all tokens it has now, beside what admitted prefills still lack; and, if it was preempted too often,
-        for all it can ever have."""
+        """Room for all tokens it has now; and, if it was preempted too often, for all it can ever have."""
         num_needed = self.cache.num_blocks_to_admit(sequence, prefix)
         if self._needs_guarantee(sequence):
             num_needed += self._num_worst_case_blocks(sequence) - self.cache.num_blocks_for(sequence.num_tokens)
-        for prefilling in self._batch.prefilling:
-            if not prefilling.num_reserved_blocks:
-                num_needed += self.cache.num_blocks_for(prefilling.num_tokens) - len(prefilling.block_table)
         if self._batch.running:
             num_needed += self._num_watermark_blocks
         return num_needed <= self.cache.num_available_blocks()

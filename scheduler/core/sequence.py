@@ -26,7 +26,7 @@ class FinishReason(Enum):
 TRANSITIONS: dict[State, dict[State, str]] = {
     State.WAITING: {
         State.RUNNING: "admitted: has a slot and the blocks of its first chunk",
-        State.FINISHED: "cancelled, or its deadline passed, in the queue",
+        State.FINISHED: "cancelled, its deadline passed, it fits the pool no more, or executors kept dying under it",
     },
     State.RUNNING: {
         State.PREEMPTED: "gave its blocks to another sequence; its tokens stay",
@@ -35,8 +35,7 @@ TRANSITIONS: dict[State, dict[State, str]] = {
     },
     State.PREEMPTED: {
         State.RUNNING: "admitted again; its tokens are recomputed",
-        State.WAITING: "the executor was lost meanwhile",
-        State.FINISHED: "cancelled, or its deadline passed, in the queue",
+        State.FINISHED: "cancelled, its deadline passed, or it fits the pool no more",
     },
     State.FINISHED: {},
 }

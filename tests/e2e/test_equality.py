@@ -4,8 +4,8 @@ How it is compared: greedy output is right if and only if every token of it is t
 from the tokens before it. One forward pass of transformers over prompt and output checks all of them at once; some
 requests are also compared with `transformers.generate` itself.
 
-Near-ties get no tolerance: one that falls the other way is a failure, reported with the gap between the two logits. None
-has been seen in float32: rounding moves these models' logits by about 1e-5, and their closest calls are further apart.
+Near-ties get no tolerance: one that falls the other way is a failure, reported with the gap between the two logits.
+None has been seen in float32: rounding moves these models' logits by about 1e-5; their closest calls are further apart.
 """
 
 import asyncio

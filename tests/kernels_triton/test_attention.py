@@ -168,13 +168,17 @@ def test_nothing_to_do() -> None:
     assert prefilled(home, none, pool, [], 1.0).shape == none.shape
 
 
-def test_a_pool_of_another_layout_is_refused() -> None:
+def test_a_pool_of_another_layout_and_a_negative_scale_are_refused() -> None:
     pool = on_device(paged([20], num_kv_heads=2, block_size=64, head_dim=64))
     turned = Paged(pool.kv.transpose(3, 4), pool.block_tables, pool.context_lens)
     with pytest.raises(ValueError, match="contiguous"):
         decoded(home, queries(1, 4, 64), turned, 1.0)
     with pytest.raises(ValueError, match="contiguous"):
         prefilled(home, queries(1, 4, 64), turned, [1], 1.0)
+    with pytest.raises(ValueError, match="positive"):
+        decoded(home, queries(1, 4, 64), pool, -1.0)
+    with pytest.raises(ValueError, match="positive"):
+        prefilled(home, queries(1, 4, 64), pool, [1], 0.0)
 
 
 @pytest.mark.parametrize("window", [0, 90, 300])

@@ -25,6 +25,11 @@ def test_norms(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert torch.equal(x, x_before)
 
 
+def test_eps_keeps_small_rows_small() -> None:
+    x, weight = torch.randn(3, 64, device=DEVICE) * 1e-3, torch.randn(64, device=DEVICE)
+    assert_rounded(home.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norm_of_heads_inside_a_fused_projection(dtype: torch.dtype) -> None:
     fused = torch.randn(9, 8, 32).to(dtype).to(DEVICE)
