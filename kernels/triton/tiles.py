@@ -46,8 +46,8 @@ def attend_span(
     """The state after the tokens [start, stop) of a context of `end` tokens.
 
     query[rows, padded head_dim], positions[rows]. keys: the first key of the kv head in block 0; its values lie
-    num_kv_heads tiles further. scale: positive, log2(e) included. is_edge: some row does not see some token of the span; else nothing is masked, and
-    stop - start is a multiple of tile_tokens.
+    num_kv_heads tiles further. scale: positive, log2(e) included. is_edge: some row does not see some token of the
+    span; else nothing is masked, and stop - start is a multiple of tile_tokens.
     """
     dims = tl.arange(0, query.shape[1])
     within = tl.arange(0, tile_tokens)
