@@ -179,7 +179,7 @@ class Kernels(Protocol):
 
 
 def select(device: torch.device) -> Kernels:
-    """The home for tensors on `device`: numba on the CPU, the reference anywhere else.
+    """The home for tensors on `device`: numba on the CPU, Triton on a GPU, the reference anywhere else.
 
     Homes are imported when they are selected: numba costs a CPU host a third of a second, another host nothing.
     """
@@ -187,6 +187,10 @@ def select(device: torch.device) -> Kernels:
         from kernels import cpu
 
         return cpu
+    if device.type == "cuda":
+        from kernels import triton
+
+        return triton
     from kernels import reference
 
     return reference

@@ -15,7 +15,7 @@ import triton.language as tl
 from kernels import AttentionShape
 from kernels.triton.decode_work import ITEM_FIELDS, MAX_CHUNKS, DecodePlanner, DecodeWork
 from kernels.triton.jit import kernel, padded
-from kernels.triton.tiles import LOG2_E, attend_span, divided
+from kernels.triton.tiles import LOG2_E, attend_span, check, divided
 from kernels.triton.tuning import multiprocessors
 
 _MERGE_PARTS = 16
@@ -36,10 +36,7 @@ def attend_decode(
     """
     if not work.num_rows:
         return
-    if not kv.is_contiguous():
-        raise ValueError("kv must be contiguous")
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, not {scale}")
+    check(query, kv, out, scale)
     num_rows, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv.shape
     group, tuning, own = num_heads // num_kv_heads, work.tuning, work.lists[window]

@@ -23,8 +23,12 @@ def rotate_and_store(
     _, _, num_kv_heads, block_size, _ = kv.shape
     if not num_tokens:
         return
+    if not query.dtype == key.dtype == value.dtype == kv.dtype:
+        raise TypeError("query, key, value and kv must share a dtype")
     if not (kv.is_contiguous() and cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError("kv, cos and sin must be contiguous")
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        raise ValueError("the last dimension of query, key and value must be contiguous")
     _rotate_and_store[(num_tokens, num_kv_heads)](
         query,
         key,

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from kernels import AttentionShape
 from kernels.triton.jit import kernel, padded
-from kernels.triton.tiles import LOG2_E, attend_span, divided
+from kernels.triton.tiles import LOG2_E, attend_span, check, divided
 from kernels.triton.tuning import PrefillTuning, prefill_tuning
 
 _ITEM_FIELDS: tl.constexpr = tl.constexpr(4)
@@ -89,10 +89,7 @@ def attend_prefill(
     """
     if not len(work.items):
         return
-    if not kv.is_contiguous():
-        raise ValueError("kv must be contiguous")
-    if scale <= 0:
-        raise ValueError(f"scale must be positive, not {scale}")
+    check(query, kv, out, scale)
     _, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv.shape
     group, tuning = num_heads // num_kv_heads, work.tuning

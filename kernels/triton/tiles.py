@@ -15,11 +15,24 @@ A tile spans several blocks, so each of its tokens finds its own block::
 
 import math
 
+import torch
 import triton.language as tl
 
 from kernels.triton.jit import kernel
 
 LOG2_E = math.log2(math.e)
+
+
+def check(query: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+    """Raises TypeError for mixed dtypes, ValueError for layouts that the loop does not read and for scale <= 0."""
+    if not query.dtype == kv.dtype == out.dtype:
+        raise TypeError(f"query, kv and out must share a dtype: {query.dtype}, {kv.dtype}, {out.dtype}")
+    if not kv.is_contiguous():
+        raise ValueError("kv must be contiguous")
+    if query.stride(-1) != 1 or out.stride(-1) != 1:
+        raise ValueError("the last dimension of query and out must be contiguous")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, not {scale}")
 
 
 @kernel()

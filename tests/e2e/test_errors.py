@@ -1,8 +1,10 @@
 """What cannot be served is refused with the right status, and neighbours notice nothing."""
 
+import json
 import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -20,7 +22,7 @@ from quire.addresses import with_port
 from quire.events import Prompt
 from quire.v1 import generation_pb2
 from quire.v1.generation_pb2_grpc import GenerationStub
-from tests.e2e.stack import Stack
+from tests.e2e.stack import TINY, Stack
 from tests.e2e.streams import OPENINGS, Crowd, Job, differences, outcomes
 from tests.e2e.waiting import until
 
@@ -86,8 +88,9 @@ async def test_what_can_never_fit_is_out_of_range(client: AsyncClient) -> None:
     assert len(longest.token_ids) == 2
 
 
+VOCAB_SIZE: int = json.loads((Path(TINY) / "config.json").read_text())["vocab_size"]
 VIOLATIONS: dict[str, tuple[Prompt, dict[str, Any]]] = {
-    "token_ids.ids[1]": ([5, 1536, 6], {}),
+    "token_ids.ids[1]": ([5, VOCAB_SIZE, 6], {}),
     "token_ids.ids[0]": ([2**32 - 1], {}),
     "token_ids.ids": ([], {}),
     "text": ("x" * (3 * 2**20), {}),
@@ -108,7 +111,7 @@ VIOLATIONS: dict[str, tuple[Prompt, dict[str, Any]]] = {
     "stopping.min_tokens": ("A fox", {"max_tokens": 5, "min_tokens": 6}),
     "stopping.stop": ("A fox", {"stop": ["x"] * 17}),
     "stopping.stop[1]": ("A fox", {"stop": ["x", ""]}),
-    "stopping.stop_token_ids[0]": ("A fox", {"stop_token_ids": [1536]}),
+    "stopping.stop_token_ids[0]": ("A fox", {"stop_token_ids": [VOCAB_SIZE]}),
     "output.logprobs": ("A fox", {"logprobs": 1}),
     "output.prompt_logprobs": ("A fox", {"prompt_logprobs": 1}),
 }

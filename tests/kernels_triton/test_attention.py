@@ -15,6 +15,8 @@ from tests.kernels.paged import Paged, paged, pairwise, poisoned
 from tests.kernels_triton.places import DEVICE, DTYPES, IS_GPU, assert_attended, on_device, on_gpu_only
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kernels import Kernels
 
 # Around the borders of blocks (8, 16, 32), tiles (32, 64, 128) and chunks (256, 512); 0 is a padding row.
@@ -168,17 +170,26 @@ def test_nothing_to_do() -> None:
     assert prefilled(home, none, pool, [], 1.0).shape == none.shape
 
 
-def test_a_pool_of_another_layout_and_a_negative_scale_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda query, kv, out: (query, kv.transpose(3, 4), out, 1.0), ValueError),
+        (lambda query, kv, out: (query.transpose(1, 2), kv, out, 1.0), ValueError),
+        (lambda query, kv, out: (query, kv, out.transpose(1, 2), 1.0), ValueError),
+        (lambda query, kv, out: (query.half(), kv, out, 1.0), TypeError),
+        (lambda query, kv, out: (query, kv, out.half(), 1.0), TypeError),
+        (lambda query, kv, out: (query, kv, out, 0.0), ValueError),
+        (lambda query, kv, out: (query, kv, out, -1.0), ValueError),
+    ],
+)
+def test_what_cannot_be_read_is_refused(spoil: Callable[..., tuple[Any, ...]], error: type[Exception]) -> None:
     pool = on_device(paged([20], num_kv_heads=2, block_size=64, head_dim=64))
-    turned = Paged(pool.kv.transpose(3, 4), pool.block_tables, pool.context_lens)
-    with pytest.raises(ValueError, match="contiguous"):
-        decoded(home, queries(1, 4, 64), turned, 1.0)
-    with pytest.raises(ValueError, match="contiguous"):
-        prefilled(home, queries(1, 4, 64), turned, [1], 1.0)
-    with pytest.raises(ValueError, match="positive"):
-        decoded(home, queries(1, 4, 64), pool, -1.0)
-    with pytest.raises(ValueError, match="positive"):
-        prefilled(home, queries(1, 4, 64), pool, [1], 0.0)
+    query, kv, out, scale = spoil(queries(1, 64, 64), pool.kv, poisoned(1, 64, 64).to(DEVICE))
+    with pytest.raises(error):
+        home.attention_decode(query, kv, pool.block_tables, pool.context_lens, out, scale)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(error):
+        home.attention_prefill(query, kv, pool.block_tables, starts, pool.context_lens, out, scale)
 
 
 @pytest.mark.parametrize("window", [0, 90, 300])

@@ -56,6 +56,21 @@ def test_padding_rows_share_the_null_block() -> None:
     assert int(kv[2].ne(0).any(dim=-1).sum()) == 4  # two heads of a key and of a value
 
 
+def test_what_cannot_be_read_is_refused() -> None:
+    query, key, value = (torch.randn(3, heads, 64, device=DEVICE) for heads in (4, 2, 2))
+    table, kv = torch.randn(10, 32, device=DEVICE), torch.zeros(3, 2, 2, 16, 64, device=DEVICE)
+    positions = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    slots = torch.arange(16, 19, device=DEVICE)
+    turned = torch.randn(3, 64, 2, device=DEVICE).transpose(1, 2)
+    with pytest.raises(TypeError, match="dtype"):
+        home.rotate_and_store(query, key.half(), value, table, table, positions, kv, slots)
+    with pytest.raises(ValueError, match="last dimension"):
+        home.rotate_and_store(query, key, turned, table, table, positions, kv, slots)
+    with pytest.raises(ValueError, match="kv, cos and sin"):
+        home.rotate_and_store(query, key, value, table[:, ::2], table, positions, kv, slots)
+    assert not kv.any()
+
+
 def test_no_tokens() -> None:
     query, key, value = (torch.randn(0, heads, 64, device=DEVICE) for heads in (4, 2, 2))
     table, kv = torch.randn(10, 32, device=DEVICE), torch.zeros(3, 2, 2, 16, 64, device=DEVICE)
