@@ -27,9 +27,9 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> set[str]:
-    """Lines of shell blocks, and `make …` in running text."""
+    """Lines of shell blocks, and `make …` and `.venv/bin/…` in running text."""
     lines = {line.strip() for block in blocks("sh") for line in block.splitlines() if line.strip()}
-    return lines | set(re.findall(r"`(make [a-z]+)`", README))
+    return lines | set(re.findall(r"`(make [a-z]+|\.venv/bin/[^`]+)`", README))
 
 
 COVERED = {
@@ -42,6 +42,7 @@ COVERED = {
     "make clean": "test_make_targets",
     "make bench": "test_make_bench",
     "make serve": "test_make_serve",
+    ".venv/bin/python -m bench.scheduler_cost": "test_scheduler_cost",
     '.venv/bin/quire generate "Once upon a time"': "test_commands_against_a_server",
     ".venv/bin/quire kv": "test_commands_against_a_server",
     ".venv/bin/quire serve --model Qwen/Qwen3-0.6B": "test_serving_from_the_hub",
@@ -84,6 +85,13 @@ def test_make_bench(tmp_path: Path) -> None:
     output = tmp_path / "bench.json"
     run(*make_command("bench", f"ARGS=--concurrency 1,2 --num-requests 2 --num-blocks 512 --output {output}"))
     assert output.exists()
+
+
+def test_scheduler_cost() -> None:
+    """With few sequences instead of thousands."""
+    table = run(sys.executable, "-m", "bench.scheduler_cost", "4", "8").splitlines()
+    assert [line.split()[0] for line in table] == ["running", "4", "8"]
+    assert all(float(line.split()[2]) > 0 for line in table[1:])
 
 
 def test_make_serve() -> None:
