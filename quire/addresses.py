@@ -1,7 +1,16 @@
 """Addresses of services: "host:port", or "unix:path"."""
 
+import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
+
+# Where free ports are looked for: below those that systems hand to outgoing connections, which could take a port
+# between its choice and its use. Each process begins in a stretch of its own, so that two started together do not
+# meet.
+_FIRST_PORT, _NUM_PORTS, _NUM_PORTS_OF_A_PROCESS = 20_000, 12_000, 16
+_num_choices = count()
 
 
 class AddressError(ValueError):
@@ -40,6 +49,23 @@ def with_port(address: str) -> str:
     if address.startswith("unix:"):
         return address
     wanted = HostPort.parse(address)
+    if wanted.port == 0:
+        for port in _quiet_ports():
+            try:
+                return _bindable(HostPort(wanted.host, port))
+            except AddressInUse:
+                continue
+    return _bindable(wanted)
+
+
+def _quiet_ports() -> Iterator[int]:
+    """A stretch's worth of candidates, never beginning with the one chosen last."""
+    start = os.getpid() * _NUM_PORTS_OF_A_PROCESS
+    for _ in range(_NUM_PORTS_OF_A_PROCESS):
+        yield _FIRST_PORT + (start + next(_num_choices) % _NUM_PORTS_OF_A_PROCESS) % _NUM_PORTS
+
+
+def _bindable(wanted: HostPort) -> str:
     try:
         family, kind, protocol, _, place = socket.getaddrinfo(
             wanted.host, wanted.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -51,4 +77,4 @@ def with_port(address: str) -> str:
             probe.listen(1)
             return str(HostPort(wanted.host, probe.getsockname()[1]))
     except OSError as error:
-        raise AddressInUse(f"cannot listen on {address}: {error.strerror or error}") from None
+        raise AddressInUse(f"cannot listen on {wanted}: {error.strerror or error}") from None
