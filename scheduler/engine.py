@@ -376,7 +376,13 @@ class Engine:
         )
 
     def _describe_model(self, description: ExecutorDescription) -> ModelDescription:
+        """The executor's bounds, narrowed by the operator's. A token budget narrows the batch too: each sequence that
+        runs needs one token a step."""
         options = self._options
+        max_num_batched_tokens = min(
+            options.max_num_batched_tokens or description.max_num_batched_tokens, description.max_num_batched_tokens
+        )
+        max_num_seqs = min(options.max_num_seqs or description.max_num_seqs, description.max_num_seqs)
         return ModelDescription(
             model_name=description.model_name,
             dtype=description.dtype,
@@ -385,11 +391,8 @@ class Engine:
             max_model_len=description.max_model_len,
             block_size=description.block_size,
             num_blocks=description.num_blocks - 1,
-            max_num_seqs=min(options.max_num_seqs or description.max_num_seqs, description.max_num_seqs),
-            max_num_batched_tokens=min(
-                options.max_num_batched_tokens or description.max_num_batched_tokens,
-                description.max_num_batched_tokens,
-            ),
+            max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
+            max_num_batched_tokens=max_num_batched_tokens,
         )
 
 

@@ -89,6 +89,13 @@ async def test_requests_end_with_the_right_tokens(max_in_flight: int) -> None:
         assert engine.kv_usage().num_active_blocks == 0
 
 
+async def test_a_small_token_budget_narrows_the_batch() -> None:
+    async with running_engine(FakeClient(), max_num_batched_tokens=3) as engine:
+        assert (engine.description.max_num_seqs, engine.description.max_num_batched_tokens) == (3, 3)
+        for sink in [submit(engine, [1] * 10, 5) for _ in range(6)]:
+            await sink.check()
+
+
 async def test_every_stream_survives_the_loss_of_the_executor_at_any_moment() -> None:
     client = FakeClient()
     async with running_engine(client) as engine:
