@@ -84,7 +84,7 @@ def _load_decoder(
     checkpoint = Checkpoint(directory)
     dtype = _dtype(config, model_config, checkpoint)
     say(f"loading {model_config.architecture} from {directory} as {str(dtype).removeprefix('torch.')} on {device}")
-    weights = load_weights(checkpoint, model_config, dtype, device, _layer_progress(say))
+    weights = load_weights(checkpoint, model_config, dtype, device, home, _layer_progress(say))
     say(f"weights: {weights.num_bytes / 2**20:,.0f} MiB")
     return Decoder(model_config, weights, home, max_model_len), weights.num_bytes
 

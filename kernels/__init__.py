@@ -32,7 +32,7 @@ nor at a token beyond the context: whatever lies there, ids out of range or NaN,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -52,6 +52,22 @@ class AttentionShape:
     num_kv_heads: int
     head_dim: int
     block_size: int
+
+
+class Linear(Protocol):
+    """y = x Wᵀ + b, with the weight in whatever form its home multiplies fastest."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x[rows, in_size] → a new tensor[rows, out_size] of the same dtype. Sums are float32, rounded once.
+
+        On the CPU a row does not depend on the other rows: alone or in any batch it is the same to the last bit.
+        """
+        ...
 
 
 Progress = Callable[[str, int, int], None]
@@ -170,6 +186,14 @@ class Kernels(Protocol):
         """silu(gate) * up as a new tensor[T, I], where gate_up[T, 2 I] holds gate in the first half of each row.
 
         silu(v) = v / (1 + exp(-v)), in float32, rounded to the dtype before the product. SwiGLU (Shazeer, 2020).
+        """
+        ...
+
+    def pack_linear(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None) -> Linear:
+        """A linear layer; or several with the same input as one, whose output is the outputs of all, side by side.
+
+        weights[i][out_i, in_size], biases[i][out_i], all of one dtype. None of them is changed; what they say is kept
+        exactly, in 16 bits where those are enough.
         """
         ...
 

@@ -6,12 +6,38 @@ Runs on any device. Attention gathers the KV of one sequence after the other, so
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kernels import AttentionShape, Progress
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLinear:
+    """A weight[out_size, in_size] as it came, multiplied by torch."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """See `kernels.Linear`."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `kernels.Linear`."""
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+def pack_linear(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None) -> DenseLinear:
+    """See `kernels.Kernels.pack_linear`."""
+    weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
+    return DenseLinear(weight, torch.cat(list(biases)) if biases else None)
 
 
 def rotate_and_store(

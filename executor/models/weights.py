@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from executor.checkpoint import Checkpoint
-from executor.linear import Linear
 from executor.model_config import ModelConfig
+from kernels import Kernels, Linear
 
 Progress = Callable[[int, int], None]
 """Called after each layer: how many are loaded, how many there are."""
@@ -56,12 +56,13 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
+    kernels: Kernels,
     progress: Progress | None = None,
 ) -> DecoderWeights:
     """Raises CheckpointError if a tensor is missing, misshapen or unknown, before anything is read."""
     ignored = _DERIVED_OR_TIED if config.tie_word_embeddings else _DERIVED
     checkpoint.check_shapes(expected_shapes(config), ignored)
-    reader = _Reader(checkpoint, dtype, device)
+    reader = _Reader(checkpoint, dtype, device, kernels)
     layers = []
     for index in range(config.num_layers):
         layers.append(_load_layer(reader, config, f"model.layers.{index}."))
@@ -72,7 +73,7 @@ def load_weights(
         embedding=embedding,
         layers=tuple(layers),
         final_norm=reader.tensor("model.norm.weight"),
-        head=Linear(embedding if config.tie_word_embeddings else reader.tensor("lm_head.weight")),
+        head=kernels.pack_linear([embedding if config.tie_word_embeddings else reader.tensor("lm_head.weight")]),
     )
 
 
@@ -121,6 +122,7 @@ class _Reader:
     checkpoint: Checkpoint
     dtype: torch.dtype
     device: torch.device
+    kernels: Kernels
 
     def tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
@@ -129,7 +131,7 @@ class _Reader:
         """One layer, or several stacked into one."""
         weights = [self.tensor(f"{prefix}{name}.weight") for name in names]
         biases = [self.tensor(f"{prefix}{name}.bias") for name in names] if has_bias else None
-        return Linear.stacked(weights, biases)
+        return self.kernels.pack_linear(weights, biases)
 
 
 def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from kernels.cpu.attention import attention_decode, attention_prefill
 from kernels.cpu.elementwise import add_rms_norm, rms_norm, silu_multiply
 from kernels.cpu.kv import copy_blocks, rotate_and_store
+from kernels.cpu.linear import pack_linear
 from kernels.cpu.warmup import warm_up
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "attention_decode",
     "attention_prefill",
     "copy_blocks",
+    "pack_linear",
     "rms_norm",
     "rotate_and_store",
     "silu_multiply",

@@ -26,6 +26,7 @@ from kernels.cpu.native import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    LINE_BYTES,
     array,
     call,
     count_up,
@@ -39,17 +40,16 @@ from kernels.cpu.tiles import CHUNK, SCORE_LANES, soften_row
 
 # Query rows of one tile: enough that a block, once in the cache, is used well; few enough that scores stay there.
 _TILE_ROWS = 32
-_LINE_BYTES = 64
 
 
 # Names of tensors are addresses. score_rows, weigh_rows: the two functions of a variant, of `columns` tokens a tile.
-# group: query heads a kv head. table_width: from one row of the tables to the next. query_starts is null where every
-# sequence has one query. parts: float32 [sequence, kv head, chunk, group * (head_dim + 2)]; arrivals: int64 [sequence,
+# group: query heads a kv head. table_width: from one row of the tables to the next; table_rows: which row is a
+# sequence's, null where sequences and rows have one order. query_starts is null where every sequence has one query. parts: float32 [sequence, kv head, chunk, group * (head_dim + 2)]; arrivals: int64 [sequence,
 # kv head], zero between calls.
 ATTENTION_JOB = job_dtype(
     """score_rows weigh_rows columns query query_token_bytes query_head_bytes out out_token_bytes out_head_bytes
     kv kv_block_bytes storage number_bytes num_kv_heads group head_dim block_size block_tables table_width
-    context_lens query_starts num_sequences window parts arrivals max_chunks""",
+    table_rows context_lens query_starts num_sequences window parts arrivals max_chunks""",
     "scale",
 )
 
@@ -170,7 +170,7 @@ def _finish(job: Any, first_query: int, kv_head: int, num_rows: int, part: int) 
 
 @inlined
 def _prefetch(address: int, num_bytes: int) -> None:
-    for line in range(0, num_bytes, _LINE_BYTES):
+    for line in range(0, num_bytes, LINE_BYTES):
         prefetch(address + line)
 
 
@@ -232,7 +232,8 @@ def _attend_chunk(
     first = chunk * CHUNK
     start = max(first, _first_seen(job, first_position))
     stop = min(first + CHUNK, last_position + 1)
-    table = array(job.block_tables + s * job.table_width * 4, job.table_width, np.int32)
+    table_row = s if job.table_rows == 0 else int(array(job.table_rows, job.num_sequences, np.int32)[s])
+    table = array(job.block_tables + table_row * job.table_width * 4, job.table_width, np.int32)
     head_bytes = job.block_size * job.head_dim * job.number_bytes
     keys = job.kv + kv_head * head_bytes
     values = keys + job.num_kv_heads * head_bytes

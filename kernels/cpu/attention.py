@@ -89,6 +89,7 @@ def _run(
         block_size,
         block_tables.data_ptr(),
         table_strides[0],
+        0,
         context_lens.data_ptr(),
         0 if query_starts is None else query_starts.data_ptr(),
         num_sequences,

@@ -16,16 +16,19 @@ from kernels.cpu.team import Job, Kernel, job_dtype
 _MIN_TEAM_NUMBERS = 65536
 _UNIT_NUMBERS = 4096
 
-# Row r lies at r // num_inner * outer_bytes + r % num_inner * inner_bytes: heads of a fused projection are rows too.
-_NORM = job_dtype(
-    """x x_outer_bytes x_inner_bytes residual residual_outer_bytes residual_inner_bytes weight out
+# Each of num_rows rows holds num_inner vectors of `width` numbers, inner_bytes apart: the heads of a fused projection,
+# or one. rows: int32, which rows of x and residual are meant; null: all, in order. out is dense.
+NORM_JOB = job_dtype(
+    """x x_outer_bytes x_inner_bytes residual residual_outer_bytes residual_inner_bytes weight out rows
     num_inner num_rows width unit_rows number_bytes""",
     "eps",
 )
-_SILU = job_dtype("gate_up row_bytes out num_rows width unit_rows number_bytes")
+SILU_JOB = job_dtype("gate_up row_bytes out num_rows width unit_rows number_bytes")
+# indices: int32, which rows of the source become the rows of out.
+TAKE_JOB = job_dtype("source row_bytes indices out num_rows")
 
-_norm_job = Job(_NORM)
-_silu_job = Job(_SILU)
+_norm_job = Job(NORM_JOB)
+_silu_job = Job(SILU_JOB)
 _MINUS_LOG2_E = np.float32(-math.log2(math.e))
 
 
@@ -36,14 +39,17 @@ def norm_kernel(storage: int) -> Kernel:
 
     def norm(address: int) -> None:
         _ = sources
-        job = array(address, 1, _NORM)[0]
+        job = array(address, 1, NORM_JOB)[0]
         width, weight = job.width, job.weight
+        num_vectors = job.num_rows * job.num_inner
         while True:
             first = count_up(address) * job.unit_rows
-            if first >= job.num_rows:
+            if first >= num_vectors:
                 return
-            for row in range(first, min(first + job.unit_rows, job.num_rows)):
+            for row in range(first, min(first + job.unit_rows, num_vectors)):
                 outer, inner = row // job.num_inner, row % job.num_inner
+                if job.rows != 0:
+                    outer = int(array(job.rows, job.num_rows, np.int32)[outer])
                 x = job.x + outer * job.x_outer_bytes + inner * job.x_inner_bytes
                 squares = np.float32(0)
                 if job.residual != 0:
@@ -72,7 +78,7 @@ def silu_kernel(storage: int) -> Kernel:
 
     def silu(address: int) -> None:
         _ = sources
-        job = array(address, 1, _SILU)[0]
+        job = array(address, 1, SILU_JOB)[0]
         width = job.width
         while True:
             first = count_up(address) * job.unit_rows
@@ -90,6 +96,32 @@ def silu_kernel(storage: int) -> Kernel:
     return Kernel(compiled(silu))
 
 
+@cache
+def take_kernel() -> Kernel:
+    """Rows of a table, whatever they hold; a row is a unit."""
+    sources = SOURCES
+
+    def take(address: int) -> None:
+        _ = sources
+        job = array(address, 1, TAKE_JOB)[0]
+        indices = array(job.indices, job.num_rows, np.int32)
+        while True:
+            row = count_up(address)
+            if row >= job.num_rows:
+                return
+            source = array(job.source + indices[row] * job.row_bytes, job.row_bytes, np.uint8)
+            out = array(job.out + row * job.row_bytes, job.row_bytes, np.uint8)
+            for i in range(job.row_bytes):
+                out[i] = source[i]
+
+    return Kernel(compiled(take))
+
+
+def unit_rows(width: int) -> int:
+    """How many rows of `width` numbers a thread takes at a time."""
+    return max(1, _UNIT_NUMBERS // width)
+
+
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Up to three dimensions, the last one contiguous, are read where they lie."""
     dtype = x.dtype
@@ -101,7 +133,7 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
     width = x.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     number_bytes = x.element_size()
-    num_rows = out.numel() // width
+    num_vectors = out.numel() // width
     outer, inner, num_inner = _rows(x, number_bytes)
     residual_outer, residual_inner, _ = (0, 0, 0) if residual is None else _rows(residual, number_bytes)
     job = _norm_job.fill(
@@ -113,14 +145,15 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
         residual_inner,
         weight.data_ptr(),
         out.data_ptr(),
+        0,
         num_inner,
-        num_rows,
+        num_vectors // num_inner,
         width,
-        max(1, _UNIT_NUMBERS // width),
+        unit_rows(width),
         number_bytes,
         eps,
     )
-    _run(norm_kernel(storage_of(dtype)), job, num_rows * width)
+    _run(norm_kernel(storage_of(dtype)), job, num_vectors * width)
     return out
 
 
@@ -169,7 +202,7 @@ def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
         out.data_ptr(),
         num_rows,
         width,
-        max(1, _UNIT_NUMBERS // width),
+        unit_rows(width),
         number_bytes,
     )
     _run(silu_kernel(storage_of(gate_up.dtype)), job, num_rows * width)

@@ -15,14 +15,14 @@ from kernels.cpu.team import Job, Kernel, job_dtype
 _MIN_TEAM_HEADS = 1536
 _MIN_TEAM_BYTES = 131072
 
-_STORE = job_dtype(
+STORE_JOB = job_dtype(
     """query query_token_bytes query_head_bytes key key_token_bytes key_head_bytes value value_token_bytes
-    value_head_bytes cos sin table_bytes positions slots kv kv_block_bytes num_tokens num_heads num_kv_heads head_dim
+    value_head_bytes cos sin table_bytes positions slots kv kv_block_bytes num_rows num_heads num_kv_heads head_dim
     block_size number_bytes"""
 )
 _COPY = job_dtype("pool layer_bytes block_bytes num_layers num_copies sources destinations")
 
-_store_job = Job(_STORE)
+_store_job = Job(STORE_JOB)
 _copy_job = Job(_COPY)
 
 
@@ -33,15 +33,15 @@ def store_kernel(storage: int) -> Kernel:
 
     def store(address: int) -> None:
         _ = sources
-        job = array(address, 1, _STORE)[0]
+        job = array(address, 1, STORE_JOB)[0]
         half, half_bytes = job.head_dim // 2, job.head_dim // 2 * job.number_bytes
         token_bytes = job.head_dim * job.number_bytes
         head_bytes = job.block_size * token_bytes
-        positions = array(job.positions, job.num_tokens, np.int32)
-        slots = array(job.slots, job.num_tokens, np.int64)
+        positions = array(job.positions, job.num_rows, np.int32)
+        slots = array(job.slots, job.num_rows, np.int64)
         while True:
             token = count_up(address)
-            if token >= job.num_tokens:
+            if token >= job.num_rows:
                 return
             cos = job.cos + positions[token] * job.table_bytes
             sin = job.sin + positions[token] * job.table_bytes

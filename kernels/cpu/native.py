@@ -7,6 +7,7 @@ vector alike; the decorated ones are called from compiled code.
 
 from __future__ import annotations
 
+import platform
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 _STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
+
+LINE_BYTES = 64
+"""Of a cache line."""
 
 _F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -123,6 +127,23 @@ def emit_store(builder: Builder, value: Value, address: Value, storage: int) -> 
     rounded = emit_round(builder, value, storage)
     pointer = builder.inttoptr(address, rounded.type.as_pointer())
     builder.store(rounded, pointer, align=storage_bytes(storage))
+
+
+def emit_splat(builder: Builder, number: Value, lanes: int) -> Value:
+    """A vector with `number` in every lane."""
+    empty = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
+    vector = builder.insert_element(empty, number, ir.Constant(_I32, 0))
+    everywhere = ir.Constant(ir.VectorType(_I32, lanes), [ir.Constant(_I32, 0)] * lanes)
+    return builder.shuffle_vector(vector, vector, everywhere)
+
+
+def emit_prefetch(builder: Builder, address: Value) -> None:
+    """Asks for the cache line at an address."""
+    line = ir.IntType(8).as_pointer()
+    function_type = ir.FunctionType(ir.VoidType(), [line, _I32, _I32, _I32])
+    function = codegen.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+    read_only, to_all_levels, data = (ir.Constant(_I32, hint) for hint in (0, 3, 1))
+    builder.call(function, [builder.inttoptr(address, line), read_only, to_all_levels, data])
 
 
 # 2 ** f on [-0.5, 0.5]: least squares of the relative error at Chebyshev nodes, 2e-9 off before rounding.
@@ -229,6 +250,53 @@ def count_up(typingctx: Any, address: Any) -> Any:
 
 
 @instruction
+def count_of(typingctx: Any, address: Any) -> Any:
+    """The int64 counter at `address`, as other threads have counted it up; sees what they had written."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        counter = builder.inttoptr(arguments[0], _I64.as_pointer())
+        return builder.load_atomic(counter, "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@instruction
+def pause(typingctx: Any) -> Any:
+    """Tells the processor that this is a loop that waits."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        if platform.machine() in ("x86_64", "AMD64"):
+            function_type = ir.FunctionType(ir.VoidType(), [])
+            builder.call(codegen.get_or_insert_function(builder.module, function_type, "llvm.x86.sse2.pause"), [])
+        return context.get_dummy_value()
+
+    return types.none(), generate
+
+
+@instruction
+def call_int32(typingctx: Any, function: Any) -> Any:
+    """Calls the C function at address `function`, which takes nothing and returns an int."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        kind = ir.FunctionType(_I32, [])
+        return builder.sext(builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), []), _I64)
+
+    return types.int64(types.int64), generate
+
+
+@instruction
+def call_kernel(typingctx: Any, function: Any, job: Any) -> Any:
+    """Calls the kernel at address `function` with the address of a job."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        kind = ir.FunctionType(ir.VoidType(), [_I64])
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
+@instruction
 def call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
     """Calls the C function at address `function` with five int64 arguments."""
 
@@ -245,11 +313,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:
     """Asks for the cache line at `address`, soon to be read. Any address will do; nothing waits for it."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        line = ir.IntType(8).as_pointer()
-        function_type = ir.FunctionType(ir.VoidType(), [line, _I32, _I32, _I32])
-        function = codegen.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        read_only, to_all_levels, data = (ir.Constant(_I32, hint) for hint in (0, 3, 1))
-        builder.call(function, [builder.inttoptr(arguments[0], line), read_only, to_all_levels, data])
+        emit_prefetch(builder, arguments[0])
         return context.get_dummy_value()
 
     return types.none(types.int64), generate

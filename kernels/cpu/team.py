@@ -29,16 +29,28 @@ _Alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _Brief = ctypes.PYFUNCTYPE(None, ctypes.c_int64)  # keeps Python's lock
 
 
-def _find_launch() -> Callable[[int, int, int, int], None] | None:
-    """GOMP_parallel of the runtime that torch is linked with, wherever that has come from."""
+def _find_runtime() -> tuple[Callable[[int, int, int, int], None] | None, int]:
+    """GOMP_parallel of the runtime that torch is linked with, wherever that has come from; the address of its
+    omp_get_num_threads."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        return _Launch(("GOMP_parallel", ctypes.CDLL(str(library))))
+        runtime = ctypes.CDLL(str(library))
+        team_size = ctypes.cast(runtime.omp_get_num_threads, ctypes.c_void_p).value or 0
+        return _Launch(("GOMP_parallel", runtime)), team_size
     except (OSError, AttributeError):
-        return None
+        return None, 0
 
 
-_launch = _find_launch()
+def _find_yield() -> int:
+    """The address of sched_yield, 0 where the C library has none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+    except (OSError, AttributeError, TypeError):
+        return 0
+
+
+_launch, _team_size = _find_runtime()
+_yield = _find_yield()
 _python_threads: list[ThreadPoolExecutor] = []
 
 
@@ -67,6 +79,19 @@ def job_dtype(integers: str, floats: str = "") -> np.dtype[np.void]:
     return np.dtype(fields + [(name, np.float64) for name in floats.split()])
 
 
+def team_size_function() -> int:
+    """The address of a C function `int()` that tells a thread of a team how many they are; 0: as many as asked for.
+
+    The runtime may give fewer threads than were asked for, where it was told of a limit.
+    """
+    return _team_size if _launch is not None and torch.get_num_threads() > 1 else 0
+
+
+def yield_function() -> int:
+    """The address of a C function `int()` that offers the processor to another thread; 0: there is none."""
+    return _yield
+
+
 class Kernel:
     """A compiled kernel, to be run by one thread or by the team."""
 
@@ -77,6 +102,11 @@ class Kernel:
         self._address: int = compiled.address
         self._alone = _Alone(self._address)
         self._brief = _Brief(self._address)
+
+    @property
+    def address(self) -> int:
+        """Of the machine code, which lives as long as this object."""
+        return self._address
 
     def run_brief(self, job: int) -> None:
         """Does the whole job on the calling thread, which is sooner than another thread could begin.

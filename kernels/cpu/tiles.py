@@ -31,6 +31,7 @@ from kernels.cpu.native import (
     constant,
     emit_exp2,
     emit_load,
+    emit_splat,
     emit_store,
     instruction,
     shaped,
@@ -74,13 +75,6 @@ def _shuffle(builder: Builder, a: Value, b: Value, lanes: list[int]) -> Value:
     """The chosen lanes of a, and of b, which are numbered after those of a."""
     mask = ir.Constant(ir.VectorType(_I32, len(lanes)), [ir.Constant(_I32, lane) for lane in lanes])
     return builder.shuffle_vector(a, b, mask)
-
-
-def _splat(builder: Builder, number: Value, lanes: int) -> Value:
-    """A vector with `number` in every lane."""
-    empty = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
-    vector = builder.insert_element(empty, number, ir.Constant(_I32, 0))
-    return _shuffle(builder, vector, vector, [0] * lanes)
 
 
 def _halves(builder: Builder, vector: Value) -> tuple[Value, Value]:
@@ -214,7 +208,7 @@ def _emit_strip(
             ]
             for row in range(num_rows):
                 place = _at(builder, _after(builder, scores, row * CHUNK * 4), loop.index, 4)
-                weight = _splat(builder, emit_load(builder, place, FLOAT32, 1), lanes)
+                weight = emit_splat(builder, emit_load(builder, place, FLOAT32, 1), lanes)
                 for part, value in enumerate(parts):
                     home = held[row, part]
                     builder.store(call_llvm(builder, "llvm.fmuladd", weight, value, builder.load(home)), home)
@@ -275,13 +269,13 @@ def soften_row(typingctx: Any, scores: Any, begin: Any, start: Any, stop: Any, e
         lanes, step = SCORE_LANES, ir.Constant(_I64, SCORE_LANES)
         lowest = constant(_F32, -math.inf, lanes)
         lane_ids = ir.Constant(ir.VectorType(_I64, lanes), [ir.Constant(_I64, lane) for lane in range(lanes)])
-        starts, stops = _splat(builder, start, lanes), _splat(builder, stop, lanes)
+        starts, stops = emit_splat(builder, start, lanes), emit_splat(builder, stop, lanes)
 
         greatest = codegen.alloca_once(builder, lowest.type)
         builder.store(lowest, greatest)
         with codegen.for_range_slice(builder, begin, end, step, inc=True) as (index, _):
             place = _at(builder, scores, index, 4)
-            ids = builder.add(_splat(builder, index, lanes), lane_ids)
+            ids = builder.add(emit_splat(builder, index, lanes), lane_ids)
             after = builder.icmp_signed(">=", ids, starts)
             seen = builder.and_(after, builder.icmp_signed("<", ids, stops))
             score = builder.select(seen, emit_load(builder, place, FLOAT32, lanes), lowest)
@@ -295,7 +289,7 @@ def soften_row(typingctx: Any, scores: Any, begin: Any, start: Any, stop: Any, e
             top = builder.select(builder.fcmp_ordered(">", lower, upper), lower, upper)
         top = builder.extract_element(top, ir.Constant(_I32, 0))
         nothing = builder.fcmp_ordered("==", top, ir.Constant(_F32, -math.inf))
-        base = _splat(builder, builder.select(nothing, ir.Constant(_F32, 0.0), top), lanes)
+        base = emit_splat(builder, builder.select(nothing, ir.Constant(_F32, 0.0), top), lanes)
 
         total = codegen.alloca_once(builder, lowest.type)
         builder.store(constant(_F32, 0.0, lanes), total)

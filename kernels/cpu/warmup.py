@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kernels.cpu.attend import attend_kernel
-from kernels.cpu.elementwise import norm_kernel, silu_kernel
+from kernels.cpu.elementwise import norm_kernel, silu_kernel, take_kernel
 from kernels.cpu.kv import copy_kernel, store_kernel
-from kernels.cpu.native import storage_of
+from kernels.cpu.native import BFLOAT16, FLOAT16, storage_of
+from kernels.cpu.linear import linear_kernel
+from kernels.cpu.program import program_kernel
 from kernels.cpu.tiles import tile_columns, tiles_kernel
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
         ("copy blocks", copy_kernel),
         ("norms", lambda: norm_kernel(storage)),
         ("activation", lambda: silu_kernel(storage)),
+        ("embedding", take_kernel),
+        ("linear layers", lambda: [linear_kernel(storage, own) for own in {storage, BFLOAT16, FLOAT16}]),
+        ("programs", program_kernel),
     ]
     for done, (name, make) in enumerate(variants):
         if progress is not None:

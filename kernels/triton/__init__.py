@@ -16,6 +16,7 @@ lengths: see `kernels.triton.decode_work`. Kernels run on the current CUDA devic
 in Triton's interpreter, where the environment has TRITON_INTERPRET=1 before triton is imported (not for bfloat16).
 """
 
+from kernels.reference import pack_linear  # torch's own, that is cuBLAS
 from kernels.triton.decode import attend_decode, attention_decode
 from kernels.triton.decode_work import DecodePlanner, DecodeWork
 from kernels.triton.elementwise import add_rms_norm, rms_norm, silu_multiply
@@ -37,6 +38,7 @@ __all__ = [
     "choose_greedily",
     "copy_blocks",
     "map_slots",
+    "pack_linear",
     "plan_prefill",
     "rms_norm",
     "rotate_and_store",

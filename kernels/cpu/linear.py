@@ -1,0 +1,156 @@
+"""Linear layers over packed weights."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kernels.cpu.compiler import SOURCES, compiled, inlined
+from kernels.cpu.native import FLOAT32, LINE_BYTES, array, count_up, read, storage_of, write
+from kernels.cpu.panels import MAX_ROWS, PANEL, Panels, multiply_rows
+from kernels.cpu.team import Job, Kernel, job_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# Rows of a unit: enough that a panel, once in the cache, is used well; few enough that a prompt makes many units.
+UNIT_ROWS = 8 * MAX_ROWS
+
+# bias: null where there is none.
+LINEAR_JOB = job_dtype("x x_row_bytes panels panel_bytes bias out out_row_bytes num_rows in_size out_size num_panels")
+
+_job = Job(LINEAR_JOB)
+
+
+@inlined
+def _multiply(
+    num_rows: int, storage: Any, rows: int, row_bytes: int, panel: int, in_size: int, sums: int, ahead: int
+) -> None:
+    """One tile of one to MAX_ROWS rows."""
+    if num_rows == 6:
+        multiply_rows(6, storage, rows, row_bytes, panel, in_size, sums, ahead)
+    elif num_rows == 5:
+        multiply_rows(5, storage, rows, row_bytes, panel, in_size, sums, ahead)
+    elif num_rows == 4:
+        multiply_rows(4, storage, rows, row_bytes, panel, in_size, sums, ahead)
+    elif num_rows == 3:
+        multiply_rows(3, storage, rows, row_bytes, panel, in_size, sums, ahead)
+    elif num_rows == 2:
+        multiply_rows(2, storage, rows, row_bytes, panel, in_size, sums, ahead)
+    else:
+        multiply_rows(1, storage, rows, row_bytes, panel, in_size, sums, ahead)
+
+
+@cache
+def linear_kernel(storage: int, weight_storage: int) -> Kernel:
+    """x Wᵀ + b; a panel with up to UNIT_ROWS rows is a unit. Inputs and outputs are stored alike."""
+    sources = SOURCES
+
+    def linear(address: int) -> None:
+        _ = sources
+        job = array(address, 1, LINEAR_JOB)[0]
+        in_size = job.in_size
+        scratch = np.empty(MAX_ROWS * (PANEL + (0 if storage == FLOAT32 else in_size)) + 16, np.float32)
+        sums_address = (scratch.ctypes.data + 63) // 64 * 64
+        widened = sums_address + MAX_ROWS * PANEL * 4
+        sums = array(sums_address, MAX_ROWS * PANEL, np.float32)
+        num_pieces = (job.num_rows + UNIT_ROWS - 1) // UNIT_ROWS
+        num_units = job.num_panels * num_pieces
+        unit = count_up(address)
+        while unit < num_units:
+            # The next unit is taken before this one is done: what it reads comes while we multiply.
+            next_unit = count_up(address)
+            which, piece = unit // num_pieces, unit % num_pieces
+            panel = job.panels + which * job.panel_bytes
+            ahead, ahead_stop = panel, panel
+            if next_unit < num_units:
+                ahead = job.panels + next_unit // num_pieces * job.panel_bytes
+                ahead_stop = ahead + job.panel_bytes
+            first_column = which * PANEL
+            num_columns = min(PANEL, job.out_size - first_column)
+            stop = min(job.num_rows, (piece + 1) * UNIT_ROWS)
+            for first in range(piece * UNIT_ROWS, stop, MAX_ROWS):
+                num_rows = min(MAX_ROWS, stop - first)
+                rows, row_bytes = job.x + first * job.x_row_bytes, job.x_row_bytes
+                if storage != FLOAT32:
+                    for row in range(num_rows):
+                        for i in range(in_size):
+                            write(FLOAT32, widened, row * in_size + i, read(storage, rows + row * row_bytes, i))
+                    rows, row_bytes = widened, in_size * 4
+                _multiply(num_rows, weight_storage, rows, row_bytes, panel, in_size, sums_address, ahead)
+                ahead = min(ahead + in_size * LINE_BYTES, ahead_stop)
+                for row in range(num_rows):
+                    out = job.out + (first + row) * job.out_row_bytes
+                    if job.bias != 0:
+                        bias = job.bias + first_column * 4
+                        for i in range(num_columns):
+                            write(storage, out, first_column + i, sums[row * PANEL + i] + read(FLOAT32, bias, i))
+                    else:
+                        for i in range(num_columns):
+                            write(storage, out, first_column + i, sums[row * PANEL + i])
+            unit = next_unit
+        scratch[0] = 0  # an array is freed after its last mention: this one is not to be freed earlier
+
+    return Kernel(compiled(linear))
+
+
+class PackedLinear:
+    """A linear layer over panels."""
+
+    __slots__ = ("panels",)
+
+    def __init__(self, panels: Panels) -> None:
+        self.panels = panels
+
+    @property
+    def num_bytes(self) -> int:
+        """See `kernels.Linear`."""
+        return self.panels.num_bytes
+
+    def kernel(self, dtype: torch.dtype) -> Kernel:
+        """For inputs of this dtype. Raises TypeError where there is none."""
+        return linear_kernel(storage_of(dtype), storage_of(self.panels.panels.dtype))
+
+    def job(self, x_row_bytes: int, out_row_bytes: int) -> dict[str, int]:
+        """The fields of a job that say what to multiply with; x, out and num_rows are left."""
+        own = self.panels
+        return {
+            "x_row_bytes": x_row_bytes,
+            "panels": own.panels.data_ptr(),
+            "panel_bytes": own.panels.stride(0) * own.panels.element_size(),
+            "bias": 0 if own.bias is None else own.bias.data_ptr(),
+            "out_row_bytes": out_row_bytes,
+            "in_size": own.in_size,
+            "out_size": own.out_size,
+            "num_panels": len(own.panels),
+        }
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `kernels.Linear`."""
+        num_rows, in_size = x.shape
+        if in_size != self.panels.in_size or x.stride(1) != 1:
+            raise ValueError(f"x must have {self.panels.in_size} contiguous columns, not {in_size}")
+        out = x.new_empty(num_rows, self.panels.out_size)
+        fields = self.job(x.stride(0) * x.element_size(), out.stride(0) * x.element_size())
+        fields |= {"x": x.data_ptr(), "out": out.data_ptr(), "num_rows": num_rows}
+        names = LINEAR_JOB.names or ()
+        self.kernel(x.dtype).run_in_team(_job.fill(*(fields[name] for name in names[1:])))
+        return out
+
+
+def pack_linear(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None = None) -> PackedLinear:
+    """See `kernels.Kernels.pack_linear`."""
+    return PackedLinear(Panels.pack(weights, biases, _narrowest(weights)))
+
+
+def _narrowest(weights: Sequence[torch.Tensor]) -> torch.dtype:
+    """The smallest dtype that keeps every weight as it is: one row reads all of them and does little else."""
+    dtype = weights[0].dtype
+    if dtype is torch.float32:
+        for narrow in (torch.bfloat16, torch.float16):
+            if all(torch.equal(weight.to(narrow).float(), weight) for weight in weights):
+                return narrow
+    return dtype

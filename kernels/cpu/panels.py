@@ -1,0 +1,153 @@
+"""Weights of linear layers in the order in which products read them, and the innermost product.
+
+A weight is cut into panels of PANEL outputs; a panel holds, input after input, the numbers of its outputs::
+
+    weight[out_size, in_size]          panels[num_panels, in_size, PANEL]
+      ┌────────── in ──────────┐         panel 0   in 0: PANEL outputs │ in 1: PANEL outputs │ …
+      out  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ panel 0
+           ░░░░░░░░░░░░░░░░░░ panel 1    zeros beyond out_size
+
+One row streams a panel once, as fast as memory gives it. Several rows share what is streamed: a tile of up to
+MAX_ROWS rows × PANEL outputs keeps its sums in registers from the first input to the last (the register blocking of
+Goto and van de Geijn, 2008, without its packing of the left side: rows are few and stay in the cache).
+
+Each output of each row is one running sum over the inputs, in their order, whatever the tile: a row has the same bits
+in any batch. Weights may be stored in 16 bits; sums are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+
+from kernels.cpu.compiler import types
+from kernels.cpu.memory import zeros
+from kernels.cpu.native import (
+    FLOAT32,
+    LINE_BYTES,
+    Builder,
+    Value,
+    call_llvm,
+    codegen,
+    constant,
+    emit_load,
+    emit_prefetch,
+    emit_splat,
+    emit_store,
+    instruction,
+    shaped,
+    storage_bytes,
+    storage_of,
+)
+
+# A tile has to leave registers for a vector of weights and one of inputs: 6 × 4 sums of 16 numbers fill the 32 registers
+# of AVX-512, 6 × 2 sums of 8 numbers the 16 of AVX2; narrower machines have 32 of 4 numbers.
+_FEATURES = binding.get_host_cpu_features()
+_LANES, _VECTORS = (16, 4) if _FEATURES.get("avx512f") else (8, 2) if _FEATURES.get("avx2") else (4, 4)
+
+PANEL = _LANES * _VECTORS
+"""Outputs of a panel."""
+
+MAX_ROWS = 6
+"""Rows of a tile."""
+
+_F32, _I64 = ir.FloatType(), ir.IntType(64)
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A weight[out_size, in_size], packed. panels[num_panels, in_size, PANEL]; bias[num_panels * PANEL] float32."""
+
+    in_size: int
+    out_size: int
+    panels: torch.Tensor
+    bias: torch.Tensor | None
+
+    @classmethod
+    def pack(cls, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None, dtype: torch.dtype) -> Panels:
+        """weights[out, in] of one or several layers with the same input, side by side; kept as `dtype`."""
+        storage_of(dtype)
+        in_size, out_size = weights[0].shape[1], sum(len(weight) for weight in weights)
+        num_panels = -(-out_size // PANEL)
+        panels = zeros((num_panels, in_size, PANEL), dtype)
+        first = 0
+        for weight in weights:
+            _place(panels, weight, first)
+            first += len(weight)
+        bias = None
+        if biases is not None:
+            bias = torch.zeros(num_panels * PANEL, dtype=torch.float32)
+            torch.cat([part.float() for part in biases], out=bias[:out_size])
+        return cls(in_size, out_size, panels, bias)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+def _place(panels: torch.Tensor, weight: torch.Tensor, first: int) -> None:
+    """Copies the rows of a weight to the outputs from `first` on: whole panels at once, the edges output by output."""
+    done = 0
+    while done < len(weight):
+        panel, column = divmod(first + done, PANEL)
+        if column == 0 and (num_whole := (len(weight) - done) // PANEL):
+            rows = weight[done : done + num_whole * PANEL].view(num_whole, PANEL, -1)
+            panels[panel : panel + num_whole] = rows.transpose(1, 2)
+            done += num_whole * PANEL
+        else:
+            count = min(PANEL - column, len(weight) - done)
+            panels[panel, :, column : column + count] = weight[done : done + count].T
+            done += count
+
+
+@instruction
+def multiply_rows(
+    typingctx: Any,
+    num_rows: Any,
+    storage: Any,
+    rows: Any,
+    row_bytes: Any,
+    panel: Any,
+    in_size: Any,
+    sums: Any,
+    ahead: Any,
+) -> Any:
+    """sums[row, :] = rows[row] · panel, for the literal num_rows.
+
+    rows[num_rows, in_size] float32, row_bytes apart; panel[in_size, PANEL] stored; sums[num_rows, PANEL] float32.
+    Meanwhile asks for the in_size cache lines from `ahead` on, which are soon to be read.
+    """
+    signature = types.none(num_rows, storage, *[types.int64] * 6)
+    count, kind = num_rows.literal_value, storage.literal_value
+    places = [(row, part) for row in range(count) for part in range(_VECTORS)]
+    vector_bytes = _LANES * storage_bytes(kind)
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        rows, row_bytes, panel, in_size, sums, ahead = arguments[2:]
+        starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(count)]
+        held = {at: codegen.alloca_once_value(builder, constant(_F32, 0.0, _LANES)) for at in places}
+        for at in places:
+            builder.store(constant(_F32, 0.0, _LANES), held[at])
+        with codegen.for_range(builder, in_size) as loop:
+            line = builder.add(panel, builder.mul(loop.index, ir.Constant(_I64, _VECTORS * vector_bytes)))
+            emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, ir.Constant(_I64, LINE_BYTES))))
+            offset = builder.mul(loop.index, ir.Constant(_I64, 4))
+            weights = [
+                emit_load(builder, builder.add(line, ir.Constant(_I64, part * vector_bytes)), kind, _LANES)
+                for part in range(_VECTORS)
+            ]
+            for row, start in enumerate(starts):
+                number = emit_splat(builder, emit_load(builder, builder.add(start, offset), FLOAT32, 1), _LANES)
+                for part, weight in enumerate(weights):
+                    home = held[row, part]
+                    builder.store(call_llvm(builder, "llvm.fma", number, weight, builder.load(home)), home)
+        for row, part in places:
+            place = builder.add(sums, ir.Constant(_I64, (row * PANEL + part * _LANES) * 4))
+            emit_store(builder, builder.load(held[row, part]), place, FLOAT32)
+        return context.get_dummy_value()
+
+    return signature, generate
