@@ -3,10 +3,11 @@
     rows        │ d │ d │ d │ p  p  p  p │ p  p │      one a token
     sequences   └ decodes ──┴ prefills ─────────┘      a decode is a sequence with one row
 
-Attention treats the two kinds differently; every other layer sees rows only.
+Attention may treat the two kinds differently; every other layer sees rows only.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,6 +16,78 @@ from torch import Tensor
 
 from executor.plan import Ints
 from executor.slots import Slots
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What the model needs of a step, on the host; T rows of S sequences.
+
+    token_ids[T], positions[T] int32; slot_mapping[T] int64, where the row's KV goes: block * block_size + offset.
+    slots[S] int32, whose rows they are: the num_decodes that have one, then the others. query_starts[S + 1] int32:
+    sequence s owns the rows [query_starts[s], query_starts[s + 1]). context_lens[S] int32, this step's rows included.
+    sample_rows[num_samples] int32 names the rows to make logits of, by ascending slot.
+    """
+
+    token_ids: Ints
+    positions: Ints
+    slot_mapping: NDArray[np.int64]
+    slots: Ints
+    num_decodes: int
+    query_starts: Ints
+    context_lens: Ints
+    sample_rows: Ints
+    block_size: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.token_ids)
+
+
+def build_batch(slots: Slots) -> Batch | None:
+    """The batch of the slots' row counts; None if no slot computes anything."""
+    counters, block_size = slots.counters, slots.limits.block_size
+    computing = slots.computing
+    if not computing.size:
+        return None
+    counts = counters.row_count[computing]
+    num_decodes = len(computing)
+    if counts.max() > 1:
+        is_decode = counts == 1
+        num_decodes = int(np.count_nonzero(is_decode))
+        computing = np.concatenate((computing[is_decode], computing[~is_decode]))
+        counts = counters.row_count[computing]
+    query_starts = _starts(counts)
+    positions, row_slots = counters.num_computed_tokens[computing], computing
+    if num_decodes < len(computing):
+        row_slots = np.repeat(computing, counts)
+        positions = np.repeat(positions - query_starts[:-1], counts) + np.arange(query_starts[-1], dtype=np.int32)
+    blocks = slots.block_tables[row_slots, positions // block_size].astype(np.int64)
+    return Batch(
+        token_ids=slots.token_ids[row_slots, positions],
+        positions=positions,
+        slot_mapping=blocks * block_size + positions % block_size,
+        slots=computing,
+        num_decodes=num_decodes,
+        query_starts=query_starts,
+        context_lens=counters.num_planned_tokens[computing],
+        sample_rows=_sample_rows(slots.sampling, computing, query_starts),
+        block_size=block_size,
+    )
+
+
+def _sample_rows(sampling: Ints, computing: Ints, query_starts: Ints) -> Ints:
+    """The last row of each sampling slot."""
+    last_row = np.empty(int(computing.max()) + 1, dtype=np.int32)
+    last_row[computing] = query_starts[1:] - 1
+    rows: Ints = last_row[sampling]
+    return rows
+
+
+def _starts(counts: Ints) -> Ints:
+    """[0, c0, c0 + c1, …]."""
+    starts = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=starts[1:])
+    return starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +109,7 @@ class PrefillRows:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBatch:
-    """What the model needs of a step, on its device; T rows.
-
-    token_ids[T] int32, positions[T] int32; slot_mapping[T] int64, where the row's KV goes: block * block_size + offset.
-    sample_rows[num_samples] int64 names the rows to make logits of, by ascending slot; None: all rows, in order.
-    """
+    """A `Batch` on a device, decodes and prefills apart. sample_rows[num_samples] int64; None: all rows, in order."""
 
     token_ids: Tensor
     positions: Tensor
@@ -50,74 +119,45 @@ class DeviceBatch:
     prefill: PrefillRows | None
     sample_rows: Tensor | None
 
-
-def build_batch(slots: Slots, device: torch.device) -> DeviceBatch | None:
-    """The batch of the slots' row counts; None if no slot computes anything."""
-    counters, block_size = slots.counters, slots.limits.block_size
-    computing = slots.computing
-    if not computing.size:
-        return None
-    is_decode = counters.row_count[computing] == 1
-    decodes, prefills = computing[is_decode], computing[~is_decode]
-    order = np.concatenate((decodes, prefills))
-    counts = counters.row_count[order]
-    starts = _starts(counts)
-
-    row_slots = np.repeat(order, counts)
-    positions = np.arange(starts[-1], dtype=np.int32)
-    positions += np.repeat(counters.num_computed_tokens[order] - starts[:-1], counts)
-    blocks = slots.block_tables[row_slots, positions // block_size].astype(np.int64)
-    return DeviceBatch(
-        token_ids=_tensor(slots.token_ids[row_slots, positions], device),
-        positions=_tensor(positions, device),
-        slot_mapping=_tensor(blocks * block_size + positions % block_size, device),
-        num_decode_rows=len(decodes),
-        decode=_decode_rows(slots, decodes, device),
-        prefill=_prefill_rows(slots, prefills, device),
-        sample_rows=_sample_rows(slots.sampling, order, starts, device),
-    )
+    @classmethod
+    def of(cls, batch: Batch, block_tables: Ints, device: torch.device) -> Self:
+        """block_tables[max_num_seqs, max_blocks_per_seq]: those of all slots."""
+        num_decodes = batch.num_decodes
+        rows = batch.sample_rows
+        is_every_row = len(rows) == batch.num_rows and bool((rows == np.arange(len(rows))).all())
+        return cls(
+            token_ids=_tensor(batch.token_ids, device),
+            positions=_tensor(batch.positions, device),
+            slot_mapping=_tensor(batch.slot_mapping, device),
+            num_decode_rows=num_decodes,
+            decode=_decode_rows(batch, block_tables, device) if num_decodes else None,
+            prefill=_prefill_rows(batch, block_tables, device) if num_decodes < len(batch.slots) else None,
+            sample_rows=None if is_every_row else _tensor(rows.astype(np.int64), device),
+        )
 
 
-def _decode_rows(slots: Slots, decodes: Ints, device: torch.device) -> DecodeRows | None:
-    if not decodes.size:
-        return None
-    context_lens = slots.counters.num_planned_tokens[decodes]
+def _decode_rows(batch: Batch, block_tables: Ints, device: torch.device) -> DecodeRows:
+    own = slice(0, batch.num_decodes)
     return DecodeRows(
-        block_tables=_tensor(_tables(slots, decodes, context_lens), device),
-        context_lens=_tensor(context_lens, device),
+        block_tables=_tensor(_tables(batch, own, block_tables), device),
+        context_lens=_tensor(batch.context_lens[own], device),
     )
 
 
-def _prefill_rows(slots: Slots, prefills: Ints, device: torch.device) -> PrefillRows | None:
-    if not prefills.size:
-        return None
-    context_lens = slots.counters.num_planned_tokens[prefills]
+def _prefill_rows(batch: Batch, block_tables: Ints, device: torch.device) -> PrefillRows:
+    own = slice(batch.num_decodes, None)
+    starts = batch.query_starts[batch.num_decodes :]
     return PrefillRows(
-        block_tables=_tensor(_tables(slots, prefills, context_lens), device),
-        query_starts=_tensor(_starts(slots.counters.row_count[prefills]), device),
-        context_lens=_tensor(context_lens, device),
+        block_tables=_tensor(_tables(batch, own, block_tables), device),
+        query_starts=_tensor(starts - starts[0], device),
+        context_lens=_tensor(batch.context_lens[own], device),
     )
 
 
-def _tables(slots: Slots, which: Ints, context_lens: Ints) -> Ints:
+def _tables(batch: Batch, own: slice, block_tables: Ints) -> Ints:
     """Rows of the block tables, as wide as the longest context needs. Beyond a row's own context: anything."""
-    num_columns = -(-int(context_lens.max()) // slots.limits.block_size)
-    return slots.block_tables[which, :num_columns]
-
-
-def _sample_rows(sampling: Ints, order: Ints, starts: Ints, device: torch.device) -> Tensor | None:
-    last_row = np.empty(int(order.max()) + 1, dtype=np.int64)
-    last_row[order] = starts[1:] - 1
-    rows = last_row[sampling]
-    is_every_row = len(rows) == starts[-1] and bool((rows == np.arange(len(rows))).all())
-    return None if is_every_row else _tensor(rows, device)
-
-
-def _starts(counts: Ints) -> Ints:
-    """[0, c0, c0 + c1, …]."""
-    starts = np.zeros(len(counts) + 1, dtype=np.int32)
-    np.cumsum(counts, out=starts[1:])
-    return starts
+    num_columns = -(-int(batch.context_lens[own].max()) // batch.block_size)
+    return block_tables[batch.slots[own], :num_columns]
 
 
 def _tensor(array: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> Tensor:

@@ -5,7 +5,6 @@
 Block 0 is the null block: padding writes there, nobody reads it. Which block holds what is the scheduler's business.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,7 +56,8 @@ def allocate_pool(
     try:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        num_bytes = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+        from kernels.memory import zeros
+
+        return zeros(shape, dtype)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise OutOfMemory(f"KV pool of {num_blocks} blocks: {error}") from None

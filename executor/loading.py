@@ -14,11 +14,13 @@ from executor.checkpoint import Checkpoint, locate, torch_dtype
 from executor.config import ExecutorConfig
 from executor.device import resolve_device
 from executor.kv_pool import allocate_pool, choose_num_blocks, kv_bytes_per_token
-from executor.limits import resolve_limits, resolve_max_model_len
+from executor.limits import Limits, resolve_limits, resolve_max_model_len
 from executor.model_config import ModelConfig, read_model_config
 from executor.models.decoder import Decoder
+from executor.models.eager import EagerModel
 from executor.models.weights import load_weights
-from executor.runner import ModelRunner
+from executor.runner import Model, ModelRunner
+from kernels import reference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,7 +64,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
     with _timed(startup_s, "kernels"):
         _warm_up(home, model_config, decoder.dtype, config.block_size, say)
     return LoadedModel(
-        runner=ModelRunner(decoder, home, pool, limits),
+        runner=ModelRunner(_model(decoder, home, pool, limits), limits),
         model_name=_model_name(config, directory),
         dtype=decoder.dtype,
         device=device,
@@ -70,6 +72,15 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         memory_bytes={"weights": num_weight_bytes, "kv_pool": pool.nbytes},
         startup_s=startup_s,
     )
+
+
+def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: Limits) -> Model:
+    """On the CPU a program of compiled kernels, elsewhere one operation after the other."""
+    if pool.device.type != "cpu" or home is reference:
+        return EagerModel(decoder, home, pool)
+    from executor.models.program import ProgramModel  # loads numba, which a GPU host does without
+
+    return ProgramModel(decoder, pool, limits.max_num_batched_tokens, limits.max_num_seqs)
 
 
 def _load_decoder(
@@ -115,8 +126,6 @@ def _layer_progress(say: Say) -> Callable[[int, int], None]:
 
 def _kernels(name: str, device: torch.device) -> kernels.Kernels:
     if name == "reference":
-        from kernels import reference
-
         return reference
     return kernels.select(device)
 

@@ -1,29 +1,44 @@
 """One step: a plan goes in, sampled tokens come out."""
 
 import time
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from executor.batch import DeviceBatch, build_batch
+from executor.batch import Batch, build_batch
 from executor.limits import Limits
-from executor.models.decoder import Decoder
 from executor.plan import Fork, Ints, StepOutput, StepPlan, StepTimings
 from executor.sampler import sample
 from executor.slots import Slots
-from kernels import Kernels
+
+
+class Model(Protocol):
+    """Weights and the KV pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+
+    @property
+    def pool(self) -> Tensor: ...
+
+    def forward(self, batch: Batch, block_tables: Ints) -> Tensor:
+        """Logits[num_samples, vocab_size] of the batch's sample rows, the caller's until the next call.
+
+        Writes the KV of all its tokens. block_tables[max_num_seqs, max_blocks_per_seq]: those of all slots, int32.
+        """
+        ...
+
+    def copy_blocks(self, copies: Ints) -> None:
+        """copies[n, 2]: (source, destination), whole blocks of all layers."""
+        ...
 
 
 class ModelRunner:
-    """The model, its KV pool and the slots. One thread at a time."""
+    """A model and the slots. One thread at a time."""
 
-    def __init__(self, model: Decoder, kernels: Kernels, pool: Tensor, limits: Limits) -> None:
+    def __init__(self, model: Model, limits: Limits) -> None:
         self.limits = limits
         self.slots = Slots(limits)
-        self._model = model
-        self._kernels = kernels
-        self._pool = pool
+        self.model = model
 
     def reset(self) -> None:
         """A new epoch: all slots are empty. The KV pool keeps what it holds."""
@@ -34,7 +49,7 @@ class ModelRunner:
         """Runs one step. Raises PlanRejected, and then nothing has changed."""
         started_ns = time.monotonic_ns()
         self.slots.apply(plan)
-        batch = build_batch(self.slots, self._pool.device)
+        batch = build_batch(self.slots)
         prepared_ns = time.monotonic_ns()
         logits = self._forward(plan, batch)
         forwarded_ns = time.monotonic_ns()
@@ -51,16 +66,11 @@ class ModelRunner:
             ),
         )
 
-    def _forward(self, plan: StepPlan, batch: DeviceBatch | None) -> Tensor | None:
+    def _forward(self, plan: StepPlan, batch: Batch | None) -> Tensor | None:
         """Copies blocks, then computes the batch: logits[num_samples, vocab_size] by ascending slot."""
         if plan.block_copies.size:
-            pairs = np.ascontiguousarray(plan.block_copies.T, dtype=np.int64)
-            sources, destinations = torch.from_numpy(pairs).to(self._pool.device)
-            self._kernels.copy_blocks(self._pool, sources, destinations)
-        logits = None if batch is None else self._model.forward(batch, self._pool)
-        if self._pool.device.type == "cuda":
-            torch.cuda.synchronize(self._pool.device)
-        return logits
+            self.model.copy_blocks(plan.block_copies)
+        return None if batch is None else self.model.forward(batch, self.slots.block_tables)
 
     def _sample(self, plan: StepPlan, logits: Tensor | None) -> tuple[Ints, np.ndarray]:
         """Advances, forks, samples and appends. Token ids and end reasons of all slots with a result."""

@@ -18,19 +18,19 @@ class Decoder:
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int) -> None:
         self.config = config
-        self._weights = weights
+        self.weights = weights
         self._kernels = kernels
         self._scale = config.head_dim**-0.5
         cos, sin = config.rope.tables(config.head_dim, max_model_len)
-        self._cos, self._sin = cos.to(weights.embedding.device), sin.to(weights.embedding.device)
+        self.cos, self.sin = cos.to(weights.embedding.device), sin.to(weights.embedding.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._weights.embedding.dtype
+        return self.weights.embedding.dtype
 
     @property
     def device(self) -> torch.device:
-        return self._weights.embedding.device
+        return self.weights.embedding.device
 
     def forward(self, batch: DeviceBatch, pool: Tensor) -> Tensor:
         """Logits[num_samples, vocab_size] of the batch's sample rows; writes the KV of all its tokens to the pool.
@@ -38,8 +38,8 @@ class Decoder:
         pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim].
         """
         kernels, eps = self._kernels, self.config.rms_norm_eps
-        layers = self._weights.layers
-        residual = torch.nn.functional.embedding(batch.token_ids, self._weights.embedding)
+        layers = self.weights.layers
+        residual = torch.nn.functional.embedding(batch.token_ids, self.weights.embedding)
         hidden = kernels.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             attended = self._attention(hidden, layer, batch, pool[index], self.config.windows[index])
@@ -51,12 +51,12 @@ class Decoder:
             hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
         if not len(hidden):
             return hidden.new_empty((0, self.config.vocab_size))
-        return self._weights.head(kernels.add_rms_norm(hidden, residual, self._weights.final_norm, eps))
+        return self.weights.head(kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps))
 
     def _attention(self, hidden: Tensor, layer: LayerWeights, batch: DeviceBatch, kv: Tensor, window: int) -> Tensor:
         """hidden[T, hidden_size] → [T, hidden_size]. Rows of decodes come first, then those of prefills."""
         query, key, value = self._project(hidden, layer)
-        self._kernels.rotate_and_store(query, key, value, self._cos, self._sin, batch.positions, kv, batch.slot_mapping)
+        self._kernels.rotate_and_store(query, key, value, self.cos, self.sin, batch.positions, kv, batch.slot_mapping)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if batch.decode is not None:
             rows = slice(0, batch.num_decode_rows)

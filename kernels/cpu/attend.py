@@ -43,9 +43,10 @@ _TILE_ROWS = 32
 
 
 # Names of tensors are addresses. score_rows, weigh_rows: the two functions of a variant, of `columns` tokens a tile.
-# group: query heads a kv head. table_width: from one row of the tables to the next; table_rows: which row is a
-# sequence's, null where sequences and rows have one order. query_starts is null where every sequence has one query. parts: float32 [sequence, kv head, chunk, group * (head_dim + 2)]; arrivals: int64 [sequence,
-# kv head], zero between calls.
+# group: query heads a kv head. table_width: from one row of the tables to the next; table_rows: which of them is a
+# sequence's, null where both have one order. query_starts is null where every sequence has one query.
+# parts: float32 [sequence, kv head, chunk, group * (head_dim + 2)]; arrivals: int64 [sequence, kv head], zero between
+# calls.
 ATTENTION_JOB = job_dtype(
     """score_rows weigh_rows columns query query_token_bytes query_head_bytes out out_token_bytes out_head_bytes
     kv kv_block_bytes storage number_bytes num_kv_heads group head_dim block_size block_tables table_width

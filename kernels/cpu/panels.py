@@ -17,15 +17,13 @@ in any batch. Weights may be stored in 16 bits; sums are float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 
 from kernels.cpu.compiler import types
-from kernels.cpu.memory import zeros
 from kernels.cpu.native import (
     FLOAT32,
     LINE_BYTES,
@@ -39,13 +37,16 @@ from kernels.cpu.native import (
     emit_splat,
     emit_store,
     instruction,
-    shaped,
     storage_bytes,
     storage_of,
 )
+from kernels.memory import zeros
 
-# A tile has to leave registers for a vector of weights and one of inputs: 6 × 4 sums of 16 numbers fill the 32 registers
-# of AVX-512, 6 × 2 sums of 8 numbers the 16 of AVX2; narrower machines have 32 of 4 numbers.
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+# A tile has to leave registers for a vector of weights and one of inputs: 6 × 4 sums of 16 numbers fill the 32
+# registers of AVX-512, 6 × 2 sums of 8 numbers the 16 of AVX2; narrower machines have 32 of 4 numbers.
 _FEATURES = binding.get_host_cpu_features()
 _LANES, _VECTORS = (16, 4) if _FEATURES.get("avx512f") else (8, 2) if _FEATURES.get("avx2") else (4, 4)
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from kernels.cpu.attend import attend_kernel
 from kernels.cpu.elementwise import norm_kernel, silu_kernel, take_kernel
 from kernels.cpu.kv import copy_kernel, store_kernel
-from kernels.cpu.native import BFLOAT16, FLOAT16, storage_of
 from kernels.cpu.linear import linear_kernel
+from kernels.cpu.native import BFLOAT16, FLOAT16, storage_of
 from kernels.cpu.program import program_kernel
 from kernels.cpu.tiles import tile_columns, tiles_kernel
 

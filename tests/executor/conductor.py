@@ -178,10 +178,11 @@ class LogitsRecorder:
     """Stands in front of a runner's model and keeps the logits of the last step."""
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._model = runner._model
+        self._model = runner.model
+        self.pool = runner.model.pool
         self.last: torch.Tensor | None = None
-        runner._model = self  # type: ignore[assignment]
+        runner.model = self  # type: ignore[assignment]
 
-    def forward(self, batch: object, pool: torch.Tensor) -> torch.Tensor:
-        self.last = self._model.forward(batch, pool).clone()  # type: ignore[arg-type]
+    def forward(self, batch: object, block_tables: object) -> torch.Tensor:
+        self.last = self._model.forward(batch, block_tables).clone()  # type: ignore[arg-type]
         return self.last.clone()

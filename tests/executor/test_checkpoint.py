@@ -191,7 +191,7 @@ def test_an_unknown_dtype(directory, make_runner) -> None:
 def test_without_a_dtype_the_tensors_decide(directory, make_runner) -> None:
     edit_tensors(directory, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
     edit_config(directory, dtype=None)
-    assert make_runner(directory)._pool.dtype == torch.float16
+    assert make_runner(directory).model.pool.dtype == torch.float16
 
 
 def test_tensors_are_views_of_the_file(directory) -> None:

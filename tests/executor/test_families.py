@@ -80,7 +80,7 @@ def test_the_checkpoints_own_dtype_is_the_default(tmp_path, make_runner) -> None
     source.model.to(torch.bfloat16).save_pretrained(tmp_path / "bfloat16")
     for dtype in ("auto", "float32"):
         runner = make_runner(tmp_path / "bfloat16", dtype=dtype)
-        assert runner._pool.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
+        assert runner.model.pool.dtype == (torch.bfloat16 if dtype == "auto" else torch.float32)
         assert len(generate(runner, [source.prompt(5)], 4)[0]) == 4
 
 

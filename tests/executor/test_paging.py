@@ -26,11 +26,11 @@ def test_a_cached_prefix_is_not_computed_again(source, runner) -> None:
     first = conductor.admit(prompt, 6)
     conductor.step()
     second = conductor.admit(prompt[:18] + source.prompt(3, seed=1), 6, prefix=first.block_table[:4])
-    before = runner._pool[:, first.block_table[:4]].clone()
+    before = runner.model.pool[:, first.block_table[:4]].clone()
     conductor.run()
     assert first.output == source.greedy(prompt, 6)
     assert second.output == source.greedy(second.tokens[:21], 6)
-    assert torch.equal(runner._pool[:, first.block_table[:4]], before)
+    assert torch.equal(runner.model.pool[:, first.block_table[:4]], before)
 
 
 def test_a_cached_prefix_is_really_read(source, runner) -> None:
@@ -39,7 +39,7 @@ def test_a_cached_prefix_is_really_read(source, runner) -> None:
     conductor = Conductor(runner)
     first = conductor.admit(prompt, 1)
     conductor.step()
-    runner._pool[:, first.block_table[0]] = 3.0
+    runner.model.pool[:, first.block_table[0]] = 3.0
     second = conductor.admit(prompt, 4, prefix=first.block_table[:2])
     conductor.retire(first, keep_blocks=True)
     conductor.run()
@@ -60,7 +60,7 @@ def test_greedy_children_repeat_their_parent(source, runner) -> None:
         child.block_table[-1] = copies[-1][1]
     updates = [(child.slot, 2, child.block_table[-1]) for child in children]
     conductor.step(copies=tuple(copies), more=StepPlan(0, 0, table_updates=tuples(3, *updates)))
-    assert not torch.equal(runner._pool[:, copies[0][0]], torch.zeros_like(runner._pool[:, copies[0][0]]))
+    assert not torch.equal(runner.model.pool[:, copies[0][0]], torch.zeros_like(runner.model.pool[:, copies[0][0]]))
     conductor.run()
     assert [seat.output for seat in (parent, *children)] == [source.greedy(prompt, 9)] * 3
 
@@ -93,13 +93,13 @@ def test_an_ended_slot_is_overrun_until_it_is_retired(source, runner) -> None:
     assert ending.output[-1] == expected[3]
     assert ending.reason is EndReason.EOS
     recorder = LogitsRecorder(runner)
-    pool = runner._pool[:, ending.block_table].clone()
+    pool = runner.model.pool[:, ending.block_table].clone()
     counters = runner.slots.counters.copy()
     for _ in range(2):
         output = conductor.step()
         assert output.token_ids[0] == 0
         assert output.end_reasons.tolist() == [0, 0]
-    assert torch.equal(runner._pool[:, ending.block_table[: pool.shape[1]]], pool)
+    assert torch.equal(runner.model.pool[:, ending.block_table[: pool.shape[1]]], pool)
     for name in ("num_tokens", "num_computed_tokens", "has_ended"):
         assert getattr(runner.slots.counters, name)[ending.slot] == getattr(counters, name)[ending.slot]
     assert len(recorder.last) == 1, "nothing is computed for the ended one"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
 
@@ -25,8 +26,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     except OSError as error:
         raise MemoryError(f"{num_bytes} bytes: {error.strerror or error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # a system without huge pages: small ones do
             memory.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # a kernel without huge pages: small ones do
     return torch.frombuffer(memory, dtype=dtype, count=num_numbers).view(shape)
