@@ -23,7 +23,7 @@ class ExecutorConfig:
     block_size              tokens a KV block
     num_blocks              blocks of the KV pool, null block included; None: as many as the memory share holds
     memory_fraction         share of the memory that is free once the weights are loaded, for the KV pool;
-                            None: 0.9 on a GPU; on the CPU 0.4, but at most 4 GiB
+                            None: 0.9 on a GPU; on the CPU 0.4, but at most 2 GiB
     max_num_seqs            slots; None: 256 on a GPU, 64 on the CPU
     max_num_batched_tokens  most tokens of one step; None: 8192 on a GPU, 512 on the CPU (short steps keep
                             decodes smooth while long prompts are computed)

@@ -12,10 +12,11 @@ from executor.config import ExecutorConfig
 from executor.errors import OutOfMemory
 from executor.memory import free_memory_bytes
 from executor.model_config import ModelConfig
+from kernels.memory import populate_in_background, zeros
 
 _GPU_FRACTION = 0.9
 _CPU_FRACTION = 0.4
-_CPU_CAP_BYTES = 4 << 30
+_CPU_CAP_BYTES = 2 << 30
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -51,13 +52,13 @@ def _budget_bytes(memory_fraction: float | None, free_bytes: int, on_cpu: bool) 
 def allocate_pool(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A pool of zeros. On the CPU its pages are taken from the system when a block is first written."""
+    """A pool of zeros. On the CPU its pages are taken from the system while nothing else needs the time."""
     shape = (model.num_layers, num_blocks, 2, model.num_kv_heads, block_size, model.head_dim)
     try:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        from kernels.memory import zeros
-
-        return zeros(shape, dtype)
+        pool = zeros(shape, dtype)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise OutOfMemory(f"KV pool of {num_blocks} blocks: {error}") from None
+    populate_in_background(pool)
+    return pool

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
+import os
+import threading
 
 import torch
 
 _HUGE_BYTES = 1 << 21
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
+_POPULATE_BYTES = 16 << 20
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -29,3 +34,30 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a system without huge pages: small ones do
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=num_numbers).view(shape)
+
+
+def populate_in_background(tensor: torch.Tensor) -> threading.Thread:
+    """Takes the pages of a tensor of `zeros` from the system ahead of their first use, with time that nobody needs.
+
+    A first write waits until the system has found and cleared a page, which may take as long as a layer's whole
+    attention. What the tensor holds is not touched; where the system cannot do this, nothing happens.
+    """
+    thread = threading.Thread(target=_populate, args=(tensor,), name="populate", daemon=True)
+    thread.start()
+    return thread
+
+
+def _populate(tensor: torch.Tensor) -> None:
+    try:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+    except (OSError, AttributeError):
+        return
+    page_bytes = mmap.PAGESIZE
+    start = tensor.data_ptr() // page_bytes * page_bytes
+    stop = tensor.data_ptr() + tensor.nbytes
+    while start < stop:
+        num_bytes = min(_POPULATE_BYTES, -(-(stop - start) // page_bytes) * page_bytes)
+        if madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _POPULATE_WRITE):
+            return
+        start += num_bytes

@@ -274,14 +274,16 @@ def pause(typingctx: Any) -> Any:
 
 
 @instruction
-def call_int32(typingctx: Any, function: Any) -> Any:
-    """Calls the C function at address `function`, which takes nothing and returns an int."""
+def call_usleep(typingctx: Any, function: Any, duration_us: Any) -> Any:
+    """Calls the C function `int(unsigned)` at address `function`."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        kind = ir.FunctionType(_I32, [])
-        return builder.sext(builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), []), _I64)
+        kind = ir.FunctionType(_I32, [_I32])
+        function, duration = arguments
+        builder.call(builder.inttoptr(function, kind.as_pointer()), [builder.trunc(duration, _I32)])
+        return context.get_dummy_value()
 
-    return types.int64(types.int64), generate
+    return types.none(types.int64, types.int64), generate
 
 
 @instruction

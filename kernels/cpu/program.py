@@ -1,10 +1,10 @@
 """A whole step as a list of jobs, which a team of threads works off without coming back to Python.
 
-Every thread runs every job, in order; a job shares its work out by its ticket, and nobody begins a job before all are
-done with the last one::
+Every thread goes through the jobs in order and takes what units are left. A job is over when all of its units have been
+taken and everybody who took part has come out of it; who did not come in is not waited for::
 
     thread 0  ─norm─┃──── linear ────┃─ rotate, store ─┃── attention ──┃─ … ─┃
-    thread 1  ──────┃──── linear ────┃─────────────────┃── attention ──┃─ … ─┃
+    thread 1  ──────┃──── linear ────┃ · · · preempted · · · ── attention ┃─ … ─┃
 
 The list is made once, over buffers that stay where they are. Between two runs a caller changes only what differs from
 step to step: numbers of rows, and addresses of what came with the step.
@@ -16,48 +16,45 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from kernels.cpu.compiler import SOURCES, compiled
-from kernels.cpu.native import array, call_int32, call_kernel, count_of, count_up, pause
-from kernels.cpu.team import Job, Kernel, job_dtype, team_size_function, yield_function
+from kernels.cpu.native import LINE_BYTES, array, call_kernel, call_usleep, count_of, count_up, pause
+from kernels.cpu.team import Job, Kernel, job_dtype, sleep_function
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_LINE_BYTES = 64
+# presence: for each entry how many threads have come in and how many have gone out, on a cache line of its own.
+# sleep: a C function `int(unsigned)` of microseconds, or null.
+_PROGRAM = job_dtype("entries num_entries presence sleep")
 
-# The ticket counts arrivals: of each thread, after each job. yield_processor, team_size: C functions `int()`; team_size
-# is null where the team is as large as num_threads says; yield_processor is null where there is none.
-_PROGRAM = job_dtype("entries num_entries num_threads team_size yield_processor")
-
-# Waiting for the others takes microseconds, unless one of them has lost its processor to another process: then it is
-# better to offer this one.
-_SPINS_BEFORE_YIELD = 2000
+# Waiting for the others takes microseconds, unless one of them has lost its processor to another process. Then the best
+# thing to do with ours is to let go of it: the system moves the other one here.
+_SPINS = 2000
+_NAP_US = 20
 
 
 @cache
 def program_kernel() -> Kernel:
-    """Runs the entries of a program, with a barrier after each."""
+    """Runs the entries of a program, each when the one before it is over."""
     sources = SOURCES
 
     def program(address: int) -> None:
         _ = sources
         job = array(address, 1, _PROGRAM)[0]
         entries = array(job.entries, job.num_entries * 2, np.int64)
-        num_threads = job.num_threads
-        if job.team_size != 0:
-            num_threads = call_int32(job.team_size)
         for i in range(job.num_entries):
+            entered = job.presence + i * LINE_BYTES
+            left = entered + 8
+            count_up(entered)
             call_kernel(entries[2 * i], entries[2 * i + 1])
-            if num_threads > 1:
-                count_up(address)
-                everybody, spins = (i + 1) * num_threads, 0
-                while count_of(address) < everybody:
-                    pause()
-                    spins += 1
-                    if spins > _SPINS_BEFORE_YIELD and job.yield_processor != 0:
-                        call_int32(job.yield_processor)
+            count_up(left)
+            spins = 0
+            while count_of(left) < count_of(entered):
+                pause()
+                spins += 1
+                if spins > _SPINS and job.sleep != 0:
+                    call_usleep(job.sleep, _NAP_US)
 
     return Kernel(compiled(program))
 
@@ -69,6 +66,7 @@ class Program:
         self._added: list[tuple[Kernel, tuple[np.dtype[np.void], str], dict[str, float]]] = []
         self._records: dict[tuple[np.dtype[np.void], str], NDArray[np.void]] = {}
         self._entries = np.empty((0, 2), np.int64)
+        self._presence = np.empty(0, np.int64)
         self._job = Job(_PROGRAM)
 
     def add(self, kernel: Kernel, dtype: np.dtype[np.void], part: str, **fields: float) -> None:
@@ -91,6 +89,7 @@ class Program:
                 records[name][index] = value
             entries.append((kernel.address, records.ctypes.data + index * records.itemsize))
         self._entries = np.array(entries, np.int64)
+        self._presence = _aligned(len(entries) * LINE_BYTES).view(np.int64)
 
     def set(self, part: str, **fields: float) -> None:
         """Writes these fields in every job of the part that has them."""
@@ -104,20 +103,14 @@ class Program:
         """Works off all jobs on `torch.get_num_threads()` threads. Lets go of Python's lock."""
         for records in self._records.values():
             records["ticket"] = 0
-        program_kernel().run_in_team(
-            self._job.fill(
-                self._entries.ctypes.data,
-                len(self._entries),
-                torch.get_num_threads(),
-                team_size_function(),
-                yield_function(),
-            )
-        )
+        self._presence[:] = 0
+        addresses = self._entries.ctypes.data, len(self._entries), self._presence.ctypes.data
+        program_kernel().run_in_team(self._job.fill(*addresses, sleep_function()))
 
 
 def _lined_up(dtype: np.dtype[np.void], count: int) -> NDArray[np.void]:
     """`count` records of zeros that begin at cache lines."""
-    item_bytes = -(-dtype.itemsize // _LINE_BYTES) * _LINE_BYTES
+    item_bytes = -(-dtype.itemsize // LINE_BYTES) * LINE_BYTES
     spaced = np.dtype(
         {
             "names": list(dtype.names or ()),
@@ -126,6 +119,11 @@ def _lined_up(dtype: np.dtype[np.void], count: int) -> NDArray[np.void]:
             "itemsize": item_bytes,
         }
     )
-    memory = np.zeros(count * item_bytes + _LINE_BYTES, np.uint8)
-    start = -memory.ctypes.data % _LINE_BYTES
-    return memory[start : start + count * item_bytes].view(spaced)
+    return _aligned(count * item_bytes).view(spaced)
+
+
+def _aligned(num_bytes: int) -> NDArray[np.uint8]:
+    """Zeros that begin at a cache line."""
+    memory = np.zeros(num_bytes + LINE_BYTES, np.uint8)
+    start = -memory.ctypes.data % LINE_BYTES
+    return memory[start : start + num_bytes]

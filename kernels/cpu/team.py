@@ -29,28 +29,25 @@ _Alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 _Brief = ctypes.PYFUNCTYPE(None, ctypes.c_int64)  # keeps Python's lock
 
 
-def _find_runtime() -> tuple[Callable[[int, int, int, int], None] | None, int]:
-    """GOMP_parallel of the runtime that torch is linked with, wherever that has come from; the address of its
-    omp_get_num_threads."""
+def _find_launch() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel of the runtime that torch is linked with, wherever that has come from."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
-        runtime = ctypes.CDLL(str(library))
-        team_size = ctypes.cast(runtime.omp_get_num_threads, ctypes.c_void_p).value or 0
-        return _Launch(("GOMP_parallel", runtime)), team_size
+        return _Launch(("GOMP_parallel", ctypes.CDLL(str(library))))
     except (OSError, AttributeError):
-        return None, 0
+        return None
 
 
-def _find_yield() -> int:
-    """The address of sched_yield, 0 where the C library has none."""
+def _find_sleep() -> int:
+    """The address of usleep, 0 where the C library has none."""
     try:
-        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+        return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0
     except (OSError, AttributeError, TypeError):
         return 0
 
 
-_launch, _team_size = _find_runtime()
-_yield = _find_yield()
+_launch = _find_launch()
+_sleep = _find_sleep()
 _python_threads: list[ThreadPoolExecutor] = []
 
 
@@ -79,17 +76,9 @@ def job_dtype(integers: str, floats: str = "") -> np.dtype[np.void]:
     return np.dtype(fields + [(name, np.float64) for name in floats.split()])
 
 
-def team_size_function() -> int:
-    """The address of a C function `int()` that tells a thread of a team how many they are; 0: as many as asked for.
-
-    The runtime may give fewer threads than were asked for, where it was told of a limit.
-    """
-    return _team_size if _launch is not None and torch.get_num_threads() > 1 else 0
-
-
-def yield_function() -> int:
-    """The address of a C function `int()` that offers the processor to another thread; 0: there is none."""
-    return _yield
+def sleep_function() -> int:
+    """The address of a C function `int(unsigned)` that sleeps so many microseconds; 0: there is none."""
+    return _sleep
 
 
 class Kernel:

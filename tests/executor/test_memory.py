@@ -44,7 +44,7 @@ def test_blocks_that_fit(free) -> None:
 
 def test_a_modest_share_of_a_large_host(free) -> None:
     free(1 << 40)
-    assert num_blocks() * BLOCK_BYTES == 4 << 30
+    assert num_blocks() * BLOCK_BYTES == 2 << 30
     assert num_blocks(memory_fraction=0.5) * BLOCK_BYTES == 1 << 39
 
 
