@@ -14,6 +14,7 @@ from scheduler.detokenizer import Vocabulary
 from scheduler.metrics import SchedulerMetrics
 from scheduler.response_stream import ResponseStream, StreamSettings
 from scheduler.status import DeadlineExceeded, RequestCancelled, RequestFailed
+from scheduler.turnstile import Turnstile
 from tests.scheduler.shell import small_tokenizers
 
 TOKENIZER = small_tokenizers.byte_level()
@@ -37,6 +38,7 @@ class Rig:
             VOCABULARY.detokenizer,
             self._stop,
             self.metrics.request(num_sequences, self.metrics.clock()),
+            Turnstile(),
         )
 
     def _stop(self, index: int) -> None:
