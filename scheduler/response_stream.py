@@ -85,7 +85,7 @@ class ResponseStream:
         self._num_unsent = settings.num_sequences  # Finished messages
         self._failure: FinishReason | None = None
         self._has_news = False
-        self._ticket: asyncio.Future[None] | None = None  # of a reader that waits
+        self._ticket: asyncio.Future[int] | None = None  # of a reader that waits
 
     # --- from the engine: quick, and never raises ---------------------------------------------------------------
 
@@ -141,25 +141,33 @@ class ResponseStream:
         all that was ready before has then been sent.
         """
         while True:
-            await self._turn()
-            # Before anything is looked at: what comes while a message is being taken is seen in the next round.
-            self._has_news = False
-            failure = self._failure
-            for message in self._ready():
-                yield message
+            group = await self._turn()
+            try:
+                # Before anything is looked at: what comes while a message is being taken is seen in the next round.
+                self._has_news = False
+                failure = self._failure
+                for message in self._ready():
+                    yield message
+            finally:
+                self._turnstile.leave(group)
             if failure is not None:
                 error, words = FAILURES[failure]
                 raise error(words)
             if self._num_unsent == 0:
                 return
 
-    async def _turn(self) -> None:
-        """Until there is news, and it is this stream's turn to take it."""
-        self._ticket = asyncio.get_running_loop().create_future()
+    async def _turn(self) -> int:
+        """Waits until there is news and it is this stream's turn to take it. Returns what the turnstile takes back."""
+        ticket: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ticket = ticket
         if self._has_news:
-            self._turnstile.enter(self._ticket)
+            self._turnstile.enter(ticket)
         try:
-            await self._ticket
+            return await ticket
+        except asyncio.CancelledError:
+            if ticket.done() and not ticket.cancelled():  # called just now
+                self._turnstile.leave(ticket.result())
+            raise
         finally:
             self._ticket = None
 

@@ -1,54 +1,73 @@
 """Which stream may take its news now, when many have some at once.
 
-A message costs its sender some 40 µs, most of it inside gRPC; the step that brought news for 500 streams would hold
-the event loop for 20 ms if all of them took theirs at once, and the next result and the next plan would wait meanwhile.
-So they go through one by one, in the order in which they came, a few in each turn of the loop:
+A message costs its sender some 40 µs, most of it inside gRPC. If all of 500 streams took theirs at once, the event loop
+would be busy for 20 ms, and with it the threads of gRPC that bring the next result and carry the next plan: on one core
+they get their turn when the loop has nothing to do. So streams go through in groups, in the order in which they came,
+and a group goes when the one before it is done:
 
-    turn of the loop      │ engine, new calls, written messages … │ up to 16 streams │ engine, … │ up to 16 streams │
+    loop      │ 16 streams write │ (waits) │ result: commit, plan │ 16 streams write │ (waits) │ …
+    gRPC      │                  │ written │ ────── plan ───────► │                  │ written │
 
 Whoever waits collects: when its turn comes, one message carries all that has come until then. So where time is short
-there are fewer messages, not more delay at each step; and where it is not, nobody waits: the first of a turn go
-through at once.
+there are fewer messages; and where it is not, nobody waits.
 """
 
-import asyncio
-from collections import deque
+from __future__ import annotations
 
-MIN_PER_TURN = 16
-"""Streams let through in a turn: under a millisecond of work."""
-MAX_TURNS = 32
-"""Nobody waits longer, however many there are."""
+from collections import deque
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import asyncio
+
+MIN_GROUP = 16
+"""Streams in a group: under a millisecond of work."""
+MAX_GROUPS = 32
+"""Groups are larger when more than this many would have to be waited for."""
+MAX_GROUP_S = 0.005
+"""A group that has not ended by then holds a reader that takes nothing: the next one goes."""
 
 
 class Turnstile:
     """Of one event loop, used in its thread."""
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._num_free = MIN_PER_TURN  # in this turn
-        self._is_turning = False
+        self._waiting: deque[asyncio.Future[int]] = deque()
+        self._group = 0
+        self._num_places = MIN_GROUP  # left in this group
+        self._num_inside = 0  # of this group
+        self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, ticket: "asyncio.Future[None]") -> None:
-        """Resolves the ticket when it is its holder's turn: now, or in a later turn of the loop."""
-        if self._num_free and not self._waiting:
-            self._num_free -= 1
-            ticket.set_result(None)
-        else:
-            self._waiting.append(ticket)
-        if not self._is_turning:
-            self._is_turning = True
-            ticket.get_loop().call_soon(self._turn, ticket.get_loop())
-
-    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        waiting = self._waiting
-        if not waiting and self._num_free == MIN_PER_TURN:
-            self._is_turning = False
+    def enter(self, ticket: asyncio.Future[int]) -> None:
+        """Resolves the ticket, with the number of its group, when it is its holder's turn: that may be now."""
+        if self._num_places and not self._waiting:
+            self._let_through(ticket)
             return
-        num_places = max(MIN_PER_TURN, -(-len(waiting) // MAX_TURNS))
-        num_through = min(num_places, len(waiting))
-        for _ in range(num_through):
-            ticket = waiting.popleft()
-            if not ticket.done():  # else its holder has gone
-                ticket.set_result(None)
-        self._num_free = num_places - num_through
-        loop.call_soon(self._turn, loop)
+        self._waiting.append(ticket)
+        if self._timer is None:
+            self._timer = ticket.get_loop().call_later(MAX_GROUP_S, self._next_group)
+
+    def leave(self, group: int) -> None:
+        """A stream of this group has written what it had."""
+        if group == self._group:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._next_group()
+
+    def _next_group(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._group += 1
+        self._num_inside = 0
+        self._num_places = max(MIN_GROUP, -(-len(self._waiting) // MAX_GROUPS))
+        while self._waiting and self._num_places:
+            self._let_through(self._waiting.popleft())
+        if self._waiting:
+            self._timer = self._waiting[0].get_loop().call_later(MAX_GROUP_S, self._next_group)
+
+    def _let_through(self, ticket: asyncio.Future[int]) -> None:
+        if not ticket.done():  # else its holder has gone
+            self._num_places -= 1
+            self._num_inside += 1
+            ticket.set_result(self._group)
