@@ -84,11 +84,13 @@ class Cost:
     """Of the time in which all clients were at work. Gaps are between two Deltas of a stream.
 
     num_checked_tokens   of the whole run
+    mean_num_streams     clients whose stream had begun and not ended; the others' requests were on their way
     executor_idle_ratio  of the whole run; None where steps take no time
     """
 
     num_clients: int
     num_checked_tokens: int
+    mean_num_streams: float
     num_tokens: int
     wall_s: float
     scheduler_cpu_s: float
@@ -133,6 +135,7 @@ class Rig:
         return Cost(
             num_clients=load.num_clients,
             num_checked_tokens=sum(delta.num_tokens for stream in streams for delta in stream),
+            mean_num_streams=sum(map(period.overlap_s, streams)) / period.wall_s,
             num_tokens=num_tokens,
             wall_s=period.wall_s,
             scheduler_cpu_s=period.cpu_s,
@@ -220,6 +223,10 @@ class Period:
     def includes(self, time_s: float) -> bool:
         return self._begin[0] < time_s <= self._end[0]
 
+    def overlap_s(self, stream: Sequence[Delta]) -> float:
+        """How much of it a stream took part in."""
+        return max(0.0, min(stream[-1].time_s, self._end[0]) - max(stream[0].time_s, self._begin[0]))
+
     @property
     def wall_s(self) -> float:
         return self._end[0] - self._begin[0]
@@ -295,13 +302,14 @@ async def _child(*arguments: str) -> AsyncIterator[tuple[int, str]]:
 
 def table(costs: Sequence[Cost]) -> str:
     lines = [
-        f"{'clients':>7} {'tokens/s':>9} {'tokens/CPU s':>12} {'deltas/s':>10} {'tokens/delta':>12} "
+        f"{'clients':>7} {'streams':>7} {'tokens/s':>9} {'tokens/CPU s':>12} {'deltas/s':>10} {'tokens/delta':>12} "
         f"{'gap p50':>8} {'p99':>8} {'max ms':>8} {'executor idle':>13}"
     ]
     for cost in costs:
         idle = "-" if cost.executor_idle_ratio is None else f"{cost.executor_idle_ratio:.1%}"
         lines.append(
-            f"{cost.num_clients:>7} {cost.tokens_per_s:>9.0f} {cost.tokens_per_cpu_s:>12.0f} "
+            f"{cost.num_clients:>7} {cost.mean_num_streams:>7.0f} "
+            f"{cost.tokens_per_s:>9.0f} {cost.tokens_per_cpu_s:>12.0f} "
             f"{cost.deltas_per_s:>10.0f} {cost.tokens_per_delta:>12.2f} "
             f"{cost.gap_p50_ms:>8.1f} {cost.gap_p99_ms:>8.1f} {cost.gap_max_ms:>8.1f} {idle:>13}"
         )
@@ -321,7 +329,7 @@ async def measure(clients: Sequence[int], num_tokens: int, step_ms: float = 0.0)
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.shell_cost")
     parser.add_argument("clients", type=int, nargs="*", default=[1, 16, 64, 256, 512])
-    parser.add_argument("--num-tokens", type=int, default=200, help="output of each request")
+    parser.add_argument("--num-tokens", type=int, default=500, help="output of each request")
     parser.add_argument("--step-ms", type=float, default=0.0, help="what the executor takes for a step")
     parser.add_argument("--json", type=Path, help="where the figures go as well")
     arguments = parser.parse_args()

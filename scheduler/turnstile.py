@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MIN_GROUP = 16
 """Streams in a group: under a millisecond of work."""
 MAX_GROUPS = 32
-"""Groups are larger when more than this many would have to be waited for."""
+"""Groups are larger when about this many would not hold all that wait."""
 MAX_GROUP_S = 0.005
 """A group that has not ended by then holds a reader that takes nothing: the next one goes."""
 
