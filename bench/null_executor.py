@@ -23,6 +23,12 @@ from quire.executor.v1.executor_pb2_grpc import ExecutorServicer, add_ExecutorSe
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
+OPTIONS = [
+    # A scheduler may ask every few seconds whether we are still here, with or without plans under way.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+]
 Slots = NDArray[np.int64]
 
 
@@ -96,7 +102,7 @@ class NullExecutor(ExecutorServicer):
             kv_bytes_per_token=1,
             device="none",
         )
-        self._server = grpc.aio.server()
+        self._server = grpc.aio.server(options=OPTIONS)
         add_ExecutorServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
