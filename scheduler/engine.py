@@ -1,7 +1,8 @@
 """The engine loop: drives the core with an executor, and tells the clients' sinks what happened.
 
-    wake up → commit the results that are in → tell the clients → send the plans there are → sleep
+    wake up → commit a result that is in → send the plans there are → tell the clients → sleep
 
+Plans come first: the clients are told while the plan is on its way, so that the executor never waits for them.
 One event wakes it: a result, a new or cancelled request, a deadline, a stream that ended. What is in flight is the
 core's knowledge; the loop keeps none.
 """
@@ -39,13 +40,16 @@ from scheduler.step_trace import StepTrace, StepTraces
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from scheduler.executor_client import ExecutorClient, PlanStream
+    from scheduler.core import StepPlan
+    from scheduler.executor_client import Arrival, ExecutorClient, PlanStream
     from scheduler.wire import ExecutorDescription
 
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 10.0
 """An idle engine checks the core's invariants at most this often."""
+
+_BROKEN_SINK = "%r: its request is given up, its sink failed"
 
 
 class ServerState(Enum):
@@ -104,10 +108,19 @@ class EngineOptions:
 
 
 class Engine:
-    """Owns the core and the executor's stream. All methods belong to the event loop's thread."""
+    """Owns the core and the executor's stream. All methods belong to the event loop's thread.
 
-    def __init__(self, client: ExecutorClient, options: EngineOptions | None = None) -> None:
+    on_plan  told of each plan, and of the seconds that the core took to make it
+    """
+
+    def __init__(
+        self,
+        client: ExecutorClient,
+        options: EngineOptions | None = None,
+        on_plan: Callable[[StepPlan, float], None] = lambda plan, duration_s: None,
+    ) -> None:
         self._client = client
+        self._on_plan = on_plan
         self._options = options or EngineOptions()
         self._wake = asyncio.Event()
         self._described = asyncio.Event()
@@ -118,6 +131,7 @@ class Engine:
         self._description: ModelDescription | None = None
         self.traces = StepTraces()
         self._sinks: dict[int, Sink] = {}
+        self._submitted_s: dict[int, float] = {}
         self._num_requests = 0
         self._state_callbacks: list[Callable[[ServerState], None]] = []
         self._state = ServerState.WAITING_FOR_EXECUTOR
@@ -161,6 +175,7 @@ class Engine:
         except QueueFull as error:
             raise QueueFull(str(error), retry_after_s=min(30.0, max(0.1, self._finish_interval_s))) from error
         self._sinks[request.request_id] = sink
+        self._submitted_s[request.request_id] = time.monotonic()
         self._idle.clear()
         self._wake.set()
 
@@ -168,7 +183,7 @@ class Engine:
         """Ends a request in any state; its sink hears nothing more. An unknown id is no error."""
         if self._sinks.pop(request_id, None) is not None:
             self._core.cancel(request_id)
-            self._after_end()
+            self._after_end(request_id)
 
     def stop(self, request_id: int, index: int) -> None:
         """Ends one sequence because its text is complete; its sink gets `finished` at once."""
@@ -185,6 +200,14 @@ class Engine:
     def core(self) -> Scheduler | None:
         """For reading counters. None before the first executor."""
         return self._scheduler
+
+    @property
+    def oldest_waiting_s(self) -> float:
+        """How long ago the longest waiting request of the queue was submitted; 0 for an empty queue."""
+        waiting = [] if self._scheduler is None else self._scheduler.waiting_sequences()
+        arrivals_s = [self._submitted_s.get(sequence.request.request_id) for sequence in waiting]
+        now_s = time.monotonic()
+        return now_s - min([arrival_s for arrival_s in arrivals_s if arrival_s is not None], default=now_s)
 
     def reset_prefix_cache(self) -> int:
         return self._core.reset_prefix_cache()
@@ -249,23 +272,44 @@ class Engine:
         self._update_state()
 
     async def _serve(self, stream: PlanStream) -> None:
-        core = self._core
         while True:
             self._wake.clear()
-            self._tell(core.expire(time.monotonic()))
-            while (arrival := stream.take()) is not None:
-                self._tell(core.commit(arrival.result))
-                self.traces.committed(arrival.received_ns, time.monotonic_ns(), arrival.timings)
+            self._tell(self._core.expire(time.monotonic()))
+            arrival = stream.take()
+            if arrival is None:
+                await self._send_plans(stream)
+                if not self._wake.is_set():
+                    await self._sleep()
+            else:
+                # A task's turn comes when this one waits: when the first plan is under way, or there is none.
+                telling = asyncio.create_task(self._tell_meanwhile(self._commit(arrival)))
+                try:
+                    await self._send_plans(stream)
+                finally:
+                    await telling
+
+    def _commit(self, arrival: Arrival) -> Events:
+        events = self._core.commit(arrival.result)
+        self.traces.committed(arrival.received_ns, time.monotonic_ns(), arrival.timings)
+        self._waits_since_s = time.monotonic()
+        return events
+
+    async def _send_plans(self, stream: PlanStream) -> None:
+        core = self._core
+        while (plan := self._schedule()) is not None:
+            if core.num_in_flight == 1:
                 self._waits_since_s = time.monotonic()
-            while (plan := core.schedule()) is not None:
-                if core.num_in_flight == 1:
-                    self._waits_since_s = time.monotonic()
-                trace = StepTrace(plan.epoch, plan.step_id, plan.num_sequences, plan.num_tokens, time.monotonic_ns())
-                self.traces.planned(trace)
-                await stream.send(plan)
-                trace.sent_ns = time.monotonic_ns()
-            if not self._wake.is_set():
-                await self._sleep()
+            trace = StepTrace(plan.epoch, plan.step_id, plan.num_sequences, plan.num_tokens, time.monotonic_ns())
+            self.traces.planned(trace)
+            await stream.send(plan)
+            trace.sent_ns = time.monotonic_ns()
+
+    def _schedule(self) -> StepPlan | None:
+        started_s = time.perf_counter()
+        plan = self._core.schedule()
+        if plan is not None:
+            self._on_plan(plan, time.perf_counter() - started_s)
+        return plan
 
     async def _sleep(self) -> None:
         """Until something happens, or is due."""
@@ -299,35 +343,42 @@ class Engine:
 
     # --- telling the clients ----------------------------------------------------------------------------------
 
+    async def _tell_meanwhile(self, events: Events) -> None:
+        self._tell(events)
+
     def _tell(self, events: Events) -> None:
         for sequence in events.started:
-            self._tell_sink(sequence, "started", sequence.num_cached_tokens or 0)
+            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
+                self._tell_sink(sequence, sink.started, sequence.num_cached_tokens or 0)
         for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
-            self._tell_sink(sequence, "tokens", sequence.index, [token_id])
+            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
+                try:  # as in _tell_sink, without the price of a call for each token
+                    sink.tokens(sequence.index, [token_id])
+                except Exception:
+                    log.exception(_BROKEN_SINK, sequence)
+                    self.cancel(sequence.request.request_id)
         self._tell_finished(events)
 
     def _tell_finished(self, events: Events) -> None:
         for sequence, reason in events.finished:
-            self._tell_sink(sequence, "finished", sequence.index, reason, sequence.num_preemptions)
+            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
+                self._tell_sink(sequence, sink.finished, sequence.index, reason, sequence.num_preemptions)
         for sequence, _ in events.finished:  # afterwards: several samples of one request may have ended at once
             request_id = sequence.request.request_id
             if not self._core.has_request(request_id) and self._sinks.pop(request_id, None) is not None:
-                self._after_end()
+                self._after_end(request_id)
 
-    def _tell_sink(self, sequence: Sequence, verb: str, *news: object) -> None:
+    def _tell_sink(self, sequence: Sequence, tell: Callable[..., None], *news: object) -> None:
         """A sink that breaks costs its own request, and nobody else's."""
-        request_id = sequence.request.request_id
-        sink = self._sinks.get(request_id)
-        if sink is None:
-            return
         try:
-            getattr(sink, verb)(*news)
+            tell(*news)
         except Exception:
-            log.exception("request %d is given up: its sink failed", request_id)
-            self.cancel(request_id)
+            log.exception(_BROKEN_SINK, sequence)
+            self.cancel(sequence.request.request_id)
 
-    def _after_end(self) -> None:
+    def _after_end(self, request_id: int) -> None:
         """A request has ended: keep the estimate of when the next one will, and wake who waits for the last one."""
+        del self._submitted_s[request_id]
         now_s = time.monotonic()
         if self._finished_at_s:
             self._finish_interval_s += 0.1 * (now_s - self._finished_at_s - self._finish_interval_s)

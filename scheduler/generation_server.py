@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from contextlib import aclosing
@@ -11,7 +10,8 @@ from typing import TYPE_CHECKING
 from quire.v1.generation_pb2_grpc import GenerationServicer
 from scheduler.core import QuireError
 from scheduler.incoming import IncomingRequest, Output, Sampling, Stopping
-from scheduler.status import ReaderStalled, abort
+from scheduler.patience import Patience
+from scheduler.status import abort
 
 if TYPE_CHECKING:
     from typing import Any
@@ -53,17 +53,12 @@ class GenerationServer(GenerationServicer):
 
     async def _send(self, stream: ResponseStream, context: Context) -> None:
         """Raises ReaderStalled."""
-        clock = asyncio.get_running_loop().time
-        try:
-            async with asyncio.timeout(None) as patience, aclosing(stream.messages()) as messages:
+        with Patience(self._stalled_reader_timeout_s) as patience:
+            async with aclosing(stream.messages()) as messages:
                 async for message in messages:
-                    patience.reschedule(clock() + self._stalled_reader_timeout_s)
+                    patience.starts()
                     await context.write(message)
-                    patience.reschedule(None)
-        except TimeoutError:
-            if not patience.expired():
-                raise
-            raise ReaderStalled(f"nothing was taken for {self._stalled_reader_timeout_s} s") from None
+                    patience.ends()
 
 
 def _deadline_s(context: Context) -> float | None:

@@ -18,6 +18,7 @@ from scheduler.core import FinishReason, QueueFull, Request, Unavailable
 from scheduler.engine import ServerState
 from scheduler.response_stream import ResponseStream, StreamSettings
 from scheduler.status import code_of
+from scheduler.turnstile import Turnstile
 from scheduler.validation import CheckedRequest, ModelBounds, RequestLimits, check, complete
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Intake:
         self._limits = limits or RequestLimits()
         self._max_streams = max_streams
         self._num_streams = 0
+        self._turnstile = Turnstile()
         self._client_request_ids: dict[int, str] = {}
 
     @asynccontextmanager
@@ -81,6 +83,7 @@ class Intake:
                 yield stream
             finally:
                 self._engine.cancel(request.request_id)
+                stream.close()
                 request_metrics.ended(FinishReason.CANCELLED)  # unless it has ended otherwise
                 del self._client_request_ids[request.request_id]
         finally:
@@ -147,7 +150,7 @@ class Intake:
         # An answer in a chat is a text of its own; any other output goes on where its prompt ended.
         new_detokenizer = partial(self._model.tokenizer.detokenizer, continues_text=checked.chat is None)
         stop_sequence = partial(self._engine.stop, request.request_id)
-        return ResponseStream(settings, new_detokenizer, stop_sequence, request_metrics)
+        return ResponseStream(settings, new_detokenizer, stop_sequence, request_metrics, self._turnstile)
 
 
 def _client_request_id(checked: CheckedRequest, request: Request) -> str:

@@ -78,8 +78,8 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
             await model.chat.start()
         client = ExecutorClient(config.executor)
         cleanup.push_async_callback(client.close)
-        engine = Engine(client, _engine_options(config))
         metrics = SchedulerMetrics()
+        engine = Engine(client, _engine_options(config), on_plan=metrics.planned)
         metrics.engine = engine
         intake = Intake(engine, model, metrics, max_streams=config.max_streams)
         grpc_server = GrpcServer(

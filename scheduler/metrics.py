@@ -1,7 +1,8 @@
 """Numbers for Prometheus. The only module that knows what a metric is called, or that Prometheus exists.
 
-Recording happens on the event loop for every token, so it is a few additions into plain lists; families are made when
-somebody scrapes. What the core and the pool count themselves is read from them at that moment, not counted again here.
+Recording happens on the event loop, for each message and each step but for no single token, and is a few additions
+into plain lists; families are made when somebody scrapes. What the core and the pool count themselves is read from them
+at that moment, not counted again here.
 """
 
 import time
@@ -14,7 +15,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from scheduler.core import FinishReason, KVUsage, Scheduler, Sequence, State
+from scheduler.core import FinishReason, KVUsage, Scheduler, Sequence, State, StepPlan
 from scheduler.version import build_version
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 FAST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+SCHEDULE_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 SLOW_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = tuple(2**i for i in range(18))
 
@@ -35,6 +37,8 @@ HISTOGRAMS = {
     "quire_request_decode_time_seconds": (SLOW_S, "From the first token to the end of the last sequence"),
     "quire_request_prompt_tokens": (TOKENS, "Prompt tokens of a request, counted at first admission"),
     "quire_request_generation_tokens": (TOKENS, "Tokens of a request's completions, counted when it ends"),
+    "quire_step_batch_tokens": (TOKENS, "Tokens that a step computes, over all sequences"),
+    "quire_schedule_duration_seconds": (SCHEDULE_S, "What the core took to plan a step"),
 }
 
 
@@ -59,6 +63,10 @@ class SchedulerMetrics(Collector):
         """A request that never reached the queue; `reason` is its status code, as in "invalid_argument"."""
         self.num_rejected[reason] += 1
 
+    def planned(self, plan: StepPlan, duration_s: float) -> None:
+        self.histograms["quire_step_batch_tokens"].observe(plan.num_tokens)
+        self.histograms["quire_schedule_duration_seconds"].observe(duration_s)
+
     def render(self) -> bytes:
         """The page that Prometheus scrapes, of type CONTENT_TYPE."""
         return generate_latest(self._registry)
@@ -75,6 +83,10 @@ class SchedulerMetrics(Collector):
             return
         families = _Families(self.engine.description.model_name)
         yield from self._request_families(families)
+        yield families.gauge(
+            "quire_queue_oldest_age_seconds", "Since the arrival of the request that waits and arrived first", None,
+            {"": self.engine.oldest_waiting_s},
+        )  # fmt: skip
         yield from _core_families(families, core)
         yield from _pool_families(families, self.engine.kv_usage())
 
@@ -126,7 +138,7 @@ class RequestMetrics:
         metrics.histograms["quire_request_queue_time_seconds"].observe(self._started_s - self._arrival_s)
 
     def tokens(self, index: int, num_tokens: int) -> None:
-        """New tokens of a sequence; several at once share the time since the last ones."""
+        """Tokens of a sequence that leave together; they share the time since the last ones left."""
         metrics, now_s = self._metrics, self._metrics.clock()
         last_s = self._last_token_s.get(index)
         if last_s is not None:

@@ -2,8 +2,9 @@
 
     engine ── started, tokens, finished ──► ResponseStream ── messages() ──► one gRPC stream
 
-Deltas coalesce. Whatever is ready when the client can take a message goes into one, so a slow client costs fewer
-messages, not memory: what waits is at most its own output, four bytes a token (and its text, if it has stop strings).
+Deltas coalesce. Whatever is ready when the client can take a message, and it is the stream's turn (`turnstile.py`),
+goes into one. So a slow client costs fewer messages, not memory: what waits is at most its own output, four bytes a
+token (and its text, if it has stop strings); and a busy server sends fewer messages, not later ones at each step.
 
 Text is made when it is taken. With stop strings it is made at once, so that a slow reader does not keep a sequence
 running that has ended.
@@ -25,6 +26,7 @@ from scheduler.detokenizer import Detokenizer
 from scheduler.metrics import RequestMetrics
 from scheduler.status import DeadlineExceeded, RequestCancelled, RequestFailed
 from scheduler.stop_strings import StopMatcher
+from scheduler.turnstile import Turnstile
 
 FINISH_REASONS = {
     FinishReason.EOS: wire.FINISH_REASON_EOS,
@@ -71,31 +73,34 @@ class ResponseStream:
         new_detokenizer: Callable[[], Detokenizer],
         stop_sequence: Callable[[int], None],
         metrics: RequestMetrics,
+        turnstile: Turnstile,
     ) -> None:
         self._settings = settings
         self._stop_sequence = stop_sequence
         self._metrics = metrics
+        self._turnstile = turnstile
         self._completions = [_Completion(index, settings, new_detokenizer()) for index in range(settings.num_sequences)]
         self._num_cached_tokens: int | None = None
         self._has_sent_started = False
         self._num_unsent = settings.num_sequences  # Finished messages
         self._failure: FinishReason | None = None
-        self._news = asyncio.Event()
+        self._has_news = False
+        self._ticket: asyncio.Future[int] | None = None  # of a reader that waits
 
     # --- from the engine: quick, and never raises ---------------------------------------------------------------
 
     def started(self, num_cached_tokens: int) -> None:
         self._num_cached_tokens = num_cached_tokens
         self._metrics.started(self._settings.num_prompt_tokens, num_cached_tokens)
-        self._news.set()
+        self._tell_reader()
 
     def tokens(self, index: int, token_ids: list[int]) -> None:
         completion = self._completions[index]
         if completion.has_stopped:  # what was in flight then does not belong to it
             return
-        if num_taken := completion.add(token_ids):
-            self._metrics.tokens(index, num_taken)
-        self._news.set()
+        completion.add(token_ids)
+        if not self._has_news:
+            self._tell_reader()
         if completion.has_stopped:
             self._stop_sequence(index)
 
@@ -106,8 +111,26 @@ class ResponseStream:
         else:
             completion = self._completions[index]
             completion.finish(reason, num_preemptions)
+            self._count(completion)
             self._metrics.finished(index, completion.reason or reason, completion.num_tokens)
-        self._news.set()
+        self._tell_reader()
+
+    def close(self) -> None:
+        """Nobody reads any more: what was not taken is counted all the same."""
+        for completion in self._completions:
+            self._count(completion)
+
+    def _tell_reader(self) -> None:
+        if not self._has_news:
+            self._has_news = True
+            if self._ticket is not None:
+                self._turnstile.enter(self._ticket)
+
+    def _count(self, completion: "_Completion") -> None:
+        """Tokens are counted when they leave, all of a message together, or when no more will."""
+        if num_tokens := completion.num_tokens - completion.num_counted:
+            completion.num_counted = completion.num_tokens
+            self._metrics.tokens(completion.index, num_tokens)
 
     # --- to the client --------------------------------------------------------------------------------------------
 
@@ -118,17 +141,35 @@ class ResponseStream:
         all that was ready before has then been sent.
         """
         while True:
-            # Before anything is looked at: what comes while a message is being taken is seen in the next round.
-            self._news.clear()
-            failure = self._failure
-            for message in self._ready():
-                yield message
+            group = await self._turn()
+            try:
+                # Before anything is looked at: what comes while a message is being taken is seen in the next round.
+                self._has_news = False
+                failure = self._failure
+                for message in self._ready():
+                    yield message
+            finally:
+                self._turnstile.leave(group)
             if failure is not None:
                 error, words = FAILURES[failure]
                 raise error(words)
             if self._num_unsent == 0:
                 return
-            await self._news.wait()
+
+    async def _turn(self) -> int:
+        """Waits until there is news and it is this stream's turn to take it. Returns what the turnstile takes back."""
+        ticket: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._ticket = ticket
+        if self._has_news:
+            self._turnstile.enter(ticket)
+        try:
+            return await ticket
+        except asyncio.CancelledError:
+            if ticket.done() and not ticket.cancelled():  # called just now
+                self._turnstile.leave(ticket.result())
+            raise
+        finally:
+            self._ticket = None
 
     def _ready(self) -> Iterator[wire.GenerateResponse]:
         if self._num_cached_tokens is None:
@@ -147,6 +188,7 @@ class ResponseStream:
             has_ended = completion.reason is not None and not completion.is_reported
             delta = completion.take()
             if delta is not None:
+                self._count(completion)
                 yield wire.GenerateResponse(delta=delta)
             if has_ended:
                 completion.is_reported = True
@@ -169,6 +211,7 @@ class _Completion:
     """One sequence's output: what of it has not been taken, and how it ended.
 
     num_tokens    of the completion, taken or not
+    num_counted   of these, by the metrics
     has_stopped   its text has reached a stop string; no token is added any more
     reason        why it ended, once it has
     is_reported   its Finished has been sent
@@ -184,6 +227,7 @@ class _Completion:
         "has_stopped",
         "index",
         "is_reported",
+        "num_counted",
         "num_preemptions",
         "num_tokens",
         "reason",
@@ -192,6 +236,7 @@ class _Completion:
     def __init__(self, index: int, settings: StreamSettings, detokenizer: Detokenizer) -> None:
         self.index = index
         self.num_tokens = 0
+        self.num_counted = 0
         self.num_preemptions = 0
         self.has_stopped = False
         self.reason: FinishReason | None = None
@@ -207,9 +252,8 @@ class _Completion:
         self._token_ids = array("I")  # not taken yet
         self._text: list[str] = []  # not taken yet; of all tokens with stop strings, else of none
 
-    def add(self, token_ids: list[int]) -> int:
-        """Returns how many of them belong to the completion."""
-        num_before = self.num_tokens
+    def add(self, token_ids: list[int]) -> None:
+        """Those up to a stop string belong to the completion."""
         if self._matcher is None:
             self._token_ids.extend(token_ids)
             self.num_tokens += len(token_ids)
@@ -221,7 +265,6 @@ class _Completion:
                 if self._matcher.has_matched:
                     self.has_stopped = True
                     break
-        return self.num_tokens - num_before
 
     def finish(self, reason: FinishReason, num_preemptions: int) -> None:
         self.num_preemptions = num_preemptions

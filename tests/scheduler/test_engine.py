@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
@@ -222,6 +223,56 @@ async def test_a_sink_that_breaks_costs_its_own_request_only() -> None:
         await submit(engine, [1, 2, 3], 30).check()
         assert engine.core is not None
         assert not engine.core.has_request(broken.request_id)
+
+
+async def test_plans_leave_before_the_clients_are_told() -> None:
+    """At every token the executor has two steps to do: the plan that its result made room for is sent already."""
+
+    class PlanCountingSink(RecordingSink):
+        num_plans: ClassVar[list[tuple[int, int]]] = []
+
+        def tokens(self, index: int, token_ids: list[int]) -> None:
+            super().tokens(index, token_ids)
+            assert client.stream is not None
+            self.num_plans.append((len(self.outputs[0]), client.stream.num_plans))
+
+    client = FakeClient()
+    async with running_engine(client, max_in_flight=2) as engine:
+        request = Request(engine.new_request_id(), [1, 2, 3], SequenceParams(max_total_tokens=23))
+        sink = PlanCountingSink(request)
+        engine.submit(request, sink)
+        await sink.check()
+    # The n-th token is the result of plan n; the last two plans have none to follow them.
+    assert sink.num_plans == [(n, min(n + 2, 20)) for n in range(1, 21)]
+
+
+async def test_the_age_of_the_queue() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        assert engine.oldest_waiting_s == 0
+        client.is_up = False
+        client.lose()
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        sinks = [submit(engine, [1]), submit(engine, [2])]
+        await asyncio.sleep(0.02)
+        assert engine.oldest_waiting_s >= 0.02
+        engine.cancel(sinks[0].request.request_id)
+        client.is_up = True
+        await sinks[1].check()
+        assert engine.oldest_waiting_s == 0
+        assert engine._submitted_s == {}
+
+
+async def test_each_plan_is_reported() -> None:
+    plans: list[tuple[int, float]] = []
+    client = FakeClient()
+    engine = Engine(client, on_plan=lambda plan, duration_s: plans.append((plan.num_tokens, duration_s)))
+    task = asyncio.create_task(engine.run())
+    await engine.described()
+    await submit(engine, [1, 2, 3], 4).check()
+    task.cancel()
+    assert [num_tokens for num_tokens, _ in plans] == [3, 1, 1, 1]
+    assert all(duration_s > 0 for _, duration_s in plans)
 
 
 async def test_drain_refuses_new_work_and_waits_for_the_admitted() -> None:

@@ -76,6 +76,7 @@ class FakeEngine:
         self._arrived: asyncio.Queue[Submitted] = asyncio.Queue()
         self.refusal: Exception | None = None
         self.num_cancels = 0
+        self.oldest_waiting_s = 0.0
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
         self.core: Scheduler | None = Scheduler(limits, num_blocks=4, block_size=16) if model else None
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.v1 import generation_pb2 as wire
-from scheduler.core import FinishReason
+from scheduler.core import FinishReason, StepPlan
 from scheduler.metrics import Histogram, SchedulerMetrics
 
 from .conftest import Servers
@@ -115,6 +115,17 @@ async def test_pool_and_core() -> None:
     assert found["quire_kv_waste_ratio"] == 0.25
     assert found["quire_queue_requests/new"] == found["quire_requests_running"] == 0
     assert found["quire_preemptions_total/recompute"] == 0
+
+
+async def test_steps_and_the_age_of_the_queue() -> None:
+    metrics = await watching(Clock())
+    cast("FakeEngine", metrics.engine).oldest_waiting_s = 2.5
+    for num_tokens in (512, 3):
+        metrics.planned(StepPlan(epoch=1, step_id=1, num_tokens=num_tokens), 0.25)
+    found = samples(metrics)
+    assert found["quire_queue_oldest_age_seconds"] == 2.5
+    assert (found["quire_step_batch_tokens_count"], found["quire_step_batch_tokens_sum"]) == (2, 515)
+    assert found["quire_schedule_duration_seconds_sum"] == 0.5
 
 
 async def test_through_the_server(servers: Servers) -> None:

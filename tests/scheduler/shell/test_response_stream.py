@@ -14,6 +14,7 @@ from scheduler.detokenizer import Vocabulary
 from scheduler.metrics import SchedulerMetrics
 from scheduler.response_stream import ResponseStream, StreamSettings
 from scheduler.status import DeadlineExceeded, RequestCancelled, RequestFailed
+from scheduler.turnstile import MIN_GROUP, Turnstile
 from tests.scheduler.shell import small_tokenizers
 
 TOKENIZER = small_tokenizers.byte_level()
@@ -30,6 +31,7 @@ class Rig:
 
     def __init__(self, **settings: Any) -> None:
         self.metrics = SchedulerMetrics()
+        turnstile = settings.pop("turnstile", None) or Turnstile()
         num_sequences = settings.get("num_sequences", 1)
         self.stops: list[int] = []
         self.stream = ResponseStream(
@@ -37,6 +39,7 @@ class Rig:
             VOCABULARY.detokenizer,
             self._stop,
             self.metrics.request(num_sequences, self.metrics.clock()),
+            turnstile,
         )
 
     def _stop(self, index: int) -> None:
@@ -105,6 +108,73 @@ async def test_one_message_for_all_that_waited() -> None:
     assert len(messages) == 3
     assert tokens_of(messages) == token_ids
     assert text_of(messages) == "hello fox 🦊 " * 2000
+
+
+async def test_a_reader_that_lags_gets_few_messages_and_every_token() -> None:
+    """It takes nothing for a while, twice; what came meanwhile is one message each time."""
+    rig = started_rig()
+    text = "hello 你好 fox 🦊 " * 50
+    token_ids = ids(text)
+    messages = rig.stream.messages()
+    received = [await anext(messages)]
+    middle = len(token_ids) // 2 + 1  # inside a character
+    for part in (token_ids[:middle], token_ids[middle:]):
+        for token_id in part:
+            rig.stream.tokens(0, [token_id])
+            await asyncio.sleep(0)
+        received.append(await anext(messages))
+    rig.stream.finished(0, FinishReason.LENGTH, 0)
+    received += [message async for message in messages]
+    assert [m.WhichOneof("event") for m in received] == ["started", "delta", "delta", "finished"]
+    assert tokens_of(received) == token_ids
+    assert text_of(received) == text
+
+
+async def test_streams_that_wait_for_their_turn_coalesce() -> None:
+    """Sixty-four readers that are never done with a message: only the first group has one, and the others collect."""
+    turnstile = Turnstile()
+    rigs = [started_rig(turnstile=turnstile) for _ in range(4 * MIN_GROUP)]
+    readers = [rig.stream.messages() for rig in rigs]
+    firsts = [asyncio.ensure_future(anext(reader)) for reader in readers]
+    await asyncio.sleep(0)
+    token_ids = ids("hello fox ")
+    for rig in rigs:
+        rig.run(token_ids)
+    assert [first.done() for first in firsts] == [True] * MIN_GROUP + [False] * 3 * MIN_GROUP
+    for first, reader in zip(firsts, readers, strict=True):
+        received = [await first, *[message async for message in reader]]
+        assert [m.WhichOneof("event") for m in received] == ["started", "delta", "finished"]
+        assert tokens_of(received) == token_ids
+
+
+async def test_a_reader_that_is_cancelled_gives_its_place_back() -> None:
+    """Whether it waited for news, for its turn, had just been called, or was writing."""
+    turnstile = Turnstile()
+    rigs = [started_rig(turnstile=turnstile) for _ in range(4 * MIN_GROUP)]
+    tasks = [asyncio.ensure_future(anext(rig.stream.messages())) for rig in rigs]
+    for i, task in enumerate(tasks):
+        if i % 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        if i % 3 == 0:
+            rigs[i].stream.tokens(0, ids("a"))
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for _ in range(3 * MIN_GROUP):
+        rig = started_rig(turnstile=turnstile).run(ids("fox"))
+        assert text_of(await rig.messages()) == "fox"
+    assert turnstile._num_inside == 0
+
+
+async def test_tokens_are_counted_once_taken_or_not() -> None:
+    rig = started_rig()
+    messages = rig.stream.messages()
+    await anext(messages)
+    rig.stream.tokens(0, ids("fox"))
+    await anext(messages)
+    rig.stream.tokens(0, ids("hello"))
+    rig.stream.close()
+    rig.stream.close()
+    assert rig.metrics.num_generation_tokens == len(ids("fox")) + len(ids("hello"))
 
 
 @pytest.mark.parametrize(("stop", "bytes_a_token"), [((), 5), (("never comes",), 80)])
