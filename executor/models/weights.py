@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor.checkpoint import Checkpoint
+from executor.checkpoint import TensorSource
 from executor.linear import Linear
 from executor.model_config import ModelConfig
 
@@ -52,7 +52,7 @@ class DecoderWeights:
 
 
 def load_weights(
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -118,7 +118,7 @@ def _linears(config: ModelConfig) -> list[tuple[str, int, int, bool]]:
 class _Reader:
     """Tensors of a checkpoint, in the model's dtype and on its device."""
 
-    checkpoint: Checkpoint
+    checkpoint: TensorSource
     dtype: torch.dtype
     device: torch.device
 
