@@ -28,7 +28,7 @@ from rich.console import Console
 
 from bench import kernels, targets
 from bench.machine import describe_machine, slug
-from bench.phases import Phase, run_phase
+from bench.phases import OUTPUT, Phase, run_phase
 from bench.report import save
 
 BUDGET_S = 520.0
@@ -99,12 +99,12 @@ def _results(report: dict[str, Any]) -> dict[str, Any]:
 
 
 def _correctness(device: str, limit_s: float, environment: dict[str, str] | None = None) -> Phase:
-    arguments = ("-m", "bench.correctness", "--device", device, "--json", "{output}")
+    arguments = ("-m", "bench.correctness", "--device", device, "--json", OUTPUT)
     return Phase("correctness", arguments, limit_s, environment or {}, is_vital=True)
 
 
 def _kernels(device: str, limit_s: float, *flags: str) -> Phase:
-    return Phase("kernels", ("-m", "bench.kernels", "--device", device, "--json", "{output}", *flags), limit_s)
+    return Phase("kernels", ("-m", "bench.kernels", "--device", device, "--json", OUTPUT, *flags), limit_s)
 
 
 def _end_to_end(shape: str, device: str, limit_s: float, *flags: str) -> Phase:
@@ -117,7 +117,7 @@ def _transformers(shape: str, device: str, limit_s: float, *flags: str) -> Phase
 
 def _of_shape(kind: str, shape: str, device: str, limit_s: float, flags: tuple[str, ...]) -> Phase:
     module = {"end_to_end": "bench.end_to_end", "transformers": "bench.transformers_engines"}[kind]
-    arguments = ("-m", module, "--shape", shape, "--device", device, "--json", "{output}", *flags)
+    arguments = ("-m", module, "--shape", shape, "--device", device, "--json", OUTPUT, *flags)
     return Phase(f"{kind} {shape}", arguments, limit_s)
 
 

@@ -16,6 +16,10 @@ from pathlib import Path
 from threading import Thread
 from typing import IO, Any, Literal
 
+import psutil
+
+OUTPUT = "{output}"
+
 Status = Literal["passed", "failed", "cut off", "skipped"]
 
 _NUM_LAST_LINES = 25
@@ -26,7 +30,7 @@ _KILL_AFTER_S = 5.0
 class Phase:
     """A command, run with this Python.
 
-    arguments    of the interpreter; "{output}" stands for the file that takes the results
+    arguments    of the interpreter; OUTPUT stands for the file that takes the results
     environment  in addition to that of this process
     limit_s      after which it is cut off
     is_vital     whether its failure is the whole's
@@ -57,7 +61,7 @@ def run_phase(phase: Phase, output: Path, deadline_s: float) -> PhaseResult:
     if limit_s <= 0:
         return PhaseResult("skipped", 0.0, 0.0, None, ("no time left",))
     output.unlink(missing_ok=True)
-    command = [sys.executable, *(argument.format(output=output) for argument in phase.arguments)]
+    command = [sys.executable, *(str(output) if argument == OUTPUT else argument for argument in phase.arguments)]
     lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
     # A session of its own, so that all it starts can be ended with it.
     process = subprocess.Popen(
@@ -77,7 +81,7 @@ def run_phase(phase: Phase, output: Path, deadline_s: float) -> PhaseResult:
     except subprocess.TimeoutExpired:
         status = "cut off"
     finally:
-        _end_group(process)
+        _end(process)
     reader.join(_KILL_AFTER_S)
     wall_s = time.monotonic() - started_s
     return PhaseResult(status, wall_s, limit_s, _read(output), () if status == "passed" else tuple(lines))
@@ -89,8 +93,13 @@ def _pass_on(stream: IO[str] | None, name: str, lines: deque[str]) -> None:
         print(f"{name} | {line.rstrip()}", flush=True)
 
 
-def _end_group(process: subprocess.Popen[str]) -> None:
-    """What is left of a phase, whether it ended by itself or not: SIGTERM, and SIGKILL for those that stay."""
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends what is left of a phase: SIGTERM, and SIGKILL for those that stay.
+
+    Its descendants may lead sessions of their own, as services do; they are waited for, since whoever holds memory of
+    the device would be missed by the next phase.
+    """
+    descendants = _descendants(process.pid)
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
@@ -101,6 +110,16 @@ def _end_group(process: subprocess.Popen[str]) -> None:
         except subprocess.TimeoutExpired:
             continue
     process.wait()
+    _, staying = psutil.wait_procs(descendants, timeout=_KILL_AFTER_S)
+    for one in staying:
+        one.kill()
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def _read(output: Path) -> dict[str, Any] | None:

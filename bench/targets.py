@@ -127,7 +127,7 @@ TARGETS: tuple[Target, ...] = (
         divide_by=_transformers(_8B, "static"),
     ),
     Target(
-        "same, to its continuous batching",
+        "8B, 64 clients, to its continuous batching",
         _QUIRE_8B,
         "x",
         2,
@@ -143,7 +143,7 @@ TARGETS: tuple[Target, ...] = (
         divide_by=_transformers(_0_6B, "static"),
     ),
     Target(
-        "same, to its continuous batching",
+        "0.6B, 64 clients, to its continuous batching",
         _QUIRE_0_6B,
         "x",
         2,
