@@ -5,31 +5,32 @@ its own, takes requests one by one, each with its length: here a closed loop fee
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bench.load import LoadError, LoadResult, RequestRecord, checked_record
 from bench.trace import TraceRequest
 
-_PATIENCE_S = 1.0
+_POLL_S = 1.0
+_PATIENCE_S = 60.0
+_STOP_TIMEOUT_S = 5.0  # as generate_batch has it
 
 
 class ContinuousBatches:
     """A transformers model that is on its device already. Each run has a manager, and so a KV cache, of its own."""
 
-    def __init__(self, model: Any, num_blocks: int | None = None) -> None:
-        """num_blocks: of the manager's KV cache; None leaves it to transformers, which asks a GPU for its memory."""
+    def __init__(self, model: Any, limits: Mapping[str, int] | None = None) -> None:
+        """limits: fields of its ContinuousBatchingConfig. Without them it takes what the device's memory allows."""
         self._model = model
-        self._num_blocks = num_blocks
+        self._limits = dict(limits or {})
 
     def run(self, trace: Sequence[TraceRequest], concurrency: int) -> LoadResult:
         """All of the trace; the manager's own warm-up is not part of the time. Raises LoadError."""
         from transformers import GenerationConfig
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-        settings = ContinuousBatchingConfig()
-        if self._num_blocks is not None:
-            settings.num_blocks = self._num_blocks
+        limits: dict[str, Any] = self._limits
+        settings = ContinuousBatchingConfig(**limits)
         greedy = GenerationConfig(  # type: ignore[no-untyped-call]
             max_new_tokens=max(request.max_tokens for request in trace),
             do_sample=False,
@@ -37,7 +38,7 @@ class ContinuousBatches:
             pad_token_id=0,
         )
         with self._model.continuous_batching_context_manager(
-            generation_config=greedy, continuous_batching_config=settings
+            generation_config=greedy, continuous_batching_config=settings, timeout=_STOP_TIMEOUT_S
         ) as manager:
             return _closed_loop(manager, trace, concurrency)
 
@@ -69,8 +70,9 @@ def _closed_loop(manager: Any, trace: Sequence[TraceRequest], concurrency: int) 
 
 def _next_record(manager: Any, sent: dict[str, tuple[TraceRequest, float]]) -> RequestRecord:
     """Waits for a request to end."""
-    while True:
-        result = manager.get_result(timeout=_PATIENCE_S)
+    give_up_s = time.perf_counter() + _PATIENCE_S
+    while time.perf_counter() < give_up_s:
+        result = manager.get_result(timeout=_POLL_S)
         if result is None:
             if not manager.is_running():
                 raise LoadError("transformers: the thread that generates has ended")
@@ -79,3 +81,4 @@ def _next_record(manager: Any, sent: dict[str, tuple[TraceRequest, float]]) -> R
         elif result.is_finished():
             request, sent_s = sent.pop(result.request_id)
             return checked_record(request, sent_s, result.timestamps or [], len(result.generated_tokens))
+    raise LoadError(f"transformers: no request ended within {_PATIENCE_S:g} s")

@@ -46,8 +46,8 @@ def pytest_arguments(device: str, junit: Path) -> list[str]:
         return [*own, f"{_KERNELS}/test_elementwise.py", f"{_KERNELS}/test_work.py"]
     if importlib.util.find_spec("xdist") is not None:
         own += ["-n", str(min(_MAX_WORKERS, len(os.sched_getaffinity(0))))]
-    # These two have no use for a device: they are for machines without one.
-    skipped = [f"--ignore={_KERNELS}/test_{name}.py" for name in ("interpreted", "compiles")]
+    # These have no use for a device: they are for machines without one.
+    skipped = [f"--ignore-glob=*/test_{name}.py" for name in ("interpreted", "compiles")]
     return [*own, *skipped, _KERNELS, *([_EXECUTOR] if (_ROOT / _EXECUTOR).is_dir() else [])]
 
 

@@ -182,12 +182,9 @@ def norm(model: ModelShape, dtype: torch.dtype, num_tokens: int, adds: bool) -> 
 
     def prepare(home: Kernels, device: torch.device) -> Prepared:
         weight = _normal(device, dtype, model.hidden_size)
-        # The second of each pair is a residual that x is added to: zeros in x keep it finite, however often.
+        # The second of each pair is a residual, to which x is added a few hundred times: it stays finite.
         buffers = [
-            (
-                torch.zeros(num_tokens, model.hidden_size, dtype=dtype, device=device),
-                _normal(device, dtype, num_tokens, model.hidden_size),
-            )
+            tuple(_normal(device, dtype, num_tokens, model.hidden_size) for _ in range(2))
             for _ in range(_num_buffers(num_bytes, device))
         ]
 

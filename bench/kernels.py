@@ -33,7 +33,7 @@ _BUDGET_S, _QUICK_BUDGET_S = 0.3, 0.03
 class KernelRow:
     """One case as it was measured.
 
-    mode           "graph" or "launched" on a GPU, "wall" on the CPU
+    mode           "graph" or "launched" on a GPU, on the CPU "wall", or "cpu time" with one thread
     num_threads    on the CPU
     gb_per_s       of the bytes that had to be moved; None where arithmetic is the bound
     tflops         None where memory is the bound
@@ -62,11 +62,15 @@ class KernelRow:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What to measure: a device, and how long each case may take."""
+    """What to measure: a device, and how long each case may take.
+
+    num_threads  on the CPU, one after the other
+    """
 
     device: torch.device
     budget_s: float
     is_quick: bool
+    num_threads: tuple[int, ...]
 
 
 def measure(settings: Settings, keep: Callable[[dict[str, Any]], None]) -> list[KernelRow]:
@@ -92,7 +96,7 @@ def _rounds(settings: Settings) -> Iterator[tuple[int | None, list[Case]]]:
         return
     before = torch.get_num_threads()
     try:
-        for num_threads in dict.fromkeys((1, len(os.sched_getaffinity(0)))):
+        for num_threads in settings.num_threads:
             torch.set_num_threads(num_threads)
             dtypes = (torch.float32, torch.bfloat16)
             yield num_threads, [case for dtype in dtypes for case in cpu_cases(dtype, is_quick=settings.is_quick)]
@@ -108,7 +112,7 @@ def _measure_case(case: Case, settings: Settings, ceilings: Ceilings, num_thread
         "operation": case.operation,
         "label": case.label,
         "dtype": str(case.dtype).removeprefix("torch."),
-        "mode": "wall" if device.type != "cuda" else "graph" if in_graph else "launched",
+        "mode": _mode(device, in_graph, num_threads),
         "num_threads": num_threads,
         "ceiling": case.ceiling,
     }
@@ -128,6 +132,12 @@ def _measure_case(case: Case, settings: Settings, ceilings: Ceilings, num_thread
         best = ceilings.read_gb_per_s if case.ceiling == "read" else ceilings.copy_gb_per_s
         rates = {"gb_per_s": gb_per_s, "ceiling_share": gb_per_s / best}
     return KernelRow(**known, **rates, us=timing.median_s * 1e6, spread_ratio=timing.spread_ratio)
+
+
+def _mode(device: torch.device, in_graph: bool, num_threads: int | None) -> str:
+    if device.type == "cuda":
+        return "graph" if in_graph else "launched"
+    return "cpu time" if num_threads == 1 else "wall"
 
 
 def render_table(report: dict[str, Any]) -> Table:
@@ -168,6 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, help="where the numbers go, besides the table")
+    parser.add_argument("--threads", help="numbers of CPU threads, with commas between them; default: one, and all")
     parser.add_argument("--quick", action="store_true", help="fewer cases, shorter: for tests")
     given = parser.parse_args()
     device = torch.device(given.device)
@@ -180,7 +191,9 @@ def main() -> None:
         if given.json is not None:
             save(given.json, now)
 
-    measure(Settings(device, _QUICK_BUDGET_S if given.quick else _BUDGET_S, given.quick), keep)
+    threads = given.threads or f"1,{len(os.sched_getaffinity(0))}"
+    num_threads = tuple(dict.fromkeys(int(number) for number in threads.split(",")))
+    measure(Settings(device, _QUICK_BUDGET_S if given.quick else _BUDGET_S, given.quick, num_threads), keep)
     Console(width=None if os.isatty(1) else 120).print(render_table(report))
 
 

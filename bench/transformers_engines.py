@@ -27,17 +27,17 @@ Engine = Callable[[Sequence[TraceRequest], int], LoadResult]
 
 _NUM_WARM_UP_REQUESTS = 2
 _WARM_UP_TOKENS = 8
-_CPU_BLOCKS = 64
+# On the CPU it would size its masks by all of the host's memory.
+_CPU_LIMITS = {"num_blocks": 16, "max_batch_tokens": 256}
 
 
 def measure(model: Any, scale: Scale, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Both engines on one model. `keep` is given what is known after each."""
     settings = trace_settings(int(model.config.vocab_size), scale)
     trace = make_trace(settings)
-    num_blocks = _CPU_BLOCKS if model.device.type == "cpu" else None
     engines: dict[str, Engine] = {
         "static": StaticBatches.of(model).run,
-        "continuous": ContinuousBatches(model, num_blocks).run,
+        "continuous": ContinuousBatches(model, _CPU_LIMITS if model.device.type == "cpu" else None).run,
     }
     report: dict[str, Any] = {
         "trace": describe(settings, trace),

@@ -145,9 +145,8 @@ def test_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
     failing = Case("rms_norm", "broken", F32, 1, 0, "copy", broken)
     monkeypatch.setattr(kernels, "cpu_cases", lambda dtype, is_quick: [*CASES[:2], failing] if dtype == F32 else [])
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
     reports: list[dict[str, Any]] = []
-    rows = kernels.measure(kernels.Settings(CPU, 0.0, True), lambda report: reports.append(report))
+    rows = kernels.measure(kernels.Settings(CPU, 0.0, True, (1,)), lambda report: reports.append(report))
     assert [row.name for row in rows] == ["attention_decode three", "attention_prefill 20 of 50", "rms_norm broken"]
     assert [len(report["rows"]) for report in reports] == [1, 2, 3]  # kept after each
     memory_bound, compute_bound, failed = rows
@@ -157,7 +156,7 @@ def test_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
         (memory_bound, memory_bound.gb_per_s, reports[-1]["ceilings"]["1 threads"]["read_gb_per_s"]),
         (compute_bound, compute_bound.tflops, reports[-1]["ceilings"]["1 threads"]["gemm_tflops"]["float32"]),
     ):
-        assert (row.mode, row.num_threads, row.error) == ("wall", 1, None)
+        assert (row.mode, row.num_threads, row.error) == ("cpu time", 1, None)
         assert row.us is not None
         assert row.us > 0
         assert row.ceiling_share == pytest.approx(rate / ceiling)
