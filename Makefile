@@ -1,4 +1,4 @@
-# Every target installs what it needs into $(VENV) first. See README.md.
+# Every target installs what it needs into $(VENV) first (gpu-check with NO_INSTALL=1 does not). See README.md.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ INSTALLED := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
 
 run: $(INSTALLED)  ## start both services, stream a few completions, show the block table, end
 	$(BIN)/quire demo
@@ -20,6 +20,9 @@ test: $(INSTALLED)  ## the whole test suite
 
 bench: $(INSTALLED)  ## closed-loop load at 1, 4, 16 and 64 clients, beside transformers on the same trace
 	$(BIN)/quire bench serve --spawn --concurrency 1,4,16,64 --baseline transformers $(ARGS)
+
+gpu-check: $(if $(NO_INSTALL),,$(INSTALLED))  ## tests, kernels and serving on the GPU at hand, in one report (NO_INSTALL=1: with PYTHON as it is)
+	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) -m bench.gpu_check $(ARGS)
 
 verify: lint test  ## what CI checks
 
@@ -46,4 +49,4 @@ $(INSTALLED): pyproject.toml constraints.txt protos/build.py $(shell find protos
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev]'
 	touch $@
 
-.PHONY: help run serve test bench verify lint fmt protos clean
+.PHONY: help run serve test bench gpu-check verify lint fmt protos clean

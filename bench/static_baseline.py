@@ -7,7 +7,7 @@ beyond its own `max_tokens`, while it waits for its neighbours, is the loss that
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Self
 
 from bench.load import LoadResult, RequestRecord
 from bench.trace import TraceRequest
@@ -25,11 +25,23 @@ class StaticBatches:
         from transformers.utils import logging
 
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        self._torch = torch
         device = "cuda" if torch.cuda.is_available() else "cpu"
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))
-        self._model = loaded.eval().to(device)
-        self._device = device
+        self._use(loaded.eval().to(device))
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """Of a transformers model that is on its device already."""
+        batches = cls.__new__(cls)
+        batches._use(model)
+        return batches
+
+    def _use(self, model: Any) -> None:
+        import torch
+
+        self._torch = torch
+        self._model = model
+        self._device = model.device
 
     @property
     def vocab_size(self) -> int:

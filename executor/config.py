@@ -8,6 +8,7 @@ from executor.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "reference")
+LOAD_FORMATS = ("safetensors", "random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,8 @@ class ExecutorConfig:
     revision                of the hub id: branch, tag or commit; None: the default branch
     model_name              what the model is called towards clients; None: the hub id or the directory's name
     dtype                   of weights, activations and KV; "auto": as the checkpoint says
+    load_format             "safetensors"; "random": weights drawn at random for the shapes of config.json, which is all
+                            that is read, to measure a model without having it
     device                  "cpu", "cuda", "cuda:1"; "auto": the first GPU, else the CPU
     kernels                 "auto": the fastest home for the device; "reference": plain torch
     block_size              tokens a KV block
@@ -38,6 +41,7 @@ class ExecutorConfig:
     revision: str | None = None
     model_name: str | None = None
     dtype: str = "auto"
+    load_format: str = "safetensors"
     device: str = "auto"
     kernels: str = "auto"
     block_size: int = 16
@@ -56,6 +60,7 @@ class ExecutorConfig:
             raise ConfigError("model: must name a directory or a hub id")
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
+        _check_choice("load_format", self.load_format, LOAD_FORMATS)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import kernels
-from executor.checkpoint import Checkpoint, locate, torch_dtype
+from executor.checkpoint import Checkpoint, TensorSource, locate, torch_dtype
 from executor.config import ExecutorConfig
 from executor.device import resolve_device
 from executor.kv_pool import allocate_pool, choose_num_blocks, kv_bytes_per_token
@@ -18,7 +18,8 @@ from executor.limits import Limits, resolve_limits, resolve_max_model_len
 from executor.model_config import ModelConfig, read_model_config
 from executor.models.decoder import Decoder
 from executor.models.eager import EagerModel
-from executor.models.weights import load_weights
+from executor.models.weights import expected_shapes, load_weights
+from executor.random_weights import RandomCheckpoint
 from executor.runner import Model, ModelRunner
 from kernels import reference
 
@@ -92,7 +93,7 @@ def _load_decoder(
     max_model_len: int,
     say: Say,
 ) -> tuple[Decoder, int]:
-    checkpoint = Checkpoint(directory)
+    checkpoint = _checkpoint(config, model_config, directory, device)
     dtype = _dtype(config, model_config, checkpoint)
     say(f"loading {model_config.architecture} from {directory} as {str(dtype).removeprefix('torch.')} on {device}")
     weights = load_weights(checkpoint, model_config, dtype, device, home, _layer_progress(say))
@@ -100,7 +101,15 @@ def _load_decoder(
     return Decoder(model_config, weights, home, max_model_len), weights.num_bytes
 
 
-def _dtype(config: ExecutorConfig, model_config: ModelConfig, checkpoint: Checkpoint) -> torch.dtype:
+def _checkpoint(
+    config: ExecutorConfig, model_config: ModelConfig, directory: Path, device: torch.device
+) -> TensorSource:
+    if config.load_format == "random":
+        return RandomCheckpoint(expected_shapes(model_config), torch_dtype(model_config.dtype or "float32"), device)
+    return Checkpoint(directory)
+
+
+def _dtype(config: ExecutorConfig, model_config: ModelConfig, checkpoint: TensorSource) -> torch.dtype:
     """As configured, else as config.json says, else as the embedding is stored."""
     if config.dtype != "auto":
         return torch_dtype(config.dtype)

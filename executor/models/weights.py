@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor.checkpoint import Checkpoint
+from executor.checkpoint import TensorSource
 from executor.model_config import ModelConfig
 from kernels import Kernels, Linear
 
@@ -52,7 +52,7 @@ class DecoderWeights:
 
 
 def load_weights(
-    checkpoint: Checkpoint,
+    checkpoint: TensorSource,
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device,
@@ -119,7 +119,7 @@ def _linears(config: ModelConfig) -> list[tuple[str, int, int, bool]]:
 class _Reader:
     """Tensors of a checkpoint, in the model's dtype and on its device."""
 
-    checkpoint: Checkpoint
+    checkpoint: TensorSource
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels

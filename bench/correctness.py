@@ -1,0 +1,93 @@
+"""The tests of what runs on a device, as a phase: pytest in a process of its own, and its counts.
+
+    python -m bench.correctness --device cuda --json FILE
+
+Exits with status 1 where a test failed, where none ran, and on a GPU where 16-bit kernels were not among them.
+"""
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from bench.report import save
+
+_ROOT = Path(__file__).resolve().parent.parent
+_KERNELS = "tests/kernels_triton"
+_EXECUTOR = "tests/executor/cuda"
+_DEVICE_DTYPES = ("float16", "bfloat16")
+# As the tests of attention, which matter most here, name their cases.
+_DTYPE = re.compile(r"(?<=[-\[])(?:float32|float16|bfloat16)(?=[-\]])")
+_MAX_WORKERS = 12  # each holds a CUDA context, and compiles
+_TEST_TIMEOUT_S = 100
+_MAX_FAILURES = 25
+
+
+def pytest_arguments(device: str, junit: Path) -> list[str]:
+    """On a GPU all of them; elsewhere, in the interpreter, those that take seconds."""
+    own = [
+        "-o",
+        "addopts=",
+        "-q",
+        "--tb=short",
+        "-o",
+        f"timeout={_TEST_TIMEOUT_S}",
+        f"--maxfail={_MAX_FAILURES}",
+        f"--junitxml={junit}",
+    ]
+    own += ["-p", "no:cacheprovider"]
+    if device != "cuda":
+        return [*own, f"{_KERNELS}/test_elementwise.py", f"{_KERNELS}/test_work.py"]
+    if importlib.util.find_spec("xdist") is not None:
+        own += ["-n", str(min(_MAX_WORKERS, len(os.sched_getaffinity(0))))]
+    # These have no use for a device: they are for machines without one.
+    skipped = [f"--ignore-glob=*/test_{name}.py" for name in ("interpreted", "compiles")]
+    return [*own, *skipped, _KERNELS, *([_EXECUTOR] if (_ROOT / _EXECUTOR).is_dir() else [])]
+
+
+def counts(junit: Path) -> dict[str, Any]:
+    """Of a report in JUnit's format: passed, failed, skipped; passed by dtype in the test's name; names of failures."""
+    found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "passed_by_dtype": {}, "failures": []}
+    for case in ElementTree.parse(junit).iter("testcase"):
+        name = case.get("name", "")
+        if case.find("failure") is not None or case.find("error") is not None:
+            found["failed"] += 1
+            found["failures"].append(f"{case.get('classname', '')}::{name}")
+        elif case.find("skipped") is not None:
+            found["skipped"] += 1
+        else:
+            found["passed"] += 1
+            for dtype in set(_DTYPE.findall(name)):
+                found["passed_by_dtype"][dtype] = found["passed_by_dtype"].get(dtype, 0) + 1
+    return found
+
+
+def is_correct(device: str, found: dict[str, Any], return_code: int) -> bool:
+    has_dtypes = device != "cuda" or all(found["passed_by_dtype"].get(dtype) for dtype in _DEVICE_DTYPES)
+    return return_code == 0 and found["passed"] > 0 and found["failed"] == 0 and has_dtypes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--json", type=Path, required=True, help="where the counts go")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        junit = Path(directory) / "junit.xml"
+        command = [sys.executable, "-m", "pytest", *pytest_arguments(given.device, junit)]
+        return_code = subprocess.run(command, cwd=_ROOT, check=False).returncode
+        if not junit.is_file():
+            return 1
+        found = counts(junit)
+    save(given.json, {"device": given.device, **found})
+    return 0 if is_correct(given.device, found, return_code) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

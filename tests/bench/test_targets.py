@@ -1,0 +1,123 @@
+"""The targets find their numbers where the phases put them."""
+
+import importlib.util
+
+import pytest
+
+from bench.correctness import counts, is_correct, pytest_arguments
+from bench.gpu_check import gpu_phases, small_phases
+from bench.kernel_cases import gpu_cases
+from bench.random_models import SHAPES
+from bench.targets import TARGETS, outcomes, render_table
+
+
+def test_every_target_names_a_phase_and_a_case_that_exist() -> None:
+    phases = {phase.name for phase in gpu_phases()}
+    cases = {case.name: case for case in gpu_cases()}
+    for target in TARGETS:
+        assert target.path[0] in phases
+        assert target.divide_by is None or target.divide_by[0] in phases
+        if target.path[0] == "kernels":
+            case = cases[target.path[2]]
+            assert target.path[3] == "us" or (target.path[3] == "tflops") == bool(case.num_flops)
+
+
+def test_names_of_cases_are_their_own() -> None:
+    names = [case.name for case in gpu_cases()]
+    assert len(names) == len(set(names))
+
+
+def test_every_phase_is_a_program_of_the_repository() -> None:
+    for small, large in zip(small_phases(), gpu_phases(), strict=True):
+        assert small.arguments[:2] == large.arguments[:2]
+        assert small.name.split()[0] == large.name.split()[0]
+        assert small.is_vital == large.is_vital
+        assert importlib.util.find_spec(large.arguments[1]) is not None
+        for phase in (small, large):
+            assert phase.name.split()[1:] in ([], *([shape] for shape in SHAPES))
+    assert [phase.name for phase in gpu_phases() if phase.is_vital] == ["correctness"]
+
+
+RESULTS = {
+    "kernels": {
+        "rows": [
+            {"operation": "attention_decode", "label": "D128 b=64 4096", "us": 1.0, "gb_per_s": 2800.0},
+            {"operation": "attention_decode", "label": "D128 b=1 1024", "us": 15.5, "gb_per_s": 100.0},
+            {"operation": "attention_decode", "label": "D128 b=1 16384", "us": None, "gb_per_s": None},
+        ]
+    },
+    "end_to_end llama-3.1-8b": {
+        "single": {"tpot_ms": 6.5},
+        "batch": {"step": {"idle_ratio": 0.06, "period_ms": None}},
+        "closed_loop": {"output_tokens_per_s": 5000.0},
+    },
+    "transformers llama-3.1-8b": {"static": {"output_tokens_per_s": 400.0}, "continuous": {"error": "no memory"}},
+}
+
+
+def test_what_was_reached() -> None:
+    found = {outcome.target.what: outcome for outcome in outcomes(RESULTS)}
+    reached = {what: outcome.reached for what, outcome in found.items() if outcome.reached is not None}
+    assert reached == pytest.approx(
+        {
+            "decode attention, D128, 4 heads a kv head, b=64, 4k": 2.8,
+            "same, b=1, 1k, in a graph": 15.5,
+            "8B, b=1, time per output token": 6.5,
+            "8B, device idle between decode steps": 6.0,
+            "8B, 64 clients, to transformers generate, static": 12.5,
+        }
+    )
+    met = {what: outcome.is_met for what, outcome in found.items() if outcome.is_met is not None}
+    assert list(met.values()) == [True, False, True, False, True]
+    assert render_table(list(found.values())).row_count == len(TARGETS)
+
+
+def test_nothing_measured_is_nothing_reached() -> None:
+    assert {outcome.is_met for outcome in outcomes({})} == {None}
+
+
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.a" name="test_decode[128-bfloat16-0]"/>
+<testcase classname="tests.a" name="test_decode[64-float16-100]"/>
+<testcase classname="tests.a" name="test_decode[float32]"><skipped message="no"/></testcase>
+<testcase classname="tests.a" name="test_prefill[80-bfloat16-0]"><failure message="far off"/></testcase>
+<testcase classname="tests.b" name="test_other[dtype0]"><error message="broken"/></testcase>
+<testcase classname="tests.b" name="test_last"/>
+</testsuite></testsuites>"""
+
+
+def test_counts_of_a_report(tmp_path) -> None:
+    path = tmp_path / "junit.xml"
+    path.write_text(JUNIT)
+    assert counts(path) == {
+        "passed": 3,
+        "failed": 2,
+        "skipped": 1,
+        "passed_by_dtype": {"bfloat16": 1, "float16": 1},
+        "failures": ["tests.a::test_prefill[80-bfloat16-0]", "tests.b::test_other[dtype0]"],
+    }
+
+
+ALL_WELL = {"passed": 9, "failed": 0, "passed_by_dtype": {"float16": 4, "bfloat16": 5}}
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "return_code", "expected"),
+    [
+        ("cuda", {}, 0, True),
+        ("cuda", {}, 2, False),
+        ("cuda", {"failed": 1}, 1, False),
+        ("cuda", {"passed": 0}, 5, False),
+        ("cuda", {"passed_by_dtype": {"float16": 4}}, 0, False),  # as where the tests did not see the GPU
+        ("cpu", {"passed_by_dtype": {}}, 0, True),
+    ],
+)
+def test_what_is_correct(device: str, change: dict[str, object], return_code: int, expected: bool) -> None:
+    assert is_correct(device, ALL_WELL | change, return_code) is expected
+
+
+def test_on_a_device_all_tests_of_kernels_run_on_it(tmp_path) -> None:
+    arguments = pytest_arguments("cuda", tmp_path / "junit.xml")
+    assert "tests/kernels_triton" in arguments
+    ignored = [argument for argument in arguments if argument.startswith("--ignore-glob=")]
+    assert [path.rpartition("_")[2] for path in ignored] == ["interpreted.py", "compiles.py"]
