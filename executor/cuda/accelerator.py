@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-Body = Callable[[], Tensor]
-"""Launches work on buffers that stay where they are. Its result is overwritten by the next replay of any graph."""
+Body = Callable[[], None]
+"""Launches work on buffers that stay where they are, results included: memory taken on the way is anybody's after."""
 
 
 class Mark(Protocol):
@@ -30,7 +30,7 @@ class Mark(Protocol):
 
 
 class Accelerator(Protocol):
-    """One device, and the one stream that its work is put on. `fetch` apart, all of it is for the device thread."""
+    """One device, and the one stream that its work is put on. Marks apart, all of it is for the device thread."""
 
     device: torch.device
 
@@ -130,13 +130,8 @@ class CudaAccelerator:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, stream=self._captures, capture_error_mode="thread_local"):
-            result = body()
-
-        def replay() -> Tensor:
-            graph.replay()
-            return result
-
-        return replay
+            body()
+        return graph.replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,6 @@ A graph is captured when a step first needs it. How many there can be is known b
 from bisect import bisect_left
 from collections.abc import Callable, Hashable
 
-from torch import Tensor
-
 from executor.cuda.accelerator import Accelerator, Body
 
 
@@ -40,6 +38,6 @@ class Graphs:
         """The work is launched once before: see `Accelerator.capture`."""
         self._captured[kind, bucket] = self._accelerator.capture(self._make(kind, bucket))
 
-    def run(self, kind: Hashable, bucket: int) -> Tensor:
+    def run(self, kind: Hashable, bucket: int) -> None:
         """Launches work that was captured."""
-        return self._captured[kind, bucket]()
+        self._captured[kind, bucket]()

@@ -46,12 +46,14 @@ class StepKind(Enum):
 class StepBuffers:
     """Device memory that lives as long as the runner, and is taken before the KV pool takes what is left.
 
+    logits[max_num_seqs, vocab_size] of decode steps that sample, one buffer for all of their graphs;
     next_tokens[max_num_seqs] and results[max_num_seqs, RESULT_FIELDS], int32.
     """
 
     on_device: DeviceSlots
     planner: DecodePlanner
     rows: DecodeRows
+    logits: Tensor
     next_tokens: Tensor
     results: Tensor
 
@@ -65,6 +67,7 @@ class StepBuffers:
             on_device=DeviceSlots(max_num_seqs, max_blocks_per_seq, config.vocab_size, device),
             planner=DecodePlanner(shape, device, max_num_seqs, max_model_len, config.windows),
             rows=DecodeRows(max_num_seqs, device),
+            logits=torch.zeros((max_num_seqs, config.vocab_size), dtype=model.dtype, device=device),
             next_tokens=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
             results=torch.zeros((max_num_seqs, RESULT_FIELDS), dtype=torch.int32, device=device),
         )
@@ -72,7 +75,7 @@ class StepBuffers:
     @property
     def num_bytes(self) -> int:
         """The rows are too small to count."""
-        return self.on_device.num_bytes + self.planner.num_bytes
+        return self.on_device.num_bytes + self.planner.num_bytes + self.logits.nbytes
 
 
 class CudaRunner:
@@ -186,7 +189,8 @@ class CudaRunner:
         if bucket:
             if "decode_slots" in sent:
                 buffers.rows.slots[:bucket].copy_(sent["decode_slots"])
-            logits, slots = self.graphs.run(kind, bucket), buffers.rows.slots
+            self.graphs.run(kind, bucket)
+            logits, slots = buffers.logits, buffers.rows.slots
             forwarded = self._accelerator.mark()
             if kind is StepKind.GREEDY:
                 return forwarded
@@ -223,12 +227,13 @@ class CudaRunner:
     def _graph_body(self, kind: Hashable, num_rows: int) -> Body:
         """The work of a decode step on so many rows, as one function of nothing."""
 
-        def body() -> Tensor:
+        def body() -> None:
             logits = self._forward.decode(num_rows)
             if kind is StepKind.GREEDY:
                 choose_greedily(logits, self._buffers.next_tokens[:num_rows])
                 self._close(self._buffers.rows.slots[:num_rows])
-            return logits
+            else:
+                self._buffers.logits[:num_rows].copy_(logits)
 
         return body
 

@@ -12,7 +12,6 @@ from executor.cuda.accelerator import accelerator_for
 from executor.cuda.runner import CudaRunner, StepBuffers
 from executor.loading import load_model
 from executor.models.decoder import Decoder
-from executor.runner import ModelRunner
 from kernels import AttentionShape
 from kernels import triton as home
 from tests.kernels_triton.conftest import IS_INTERPRETED
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
     from executor.cuda.accelerator import Accelerator
     from executor.plan import StepOutput, StepPlan
+    from executor.runner import ModelRunner
 
 DEVICE = torch.device("cpu" if IS_INTERPRETED or not torch.cuda.is_available() else "cuda:0")
 

@@ -133,6 +133,19 @@ def test_the_number_of_graphs_is_bounded(pair, checkpoint) -> None:
     assert len(both.cuda.graphs) == 4, "two kinds, two buckets"
 
 
+def test_a_step_of_another_kind_finds_its_rows(pair, checkpoint) -> None:
+    """Too short to end, then long enough: the rows are the same, the graph is another, and captured on padding."""
+    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+    outputs = []
+    for runner in (Finished(both.cuda), both.reference):
+        conductor = Conductor(runner)
+        seats = [conductor.admit(prompt, 7, min_total_tokens=8) for _ in range(2)]
+        conductor.run()
+        outputs.append([seat.output for seat in seats])
+    assert outputs[0] == outputs[1]
+    assert len(both.cuda.graphs) == 2
+
+
 def test_a_rehearsal_leaves_nothing_behind(pair, checkpoint) -> None:
     both, source = pair("llama"), checkpoint("llama")
     rehearse(both.cuda)
