@@ -30,6 +30,7 @@ class HostStep:
                         token, ascending, and after them their children
     sample_rows[R]      the row of each whose logits it samples from
     draw                how they sample
+    has_children        there are forks, of living sequences or not
     """
 
     order: Ints
@@ -40,15 +41,12 @@ class HostStep:
     sampling: Ints
     sample_rows: NDArray[np.int64]
     draw: Draw
+    has_children: bool
 
     @property
     def is_decode_only(self) -> bool:
         """Every row computes a slot's last token and samples for that slot."""
-        return self.num_decodes == len(self.order) == len(self.sampling) and not self.has_children
-
-    @property
-    def has_children(self) -> bool:
-        return len(np.unique(self.sample_rows)) < len(self.sample_rows)
+        return 0 < self.num_decodes == len(self.order) == len(self.sampling) and not self.has_children
 
     @property
     def starts(self) -> Ints:
@@ -87,4 +85,5 @@ def take_step(slots: Slots, forks: tuple[Fork, ...]) -> HostStep:
         sampling=sampling,
         sample_rows=last_row[sampling],
         draw=draw,
+        has_children=bool(forks),
     )

@@ -148,7 +148,7 @@ class CudaRunner:
 
     def _launch(self, plan: StepPlan, step: HostStep, started_ns: int) -> LaunchedStep:
         recipe = Recipe.of(step.draw)
-        is_decode_only = step.is_decode_only and bool(len(step.order))
+        is_decode_only = step.is_decode_only
         bucket = self.graphs.bucket(len(step.order)) if is_decode_only else 0
         kind = StepKind.GREEDY if recipe.is_plain_greedy else StepKind.FORWARD
         if is_decode_only and self.graphs.needs_capture(kind, bucket):
