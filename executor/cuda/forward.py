@@ -5,7 +5,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.batch import DeviceBatch
@@ -25,8 +24,6 @@ from kernels.triton import (
     open_rows,
 )
 from kernels.triton.tuning import prefill_tuning
-
-_LAST_TOKEN = -1
 
 
 class DecodeRows:
@@ -102,9 +99,8 @@ class Forward:
         starts, row_slots = step.starts, np.repeat(step.order, step.counts)
         positions = np.arange(starts[-1], dtype=np.int32)
         positions += np.repeat(step.first_positions - starts[:-1], step.counts)
+        # Tokens that only the device knows are negative in the books: those rows take the slot's last token.
         known = np.stack((slots.token_ids[row_slots, positions], positions))
-        # Rows that sample compute the last token of their slot, which the device has; of the others all is known here.
-        known[0, _single_rows(step)] = _LAST_TOKEN
         arrays: Arrays = {"row_slots": row_slots, "known_rows": known, "sample_rows": step.sample_rows}
         if len(step.order) > step.num_decodes:
             num = step.num_decodes
@@ -113,12 +109,6 @@ class Forward:
             device = self.pool.device
             arrays["tiles"] = list_tiles(self.shape, device, query_starts, lengths, step.order[num:])
         return arrays
-
-
-def _single_rows(step: HostStep) -> NDArray[np.int64]:
-    """Rows of decodes that sample: their tokens may be such that only the device knows them."""
-    sampled = np.unique(step.sample_rows)
-    return sampled[sampled < step.num_decodes]
 
 
 def _attend(

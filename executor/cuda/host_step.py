@@ -14,7 +14,8 @@ from executor.plan import Fork, Ints
 from executor.sampling_table import Draw
 from executor.slots import Slots
 
-# No token: it is in nobody's set of end ids, so a sequence that gets it ends for its length or not at all.
+# Stands in the books for a token that only the device knows. It is negative, as `open_rows` wants it, and in nobody's
+# set of end ids, so a sequence that gets it ends for its length or not at all.
 _UNKNOWN_TOKEN = -2
 
 

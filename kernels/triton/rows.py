@@ -51,7 +51,7 @@ def open_rows(
     """What the rows slots[T] int32 compute: the last token of each slot, at its position.
 
     states[N, STATE_FIELDS] int32, block_tables[N, M] int32. known[2, T] int32, token ids and positions: what rows of
-    prompts compute instead; a token id of -1 is the slot's last token all the same, and its position is not looked at.
+    prompts compute instead; a negative token id is the slot's last token all the same, its position is not looked at.
 
     Mutates token_ids[T] int32, positions[T] int32, context_lens[T] int32 (the row's own token included; 0 if the slot
     has ended) and slot_mapping[T] int64 (0, in the null block, if the slot has ended).

@@ -208,6 +208,7 @@ def test_a_late_failure_ends_its_epoch_only(late) -> None:
     assert outcomes[1:] == [Failure(FailureKind.INTERNAL, "step 2: RuntimeError: illegal address")]
     late.put(1, 4)
     assert late.fence() == []
+    assert (1, 4) not in late.runner.executed
     late.runner.late_errors.clear()
     late.put(2, 1)
     assert steps(late.fence()) == [(2, 1)]
@@ -248,6 +249,8 @@ def test_a_device_lost_late_ends_the_thread(where, late) -> None:
 def test_stop_finishes_what_was_launched(late) -> None:
     late.put(1, 1)
     wait_until_launched(late, 1)
-    late.runner.gates[1].set()
+    opener = threading.Timer(0.05, late.runner.gates[1].set)
+    opener.start()
     late.thread.stop()
     assert steps([late.outcomes.get_nowait()]) == [(1, 1)]
+    opener.join()
