@@ -3,6 +3,9 @@ by a callback.
 
 Work is done in the order it was put. Epochs come with it: the first plan of a newer epoch empties the slots, plans of
 older epochs are dropped, and after a failure the rest of its epoch is dropped too.
+
+A runner either computes a step at once, or launches it and leaves the waiting to others. Launched steps are finished by
+the results thread while this one launches the next; a failure that comes to light there counts as the step's own.
 """
 
 import logging
@@ -16,6 +19,7 @@ from typing import Protocol
 
 from executor.errors import PlanRejected
 from executor.plan import StepOutput, StepPlan
+from executor.results_thread import LaunchedStep, ResultsThread, Unfinished
 
 _log = logging.getLogger(__name__)
 
@@ -65,10 +69,20 @@ class Echo:
 
 
 class Runner(Protocol):
-    """`executor.runner.ModelRunner`, as far as this thread cares."""
+    """`executor.runner.ModelRunner` or `executor.cuda.runner.CudaRunner`, as far as this thread cares.
+
+    execute  raises PlanRejected, and then nothing has changed
+    """
 
     def reset(self) -> None: ...
-    def execute(self, plan: StepPlan) -> StepOutput: ...
+    def execute(self, plan: StepPlan) -> StepOutput | LaunchedStep: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Inspection:
+    """A step has failed late: is the device still there?"""
+
+    failure: Failure
 
 
 class DeviceThread:
@@ -90,9 +104,14 @@ class DeviceThread:
         self._prepare = prepare
         self._device_is_sane = device_is_sane
         self._device_lost = device_lost
-        self._work: queue.SimpleQueue[Step | Echo | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Step | Echo | _Inspection | None] = queue.SimpleQueue()
+        self._results = ResultsThread()
         self._epoch = 0
+        # Written by both threads, each time to the greater of two: under the lock.
         self._failed_epoch = 0
+        self._failing = threading.Lock()
+        # The results thread's own: the last epoch that failed late.
+        self._late_epoch = 0
         self._busy_since_ns: int | None = None
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
@@ -101,49 +120,100 @@ class DeviceThread:
         self._work.put(work)
 
     def stop(self) -> None:
-        """Returns when the thread has ended. Work that was not begun is dropped, its callbacks are not called."""
+        """Returns when the threads have ended. Work that was not begun is dropped, its callbacks are not called; what
+        was launched is finished."""
         self._work.put(None)
         self._thread.join()
+        self._results.stop()
 
     @property
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
     def busy_s(self) -> float:
-        """For how long the current step has been running; 0 between steps."""
+        """For how long the current step has been running, on this thread or, launched, on the device; 0 between
+        steps."""
         since_ns = self._busy_since_ns
-        return 0.0 if since_ns is None else (time.monotonic_ns() - since_ns) * 1e-9
+        on_thread_s = 0.0 if since_ns is None else (time.monotonic_ns() - since_ns) * 1e-9
+        return max(on_thread_s, self._results.waited_s())
 
     def _run(self) -> None:
         self._prepare()
         idle_since_ns = time.monotonic_ns()
         while (work := self._work.get()) is not None:
-            if isinstance(work, Echo):
-                work.deliver(work.outcome)
+            if isinstance(work, _Inspection):
+                if not self._survives(work.failure):
+                    return
+            elif isinstance(work, Echo):
+                self._deliver(work.deliver, work.outcome)
             elif work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
                 self._busy_since_ns = time.monotonic_ns()
                 outcome = self._step(work, self._busy_since_ns, idle_since_ns)
                 self._busy_since_ns = None
                 idle_since_ns = time.monotonic_ns()
-                work.deliver(outcome)
-                if isinstance(outcome, Failure) and not self._survives(outcome):
+                if outcome is not None and not self._deliver_step(work.deliver, outcome):
                     return
 
-    def _step(self, work: Step, taken_ns: int, idle_since_ns: int) -> Outcome:
-        if work.plan.epoch > self._epoch:
-            self._epoch = work.plan.epoch
+    def _deliver(self, deliver: Deliver, outcome: Outcome) -> None:
+        """Not before the outcomes of launched steps."""
+        if self._results.is_idle:
+            deliver(outcome)
+        else:
+            self._results.put(lambda: deliver(outcome))
+
+    def _deliver_step(self, deliver: Deliver, outcome: Outcome) -> bool:
+        """Looks after the device where the step failed, once everybody knows. False if it is lost."""
+        was_idle = self._results.is_idle
+        self._deliver(deliver, outcome)
+        if not isinstance(outcome, Failure):
+            return True
+        if was_idle:
+            return self._survives(outcome)
+        self._results.put(lambda: self._work.put(_Inspection(outcome)))
+        return True
+
+    def _step(self, work: Step, taken_ns: int, idle_since_ns: int) -> Outcome | None:
+        """None if the step was launched: its outcome is delivered when there is one."""
+        plan = work.plan
+        if plan.epoch > self._epoch:
+            self._epoch = plan.epoch
             self._runner.reset()
         try:
-            output = self._runner.execute(work.plan)
+            output = self._runner.execute(plan)
         except PlanRejected as error:
-            self._failed_epoch = self._epoch
-            return Failure(FailureKind.PLAN_REJECTED, f"step {work.plan.step_id}: {error}")
+            self._fail_epoch(plan.epoch)
+            return Failure(FailureKind.PLAN_REJECTED, f"step {plan.step_id}: {error}")
         except Exception as error:  # noqa: BLE001  # whatever it was: it ends this epoch, the next starts empty
-            _log.exception("step %d of epoch %d failed", work.plan.step_id, self._epoch)
-            self._failed_epoch = self._epoch
-            return Failure(FailureKind.INTERNAL, f"step {work.plan.step_id}: {type(error).__name__}: {error}")
-        timings = replace(output.timings, queue_ns=taken_ns - work.arrived_ns, idle_ns=max(0, taken_ns - idle_since_ns))
+            _log.exception("step %d of epoch %d failed", plan.step_id, plan.epoch)
+            self._fail_epoch(plan.epoch)
+            return _internal(plan, error)
+        queue_ns = taken_ns - work.arrived_ns
+        if not isinstance(output, StepOutput):
+            self._results.put(self._unfinished(work, output, queue_ns))
+            return None
+        timings = replace(output.timings, queue_ns=queue_ns, idle_ns=max(0, taken_ns - idle_since_ns))
         return replace(output, timings=timings)
+
+    def _unfinished(self, work: Step, launched: LaunchedStep, queue_ns: int) -> Unfinished:
+        """What to do with the step's outcome; on the results thread."""
+
+        def finished(output: StepOutput) -> None:
+            if work.plan.epoch > self._late_epoch:
+                work.deliver(replace(output, timings=replace(output.timings, queue_ns=queue_ns)))
+
+        def failed(error: Exception) -> None:
+            if work.plan.epoch > self._late_epoch:
+                self._late_epoch = work.plan.epoch
+                self._fail_epoch(work.plan.epoch)
+                failure = _internal(work.plan, error)
+                work.deliver(failure)
+                self._work.put(_Inspection(failure))
+
+        return Unfinished(launched, finished, failed)
+
+    def _fail_epoch(self, epoch: int) -> None:
+        with self._failing:
+            self._failed_epoch = max(self._failed_epoch, epoch)
 
     def _survives(self, failure: Failure) -> bool:
         if failure.kind is not FailureKind.INTERNAL or self._device_is_sane():
@@ -151,3 +221,7 @@ class DeviceThread:
         _log.critical("the device does not answer any more")
         self._device_lost()
         return False
+
+
+def _internal(plan: StepPlan, error: Exception) -> Failure:
+    return Failure(FailureKind.INTERNAL, f"step {plan.step_id}: {type(error).__name__}: {error}")

@@ -39,6 +39,10 @@ def resolve_max_model_len(config: ExecutorConfig, model: ModelConfig) -> int:
     return config.max_model_len
 
 
+def resolve_max_num_seqs(config: ExecutorConfig, on_cpu: bool) -> int:
+    return config.max_num_seqs or (64 if on_cpu else 256)
+
+
 def resolve_limits(
     config: ExecutorConfig, model: ModelConfig, max_model_len: int, num_blocks: int, on_cpu: bool
 ) -> Limits:
@@ -46,7 +50,7 @@ def resolve_limits(
 
     Raises ConfigError if one step could not hold a token of every sequence.
     """
-    max_num_seqs = config.max_num_seqs or (64 if on_cpu else 256)
+    max_num_seqs = resolve_max_num_seqs(config, on_cpu)
     max_num_batched_tokens = config.max_num_batched_tokens or max(512 if on_cpu else 8192, max_num_seqs)
     if max_num_batched_tokens < max_num_seqs:
         raise ConfigError(f"max_num_batched_tokens: {max_num_batched_tokens} is less than max_num_seqs {max_num_seqs}")

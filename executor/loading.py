@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from executor.checkpoint import Checkpoint, TensorSource, locate, torch_dtype
 from executor.config import ExecutorConfig
 from executor.device import resolve_device
 from executor.kv_pool import allocate_pool, choose_num_blocks, kv_bytes_per_token
-from executor.limits import Limits, resolve_limits, resolve_max_model_len
+from executor.limits import Limits, resolve_limits, resolve_max_model_len, resolve_max_num_seqs
 from executor.model_config import ModelConfig, read_model_config
 from executor.models.decoder import Decoder
 from executor.models.eager import EagerModel
@@ -26,15 +27,22 @@ from kernels import reference
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from torch import Tensor
+
+    from executor.cuda.runner import CudaRunner
+
 Say = Callable[[str], None]
 """Tells a person what goes on."""
+
+MakeRunner = Callable[["Tensor", Limits, kernels.Progress], "ModelRunner | CudaRunner"]
+"""Makes everything ready that a first step needs."""
 
 
 @dataclass(slots=True)
 class LoadedModel:
     """A runner, and what is worth knowing about it. Memory in bytes by kind, start-up time in seconds by phase."""
 
-    runner: ModelRunner
+    runner: "ModelRunner | CudaRunner"
     model_name: str
     dtype: torch.dtype
     device: torch.device
@@ -54,6 +62,18 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
     home = _kernels(config.kernels, device)
     with _timed(startup_s, "weights"):
         decoder, num_weight_bytes = _load_decoder(config, model_config, directory, device, home, max_model_len, say)
+    shape = kernels.AttentionShape(
+        dtype=decoder.dtype,
+        num_heads=model_config.num_heads,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        block_size=config.block_size,
+    )
+    memory_bytes = {"weights": num_weight_bytes}
+    make_runner: MakeRunner = partial(_make_runner, decoder, home, shape)
+    if device.type == "cuda" and config.kernels == "auto":
+        max_num_seqs = resolve_max_num_seqs(config, on_cpu=False)
+        make_runner, memory_bytes["step_buffers"] = _prepare_cuda(decoder, shape, max_num_seqs, max_model_len)
     with _timed(startup_s, "kv_pool"):
         num_blocks = choose_num_blocks(config, model_config, decoder.dtype, device)
         pool = allocate_pool(model_config, num_blocks, config.block_size, decoder.dtype, device)
@@ -63,16 +83,28 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens a step"
     )
     with _timed(startup_s, "kernels"):
-        _warm_up(home, model_config, decoder.dtype, config.block_size, say)
+        runner = make_runner(pool, limits, _kernel_progress(say))
     return LoadedModel(
-        runner=ModelRunner(_model(decoder, home, pool, limits), limits),
+        runner=runner,
         model_name=_model_name(config, directory),
         dtype=decoder.dtype,
         device=device,
         kv_bytes_per_token=kv_bytes_per_token(model_config, decoder.dtype),
-        memory_bytes={"weights": num_weight_bytes, "kv_pool": pool.nbytes},
+        memory_bytes=memory_bytes | {"kv_pool": pool.nbytes},
         startup_s=startup_s,
     )
+
+
+def _make_runner(
+    decoder: Decoder,
+    home: kernels.Kernels,
+    shape: kernels.AttentionShape,
+    pool: "Tensor",
+    limits: Limits,
+    progress: kernels.Progress,
+) -> ModelRunner:
+    home.warm_up(shape, progress)
+    return ModelRunner(_model(decoder, home, pool, limits), limits)
 
 
 def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: Limits) -> Model:
@@ -82,6 +114,16 @@ def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: 
     from executor.models.program import ProgramModel  # loads numba, which a GPU host does without
 
     return ProgramModel(decoder, pool, limits.max_num_batched_tokens, limits.max_num_seqs)
+
+
+def _prepare_cuda(
+    decoder: Decoder, shape: kernels.AttentionShape, max_num_seqs: int, max_model_len: int
+) -> tuple["MakeRunner", int]:
+    """Takes what a runner holds besides the pool, before the pool takes what is left; and how many bytes that is."""
+    from executor.cuda.loading import allocate_buffers, make_runner
+
+    buffers = allocate_buffers(decoder, shape, max_num_seqs, max_model_len)
+    return partial(make_runner, decoder, shape, buffers), buffers.num_bytes
 
 
 def _load_decoder(
@@ -139,22 +181,15 @@ def _kernels(name: str, device: torch.device) -> kernels.Kernels:
     return kernels.select(device)
 
 
-def _warm_up(home: kernels.Kernels, model_config: ModelConfig, dtype: torch.dtype, block_size: int, say: Say) -> None:
-    """Compiles what the model needs, or finds it in the cache, which takes no time worth a word."""
+def _kernel_progress(say: Say) -> kernels.Progress:
+    """Kernels that are found in the cache take no time worth a word."""
     quiet_until_s = time.monotonic() + 0.5
 
     def progress(name: str, done: int, total: int) -> None:
         if not done or time.monotonic() > quiet_until_s:
             say(f"kernels: {done} of {total} ready, now {name}")
 
-    shape = kernels.AttentionShape(
-        dtype=dtype,
-        num_heads=model_config.num_heads,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        block_size=block_size,
-    )
-    home.warm_up(shape, progress)
+    return progress
 
 
 def _model_name(config: ExecutorConfig, directory: Path) -> str:

@@ -77,8 +77,7 @@ class Metrics:
         self._forward.observe(timings.forward_ns * 1e-9)
         self._sample.observe(timings.sample_ns * 1e-9)
         self._last_step.set_to_current_time()
-        busy_ns = timings.prepare_ns + timings.forward_ns + timings.sample_ns
-        self._idle.add(timings.idle_ns * 1e-9, busy_ns * 1e-9)
+        self._idle.add(timings.idle_ns * 1e-9, timings.busy_ns * 1e-9)
 
     def set_memory(self, kind: str, num_bytes: int) -> None:
         self._memory.labels(self._model_name, kind).set(num_bytes)

@@ -82,13 +82,23 @@ class EndReason(IntEnum):
 @dataclass(frozen=True, slots=True)
 class StepTimings:
     """Nanoseconds: the plan waiting for the device thread, preparing the batch, the model, sampling; and how long the
-    device thread had nothing to do before. The runner leaves the first and the last to the device thread."""
+    device thread had nothing to do before. The runner leaves the first and the last to the device thread.
+
+    Where steps are launched, forward, sample and idle are on the device's clock and follow on one another without a
+    gap; preparing then overlaps with them.
+    """
 
     prepare_ns: int
     forward_ns: int
     sample_ns: int
     queue_ns: int = 0
     idle_ns: int = 0
+    overlaps: bool = False
+
+    @property
+    def busy_ns(self) -> int:
+        """What the step took of the time that is not idle."""
+        return self.forward_ns + self.sample_ns + (0 if self.overlaps else self.prepare_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,18 +41,18 @@ def sample(logits: Tensor, draw: Draw) -> Ints:
     for rows, choose in (
         (is_greedy, _choose_greedily),
         (is_cut, _choose_among_the_likeliest),
-        (~is_greedy & ~is_cut, _choose_among_all),
+        (~is_greedy & ~is_cut, choose_among_all),
     ):
         indices = np.flatnonzero(rows)
         for chunk in np.array_split(indices, -(-indices.size * logits.shape[1] // _CHUNK) or 1):
             if chunk.size:
                 where = torch.from_numpy(chunk).to(logits.device)
-                token_ids[chunk] = _host(choose(_take(logits, where), _Cut.of(draw, chunk, logits.device)))
+                token_ids[chunk] = _host(choose(_take(logits, where), Cut.of(draw, chunk, logits.device)))
     return token_ids
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """The parameters of some rows, as columns [rows, 1] on the device."""
 
     temperature: Tensor
@@ -66,52 +66,52 @@ class _Cut:
         columns = (draw.temperatures, draw.top_ks, draw.top_ps, draw.min_ps, draw.uniforms)
         return cls(*(torch.from_numpy(column[rows]).unsqueeze(1).to(device) for column in columns))
 
-    def only(self, rows: Tensor) -> "_Cut":
+    def only(self, rows: Tensor) -> "Cut":
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.uniform)
-        return _Cut(*(column[rows] for column in columns))
+        return Cut(*(column[rows] for column in columns))
 
 
-def _choose_greedily(logits: Tensor, cut: _Cut) -> Tensor:
+def _choose_greedily(logits: Tensor, cut: Cut) -> Tensor:
     return _argmax(logits)
 
 
-def _choose_among_all(logits: Tensor, cut: _Cut) -> Tensor:
+def choose_among_all(logits: Tensor, cut: Cut) -> Tensor:
     """No order needed: the cumulative weights run over the ids."""
-    weights = _weights(logits, logits.amax(dim=-1, keepdim=True), cut)
+    weights = weigh(logits, logits.amax(dim=-1, keepdim=True), cut)
     weights = weights.masked_fill_(weights < cut.min_p, 0.0)
     cumulative = weights.cumsum(dim=-1)
-    return _invert(cumulative, cumulative[:, -1:], cut)
+    return invert(cumulative, cumulative[:, -1:], cut)
 
 
-def _choose_among_the_likeliest(logits: Tensor, cut: _Cut) -> Tensor:
+def _choose_among_the_likeliest(logits: Tensor, cut: Cut) -> Tensor:
     """Sorts as many candidates as the cuts need, not the vocabulary."""
     vocab_size = logits.shape[1]
     peaks = logits.amax(dim=-1, keepdim=True)
     # Rows with top-k get their total from the candidates; if all have it, nobody looks at these.
     needs_totals = bool((cut.top_k == 0).any())
-    totals = _weights(logits, peaks, cut).sum(dim=-1, keepdim=True) if needs_totals else peaks
+    totals = weigh(logits, peaks, cut).sum(dim=-1, keepdim=True) if needs_totals else peaks
     chosen = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     pending = torch.arange(len(logits), device=logits.device)
     num_candidates = min(vocab_size, max(_FIRST_CANDIDATES, int(cut.top_k.max())))
     while len(pending):
         some, some_logits = cut.only(pending), _take(logits, pending)
-        ids = _likeliest(some_logits, num_candidates)
-        weights = _weights(some_logits.gather(1, ids), peaks[pending], some)
+        ids = likeliest(some_logits, num_candidates)
+        weights = weigh(some_logits.gather(1, ids), peaks[pending], some)
         ranks = torch.arange(num_candidates, device=logits.device)
         weights = weights.masked_fill_((some.top_k > 0) & (ranks >= some.top_k), 0.0)
         cumulative = weights.cumsum(dim=-1)
         total = torch.where(some.top_k > 0, cumulative[:, -1:], totals[pending])
         is_enough = (some.top_k > 0) | (cumulative[:, -1:] >= some.top_p * total)
         done = is_enough.squeeze(1) | (num_candidates == vocab_size)
-        kept = _mass_kept(weights, cumulative, total, some)
-        picks = ids.gather(1, _invert(cumulative, kept, some).unsqueeze(1)).squeeze(1)
+        kept = mass_kept(weights, cumulative, total, some)
+        picks = ids.gather(1, invert(cumulative, kept, some).unsqueeze(1)).squeeze(1)
         chosen[pending[done]] = picks[done]
         pending = pending[~done]
         num_candidates = min(vocab_size, num_candidates * _MORE_CANDIDATES)
     return chosen
 
 
-def _mass_kept(weights: Tensor, cumulative: Tensor, total: Tensor, cut: _Cut) -> Tensor:
+def mass_kept(weights: Tensor, cumulative: Tensor, total: Tensor, cut: Cut) -> Tensor:
     """Cumulative weight [rows, 1] of the candidates that stay. Weights descend, so those are the first few.
 
     weights     ▇ ▆ ▅ ▃ ▂ ▁ 0 0          zero beyond top_k
@@ -125,19 +125,19 @@ def _mass_kept(weights: Tensor, cumulative: Tensor, total: Tensor, cut: _Cut) ->
     return cumulative.gather(1, num_kept - 1)
 
 
-def _invert(cumulative: Tensor, mass: Tensor, cut: _Cut) -> Tensor:
+def invert(cumulative: Tensor, mass: Tensor, cut: Cut) -> Tensor:
     """The first index [rows] whose cumulative weight exceeds the uniform's share of the mass."""
     picks = torch.searchsorted(cumulative, cut.uniform * mass, right=True).squeeze(1)
     return picks.clamp_(max=cumulative.shape[1] - 1)
 
 
-def _weights(logits: Tensor, peaks: Tensor, cut: _Cut) -> Tensor:
+def weigh(logits: Tensor, peaks: Tensor, cut: Cut) -> Tensor:
     """exp((logit - peak) / temperature) [rows, n]: 1 for the likeliest token, and never an overflow."""
     finite_peaks = peaks.float().clamp(min=torch.finfo(torch.float32).min)
     return logits.float().sub(finite_peaks).div_(cut.temperature).exp_()
 
 
-def _likeliest(logits: Tensor, count: int) -> Tensor:
+def likeliest(logits: Tensor, count: int) -> Tensor:
     """Ids [rows, count] of the largest logits, largest first, lower ids first among equals.
 
     Each (logit, id) becomes one integer whose order is the wanted one: the bits of a float32, sign-folded so that they

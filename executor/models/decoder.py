@@ -4,6 +4,9 @@ One implementation serves all families; they differ in `ModelConfig` only. Vaswa
 (Llama), 2023; Jiang et al. (Mistral: sliding window), 2023; the Qwen2 and Qwen3 reports (bias, qk-norm).
 """
 
+from functools import partial
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -11,6 +14,14 @@ from executor.batch import DeviceBatch
 from executor.model_config import ModelConfig
 from executor.models.weights import DecoderWeights, LayerWeights
 from kernels import Kernels
+
+
+class Attend(Protocol):
+    """The attention of one step: called once a layer, for all rows of the step."""
+
+    def __call__(self, query: Tensor, kv: Tensor, out: Tensor, scale: float, window: int) -> None:
+        """query[T, Hq, D], kv as in `kernels.Kernels`; mutates out[T, Hq, D]. The step's KV has been stored."""
+        ...
 
 
 class Decoder:
@@ -32,17 +43,19 @@ class Decoder:
     def device(self) -> torch.device:
         return self.weights.embedding.device
 
-    def forward(self, batch: DeviceBatch, pool: Tensor) -> Tensor:
+    def forward(self, batch: DeviceBatch, pool: Tensor, attend: Attend | None = None) -> Tensor:
         """Logits[num_samples, vocab_size] of the batch's sample rows; writes the KV of all its tokens to the pool.
 
-        pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim].
+        pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]. attend: of a step that was planned for all
+        layers at once; without it, each layer attends to the batch's decodes and prefills by itself.
         """
+        attend = attend or partial(self._attend, batch)
         kernels, eps = self._kernels, self.config.rms_norm_eps
         layers = self.weights.layers
         residual = torch.nn.functional.embedding(batch.token_ids, self.weights.embedding)
         hidden = kernels.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
-            attended = self._attention(hidden, layer, batch, pool[index], self.config.windows[index])
+            attended = self._attention(hidden, layer, batch, pool[index], self.config.windows[index], attend)
             hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
             hidden = layer.down(kernels.silu_multiply(layer.gate_up(hidden)))
             if index + 1 < len(layers):
@@ -53,11 +66,18 @@ class Decoder:
             return hidden.new_empty((0, self.config.vocab_size))
         return self.weights.head(kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps))
 
-    def _attention(self, hidden: Tensor, layer: LayerWeights, batch: DeviceBatch, kv: Tensor, window: int) -> Tensor:
-        """hidden[T, hidden_size] → [T, hidden_size]. Rows of decodes come first, then those of prefills."""
+    def _attention(
+        self, hidden: Tensor, layer: LayerWeights, batch: DeviceBatch, kv: Tensor, window: int, attend: Attend
+    ) -> Tensor:
+        """hidden[T, hidden_size] → [T, hidden_size]."""
         query, key, value = self._project(hidden, layer)
         self._kernels.rotate_and_store(query, key, value, self.cos, self.sin, batch.positions, kv, batch.slot_mapping)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        attend(query, kv, out, self._scale, window)
+        return layer.output(out.flatten(1))
+
+    def _attend(self, batch: DeviceBatch, query: Tensor, kv: Tensor, out: Tensor, scale: float, window: int) -> None:
+        """Rows of decodes come first, then those of prefills."""
         if batch.decode is not None:
             rows = slice(0, batch.num_decode_rows)
             self._kernels.attention_decode(
@@ -66,7 +86,7 @@ class Decoder:
                 batch.decode.block_tables,
                 batch.decode.context_lens,
                 out[rows],
-                self._scale,
+                scale,
                 window,
             )
         if batch.prefill is not None:
@@ -78,10 +98,9 @@ class Decoder:
                 batch.prefill.query_starts,
                 batch.prefill.context_lens,
                 out[rows],
-                self._scale,
+                scale,
                 window,
             )
-        return layer.output(out.flatten(1))
 
     def _project(self, hidden: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
         """query[T, Hq, D], key[T, Hkv, D] and value[T, Hkv, D], normed per head where the model does so."""

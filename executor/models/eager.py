@@ -14,14 +14,14 @@ class EagerModel:
     """See `executor.runner.Model`. pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels, pool: Tensor) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._kernels = kernels
         self.pool = pool
 
     def forward(self, batch: Batch, block_tables: Ints) -> Tensor:
         """Logits[num_samples, vocab_size]; on a GPU they are there when this returns."""
         on_device = DeviceBatch.of(batch, block_tables, self.pool.device)
-        logits = self._decoder.forward(on_device, self.pool)
+        logits = self.decoder.forward(on_device, self.pool)
         if self.pool.device.type == "cuda":
             torch.cuda.synchronize(self.pool.device)
         return logits

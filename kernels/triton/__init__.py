@@ -22,22 +22,29 @@ from kernels.triton.decode_work import DecodePlanner, DecodeWork
 from kernels.triton.elementwise import add_rms_norm, rms_norm, silu_multiply
 from kernels.triton.greedy import choose_greedily
 from kernels.triton.kv import copy_blocks, rotate_and_store
-from kernels.triton.prefill import PrefillWork, attend_prefill, attention_prefill, plan_prefill
+from kernels.triton.prefill import PrefillWork, attend_prefill, attention_prefill, list_tiles, plan_prefill
+from kernels.triton.rows import RESULT_FIELDS, STATE_FIELDS, StateField, close_rows, open_rows
 from kernels.triton.tables import map_slots, update_tables
 from kernels.triton.warmup import warm_up
 
 __all__ = [
+    "RESULT_FIELDS",
+    "STATE_FIELDS",
     "DecodePlanner",
     "DecodeWork",
     "PrefillWork",
+    "StateField",
     "add_rms_norm",
     "attend_decode",
     "attend_prefill",
     "attention_decode",
     "attention_prefill",
     "choose_greedily",
+    "close_rows",
     "copy_blocks",
+    "list_tiles",
     "map_slots",
+    "open_rows",
     "pack_linear",
     "plan_prefill",
     "rms_norm",

@@ -56,7 +56,20 @@ def plan_prefill(
 
     Sequence s reads block_tables[table_rows[s]], or block_tables[s] without table_rows[S]. One copy to the device.
     """
-    tuning = prefill_tuning(shape, block_tables.device)
+    device = block_tables.device
+    items = torch.from_numpy(list_tiles(shape, device, query_starts, context_lens, table_rows))
+    return PrefillWork(block_tables, items.to(device, non_blocking=True), prefill_tuning(shape, device))
+
+
+def list_tiles(
+    shape: AttentionShape,
+    device: torch.device,
+    query_starts: NDArray[np.int32],
+    context_lens: NDArray[np.int32],
+    table_rows: NDArray[np.int32] | None = None,
+) -> NDArray[np.int32]:
+    """The items of a `PrefillWork`, still on the host: for callers with a copy to the device of their own."""
+    tuning = prefill_tuning(shape, device)
     group = shape.num_heads // shape.num_kv_heads
     tile_queries = _tile_rows(tuning, group) // group
     num_queries = np.diff(query_starts)
@@ -71,8 +84,8 @@ def plan_prefill(
     items[:, 2] = np.minimum(tile_queries, num_queries[sequences] - offsets)
     items[:, 3] = context_lens[sequences] - num_queries[sequences] + offsets
     longest_first = np.argsort(-(items[:, 2] + items[:, 3]), kind="stable")
-    on_device = torch.from_numpy(items[longest_first]).to(block_tables.device, non_blocking=True)
-    return PrefillWork(block_tables, on_device, tuning)
+    ordered: NDArray[np.int32] = items[longest_first]
+    return ordered
 
 
 def attend_prefill(

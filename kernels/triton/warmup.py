@@ -13,6 +13,7 @@ from kernels.triton.elementwise import add_rms_norm, rms_norm, silu_multiply
 from kernels.triton.greedy import choose_greedily
 from kernels.triton.kv import copy_blocks, rotate_and_store
 from kernels.triton.prefill import attend_prefill, plan_prefill
+from kernels.triton.rows import STATE_FIELDS, close_rows, open_rows
 from kernels.triton.tables import map_slots, update_tables
 from kernels.triton.tuning import decode_tuning
 
@@ -47,6 +48,7 @@ def warm_up(
         ("prefill attention with a window", lambda: model.prefill(window=1)),
         ("copy blocks", model.copy),
         ("block tables", model.update),
+        ("rows of a step", model.rows),
         ("activation", model.activate),
         ("norms of heads", model.norm_heads),
     ]
@@ -121,6 +123,16 @@ class _Model:
         update_tables(self._table, self._integers([[0, 0, 1]]))
         slots = torch.empty(_TOKENS, dtype=torch.int64, device=self._device)
         map_slots(self._table, self._rows, self._positions, slots, self._shape.block_size)
+
+    def rows(self) -> None:
+        """Rows that know their tokens and rows that do not; both slots have ended."""
+        states = torch.ones((_TOKENS, STATE_FIELDS), dtype=torch.int32, device=self._device)
+        slots = torch.empty(_TOKENS, dtype=torch.int64, device=self._device)
+        for known in (None, self._integers([[0, 0], [0, 0]])):
+            tokens, positions, lengths = (torch.empty_like(self._rows) for _ in range(3))
+            open_rows(states, self._table, self._rows, tokens, positions, lengths, slots, self._shape.block_size, known)
+        end_kinds = torch.zeros((_TOKENS, 1), dtype=torch.uint8, device=self._device)
+        close_rows(states, end_kinds, self._rows, self._rows, torch.empty_like(states), 1)
 
     def activate(self) -> None:
         silu_multiply(self._zeros(_TOKENS, 64))

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Bench:
     """A device thread and everything it delivers."""
 
-    def __init__(self) -> None:
-        self.runner = FakeRunner()
+    def __init__(self, runner: FakeRunner | None = None) -> None:
+        self.runner = runner or FakeRunner()
         self.is_sane = True
         self.lost = threading.Event()
         self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -128,3 +128,129 @@ def test_busy_time(bench) -> None:
     bench.runner.gate.set()
     bench.fence()
     assert bench.thread.busy_s() == 0
+
+
+class LateRunner(FakeRunner):
+    """Launches at once; a step is finished when its own gate opens, or fails then.
+
+    late_errors  by step id: raised by `finish`
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.late_errors: dict[int, Exception] = {}
+        self.gates: dict[int, threading.Event] = {step_id: threading.Event() for step_id in range(1, 6)}
+
+    def execute(self, plan: StepPlan) -> LateStep:
+        return LateStep(self, super().execute(plan))
+
+
+class LateStep:
+    def __init__(self, runner: LateRunner, output: StepOutput) -> None:
+        self._runner, self._output = runner, output
+
+    def finish(self) -> StepOutput:
+        assert self._runner.gates[self._output.step_id].wait(30)
+        if self._output.step_id in self._runner.late_errors:
+            raise self._runner.late_errors[self._output.step_id]
+        return self._output
+
+
+@pytest.fixture
+def late() -> Iterator[Bench]:
+    late = Bench(LateRunner())
+    yield late
+    for gate in late.runner.gates.values():
+        gate.set()
+    late.thread.stop()
+
+
+def wait_until_launched(late: Bench, num_steps: int) -> None:
+    while len(late.runner.executed) < num_steps:
+        assert late.thread.is_alive
+
+
+def test_launched_steps_leave_in_order(late) -> None:
+    for step_id in (1, 2, 3):
+        late.put(1, step_id)
+    wait_until_launched(late, 3)
+    for step_id in (3, 2):
+        late.runner.gates[step_id].set()
+    assert late.outcomes.empty()
+    late.runner.gates[1].set()
+    outcomes = late.fence()
+    assert steps(outcomes) == [(1, 1), (1, 2), (1, 3)]
+    assert all(outcome.timings.queue_ns > 0 for outcome in outcomes)
+
+
+def test_an_unfinished_step_counts_as_busy(late) -> None:
+    late.put(1, 1)
+    while late.thread.busy_s() == 0:
+        pass
+    wait_until_launched(late, 1)
+    before_s = late.thread.busy_s()
+    while late.thread.busy_s() <= before_s:
+        pass
+    late.runner.gates[1].set()
+    late.fence()
+    assert late.thread.busy_s() == 0
+
+
+def test_a_late_failure_ends_its_epoch_only(late) -> None:
+    late.runner.late_errors[2] = RuntimeError("illegal address")
+    for step_id in (1, 2, 3):
+        late.put(1, step_id)
+    wait_until_launched(late, 3)
+    for gate in late.runner.gates.values():
+        gate.set()
+    outcomes = late.fence()
+    assert steps(outcomes[:1]) == [(1, 1)]
+    assert outcomes[1:] == [Failure(FailureKind.INTERNAL, "step 2: RuntimeError: illegal address")]
+    late.put(1, 4)
+    assert late.fence() == []
+    assert (1, 4) not in late.runner.executed
+    late.runner.late_errors.clear()
+    late.put(2, 1)
+    assert steps(late.fence()) == [(2, 1)]
+    assert not late.lost.is_set()
+
+
+def test_a_rejected_plan_waits_for_the_results_before_it(late) -> None:
+    late.runner.errors[3] = PlanRejected("no such block")
+    for step_id in (1, 2, 3, 4):
+        late.put(1, step_id)
+    wait_until_launched(late, 2)
+    assert late.outcomes.empty()
+    for gate in late.runner.gates.values():
+        gate.set()
+    outcomes = late.fence()
+    assert steps(outcomes[:2]) == [(1, 1), (1, 2)]
+    assert outcomes[2:] == [Failure(FailureKind.PLAN_REJECTED, "step 3: no such block")]
+
+
+@pytest.mark.parametrize("where", ["errors", "late_errors"])
+def test_a_device_lost_late_ends_the_thread(where, late) -> None:
+    """At the second step, be it at its launch or afterwards, with the first one still under way."""
+    late.is_sane = False
+    getattr(late.runner, where)[2] = RuntimeError("gone")
+    for step_id in (1, 2):
+        late.put(1, step_id)
+    wait_until_launched(late, 1)
+    assert not late.lost.is_set()
+    for gate in late.runner.gates.values():
+        gate.set()
+    assert steps([late.outcomes.get(timeout=10)]) == [(1, 1)]
+    assert late.outcomes.get(timeout=10).kind is FailureKind.INTERNAL
+    assert late.lost.wait(10)
+    late.thread.stop()
+    assert not late.thread.is_alive
+
+
+def test_stop_finishes_what_was_launched(late) -> None:
+    late.put(1, 1)
+    wait_until_launched(late, 1)
+    opener = threading.Timer(0.05, late.runner.gates[1].set)
+    opener.start()
+    late.thread.stop()
+    assert steps([late.outcomes.get_nowait()]) == [(1, 1)]
+    opener.join()

@@ -36,7 +36,7 @@ def test_a_config_is_enough_to_generate(only_config, make_runner) -> None:
 def test_the_configuration_decides_the_dtype(only_config, make_runner) -> None:
     runner = make_runner(only_config, load_format="random", dtype="bfloat16")
     assert generate(runner, [[5]], 2)
-    assert runner._model.dtype == torch.bfloat16
+    assert runner.model.pool.dtype == torch.bfloat16
 
 
 def test_norms_are_ones_and_the_rest_is_normal(only_config) -> None:

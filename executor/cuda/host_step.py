@@ -1,0 +1,90 @@
+"""What a step computes, as the host sees it when it launches the step: before anybody knows what it samples.
+
+The host's books run ahead of the device. They take it that nobody ends but for length, which is known beforehand; a
+sequence that has ended otherwise keeps its rows until a result says so, and the device, which knows, computes nothing
+for them.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor.plan import Fork, Ints
+from executor.sampling_table import Draw
+from executor.slots import Slots
+
+# Stands in the books for a token that only the device knows. It is negative, as `open_rows` wants it, and in nobody's
+# set of end ids, so a sequence that gets it ends for its length or not at all.
+_UNKNOWN_TOKEN = -2
+
+
+@dataclass(frozen=True, slots=True)
+class HostStep:
+    """Rows of decodes first, then those of prefills, as in `executor.batch`.
+
+    order[S]            slots that compute: decodes, each with one row, then prefills
+    counts[S]           rows of each
+    first_positions[S]  position of the first of them
+    reporting           slots that get a result, ascending
+    sampling[R]         those of them that sample, as far as the host knows: the slots that computed their last known
+                        token, ascending, and after them their children
+    sample_rows[R]      the row of each whose logits it samples from
+    draw                how they sample
+    has_children        there are forks, of living sequences or not
+    """
+
+    order: Ints
+    counts: Ints
+    first_positions: Ints
+    num_decodes: int
+    reporting: Ints
+    sampling: Ints
+    sample_rows: NDArray[np.int64]
+    draw: Draw
+    has_children: bool
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Every row computes a slot's last token and samples for that slot."""
+        return 0 < self.num_decodes == len(self.order) == len(self.sampling) and not self.has_children
+
+    @property
+    def starts(self) -> Ints:
+        """[S + 1]: rows of order[s] are [starts[s], starts[s + 1])."""
+        starts = np.zeros(len(self.counts) + 1, dtype=np.int32)
+        np.cumsum(self.counts, out=starts[1:])
+        return starts
+
+
+def take_step(slots: Slots, forks: tuple[Fork, ...]) -> HostStep:
+    """Reads the step from slots to which its plan was applied; and advances, forks and appends, tokens unknown."""
+    counters = slots.counters
+    computing, reaching = slots.computing, slots.sampling
+    is_decode = counters.row_count[computing] == 1
+    order = np.concatenate((computing[is_decode], computing[~is_decode]))
+    counts = counters.row_count[order]
+    first_positions = counters.num_computed_tokens[order]
+    children = np.array([fork.child_slot for fork in forks], dtype=np.int32)
+    reporting = np.sort(np.concatenate((reaching, slots.overrun, children)))
+
+    last_row = np.full(slots.limits.max_num_seqs, -1, dtype=np.int64)
+    last_row[order] = np.cumsum(counts, dtype=np.int64) - 1
+    for fork in forks:
+        last_row[fork.child_slot] = last_row[fork.parent_slot]
+    slots.advance()
+    slots.fork(forks)
+    sampling = np.concatenate((reaching, children[~counters.has_ended[children]]))
+    draw = slots.draw(sampling)
+    slots.append(sampling, np.full(len(sampling), _UNKNOWN_TOKEN, dtype=np.int32))
+    return HostStep(
+        order=order,
+        counts=counts,
+        first_positions=first_positions,
+        num_decodes=int(is_decode.sum()),
+        reporting=reporting,
+        sampling=sampling,
+        sample_rows=last_row[sampling],
+        draw=draw,
+        has_children=bool(forks),
+    )

@@ -1,0 +1,71 @@
+"""A runner for a GPU that is ready for its first plan: nothing is compiled once it serves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from executor.cuda.accelerator import accelerator_for
+from executor.cuda.runner import CudaRunner, StepBuffers
+from executor.plan import Admission, SequenceParams, StepPlan
+from kernels.triton import warm_up
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from executor.limits import Limits
+    from executor.models.decoder import Decoder
+    from kernels import AttentionShape, Progress
+
+# Each group of the sampler once: greedy, plain, top-k, top-p.
+_REHEARSED: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 1.0, "top_p": 0.5},
+)
+
+
+def allocate_buffers(model: Decoder, shape: AttentionShape, max_num_seqs: int, max_model_len: int) -> StepBuffers:
+    return StepBuffers.allocate(model, shape, max_num_seqs, max_model_len, model.device)
+
+
+def make_runner(
+    model: Decoder, shape: AttentionShape, buffers: StepBuffers, pool: Tensor, limits: Limits, progress: Progress
+) -> CudaRunner:
+    """Compiles all kernels, and runs some steps: what libraries prepare on first use, they prepare now."""
+    warm_up(
+        shape,
+        progress,
+        hidden_size=model.config.hidden_size,
+        vocab_size=limits.vocab_size,
+        max_num_seqs=limits.max_num_seqs,
+        device=model.device,
+    )
+    runner = CudaRunner(model, shape, buffers, pool, limits, accelerator_for(model.device))
+    rehearse(runner)
+    return runner
+
+
+def rehearse(runner: CudaRunner) -> None:
+    """A prompt and a decode for each group of the sampler: captures the smallest graphs. Writes to block 1 alone.
+
+    Nothing is left behind but that. Does nothing where a sequence of three tokens does not fit.
+    """
+    limits = runner.limits
+    if limits.max_model_len < 4 or limits.block_size < 3 or limits.max_num_batched_tokens < 2:
+        return
+    for params in _REHEARSED:
+        runner.reset()
+        admission = Admission(
+            slot=0,
+            token_ids=np.zeros(2, dtype=np.int32),
+            num_computed_tokens=0,
+            block_table=np.ones(1, dtype=np.int32),
+            params=SequenceParams(max_total_tokens=4, min_total_tokens=3, **params),
+        )
+        counts = [np.array([[0, count]], dtype=np.int32) for count in (2, 1)]
+        runner.execute(StepPlan(0, 1, admissions=(admission,), row_counts=counts[0])).finish()
+        runner.execute(StepPlan(0, 2, row_counts=counts[1])).finish()
+    runner.reset()

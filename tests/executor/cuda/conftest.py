@@ -1,0 +1,31 @@
+"""Where these tests run: as those of the Triton kernels do, see `tests.kernels_triton.conftest`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from tests.executor.cuda.places import DEVICE, Pair, make_pair
+from tests.kernels_triton.conftest import IS_INTERPRETED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+IN_THE_INTERPRETER = ["test_runner.py", "test_device_sampler.py", "test_rows.py", "test_late_failures.py"]
+
+if IS_INTERPRETED:
+    collect_ignore = ["test_interpreted.py"]
+elif not torch.cuda.is_available():
+    collect_ignore = IN_THE_INTERPRETER
+
+
+@pytest.fixture(scope="session")
+def pair(checkpoint) -> Callable[..., Pair]:
+    """Two runners of one checkpoint, by its name."""
+
+    def make(name: str, **settings: object) -> Pair:
+        return make_pair(checkpoint(name).directory, DEVICE, **settings)
+
+    return make

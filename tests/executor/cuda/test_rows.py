@@ -1,0 +1,113 @@
+"""The ends of a step: rows opened from slots, tokens closed into them; and what is sent."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from executor.cuda.accelerator import accelerator_for
+from executor.cuda.graphs import bucket_sizes
+from executor.cuda.upload import Upload
+from kernels.triton import RESULT_FIELDS, STATE_FIELDS, close_rows, open_rows
+from tests.executor.cuda.places import DEVICE
+
+BLOCK_SIZE = 4
+LENGTH = 2
+
+
+def numbers(*values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype, device=DEVICE)
+
+
+def states() -> torch.Tensor:
+    """Three slots: token 50 at position 6, ended, token 9 at position 0; each may have eight tokens."""
+    rows = [[50, 7, 0, 8], [60, 3, 1, 8], [9, 1, 0, 8]]
+    return numbers(*[row + [-7] * (STATE_FIELDS - 4) for row in rows])
+
+
+def opened(slots: torch.Tensor, known: torch.Tensor | None) -> list[list[int]]:
+    tables = numbers([11, 1 << 28, 13], [1 << 30] * 3, [31, 32, 33])
+    outputs = [torch.full_like(slots, -5) for _ in range(3)]
+    mapping = torch.full((len(slots),), -5, dtype=torch.int64, device=DEVICE)
+    open_rows(states(), tables, slots, *outputs, mapping, BLOCK_SIZE, known)
+    return [output.tolist() for output in (*outputs, mapping)]
+
+
+def test_rows_of_last_tokens() -> None:
+    """Slots past 2**31, and an ended slot whose table is nonsense."""
+    tokens, positions, lengths, slots = opened(numbers(2, 0, 1, 1), None)
+    assert tokens[:2] == [9, 50]
+    assert positions == [0, 6, 0, 0]
+    assert lengths == [1, 7, 0, 0]
+    assert slots == [31 * 4, (1 << 28) * 4 + 2, 0, 0]
+
+
+def test_rows_of_known_tokens() -> None:
+    known = numbers([70, -1, 71], [9, 99, 5])
+    tokens, positions, lengths, slots = opened(numbers(2, 0, 2), known)
+    assert tokens == [70, 50, 71]
+    assert positions == [9, 6, 5]
+    assert lengths == [10, 7, 6]
+    assert slots == [33 * 4 + 1, (1 << 28) * 4 + 2, 32 * 4 + 1]
+
+
+def test_more_rows_than_a_tile() -> None:
+    num_rows = 600
+    tokens, _, lengths, slots = opened(numbers(*[2, 1] * (num_rows // 2)), None)
+    assert tokens[::2] == [9] * (num_rows // 2)
+    assert lengths == [1, 0] * (num_rows // 2)
+    assert slots == [31 * 4, 0] * (num_rows // 2)
+
+
+def close(slots: list[int], token_ids: list[int]) -> tuple[torch.Tensor, list[list[int]]]:
+    after = states()
+    end_kinds = torch.zeros((3, 100), dtype=torch.uint8, device=DEVICE)
+    end_kinds[0, 5], end_kinds[2, 5], end_kinds[2, 6], end_kinds[1] = 1, 3, 1, 3
+    results = torch.full((len(slots) + 1, RESULT_FIELDS), -5, dtype=torch.int32, device=DEVICE)
+    close_rows(after, end_kinds, numbers(*slots), numbers(*token_ids), results[: len(slots)], LENGTH)
+    assert results[-1].tolist() == [-5] * RESULT_FIELDS
+    return after, results[:-1].tolist()
+
+
+def test_tokens_end_slots() -> None:
+    after, results = close([2, 1, 0], [5, 5, 5])
+    assert results == [[5, 3, 0], [0, 0, 1], [5, 1, 0]], "an end id comes before length"
+    assert after[:, :4].tolist() == [[5, 8, 1, 8], [60, 3, 1, 8], [5, 2, 1, 8]]
+    assert (after[:, 4:] == -7).all()
+
+
+def test_length_ends_slots() -> None:
+    after, results = close([0, 2], [4, 4])
+    assert results == [[4, LENGTH, 0], [4, 0, 0]]
+    assert after[:, 2].tolist() == [1, 1, 0]
+
+
+def test_what_is_sent_arrives_and_stays() -> None:
+    """More sends than buffers: what was sent first is still what it was."""
+    random, upload = np.random.default_rng(1), Upload(accelerator_for(DEVICE))
+    sent = []
+    for num in (1, 3, 200, 20_000, 5, 7, 1, 2):
+        arrays = {
+            "ints": random.integers(-9, 9, (num, 3)).astype(np.int32),
+            "longs": random.integers(-(1 << 60), 1 << 60, num),
+            "floats": random.random(num, dtype=np.float32),
+            "none": np.empty((0, 2), dtype=np.int32),
+            "strided": random.integers(-9, 9, (num, 2)).astype(np.int32).T,
+        }
+        sent.append((arrays, upload.send(arrays)))
+    for arrays, on_device in sent:
+        for name, array in arrays.items():
+            assert np.array_equal(on_device[name].cpu().numpy(), array)
+            assert on_device[name].is_contiguous()
+            assert on_device[name].data_ptr() % 16 == 0
+
+
+def test_buckets() -> None:
+    assert bucket_sizes(1) == (1,)
+    assert bucket_sizes(6) == (1, 2, 4, 6)
+    assert bucket_sizes(64)[:6] == (1, 2, 4, 8, 16, 24)
+    for most in (1, 2, 3, 63, 64, 65, 256, 257, 1000):
+        sizes = bucket_sizes(most)
+        assert list(sizes) == sorted(set(sizes))
+        assert sizes[-1] == most
+        assert len(sizes) < 20 + most // 32

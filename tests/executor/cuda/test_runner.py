@@ -1,0 +1,253 @@
+"""The GPU's runner against the plain one: the same plans, the same results."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from executor.cuda.graphs import bucket_sizes
+from executor.cuda.loading import rehearse
+from executor.errors import PlanRejected
+from executor.plan import EndReason, StepPlan
+from kernels.triton import StateField
+from tests.executor.conductor import Conductor, generate, ints, tuples
+from tests.executor.cuda.places import DEVICE, Finished
+from tests.executor.cuda.streams import RandomStream
+
+NUM_STEPS = 60
+SEEN = Counter()
+
+
+class NoLooking(TorchDispatchMode):
+    """Fails where the host would wait for a number of the device, or for a shape that depends on one."""
+
+    FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "equal", "is_nonzero")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        assert name not in self.FORBIDDEN, f"{name} looks at the device"
+        if name in ("index", "index_put_"):
+            indices = [index for index in args[1] if index is not None]
+            assert all(index.dtype not in (torch.bool, torch.uint8) for index in indices), "an index by a mask"
+        return func(*args, **(kwargs or {}))
+
+
+def assert_same(actual, expected) -> None:
+    assert (actual.epoch, actual.step_id) == (expected.epoch, expected.step_id)
+    assert actual.token_ids.tolist() == expected.token_ids.tolist(), expected.step_id
+    assert actual.end_reasons.tolist() == expected.end_reasons.tolist(), expected.step_id
+    assert (actual.token_ids.dtype, actual.end_reasons.dtype) == (np.int32, np.uint8)
+
+
+def run_stream(pair, stream: RandomStream, num_ahead: int, num_steps: int = NUM_STEPS) -> None:
+    """As many plans are launched before the first result is taken."""
+    for runner in (pair.reference, pair.cuda):
+        runner.reset()
+    launched = deque()
+    for _ in range(num_steps):
+        plan = stream.plan()
+        expected = pair.reference.execute(plan)
+        with NoLooking():
+            launched.append((pair.cuda.execute(plan), expected))
+        if len(launched) == num_ahead:
+            step, expected = launched.popleft()
+            assert_same(step.finish(), expected)
+            stream.learn(expected)
+    for step, expected in launched:
+        assert_same(step.finish(), expected)
+
+
+@pytest.mark.parametrize(("name", "num_ahead", "seed"), [("llama", 1, 0), ("llama", 2, 1), ("qwen2-window", 2, 2)])
+def test_random_streams(name, num_ahead, seed, pair) -> None:
+    both = pair(name)
+    stream = RandomStream(both.reference.limits, seed)
+    run_stream(both, stream, num_ahead)
+    written = both.reference.model.pool[:, 1:]
+    torch.testing.assert_close(both.cuda._pool[:, 1:], written, rtol=1e-3, atol=1e-4)
+    assert (written != 0).any()
+    SEEN.update(stream.seen)
+
+
+def test_the_streams_had_everything_in_them() -> None:
+    if not SEEN:
+        pytest.skip("runs after test_random_streams")
+    kinds = ("admitted", "admitted with a prefix", "row", "row of a prompt", "row of an ended one", "fork", "copy")
+    for kind in (*kinds, "fork of an ended one", "EOS", "STOP", "LENGTH"):
+        assert SEEN[kind] >= 2, (kind, SEEN)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama-biases", "mistral-window"])
+def test_families(name, pair, checkpoint) -> None:
+    both, source = pair(name), checkpoint(name)
+    prompts = [source.prompt(length) for length in (1, 6, 17)]
+    assert generate(Finished(both.cuda), prompts, 5, max_chunk=7) == generate(both.reference, prompts, 5, max_chunk=7)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="half precision on a GPU rounds otherwise")
+def test_float16_runs(pair, checkpoint) -> None:
+    """Tokens may differ where logits nearly tie; the KV of the prompt may not."""
+    both, source = pair("llama", dtype="float16"), checkpoint("llama")
+    pools = []
+    for runner in (Finished(both.cuda), both.reference):
+        conductor = Conductor(runner)
+        seat = conductor.admit(source.prompt(9), 3)
+        conductor.step()
+        conductor.step()
+        pools.append(list(seat.block_table))
+    blocks = pools[0][:2]
+    assert pools[0] == pools[1]
+    torch.testing.assert_close(both.cuda._pool[:, blocks], both.reference.model.pool[:, blocks], rtol=0.02, atol=0.02)
+
+
+def test_every_bucket(pair, checkpoint) -> None:
+    """From one row to all slots, so that every bucket runs full and padded; nothing of the padding shows."""
+    both, source = pair("llama"), checkpoint("llama")
+    outputs = []
+    for runner in (Finished(both.cuda), both.reference):
+        conductor = Conductor(runner)
+        seats = []
+        for index in range(runner.limits.max_num_seqs):
+            seats.append(conductor.admit(source.prompt(3, seed=index), 14))
+            conductor.step()
+            conductor.step()
+        conductor.run()
+        outputs.append([seat.output for seat in seats])
+    assert outputs[0] == outputs[1]
+    assert len(both.cuda.graphs) == len(both.cuda.graphs.buckets) == len(bucket_sizes(6)) == 4
+    assert not both.cuda._pool[:, 1:].isnan().any()
+
+
+def test_the_number_of_graphs_is_bounded(pair, checkpoint) -> None:
+    both, source = pair("llama", max_num_seqs=2), checkpoint("llama")
+    for _ in range(2):
+        for temperature in (0.0, 1.0, 0.5):
+            conductor = Conductor(Finished(both.cuda))
+            for index in range(2):
+                conductor.admit(source.prompt(2, seed=index), 3 + index, temperature=temperature)
+            conductor.run()
+    assert len(both.cuda.graphs) == 4, "two kinds, two buckets"
+
+
+def test_a_step_of_another_kind_finds_its_rows(pair, checkpoint) -> None:
+    """Too short to end, then long enough: the rows are the same, the graph is another, and captured on padding."""
+    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+    outputs = []
+    for runner in (Finished(both.cuda), both.reference):
+        conductor = Conductor(runner)
+        seats = [conductor.admit(prompt, 7, min_total_tokens=8) for _ in range(2)]
+        conductor.run()
+        outputs.append([seat.output for seat in seats])
+    assert outputs[0] == outputs[1]
+    assert len(both.cuda.graphs) == 2
+
+
+def test_a_rehearsal_leaves_nothing_behind(pair, checkpoint) -> None:
+    both, source = pair("llama"), checkpoint("llama")
+    rehearse(both.cuda)
+    assert len(both.cuda.graphs) == 2
+    prompts = [source.prompt(length) for length in (5, 2)]
+    assert generate(Finished(both.cuda), prompts, 4) == generate(both.reference, prompts, 4)
+    assert not both.cuda._pool[:, 2:].isnan().any()
+
+
+def first_token(both, prompt: list[int]) -> int:
+    return generate(both.reference, [prompt], 1)[0][0]
+
+
+def test_an_ended_slot_writes_to_the_null_block_before_the_host_knows(pair, checkpoint) -> None:
+    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+    eos = ints(first_token(both, prompt))
+    conductor = Conductor(Finished(both.cuda))
+    conductor.admit(prompt, 9, eos_token_ids=eos)
+    plan = _first_plan(conductor)
+    both.cuda._pool[:, 1:] = 7.0
+    first = both.cuda.execute(plan)
+    pool = both.cuda._pool[:, 1:].clone()
+    seconds = [both.cuda.execute(StepPlan(1, step_id, row_counts=_counts(step_id))) for step_id in (2, 3)]
+    assert first.finish().end_reasons.tolist() == [EndReason.EOS]
+    for second in seconds:
+        output = second.finish()
+        assert (output.token_ids.tolist(), output.end_reasons.tolist()) == ([0], [0])
+    assert torch.equal(both.cuda._pool[:, 1:], pool)
+    state = both.cuda._buffers.on_device.states[0]
+    assert (state[StateField.NUM_TOKENS], state[StateField.LAST_TOKEN]) == (6, eos[0])
+
+
+def test_a_plan_that_looks_wrong_is_looked_at_again(pair, checkpoint) -> None:
+    """The sequence has ended, but nobody has taken the result: its table is short, and that is all right."""
+    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+    eos = ints(first_token(both, prompt))
+    conductor = Conductor(Finished(both.cuda))
+    conductor.admit(prompt, 20, eos_token_ids=eos)
+    both.cuda.execute(_first_plan(conductor))
+    for step_id in range(2, 8):
+        both.cuda.execute(StepPlan(1, step_id, row_counts=_counts(step_id)))
+    assert both.cuda.slots.overrun.tolist() == [0]
+    conductor = Conductor(Finished(both.cuda), epoch=2)
+    conductor.admit(prompt, 20)
+    both.cuda.execute(_first_plan(conductor))
+    for step_id in (2, 3, 4):
+        both.cuda.execute(StepPlan(2, step_id, row_counts=_counts(step_id)))
+    with pytest.raises(PlanRejected, match="too short"):
+        both.cuda.execute(StepPlan(2, 5))
+
+
+def test_a_result_tells_nothing_of_the_slots_next_sequence(pair, checkpoint) -> None:
+    both, source = pair("llama"), checkpoint("llama")
+    prompt, other = source.prompt(5), source.prompt(6)
+    conductor = Conductor(Finished(both.cuda))
+    conductor.admit(prompt, 9, eos_token_ids=ints(first_token(both, prompt)))
+    late = both.cuda.execute(_first_plan(conductor))
+    conductor = Conductor(_Keep(both.cuda), epoch=1)
+    seat = conductor.admit(other, 4)
+    plan = _first_plan(conductor)
+    second = both.cuda.execute(replace(plan, step_id=2, retired_slots=ints(0)))
+    assert late.finish().end_reasons.tolist() == [EndReason.EOS]
+    tokens = [*second.finish().token_ids.tolist()]
+    for step_id in (3, 4, 5):
+        updates = tuples(3, (0, 2, 3)) if step_id == 5 else tuples(3)
+        plan = StepPlan(1, step_id, row_counts=_counts(step_id - 1), table_updates=updates)
+        tokens += both.cuda.execute(plan).finish().token_ids.tolist()
+    assert [tokens] == generate(both.reference, [other], 4)
+    assert seat.slot == 0
+
+
+def test_a_rejected_plan_changes_nothing(pair, checkpoint) -> None:
+    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+    conductor = Conductor(Finished(both.cuda))
+    seat = conductor.admit(prompt, 4)
+    conductor.step()
+    states = both.cuda._buffers.on_device.states.clone()
+    with pytest.raises(PlanRejected):
+        both.cuda.execute(StepPlan(1, 2, retired_slots=ints(0, 5)))
+    assert torch.equal(both.cuda._buffers.on_device.states, states)
+    conductor.run()
+    assert [seat.output] == generate(both.reference, [prompt], 4)
+
+
+class _Keep(Finished):
+    """Not emptied when a conductor takes over."""
+
+    def reset(self) -> None:
+        return
+
+
+def _first_plan(conductor: Conductor) -> StepPlan:
+    """The plan of a conductor's first step with one prompt of at most eight tokens, in blocks 1 and 2."""
+    (admission,) = conductor._admissions
+    return StepPlan(
+        conductor.epoch,
+        1,
+        admissions=(replace(admission, block_table=ints(1, 2)),),
+        row_counts=tuples(2, (0, len(admission.token_ids))),
+    )
+
+
+def _counts(step_id: int) -> np.ndarray:
+    """One row a step, from the second on."""
+    return tuples(2, (0, 1)) if step_id == 2 else tuples(2)
