@@ -176,5 +176,5 @@ def _take(logits: Tensor, rows: Tensor) -> Tensor:
 
 
 def _host(token_ids: Tensor) -> Ints:
-    host: Ints = token_ids.to("cpu", torch.int32).numpy()
+    host: Ints = token_ids.cpu().numpy().astype(np.int32)
     return host

@@ -18,7 +18,7 @@ class Draw:
 
     temperatures  0: greedy                  top_ks   0: all tokens
     top_ps        1: all tokens              min_ps   0: all tokens
-    uniforms      in [0, 1), one for each row's choice
+    uniforms      in [0, 1), one for each row's choice; anything if all rows are greedy
     banned        (row, token ids) whose logits are -inf
     """
 
@@ -77,13 +77,14 @@ class SamplingTable:
 
     def draw(self, slots: Ints, num_tokens: Ints) -> Draw:
         """For the next token of each slot, which has `num_tokens` now: the new one stands at that position."""
+        temperatures = self._temperatures[slots]
         too_early = np.flatnonzero(num_tokens < self._min_total_tokens[slots]).tolist()
         return Draw(
-            temperatures=self._temperatures[slots],
+            temperatures=temperatures,
             top_ks=self._top_ks[slots],
             top_ps=self._top_ps[slots],
             min_ps=self._min_ps[slots],
-            uniforms=uniforms(self._seeds[slots], num_tokens),
+            uniforms=uniforms(self._seeds[slots], num_tokens) if temperatures.any() else temperatures,
             banned=tuple((row, self._end_ids(int(slots[row]))) for row in too_early),
         )
 

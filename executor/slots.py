@@ -17,7 +17,12 @@ from executor.slot_counters import SlotCounters
 class Slots:
     """token_ids[max_num_seqs, max_model_len], block_tables[max_num_seqs, max_blocks_per_seq], and the counters.
 
-    Both matrices are taken from the system page by page as they are written.
+    Both matrices are taken from the system page by page as they are written. Of the step that was applied last, by
+    ascending slot:
+
+    computing  slots that compute tokens
+    overrun    slots that have ended but still have rows: nothing is written for them, their result means nothing
+    sampling   slots that reach their last known token
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -26,11 +31,13 @@ class Slots:
         self.token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
         self.block_tables = np.zeros((limits.max_num_seqs, limits.max_blocks_per_seq), dtype=np.int32)
         self._sampling = SamplingTable(limits.max_num_seqs, limits.vocab_size)
+        self._sort_out()
 
     def clear(self) -> None:
         """All slots are empty: a new epoch."""
         self.counters = SlotCounters.empty(self.limits.max_num_seqs)
         self._sampling.clear()
+        self._sort_out()
 
     def apply(self, plan: StepPlan) -> None:
         """Retires, admits, sets table entries and row counts. Raises PlanRejected, and then nothing has changed."""
@@ -42,24 +49,16 @@ class Slots:
         if plan.table_updates.size:
             slots, logical, physical = plan.table_updates.T
             self.block_tables[slots, logical] = physical
+        self._sort_out()
 
-    @property
-    def computing(self) -> Ints:
-        """Slots that compute tokens in this step, ascending. Overrun slots do not: nothing is written for them."""
-        return _indices((self.counters.row_count > 0) & ~self.counters.has_ended)
-
-    @property
-    def overrun(self) -> Ints:
-        """Slots that have ended but still have rows, ascending: they get a result that means nothing."""
-        return _indices((self.counters.row_count > 0) & self.counters.has_ended)
-
-    @property
-    def sampling(self) -> Ints:
-        """Slots that reach their last known token in this step, ascending."""
+    def _sort_out(self) -> None:
+        """Who computes, who is overrun, and who samples in this step."""
         counters = self.counters
-        computing = self.computing
-        is_last: NDArray[np.bool_] = counters.num_planned_tokens[computing] == counters.num_tokens[computing]
-        return computing[is_last]
+        has_rows = counters.row_count > 0
+        self.computing = _indices(has_rows & ~counters.has_ended)
+        self.overrun = _indices(has_rows & counters.has_ended)
+        num_planned = counters.num_computed_tokens[self.computing] + counters.row_count[self.computing]
+        self.sampling = self.computing[num_planned == counters.num_tokens[self.computing]]
 
     def advance(self) -> None:
         """The KV of this step's rows is in the pool."""

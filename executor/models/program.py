@@ -41,6 +41,7 @@ class ProgramModel:
         self._decoder = decoder
         self.pool = pool
         self._buffers = _Buffers(decoder, pool, max_num_rows, max_num_seqs)
+        self._block_tables: Ints | None = None
         self._program = _build(decoder, pool, self._buffers)
 
     def forward(self, batch: Batch, block_tables: Ints) -> Tensor:
@@ -48,24 +49,19 @@ class ProgramModel:
         buffers, num_samples = self._buffers, len(batch.sample_rows)
         max_chunks = -(-int(batch.context_lens.max()) // CHUNK)
         buffers.reserve_parts(len(batch.slots), max_chunks)
-        # The arrays live until the program has run: the batch holds them.
+        buffers.inputs.take(batch)
+        if block_tables is not self._block_tables:
+            self._block_tables = block_tables
+            tables = {"block_tables": block_tables.ctypes.data, "table_width": block_tables.shape[1]}
+            self._program.set(_ROWS, **tables)
         self._program.set(
             _ROWS,
             num_rows=batch.num_rows,
-            indices=batch.token_ids.ctypes.data,
-            positions=batch.positions.ctypes.data,
-            slots=batch.slot_mapping.ctypes.data,
-            block_tables=block_tables.ctypes.data,
-            table_width=block_tables.shape[1],
-            table_rows=batch.slots.ctypes.data,
-            context_lens=batch.context_lens.ctypes.data,
-            query_starts=batch.query_starts.ctypes.data,
             num_sequences=len(batch.slots),
-            parts=buffers.parts.data_ptr(),
-            arrivals=buffers.arrivals.data_ptr(),
             max_chunks=max_chunks,
+            parts=buffers.parts.data_ptr(),
         )
-        self._program.set(_SAMPLES, num_rows=num_samples, rows=batch.sample_rows.ctypes.data)
+        self._program.set(_SAMPLES, num_rows=num_samples)
         self._program.run()
         return buffers.logits[:num_samples]
 
@@ -73,6 +69,30 @@ class ProgramModel:
         """copies[n, 2]: (source, destination)."""
         sources, destinations = torch.from_numpy(np.ascontiguousarray(copies.T, dtype=np.int64))
         cpu.copy_blocks(self.pool, sources, destinations)
+
+
+class _Inputs:
+    """The batch of a step, where the program finds it."""
+
+    def __init__(self, max_num_rows: int, max_num_seqs: int) -> None:
+        self.token_ids = np.zeros(max_num_rows, np.int32)
+        self.positions = np.zeros(max_num_rows, np.int32)
+        self.slot_mapping = np.zeros(max_num_rows, np.int64)
+        self.slots = np.zeros(max_num_seqs, np.int32)
+        self.query_starts = np.zeros(max_num_seqs + 1, np.int32)
+        self.context_lens = np.zeros(max_num_seqs, np.int32)
+        self.sample_rows = np.zeros(max_num_seqs, np.int32)
+
+    def take(self, batch: Batch) -> None:
+        """Copies the batch."""
+        num_rows, num_sequences = batch.num_rows, len(batch.slots)
+        self.token_ids[:num_rows] = batch.token_ids
+        self.positions[:num_rows] = batch.positions
+        self.slot_mapping[:num_rows] = batch.slot_mapping
+        self.slots[:num_sequences] = batch.slots
+        self.query_starts[: num_sequences + 1] = batch.query_starts
+        self.context_lens[:num_sequences] = batch.context_lens
+        self.sample_rows[: len(batch.sample_rows)] = batch.sample_rows
 
 
 class _Buffers:
@@ -91,6 +111,7 @@ class _Buffers:
         self.activated = zeros((max_num_rows, config.intermediate_size), dtype)
         self.sampled = zeros((max_num_seqs, config.hidden_size), dtype)
         self.logits = zeros((max_num_seqs, config.vocab_size), dtype)
+        self.inputs = _Inputs(max_num_rows, max_num_seqs)
         self._part_shape = (num_kv_heads, num_heads // num_kv_heads * (head_dim + 2))
         self.parts = zeros((0,), torch.float32)
         self.arrivals = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int64)
@@ -117,8 +138,20 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
         build.linear(buffers.activated, layer.down, buffers.hidden)
     build.norm(buffers.hidden, weights.final_norm, out=buffers.sampled, part=_SAMPLES)
     build.linear(buffers.sampled, weights.head, buffers.logits, part=_SAMPLES)
-    build.program.seal()
-    return build.program
+    program, inputs = build.program, buffers.inputs
+    program.seal()
+    program.set(
+        _ROWS,
+        indices=inputs.token_ids.ctypes.data,
+        positions=inputs.positions.ctypes.data,
+        slots=inputs.slot_mapping.ctypes.data,
+        table_rows=inputs.slots.ctypes.data,
+        query_starts=inputs.query_starts.ctypes.data,
+        context_lens=inputs.context_lens.ctypes.data,
+        arrivals=buffers.arrivals.data_ptr(),
+    )
+    program.set(_SAMPLES, rows=inputs.sample_rows.ctypes.data)
+    return program
 
 
 class _Builder:

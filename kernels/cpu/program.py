@@ -13,7 +13,7 @@ step to step: numbers of rows, and addresses of what came with the step.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class Program:
     def __init__(self) -> None:
         self._added: list[tuple[Kernel, tuple[np.dtype[np.void], str], dict[str, float]]] = []
         self._records: dict[tuple[np.dtype[np.void], str], NDArray[np.void]] = {}
+        self._columns: dict[tuple[str, str], list[NDArray[Any]]] = {}
         self._entries = np.empty((0, 2), np.int64)
         self._presence = np.empty(0, np.int64)
         self._job = Job(_PROGRAM)
@@ -88,16 +89,17 @@ class Program:
             for name, value in fields.items():
                 records[name][index] = value
             entries.append((kernel.address, records.ctypes.data + index * records.itemsize))
+        for (_, part), records in self._records.items():
+            for name in records.dtype.names or ():
+                self._columns.setdefault((part, name), []).append(records[name])
         self._entries = np.array(entries, np.int64)
         self._presence = _aligned(len(entries) * LINE_BYTES).view(np.int64)
 
     def set(self, part: str, **fields: float) -> None:
         """Writes these fields in every job of the part that has them."""
-        for (_, own_part), records in self._records.items():
-            if own_part == part and records.dtype.names is not None:
-                for name, value in fields.items():
-                    if name in records.dtype.names:
-                        records[name] = value
+        for name, value in fields.items():
+            for column in self._columns[part, name]:
+                column[:] = value
 
     def run(self) -> None:
         """Works off all jobs on `torch.get_num_threads()` threads. Lets go of Python's lock."""

@@ -115,7 +115,7 @@ def test_a_fork_of_an_overrun_slot_is_overrun(source, runner) -> None:
     conductor.step()
     output = conductor.step(forks=(Fork(0, 3, seed=1),))
     assert output.token_ids.tolist() == [0, 0]
-    assert runner.slots.overrun.tolist() == [0, 3]
+    assert np.flatnonzero(runner.slots.counters.has_ended).tolist() == [0, 3]
 
 
 @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_a_plan_that_looks_wrong_is_looked_at_again(pair, checkpoint) -> None:
     both.cuda.execute(_first_plan(conductor))
     for step_id in range(2, 8):
         both.cuda.execute(StepPlan(1, step_id, row_counts=_counts(step_id)))
-    assert both.cuda.slots.overrun.tolist() == [0]
+    assert np.flatnonzero(both.cuda.slots.counters.has_ended).tolist() == [0]
     conductor = Conductor(Finished(both.cuda), epoch=2)
     conductor.admit(prompt, 20)
     both.cuda.execute(_first_plan(conductor))
