@@ -1,20 +1,26 @@
 """`quire bench serve` as a function: checks what was asked for, starts a server if it should, measures, saves."""
 
+import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from bench.load import LoadError
-from bench.report import save
-from bench.serve import BenchSettings, measure
+from bench.report import RunSummary, save
+from bench.serve import BenchSettings, Subject, finish, measure_others, measure_quire
 from quire.async_client import AsyncClient
 from quire.restarts import RestartPolicy
 from quire.serve import serving_probe
 from quire.services import ServicePair, on_free_ports, service_pair
 from quire.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from bench.ceilings import Ceilings
+
+_CEILING_BUDGET_S = 1.0
 
 # A measurement through which a service died is void.
 _NO_RESTARTS = RestartPolicy(max_restarts=0)
@@ -35,24 +41,45 @@ def parse_concurrencies(text: str) -> tuple[int, ...]:
 async def run(settings: BenchSettings, spawn: Mapping[str, Any] | None, output: Path, console: Console) -> None:
     """Measures and writes `output`.
 
-    spawn  values for a pair of services to start on free ports; None: a server runs at settings.address
+    spawn  values for a pair of services to start on free ports, and to end before others have their turn; None: a
+           server runs at settings.address
     Raises BenchError, QuireError, and ChildFailed where a service that was started fails.
     """
     try:
         if spawn is None:
-            values = await measure(settings, console)
+            subject, runs = await measure_quire(settings, console)
         else:
-            values = await _measure_spawned(settings, service_pair(on_free_ports(spawn)), console)
+            subject, runs = await _measure_spawned(settings, service_pair(on_free_ports(spawn)), console)
+        runs += await measure_others(settings, subject, console)
+        values = finish(subject, runs, console)
+        if spawn is not None:
+            with console.status("measuring what this machine can do at best"):
+                values["ceilings"] = asdict(_ceilings())
         save(output, values)
     except (LoadError, OSError) as error:
         raise BenchError(str(error)) from error
     console.print(f"saved to {output}")
 
 
-async def _measure_spawned(settings: BenchSettings, pair: ServicePair, console: Console) -> dict[str, Any]:
+def _ceilings() -> "Ceilings":
+    """Of the device that the services, which ran here, have used; nothing else runs any more."""
+    import torch
+
+    from bench.ceilings import measure_ceilings
+
+    return measure_ceilings(
+        torch.device("cuda" if torch.cuda.is_available() else "cpu"), (torch.float32,), _CEILING_BUDGET_S
+    )
+
+
+async def _measure_spawned(
+    settings: BenchSettings, pair: ServicePair, console: Console
+) -> tuple[Subject, list[RunSummary]]:
     # What they print is of interest only when they fail, and the failure brings their last words.
     async with Supervisor(pair.children(), log=lambda name, line: None, policy=_NO_RESTARTS) as supervisor:
         with console.status("starting the services"):
+            started_s = time.monotonic()
             async with AsyncClient(pair.scheduler.listen) as client:
                 await supervisor.until_ready(serving_probe(client))
-        return await supervisor.beside(measure(replace(settings, address=pair.scheduler.listen), console))
+        console.print(f"ready after {time.monotonic() - started_s:.1f} s")
+        return await supervisor.beside(measure_quire(replace(settings, address=pair.scheduler.listen), console))

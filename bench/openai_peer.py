@@ -4,9 +4,13 @@ Beyond the API itself the peer has to take a prompt of token ids and `ignore_eos
 to report usage at the end of the stream.
 """
 
+import asyncio
+import contextlib
 import json
+import os
+import signal
 import time
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from typing import Any
 
 import aiohttp
@@ -15,6 +19,49 @@ from bench.load import LoadError, RequestRecord, Send, checked_record
 from bench.trace import TraceRequest
 
 _MAX_TOTAL_S = 1800.0
+_MAX_START_S = 600.0
+_MAX_STOP_S = 30.0
+
+
+@contextlib.asynccontextmanager
+async def peer_process(command: Sequence[str], url: str) -> AsyncIterator[None]:
+    """Runs a server's command from ready to the end of the block. What it prints goes nowhere.
+
+    It is ready when it lists its models. Raises LoadError if it ends before, or takes more than ten minutes.
+    """
+    null = asyncio.subprocess.DEVNULL
+    try:
+        process = await asyncio.create_subprocess_exec(*command, stdout=null, stderr=null, start_new_session=True)
+    except OSError as error:
+        raise LoadError(f"{command[0]}: {error.strerror}") from error
+    try:
+        await _until_ready(process, url.rstrip("/") + "/v1/models")
+        yield
+    finally:
+        await _end(process)
+
+
+async def _until_ready(process: asyncio.subprocess.Process, url: str) -> None:
+    deadline_s = time.monotonic() + _MAX_START_S
+    async with aiohttp.ClientSession() as session:
+        while time.monotonic() < deadline_s:
+            if process.returncode is not None:
+                raise LoadError(f"the peer's command ended with status {process.returncode} before it was ready")
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                async with session.get(url, timeout=aiohttp.ClientTimeout(total=5)) as reply:
+                    if reply.status == 200:
+                        return
+            await asyncio.sleep(0.2)
+    raise LoadError(f"the peer did not answer at {url} within {_MAX_START_S:.0f} s")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends it with all that it started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _MAX_STOP_S)
 
 
 def peer_session() -> aiohttp.ClientSession:

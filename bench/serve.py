@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from rich.console import Console
 
 from bench.load import LoadError, LoadResult, Send, closed_loop, quire_sender
-from bench.openai_peer import peer_sender, peer_session
+from bench.openai_peer import peer_process, peer_sender, peer_session
 from bench.pool_sampler import PoolSampler, PoolStats
 from bench.report import RunSummary, render_table, report, summarize
 from bench.static_baseline import StaticBatches
@@ -30,10 +30,17 @@ _WARMUP_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """An OpenAI-compatible server to compare with: its root URL, and the name it serves the model by."""
+    """An OpenAI-compatible server to compare with.
+
+    url      its root
+    model    the name it serves the model by
+    command  starts it when its turn comes, and is ended afterwards, so that two servers never share the machine;
+             empty: it runs already
+    """
 
     url: str
     model: str
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,36 +79,63 @@ class Observed:
 _Engine: TypeAlias = Callable[[Sequence[TraceRequest], int], Awaitable[Observed]]
 
 
-async def measure(settings: BenchSettings, console: Console) -> dict[str, Any]:
-    """Runs everything, prints the table, and returns the report. Raises LoadError and QuireError."""
-    runs: list[RunSummary] = []
-    async with AsyncExitStack() as resources:
-        client = await resources.enter_async_context(AsyncClient(settings.address))
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What Quire served and which traces it got: the others get the same."""
+
+    info: ServerInfo
+    traces: dict[int, TraceSettings]
+
+
+async def measure_quire(settings: BenchSettings, console: Console) -> tuple[Subject, list[RunSummary]]:
+    """Runs every trace through the server at settings.address. Raises LoadError and QuireError."""
+    async with AsyncClient(settings.address) as client:
         info = await client.server_info()
-        traces = {c: trace_settings(settings, info, c) for c in settings.concurrencies}
-        engines: dict[str, _Engine] = {"quire": _quire(client)}
-        if settings.peer is not None:
+        subject = Subject(info, {c: trace_settings(settings, info, c) for c in settings.concurrencies})
+        return subject, await _run_all("quire", _quire(client), settings, subject, console)
+
+
+async def measure_others(settings: BenchSettings, subject: Subject, console: Console) -> list[RunSummary]:
+    """Runs the same traces through whatever else takes part. Raises LoadError."""
+    runs: list[RunSummary] = []
+    if settings.peer is not None:
+        async with AsyncExitStack() as resources:
+            if settings.peer.command:
+                with console.status("starting the peer"):
+                    await resources.enter_async_context(peer_process(settings.peer.command, settings.peer.url))
             session = await resources.enter_async_context(peer_session())
-            engines["peer"] = _server(peer_sender(session, settings.peer.url, settings.peer.model))
-        if settings.baseline_model is not None:
-            with console.status("loading the baseline"):
-                batches = StaticBatches(settings.baseline_model, info.dtype)
-            if batches.vocab_size != info.vocab_size:
-                raise LoadError(f"{settings.baseline_model} is not the model that the server serves")
-            engines["transformers"] = _static(batches)
-        for engine, run in engines.items():
-            await run(warmup_trace(settings, info), 1)
-            for concurrency, drawn in traces.items():
-                with console.status(f"{engine}: {drawn.num_requests} requests of {concurrency} clients"):
-                    observed = await run(make_trace(drawn), concurrency)
-                runs.append(summarize(engine, observed.load, observed.pool, observed.steps))
-                if settings.chrome_trace is not None and observed.steps:
-                    path = settings.chrome_trace
-                    save_chrome_trace(path.with_stem(f"{path.stem}-c{concurrency}"), observed.steps)
-                console.print(_progress(runs[-1]))
+            engine = _server(peer_sender(session, settings.peer.url, settings.peer.model))
+            runs += await _run_all("peer", engine, settings, subject, console)
+    if settings.baseline_model is not None:
+        with console.status("loading the baseline"):
+            batches = StaticBatches(settings.baseline_model, subject.info.dtype)
+        if batches.vocab_size != subject.info.vocab_size:
+            raise LoadError(f"{settings.baseline_model} is not the model that the server serves")
+        runs += await _run_all("transformers", _static(batches), settings, subject, console)
+    return runs
+
+
+def finish(subject: Subject, runs: Sequence[RunSummary], console: Console) -> dict[str, Any]:
+    """Prints the table and returns the report."""
     console.print(render_table(runs))
-    described = [{"concurrency": c} | describe(drawn, make_trace(drawn)) for c, drawn in traces.items()]
-    return report(runs, asdict(info), described)
+    described = [{"concurrency": c} | describe(drawn, make_trace(drawn)) for c, drawn in subject.traces.items()]
+    return report(runs, asdict(subject.info), described)
+
+
+async def _run_all(
+    name: str, run: _Engine, settings: BenchSettings, subject: Subject, console: Console
+) -> list[RunSummary]:
+    await run(warmup_trace(settings, subject.info), 1)
+    runs = []
+    for concurrency, drawn in subject.traces.items():
+        with console.status(f"{name}: {drawn.num_requests} requests of {concurrency} clients"):
+            observed = await run(make_trace(drawn), concurrency)
+        runs.append(summarize(name, observed.load, observed.pool, observed.steps))
+        if settings.chrome_trace is not None and observed.steps:
+            path = settings.chrome_trace
+            save_chrome_trace(path.with_stem(f"{path.stem}-c{concurrency}"), observed.steps)
+        console.print(_progress(runs[-1]))
+    return runs
 
 
 def _progress(run: RunSummary) -> str:

@@ -1,6 +1,7 @@
 """The command line: parses, calls the module that does the work, and turns errors into messages and exit codes."""
 
 import asyncio
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -186,6 +187,7 @@ def bench_serve(
     num_shared_tokens: Annotated[int, typer.Option(min=0, help="tokens that all prompts begin with")] = 0,
     peer_url: Annotated[str | None, typer.Option(help="an OpenAI-compatible server, for comparison")] = None,
     peer_model: Annotated[str | None, typer.Option(help="the name it serves the model by")] = None,
+    peer_command: Annotated[str | None, typer.Option(help="starts it when its turn comes; ended after it")] = None,
     baseline: Annotated[Baseline | None, typer.Option(help="static batches of generate() on --model")] = None,
     name: Annotated[str, typer.Option(help="of the results' file")] = "serve",
     chrome_trace: Annotated[Path | None, typer.Option(help="save each run's steps for chrome://tracing")] = None,
@@ -198,6 +200,8 @@ def bench_serve(
 
     if bool(peer_url) != bool(peer_model):
         _fail("--peer-url and --peer-model go together", exit_codes.USAGE)
+    if peer_command and not peer_url:
+        _fail("--peer-command needs --peer-url", exit_codes.USAGE)
     with _reported():
         try:
             settings = BenchSettings(
@@ -206,7 +210,9 @@ def bench_serve(
                 num_requests=num_requests,
                 seed=seed,
                 num_shared_tokens=num_shared_tokens,
-                peer=Peer(peer_url, peer_model) if peer_url and peer_model else None,
+                peer=Peer(peer_url, peer_model, tuple(shlex.split(peer_command or "")))
+                if peer_url and peer_model
+                else None,
                 chrome_trace=chrome_trace,
                 baseline_model=resolved_model(values.get("model")) if baseline else None,
             )
