@@ -219,6 +219,29 @@ def silu(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
     return Case("silu_multiply", f"{model.name} T={num_tokens}", dtype, num_bytes, 0, "copy", prepare)
 
 
+def linear(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
+    """The stacked gate and up projections: the largest weight of a layer. One row reads it, many rows compute."""
+    in_size, out_size = model.hidden_size, 2 * model.intermediate_size
+    num_bytes = (in_size * out_size + num_tokens * (in_size + out_size)) * dtype.itemsize
+    num_flops = 2 * num_tokens * in_size * out_size if num_tokens > 8 else 0
+
+    def prepare(home: Kernels, device: torch.device) -> Prepared:
+        weights = [
+            home.pack_linear([_normal(device, dtype, out_size, in_size)])
+            for _ in range(_num_buffers(num_bytes, device))
+        ]
+        x = _normal(device, dtype, num_tokens, in_size)
+
+        def run() -> None:
+            for weight in weights:
+                weight(x)
+
+        return Prepared(run, len(weights))
+
+    ceiling: Ceiling = "gemm" if num_flops else "read"
+    return Case("linear", f"{model.name} T={num_tokens}", dtype, num_bytes, num_flops, ceiling, prepare)
+
+
 def copy(model: ModelShape, dtype: torch.dtype, num_copies: int) -> Case:
     """Copy-on-write of so many blocks, all layers of them."""
     num_bytes = 2 * num_copies * BLOCK_SIZE * model.num_layers * _kv_token_bytes(model, dtype)
@@ -291,6 +314,7 @@ def cpu_cases(dtype: torch.dtype, *, is_quick: bool) -> list[Case]:
         cases.append(prefill(model, dtype, 256, 256, f"{name} 256"))
         cases.append(prefill(model, dtype, 64, 512, f"{name} 64 of 512"))
         cases += _elementwise(model, dtype, 64)
+        cases += [linear(model, dtype, num_tokens) for num_tokens in ((1, 64) if is_quick else (1, 8, 64, 512))]
         cases.append(copy(model if model is SMALL else replace(model, num_layers=4), dtype, 4))
     return cases
 

@@ -33,7 +33,7 @@ class ExecutorConfig:
     max_model_len           most tokens of one sequence; None: what the checkpoint was made for
     listen_address          of the gRPC server: "host:port" (port 0: any free one) or "unix:/path"
     metrics_address         of the Prometheus endpoint, "host:port"; "": none
-    num_threads             CPU threads of one step; None: all cores but one
+    num_threads             CPU threads of one step; None: all cores, but one from three on
     stall_after_s           a step that takes longer makes the health service say NOT_SERVING
     """
 

@@ -6,6 +6,8 @@ import torch
 
 from executor.errors import ConfigError
 
+_MAX_SHARED_CORES = 2
+
 
 def resolve_device(name: str) -> torch.device:
     """Raises ConfigError if there is no such device."""
@@ -26,15 +28,15 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_num_threads(num_threads: int | None) -> int:
-    """All cores this process may use but one, which is the scheduler's and the clients'.
+    """All cores this process may use; from three on, one is left to the scheduler and the clients.
 
-    A step that spreads over every core waits at each barrier for whoever shares the last one: on 2 cores with the
-    scheduler and its clients beside it, one thread served a single stream faster than two (155 against 129 tokens/s
-    with a 28-million-parameter model), and 32 streams nearly as fast.
+    On two cores the second one is worth more to the step, although both sides then share it: a thread that loses its
+    core is not waited for unless it holds work (`kernels.cpu.program`).
     """
     if num_threads is not None:
         return num_threads
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+    num_cores = len(os.sched_getaffinity(0))
+    return num_cores - 1 if num_cores > _MAX_SHARED_CORES else num_cores
 
 
 def device_is_sane(device: torch.device) -> bool:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from bench import kernel_cases, kernels
 from bench.ceilings import measure_ceilings
-from bench.kernel_cases import Case, ModelShape, copy, decode, mixed_contexts, norm, prefill, rotate, silu
+from bench.kernel_cases import Case, ModelShape, copy, decode, linear, mixed_contexts, norm, prefill, rotate, silu
 from bench.machine import describe_machine, device_name, slug
 from bench.stopwatch import time_rounds
 from kernels import reference, select
@@ -28,6 +28,7 @@ CASES = [
     norm(TINY, F32, 7, adds=False),
     norm(TINY, F32, 7, adds=True),
     silu(TINY, F32, 7),
+    linear(TINY, F32, 9),
     copy(TINY, F32, 3),
 ]
 
@@ -48,6 +49,15 @@ class Counting:
         def call(*arguments: Any) -> Any:
             self.calls.append(name)
             return getattr(reference, name)(*arguments)
+
+        return self._pack if name == "pack_linear" else call
+
+    def _pack(self, weights: list[torch.Tensor]) -> Any:
+        layer = reference.pack_linear(weights)
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            self.calls.append("linear")
+            return layer(x)
 
         return call
 
@@ -77,6 +87,8 @@ def test_counts_by_hand() -> None:
     assert by_name["rms_norm"].num_bytes == 2 * 7 * 32 * 4
     assert by_name["add_rms_norm"].num_bytes == 4 * 7 * 32 * 4
     assert by_name["silu_multiply"].num_bytes == 3 * 7 * 48 * 4
+    assert by_name["linear"].num_bytes == (32 * 96 + 9 * (32 + 96)) * 4  # gate and up of 48 each
+    assert by_name["linear"].num_flops == 2 * 9 * 32 * 96
     assert by_name["copy_blocks"].num_bytes == 2 * 3 * 2 * (2 * 2 * 16 * row)  # pairs, layers, a block
 
 

@@ -63,7 +63,7 @@ def test_devices() -> None:
     assert resolve_device("auto").type in ("cpu", "cuda")
 
 
-@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 1), (4, 3), (64, 63)])
+@pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 2), (3, 2), (4, 3), (64, 63)])
 def test_threads_by_default(num_cores, num_threads, monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
     assert resolve_num_threads(None) == num_threads
