@@ -226,17 +226,15 @@ def linear(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
     num_flops = 2 * num_tokens * in_size * out_size if num_tokens > 8 else 0
 
     def prepare(home: Kernels, device: torch.device) -> Prepared:
-        weights = [
-            home.pack_linear([_normal(device, dtype, out_size, in_size)])
-            for _ in range(_num_buffers(num_bytes, device))
-        ]
+        num_calls = _num_buffers(num_bytes, device)
+        weights = [home.pack_linear([_normal(device, dtype, out_size, in_size)]) for _ in range(num_calls)]
         x = _normal(device, dtype, num_tokens, in_size)
 
         def run() -> None:
             for weight in weights:
                 weight(x)
 
-        return Prepared(run, len(weights))
+        return Prepared(run, num_calls)
 
     ceiling: Ceiling = "gemm" if num_flops else "read"
     return Case("linear", f"{model.name} T={num_tokens}", dtype, num_bytes, num_flops, ceiling, prepare)

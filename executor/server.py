@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
-import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health_aio
@@ -16,7 +15,7 @@ from grpc_reflection.v1alpha import reflection
 
 from executor import wire
 from executor.config import ExecutorConfig
-from executor.device import device_is_sane, resolve_num_threads
+from executor.device import device_is_sane, prepare_compute_thread, resolve_num_threads
 from executor.device_thread import DeviceThread
 from executor.errors import AddressInUse
 from executor.loading import LoadedModel
@@ -54,7 +53,7 @@ class Server:
         num_threads = resolve_num_threads(config.num_threads)
         self._device = DeviceThread(
             model.runner,
-            prepare=lambda: torch.set_num_threads(num_threads),
+            prepare=lambda: prepare_compute_thread(model.device, num_threads),
             device_is_sane=lambda: device_is_sane(model.device),
             device_lost=lambda: _call_soon(loop, self._lose_device),
         )
