@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from executor.errors import PlanRejected
@@ -151,26 +152,15 @@ class DeviceThread:
                 outcome = self._step(work, self._busy_since_ns, idle_since_ns)
                 self._busy_since_ns = None
                 idle_since_ns = time.monotonic_ns()
-                if outcome is not None and not self._deliver_step(work.deliver, outcome):
-                    return
+                if outcome is not None:
+                    self._deliver(work.deliver, outcome)
+                if isinstance(outcome, Failure):
+                    self._results.put(partial(self._work.put, _Inspection(outcome)))
 
     def _deliver(self, deliver: Deliver, outcome: Outcome) -> None:
-        """Not before the outcomes of launched steps."""
-        if self._results.is_idle:
-            deliver(outcome)
-        else:
-            self._results.put(lambda: deliver(outcome))
-
-    def _deliver_step(self, deliver: Deliver, outcome: Outcome) -> bool:
-        """Looks after the device where the step failed, once everybody knows. False if it is lost."""
-        was_idle = self._results.is_idle
-        self._deliver(deliver, outcome)
-        if not isinstance(outcome, Failure):
-            return True
-        if was_idle:
-            return self._survives(outcome)
-        self._results.put(lambda: self._work.put(_Inspection(outcome)))
-        return True
+        """In order, and on the results thread, also where nothing is left to wait for: whoever is told wakes up and
+        takes Python's lock at once, which this thread needs to begin the next step."""
+        self._results.put(partial(deliver, outcome))
 
     def _step(self, work: Step, taken_ns: int, idle_since_ns: int) -> Outcome | None:
         """None if the step was launched: its outcome is delivered when there is one."""

@@ -1,4 +1,5 @@
-"""The thread that waits for steps which were launched and are not finished, so that the device thread need not.
+"""The thread that waits for steps which were launched and are not finished, and that tells outcomes, so that the device
+thread need do neither.
 
 Outcomes leave in the order in which they were put. A step that fails late ends its epoch like one that fails at once.
 """
@@ -34,25 +35,17 @@ class Unfinished:
 
 
 class ResultsThread:
-    """Starts at once. Only one thread puts."""
+    """Starts at once."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Unfinished | Callable[[], None] | None] = queue.SimpleQueue()
-        self._num_put = 0
-        self._num_done = 0
         self._waiting_since_ns: int | None = None
         self._thread = threading.Thread(target=self._run, name="results", daemon=True)
         self._thread.start()
 
     def put(self, work: Unfinished | Callable[[], None]) -> None:
         """A step to wait for, or something to call when all that was put before is done."""
-        self._num_put += 1
         self._work.put(work)
-
-    @property
-    def is_idle(self) -> bool:
-        """All that was put is done. For the thread that puts: it stays so until it puts again."""
-        return self._num_done == self._num_put
 
     def waited_s(self) -> float:
         """For how long the step at the head has been waited for; 0 if there is none."""
@@ -70,7 +63,6 @@ class ResultsThread:
                 self._finish(work)
             else:
                 work()
-            self._num_done += 1
 
     def _finish(self, work: Unfinished) -> None:
         self._waiting_since_ns = time.monotonic_ns()
