@@ -86,7 +86,8 @@ def _slots_are_partitioned(scheduler: Scheduler) -> Iterator[str]:
 
 def _reservations_are_covered(scheduler: Scheduler) -> Iterator[str]:
     cache = scheduler.cache
-    promised = sum(sequence.num_reserved_blocks for sequence in scheduler.running_sequences())
+    purses = {sequence.purse for sequence in scheduler.running_sequences()}
+    promised = sum(purse.num_reserved_blocks for purse in purses)
     if promised != cache.num_reserved_blocks or promised > cache.pool.num_free_blocks:
         yield f"I10: {promised} blocks promised, {cache.num_reserved_blocks} booked, {cache.pool.num_free_blocks} free"
 
