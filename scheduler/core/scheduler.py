@@ -625,6 +625,14 @@ class Scheduler:
         """Once a group has beams, they are what there is of it."""
         return (sequence for active in self._requests.values() for sequence in active.unfinished())
 
+    def running_groups(self) -> Iterator[tuple[ActiveRequest, BeamGroup]]:
+        """Beam searches that have beams."""
+        return ((active, active.group) for active in self._requests.values() if active.group and active.group.beams)
+
+    def undecided_beams(self) -> Iterator[Sequence]:
+        """Beams with a row in a plan in flight."""
+        return (beam for step in self._in_flight for beam in step.beams)
+
     def deferred_releases(self) -> Iterator[list[int]]:
         """Block tables of sequences that ended while plans in flight could still touch them."""
         return (block_table for step in self._in_flight for block_table in step.releases)
