@@ -34,7 +34,7 @@ class AllDecode:
         )
         self._core.executor_attached(1, num_blocks)
         for i in range(num_running):
-            prompt = [i % 97] * (10 + i % BLOCK_SIZE)
+            prompt = [i] * (10 + i % BLOCK_SIZE)  # nobody shares: all are admitted in the first step
             self._core.add(Request(i, prompt, SequenceParams(max_total_tokens=len(prompt) + num_tokens)))
 
     def run(self, num_steps: int) -> float:

@@ -40,7 +40,7 @@ from scheduler.step_trace import StepTrace, StepTraces
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from scheduler.core import StepPlan
+    from scheduler.core import StepPlan, TokenLogprobs
     from scheduler.executor_client import Arrival, ExecutorClient, PlanStream
     from scheduler.wire import ExecutorDescription
 
@@ -63,9 +63,14 @@ class Sink(Protocol):
 
     def started(self, num_cached_tokens: int) -> None: ...
 
-    def tokens(self, index: int, token_ids: list[int]) -> None: ...
+    def prompt_logprobs(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
+        """Of prompt tokens from this position on, where asked for: all of them before the first output token."""
 
-    def finished(self, index: int, reason: FinishReason, num_preemptions: int) -> None: ...
+    def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+        """`logprobs` is as long as `token_ids`, where asked for."""
+
+    def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
+        """Beams come with a score, the best one first, each with all its tokens just before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,14 +355,36 @@ class Engine:
         for sequence in events.started:
             if (sink := self._sinks.get(sequence.request.request_id)) is not None:
                 self._tell_sink(sequence, sink.started, sequence.num_cached_tokens or 0)
+        for sequence, first_position, tokens in events.prompt_logprobs:
+            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
+                self._tell_sink(sequence, sink.prompt_logprobs, first_position, tokens)
+        logprobs = iter(events.logprobs)
         for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
+            news = [next(logprobs)[1]] if sequence.params.num_logprobs else None
             if (sink := self._sinks.get(sequence.request.request_id)) is not None:
                 try:  # as in _tell_sink, without the price of a call for each token
-                    sink.tokens(sequence.index, [token_id])
+                    if news is None:
+                        sink.tokens(sequence.index, [token_id])
+                    else:
+                        sink.tokens(sequence.index, [token_id], news)
                 except Exception:
                     log.exception(_BROKEN_SINK, sequence)
                     self.cancel(sequence.request.request_id)
+        self._tell_beams(events)
         self._tell_finished(events)
+
+    def _tell_beams(self, events: Events) -> None:
+        for sequence, results in events.beams:
+            request_id = sequence.request.request_id
+            for index, result in enumerate(results):
+                if (sink := self._sinks.get(request_id)) is not None and result.token_ids:
+                    self._tell_sink(sequence, sink.tokens, index, result.token_ids)
+                if (sink := self._sinks.get(request_id)) is not None:
+                    self._tell_sink(
+                        sequence, sink.finished, index, result.reason, sequence.num_preemptions, result.score
+                    )
+            if self._sinks.pop(request_id, None) is not None:
+                self._after_end(request_id)
 
     def _tell_finished(self, events: Events) -> None:
         for sequence, reason in events.finished:

@@ -7,9 +7,19 @@ from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from sys import byteorder
+from typing import Any
 
 from quire.executor.v1 import executor_pb2 as pb
-from scheduler.core import Admission, FinishReason, Fork, ResultMismatch, SequenceParams, StepPlan, StepResult
+from scheduler.core import (
+    Admission,
+    FinishReason,
+    Fork,
+    Logprobs,
+    ResultMismatch,
+    SequenceParams,
+    StepPlan,
+    StepResult,
+)
 from scheduler.step_trace import ExecutorTimings
 
 _END_REASONS: dict[int, FinishReason | None] = {
@@ -65,6 +75,7 @@ def encode_plan(plan: StepPlan) -> pb.StepPlan:
         block_copies=pack(plan.block_copies),
         row_counts=pack(plan.row_counts),
         forks=[_encode_fork(fork) for fork in plan.forks],
+        branches=pack(plan.branches),
     )
 
 
@@ -79,8 +90,25 @@ def decode_result(message: pb.StepResult) -> StepResult:
     if len(message.token_ids) % 4:
         raise ResultMismatch(f"{len(message.token_ids)} bytes of token ids in the result of step {message.step_id}")
     return StepResult(
-        epoch=message.epoch, step_id=message.step_id, token_ids=unpack(message.token_ids), end_reasons=end_reasons
+        epoch=message.epoch,
+        step_id=message.step_id,
+        token_ids=unpack(message.token_ids),
+        end_reasons=end_reasons,
+        logprobs=_decode_logprobs(message, "logprobs"),
+        prompt_logprobs=_decode_logprobs(message, "prompt_logprobs"),
+        candidates=_decode_logprobs(message, "candidates"),
     )
+
+
+def _decode_logprobs(message: pb.StepResult, name: str) -> Logprobs | None:
+    """Arrays, cut by the core; None where nobody asked."""
+    if not message.HasField(name):  # type: ignore[arg-type]
+        return None
+    logprobs: pb.Logprobs = getattr(message, name)
+    for part in ("token_ids", "values", "ranks"):
+        if len(getattr(logprobs, part)) % 4:
+            raise ResultMismatch(f"{len(getattr(logprobs, part))} bytes of {name}.{part} in step {message.step_id}")
+    return Logprobs(_to_array("i", logprobs.token_ids), _to_array("f", logprobs.values), _to_array("i", logprobs.ranks))
 
 
 def decode_timings(message: pb.StepResult) -> ExecutorTimings:
@@ -102,11 +130,23 @@ def pack(values: SequenceOf[int]) -> bytes:
     return packed.tobytes()
 
 
+def pack_floats(values: SequenceOf[float]) -> bytes:
+    """Little-endian float32, without padding."""
+    packed = array("f", values)
+    if byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
 def unpack(data: bytes) -> list[int]:
-    unpacked = array("i", data)
+    return _to_array("i", data).tolist()
+
+
+def _to_array(typecode: str, data: bytes) -> "array[Any]":
+    unpacked = array(typecode, data)
     if byteorder == "big":
         unpacked.byteswap()
-    return unpacked.tolist()
+    return unpacked
 
 
 def _encode_admission(admission: Admission) -> pb.Admission:
@@ -115,11 +155,11 @@ def _encode_admission(admission: Admission) -> pb.Admission:
         token_ids=pack(admission.token_ids),
         num_computed_tokens=admission.num_computed_tokens,
         block_table=pack(admission.block_table),
-        params=_encode_params(admission.params),
+        params=_encode_params(admission.params, admission.num_prompt_tokens),
     )
 
 
-def _encode_params(params: SequenceParams) -> pb.SequenceParams:
+def _encode_params(params: SequenceParams, num_prompt_tokens: int) -> pb.SequenceParams:
     return pb.SequenceParams(
         temperature=params.temperature,
         top_k=params.top_k,
@@ -130,6 +170,16 @@ def _encode_params(params: SequenceParams) -> pb.SequenceParams:
         stop_token_ids=pack(params.stop_token_ids),
         max_total_tokens=params.max_total_tokens,
         min_total_tokens=params.min_total_tokens,
+        allowed_token_ids=pack(params.allowed_token_ids),
+        bias_token_ids=pack(params.bias_token_ids),
+        bias_values=pack_floats(params.bias_values),
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        num_prompt_tokens=num_prompt_tokens,
+        num_logprobs=params.num_logprobs,
+        num_prompt_logprobs=params.num_prompt_logprobs,
+        num_candidates=params.num_candidates,
     )
 
 

@@ -17,6 +17,9 @@ class Step:
     prefills: list[tuple[Sequence, int]]  # tokens computed, of sequences that lacked more than one
     admitted: list[tuple[Sequence, int]]  # with the tokens found in the prefix cache
     ending: list[Sequence]  # sampled for the last time: they reach max_total_tokens
+    beams: list[Sequence]  # by slot: they report candidates
+    reporting: list[Sequence]  # of those that sample: their tokens come with log-probabilities
+    prompt_reports: list[tuple[Sequence, int, int]]  # by slot: first row, and number of rows that report on the prompt
     releases: list[list[int]] = field(default_factory=list)  # block tables to give back when this is committed
 
 
@@ -30,15 +33,19 @@ class Draft:
     completed: list[Sequence] = field(default_factory=list)  # whose prefill ends here: they sample, forked ones too
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     ending: list[Sequence] = field(default_factory=list)
+    branched: list[Sequence] = field(default_factory=list)  # beams, with a row of one token each
+    leaders: list[Sequence] = field(default_factory=list)  # whose prefill ends here: their beams begin
+    prompt_reports: list[tuple[Sequence, int, int]] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     table_updates: list[int] = field(default_factory=list)
     block_copies: list[int] = field(default_factory=list)
     row_counts: list[int] = field(default_factory=list)
     forks: list[Fork] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)
 
     @property
     def has_rows(self) -> bool:
-        return bool(self.decodes or self.prefills)
+        return bool(self.decodes or self.prefills or self.branched)
 
     def add_decodes(self, sequences: list[Sequence]) -> None:
         """A row of one token for each."""
@@ -49,7 +56,19 @@ class Draft:
             if sequence.num_planned_tokens + 1 >= sequence.params.max_total_tokens:
                 self.ending.append(sequence)
 
+    def add_branch(self, beam: Sequence, parent: Sequence, token_id: int) -> None:
+        """A row of one token, which was not known before."""
+        self.branched.append(beam)
+        self.branches += (beam.slot, parent.slot, token_id)
+        self.budget -= 1
+        beam.num_planned_tokens += 1
+
     def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
+        if sequence.params.num_prompt_logprobs:
+            first = sequence.num_planned_tokens
+            num_rows = min(first + num_tokens, sequence.num_prompt_tokens - 1) - first
+            if num_rows > 0:
+                self.prompt_reports.append((sequence, first, num_rows))
         self.prefills.append((sequence, num_tokens))
         self.budget -= num_tokens
         sequence.num_planned_tokens += num_tokens
@@ -71,8 +90,9 @@ class Draft:
             sequence.row_count = num_tokens
             self.row_counts += (sequence.slot, num_tokens)
 
-    def seal(self, epoch: int, step_id: int, retired_slots: list[int]) -> tuple[StepPlan, Step]:
-        """What goes to the executor, and what is kept until its result is in."""
+    def seal(self, epoch: int, step_id: int, retired_slots: list[int], *, has_reporting: bool) -> tuple[StepPlan, Step]:
+        """What goes to the executor, and what is kept until its result is in. has_reporting: some running sequence
+        asked for log-probabilities."""
         sampled = self.decodes + self.completed
         if self.completed:
             sampled.sort(key=by_slot)
@@ -85,7 +105,18 @@ class Draft:
             block_copies=self.block_copies,
             row_counts=self.row_counts,
             forks=self.forks,
-            num_sequences=len(self.decodes) + len(self.prefills),
-            num_tokens=len(self.decodes) + sum(num_tokens for _, num_tokens in self.prefills),
+            branches=self.branches,
+            num_sequences=len(self.decodes) + len(self.branched) + len(self.prefills),
+            num_tokens=len(self.decodes) + len(self.branched) + sum(num_tokens for _, num_tokens in self.prefills),
         )
-        return plan, Step(step_id, sampled, self.prefills, self.admitted, self.ending)
+        step = Step(
+            step_id,
+            sampled,
+            self.prefills,
+            self.admitted,
+            self.ending,
+            beams=sorted(self.branched + self.leaders, key=by_slot),
+            reporting=[s for s in sampled if s.params.num_logprobs] if has_reporting else [],
+            prompt_reports=sorted(self.prompt_reports, key=lambda report: report[0].slot),
+        )
+        return plan, step

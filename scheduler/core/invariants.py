@@ -25,6 +25,7 @@ def _problems(scheduler: Scheduler) -> Iterator[str]:
     yield from _published_blocks_are_computed(scheduler)
     yield from _everybody_is_somewhere(scheduler)
     yield from _slots_are_partitioned(scheduler)
+    yield from _groups_are_consistent(scheduler)
     yield from _reservations_are_covered(scheduler)
     for sequence in scheduler.running_sequences():
         yield from _sequence_is_consistent(scheduler, sequence)
@@ -84,9 +85,23 @@ def _slots_are_partitioned(scheduler: Scheduler) -> Iterator[str]:
         yield f"I9: slots {sorted(slots)}, {scheduler.num_held_slots} held and {scheduler.num_free_slots} free ones"
 
 
+def _groups_are_consistent(scheduler: Scheduler) -> Iterator[str]:
+    """I9: a group holds as many slots as it may have beams. I19: each beam is decided, or in one plan in flight."""
+    in_flight = Counter(scheduler.undecided_beams())
+    for active, group in scheduler.running_groups():
+        num_slots = len(group.beams) + len(active.child_slots)
+        if num_slots != group.params.width:
+            yield f"I9: the group of {group.leader!r} holds {num_slots} slots for {group.params.width} beams"
+        parents = {parent for parent, _ in group.branches}
+        for beam in group.beams:
+            if in_flight[beam] + (beam in parents) != 1:
+                yield f"I19: {beam!r} is in flight {in_flight[beam]} times, and decided: {beam in parents}"
+
+
 def _reservations_are_covered(scheduler: Scheduler) -> Iterator[str]:
     cache = scheduler.cache
-    promised = sum(sequence.num_reserved_blocks for sequence in scheduler.running_sequences())
+    purses = {sequence.purse for sequence in scheduler.running_sequences()}
+    promised = sum(purse.num_reserved_blocks for purse in purses)
     if promised != cache.num_reserved_blocks or promised > cache.pool.num_free_blocks:
         yield f"I10: {promised} blocks promised, {cache.num_reserved_blocks} booked, {cache.pool.num_free_blocks} free"
 

@@ -49,7 +49,7 @@ class KVCache:
 
     def num_available_blocks(self, sequence: Sequence | None = None) -> int:
         """Free blocks that are not promised to a sequence other than this one."""
-        own = sequence.num_reserved_blocks if sequence else 0
+        own = sequence.purse.num_reserved_blocks if sequence else 0
         return self.pool.num_free_blocks - self.num_reserved_blocks + own
 
     # --- prefix hits ------------------------------------------------------------------------------------------
@@ -57,12 +57,24 @@ class KVCache:
     def find_prefix(self, sequence: Sequence) -> list[int]:
         """Published blocks that hold the head of this sequence. Leaves at least one token to compute: somebody has
         to produce the logits of the last one. Changes nothing but the sequence's memory of its own digests."""
-        if not self._enable_prefix_caching:
+        if not self.reads_prefixes(sequence):
             return []
         num_full = (sequence.num_tokens - 1) // self.block_size
         salt = sequence.request.cache_salt
         chain = self.index.extend_chain(sequence.digests, sequence.token_ids, num_full, salt)
         return self.index.longest_match(chain[:num_full])
+
+    def reads_prefixes(self, sequence: Sequence) -> bool:
+        """Whoever reports on a prompt has to compute it."""
+        return self._enable_prefix_caching and not sequence.params.num_prompt_logprobs
+
+    def is_computing(self, sequence: Sequence, num_blocks: int, digest: bytes) -> bool:
+        """Whether a running sequence computes, and will publish, the block with this digest after so many."""
+        if not self._enable_prefix_caching or sequence.num_tokens < (num_blocks + 1) * self.block_size:
+            return False
+        salt = sequence.request.cache_salt
+        chain = self.index.extend_chain(sequence.digests, sequence.token_ids, num_blocks + 1, salt)
+        return chain[num_blocks] == digest
 
     def num_blocks_to_admit(self, sequence: Sequence, prefix: list[int]) -> int:
         """Free blocks it takes to hold all known tokens, if `prefix` is shared: cached blocks stop being free too."""
@@ -171,8 +183,8 @@ class KVCache:
     def _take(self, sequence: Sequence) -> int:
         block = self.pool.take()
         self.index.forget(block)
-        if sequence.num_reserved_blocks:
-            sequence.num_reserved_blocks -= 1
+        if sequence.purse.num_reserved_blocks:
+            sequence.purse.num_reserved_blocks -= 1
             self.num_reserved_blocks -= 1
         return block
 

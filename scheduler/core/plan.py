@@ -17,6 +17,7 @@ class Admission:
 
     slot: int
     token_ids: list[int]
+    num_prompt_tokens: int
     num_computed_tokens: int
     block_table: list[int]
     params: SequenceParams
@@ -46,18 +47,53 @@ class StepPlan:
     block_copies: list[int] = field(default_factory=list)  # (source block, destination block)
     row_counts: list[int] = field(default_factory=list)  # (slot, tokens a step)
     forks: list[Fork] = field(default_factory=list)
+    branches: list[int] = field(default_factory=list)  # (slot, parent slot, token)
     num_sequences: int = 0
     num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Flat arrays of equal length; `ranks` is empty for candidates, which come most probable first."""
+
+    token_ids: SequenceOf[int]
+    values: SequenceOf[float]
+    ranks: SequenceOf[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens by ascending slot. `end_reasons` is as long, or None if every sequence goes on."""
+    """Sampled tokens by ascending slot. `end_reasons` is as long, or None if every sequence goes on.
+
+    The last three are None unless somebody asked: for each sampled token k + 1 entries (the token, then the k most
+    probable), for each prompt token that the step computed the one before the same, and of each beam its candidates.
+    """
 
     epoch: int
     step_id: int
     token_ids: SequenceOf[int]
     end_reasons: SequenceOf[FinishReason | None] | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    candidates: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """What a client that asked learns of one token: itself first, then the most probable ones in its place."""
+
+    token_ids: list[int]
+    values: list[float]
+    ranks: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class BeamResult:
+    """One beam that has ended: its output, the last token included, and its score, lengths penalised."""
+
+    token_ids: list[int]
+    score: float
+    reason: FinishReason
 
 
 @dataclass(slots=True)
@@ -65,10 +101,15 @@ class Events:
     """What a commit (or a cancel, or the clock) made happen, for the shell to tell the clients.
 
     `sequences` and `token_ids` run in parallel: one new token each. A sequence's last token comes with, and before,
-    its entry in `finished`.
+    its entry in `finished`. `logprobs` has an entry for each sequence that asked, in the order of `sequences`;
+    `prompt_logprobs` the position of the first prompt token, and one entry for each from there on. A request in
+    `beams` has ended with it: its best beams, the best one first.
     """
 
     started: list[Sequence] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finished: list[tuple[Sequence, FinishReason]] = field(default_factory=list)
+    logprobs: list[tuple[Sequence, TokenLogprobs]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[Sequence, int, list[TokenLogprobs]]] = field(default_factory=list)
+    beams: list[tuple[Sequence, list[BeamResult]]] = field(default_factory=list)

@@ -14,41 +14,30 @@ before that token is known. Two rules keep this simple:
 
 * What ends or is cancelled while plans are in flight keeps its blocks until the newest of them is committed.
 * Nobody is preempted while plans are in flight: a short pool first waits for their results, which may end somebody.
+
+Beams are the exception to planning ahead: which of them go on is decided here, so each step of a group (beam_group.py)
+waits for the results of its last. To the rest of the batch it is one more decode, or several.
 """
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from scheduler.core.active_request import ActiveRequest
 from scheduler.core.batch import Batch
+from scheduler.core.beam import Candidates
+from scheduler.core.beam_group import BeamGroup
 from scheduler.core.draft import Draft, Step
 from scheduler.core.errors import CapacityExceeded, InvariantViolation, QueueFull, ResultMismatch
 from scheduler.core.kv_cache import Allocation, KVCache
 from scheduler.core.limits import Limits
 from scheduler.core.plan import Admission, Events, Fork, StepPlan, StepResult
 from scheduler.core.policy import FCFS, Policy
+from scheduler.core.reports import add_logprobs, add_prompt_logprobs, candidates_by_beam, check_reports
 from scheduler.core.request import Request
 from scheduler.core.sequence import FinishReason, Sequence, State
 from scheduler.core.stats import Counters
 from scheduler.core.waiting_queue import WaitingQueue
-
-
-@dataclass(slots=True)
-class ActiveRequest:
-    """A request that was added and has not ended. Its samples beyond the first are born when its prompt is computed."""
-
-    request: Request
-    sequences: list[Sequence]
-    child_slots: list[int] = field(default_factory=list)  # held for samples to be born
-
-    @property
-    def num_unborn(self) -> int:
-        return self.request.num_sequences - len(self.sequences)
-
-    @property
-    def has_ended(self) -> bool:
-        return all(sequence.is_finished for sequence in self.sequences)
 
 
 class Scheduler:
@@ -94,7 +83,8 @@ class Scheduler:
         self._check_queue_takes(request)
         self._num_arrivals += 1
         sequence = Sequence(request, index=0, arrival=self._num_arrivals)
-        self._requests[request.request_id] = ActiveRequest(request, [sequence])
+        group = BeamGroup(sequence, request.beam) if request.beam else None
+        self._requests[request.request_id] = ActiveRequest(request, [sequence], group=group)
         self._waiting.add(sequence)
         if request.deadline_s is not None:
             heappush(self._deadlines, (request.deadline_s, request.request_id))
@@ -151,7 +141,7 @@ class Scheduler:
         self.is_attached = True
         events = Events()
         for sequence in list(self._waiting):
-            if sequence.params.max_total_tokens > self.max_tokens_per_sequence:
+            if not sequence.is_finished and not self._fits(self._requests[sequence.request.request_id]):
                 events.finished += self._end_request(sequence.request.request_id, FinishReason.ERROR)
         return events
 
@@ -165,10 +155,8 @@ class Scheduler:
             return events
         self.is_attached = False
         self._in_flight.clear()
-        for sequence in list(self._batch.running):
-            self._drop_from_batch(sequence)
-            self.cache.release(sequence.block_table)
-            sequence.forget_kv()
+        for sequence in dict.fromkeys(running.purse for running in self._batch.running):
+            self._give_all_back(sequence)
             sequence.count_loss()
             sequence.become(State.WAITING)
             self._waiting.add(sequence)
@@ -207,6 +195,7 @@ class Scheduler:
             return None
         draft = Draft(budget=self.limits.max_num_batched_tokens)
         self._plan_decodes(draft, growing)
+        self._plan_beams(draft)
         self._plan_prefills(draft)
         self._admit(draft)
         if draft.has_rows:
@@ -216,11 +205,15 @@ class Scheduler:
         return None
 
     def _make_room_for_decodes(self) -> list[Sequence] | None:
-        """The decodes that need a block for their next token, once there is one for each; None: not yet."""
+        """The decodes that need a block for their next token, once there is one for each, and for all beams; None: not
+        yet."""
         while True:
             growing = [s for s in self._batch.decoding if s.num_planned_tokens >= s.write_limit]
             unreserved = [s for s in growing if not s.num_reserved_blocks]
-            if self.cache.num_blocks_to_append(unreserved) <= self.cache.num_available_blocks():
+            num_needed = self.cache.num_blocks_to_append(unreserved)
+            for group in self._batch.decided:
+                num_needed += 0 if group.leader.is_guaranteed else group.num_blocks_to_branch(self.cache)
+            if num_needed <= self.cache.num_available_blocks():
                 return growing
             if self._in_flight:
                 return None
@@ -234,6 +227,20 @@ class Scheduler:
                 draft.set_row_count(sequence, 1)
         self._batch.joined.clear()
         draft.add_decodes(self._batch.decoding)
+
+    def _plan_beams(self, draft: Draft) -> None:
+        """One step of each group that is decided: a branch and a row for every beam. There is room for all of them."""
+        for group in self._batch.decided:
+            active = self._requests[group.leader.request.request_id]
+            placed = group.branch(self.cache)
+            for beam, _, _ in placed:
+                if beam.slot < 0:
+                    self._batch.enter(beam, active.child_slots.pop(0))
+                    self.counters.num_branches += 1
+            for beam, parent, token_id in placed:
+                draft.add_allocation(beam, self._allocate(beam, 1))
+                draft.add_branch(beam, parent, token_id)
+        self._batch.decided = []
 
     def _plan_prefills(self, draft: Draft) -> None:
         for sequence in list(self._batch.prefilling):
@@ -254,6 +261,9 @@ class Scheduler:
             if self._batch.num_free_slots <= active.num_unborn or not self._may_run_beside_others(sequence):
                 return
             prefix = self.cache.find_prefix(sequence)
+            if self._awaits_prefix(draft, sequence, prefix):
+                self.counters.num_prefix_waits += 1
+                return
             if not self._has_room_to_admit(sequence, prefix):
                 return
             self._waiting.remove(sequence)
@@ -264,6 +274,20 @@ class Scheduler:
         if sequence.is_suspect:
             return not self._batch.running
         return not any(running.is_suspect for running in self._batch.running)
+
+    def _awaits_prefix(self, draft: Draft, sequence: Sequence, prefix: list[int]) -> bool:
+        """Whether the next block of its prompt is being computed, by this plan or one in flight: then it is found once
+        the result is in, and need not be computed again. Nobody waits for a plan that is not out: so never for long."""
+        num_found = len(prefix)
+        if not self.cache.reads_prefixes(sequence) or num_found >= len(sequence.digests):
+            return False
+        digest = sequence.digests[num_found]
+        return any(
+            self.cache.is_computing(other, num_found, digest)
+            for prefills in (draft.prefills, *(step.prefills for step in self._in_flight))
+            for other, _ in prefills
+            if not other.is_finished
+        )
 
     def _has_room_to_admit(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Room for all tokens it has now; and, if it was preempted too often, for all it can ever have."""
@@ -291,6 +315,7 @@ class Scheduler:
             Admission(
                 slot=sequence.slot,
                 token_ids=list(sequence.token_ids),
+                num_prompt_tokens=sequence.num_prompt_tokens,
                 num_computed_tokens=num_cached,
                 block_table=list(sequence.block_table),
                 params=sequence.params,
@@ -300,11 +325,15 @@ class Scheduler:
         self._plan_chunk(draft, sequence, num_tokens)
 
     def _plan_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
-        """A row of `num_tokens` for a prefilling sequence; if it lacks no more, it samples and goes on to decode."""
+        """A row of `num_tokens` for a prefilling sequence; if it lacks no more, it samples and goes on to decode, or
+        reports its candidates for first beams."""
         draft.add_prefill(sequence, num_tokens)
         if sequence.num_uncomputed_tokens:
             return
         self._batch.prefilling.remove(sequence)
+        if sequence.is_beam:
+            draft.leaders.append(sequence)
+            return
         self._start_decoding(draft, sequence)
         active = self._requests[sequence.request.request_id]
         while active.num_unborn:
@@ -319,6 +348,7 @@ class Scheduler:
         child = Sequence(parent.request, index=len(active.sequences), arrival=parent.arrival)
         self.cache.fork(parent, child)
         child.state = State.RUNNING
+        self.counters.num_forks += 1
         child.row_count = 1
         active.sequences.append(child)
         self._batch.enter(child, active.child_slots.pop(0))
@@ -333,7 +363,9 @@ class Scheduler:
             if sequence not in scheduled:
                 draft.set_row_count(sequence, 0)
         self.step_id += 1
-        plan, step = draft.seal(self.epoch, self.step_id, self._batch.retired_slots)
+        plan, step = draft.seal(
+            self.epoch, self.step_id, self._batch.retired_slots, has_reporting=self._batch.num_reporting > 0
+        )
         self._batch.retired_slots = []
         for sequence in draft.ending:  # the executor hears of it with the next plan: this one computes their last row
             self._batch.retire(sequence)
@@ -364,6 +396,12 @@ class Scheduler:
                 if sequence.num_computed_tokens >= sequence.publish_at:
                     self.cache.publish(sequence)
         self._append_tokens(step, result, events)
+        if result.logprobs is not None:
+            add_logprobs(step, result.logprobs, events)
+        if result.prompt_logprobs is not None:
+            add_prompt_logprobs(step, result.prompt_logprobs, events)
+        if result.candidates is not None:
+            self._decide_beams(step, candidates_by_beam(step, result.candidates), events)
         self._end_sequences(step, result, events)
         for block_table in step.releases:
             self.cache.release(block_table)
@@ -383,6 +421,7 @@ class Scheduler:
                 raise ResultMismatch(
                     f"step {step.step_id} sampled {len(step.sampled)} sequences, its result has {len(values)} {name}"
                 )
+        check_reports(step, result)
         return step
 
     def _note_start(self, sequence: Sequence, num_cached: int, events: Events) -> None:
@@ -407,6 +446,48 @@ class Scheduler:
             events.token_ids.append(token_id)
         self.counters.num_generated_tokens += len(events.token_ids)
 
+    def _decide_beams(self, step: Step, candidates: dict[Sequence, Candidates], events: Events) -> None:
+        """Each group that reported goes on with the beams it has decided on, or has ended."""
+        for beam in step.beams:
+            if beam.is_finished:
+                continue  # overrun: its request ended after this step was planned
+            beam.num_computed_tokens = beam.num_planned_tokens
+            if beam.num_computed_tokens >= beam.publish_at:
+                self.cache.publish(beam)
+        for leader in dict.fromkeys(beam.purse for beam in step.beams if not beam.is_finished):
+            leader.show_progress()
+            self._decide(self._requests[leader.request.request_id], candidates, events)
+
+    def _decide(self, active: ActiveRequest, candidates: dict[Sequence, Candidates], events: Events) -> None:
+        group = active.group
+        if group is None:
+            raise InvariantViolation(f"request {active.request.request_id} reported candidates, and is no beam search")
+        leader = group.leader
+        is_first = not group.beams
+        dropped = group.decide(candidates)
+        if is_first:
+            self._batch.replace(leader, group.beams[0])
+        if group.branches:
+            self._drop_beams(active, dropped)
+            self._batch.decided.append(group)
+            return
+        results = group.search.results()
+        self.counters.num_generated_tokens += sum(len(result.token_ids) for result in results)
+        for result in results[1:]:
+            self.counters.num_finished[result.reason] += 1
+        self._finish(leader, results[0].reason)
+        events.beams.append((leader, results))
+
+    def _drop_beams(self, active: ActiveRequest, dropped: list[Sequence]) -> None:
+        """Nobody continues these. What they held is free at once: a group waits for its results, so no plan in flight
+        reads or writes it. Their slots stay with the group, and so does the promise of a block for each."""
+        for beam in dropped:
+            active.child_slots.append(self._batch.vacate(beam))
+            self.cache.release(beam.block_table)
+            beam.state = State.FINISHED
+            if beam.is_guaranteed and beam.num_planned_tokens % self._block_size:
+                self.cache.reserve(beam.purse, 1)  # the last block was its own: a child of another beam will copy one
+
     def _end_sequences(self, step: Step, result: StepResult, events: Events) -> None:
         if result.end_reasons is not None:
             for sequence, reason in zip(step.sampled, result.end_reasons, strict=True):
@@ -420,18 +501,36 @@ class Scheduler:
 
     # --- transitions ------------------------------------------------------------------------------------------
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Takes everything from a running sequence; its tokens are computed again later. No plan is in flight."""
+    def _preempt(self, victim: Sequence) -> None:
+        """Takes everything from a running sequence, or all beams of its group; it is computed again later. No plan is
+        in flight."""
         if self._in_flight:
             raise InvariantViolation("preemption while plans are in flight")
+        sequence = victim.purse
         self.counters.num_preemptions += 1
-        self.counters.num_preempted_tokens += sequence.num_computed_tokens
-        self._drop_from_batch(sequence)
-        self.cache.release(sequence.block_table)
-        sequence.forget_kv()
+        self.counters.num_preempted_tokens += self._give_all_back(sequence)
         sequence.num_preemptions += 1
         sequence.become(State.PREEMPTED)
         self._waiting.add(sequence)
+
+    def _give_all_back(self, sequence: Sequence) -> int:
+        """Slots, blocks and promises; its tokens stay, beams do not. Returns the computed tokens that are lost."""
+        num_lost = 0
+        active = self._requests[sequence.request.request_id]
+        for holder in active.holders(sequence):
+            num_lost += holder.num_computed_tokens
+            self._drop_from_batch(holder)
+            self.cache.release(holder.block_table)
+            holder.forget_kv()
+        if active.group:
+            self._forget_beams(active.group)
+        sequence.forget_kv()
+        return num_lost
+
+    def _forget_beams(self, group: BeamGroup) -> None:
+        if group in self._batch.decided:
+            self._batch.decided.remove(group)
+        group.restart()
 
     def _choose_victim(self) -> Sequence:
         candidates = [sequence for sequence in self._batch.running if not sequence.is_guaranteed]
@@ -444,8 +543,11 @@ class Scheduler:
         return sequence.num_preemptions >= self.limits.max_preemptions
 
     def _num_worst_case_blocks(self, sequence: Sequence) -> int:
-        """Blocks this sequence can come to hold; one more if samples will share, and so copy, its last one."""
-        num_unborn = self._requests[sequence.request.request_id].num_unborn
+        """Blocks this sequence, or its beams, can come to hold; one more if samples will share, and copy, the last."""
+        active = self._requests[sequence.request.request_id]
+        if active.group:
+            return active.group.num_worst_case_blocks(self.cache)
+        num_unborn = active.num_unborn
         num_blocks = self.cache.num_blocks_for(sequence.params.max_total_tokens - 1) + (num_unborn > 0)
         return min(num_blocks, self.cache.pool.num_usable_blocks)
 
@@ -457,22 +559,27 @@ class Scheduler:
         return [(sequence, reason) for sequence in unfinished]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        active = self._requests[sequence.request.request_id]
         if sequence.state is State.RUNNING:
-            self._drop_from_batch(sequence)
-            self._release_after_flight(sequence.block_table)
-            sequence.block_table = []
+            for holder in active.holders(sequence):
+                self._drop_from_batch(holder)
+                self._release_after_flight(holder.block_table)
+                holder.block_table = []
+                if holder is not sequence:
+                    holder.state = State.FINISHED
+            if active.group:
+                self._forget_beams(active.group)
         else:
             self._waiting.remove(sequence)
         sequence.become(State.FINISHED)
         self.counters.num_finished[reason] += 1
-        active = self._requests[sequence.request.request_id]
         if active.has_ended:
             del self._requests[sequence.request.request_id]
 
     def _drop_from_batch(self, sequence: Sequence) -> None:
         """Out of the running set and its slot; what it holds in blocks is the caller's to release."""
         self._batch.drop(sequence)
-        self.cache.cancel_reservation(sequence)
+        self.cache.cancel_reservation(sequence.purse)
         active = self._requests[sequence.request.request_id]
         for slot in active.child_slots:
             self._batch.return_slot(slot)
@@ -501,7 +608,7 @@ class Scheduler:
 
     @property
     def num_held_slots(self) -> int:
-        """Slots kept for samples to be born."""
+        """Slots kept for samples or beams to be born."""
         return sum(len(active.child_slots) for active in self._requests.values())
 
     def has_request(self, request_id: int) -> bool:
@@ -515,7 +622,16 @@ class Scheduler:
         return iter(self._batch.running)
 
     def unfinished_sequences(self) -> Iterator[Sequence]:
-        return (s for active in self._requests.values() for s in active.sequences if not s.is_finished)
+        """Once a group has beams, they are what there is of it."""
+        return (sequence for active in self._requests.values() for sequence in active.unfinished())
+
+    def running_groups(self) -> Iterator[tuple[ActiveRequest, BeamGroup]]:
+        """Beam searches that have beams."""
+        return ((active, active.group) for active in self._requests.values() if active.group and active.group.beams)
+
+    def undecided_beams(self) -> Iterator[Sequence]:
+        """Beams with a row in a plan in flight."""
+        return (beam for step in self._in_flight for beam in step.beams)
 
     def deferred_releases(self) -> Iterator[list[int]]:
         """Block tables of sequences that ended while plans in flight could still touch them."""
@@ -533,10 +649,24 @@ class Scheduler:
             raise CapacityExceeded(
                 f"prompt and output may reach {max_total} tokens, one sequence can hold {self.max_tokens_per_sequence}"
             )
-        if request.num_sequences > self.limits.max_num_seqs:
+        num_sequences = request.beam.width if request.beam else request.num_sequences
+        if num_sequences > self.limits.max_num_seqs:
             raise CapacityExceeded(
-                f"{request.num_sequences} sequences in one request, at most {self.limits.max_num_seqs} can run"
+                f"{num_sequences} sequences in one request, at most {self.limits.max_num_seqs} can run"
             )
+        if request.beam:
+            num_blocks = BeamGroup(Sequence(request, 0, 0), request.beam).num_worst_case_blocks(self.cache)
+            if num_blocks > self.cache.pool.num_usable_blocks:
+                raise CapacityExceeded(
+                    f"{num_sequences} beams may come to hold {num_blocks} blocks, the pool has "
+                    f"{self.cache.pool.num_usable_blocks}"
+                )
+
+    def _fits(self, active: ActiveRequest) -> bool:
+        """Whether a request that was taken can run in this pool."""
+        if active.group and active.group.num_worst_case_blocks(self.cache) > self.cache.pool.num_usable_blocks:
+            return False
+        return active.request.params.max_total_tokens <= self.max_tokens_per_sequence
 
     def _check_queue_takes(self, request: Request) -> None:
         if len(self._waiting) >= self.limits.max_waiting_requests:

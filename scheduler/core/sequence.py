@@ -4,7 +4,7 @@ from dataclasses import replace
 from enum import Enum
 
 from scheduler.core.errors import InvariantViolation
-from scheduler.core.request import Request
+from scheduler.core.request import Request, SequenceParams
 
 
 class State(Enum):
@@ -67,10 +67,12 @@ class Sequence:
         "num_losses",
         "num_planned_tokens",
         "num_preemptions",
+        "num_prompt_reported",
         "num_prompt_tokens",
         "num_reserved_blocks",
         "params",
         "publish_at",
+        "purse",
         "request",
         "row_count",
         "slot",
@@ -83,7 +85,9 @@ class Sequence:
         self.request = request
         self.index = index
         self.arrival = arrival
-        self.params = replace(request.params, seed=request.seeds[index])
+        self.params = _params_of(request, index)
+        self.num_prompt_reported = 0  # prompt tokens whose log-probabilities, and those of all before, were told
+        self.purse = self  # who holds the reservation that its blocks are drawn on: a beam's is its group's leader
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.state = State.WAITING
@@ -105,6 +109,8 @@ class Sequence:
         self.publish_at = 0  # num_computed_tokens at which the next block is full; set by the KV cache
         self.num_reserved_blocks = 0
         self.is_guaranteed = False  # admitted with its worst case reserved: never a victim
+        if self.num_prompt_reported == self.num_prompt_tokens - 1:
+            self.params = replace(self.params, num_prompt_logprobs=0)  # all is told: nothing to ask for again
 
     @property
     def num_tokens(self) -> int:
@@ -124,10 +130,18 @@ class Sequence:
         """It ran when the executor was lost, twice in a row, and has not shown to be harmless since."""
         return self.num_losses >= 2 and len(self.token_ids) == self.loss_mark
 
+    @property
+    def is_beam(self) -> bool:
+        return self.params.num_candidates > 0
+
     def become(self, state: State) -> None:
         if state not in TRANSITIONS[self.state]:
             raise InvariantViolation(f"{self!r} cannot become {state.value}")
         self.state = state
+
+    def show_progress(self) -> None:
+        """A token more, of a sequence or of its beams: the next loss of an executor is the first in a row."""
+        self.loss_mark = -1
 
     def count_loss(self) -> None:
         """The executor was lost while this sequence ran."""
@@ -136,3 +150,13 @@ class Sequence:
 
     def __repr__(self) -> str:
         return f"<sequence {self.request.request_id}.{self.index} {self.state.value}>"
+
+
+def _params_of(request: Request, index: int) -> SequenceParams:
+    """Samples differ in their seeds; the first alone reports on the prompt."""
+    params = request.params
+    if request.beam is not None:
+        num_ends = len({*params.eos_token_ids, *params.stop_token_ids})
+        return replace(params, seed=request.seeds[0], num_candidates=request.beam.num_candidates(num_ends))
+    num_prompt_logprobs = params.num_prompt_logprobs if index == 0 else 0
+    return replace(params, seed=request.seeds[index], num_prompt_logprobs=num_prompt_logprobs)

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from scheduler.core import Events, FinishReason, Request
-from tests.core.fake_executor import expected_output
+from scheduler.core import BeamResult, Events, FinishReason, Request, Sequence, TokenLogprobs
+from tests.core.fake_executor import context_of, expected_beams, expected_output, token_logprobs
 
 Key = tuple[int, int]
 """(request_id, index): one sequence, as a client knows it."""
@@ -22,11 +22,17 @@ class FakeClients:
     expected: dict[Key, tuple[list[int], FinishReason]] = field(default_factory=dict)
     received: dict[Key, list[int]] = field(default_factory=dict)
     ended: dict[Key, FinishReason] = field(default_factory=dict)
+    beams: dict[int, list[BeamResult]] = field(default_factory=dict)  # what each beam search has to find
+    num_prompt_logprobs: dict[int, int] = field(default_factory=dict)  # prompt tokens that were reported on
     num_cached_tokens: dict[int, int] = field(default_factory=dict)  # by request, once it has started
 
     def submit(self, request: Request) -> None:
         prompt = list(request.prompt_token_ids)
         self.requests[request.request_id] = request
+        if request.beam:
+            self.beams[request.request_id] = expected_beams(request, self.vocab_size)
+            self.received[request.request_id, 0] = []
+            return
         for index, seed in enumerate(request.seeds):
             key = (request.request_id, index)
             self.expected[key] = expected_output(prompt, request.params, seed, self.vocab_size)
@@ -49,6 +55,11 @@ class FakeClients:
             self._hear_start(sequence.request.request_id, sequence.num_cached_tokens)
         for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
             self._hear_token((sequence.request.request_id, sequence.index), token_id)
+        self._hear_logprobs(events)
+        for sequence, first, tokens in events.prompt_logprobs:
+            self._hear_prompt_logprobs(sequence, first, tokens)
+        for sequence, results in events.beams:
+            self._hear_beams(sequence.request.request_id, results)
         for sequence, reason in events.finished:
             self._hear_end((sequence.request.request_id, sequence.index), reason)
         for sequence, reason in events.finished:
@@ -71,16 +82,53 @@ class FakeClients:
         received.append(token_id)
         assert received == expected[: len(received)], f"I11: {key} got {received} of {expected}"
 
+    def _hear_logprobs(self, events: Events) -> None:
+        """Those who asked are told, in order, and nobody else."""
+        told = [sequence for sequence in events.sequences if sequence.params.num_logprobs]
+        assert [sequence for sequence, _ in events.logprobs] == told, "I18: log-probabilities of somebody else"
+        for sequence, logprobs in events.logprobs:
+            request = sequence.request
+            received = self.received[request.request_id, sequence.index]
+            context = context_of([*request.prompt_token_ids, *received[:-1]])
+            self._check_logprobs(logprobs, context, received[-1], request.params.num_logprobs)
+
+    def _hear_prompt_logprobs(self, sequence: Sequence, first: int, tokens: list[TokenLogprobs]) -> None:
+        """Each position once, and in order."""
+        request = sequence.request
+        num_known = self.num_prompt_logprobs.get(request.request_id, 0)
+        assert sequence.index == 0, "I18: a sample told of the prompt"
+        assert first == num_known + 1, f"I18: {sequence!r} is told of prompt token {first}, knows {num_known}"
+        assert tokens, "I18: nothing told"
+        for position, logprobs in enumerate(tokens, first):
+            context = context_of(list(request.prompt_token_ids[:position]))
+            width = request.params.num_prompt_logprobs
+            self._check_logprobs(logprobs, context, request.prompt_token_ids[position], width)
+        self.num_prompt_logprobs[request.request_id] = num_known + len(tokens)
+
+    def _check_logprobs(self, logprobs: TokenLogprobs, context: list[int], token_id: int, width: int) -> None:
+        told = list(zip(logprobs.token_ids, logprobs.values, logprobs.ranks, strict=True))
+        assert told == token_logprobs(context, token_id, width, self.vocab_size), "I18: wrong log-probabilities"
+
+    def _hear_beams(self, request_id: int, results: list[BeamResult]) -> None:
+        assert request_id in self.num_cached_tokens, f"I11: beams of {request_id} before it started"
+        assert (request_id, 0) not in self.ended, f"I11: beams of {request_id} after its end"
+        assert results == self.beams[request_id], f"I11: {request_id} got {results}, not {self.beams[request_id]}"
+        self.ended[request_id, 0] = results[0].reason
+
     def _hear_end(self, key: Key, reason: FinishReason) -> None:
         assert key not in self.ended, f"I11: {key} ended twice"
         self.ended[key] = reason
         # STOP is also how a client's own stop string ends: with what was sent so far.
-        is_whole = (self.received[key], reason) == self.expected[key]
+        is_whole = (self.received[key], reason) == self.expected.get(key)
+        assert key[0] not in self.beams or reason in FAILED, f"I11: {key} ended without its beams"
         assert reason not in ENDED_BY_EXECUTOR or is_whole, f"I11: {key} ended by {reason} at {self.received[key]}"
 
     def assert_served(self) -> None:
         """Every sequence has ended; those that nobody stopped are whole."""
         assert not self.open_requests(), f"I12: requests {self.open_requests()} never ended"
         for key, reason in self.ended.items():
-            if reason in ENDED_BY_EXECUTOR:
+            if reason in ENDED_BY_EXECUTOR and key[0] not in self.beams:
+                num_prompt_tokens = len(self.requests[key[0]].prompt_token_ids)
+                asked = self.requests[key[0]].params.num_prompt_logprobs
+                assert not asked or self.num_prompt_logprobs.get(key[0], 0) == num_prompt_tokens - 1
                 assert (self.received[key], reason) == self.expected[key]

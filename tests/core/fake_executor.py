@@ -7,10 +7,12 @@ overwritten block anywhere changes what comes out, and `expected_output` says wh
 
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from zlib import crc32
 
-from scheduler.core import FinishReason, Fork, SequenceParams, StepPlan, StepResult
+from scheduler.core import BeamResult, FinishReason, Fork, Logprobs, Request, SequenceParams, StepPlan, StepResult
+from scheduler.core.beam import BeamSearch, Candidates
 
 Sample = tuple[int, FinishReason | None]
 
@@ -51,6 +53,43 @@ def expected_output(
         entries.append(kv_entry(entries, token_id))
 
 
+def rank_tokens(entries: list[int], number: int, vocab_size: int) -> Candidates:
+    """The most probable tokens to follow; beyond the vocabulary there are only impossible ones."""
+    values = [-(crc32(array("Q", (token_id, *entries))) % 64) / 16 for token_id in range(vocab_size)]
+    order = sorted(range(vocab_size), key=lambda token_id: -values[token_id])[:number]
+    num_missing = number - len(order)
+    return order + [0] * num_missing, [values[token_id] for token_id in order] + [-inf] * num_missing
+
+
+def token_logprobs(entries: list[int], token_id: int, width: int, vocab_size: int) -> list[tuple[int, float, int]]:
+    """(token, log-probability, rank) of this token and the width - 1 most probable ones."""
+    order, values = rank_tokens(entries, max(vocab_size, width), vocab_size)
+    ranked = list(zip(order, values, range(1, len(order) + 1), strict=True))
+    return [next(entry for entry in ranked if entry[0] == token_id), *ranked[: width - 1]]
+
+
+def context_of(text: list[int]) -> list[int]:
+    entries: list[int] = []
+    for token_id in text:
+        entries.append(kv_entry(entries, token_id))
+    return entries
+
+
+def expected_beams(request: Request, vocab_size: int) -> list[BeamResult]:
+    """What a beam search must find whatever happens around it."""
+    assert request.beam is not None
+    params, prompt = request.params, list(request.prompt_token_ids)
+    reasons = dict.fromkeys(params.stop_token_ids, FinishReason.STOP)
+    reasons |= dict.fromkeys(params.eos_token_ids, FinishReason.EOS)
+    search = BeamSearch(request.beam, reasons, params.max_total_tokens - len(prompt))
+    number = request.beam.num_candidates(len(reasons))
+    texts = [prompt]
+    while texts:
+        survivors = search.decide([rank_tokens(context_of(text), number, vocab_size) for text in texts])
+        texts = [[*texts[survivor.parent], survivor.token_id] for survivor in survivors]
+    return search.results()
+
+
 class PlanError(Exception):
     """The plan breaks a rule of the plan stream."""
 
@@ -67,8 +106,10 @@ class Slot:
     block_table: list[int]
     params: SequenceParams
     seed: int
+    num_prompt_tokens: int = 0
     row_count: int = 0
     has_ended: bool = False
+    is_undecided: bool = False  # a beam that has reported its candidates
 
 
 @dataclass
@@ -102,17 +143,32 @@ class FakeExecutor:
         require(plan.epoch == self.epoch, f"epoch {plan.epoch}, not {self.epoch}")
         require(plan.step_id == self.step_id + 1, f"step {plan.step_id} after {self.step_id}")
         self.step_id = plan.step_id
+        self._prompt_logprobs: dict[int, list[tuple[int, float, int]]] = {}
         self._apply_deltas(plan)
         overrun = {index for index, slot in self.slots.items() if slot.row_count and slot.has_ended}
         contexts = self._compute_rows(overrun)
         self._fork(plan.forks, contexts)
         self.touched_blocks = frozenset(self._blocks_in_use()) | set(plan.block_copies)
         sampled: dict[int, Sample] = dict.fromkeys(overrun, (0, None))
+        logprobs = {index: [(0, 0.0, 1)] * self.slots[index].params.num_logprobs for index in overrun}
+        candidates: dict[int, Candidates] = {}
         for index, context in contexts.items():
-            sampled[index] = self._sample(self.slots[index], context)
+            slot = self.slots[index]
+            if slot.params.num_candidates:
+                candidates[index] = rank_tokens(context, slot.params.num_candidates, self.vocab_size)
+                slot.row_count, slot.is_undecided = 0, True
+                continue
+            sampled[index] = self._sample(slot, context)
+            if slot.params.num_logprobs:
+                logprobs[index] = token_logprobs(context, sampled[index][0], slot.params.num_logprobs, self.vocab_size)
         self.sampled_slots = frozenset(sampled)
         self.num_overruns += len(overrun)
-        return _pack(plan, sampled)
+        return replace(
+            _pack(plan, sampled),
+            logprobs=_pack_logprobs(logprobs),
+            prompt_logprobs=_pack_logprobs(self._prompt_logprobs),
+            candidates=_pack_candidates(candidates),
+        )
 
     def _apply_deltas(self, plan: StepPlan) -> None:
         for index in plan.retired_slots:
@@ -127,7 +183,9 @@ class FakeExecutor:
                 list(admission.block_table),
                 admission.params,
                 admission.params.seed,
+                admission.num_prompt_tokens,
             )
+        self._branch(plan.branches)
         for index, logical, physical in _tuples(plan.table_updates, 3):
             require(index in self.slots, f"table update of empty slot {index}")
             table = self.slots[index].block_table
@@ -137,10 +195,30 @@ class FakeExecutor:
         for index, num_tokens in _tuples(plan.row_counts, 2):
             require(index in self.slots, f"row count of empty slot {index}")
             require(num_tokens >= 0, f"row count {num_tokens}")
+            require(not self.slots[index].is_undecided, f"row count of slot {index}, a beam that is not decided")
             require(self.slots[index].row_count != num_tokens, f"row count of slot {index} is sent and did not change")
             self.slots[index].row_count = num_tokens
         for slot in self.slots.values():
             require(all(0 < block < self.num_blocks for block in slot.block_table), "block id outside the pool")
+
+    def _branch(self, branches: list[int]) -> None:
+        """All at once: parents are as they stood before."""
+        targets = branches[::3]
+        require(len(set(targets)) == len(targets), "two branches into one slot")
+        before = dict(self.slots)
+        for index, parent_index, token_id in _tuples(branches, 3):
+            require(0 <= index < self.max_num_seqs, f"slot {index} does not exist")
+            require(parent_index in before, f"slot {parent_index} is empty and has no branches")
+            parent = before[parent_index]
+            require(parent.is_undecided, f"slot {parent_index} has not reported candidates: nothing to branch from")
+            require(index not in before or before[index].is_undecided, f"a branch into slot {index}, which is busy")
+            self.slots[index] = replace(
+                parent,
+                token_ids=[*parent.token_ids, token_id],
+                block_table=list(parent.block_table),
+                row_count=1,
+                is_undecided=False,
+            )
 
     def _copy_blocks(self, block_copies: list[int]) -> None:
         sources, destinations = set(block_copies[::2]), set(block_copies[1::2])
@@ -161,7 +239,7 @@ class FakeExecutor:
         contexts: dict[int, list[int]] = {}
         for index, slot in sorted(self.slots.items(), reverse=self.step_id % 2 == 0):
             if slot.row_count and index not in overrun:
-                self._compute(slot)
+                self._compute(index, slot)
                 if slot.num_computed_tokens == len(slot.token_ids):
                     contexts[index] = self._read(slot)
         return contexts
@@ -177,6 +255,7 @@ class FakeExecutor:
                 list(parent.block_table),
                 parent.params,
                 fork.seed,
+                parent.num_prompt_tokens,
                 1,
             )
             contexts[fork.child_slot] = contexts[fork.parent_slot]
@@ -188,7 +267,7 @@ class FakeExecutor:
     def _blocks_in_use(self) -> Iterator[int]:
         return (block for slot in self.slots.values() if slot.row_count for block in slot.block_table)
 
-    def _compute(self, slot: Slot) -> None:
+    def _compute(self, index: int, slot: Slot) -> None:
         end = slot.num_computed_tokens + slot.row_count
         require(end <= len(slot.token_ids), "more tokens to compute than are known")
         require(end <= len(slot.block_table) * self.block_size, "block table too short")
@@ -197,6 +276,10 @@ class FakeExecutor:
             block, offset = divmod(position, self.block_size)
             self.kv[slot.block_table[block]][offset] = kv_entry(context, slot.token_ids[position])
             slot.num_computed_tokens += 1
+            if slot.params.num_prompt_logprobs and position + 1 < slot.num_prompt_tokens:
+                report = self._prompt_logprobs.setdefault(index, [])
+                next_id, width = slot.token_ids[position + 1], slot.params.num_prompt_logprobs
+                report += token_logprobs(self._read(slot), next_id, width, self.vocab_size)
 
     def _read(self, slot: Slot) -> list[int]:
         entries: list[int] = []
@@ -226,6 +309,18 @@ def _pack(plan: StepPlan, sampled: dict[int, Sample]) -> StepResult:
         token_ids=[sampled[index][0] for index in order],
         end_reasons=reasons if any(reasons) else None,
     )
+
+
+def _pack_logprobs(by_slot: dict[int, list[tuple[int, float, int]]]) -> Logprobs | None:
+    entries = [entry for index in sorted(by_slot) for entry in by_slot[index]]
+    ids, values, ranks = zip(*entries, strict=True) if entries else ((), (), ())
+    return Logprobs(ids, values, ranks) if entries else None
+
+
+def _pack_candidates(by_slot: dict[int, Candidates]) -> Logprobs | None:
+    order = sorted(by_slot)
+    ids = [token_id for index in order for token_id in by_slot[index][0]]
+    return Logprobs(ids, [value for index in order for value in by_slot[index][1]]) if order else None
 
 
 def _tuples(flat: list[int], width: int) -> list[tuple[int, ...]]:

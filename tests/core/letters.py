@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from scheduler.core import Request, SequenceParams
+from scheduler.core import BeamParams, Request, SequenceParams
 from scheduler.core import Sequence as CoreSequence
 
 VOCAB_SIZE = 26
@@ -26,6 +26,7 @@ def make_request(
     priority: int = 0,
     salt: bytes = b"",
     deadline_s: float | None = None,
+    beam: BeamParams | None = None,
 ) -> Request:
     """`max_tokens` bounds the output, as a client says it; `eos` are the letters that end a sequence."""
     return Request(
@@ -36,6 +37,7 @@ def make_request(
         priority=priority,
         cache_salt=salt,
         deadline_s=deadline_s,
+        beam=beam,
     )
 
 

@@ -45,6 +45,14 @@ class Coverage:
     num_waits_for_room: int = 0  # nothing planned for want of blocks, until a result is in
     num_deferred_releases: int = 0
     num_suspects: int = 0  # admissions that run alone
+    num_beam_steps: int = 0  # plans with branches
+    num_narrow_beams: int = 0  # of these with fewer beams than the group has slots
+    num_beams_beside: int = 0  # of these with rows of others, too
+    num_beams_behind: int = 0  # plans that left while a group waited for its candidates
+    num_guaranteed_beams: int = 0
+    num_preempted_beams: int = 0
+    num_logprobs: int = 0
+    num_prompt_logprobs: int = 0
     num_lost_flights: int = 0
 
 
@@ -72,6 +80,15 @@ class StepBound:
 def most_preemptions(max_preemptions: int, index: int) -> int:
     """I14: how often a sequence can be preempted. A forked sample is born without a guarantee, so once at least."""
     return max_preemptions if index == 0 else max(1, max_preemptions)
+
+
+def most_blocks(request: Request, scheduler: Scheduler) -> int:
+    """Of a beam search, if its beams share nothing but the full blocks of the prompt; 0 for another request."""
+    if request.beam is None:
+        return 0
+    size = scheduler.cache.block_size
+    num_shared = len(request.prompt_token_ids) // size
+    return num_shared + request.beam.width * (-(-(request.params.max_total_tokens - 1) // size) - num_shared)
 
 
 class Rig:
@@ -147,7 +164,8 @@ class Rig:
         events = scheduler.executor_attached(epoch, self.num_blocks)
         for sequence, reason in events.finished:
             assert reason is FinishReason.ERROR
-            assert sequence.params.max_total_tokens > scheduler.max_tokens_per_sequence, f"{sequence!r} would fit"
+            too_long = sequence.params.max_total_tokens > scheduler.max_tokens_per_sequence
+            assert too_long or most_blocks(sequence.request, scheduler) > self.num_blocks - 1, f"{sequence!r} would fit"
         self.executor = FakeExecutor(
             self.num_blocks,
             scheduler.cache.block_size,
@@ -189,6 +207,10 @@ class Rig:
         assert self.executor is not None, "a plan for nobody"
         result = self.executor.execute(plan)
         assert (plan.num_sequences, plan.num_tokens) == (self.executor.num_sequences, self.executor.num_tokens)
+        self.coverage.num_preempted_beams += any(
+            sequence.is_beam and sequence.num_preemptions and sequence not in waiting
+            for sequence in self.scheduler.waiting_sequences()
+        )
         self.coverage.num_pipelined += bool(self.in_flight)
         self.coverage.num_overruns += bool(self.executor.num_overruns)
         self.executor.num_overruns = 0
@@ -196,6 +218,7 @@ class Rig:
         self._check_order(waiting)
         self._check_decodes(plan, sampling)
         self._observe(waiting)
+        self._check_beams(plan)
         self.check()
         return plan
 
@@ -259,13 +282,27 @@ class Rig:
         first = min(seated, key=order, default=None)
         if first is None or order(first) >= before:
             return True
-        return self.executor.slots[first.slot].row_count > 0
+        slot = self.executor.slots[first.slot]
+        return slot.row_count > 0 or slot.is_undecided  # beams go on when their results are in
 
     def _check_decodes(self, plan: StepPlan, sampling_before: set[int]) -> None:
         """I15: who sampled in the last plan has a row in this one, unless it has left its slot since."""
         assert self.executor is not None
         starved = sampling_before - set(plan.retired_slots) - self.executor.sampled_slots
         assert not starved, f"I15: slots {sorted(starved)} were decoding and got no row"
+
+    def _check_beams(self, plan: StepPlan) -> None:
+        """I19: a group that is decided has a row for each of its beams, in the next plan."""
+        beams = [sequence for sequence in self.scheduler.running_sequences() if sequence.purse is not sequence]
+        branched = set(plan.branches[::3])
+        assert not self.scheduler._batch.decided, "I19: a decided group was not planned"
+        self.coverage.num_beam_steps += bool(branched)
+        self.coverage.num_beams_behind += any(beam.slot not in branched for beam in beams)
+        if branched:
+            widths = {beam.request.request_id: beam.request.beam.width for beam in beams if beam.request.beam}
+            self.coverage.num_narrow_beams += sum(widths.values()) > len(beams)
+            self.coverage.num_beams_beside += plan.num_sequences > len(branched)
+            self.coverage.num_guaranteed_beams += any(beam.is_guaranteed for beam in beams)
 
     def _check_usage(self) -> None:
         """The pool in numbers is the pool."""
@@ -296,6 +333,8 @@ class Rig:
                 coverage.num_suspects += sequence.is_suspect
 
     def _hear(self, events: Events) -> Events:
+        self.coverage.num_logprobs += len(events.logprobs)
+        self.coverage.num_prompt_logprobs += len(events.prompt_logprobs)
         self.clients.hear(events)
         self.check()
         return events

@@ -17,6 +17,7 @@ from random import Random
 from scheduler.core import (
     FCFS,
     PRIORITY,
+    BeamParams,
     CapacityExceeded,
     FinishReason,
     Limits,
@@ -67,11 +68,13 @@ class World:
     late_share: float  # of lost results that arrive after all
     impatient_share: float  # of clients that go away
     deadline_share: float
+    beam_share: float
 
 
 def draw_world(random: Random) -> World:
     """Small worlds, where everything is scarce."""
     max_num_seqs = random.randint(1, 5)
+    beam_share = random.choice((0.0, 0.4, 0.7))
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + random.randint(0, 8),
@@ -86,7 +89,7 @@ def draw_world(random: Random) -> World:
     return World(
         limits=limits,
         policy=random.choice((FCFS, PRIORITY)),
-        num_blocks=random.randint(4, 14),
+        num_blocks=random.randint(4, 14) + (random.randint(0, 12) if beam_share else 0),
         block_size=random.randint(1, 4),
         enable_prefix_caching=random.random() < 0.8,
         num_requests=random.randint(2, 9),
@@ -100,6 +103,7 @@ def draw_world(random: Random) -> World:
         late_share=0.5,
         impatient_share=random.choice((0.0, 0.3)),
         deadline_share=random.choice((0.0, 0.3)),
+        beam_share=beam_share,
     )
 
 
@@ -165,6 +169,9 @@ class Simulation:
         most_tokens = max(len(prompt) + 1, self.rig.scheduler.max_tokens_per_sequence + (random.random() < 0.05))
         can_end_early = random.random() < world.eos_share
         has_deadline = random.random() < world.deadline_share
+        width = random.randint(2, 4) if random.random() < world.beam_share else 0
+        width = min(width, world.limits.max_num_seqs)
+        has_logprobs = not width and random.random() < 0.2
         return Request(
             request_id,
             prompt,
@@ -173,12 +180,19 @@ class Simulation:
                 min_total_tokens=len(prompt) + random.randint(0, 3),
                 eos_token_ids=(0,) if can_end_early else (),
                 stop_token_ids=(1,) if random.random() < 0.1 else (),
+                num_logprobs=random.randint(0, 2) if has_logprobs else 0,
+                num_prompt_logprobs=random.randint(0, 2) if has_logprobs else 0,
             ),
-            seeds=tuple(random.randrange(4) for _ in range(random.choice((1, 1, 2, 3)))),
+            seeds=(0,) if width else tuple(random.randrange(4) for _ in range(random.choice((1, 1, 2, 3)))),
+            beam=self._draw_beam(width) if width else None,
             priority=random.randint(0, 2),
             cache_salt=random.choice((b"", b"", b"salt")),
             deadline_s=random.uniform(0.0, 0.03) if has_deadline else None,
         )
+
+    def _draw_beam(self, width: int) -> BeamParams:
+        random = self.random
+        return BeamParams(width, random.randint(1, width), random.choice((1.0, 0.0, 2.0)), random.random() < 0.5)
 
     def _draw_prompt(self) -> tuple[int, ...]:
         """Often the head of one common text, and a tail of its own."""

@@ -43,7 +43,7 @@ def test_does_what_is_written(path: Path, regenerate: bool) -> None:
 
 
 def test_there_are_transcripts() -> None:
-    assert len(SCRIPTS) >= 9
+    assert len(SCRIPTS) >= 11
 
 
 def test_a_script_with_a_mistake_is_not_performed() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.core import InvariantViolation, Limits, Scheduler, Sequence, State, check_invariants
+from scheduler.core import BeamParams, InvariantViolation, Limits, Scheduler, Sequence, State, check_invariants
 from tests.core.letters import VOCAB_SIZE, make_request
 from tests.core.rig import Rig
 
@@ -15,14 +15,15 @@ from tests.core.rig import Rig
 @pytest.fixture
 def rig() -> Rig:
     """Blocks of two tokens. Request 1 is gone and left cached blocks; 2 has two samples that share; 3 holds a
-    reservation; 4 waits."""
-    limits = Limits(3, 16, 20, max_preemptions=0, watermark_ratio=0)
-    rig = Rig(limits, num_blocks=24, block_size=2, vocab_size=VOCAB_SIZE)
+    reservation; 5 has two beams; 4 waits."""
+    limits = Limits(5, 32, 20, max_preemptions=0, watermark_ratio=0)
+    rig = Rig(limits, num_blocks=50, block_size=2, vocab_size=VOCAB_SIZE)
     rig.attach()
     rig.add(make_request(1, "wxyz", 2))
     rig.run()
     rig.add(make_request(2, "abcde", 9, seeds=range(2)))
     rig.add(make_request(3, "mnop", 9))
+    rig.add(make_request(5, "rst", 9, beam=BeamParams(2, 2)))
     rig.add(make_request(4, "q", 9))
     rig.schedule()
     rig.commit()
@@ -137,6 +138,15 @@ def forget_a_promise(scheduler: Scheduler) -> None:
     scheduler.cache.num_reserved_blocks -= 1
 
 
+def lose_a_slot_of_a_group(scheduler: Scheduler) -> None:
+    scheduler._requests[5].child_slots.append(3)
+
+
+def plan_a_beam_that_is_decided(scheduler: Scheduler) -> None:
+    group = next(scheduler.running_groups())[1]
+    group.branches = [(group.beams[0], 7)]
+
+
 BREAKS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("I1", free_a_block_in_use),
     ("I1", lose_a_free_block),
@@ -160,6 +170,8 @@ BREAKS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("I8", hold_a_block_too_many),
     ("I9", sit_on_another_lap),
     ("I9", lose_a_slot),
+    ("I9", lose_a_slot_of_a_group),
+    ("I19", plan_a_beam_that_is_decided),
     ("I10", promise_more_than_there_is),
     ("I10", forget_a_promise),
 ]

@@ -9,6 +9,8 @@ from dataclasses import replace
 import pytest
 
 from scheduler.core import Events, FinishReason, QuireError, Scheduler, Sequence, StepResult
+from scheduler.core.active_request import ActiveRequest
+from scheduler.core.beam_group import BeamGroup
 from scheduler.core.block_pool import BlockPool
 from scheduler.core.draft import Draft, Step
 from scheduler.core.kv_cache import Allocation, KVCache
@@ -161,6 +163,107 @@ def end_a_sequence_one_token_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "_end_sequences", mutant)
 
 
+def forget_the_copy_when_beams_branch(patch: pytest.MonkeyPatch) -> None:
+    plan_beams = Scheduler._plan_beams
+
+    def mutant(scheduler: Scheduler, draft: Draft) -> None:
+        copies = list(draft.block_copies)
+        plan_beams(scheduler, draft)
+        draft.block_copies[:] = copies
+
+    patch.setattr(Scheduler, "_plan_beams", mutant)
+
+
+def count_no_blocks_for_branches(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BeamGroup, "num_blocks_to_branch", lambda group, cache: 0)
+
+
+def plan_beams_ahead(patch: pytest.MonkeyPatch) -> None:
+    """With what was decided last, before the candidates of the step in flight are in."""
+    plan_beams = Scheduler._plan_beams
+
+    def mutant(scheduler: Scheduler, draft: Draft) -> None:
+        groups = list(scheduler._batch.decided)
+        plan_beams(scheduler, draft)
+        for group in groups:
+            group.branches = [(beam, 0) for beam in group.beams]
+            scheduler._batch.decided.append(group)
+
+    patch.setattr(Scheduler, "_plan_beams", mutant)
+
+
+def keep_the_blocks_of_dropped_beams(patch: pytest.MonkeyPatch) -> None:
+    drop_beams = Scheduler._drop_beams
+
+    def mutant(scheduler: Scheduler, active: ActiveRequest, dropped: list[Sequence]) -> None:
+        for beam in dropped:
+            beam.block_table = []
+        drop_beams(scheduler, active, dropped)
+
+    patch.setattr(Scheduler, "_drop_beams", mutant)
+
+
+def give_up_the_slots_of_dropped_beams(patch: pytest.MonkeyPatch) -> None:
+    drop_beams = Scheduler._drop_beams
+
+    def mutant(scheduler: Scheduler, active: ActiveRequest, dropped: list[Sequence]) -> None:
+        drop_beams(scheduler, active, dropped)
+        for _ in dropped:
+            scheduler._batch.return_slot(active.child_slots.pop())
+
+    patch.setattr(Scheduler, "_drop_beams", mutant)
+
+
+def free_blocks_of_beams_in_flight(patch: pytest.MonkeyPatch) -> None:
+    release = Scheduler._release_after_flight
+
+    def mutant(scheduler: Scheduler, block_table: list[int]) -> None:
+        in_flight = [beam.block_table for beam in scheduler.undecided_beams()]
+        if any(block_table is table for table in in_flight):
+            scheduler.cache.release(block_table)
+        else:
+            release(scheduler, block_table)
+
+    patch.setattr(Scheduler, "_release_after_flight", mutant)
+
+
+def keep_beams_when_preempting(patch: pytest.MonkeyPatch) -> None:
+    """Their scores, that is: the search goes on where it was, from the prompt."""
+    restart = BeamGroup.restart
+
+    def mutant(group: BeamGroup) -> None:
+        search = getattr(group, "search", None)
+        restart(group)
+        group.search = search or group.search
+
+    patch.setattr(BeamGroup, "restart", mutant)
+
+
+def promise_a_group_too_little(patch: pytest.MonkeyPatch) -> None:
+    worst_case = BeamGroup.num_worst_case_blocks
+    patch.setattr(BeamGroup, "num_worst_case_blocks", lambda group, cache: worst_case(group, cache) // 2)
+
+
+def report_on_the_prompt_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
+    forget_kv = Sequence.forget_kv
+
+    def mutant(sequence: Sequence) -> None:
+        sequence.num_prompt_reported = 0
+        forget_kv(sequence)
+
+    patch.setattr(Sequence, "forget_kv", mutant)
+
+
+def read_prefixes_that_are_to_be_reported_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCache, "reads_prefixes", lambda cache, sequence: cache._enable_prefix_caching)
+
+
+def wait_for_prefixes_that_nobody_computes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Scheduler, "_awaits_prefix", lambda scheduler, draft, sequence, prefix: len(prefix) < len(sequence.digests)
+    )
+
+
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (skip_one_ref_count_decrement, "I2: block"),
     (publish_blocks_when_they_are_planned, "I5: block .* is published, its KV is not computed"),
@@ -177,6 +280,17 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (give_away_promised_blocks, "I10: .* blocks promised|every running sequence has its blocks promised"),
     (take_results_of_lost_executors, "I17: a result"),
     (end_a_sequence_one_token_early, "I11: .* ended by"),
+    (forget_the_copy_when_beams_branch, "KV that was never written is read|I11: .* got"),
+    (count_no_blocks_for_branches, "no blocks for"),
+    (plan_beams_ahead, "I19: a decided group was not planned|I19: .* is in flight"),
+    (keep_the_blocks_of_dropped_beams, "I2: block"),
+    (give_up_the_slots_of_dropped_beams, "I9: the group"),
+    (free_blocks_of_beams_in_flight, "I6: plan"),
+    (keep_beams_when_preempting, "I11: .* got"),
+    (promise_a_group_too_little, "no blocks for|I10: .* blocks promised|would fit"),
+    (report_on_the_prompt_again_after_a_preemption, "I18: .* is told of prompt token"),
+    (read_prefixes_that_are_to_be_reported_on, "I18: wrong log-probabilities"),
+    (wait_for_prefixes_that_nobody_computes, "I12: .* never ended|I12: nothing is in flight"),
 ]
 
 

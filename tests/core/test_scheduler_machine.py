@@ -22,6 +22,7 @@ from hypothesis.stateful import (
 from scheduler.core import (
     FCFS,
     PRIORITY,
+    BeamParams,
     CapacityExceeded,
     Limits,
     Policy,
@@ -69,11 +70,15 @@ class Arrival:
     priority: int
     patience_s: float | None
     is_too_long: bool
+    beam: BeamParams | None
+    num_logprobs: int
 
     def to_request(self, request_id: int, scheduler: Scheduler, now_s: float) -> Request:
         most_tokens = scheduler.max_tokens_per_sequence
         prompt = (*COMMON_TEXT[: self.num_common], *self.tail)[: most_tokens - 1]
         max_total_tokens = min(len(prompt) + self.max_tokens, most_tokens)
+        beam = self.beam if scheduler.limits.max_num_seqs > 1 else None
+        num_logprobs = 0 if beam else self.num_logprobs
         return Request(
             request_id,
             prompt,
@@ -81,8 +86,11 @@ class Arrival:
                 max_total_tokens=most_tokens + 1 if self.is_too_long else max_total_tokens,
                 min_total_tokens=len(prompt) + 1,
                 eos_token_ids=(0,) if self.can_end_early else (),
+                num_logprobs=num_logprobs,
+                num_prompt_logprobs=num_logprobs,
             ),
-            seeds=tuple(self.seeds[: scheduler.limits.max_num_seqs]),
+            seeds=(0,) if beam else tuple(self.seeds[: scheduler.limits.max_num_seqs]),
+            beam=beam,
             priority=self.priority,
             cache_salt=self.salt,
             deadline_s=None if self.patience_s is None else now_s + self.patience_s,
@@ -100,6 +108,8 @@ arrivals = st.builds(
     priority=st.integers(0, 2),
     patience_s=st.sampled_from((None, None, None, 1.0, 5.0)),
     is_too_long=st.sampled_from((False,) * 9 + (True,)),
+    beam=st.sampled_from((None, None, BeamParams(2, 2), BeamParams(2, 1, 0.0, early_stopping=True))),
+    num_logprobs=st.sampled_from((0, 0, 2)),
 )
 
 

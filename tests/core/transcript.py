@@ -5,7 +5,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from scheduler.core import POLICIES, Events, Limits, QuireError, Sequence, StepPlan
+from scheduler.core import POLICIES, BeamParams, Events, Limits, QuireError, Sequence, StepPlan
 from tests.core.letters import VOCAB_SIZE, make_request, to_text
 from tests.core.rig import Rig
 
@@ -68,7 +68,8 @@ class Transcript:
         yield from self._state()
 
     def _add(self, arguments: list[str], options: dict[str, str]) -> Iterator[str]:
-        """add ID prompt= max_tokens= [seeds=0,1] [eos=] [priority=] [salt=] [deadline_s=]"""
+        """add ID prompt= max_tokens= [seeds=0,1] [eos=] [priority=] [salt=] [deadline_s=] [beams=WIDTH]"""
+        width = int(options.pop("beams", "0"))
         deadline_s = options.pop("deadline_s", None)
         request = make_request(
             int(arguments[0]),
@@ -79,6 +80,7 @@ class Transcript:
             priority=int(options.pop("priority", "0")),
             salt=options.pop("salt", "").encode(),
             deadline_s=None if deadline_s is None else float(deadline_s),
+            beam=BeamParams(width, width) if width else None,
         )
         _refuse_leftovers(options)
         self.rig.add(request)
@@ -129,7 +131,8 @@ class Transcript:
         clients = self.rig.clients
         for (request_id, index), token_ids in clients.received.items():
             reason = clients.ended[request_id, index].value
-            yield f"  {request_id}.{index} got {to_text(token_ids) or 'nothing'}, {reason}"
+            found = " ".join(to_text(result.token_ids) for result in clients.beams.get(request_id, []))
+            yield f"  {request_id}.{index} got {to_text(token_ids) or found or 'nothing'}, {reason}"
         yield from self._state()
 
     # --- pictures ---------------------------------------------------------------------------------------------
@@ -182,6 +185,8 @@ def _plan_lines(plan: StepPlan) -> Iterator[str]:
         blocks = _spaced(admission.block_table)
         cached = f", {admission.num_computed_tokens} computed" if admission.num_computed_tokens else ""
         yield f"  admit    slot {admission.slot} ← {to_text(admission.token_ids)}{cached}, blocks {blocks}"
+    for slot, parent, token_id in _tuples(plan.branches, 3):
+        yield f"  branch   slot {slot} ← slot {parent} + {to_text([token_id])}"
     for slot, logical, physical in _tuples(plan.table_updates, 3):
         yield f"  table    slot {slot}, block {logical} ← {physical}"
     for source, destination in _tuples(plan.block_copies, 2):
@@ -197,6 +202,10 @@ def _event_lines(events: Events) -> Iterator[str]:
         yield f"  {_name(sequence)} starts, {sequence.num_cached_tokens} of {sequence.num_prompt_tokens} tokens cached"
     for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
         yield f"  {_name(sequence)} gets {to_text([token_id])}"
+    for sequence, results in events.beams:
+        for result in results:
+            text, reason = to_text(result.token_ids), result.reason.value
+            yield f"  {_name(sequence)} found {text}, score {result.score:.3f}: {reason}"
     for sequence, reason in events.finished:
         yield f"  {_name(sequence)} ends: {reason.value}"
 

@@ -8,9 +8,18 @@ from typing import ClassVar
 
 import pytest
 
-from scheduler.core import CapacityExceeded, FinishReason, QueueFull, Request, SequenceParams, Unavailable
+from scheduler.core import (
+    BeamParams,
+    CapacityExceeded,
+    FinishReason,
+    QueueFull,
+    Request,
+    SequenceParams,
+    TokenLogprobs,
+    Unavailable,
+)
 from scheduler.engine import Engine, EngineOptions, ServerState
-from tests.core.fake_executor import expected_output
+from tests.core.fake_executor import expected_beams, expected_output
 from tests.scheduler.fake_client import DESCRIPTION, FakeClient
 
 
@@ -22,6 +31,9 @@ class RecordingSink:
         self.num_cached_tokens: int | None = None
         self.outputs: dict[int, list[int]] = {}
         self.reasons: dict[int, FinishReason] = {}
+        self.scores: dict[int, float | None] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.prompt: list[TokenLogprobs] = []
         self.first_token = asyncio.Event()
         self.done = asyncio.Event()
 
@@ -29,16 +41,25 @@ class RecordingSink:
         assert self.num_cached_tokens is None, "started twice"
         self.num_cached_tokens = num_cached_tokens
 
-    def tokens(self, index: int, token_ids: list[int]) -> None:
+    def prompt_logprobs(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
+        assert not self.outputs, "the prompt after the first token"
+        assert first_position == len(self.prompt) + 1
+        self.prompt += tokens
+
+    def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
         assert self.num_cached_tokens is not None, "tokens before started"
+        assert logprobs is None or len(logprobs) == len(token_ids)
+        self.logprobs.setdefault(index, []).extend(logprobs or [])
         assert index not in self.reasons, "tokens after the end"
         self.outputs.setdefault(index, []).extend(token_ids)
         self.first_token.set()
 
-    def finished(self, index: int, reason: FinishReason, num_preemptions: int) -> None:
+    def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
         assert index not in self.reasons, "finished twice"
         self.reasons[index] = reason
-        if len(self.reasons) == self.request.num_sequences:
+        self.scores[index] = score
+        beam = self.request.beam
+        if len(self.reasons) == (beam.num_returned if beam else self.request.num_sequences):
             self.done.set()
 
     async def check(self) -> None:
@@ -88,6 +109,40 @@ async def test_requests_end_with_the_right_tokens(max_in_flight: int) -> None:
         for sink in sinks:
             await sink.check()
         assert engine.kv_usage().num_active_blocks == 0
+
+
+async def test_beams_come_whole_and_the_best_one_first() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        sinks = [submit(engine, [i, 2, 3], 20, beam=BeamParams(4, 3)) for i in range(3)]
+        other = submit(engine, [7, 8], 30)
+        await asyncio.sleep(0.003)
+        client.lose()
+        for sink in sinks:
+            await asyncio.wait_for(sink.done.wait(), 20)
+            expected = expected_beams(sink.request, DESCRIPTION.vocab_size)
+            assert [sink.outputs[index] for index in range(3)] == [result.token_ids for result in expected]
+            assert list(sink.scores.values()) == [result.score for result in expected]
+            assert not engine.core.has_request(sink.request.request_id)  # type: ignore[union-attr]
+        await other.check()
+        assert other.scores == {0: None}
+        assert engine._submitted_s == {}
+        assert engine.kv_usage().num_active_blocks == 0
+
+
+async def test_log_probabilities_reach_those_who_asked() -> None:
+    async with running_engine(FakeClient()) as engine:
+        params = SequenceParams(max_total_tokens=12, num_logprobs=3, num_prompt_logprobs=2)
+        request = Request(engine.new_request_id(), [1, 2, 3, 4], params, seeds=(0, 1))
+        asked, other = RecordingSink(request), submit(engine, [1, 2, 3, 4], 8)
+        engine.submit(request, asked)
+        await asked.check()
+        await other.check()
+        for index in range(2):
+            assert [entry.token_ids[0] for entry in asked.logprobs[index]] == asked.outputs[index]
+            assert all(len(entry.ranks) == 3 for entry in asked.logprobs[index])
+        assert [entry.token_ids[0] for entry in asked.prompt] == [2, 3, 4]
+        assert (other.logprobs, other.prompt) == ({0: []}, [])
 
 
 async def test_a_small_token_budget_narrows_the_batch() -> None:
@@ -214,7 +269,7 @@ async def test_submit_says_why_it_refuses() -> None:
 
 async def test_a_sink_that_breaks_costs_its_own_request_only() -> None:
     class BrokenSink(RecordingSink):
-        def tokens(self, index: int, token_ids: list[int]) -> None:
+        def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
             raise RuntimeError("broken")
 
     async with running_engine(FakeClient()) as engine:
@@ -231,8 +286,8 @@ async def test_plans_leave_before_the_clients_are_told() -> None:
     class PlanCountingSink(RecordingSink):
         num_plans: ClassVar[list[tuple[int, int]]] = []
 
-        def tokens(self, index: int, token_ids: list[int]) -> None:
-            super().tokens(index, token_ids)
+        def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+            super().tokens(index, token_ids, logprobs)
             assert client.stream is not None
             self.num_plans.append((len(self.outputs[0]), client.stream.num_plans))
 

@@ -1,0 +1,103 @@
+"""Beam search: which continuations live, which have ended, and when there is nothing better to be found. Pure.
+
+The rules are those of `generate(num_beams=…)` in Hugging Face transformers 5 (generation/utils.py, `_beam_search`), so
+that both find the same beams with the same scores.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from math import inf
+
+from scheduler.core.plan import BeamResult
+from scheduler.core.request import BeamParams
+from scheduler.core.sequence import FinishReason
+
+Candidates = tuple[SequenceOf[int], SequenceOf[float]]
+"""Token ids and log-probabilities of the most probable next tokens of one beam, most probable first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survivor:
+    """A beam of the next step: beam `parent` of this one, and one token more."""
+
+    parent: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    token_ids: tuple[int, ...]  # of the output
+    score: float  # sum of log-probabilities
+
+
+class BeamSearch:
+    """One search. It begins with a single beam, the prompt; `beams` are in order, the best first.
+
+    end_reasons     the token ids that end a beam, and why
+    max_new_tokens  tokens of output at which all beams end
+    """
+
+    def __init__(self, params: BeamParams, end_reasons: Mapping[int, FinishReason], max_new_tokens: int) -> None:
+        self._params = params
+        self._end_reasons = end_reasons
+        self._max_new_tokens = max_new_tokens
+        self._num_candidates = params.num_candidates(len(end_reasons))
+        self._num_tokens = 0
+        self._beams = [_Beam((), 0.0)]
+        self._ended: list[BeamResult] = []  # the best so far, best first
+
+    def decide(self, candidates: SequenceOf[Candidates]) -> list[Survivor]:
+        """Given what each beam reports, in the order of the beams: those of the next step. None: the search is over.
+
+        A candidate of probability 0 (-inf) is none; so there may be fewer survivors than beams are wanted.
+        """
+        best = self._rank(candidates)
+        self._num_tokens += 1
+        is_last = self._num_tokens == self._max_new_tokens
+        survivors: list[Survivor] = []
+        beams: list[_Beam] = []
+        ended: list[BeamResult] = []
+        for place, (score, parent, token_id) in enumerate(best):
+            token_ids = (*self._beams[parent].token_ids, token_id)
+            reason = self._end_reasons.get(token_id, FinishReason.LENGTH if is_last else None)
+            if reason is None:
+                if len(beams) < self._params.width:
+                    survivors.append(Survivor(parent, token_id))
+                    beams.append(_Beam(token_ids, score))
+            elif place < self._params.width:  # the others are there to replace those that end, not to end
+                ended.append(BeamResult(list(token_ids), self._penalised(score), reason))
+        self._beams = beams
+        self._ended = sorted(self._ended + ended, key=lambda result: -result.score)[: self._params.width]
+        return survivors if self._goes_on() else []
+
+    def results(self) -> list[BeamResult]:
+        """The best beams that have ended, best first. What was not found, for want of tokens that may follow, is
+        empty and scores -inf."""
+        missing = [BeamResult([], -inf, FinishReason.LENGTH)] * (self._params.num_returned - len(self._ended))
+        return self._ended[: self._params.num_returned] + missing
+
+    def _rank(self, candidates: SequenceOf[Candidates]) -> list[tuple[float, int, int]]:
+        """(score, beam, token) of the best continuations of all beams; among equals the lower beam, then the lower
+        rank, comes first."""
+        ranked = [
+            (self._beams[beam].score + value, beam, token_id)
+            for beam, (token_ids, values) in enumerate(candidates)
+            for token_id, value in zip(token_ids, values, strict=True)
+            if value > -inf
+        ]
+        ranked.sort(key=lambda candidate: -candidate[0])
+        return ranked[: self._num_candidates]
+
+    def _goes_on(self) -> bool:
+        if not self._beams:
+            return False
+        if len(self._ended) < self._params.width:
+            return True
+        # As transformers does: what the best running beam would score if it ended here, which a length penalty above
+        # 0 may improve on yet.
+        could_improve = self._penalised(self._beams[0].score) > self._ended[-1].score
+        return could_improve and not self._params.early_stopping
+
+    def _penalised(self, score: float) -> float:
+        return float(score / self._num_tokens**self._params.length_penalty)

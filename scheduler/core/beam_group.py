@@ -1,0 +1,97 @@
+"""The beams of one request as sequences: block tables that fork and are dropped.
+
+    prompt computed → candidates → decided → planned: branches, one row a beam → candidates → …
+
+The request's own sequence, the leader, computes the prompt. With the first candidates it hands all it holds to a first
+beam, and holds nothing from then on; it speaks for the group where a request waits, is preempted, or ends.
+
+Every beam shares the blocks of its parent. In the step that follows, each writes one token: the first child in the
+parent's slot, the others in slots of their own; of those that share a partly filled block all but the last copy it.
+"""
+
+from scheduler.core.beam import BeamSearch, Candidates
+from scheduler.core.kv_cache import KVCache
+from scheduler.core.request import BeamParams
+from scheduler.core.sequence import FinishReason, Sequence, State
+
+
+class BeamGroup:
+    def __init__(self, leader: Sequence, params: BeamParams) -> None:
+        self.leader = leader
+        self.params = params
+        self.restart()
+
+    def restart(self) -> None:
+        """Back to the prompt. Nothing has been sent to the client, so nothing has to be kept."""
+        params = self.leader.params
+        reasons = dict.fromkeys(params.stop_token_ids, FinishReason.STOP)
+        reasons |= dict.fromkeys(params.eos_token_ids, FinishReason.EOS)
+        num_new_tokens = params.max_total_tokens - self.leader.num_prompt_tokens
+        self.search = BeamSearch(self.params, reasons, num_new_tokens)
+        self.beams: list[Sequence] = []  # in the order of the search
+        self.branches: list[tuple[Sequence, int]] = []  # decided and not yet planned: parent and token of each beam
+
+    def decide(self, candidates: dict[Sequence, Candidates]) -> list[Sequence]:
+        """Takes in what the beams report; returns those that nobody continues. No branches: the search is over."""
+        if not self.beams:
+            self._hand_over(candidates)
+        survivors = self.search.decide([candidates[beam] for beam in self.beams])
+        self.branches = [(self.beams[survivor.parent], survivor.token_id) for survivor in survivors]
+        parents = {parent for parent, _ in self.branches}
+        dropped = [beam for beam in self.beams if beam not in parents] if survivors else []
+        self.beams = [beam for beam in self.beams if beam not in dropped]
+        return dropped
+
+    def num_blocks_to_branch(self, cache: KVCache) -> int:
+        """Free blocks that the decided step takes: where a block begins, one for each beam; elsewhere a copy for each
+        child but the first of its parent."""
+        if self.beams[0].num_planned_tokens % cache.block_size == 0:
+            return len(self.branches)
+        return len(self.branches) - len(self.beams)
+
+    def num_worst_case_blocks(self, cache: KVCache) -> int:
+        """Most blocks that the beams can hold at once: they share no more than the full blocks of the prompt."""
+        num_shared = self.leader.num_prompt_tokens // cache.block_size
+        num_own = cache.num_blocks_for(self.leader.params.max_total_tokens - 1) - num_shared
+        return num_shared + self.params.width * num_own
+
+    def branch(self, cache: KVCache) -> list[tuple[Sequence, Sequence, int]]:
+        """Gives each decided beam its sequence; returns (beam, parent, token). The first child of a parent is the
+        parent itself, one token on; the others are new, and lack a slot."""
+        placed: list[tuple[Sequence, Sequence, int]] = []
+        parents: set[Sequence] = set()
+        for parent, token_id in self.branches:
+            child = self._fork(cache, parent) if parent in parents else parent
+            parents.add(parent)
+            placed.append((child, parent, token_id))
+        for index, (child, _, token_id) in enumerate(placed):  # afterwards: a parent is forked as it stood before
+            child.token_ids.append(token_id)
+            child.index = index
+        self.beams = [child for child, _, _ in placed]
+        self.branches = []
+        return placed
+
+    def _fork(self, cache: KVCache, parent: Sequence) -> Sequence:
+        child = self._new_beam(parent)
+        cache.fork(parent, child)
+        return child
+
+    def _hand_over(self, candidates: dict[Sequence, Candidates]) -> None:
+        leader, beam = self.leader, self._new_beam(self.leader)
+        beam.digests = list(leader.digests)
+        beam.slot, beam.row_count = leader.slot, leader.row_count
+        beam.block_table, leader.block_table = leader.block_table, []
+        beam.num_computed_tokens, beam.num_planned_tokens = leader.num_computed_tokens, leader.num_planned_tokens
+        beam.publish_at, beam.write_limit = leader.publish_at, leader.write_limit
+        leader.slot, leader.num_computed_tokens, leader.num_planned_tokens, leader.write_limit = -1, 0, 0, 0
+        candidates[beam] = candidates.pop(leader)
+        self.beams = [beam]
+
+    def _new_beam(self, parent: Sequence) -> Sequence:
+        beam = Sequence(parent.request, index=0, arrival=parent.arrival)
+        beam.token_ids = list(parent.token_ids)
+        beam.state = State.RUNNING
+        beam.row_count = 1
+        beam.is_guaranteed = parent.is_guaranteed
+        beam.purse = self.leader
+        return beam

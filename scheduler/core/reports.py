@@ -1,0 +1,81 @@
+"""What a result reports beside tokens: log-probabilities and candidates, cut into pieces for those who asked.
+
+The arrays of a result are flat. Whose turn it is follows from the plan: by slot, so many entries each.
+"""
+
+from collections.abc import Iterator
+
+from scheduler.core.beam import Candidates
+from scheduler.core.draft import Step
+from scheduler.core.errors import ResultMismatch
+from scheduler.core.plan import Events, Logprobs, StepResult, TokenLogprobs
+from scheduler.core.sequence import Sequence
+
+
+def check_reports(step: Step, result: StepResult) -> None:
+    """Raises ResultMismatch unless there is just as much of everything as was asked for."""
+    num_candidates = sum(beam.params.num_candidates for beam in step.beams)
+    num_logprobs = sum(sequence.params.num_logprobs for sequence in step.reporting)
+    num_prompt_logprobs = sum(
+        sequence.params.num_prompt_logprobs * num_rows for sequence, _, num_rows in step.prompt_reports
+    )
+    for name, logprobs, num_wanted, has_ranks in (
+        ("candidates", result.candidates, num_candidates, False),
+        ("logprobs", result.logprobs, num_logprobs, True),
+        ("prompt_logprobs", result.prompt_logprobs, num_prompt_logprobs, True),
+    ):
+        lengths = _lengths(logprobs, has_ranks)
+        if lengths != {num_wanted}:
+            raise ResultMismatch(f"step {step.step_id} has {num_wanted} {name} to report, not {sorted(lengths)}")
+
+
+def _lengths(logprobs: Logprobs | None, has_ranks: bool) -> set[int]:
+    if logprobs is None:
+        return {0}
+    return {len(logprobs.token_ids), len(logprobs.values), len(logprobs.ranks if has_ranks else logprobs.values)}
+
+
+def candidates_by_beam(step: Step, logprobs: Logprobs) -> dict[Sequence, Candidates]:
+    candidates: dict[Sequence, Candidates] = {}
+    start = 0
+    for beam in step.beams:
+        end = start + beam.params.num_candidates
+        candidates[beam] = (logprobs.token_ids[start:end], logprobs.values[start:end])
+        start = end
+    return candidates
+
+
+def add_logprobs(step: Step, logprobs: Logprobs, events: Events) -> None:
+    """Of the tokens sampled; an overrun has none to tell."""
+    start = 0
+    told = set(events.sequences)
+    for sequence in step.reporting:
+        width = sequence.params.num_logprobs
+        if sequence in told:
+            events.logprobs.append((sequence, _cut(logprobs, start, width)))
+        start += width
+
+
+def add_prompt_logprobs(step: Step, logprobs: Logprobs, events: Events) -> None:
+    """Of the prompt tokens that were computed. After a preemption they are again: each is told once."""
+    start = 0
+    for sequence, first, num_rows in step.prompt_reports:
+        width = sequence.params.num_prompt_logprobs
+        rows = list(_rows(logprobs, start, width, num_rows))
+        start += width * num_rows
+        num_known = sequence.num_prompt_reported - first
+        if sequence.is_finished or num_known >= num_rows:
+            continue
+        events.prompt_logprobs.append((sequence, first + num_known + 1, rows[num_known:]))
+        sequence.num_prompt_reported = first + num_rows
+
+
+def _rows(logprobs: Logprobs, start: int, width: int, num_rows: int) -> Iterator[TokenLogprobs]:
+    return (_cut(logprobs, start + row * width, width) for row in range(num_rows))
+
+
+def _cut(logprobs: Logprobs, start: int, width: int) -> TokenLogprobs:
+    end = start + width
+    return TokenLogprobs(
+        list(logprobs.token_ids[start:end]), list(logprobs.values[start:end]), list(logprobs.ranks[start:end])
+    )
