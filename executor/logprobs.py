@@ -17,20 +17,20 @@ _CHUNK = 1 << 22
 
 def score(logits: Tensor, token_ids: Ints, nums: Ints) -> Logprobs:
     """Of logits[num_rows, vocab_size]: of each row token_ids[row], then its nums[row] - 1 most probable ones."""
-    pieces = [_score(logits[rows], token_ids[rows], nums[rows]) for rows in row_chunks(logits)]
+    pieces = [_score(logits[rows], token_ids[rows], nums[rows]) for rows in row_pieces(*logits.shape)]
     return join(pieces)
 
 
 def most_probable(logits: Tensor, nums: Ints) -> Logprobs:
     """Of each row of logits[num_rows, vocab_size] the nums[row] most probable ones, without ranks."""
-    pieces = [_most_probable(logits[rows], nums[rows]) for rows in row_chunks(logits)]
+    pieces = [_most_probable(logits[rows], nums[rows]) for rows in row_pieces(*logits.shape)]
     return join(pieces)
 
 
-def row_chunks(logits: Tensor) -> list[slice]:
+def row_pieces(num_rows: int, vocab_size: int) -> list[slice]:
     """All rows, in pieces of a bounded number of logits."""
-    size = max(1, _CHUNK // logits.shape[1])
-    return [slice(first, first + size) for first in range(0, len(logits), size)]
+    size = max(1, _CHUNK // vocab_size)
+    return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
 
 
 def _score(logits: Tensor, token_ids: Ints, nums: Ints) -> Logprobs:

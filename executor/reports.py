@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.logprobs import join, most_probable, row_chunks, score
+from executor.logprobs import join, most_probable, row_pieces, score
 from executor.plan import Ints, Logprobs
 from executor.sampling_table import Draw
 from executor.slots import Slots
@@ -36,7 +36,7 @@ def report_candidates(slots: Slots, beams: Ints, logits: Tensor) -> Logprobs | N
     if not beams.size:
         return None
     pieces = []
-    for rows in row_chunks(logits):
+    for rows in row_pieces(*logits.shape):
         nums = slots.reports.num_candidates[beams[rows]]
         pieces.append(most_probable(_changed(logits[rows], slots.draw(beams[rows])), nums))
     return join(pieces)
