@@ -25,7 +25,8 @@ class Batch:
     token_ids[T], positions[T] int32; slot_mapping[T] int64, where the row's KV goes: block * block_size + offset.
     slots[S] int32, whose rows they are: the num_decodes that have one, then the others. query_starts[S + 1] int32:
     sequence s owns the rows [query_starts[s], query_starts[s + 1]). context_lens[S] int32, this step's rows included.
-    sample_rows[num_samples] int32 names the rows to make logits of, by ascending slot.
+    sample_rows[num_samples] int32 names the rows to make logits of: the last ones of the slots that reach their last
+    known token, by ascending slot, and then those of `Slots.prompt_spans`.
     """
 
     token_ids: Ints
@@ -70,17 +71,20 @@ def build_batch(slots: Slots) -> Batch | None:
         num_decodes=num_decodes,
         query_starts=query_starts,
         context_lens=counters.num_planned_tokens[computing],
-        sample_rows=_sample_rows(slots.sampling, computing, query_starts),
+        sample_rows=_sample_rows(slots, computing, query_starts),
         block_size=block_size,
     )
 
 
-def _sample_rows(sampling: Ints, computing: Ints, query_starts: Ints) -> Ints:
-    """The last row of each sampling slot."""
+def _sample_rows(slots: Slots, computing: Ints, query_starts: Ints) -> Ints:
+    """computing[S] in the order of the rows."""
     last_row = np.empty(int(computing.max()) + 1, dtype=np.int32)
     last_row[computing] = query_starts[1:] - 1
-    rows: Ints = last_row[sampling]
-    return rows
+    rows: Ints = last_row[slots.reaching]
+    if (spans := slots.prompt_spans) is None:
+        return rows
+    first_rows = last_row[spans.slots] + 1 - slots.counters.row_count[spans.slots]
+    return np.concatenate((rows, spans.following(first_rows)))
 
 
 def _starts(counts: Ints) -> Ints:

@@ -1,7 +1,7 @@
 """What goes into a step and what comes out: the plan stream as plain data.
 
 The meaning of each field, and the order in which a plan takes effect, is documented in executor.proto. All integer
-arrays are int32.
+arrays are int32, unless said otherwise.
 """
 
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+Floats = NDArray[np.float32]
 
 
 def _empty(*shape: int) -> Ints:
@@ -19,7 +20,11 @@ def _empty(*shape: int) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class SequenceParams:
-    """How a sequence is sampled, and when it ends. Token bounds count prompt and output together."""
+    """How a sequence is sampled, what is reported of it, and when it ends. Token bounds count prompt and output.
+
+    bias_values[n] float32 belong to bias_token_ids[n]. num_logprobs and num_prompt_logprobs: 0 is none, k + 1 the token
+    itself and the k most probable. num_candidates: above 0, the sequence is a beam.
+    """
 
     max_total_tokens: int
     min_total_tokens: int = 0
@@ -30,6 +35,20 @@ class SequenceParams:
     seed: int = 0
     eos_token_ids: Ints = field(default_factory=lambda: _empty(0))
     stop_token_ids: Ints = field(default_factory=lambda: _empty(0))
+    allowed_token_ids: Ints = field(default_factory=lambda: _empty(0))
+    bias_token_ids: Ints = field(default_factory=lambda: _empty(0))
+    bias_values: Floats = field(default_factory=lambda: np.empty(0, dtype=np.float32))
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    num_prompt_tokens: int = 0
+    num_logprobs: int = 0
+    num_prompt_logprobs: int = 0
+    num_candidates: int = 0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +76,7 @@ class StepPlan:
     """One step, as a difference to the step before.
 
     retired_slots[n], table_updates[n, 3] (slot, logical block, physical block), block_copies[n, 2] (source,
-    destination), row_counts[n, 2] (slot, tokens a step).
+    destination), row_counts[n, 2] (slot, tokens a step), branches[n, 3] (slot, parent slot, token).
     """
 
     epoch: int
@@ -68,6 +87,7 @@ class StepPlan:
     block_copies: Ints = field(default_factory=lambda: _empty(0, 2))
     row_counts: Ints = field(default_factory=lambda: _empty(0, 2))
     forks: tuple[Fork, ...] = ()
+    branches: Ints = field(default_factory=lambda: _empty(0, 3))
 
 
 class EndReason(IntEnum):
@@ -102,6 +122,24 @@ class StepTimings:
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of some tokens, slot after slot: token_ids[n], values[n] float32, ranks[n]; no ranks where they are in order."""
+
+    token_ids: Ints
+    values: Floats
+    ranks: Ints | None
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """What slots asked for, by ascending slot; None if no slot did. As in executor.proto."""
+
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    candidates: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """token_ids[n] and end_reasons[n] (uint8, EndReason) of the slots that sampled, by ascending slot."""
 
@@ -110,3 +148,4 @@ class StepOutput:
     token_ids: Ints
     end_reasons: NDArray[np.uint8]
     timings: StepTimings
+    reports: Reports = field(default_factory=Reports)

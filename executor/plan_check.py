@@ -1,6 +1,6 @@
 """Every rule a plan must keep, checked completely before anything changes.
 
-`project` computes the counters as they stand right before the step's tokens are computed (effects 1 to 5 of the plan
+`project` computes the counters as they stand right before the step's tokens are computed (effects 1 to 6 of the plan
 stream) and raises PlanRejected, naming the offence, if the plan breaks a rule on the way. It mutates nothing: the slots
 then take the projected counters over.
 """
@@ -18,11 +18,12 @@ _SEEDS = 1 << 64
 
 
 def project(plan: StepPlan, now: SlotCounters, limits: Limits) -> SlotCounters:
-    """The counters after retiring, admitting, table updates and row counts. Raises PlanRejected."""
+    """The counters after retiring, admitting, branching, table updates and row counts. Raises PlanRejected."""
     after = now.copy()
     _retire(plan.retired_slots, after, limits)
     for admission in plan.admissions:
         _admit(admission, after, limits)
+    _branch(plan.branches, after, limits)
     _extend_tables(plan.table_updates, after, limits)
     _check_copies(plan.block_copies, limits)
     _set_row_counts(plan.row_counts, after, limits)
@@ -58,6 +59,7 @@ def _admit(admission: Admission, after: SlotCounters, limits: Limits) -> None:
     _check_blocks(f"{where}: block_table", admission.block_table, limits)
     _check_params(where, admission.params, num_tokens, limits)
     after.is_admitted[slot] = True
+    after.is_beam[slot] = admission.params.num_candidates > 0
     after.num_tokens[slot] = num_tokens
     after.num_computed_tokens[slot] = admission.num_computed_tokens
     after.num_blocks[slot] = num_blocks
@@ -81,6 +83,58 @@ def _check_params(where: str, params: SequenceParams, num_tokens: int, limits: L
         raise PlanRejected(f"{where}: seed {params.seed} is not a 64-bit unsigned integer")
     _check_token_ids(f"{where}: eos_token_ids", params.eos_token_ids, limits)
     _check_token_ids(f"{where}: stop_token_ids", params.stop_token_ids, limits)
+    _check_changes(where, params, num_tokens, limits)
+    _check_reports(where, params, limits)
+
+
+def _check_changes(where: str, params: SequenceParams, num_tokens: int, limits: Limits) -> None:
+    """What changes logits."""
+    _check_token_ids(f"{where}: allowed_token_ids", params.allowed_token_ids, limits)
+    _check_token_ids(f"{where}: bias_token_ids", params.bias_token_ids, limits)
+    _check_distinct(f"{where}: bias_token_ids: token id", params.bias_token_ids)
+    if len(params.bias_values) != len(params.bias_token_ids):
+        raise PlanRejected(f"{where}: {len(params.bias_values)} bias_values for {len(params.bias_token_ids)} tokens")
+    if not np.isfinite(params.bias_values).all():
+        raise PlanRejected(f"{where}: bias_values: not all are finite")
+    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
+        raise PlanRejected(f"{where}: repetition_penalty {params.repetition_penalty}")
+    if not math.isfinite(params.frequency_penalty):
+        raise PlanRejected(f"{where}: frequency_penalty {params.frequency_penalty}")
+    if not math.isfinite(params.presence_penalty):
+        raise PlanRejected(f"{where}: presence_penalty {params.presence_penalty}")
+    if not 0 <= params.num_prompt_tokens <= num_tokens:
+        raise PlanRejected(f"{where}: num_prompt_tokens {params.num_prompt_tokens} of {num_tokens} tokens")
+
+
+def _check_reports(where: str, params: SequenceParams, limits: Limits) -> None:
+    for name, num_reported, most in (
+        ("num_logprobs", params.num_logprobs, limits.vocab_size + 1),
+        ("num_prompt_logprobs", params.num_prompt_logprobs, limits.vocab_size + 1),
+        ("num_candidates", params.num_candidates, limits.vocab_size),
+    ):
+        if not 0 <= num_reported <= most:
+            raise PlanRejected(f"{where}: {name} {num_reported} is not in [0, {most}]")
+
+
+def _branch(branches: Ints, after: SlotCounters, limits: Limits) -> None:
+    """Parents are beams that have reported; so are the slots they overwrite, unless those are empty."""
+    if not branches.size:
+        return
+    slots, parents, token_ids = branches.T
+    _check_in_range("branches", slots, limits)
+    _check_slots("branches: parent", parents, after, limits)
+    _check_distinct("branches: slot", slots)
+    _check_token_ids("branches", token_ids, limits)
+    has_reported = after.has_reported
+    if others := parents[~has_reported[parents]].tolist():
+        raise PlanRejected(f"branches: parent slot {others[0]} is no beam that has reported")
+    if others := slots[after.is_admitted[slots] & ~has_reported[slots]].tolist():
+        raise PlanRejected(f"branches: slot {others[0]} is taken")
+    if full := parents[after.num_tokens[parents] >= limits.max_model_len].tolist():
+        raise PlanRejected(f"branches: parent slot {full[0]} has max_model_len {limits.max_model_len} tokens already")
+    after.copy_slots(parents, slots)
+    after.num_tokens[slots] += 1
+    after.row_count[slots] = 1
 
 
 def _extend_tables(updates: Ints, after: SlotCounters, limits: Limits) -> None:
@@ -155,7 +209,7 @@ def _check_forks(forks: tuple[Fork, ...], after: SlotCounters, limits: Limits) -
         if not after.is_admitted[parent]:
             raise PlanRejected(f"{where}: the slot is empty")
         samples = after.num_planned_tokens[parent] == after.num_tokens[parent] or after.has_ended[parent]
-        if not (after.row_count[parent] and samples):
+        if not (after.row_count[parent] and samples) or after.is_beam[parent]:
             raise PlanRejected(f"{where}: it does not sample in this step")
         if not 0 <= fork.seed < _SEEDS:
             raise PlanRejected(f"{where}: seed {fork.seed} is not a 64-bit unsigned integer")
@@ -163,10 +217,14 @@ def _check_forks(forks: tuple[Fork, ...], after: SlotCounters, limits: Limits) -
 
 
 def _check_slots(where: str, slots: Ints, after: SlotCounters, limits: Limits) -> None:
-    if outside := slots[(slots < 0) | (slots >= limits.max_num_seqs)].tolist():
-        raise PlanRejected(f"{where}: slot {outside[0]}: there are {limits.max_num_seqs} slots")
+    _check_in_range(where, slots, limits)
     if empty := slots[~after.is_admitted[slots]].tolist():
         raise PlanRejected(f"{where}: slot {empty[0]} is empty")
+
+
+def _check_in_range(where: str, slots: Ints, limits: Limits) -> None:
+    if outside := slots[(slots < 0) | (slots >= limits.max_num_seqs)].tolist():
+        raise PlanRejected(f"{where}: slot {outside[0]}: there are {limits.max_num_seqs} slots")
 
 
 def _check_blocks(where: str, blocks: Ints, limits: Limits) -> None:

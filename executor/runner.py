@@ -5,11 +5,13 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.batch import Batch, build_batch
 from executor.limits import Limits
-from executor.plan import Fork, Ints, StepOutput, StepPlan, StepTimings
+from executor.plan import Fork, Ints, Logprobs, Reports, StepOutput, StepPlan, StepTimings
+from executor.reports import report_candidates, report_prompts, report_tokens
 from executor.sampler import sample
 from executor.slots import Slots
 
@@ -53,7 +55,7 @@ class ModelRunner:
         prepared_ns = time.monotonic_ns()
         logits = self._forward(plan, batch)
         forwarded_ns = time.monotonic_ns()
-        token_ids, end_reasons = self._sample(plan, logits)
+        token_ids, end_reasons, reports = self._sample(plan, logits)
         return StepOutput(
             epoch=plan.epoch,
             step_id=plan.step_id,
@@ -64,42 +66,54 @@ class ModelRunner:
                 forward_ns=forwarded_ns - prepared_ns,
                 sample_ns=time.monotonic_ns() - forwarded_ns,
             ),
+            reports=reports,
         )
 
     def _forward(self, plan: StepPlan, batch: Batch | None) -> Tensor | None:
-        """Copies blocks, then computes the batch: logits[num_samples, vocab_size] by ascending slot."""
+        """Copies blocks, then computes the batch: logits[num_samples, vocab_size] of its sample rows."""
         if plan.block_copies.size:
             self.model.copy_blocks(plan.block_copies)
         return None if batch is None else self.model.forward(batch, self.slots.block_tables)
 
-    def _sample(self, plan: StepPlan, logits: Tensor | None) -> tuple[Ints, np.ndarray]:
-        """Advances, forks, samples and appends. Token ids and end reasons of all slots with a result."""
+    def _sample(self, plan: StepPlan, logits: Tensor | None) -> tuple[Ints, NDArray[np.uint8], Reports]:
+        """Advances, forks, samples and appends. Token ids and end reasons of all slots with a result, and reports."""
         slots = self.slots
-        sampling = slots.sampling
-        reporting = np.sort(np.concatenate((sampling, slots.overrun, _children(plan.forks))))
+        reporting = np.sort(np.concatenate((slots.sampling, slots.overrun, _children(plan.forks))))
         slots.advance()
         slots.fork(plan.forks)
 
         token_ids = np.zeros(len(reporting), dtype=np.int32)
         end_reasons = np.zeros(len(reporting), dtype=np.uint8)
+        if logits is None:
+            return token_ids, end_reasons, Reports()
         is_live = ~slots.counters.has_ended[reporting]
         live = reporting[is_live]
-        if logits is not None and live.size:
-            own_logits = _logits_of(live, sampling, plan.forks, logits)
-            token_ids[is_live] = sample(own_logits, slots.draw(live))
-            end_reasons[is_live] = slots.append(live, token_ids[is_live])
-        return token_ids, end_reasons
+        logprobs: Logprobs | None = None
+        if live.size:
+            own_logits = _logits_of(live, slots, plan.forks, logits)
+            own_ids = sample(own_logits, slots.draw(live))
+            logprobs = report_tokens(slots, live, own_logits, own_ids)
+            token_ids[is_live], end_reasons[is_live] = own_ids, slots.append(live, own_ids)
+        return token_ids, end_reasons, Reports(logprobs, *self._report(logits))
+
+    def _report(self, logits: Tensor) -> tuple[Logprobs | None, Logprobs | None]:
+        """Of prompts and of beams; nearly always of nobody."""
+        slots, num_reaching = self.slots, len(self.slots.reaching)
+        if slots.prompt_spans is None and not slots.beams.size:
+            return None, None
+        beams = torch.from_numpy(np.searchsorted(slots.reaching, slots.beams)).to(logits.device)
+        return report_prompts(slots, logits[num_reaching:]), report_candidates(slots, slots.beams, logits[beams])
 
 
 def _children(forks: tuple[Fork, ...]) -> Ints:
     return np.array([fork.child_slot for fork in forks], dtype=np.int32)
 
 
-def _logits_of(live: Ints, sampling: Ints, forks: tuple[Fork, ...], logits: Tensor) -> Tensor:
-    """Rows of logits[len(sampling), vocab_size] for each live slot: its own, or its parent's."""
-    if not forks:
-        return logits
-    row_of = {slot: row for row, slot in enumerate(sampling.tolist())}
+def _logits_of(live: Ints, slots: Slots, forks: tuple[Fork, ...], logits: Tensor) -> Tensor:
+    """Rows of logits for each live slot: its own, or its parent's. The first rows are those of the slots that reach."""
+    if not forks and not slots.beams.size:
+        return logits[: len(live)]
+    row_of = {slot: row for row, slot in enumerate(slots.reaching.tolist())}
     row_of |= {fork.child_slot: row_of[fork.parent_slot] for fork in forks if fork.parent_slot in row_of}
     rows = torch.tensor([row_of[slot] for slot in live.tolist()], device=logits.device)
     return logits[rows]

@@ -1,6 +1,7 @@
 """From logits to one token a row.
 
-Order: minimum length (end ids get -inf), temperature, top-k, top-p, min-p; then one draw by inverse CDF.
+Order: what sequences change (see `executor.logit_changes`), minimum length (end ids get -inf), temperature, top-k,
+top-p, min-p; then one draw by inverse CDF.
 
 * temperature 0 is greedy: the largest logit, the lowest id among equals
 * top-k keeps the k most likely tokens
@@ -9,14 +10,18 @@ Order: minimum length (end ids get -inf), temperature, top-k, top-p, min-p; then
 * min-p keeps tokens at least min_p times as likely as the most likely one
 
 "Most likely first" is ordered by logit, then by lower id, so that ties are cut in one way everywhere.
-All of it is float32. A row's token depends on that row's logits, parameters and uniform number alone.
+All of it is float32. A row's token depends on that row's logits, parameters and uniform number alone. Rows that change
+logits are taken apart; all others are looked at where they are.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.plan import Ints
@@ -30,18 +35,47 @@ _CHUNK = 1 << 23
 
 
 def sample(logits: Tensor, draw: Draw) -> Ints:
-    """logits[num_rows, vocab_size] → token ids[num_rows]. Writes -inf to the banned logits, else changes nothing."""
-    for row, token_ids in draw.banned:
-        logits[row, torch.from_numpy(token_ids).long().to(logits.device)] = -torch.inf
+    """logits[num_rows, vocab_size] → token ids[num_rows]. Leaves the logits as they were."""
+    if draw.changes is None:
+        return _sample(logits, draw, np.True_)
+    stays = np.ones(len(logits), dtype=np.bool_)
+    stays[draw.changes.rows] = False
+    token_ids = _sample(logits, draw, stays) if stays.any() else np.empty(len(logits), dtype=np.int32)
+    for part in draw.changes.parts(_CHUNK):
+        token_ids[part.rows] = _sample(part.changed(logits), draw.unchanged(part.rows), np.True_)
+    return token_ids
+
+
+def _sample(logits: Tensor, draw: Draw, wanted: NDArray[np.bool_] | np.bool_) -> Ints:
+    """Token ids[num_rows] of the rows that are wanted, anything for others."""
+    if not draw.banned:
+        return _choose(logits, draw, wanted)
+    with _without_banned(logits, draw):
+        return _choose(logits, draw, wanted)
+
+
+@contextmanager
+def _without_banned(logits: Tensor, draw: Draw) -> Iterator[None]:
+    """Banned logits are -inf for a while."""
+    places = [(row, torch.from_numpy(token_ids).long().to(logits.device)) for row, token_ids in draw.banned]
+    kept = [logits[place] for place in places]
+    for place in places:
+        logits[place] = -torch.inf
+    yield
+    for place, values in zip(places, kept, strict=True):
+        logits[place] = values
+
+
+def _choose(logits: Tensor, draw: Draw, wanted: NDArray[np.bool_] | np.bool_) -> Ints:
     if draw.is_greedy:
         return _host(_argmax(logits))
     token_ids = np.empty(len(logits), dtype=np.int32)
     is_greedy = draw.temperatures == 0
     is_cut = ~is_greedy & ((draw.top_ks > 0) | (draw.top_ps < 1))
     for rows, choose in (
-        (is_greedy, _choose_greedily),
-        (is_cut, _choose_among_the_likeliest),
-        (~is_greedy & ~is_cut, choose_among_all),
+        (is_greedy & wanted, _choose_greedily),
+        (is_cut & wanted, _choose_among_the_likeliest),
+        (~is_greedy & ~is_cut & wanted, choose_among_all),
     ):
         indices = np.flatnonzero(rows)
         for chunk in np.array_split(indices, -(-indices.size * logits.shape[1] // _CHUNK) or 1):

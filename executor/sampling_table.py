@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.plan import EndReason, Ints, SequenceParams
+from executor.logit_changes import LogitChanges
+from executor.plan import EndReason, Floats, Ints, SequenceParams
 from executor.token_sets import TokenSets
 from executor.uniforms import uniforms
-
-Floats = NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +19,7 @@ class Draw:
     top_ps        1: all tokens              min_ps   0: all tokens
     uniforms      in [0, 1), one for each row's choice; anything if all rows are greedy
     banned        (row, token ids) whose logits are -inf
+    changes       of the logits of some rows, before any is banned
     """
 
     temperatures: Floats
@@ -28,10 +28,23 @@ class Draw:
     min_ps: Floats
     uniforms: Floats
     banned: tuple[tuple[int, Ints], ...] = ()
+    changes: LogitChanges | None = None
 
     @property
     def is_greedy(self) -> bool:
         return not self.temperatures.any()
+
+    def unchanged(self, rows: Ints) -> "Draw":
+        """Of these rows, ascending, whose logits have been changed already."""
+        places = {row: place for place, row in enumerate(rows.tolist())} if self.banned else {}
+        return Draw(
+            temperatures=self.temperatures[rows],
+            top_ks=self.top_ks[rows],
+            top_ps=self.top_ps[rows],
+            min_ps=self.min_ps[rows],
+            uniforms=self.uniforms[rows],
+            banned=tuple((places[row], token_ids) for row, token_ids in self.banned if row in places),
+        )
 
 
 class SamplingTable:
@@ -60,22 +73,25 @@ class SamplingTable:
         self._eos_ids.set(slot, params.eos_token_ids)
         self._stop_ids.set(slot, params.stop_token_ids)
 
-    def copy_slot(self, source: int, destination: int, seed: int) -> None:
-        """All parameters but the seed."""
+    def copy_slots(self, sources: Ints, destinations: Ints) -> None:
+        """All at once: a slot may be a source and a destination."""
         for array in (self._temperatures, self._top_ks, self._top_ps, self._min_ps):
-            array[destination] = array[source]
-        self._seeds[destination] = seed
-        self._max_total_tokens[destination] = self._max_total_tokens[source]
-        self._min_total_tokens[destination] = self._min_total_tokens[source]
-        self._eos_ids.copy_row(source, destination)
-        self._stop_ids.copy_row(source, destination)
+            array[destinations] = array[sources]
+        self._seeds[destinations] = self._seeds[sources]
+        self._max_total_tokens[destinations] = self._max_total_tokens[sources]
+        self._min_total_tokens[destinations] = self._min_total_tokens[sources]
+        self._eos_ids.copy_rows(sources, destinations)
+        self._stop_ids.copy_rows(sources, destinations)
+
+    def set_seeds(self, slots: Ints, seeds: NDArray[np.uint64]) -> None:
+        self._seeds[slots] = seeds
 
     def clear(self) -> None:
         """Forgets what takes memory."""
         self._eos_ids.clear()
         self._stop_ids.clear()
 
-    def draw(self, slots: Ints, num_tokens: Ints) -> Draw:
+    def draw(self, slots: Ints, num_tokens: Ints, changes: LogitChanges | None = None) -> Draw:
         """For the next token of each slot, which has `num_tokens` now: the new one stands at that position."""
         temperatures = self._temperatures[slots]
         too_early = np.flatnonzero(num_tokens < self._min_total_tokens[slots]).tolist()
@@ -86,6 +102,7 @@ class SamplingTable:
             min_ps=self._min_ps[slots],
             uniforms=uniforms(self._seeds[slots], num_tokens) if temperatures.any() else temperatures,
             banned=tuple((row, self._end_ids(int(slots[row]))) for row in too_early),
+            changes=changes,
         )
 
     def end_reasons(self, slots: Ints, token_ids: Ints, num_tokens: Ints) -> NDArray[np.uint8]:

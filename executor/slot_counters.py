@@ -17,11 +17,13 @@ class SlotCounters:
         block table   ├──────── num_blocks entries ─────────┤
 
     is_admitted, has_ended   bool. has_ended: decided here, the slot is overrun until it is retired
+    is_beam                  bool: reports candidates where others sample
     row_count                tokens computed a step
     """
 
     is_admitted: NDArray[np.bool_]
     has_ended: NDArray[np.bool_]
+    is_beam: NDArray[np.bool_]
     num_tokens: Ints
     num_computed_tokens: Ints
     num_blocks: Ints
@@ -32,6 +34,7 @@ class SlotCounters:
         return cls(
             is_admitted=np.zeros(max_num_seqs, dtype=np.bool_),
             has_ended=np.zeros(max_num_seqs, dtype=np.bool_),
+            is_beam=np.zeros(max_num_seqs, dtype=np.bool_),
             num_tokens=np.zeros(max_num_seqs, dtype=np.int32),
             num_computed_tokens=np.zeros(max_num_seqs, dtype=np.int32),
             num_blocks=np.zeros(max_num_seqs, dtype=np.int32),
@@ -42,6 +45,7 @@ class SlotCounters:
         return SlotCounters(
             is_admitted=self.is_admitted.copy(),
             has_ended=self.has_ended.copy(),
+            is_beam=self.is_beam.copy(),
             num_tokens=self.num_tokens.copy(),
             num_computed_tokens=self.num_computed_tokens.copy(),
             num_blocks=self.num_blocks.copy(),
@@ -52,19 +56,27 @@ class SlotCounters:
         for array in self._arrays():
             array[slots] = 0
 
-    def copy_slot(self, source: int, destination: int) -> None:
+    def copy_slots(self, sources: Ints, destinations: Ints) -> None:
+        """All at once: a slot may be a source and a destination."""
         for array in self._arrays():
-            array[destination] = array[source]
+            array[destinations] = array[sources]
 
     def _arrays(self) -> tuple[NDArray[np.bool_] | Ints, ...]:
         return (
             self.is_admitted,
             self.has_ended,
+            self.is_beam,
             self.num_tokens,
             self.num_computed_tokens,
             self.num_blocks,
             self.row_count,
         )
+
+    @property
+    def has_reported(self) -> NDArray[np.bool_]:
+        """Beams whose next token is for the scheduler to choose."""
+        has_reported: NDArray[np.bool_] = self.is_beam & (self.num_computed_tokens == self.num_tokens)
+        return has_reported
 
     @property
     def num_planned_tokens(self) -> Ints:

@@ -20,8 +20,9 @@ class TokenSets:
         self._ids[row] = _NOTHING
         self._ids[row, : len(token_ids)] = token_ids
 
-    def copy_row(self, source: int, destination: int) -> None:
-        self._ids[destination] = self._ids[source]
+    def copy_rows(self, sources: Ints, destinations: Ints) -> None:
+        """All at once: a row may be a source and a destination."""
+        self._ids[destinations] = self._ids[sources]
 
     def get(self, row: int) -> Ints:
         ids: Ints = self._ids[row]

@@ -4,10 +4,11 @@ import numpy as np
 
 from executor.errors import PlanRejected
 from executor.limits import Limits
-from executor.plan import Admission, Fork, Ints, SequenceParams, StepOutput, StepPlan
+from executor.plan import Admission, Floats, Fork, Ints, Logprobs, SequenceParams, StepOutput, StepPlan
 from quire.executor.v1 import executor_pb2 as pb
 
 _INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
 
 
 def plan_from_message(message: pb.StepPlan) -> StepPlan:
@@ -21,11 +22,12 @@ def plan_from_message(message: pb.StepPlan) -> StepPlan:
         block_copies=_tuples("block_copies", message.block_copies, 2),
         row_counts=_tuples("row_counts", message.row_counts, 2),
         forks=tuple(Fork(fork.parent_slot, fork.child_slot, fork.seed) for fork in message.forks),
+        branches=_tuples("branches", message.branches, 3),
     )
 
 
 def output_to_message(output: StepOutput) -> pb.StepResult:
-    timings = output.timings
+    timings, reports = output.timings, output.reports
     return pb.StepResult(
         epoch=output.epoch,
         step_id=output.step_id,
@@ -38,6 +40,9 @@ def output_to_message(output: StepOutput) -> pb.StepResult:
             sample_ns=timings.sample_ns,
             idle_ns=timings.idle_ns,
         ),
+        logprobs=_logprobs(reports.logprobs),
+        prompt_logprobs=_logprobs(reports.prompt_logprobs),
+        candidates=_logprobs(reports.candidates),
     )
 
 
@@ -84,8 +89,34 @@ def _admission(message: pb.Admission) -> Admission:
             seed=params.seed,
             eos_token_ids=_ints("params.eos_token_ids", params.eos_token_ids),
             stop_token_ids=_ints("params.stop_token_ids", params.stop_token_ids),
+            allowed_token_ids=_ints("params.allowed_token_ids", params.allowed_token_ids),
+            bias_token_ids=_ints("params.bias_token_ids", params.bias_token_ids),
+            bias_values=_floats("params.bias_values", params.bias_values),
+            repetition_penalty=params.repetition_penalty or 1.0,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            num_prompt_tokens=params.num_prompt_tokens,
+            num_logprobs=params.num_logprobs,
+            num_prompt_logprobs=params.num_prompt_logprobs,
+            num_candidates=params.num_candidates,
         ),
     )
+
+
+def _logprobs(logprobs: Logprobs | None) -> pb.Logprobs | None:
+    if logprobs is None:
+        return None
+    return pb.Logprobs(
+        token_ids=logprobs.token_ids.astype(_INT32, copy=False).tobytes(),
+        values=logprobs.values.astype(_FLOAT32, copy=False).tobytes(),
+        ranks=b"" if logprobs.ranks is None else logprobs.ranks.astype(_INT32, copy=False).tobytes(),
+    )
+
+
+def _floats(field: str, data: bytes) -> Floats:
+    if len(data) % _FLOAT32.itemsize:
+        raise PlanRejected(f"{field}: {len(data)} bytes are no whole number of float32")
+    return np.frombuffer(data, dtype=_FLOAT32)
 
 
 def _ints(field: str, data: bytes) -> Ints:

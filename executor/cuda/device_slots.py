@@ -52,18 +52,29 @@ class DeviceSlots:
             if "end_places" in sent:
                 kinds = sent["end_kinds"].to(torch.uint8)
                 self.end_kinds.view(-1).index_copy_(0, sent["end_places"], kinds)
+        if "branch_slots" in sent:
+            slots = sent["branch_slots"]
+            self._copy(sent["branch_parents"], slots)
+            own = self.states.index_select(0, slots)
+            own[:, StateField.LAST_TOKEN] = sent["branch_tokens"]
+            own[:, StateField.NUM_TOKENS] += 1
+            self.states.index_copy_(0, slots, own)
         if "table_updates" in sent:
             update_tables(self.block_tables, sent["table_updates"])
 
     def fork(self, sent: dict[str, Tensor]) -> None:
         """The arrays of `fork_deltas`: children become what their parents are."""
         if "parents" in sent:
-            for array in (self.states, self.block_tables, self.end_kinds):
-                array.index_copy_(0, sent["children"], array.index_select(0, sent["parents"]))
+            self._copy(sent["parents"], sent["children"])
+
+    def _copy(self, sources: Tensor, destinations: Tensor) -> None:
+        """All at once: a slot may be a source and a destination."""
+        for array in (self.states, self.block_tables, self.end_kinds):
+            array.index_copy_(0, destinations, array.index_select(0, sources))
 
 
 def slot_deltas(plan: StepPlan, limits: Limits) -> Arrays:
-    """What a plan's admissions and table updates change, as arrays to send. Empty ones are left out."""
+    """What a plan's admissions, branches and table updates change, as arrays to send. Empty ones are left out."""
     deltas: Arrays = {}
     if plan.admissions:
         deltas["admitted_slots"] = np.array([admission.slot for admission in plan.admissions], dtype=np.int64)
@@ -73,6 +84,10 @@ def slot_deltas(plan: StepPlan, limits: Limits) -> Arrays:
         if places:
             deltas["end_places"] = np.array(places, dtype=np.int64)
             deltas["end_kinds"] = np.array(kinds, dtype=np.int32)
+    if plan.branches.size:
+        slots, parents, token_ids = np.ascontiguousarray(plan.branches.T)
+        deltas["branch_slots"], deltas["branch_parents"] = slots.astype(np.int64), parents.astype(np.int64)
+        deltas["branch_tokens"] = token_ids
     if plan.table_updates.size:
         deltas["table_updates"] = plan.table_updates
     return deltas

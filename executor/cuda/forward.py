@@ -72,7 +72,8 @@ class Forward:
         return self.model.forward(batch, self.pool, partial(_attend, work, None, num_rows))
 
     def mixed(self, num_decodes: int, sent: dict[str, Tensor]) -> Tensor:
-        """Logits of the sample rows of any step, with the arrays of `mixed_rows` on the device."""
+        """What logits are made of, [rows, hidden_size], of rows of any step, with the arrays of `mixed_rows` there: of
+        those that sample, of beams, and of prompts."""
         tables, row_slots = self.on_device.block_tables, sent["row_slots"]
         token_ids, positions, context_lens = (torch.empty_like(row_slots) for _ in range(3))
         slot_mapping = torch.empty(len(row_slots), dtype=torch.int64, device=row_slots.device)
@@ -92,7 +93,7 @@ class Forward:
         if "tiles" in sent:
             prefills = PrefillWork(tables, sent["tiles"], prefill_tuning(self.shape, tables.device))
         batch = _batch(token_ids, positions, slot_mapping, num_decodes, sent["sample_rows"])
-        return self.model.forward(batch, self.pool, partial(_attend, decodes, prefills, num_decodes))
+        return self.model.hidden(batch, self.pool, partial(_attend, decodes, prefills, num_decodes))
 
     def mixed_rows(self, step: HostStep, slots: Slots) -> Arrays:
         """What the device has to be sent of a step that has prefills, or children."""
@@ -101,7 +102,8 @@ class Forward:
         positions += np.repeat(step.first_positions - starts[:-1], step.counts)
         # Tokens that only the device knows are negative in the books: those rows take the slot's last token.
         known = np.stack((slots.token_ids[row_slots, positions], positions))
-        arrays: Arrays = {"row_slots": row_slots, "known_rows": known, "sample_rows": step.sample_rows}
+        sample_rows = np.concatenate((step.sample_rows, step.beam_rows, step.prompt_rows))
+        arrays: Arrays = {"row_slots": row_slots, "known_rows": known, "sample_rows": sample_rows}
         if len(step.order) > step.num_decodes:
             num = step.num_decodes
             lengths = step.first_positions[num:] + step.counts[num:]

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.cuda.accelerator import Mark
-from executor.plan import Ints, StepOutput, StepPlan, StepTimings
+from executor.plan import Ints, Reports, StepOutput, StepPlan, StepTimings
 from kernels.triton import RESULT_FIELDS
 
 
@@ -38,6 +38,7 @@ class LaunchedStep:
         arrived: Mark,
         marks: Marks,
         prepare_ns: int,
+        reports: Reports,
     ) -> None:
         """reporting: slots with a result, ascending; sampling[R]: those with a row of results[R, RESULT_FIELDS], which
         are on the host once `arrived` is reached. lives[R]: the how-manieth life of the slot this was."""
@@ -49,6 +50,7 @@ class LaunchedStep:
         self._arrived = arrived
         self._marks = marks
         self._prepare_ns = prepare_ns
+        self._reports = reports
         self._lock = threading.Lock()
         self._output: StepOutput | None = None
         self._has_ended = np.zeros(len(sampling), dtype=np.bool_)
@@ -63,6 +65,12 @@ class LaunchedStep:
             if self._output is None:
                 self._output = self._read()
             return self._output
+
+    def sampled(self) -> Ints:
+        """What the slots have sampled, in their order. Waits for the device."""
+        token_ids = self.finish().token_ids
+        own: Ints = token_ids[np.searchsorted(self._reporting, self._sampling)]
+        return own
 
     def ended(self, lives: NDArray[np.int64]) -> Ints:
         """Slots known to have ended by this step's result. lives: of all slots, now; ended lives tell nothing new."""
@@ -86,6 +94,7 @@ class LaunchedStep:
             token_ids=token_ids,
             end_reasons=end_reasons,
             timings=self._timings(),
+            reports=self._reports,
         )
 
     def _timings(self) -> StepTimings:

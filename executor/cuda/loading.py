@@ -18,12 +18,13 @@ if TYPE_CHECKING:
     from executor.models.decoder import Decoder
     from kernels import AttentionShape, Progress
 
-# Each group of the sampler once: greedy, plain, top-k, top-p.
+# Each group of the sampler once: greedy, plain, top-k, top-p; and a step with reports, of changed logits.
 _REHEARSED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0},
     {"temperature": 1.0, "top_k": 1},
     {"temperature": 1.0, "top_p": 0.5},
+    {"repetition_penalty": 1.1, "num_logprobs": 2, "num_prompt_logprobs": 2, "num_prompt_tokens": 2},
 )
 
 

@@ -5,7 +5,8 @@
     results                                                  n copied out │ finish n
 
 The host never waits for a result in order to launch. What it lacks, the last tokens and who has ended, is on the
-device.
+device. The exception are steps in which logits are changed, or more is reported than tokens: such a step waits for
+those before it, and for its own result.
 """
 
 import time
@@ -24,12 +25,15 @@ from executor.cuda.forward import DecodeRows, Forward
 from executor.cuda.graphs import Graphs
 from executor.cuda.host_step import HostStep, take_step
 from executor.cuda.launched import LaunchedStep, Marks
-from executor.cuda.sampler import Recipe, sample
+from executor.cuda.sampler import MAX_NUMBERS, Recipe, sample
 from executor.cuda.upload import Arrays, Upload
 from executor.errors import PlanRejected
 from executor.limits import Limits
+from executor.logprobs import join, row_pieces
 from executor.models.decoder import Decoder
-from executor.plan import EndReason, Ints, StepPlan
+from executor.plan import EndReason, Ints, Logprobs, Reports, StepPlan
+from executor.reports import report_candidates, report_prompts, report_tokens
+from executor.sampling_table import Draw
 from executor.slots import Slots
 from kernels import AttentionShape
 from kernels.triton import RESULT_FIELDS, DecodePlanner, choose_greedily, close_rows, copy_blocks
@@ -118,6 +122,8 @@ class CudaRunner:
             self._accept(plan)
             step = take_step(self.slots, plan.forks)
             launched = self._launch(plan, step, started_ns)
+            if step.has_reports:
+                self.slots.append(step.sampling, launched.sampled())
         self._launched.append(launched)
         return launched
 
@@ -138,6 +144,10 @@ class CudaRunner:
         begun = [*plan.retired_slots.tolist()]
         begun += [admission.slot for admission in plan.admissions] + [fork.child_slot for fork in plan.forks]
         self._lives[begun] += 1
+        self._lives[plan.branches[:, 0]] += 1
+        if self._launched and self.slots.wants_reports:
+            self._learn(waits=True)
+            self.slots.sort_out()
 
     def _learn(self, *, waits: bool) -> None:
         """Who has ended, from the steps whose results are in; or from all steps."""
@@ -150,7 +160,7 @@ class CudaRunner:
         recipe = Recipe.of(step.draw)
         is_decode_only = step.is_decode_only
         bucket = self.graphs.bucket(len(step.order)) if is_decode_only else 0
-        kind = StepKind.GREEDY if recipe.is_plain_greedy else StepKind.FORWARD
+        kind = StepKind.GREEDY if recipe.is_plain_greedy and not step.has_reports else StepKind.FORWARD
         if is_decode_only and self.graphs.needs_capture(kind, bucket):
             self._capture(kind, bucket)
         arrays = slot_deltas(plan, self.limits) | fork_deltas(plan.forks)
@@ -169,10 +179,13 @@ class CudaRunner:
         self._buffers.on_device.apply(sent)
         if "copied_blocks" in sent:
             copy_blocks(self._pool, *sent["copied_blocks"])
-        forwarded = self._compute(step, kind, bucket, recipe, sent) if len(step.order) else self._accelerator.mark()
-        if not len(step.order):
+        reports = Reports()
+        if len(step.order):
+            forwarded, reports = self._compute(step, kind, bucket, recipe, sent)
+        else:
+            forwarded = self._accelerator.mark()
             self._buffers.on_device.fork(sent)
-        return self._finishing(plan, step, start, forwarded, prepared_ns - started_ns)
+        return self._finishing(plan, step, start, forwarded, prepared_ns - started_ns, reports)
 
     def _changed_rows(self, step: HostStep, bucket: int) -> Arrays:
         """The slots of a decode step, padded; nothing if they are the last step's."""
@@ -183,9 +196,13 @@ class CudaRunner:
         self._rows_there = slots
         return {"decode_slots": slots}
 
-    def _compute(self, step: HostStep, kind: StepKind, bucket: int, recipe: Recipe, sent: dict[str, Tensor]) -> Mark:
+    def _compute(
+        self, step: HostStep, kind: StepKind, bucket: int, recipe: Recipe, sent: dict[str, Tensor]
+    ) -> tuple[Mark, Reports]:
         """Model, sampler and ends. Returns the mark between the first two; a whole step in a graph has none."""
-        buffers, num_rows = self._buffers, len(step.sampling)
+        buffers, num_rows, model = self._buffers, len(step.sampling), self._forward.model
+        num_logits = num_rows + len(step.beams)
+        hidden: Tensor | None = None
         if bucket:
             if "decode_slots" in sent:
                 buffers.rows.slots[:bucket].copy_(sent["decode_slots"])
@@ -193,18 +210,55 @@ class CudaRunner:
             logits, slots = buffers.logits, buffers.rows.slots
             forwarded = self._accelerator.mark()
             if kind is StepKind.GREEDY:
-                return forwarded
+                return forwarded, Reports()
         else:
-            logits, slots = self._forward.mixed(step.num_decodes, sent), sent["sampling"]
+            hidden, slots = self._forward.mixed(step.num_decodes, sent), sent["sampling"]
+            logits = model.logits(hidden[:num_logits])
             forwarded = self._accelerator.mark()
             buffers.on_device.fork(sent)
+        reports = Reports()
         if num_rows:
-            next_tokens = buffers.next_tokens[:num_rows]
-            sample(logits[:num_rows], slots[:num_rows], buffers.on_device, recipe, sent, next_tokens)
-            self._close(slots[:num_rows])
-        return forwarded
+            next_tokens, slots = buffers.next_tokens[:num_rows], slots[:num_rows]
+            # Banned logits are lost, but what is reported is the model's.
+            own = logits[:num_rows].clone() if step.has_reports else logits[:num_rows]
+            sample(own, slots, buffers.on_device, recipe, sent, next_tokens)
+            if step.draw.changes is not None:
+                self._sample_changed(step.draw, logits, slots, next_tokens)
+            self._close(slots)
+        if step.has_reports:
+            prompts = None if hidden is None else hidden[num_logits:]
+            reports = self._report(step, logits[:num_logits], prompts)
+        return forwarded, reports
 
-    def _finishing(self, plan: StepPlan, step: HostStep, start: Mark, forwarded: Mark, prepare_ns: int) -> LaunchedStep:
+    def _sample_changed(self, draw: Draw, logits: Tensor, slots: Tensor, next_tokens: Tensor) -> None:
+        """Rows that change their logits once more: mutates next_tokens."""
+        on_device = self._buffers.on_device
+        for part in draw.changes.parts(MAX_NUMBERS) if draw.changes is not None else ():
+            recipe = Recipe.of(draw.unchanged(part.rows))
+            sent = self._upload.send(recipe.arrays() | {"changed_rows": part.rows.astype(np.int64)})
+            rows = sent["changed_rows"]
+            token_ids = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
+            sample(part.changed(logits), slots.index_select(0, rows), on_device, recipe, sent, token_ids)
+            next_tokens.index_copy_(0, rows, token_ids)
+
+    def _report(self, step: HostStep, logits: Tensor, prompts: Tensor | None) -> Reports:
+        """Of logits[sampling, then beams], and of prompts[rows, hidden_size]: their logits are made in pieces."""
+        slots, num_rows = self.slots, len(step.sampling)
+        token_ids = self._buffers.next_tokens[:num_rows].cpu().numpy()
+        pieces: list[Logprobs] = []
+        if prompts is not None and len(prompts):
+            for rows in row_pieces(len(prompts), self.limits.vocab_size):
+                piece = report_prompts(slots, self._forward.model.logits(prompts[rows]), rows)
+                pieces += [] if piece is None else [piece]
+        return Reports(
+            logprobs=report_tokens(slots, step.sampling, logits[:num_rows], token_ids),
+            prompt_logprobs=join(pieces) if pieces else None,
+            candidates=report_candidates(slots, step.beams, logits[num_rows:]),
+        )
+
+    def _finishing(
+        self, plan: StepPlan, step: HostStep, start: Mark, forwarded: Mark, prepare_ns: int, reports: Reports
+    ) -> LaunchedStep:
         """Sends the results on their way to the host."""
         num_rows, results = len(step.sampling), None
         # The next step writes to the buffer again, maybe before this copy of it is on the host.
@@ -216,7 +270,7 @@ class CudaRunner:
         marks = Marks(start, forwarded, end, self._previous_end)
         self._previous_end = end
         lives = self._lives[step.sampling]
-        return LaunchedStep(plan, step.reporting, step.sampling, lives, results, arrived, marks, prepare_ns)
+        return LaunchedStep(plan, step.reporting, step.sampling, lives, results, arrived, marks, prepare_ns, reports)
 
     def _capture(self, kind: StepKind, bucket: int) -> None:
         """On rows of padding: the run before the capture changes nothing."""

@@ -26,7 +26,7 @@ from executor.sampling_table import Draw
 from kernels.triton import choose_greedily
 
 # Numbers handled at once: bounds the temporaries of large batches over large vocabularies to some 300 MB.
-_CHUNK = 1 << 23
+MAX_NUMBERS = 1 << 23
 _FEWEST_CANDIDATES = 64
 
 
@@ -101,7 +101,7 @@ def sample(
     ):
         if name not in sent:
             continue
-        for rows in torch.split(sent[name], max(1, _CHUNK // logits.shape[1])):
+        for rows in torch.split(sent[name], max(1, MAX_NUMBERS // logits.shape[1])):
             cut = _cut(on_device.states, slots.index_select(0, rows), sent["uniforms"].index_select(0, rows))
             chosen = choose(logits.index_select(0, rows), cut)
             token_ids.index_copy_(0, rows, chosen.to(torch.int32))
@@ -109,7 +109,7 @@ def sample(
 
 def _ban(logits: Tensor, slots: Tensor, on_device: DeviceSlots, rows: Tensor) -> None:
     """-inf for all tokens that would end these rows."""
-    for some in torch.split(rows, max(1, _CHUNK // logits.shape[1])):
+    for some in torch.split(rows, max(1, MAX_NUMBERS // logits.shape[1])):
         ends = on_device.end_kinds.index_select(0, slots.index_select(0, some)) != 0
         logits.index_copy_(0, some, logits.index_select(0, some).masked_fill(ends, -torch.inf))
 

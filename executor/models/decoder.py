@@ -49,6 +49,14 @@ class Decoder:
         pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]. attend: of a step that was planned for all
         layers at once; without it, each layer attends to the batch's decodes and prefills by itself.
         """
+        return self.logits(self.hidden(batch, pool, attend))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, vocab_size] of hidden[n, hidden_size]."""
+        return self.weights.head(hidden) if len(hidden) else hidden.new_empty((0, self.config.vocab_size))
+
+    def hidden(self, batch: DeviceBatch, pool: Tensor, attend: Attend | None = None) -> Tensor:
+        """What logits are made of, [num_samples, hidden_size]; all else is as in `forward`."""
         attend = attend or partial(self._attend, batch)
         kernels, eps = self._kernels, self.config.rms_norm_eps
         layers = self.weights.layers
@@ -62,9 +70,7 @@ class Decoder:
                 hidden = kernels.add_rms_norm(hidden, residual, layers[index + 1].input_norm, eps)
         if batch.sample_rows is not None:
             hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
-        if not len(hidden):
-            return hidden.new_empty((0, self.config.vocab_size))
-        return self.weights.head(kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps))
+        return kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps) if len(hidden) else hidden
 
     def _attention(
         self, hidden: Tensor, layer: LayerWeights, batch: DeviceBatch, kv: Tensor, window: int, attend: Attend

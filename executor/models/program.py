@@ -6,7 +6,8 @@ The layers are those of `executor.models.decoder`, over buffers that are allocat
                                                       └ attention → attended[T, Hq, D] ─ output → hidden
     residual += hidden, norm → hidden ─ gate and up → gate_up[T, 2 I] ─ silu · → activated[T, I] ─ down → hidden
 
-Only pages that a step writes are taken from the system.
+Only pages that a step writes are taken from the system: nearly all steps make logits of one row a sequence, and those
+that score a prompt of all its rows.
 """
 
 import math
@@ -81,7 +82,7 @@ class _Inputs:
         self.slots = np.zeros(max_num_seqs, np.int32)
         self.query_starts = np.zeros(max_num_seqs + 1, np.int32)
         self.context_lens = np.zeros(max_num_seqs, np.int32)
-        self.sample_rows = np.zeros(max_num_seqs, np.int32)
+        self.sample_rows = np.zeros(max_num_rows, np.int32)
 
     def take(self, batch: Batch) -> None:
         """Copies the batch."""
@@ -109,8 +110,8 @@ class _Buffers:
         self.attended = zeros((max_num_rows, num_heads, head_dim), dtype)
         self.gate_up = zeros((max_num_rows, 2 * config.intermediate_size), dtype)
         self.activated = zeros((max_num_rows, config.intermediate_size), dtype)
-        self.sampled = zeros((max_num_seqs, config.hidden_size), dtype)
-        self.logits = zeros((max_num_seqs, config.vocab_size), dtype)
+        self.sampled = zeros((max_num_rows, config.hidden_size), dtype)
+        self.logits = zeros((max_num_rows, config.vocab_size), dtype)
         self.inputs = _Inputs(max_num_rows, max_num_seqs)
         self._part_shape = (num_kv_heads, num_heads // num_kv_heads * (head_dim + 2))
         self.parts = zeros((0,), torch.float32)

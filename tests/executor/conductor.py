@@ -59,6 +59,9 @@ class Conductor:
         self.free_blocks = list(range(1, self.limits.num_blocks))
         random.Random(0).shuffle(self.free_blocks)
         self.free_slots = list(range(self.limits.max_num_seqs))
+        self.outputs: list[StepOutput] = []
+        self._copied: list[tuple[int, int]] = []
+        self._released: list[int] = []
         self._retired: list[int] = []
         self._admissions: list[Admission] = []
         runner.reset()
@@ -77,7 +80,9 @@ class Conductor:
             slot=self.free_slots.pop(0),
             tokens=list(prompt),
             num_prompt_tokens=len(prompt),
-            params=SequenceParams(max_total_tokens=len(prompt) + num_tokens, **params),  # type: ignore[arg-type]
+            params=SequenceParams(  # type: ignore[arg-type]
+                **{"max_total_tokens": len(prompt) + num_tokens, "num_prompt_tokens": len(prompt), **params}
+            ),
             max_chunk=max_chunk,
             block_table=list(prefix or []),
             num_computed_tokens=len(prefix or []) * self.limits.block_size,
@@ -102,9 +107,14 @@ class Conductor:
         forks: tuple[Fork, ...] = (),
         copies: tuple[tuple[int, int], ...] = (),
         more: StepPlan | None = None,
+        branches: tuple[tuple[Seat, Seat, int], ...] = (),
     ) -> StepOutput:
-        """One step of everybody, with only what changed in the plan. `more` replaces nothing but the table updates."""
-        updates, counts = [], []
+        """One step of everybody, with only what changed in the plan. `more` replaces nothing but the table updates.
+
+        branches: (beam, its parent, token); each gets copies of all of its parent's blocks.
+        """
+        updates, counts = self._branch(branches), []
+        copies += tuple(self._copied)
         for seat in self.seats:
             count = seat.next_count
             needed = -(-(seat.num_computed_tokens + count) // self.limits.block_size)
@@ -126,11 +136,33 @@ class Conductor:
             block_copies=tuples(2, *copies),
             row_counts=tuples(2, *counts),
             forks=forks,
+            branches=tuples(3, *((seat.slot, parent.slot, token_id) for seat, parent, token_id in branches)),
         )
         self._retired, self._admissions = [], []
         output = self.runner.execute(plan)
+        self.outputs.append(output)
+        self.free_blocks += self._released
+        self._copied, self._released = [], []
         self._commit(output, forks)
         return output
+
+    def beam_of(self, seat: Seat) -> Seat:
+        """A place for a branch of a beam, without tokens yet."""
+        beam = replace(seat, slot=self.free_slots.pop(0), tokens=[], block_table=[], row_count=0)
+        self.seats.append(beam)
+        return beam
+
+    def _branch(self, branches: tuple[tuple[Seat, Seat, int], ...]) -> list[tuple[int, ...]]:
+        """Table updates."""
+        updates, before = [], {parent.slot: replace(parent) for _, parent, _ in branches}
+        for seat, parent, token_id in branches:
+            source = before[parent.slot]
+            self._released += seat.block_table
+            seat.tokens, seat.num_computed_tokens = [*source.tokens, token_id], source.num_computed_tokens
+            seat.block_table, seat.row_count = [self.free_blocks.pop(0) for _ in source.block_table], 1
+            self._copied += zip(source.block_table, seat.block_table, strict=True)
+            updates += [(seat.slot, index, block) for index, block in enumerate(seat.block_table)]
+        return updates
 
     def run(self) -> None:
         """Until all have ended; whoever ends is retired with the next plan."""
@@ -142,7 +174,11 @@ class Conductor:
     def _commit(self, output: StepOutput, forks: tuple[Fork, ...]) -> None:
         for seat in self.seats:
             seat.num_computed_tokens += seat.row_count
-        sampled = [seat for seat in self.seats if seat.num_computed_tokens == len(seat.tokens)]
+        reaching = [seat for seat in self.seats if seat.row_count and seat.num_computed_tokens == len(seat.tokens)]
+        sampled = [seat for seat in reaching if not seat.params.num_candidates]
+        for seat in reaching:
+            if seat.params.num_candidates:
+                seat.row_count = 0
         for fork in forks:
             parent = next(seat for seat in self.seats if seat.slot == fork.parent_slot)
             child = replace(

@@ -33,6 +33,16 @@ def plan_message(plan: StepPlan) -> pb.StepPlan:
                     stop_token_ids=_bytes(admission.params.stop_token_ids),
                     max_total_tokens=admission.params.max_total_tokens,
                     min_total_tokens=admission.params.min_total_tokens,
+                    allowed_token_ids=_bytes(admission.params.allowed_token_ids),
+                    bias_token_ids=_bytes(admission.params.bias_token_ids),
+                    bias_values=admission.params.bias_values.astype("<f4").tobytes(),
+                    repetition_penalty=admission.params.repetition_penalty,
+                    frequency_penalty=admission.params.frequency_penalty,
+                    presence_penalty=admission.params.presence_penalty,
+                    num_prompt_tokens=admission.params.num_prompt_tokens,
+                    num_logprobs=admission.params.num_logprobs,
+                    num_prompt_logprobs=admission.params.num_prompt_logprobs,
+                    num_candidates=admission.params.num_candidates,
                 ),
             )
             for admission in plan.admissions
@@ -43,6 +53,7 @@ def plan_message(plan: StepPlan) -> pb.StepPlan:
         forks=[
             pb.Fork(parent_slot=fork.parent_slot, child_slot=fork.child_slot, seed=fork.seed) for fork in plan.forks
         ],
+        branches=_bytes(plan.branches),
     )
 
 

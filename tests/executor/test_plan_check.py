@@ -18,10 +18,15 @@ LIMITS = Limits(
     vocab_size=100, max_model_len=20, block_size=4, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=12
 )
 PARAMS = SequenceParams(max_total_tokens=15)
+BEAM = replace(PARAMS, num_candidates=4)
 
 
 def admission(slot: int = 2, num_tokens: int = 5, computed: int = 0, blocks=(5, 6), params=PARAMS) -> Admission:
     return Admission(slot, ints(*range(num_tokens)), computed, ints(*blocks), params)
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
 
 
 def plan(**deltas) -> StepPlan:
@@ -30,6 +35,10 @@ def plan(**deltas) -> StepPlan:
 
 def with_params(**changes) -> StepPlan:
     return plan(admissions=(admission(params=replace(PARAMS, **changes)),))
+
+
+def beams(*branches: tuple[int, int, int], **deltas) -> StepPlan:
+    return plan(branches=tuples(3, *branches), **deltas)
 
 
 @pytest.fixture
@@ -138,6 +147,41 @@ BAD_PLANS = {
         "fork of slot 2: it does not sample in this step",
     ),
     "fork: seed": (plan(forks=(Fork(0, 2, -1),)), "seed -1"),
+    "params: allowed": (with_params(allowed_token_ids=ints(3, 100)), "allowed_token_ids: token id 100"),
+    "params: bias": (with_params(bias_token_ids=ints(-1), bias_values=floats(1)), "bias_token_ids: token id -1"),
+    "params: bias twice": (
+        with_params(bias_token_ids=ints(4, 4), bias_values=floats(1, 1)),
+        "bias_token_ids: token id named twice",
+    ),
+    "params: bias without values": (with_params(bias_token_ids=ints(4)), "0 bias_values for 1 tokens"),
+    "params: bias infinite": (
+        with_params(bias_token_ids=ints(4), bias_values=floats(math.inf)),
+        "bias_values: not all are finite",
+    ),
+    "params: bias NaN": (with_params(bias_token_ids=ints(4), bias_values=floats(math.nan)), "not all are finite"),
+    "params: repetition 0": (with_params(repetition_penalty=0.0), "repetition_penalty 0.0"),
+    "params: repetition negative": (with_params(repetition_penalty=-1.0), "repetition_penalty -1.0"),
+    "params: repetition NaN": (with_params(repetition_penalty=math.nan), "repetition_penalty nan"),
+    "params: frequency": (with_params(frequency_penalty=math.inf), "frequency_penalty inf"),
+    "params: presence": (with_params(presence_penalty=math.nan), "presence_penalty nan"),
+    "params: prompt longer than all": (with_params(num_prompt_tokens=6), "num_prompt_tokens 6 of 5 tokens"),
+    "params: prompt negative": (with_params(num_prompt_tokens=-1), "num_prompt_tokens -1"),
+    "params: logprobs": (with_params(num_logprobs=102), "num_logprobs 102 is not in [0, 101]"),
+    "params: prompt logprobs": (with_params(num_prompt_logprobs=-1), "num_prompt_logprobs -1"),
+    "params: candidates": (with_params(num_candidates=101), "num_candidates 101 is not in [0, 100]"),
+    "branch: no beam": (beams((2, 0, 5)), "branches: parent slot 0 is no beam that has reported"),
+    "branch: ended": (beams((2, 1, 5)), "branches: parent slot 1 is no beam"),
+    "branch: empty parent": (beams((2, 3, 5)), "branches: parent: slot 3 is empty"),
+    "branch: parent out of range": (beams((2, 4, 5)), "branches: parent: slot 4: there are 4 slots"),
+    "branch: slot out of range": (beams((-1, 0, 5)), "branches: slot -1: there are 4 slots"),
+    "branch: not reported": (
+        beams((3, 2, 5), admissions=(admission(params=BEAM),)),
+        "branches: parent slot 2 is no beam that has reported",
+    ),
+    "fork: beam": (
+        plan(admissions=(admission(params=BEAM),), row_counts=tuples(2, (2, 5)), forks=(Fork(2, 3, 0),)),
+        "fork of slot 2: it does not sample in this step",
+    ),
 }
 
 
@@ -169,6 +213,18 @@ GOOD_PLANS = {
     "a child of a prompt's last chunk": plan(
         admissions=(admission(),), row_counts=tuples(2, (2, 5)), forks=(Fork(2, 3, 0),)
     ),
+    "a beam": with_params(num_candidates=100),
+    "all that can be asked for": with_params(
+        allowed_token_ids=ints(99, 0, 0),
+        bias_token_ids=ints(7, 8),
+        bias_values=floats(-1e30, 1e30),
+        repetition_penalty=1e-30,
+        frequency_penalty=-1e30,
+        presence_penalty=1e30,
+        num_prompt_tokens=5,
+        num_logprobs=101,
+        num_prompt_logprobs=101,
+    ),
     "extreme parameters": with_params(top_k=(1 << 32) - 1, temperature=1e-30, min_p=1.0, seed=(1 << 64) - 1),
 }
 
@@ -180,10 +236,94 @@ def test_a_good_plan_is_taken(name, slots) -> None:
 
 def state(slots: Slots) -> dict[str, np.ndarray]:
     counters = slots.counters
-    names = ("is_admitted", "has_ended", "num_tokens", "num_computed_tokens", "num_blocks", "row_count")
+    names = ("is_admitted", "has_ended", "is_beam", "num_tokens", "num_computed_tokens", "num_blocks", "row_count")
     return {name: getattr(counters, name).copy() for name in names} | {
         "token_ids": slots.token_ids.copy(),
         "block_tables": slots.block_tables.copy(),
         "temperatures": slots._sampling._temperatures.copy(),
         "seeds": slots._sampling._seeds.copy(),
     }
+
+
+@pytest.fixture
+def group(slots) -> Slots:
+    """Slots 0 and 1 rest; slot 2 is a beam that has reported, slot 3 one that has not, after five tokens."""
+    return grouped(slots)
+
+
+def grouped(slots: Slots) -> Slots:
+    slots.apply(
+        plan(
+            admissions=(admission(2, params=BEAM), admission(3, params=BEAM)),
+            row_counts=tuples(2, (0, 0), (1, 0), (2, 5)),
+        )
+    )
+    slots.advance()
+    return slots
+
+
+BAD_BRANCHES = {
+    "twice": (beams((2, 2, 5), (2, 2, 6)), "branches: slot named twice"),
+    "over a living one": (beams((0, 2, 5)), "branches: slot 0 is taken"),
+    "over one that has not reported": (beams((3, 2, 5)), "branches: slot 3 is taken"),
+    "from one that has not reported": (beams((2, 3, 5)), "parent slot 3 is no beam that has reported"),
+    "token": (beams((2, 2, 100)), "branches: token id 100"),
+    "token negative": (beams((2, 2, -1)), "branches: token id -1"),
+    "retired parent": (beams((3, 2, 5), retired_slots=ints(2, 3)), "slot 2 is empty"),
+    "table too short": (
+        beams((2, 2, 5), table_updates=tuples(3, (2, 1, 8)), row_counts=tuples(2, (2, 2))),
+        "2 tokens to compute after 5, but only 6 are known",
+    ),
+    "no branch": (plan(row_counts=tuples(2, (2, 1))), "1 tokens to compute after 5, but only 5 are known"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BRANCHES)
+def test_a_bad_branch_is_refused_and_changes_nothing(name, group) -> None:
+    bad, message = BAD_BRANCHES[name]
+    before = state(group)
+    with pytest.raises(PlanRejected) as rejection:
+        group.apply(bad)
+    assert message in str(rejection.value)
+    for key, value in state(group).items():
+        np.testing.assert_array_equal(value, before[key], err_msg=key)
+
+
+def test_a_beam_at_the_models_length_cannot_branch(slots) -> None:
+    long = replace(BEAM, max_total_tokens=20)
+    for _ in range(2):
+        slots.apply(
+            plan(
+                retired_slots=ints(*np.flatnonzero(slots.counters.is_admitted)),
+                admissions=(admission(2, 19, blocks=(5, 6, 7, 8, 9), computed=16, params=long),),
+                row_counts=tuples(2, (2, 3)),
+            )
+        )
+        slots.advance()
+    slots.apply(beams((2, 2, 5)))
+    slots.advance()
+    assert slots.counters.num_tokens[2] == 20
+    with pytest.raises(PlanRejected, match="parent slot 2 has max_model_len 20 tokens already"):
+        slots.apply(beams((2, 2, 5)))
+
+
+def test_branches_are_simultaneous(group) -> None:
+    """A beam goes on in two slots, one of them the other's; what is copied is what was there before."""
+    group.apply(beams((2, 2, 41), (3, 2, 42), retired_slots=ints(3)))
+    assert group.counters.row_count[2:].tolist() == [1, 1]
+    group.advance()
+    assert group.counters.row_count[2:].tolist() == [0, 0]
+    group.apply(beams((2, 3, 43), (3, 2, 44)))
+    assert group.token_ids[2, :7].tolist() == [0, 1, 2, 3, 4, 42, 43]
+    assert group.token_ids[3, :7].tolist() == [0, 1, 2, 3, 4, 41, 44]
+    group.advance()
+    group.apply(beams((2, 3, 45), (3, 3, 46), (1, 2, 47), retired_slots=ints(1)))
+    assert group.token_ids[1:, :8].tolist() == [
+        [0, 1, 2, 3, 4, 42, 43, 47],
+        [0, 1, 2, 3, 4, 41, 44, 45],
+        [0, 1, 2, 3, 4, 41, 44, 46],
+    ]
+    assert group.block_tables[1:, :2].tolist() == [[5, 6]] * 3
+    assert group.counters.num_tokens.tolist() == [7, 8, 8, 8]
+    assert (group.beams.tolist(), group.sampling.tolist()) == ([1, 2, 3], [])
+    assert not group.counters.has_ended[1:].any()

@@ -167,7 +167,8 @@ def test_large_batches_are_cut_into_chunks(monkeypatch) -> None:
 def test_the_table_hands_out_what_was_set() -> None:
     table = SamplingTable(4, vocab_size=50)
     table.set(2, SequenceParams(30, 12, 0.5, 60, 0.25, 0.125, 9, ints(3), ints(4, 5)))
-    table.copy_slot(2, 0, seed=10)
+    table.copy_slots(ints(2), ints(0))
+    table.set_seeds(ints(0), np.array([10], dtype=np.uint64))
     drawn = table.draw(ints(0, 2), ints(11, 12))
     assert drawn.temperatures.tolist() == [0.5, 0.5]
     assert drawn.top_ks.tolist() == [0, 0], "a top_k of the vocabulary or more cuts nothing"

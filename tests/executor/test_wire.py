@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from executor.errors import PlanRejected
-from executor.plan import Admission, Fork, SequenceParams, StepOutput, StepPlan, StepTimings
+from executor.plan import Admission, Fork, Logprobs, Reports, SequenceParams, StepOutput, StepPlan, StepTimings
 from executor.wire import output_to_message, plan_from_message
 from quire.executor.v1 import executor_pb2 as pb
 from tests.executor.messages import plan_message
@@ -28,7 +28,29 @@ def arrays(width: int = 0) -> st.SearchStrategy[np.ndarray]:
     return rows.map(lambda values: np.array(values, dtype=np.int32).reshape(-1, width))
 
 
-params = st.builds(SequenceParams, uint32s, uint32s, floats, uint32s, floats, floats, uint64s, arrays(), arrays())
+float_arrays = st.lists(floats, max_size=5).map(lambda values: np.array(values, dtype=np.float32))
+params = st.builds(
+    SequenceParams,
+    uint32s,
+    uint32s,
+    floats,
+    uint32s,
+    floats,
+    floats,
+    uint64s,
+    arrays(),
+    arrays(),
+    arrays(),
+    arrays(),
+    float_arrays,
+    floats.filter(bool),
+    floats,
+    floats,
+    uint32s,
+    uint32s,
+    uint32s,
+    uint32s,
+)
 admissions = st.builds(Admission, uint32s, arrays(), uint32s, arrays(), params)
 plans = st.builds(
     StepPlan,
@@ -40,6 +62,7 @@ plans = st.builds(
     arrays(2),
     arrays(2),
     st.lists(st.builds(Fork, uint32s, uint32s, uint64s), max_size=3).map(tuple),
+    arrays(3),
 )
 
 
@@ -72,6 +95,11 @@ def assert_equal(found: object, expected: object) -> None:
         (pb.StepPlan(block_copies=b"\0" * 4), "block_copies: 1 integers"),
         (pb.StepPlan(row_counts=b"\0" * 12), "row_counts: 3 integers"),
         (pb.StepPlan(admissions=[pb.Admission(token_ids=b"\0")]), "admissions.token_ids: 1 bytes"),
+        (pb.StepPlan(branches=b"\0" * 8), "branches: 2 integers"),
+        (
+            pb.StepPlan(admissions=[pb.Admission(params=pb.SequenceParams(bias_values=b"\0" * 5))]),
+            "params.bias_values: 5 bytes are no whole number of float32",
+        ),
     ],
 )
 def test_torn_integers_are_refused(message, complaint) -> None:
@@ -96,3 +124,29 @@ def test_results() -> None:
     assert [timings.queue_ns, timings.idle_ns] == [4, 5]
     ended = dataclasses.replace(output, end_reasons=np.array([0, 2], dtype=np.uint8))
     assert output_to_message(ended).end_reasons == b"\0\2"
+
+
+def test_no_repetition_penalty_on_the_wire_is_none() -> None:
+    plan = plan_from_message(pb.StepPlan(admissions=[pb.Admission()]))
+    assert plan.admissions[0].params.repetition_penalty == 1.0
+    assert not plan.admissions[0].params.has_penalties
+
+
+def test_reports() -> None:
+    def logprobs(first: int, ranks: list[int] | None) -> Logprobs:
+        ids = np.arange(first, first + 3, dtype=np.int32)
+        return Logprobs(ids, -0.5 * ids.astype(np.float32), ranks and np.array(ranks, dtype=np.int32))
+
+    reports = Reports(logprobs(1, [2, 1, 2]), logprobs(70000, [7, 1, 2]), logprobs(9, None))
+    nothing = np.empty(0, dtype=np.int32)
+    output = StepOutput(1, 2, nothing, nothing.astype(np.uint8), StepTimings(1, 2, 3), reports)
+    message = pb.StepResult.FromString(output_to_message(output).SerializeToString())
+    for field in ("logprobs", "prompt_logprobs", "candidates"):
+        sent, expected = getattr(message, field), getattr(reports, field)
+        assert np.frombuffer(sent.token_ids, "<i4").tolist() == expected.token_ids.tolist()
+        assert np.frombuffer(sent.values, "<f4").tolist() == expected.values.tolist()
+        assert np.frombuffer(sent.ranks, "<i4").tolist() == ([] if expected.ranks is None else expected.ranks.tolist())
+    plain = output_to_message(dataclasses.replace(output, reports=Reports(candidates=reports.candidates)))
+    assert not plain.HasField("logprobs")
+    assert not plain.HasField("prompt_logprobs")
+    assert plain.HasField("candidates")

@@ -13,7 +13,13 @@ from tests.kernels_triton.conftest import IS_INTERPRETED
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-IN_THE_INTERPRETER = ["test_runner.py", "test_device_sampler.py", "test_rows.py", "test_late_failures.py"]
+IN_THE_INTERPRETER = [
+    "test_runner.py",
+    "test_reports.py",
+    "test_device_sampler.py",
+    "test_rows.py",
+    "test_late_failures.py",
+]
 
 if IS_INTERPRETED:
     collect_ignore = ["test_interpreted.py"]

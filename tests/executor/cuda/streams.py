@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from executor.plan import Admission, EndReason, Fork, SequenceParams, StepOutput, StepPlan
 from tests.executor.conductor import ints, tuples
@@ -35,11 +35,15 @@ class Sequence:
 
 @dataclass(slots=True)
 class RandomStream:
-    """`plan` makes the next plan; `learn` takes results, in order. What happened is counted in `seen`."""
+    """`plan` makes the next plan; `learn` takes results, in order. What happened is counted in `seen`.
+
+    extras: parameters of which each sequence gets one set on top of its own.
+    """
 
     limits: object
     seed: int
     epoch: int = 1
+    extras: tuple[dict[str, object], ...] = ()
     step_id: int = 0
     running: list[Sequence] = field(default_factory=list)
     seen: Counter[str] = field(default_factory=Counter)
@@ -114,7 +118,10 @@ class RandomStream:
             seed=chance.randrange(1 << 64),
             eos_token_ids=ids[0],
             stop_token_ids=ids[1],
+            num_prompt_tokens=len(prompt),
         )
+        if self.extras:
+            params = replace(params, **chance.choice(self.extras))
         sequence = Sequence(
             slot=self._free_slots.pop(0),
             num_tokens=len(prompt),

@@ -59,7 +59,7 @@ def logits_of(kind: str) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("chunk", [1 << 23, 3 * VOCAB_SIZE])
 def test_equals_the_sampler_of_the_host(kind, dtype, chunk, monkeypatch) -> None:
-    monkeypatch.setattr(device_sampler, "_CHUNK", chunk)
+    monkeypatch.setattr(device_sampler, "MAX_NUMBERS", chunk)
     random = np.random.default_rng(11)
     logits = logits_of(kind).to(dtype)
     table, upload = SamplingTable(NUM_ROWS, VOCAB_SIZE), Upload(accelerator_for(DEVICE))

@@ -13,7 +13,7 @@ HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("names", ["runner", "device_sampler rows late_failures"])
+@pytest.mark.parametrize("names", ["runner", "reports", "device_sampler rows late_failures"])
 def test_in_the_interpreter(names: str) -> None:
     files = [str(HERE / f"test_{name}.py") for name in names.split()]
     finished = subprocess.run(
