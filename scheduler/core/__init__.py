@@ -13,9 +13,9 @@ from scheduler.core.errors import (
 )
 from scheduler.core.invariants import check_invariants
 from scheduler.core.limits import Limits
-from scheduler.core.plan import Admission, Events, Fork, StepPlan, StepResult
+from scheduler.core.plan import Admission, Events, Fork, StepPlan, StepResult, TokenLogprobs
 from scheduler.core.policy import FCFS, POLICIES, PRIORITY, Policy
-from scheduler.core.request import Request, SequenceParams
+from scheduler.core.request import BeamParams, Request, SequenceParams
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
 from scheduler.core.stats import Counters
@@ -27,6 +27,7 @@ __all__ = [
     "PRIORITY",
     "TRANSITIONS",
     "Admission",
+    "BeamParams",
     "BlockMap",
     "BlockState",
     "BlockView",
@@ -53,6 +54,7 @@ __all__ = [
     "State",
     "StepPlan",
     "StepResult",
+    "TokenLogprobs",
     "Unavailable",
     "block_map",
     "check_invariants",

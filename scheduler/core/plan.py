@@ -60,6 +60,15 @@ class StepResult:
     end_reasons: SequenceOf[FinishReason | None] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one token: itself first, then the most probable ones, most probable first. Three lists of equal length."""
+
+    token_ids: list[int]
+    values: list[float]
+    ranks: list[int]
+
+
 @dataclass(slots=True)
 class Events:
     """What a commit (or a cancel, or the clock) made happen, for the shell to tell the clients.

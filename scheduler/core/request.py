@@ -8,7 +8,8 @@ from dataclasses import dataclass
 class SequenceParams:
     """How one sequence is sampled and when it ends. The core reads only the two token bounds; the rest it passes on.
 
-    `max_total_tokens` and `min_total_tokens` count prompt and output together.
+    `max_total_tokens` and `min_total_tokens` count prompt and output together. `num_logprobs` and
+    `num_prompt_logprobs`: 0 asks for nothing, k + 1 for those of the token and of the k most probable ones.
     """
 
     max_total_tokens: int
@@ -20,6 +21,24 @@ class SequenceParams:
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bias_token_ids: tuple[int, ...] = ()
+    bias_values: tuple[float, ...] = ()
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    num_logprobs: int = 0
+    num_prompt_logprobs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """A beam search: `width` beams, of which the `num_returned` best are the result."""
+
+    width: int
+    num_returned: int
+    length_penalty: float = 1.0
+    early_stopping: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +51,7 @@ class Request:
     seeds            one for each sequence; their number is the request's `n`
     priority         lower runs earlier, under the priority policy
     cache_salt       prefixes are shared between requests of equal salt only
+    beam             None: sampled; else seeds is (0,) and the parameters are greedy ones
     deadline_s       on the clock whose readings are passed to `Scheduler.expire`; None: no deadline
     """
 
@@ -42,6 +62,7 @@ class Request:
     priority: int = 0
     cache_salt: bytes = b""
     deadline_s: float | None = None
+    beam: BeamParams | None = None
 
     @property
     def num_sequences(self) -> int:
