@@ -131,7 +131,7 @@ class _Runner:
         await self._client.reset_prefix_cache()  # the texts were computed when they were made
         if is_group:
             await self._client.complete(system, max_tokens=1)  # somebody has asked before, as in service
-        watching = asyncio.create_task(self._watch(num_requests if is_group else self._case.num_sharers))
+        watching = asyncio.create_task(self._watch(min(2, num_requests) if is_group else self._case.num_sharers))
         try:
             await asyncio.gather(
                 *(self._send(prompt, output) for prompt, (_, output) in zip(prompts, lengths, strict=True))
@@ -167,19 +167,19 @@ class _Runner:
         completion = await self._client.complete("Once upon a time", seed=self._rng.getrandbits(63), **options)
         return list(completion.token_ids)
 
-    async def _watch(self, num_sequences: int) -> None:
-        """Keeps the block maps in which all of them decode."""
+    async def _watch(self, least: int) -> None:
+        """Keeps the block maps of decodes. Of a group some end before others have begun: two are enough."""
         while True:
             block_map = await self._client.block_map()
-            if is_decode(block_map, num_sequences):
+            if is_decode(block_map, least):
                 self._maps.append(block_map)
             await asyncio.sleep(_SAMPLE_INTERVAL_S)
 
 
-def is_decode(block_map: BlockMap, num_sequences: int) -> bool:
-    """All sequences run, and each has a token of its own."""
+def is_decode(block_map: BlockMap, least: int) -> bool:
+    """So many sequences run, or more, and each has a token of its own."""
     sequences = block_map.sequences
-    return len(sequences) == num_sequences and all(each.num_tokens > each.num_prompt_tokens for each in sequences)
+    return len(sequences) >= least and all(each.num_tokens > each.num_prompt_tokens for each in sequences)
 
 
 def _is_full_length(event: Event, num_output_tokens: int) -> bool:
