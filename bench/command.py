@@ -1,6 +1,5 @@
 """`quire bench serve` as a function: checks what was asked for, starts a server if it should, measures, saves."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,19 +10,13 @@ from rich.console import Console
 from bench.load import LoadError
 from bench.report import RunSummary, save
 from bench.serve import BenchSettings, Subject, finish, measure_others, measure_quire
-from quire.async_client import AsyncClient
-from quire.restarts import RestartPolicy
-from quire.serve import serving_probe
+from bench.spawned import beside_services
 from quire.services import ServicePair, on_free_ports, service_pair
-from quire.supervisor import Supervisor
 
 if TYPE_CHECKING:
     from bench.ceilings import Ceilings
 
 _CEILING_BUDGET_S = 1.0
-
-# A measurement through which a service died is void.
-_NO_RESTARTS = RestartPolicy(max_restarts=0)
 
 
 class BenchError(Exception):
@@ -75,11 +68,6 @@ def _ceilings() -> "Ceilings":
 async def _measure_spawned(
     settings: BenchSettings, pair: ServicePair, console: Console
 ) -> tuple[Subject, list[RunSummary]]:
-    # What they print is of interest only when they fail, and the failure brings their last words.
-    async with Supervisor(pair.children(), log=lambda name, line: None, policy=_NO_RESTARTS) as supervisor:
-        with console.status("starting the services"):
-            started_s = time.monotonic()
-            async with AsyncClient(pair.scheduler.listen) as client:
-                await supervisor.until_ready(serving_probe(client))
-        console.print(f"ready after {time.monotonic() - started_s:.1f} s")
-        return await supervisor.beside(measure_quire(replace(settings, address=pair.scheduler.listen), console))
+    return await beside_services(
+        pair, lambda: measure_quire(replace(settings, address=pair.scheduler.listen), console), console
+    )

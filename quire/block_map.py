@@ -1,6 +1,5 @@
 """A snapshot of the server and of its block pool, as plain values."""
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -65,7 +64,10 @@ class RunningSequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The pool, block by block (entry 0 is the null block), the running sequences by slot, and the queue's depth."""
+    """The pool, block by block (entry 0 is the null block), the running sequences by slot, and the queue's depth.
+
+    summary  the pool in numbers, as the metrics have them, of the same moment
+    """
 
     block_size: int
     blocks: tuple[Block, ...]
@@ -75,6 +77,7 @@ class BlockMap:
     step_id: int
     num_preemptions: int
     num_cow_copies: int
+    summary: "PoolSummary"
 
     def num_blocks(self, state: BlockState) -> int:
         """How many usable blocks are in this state."""
@@ -87,8 +90,14 @@ class BlockMap:
 
     @property
     def waste(self) -> "Waste":
-        """How much of what sequences hold is empty."""
-        return waste(self)
+        """How much of what sequences hold is empty: the server's own count."""
+        return self.summary.waste
+
+    @property
+    def sharing(self) -> "Sharing":
+        """How many blocks the running sequences would hold if none were shared, and how many they do hold."""
+        tables = [[block for block in sequence.block_table if block] for sequence in self.sequences]
+        return Sharing(sum(map(len, tables)), len({block for table in tables for block in table}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +121,10 @@ class PoolSummary:
     @property
     def num_allocated_slots(self) -> int:
         return self.num_used_slots + self.num_wasted_slots
+
+    @property
+    def waste(self) -> "Waste":
+        return Waste(self.num_allocated_slots, self.num_used_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +156,10 @@ class StepTrace:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Slots for tokens' KV in blocks that sequences hold: how many there are, and how many of them hold a known token.
+    """Slots for tokens' KV in blocks that sequences hold: how many there are, and how many of them hold a token that is
+    computed or being computed.
 
-    A shared block counts once. In a paged pool what is empty is the end of each sequence's last block, and what was
-    taken for the tokens of plans in flight.
+    A shared block counts once. In a paged pool what is empty is the end of each sequence's last block.
     """
 
     num_allocated_slots: int
@@ -160,12 +173,16 @@ class Waste:
         return (self.num_allocated_slots - self.num_used_slots) / self.num_allocated_slots
 
 
-def waste(block_map: BlockMap) -> Waste:
-    """Counts allocated and used slots of all blocks in the running sequences' tables."""
-    used: Counter[int] = Counter()
-    for sequence in block_map.sequences:
-        for logical, block in enumerate(sequence.block_table):
-            filled = min(block_map.block_size, max(0, sequence.num_tokens - logical * block_map.block_size))
-            used[block] = max(used[block], filled)
-    used.pop(0, None)  # the null block belongs to nobody
-    return Waste(len(used) * block_map.block_size, used.total())
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Entries of all block tables, and the blocks that they name. Without sharing the two are equal."""
+
+    num_table_entries: int
+    num_blocks: int
+
+    @property
+    def saved_ratio(self) -> float:
+        """Blocks saved over blocks without sharing (as Kwon et al., SOSP 2023, section 6.3); 0 where there are none."""
+        if self.num_table_entries == 0:
+            return 0.0
+        return (self.num_table_entries - self.num_blocks) / self.num_table_entries

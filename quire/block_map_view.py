@@ -97,7 +97,7 @@ def _legend(glyphs: Sequence[str], group: int) -> Text:
 
 
 def block_tables(block_map: BlockMap, colours: RequestColours, max_rows: int = 16) -> Table:
-    """The running sequences by slot, each with its block table; `*` marks a block that others name too."""
+    """The running sequences by slot, each with its block table; `*3` marks a block that three tables name."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("slot", "prompt", "tokens", "computed"):
         table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
@@ -133,8 +133,10 @@ class _OneLine:
 
 
 def _block_table(block_ids: Sequence[int], blocks: Sequence[Block]) -> str:
-    """`12 13* 14`, with three or more neighbours in a row as `20-24`."""
-    marks = ["*" if id_ < len(blocks) and blocks[id_].ref_count > 1 else "" for id_ in block_ids]
+    """`12 13*2 14`, with three or more neighbours in a row as `20-24`, or `20-24*4`."""
+    marks = [
+        f"*{blocks[id_].ref_count}" if id_ < len(blocks) and blocks[id_].ref_count > 1 else "" for id_ in block_ids
+    ]
     # A run ends where the next id does not follow, or is marked differently.
     ends = [
         position + 1
@@ -151,12 +153,14 @@ def _block_table(block_ids: Sequence[int], blocks: Sequence[Block]) -> str:
 
 
 def pool_line(block_map: BlockMap) -> Text:
-    """Counts of the pool's blocks, and how much of what sequences hold is empty."""
+    """Counts of the pool's blocks, what sharing saves, and how much of what sequences hold is empty."""
+    summary, sharing = block_map.summary, block_map.sharing
     return Text.assemble(
-        (f"{block_map.num_blocks(BlockState.ACTIVE)} active", "bold"),
-        f" ({block_map.num_shared_blocks} shared) · ",
-        f"{block_map.num_blocks(BlockState.CACHED)} cached · {block_map.num_blocks(BlockState.FREE)} free · ",
-        f"waste {block_map.waste.ratio:.1%}",
+        (f"{summary.num_active_blocks} active", "bold"),
+        f" ({summary.num_shared_blocks} shared) · ",
+        f"{summary.num_cached_blocks} cached · {summary.num_free_blocks} free · ",
+        f"sharing saves {sharing.num_table_entries - sharing.num_blocks} of {sharing.num_table_entries} blocks, "
+        f"{sharing.saved_ratio:.1%} · waste {block_map.waste.ratio:.1%}",
     )
 
 

@@ -20,7 +20,7 @@ from quire.addresses import AddressInUse
 from quire.channel import DEFAULT_ADDRESS
 from quire.client import Client
 from quire.config_flags import flag_parameters, given, with_flags
-from quire.errors import QuireError
+from quire.errors import InvalidRequestError, QuireError
 from quire.events import ChatMessage, Prompt
 from quire.model_path import ModelNotFound, resolved_model
 from quire.services import (
@@ -113,10 +113,27 @@ def generate(
     top_k: Annotated[int | None, typer.Option(help="0: all")] = None,
     min_p: Annotated[float | None, typer.Option(help="in [0, 1]")] = None,
     seed: Annotated[int | None, typer.Option(help="same seed, same tokens")] = None,
-    n: Annotated[int | None, typer.Option("--n", "-n", help="sequences sampled from the prompt")] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", "-n", help="sequences sampled from the prompt, or beams shown")
+    ] = None,
+    beam_width: Annotated[int | None, typer.Option(help="search for the most probable text with so many beams")] = None,
+    length_penalty: Annotated[float | None, typer.Option(help="of beams: above 0 favours long ones")] = None,
+    early_stopping: Annotated[bool, typer.Option("--early-stopping", help="of beams: end with the last one")] = False,
+    repetition_penalty: Annotated[float | None, typer.Option(help="1: none")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="for each time a token was generated")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="for each token that was generated")] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(metavar="ID=VALUE", help="added to a token's logit; may be repeated")
+    ] = None,
+    allowed_token_id: Annotated[list[int] | None, typer.Option(help="no other token; may be repeated")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="show log-probabilities, and of so many others")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="the same of the prompt's tokens")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="ends the text; may be repeated")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="ends the sequence; may be repeated")] = None,
+    include_stop: Annotated[bool, typer.Option("--include-stop", help="keep what ended the text")] = False,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="go on after EOS")] = False,
     priority: Annotated[int | None, typer.Option(help="lower runs earlier, under that policy")] = None,
+    cache_salt: Annotated[str | None, typer.Option(help="share prefixes only with requests of this salt")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
     stats: Annotated[bool, typer.Option("--stats", help="tokens and reasons on standard error")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="every event as a line of JSON")] = False,
@@ -136,16 +153,29 @@ def generate(
             min_p=min_p,
             seed=seed,
             n=n,
+            beam_width=beam_width,
+            length_penalty=length_penalty,
+            early_stopping=early_stopping or None,
+            repetition_penalty=repetition_penalty,
+            frequency_penalty=frequency_penalty,
+            presence_penalty=presence_penalty,
+            logit_bias=_biases(logit_bias or []),
+            allowed_token_ids=allowed_token_id,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             stop=stop,
+            stop_token_ids=stop_token_id,
+            include_stop=include_stop or None,
             ignore_eos=ignore_eos or None,
             priority=priority,
+            cache_salt=cache_salt,
             timeout_s=timeout_s,
         )
         with events:
             if as_json:
                 write_json(events, sys.stdout)
             else:
-                write_text(events, sys.stdout, sys.stderr if stats else None)
+                write_text(events, sys.stdout, sys.stderr if stats else None, are_beams=bool(beam_width))
 
 
 @app.command()
@@ -225,6 +255,38 @@ def bench_serve(
 bench_app.command(name="serve")(with_flags(bench_serve, _SERVICE_FLAGS))
 
 
+def bench_sharing(
+    url: Annotated[str | None, typer.Option(help="gRPC address of a server [default: one is started]")] = None,
+    numbers: Annotated[str, typer.Option("--numbers", "-n", help="of samples, beams, requests")] = "2,4,6",
+    num_requests: Annotated[int, typer.Option(min=1, help="of each case")] = 8,
+    num_system_tokens: Annotated[int, typer.Option(min=1, help="of the common system prompt")] = 341,
+    seed: Annotated[int, typer.Option(help="of lengths and texts")] = 7,
+    output: Annotated[Path, typer.Option(help="the plot lies beside it")] = Path("bench/results/sharing.json"),
+    **values: Any,
+) -> None:
+    """Blocks saved by sharing, for samples, beams and a system prompt; prints a table, saves JSON and a plot."""
+    from bench.command import BenchError, parse_concurrencies
+    from bench.sharing import SharingSettings
+    from bench.sharing_command import run
+    from bench.sharing_work import all_cases
+
+    with _reported():
+        try:
+            settings = SharingSettings(
+                address=url or DEFAULT_ADDRESS,
+                cases=tuple(all_cases(parse_concurrencies(numbers))),
+                num_requests=num_requests,
+                seed=seed,
+                num_system_tokens=num_system_tokens,
+            )
+            asyncio.run(run(settings, None if url else _with_model(values), output, Console()))
+        except BenchError as error:
+            _fail(str(error), exit_codes.FAILED)
+
+
+bench_app.command(name="sharing")(with_flags(bench_sharing, _SERVICE_FLAGS))
+
+
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:
     return given(values) | {"model": resolved_model(values.get("model"))}
 
@@ -232,6 +294,18 @@ def _with_model(values: dict[str, Any]) -> dict[str, Any]:
 def _stdin_text() -> str:
     """All of standard input, without the newline that ends its last line."""
     return sys.stdin.read().removesuffix("\n")
+
+
+def _biases(entries: list[str]) -> dict[int, float]:
+    """`["17=-5", "4=2.5"]` → {17: -5.0, 4: 2.5}."""
+    biases = {}
+    for entry in entries:
+        token_id, _, value = entry.partition("=")
+        try:
+            biases[int(token_id)] = float(value)
+        except ValueError:
+            _fail(f"--logit-bias: expected ID=VALUE, not {entry!r}", exit_codes.USAGE)
+    return biases
 
 
 def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
@@ -258,9 +332,13 @@ def _log_to_stderr() -> LogSink:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    """Expected errors become one line on standard error and an exit code; bugs keep their traceback."""
+    """Expected errors become a line on standard error (for wrong fields, one each) and an exit code; bugs keep their
+    traceback."""
     try:
         yield
+    except InvalidRequestError as error:
+        listed = "".join(f"\n  {field}: {problem}" for field, problem in error.violations.items())
+        _fail(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
     except QuireError as error:
         _fail(str(error), exit_codes.exit_code(error))
     except (ConfigError, ModelNotFound) as error:

@@ -48,10 +48,11 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token id and the natural logarithm of its probability."""
+    """A token, the natural logarithm of its probability, and its rank: 1 is the most probable."""
 
     token_id: int
     logprob: float
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +73,19 @@ class Started:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Of the prompt's tokens from a position on, before the first Delta; that at position 0 has none."""
+
+    first_position: int
+    tokens: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of sequence `index` since its last Delta. Text is whole characters."""
+    """What is new of sequence `index` since its last Delta. Text is whole characters.
+
+    logprobs  one for each of `token_ids`, if asked for
+    """
 
     index: int
     text: str
@@ -83,19 +95,23 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Sequence `index` has ended. Comes once for each sequence."""
+    """Sequence `index` has ended. Comes once for each sequence.
+
+    score  of a beam: the sum of its log-probabilities over its length to the power of length_penalty
+    """
 
     index: int
     reason: FinishReason
     usage: Usage
+    score: float | None = None
 
 
-Event: TypeAlias = Started | Delta | Finished
+Event: TypeAlias = Started | PromptLogprobs | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)
 class CompletedSequence:
-    """All of one sequence."""
+    """All of one sequence. `score` is that of a beam."""
 
     index: int
     text: str
@@ -103,16 +119,21 @@ class CompletedSequence:
     reason: FinishReason
     usage: Usage
     logprobs: tuple[TokenLogprobs, ...] = ()
+    score: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All of one request: its sequences by index. `text` and the like are those of the first one."""
+    """All of one request: its sequences by index, beams best first. `text` and the like are those of the first one.
+
+    prompt_logprobs  of the prompt's tokens but the first, if asked for
+    """
 
     request_id: str
     prompt_tokens: int
     cached_tokens: int
     sequences: tuple[CompletedSequence, ...]
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     @property
     def text(self) -> str:

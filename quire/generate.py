@@ -1,11 +1,11 @@
 """`quire generate`: one request, streamed to the terminal."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TextIO
 
-from quire.events import Delta, Event, Finished, Started
+from quire.events import Delta, Event, Finished, PromptLogprobs, Started, TokenLogprobs
 
 
 def write_json(events: Iterable[Event], out: TextIO) -> None:
@@ -16,29 +16,53 @@ def write_json(events: Iterable[Event], out: TextIO) -> None:
         out.flush()
 
 
-def write_text(events: Iterable[Event], out: TextIO, notes: TextIO | None = None) -> None:
-    """The text as it comes. Of several sequences all but the first wait, and follow it one after the other.
+def write_text(events: Iterable[Event], out: TextIO, notes: TextIO | None = None, *, are_beams: bool = False) -> None:
+    """The text as it comes. Of several sequences all but the first wait, and follow it one after the other; beams,
+    which come when all is done, have a line each that tells the score. Log-probabilities follow as tables.
 
     notes  where to say what each sequence cost and why it ended; None: nowhere
     """
-    held: dict[int, list[str]] = {}
-    finished: list[Finished] = []
+    texts: dict[int, list[str]] = {}
+    logprobs: dict[int, list[TokenLogprobs]] = {}
+    prompt: list[TokenLogprobs] = []
+    finished: dict[int, Finished] = {}
     for event in events:
         match event:
             case Started() if notes is not None:
                 notes.write(f"[{event.prompt_tokens} prompt tokens, {event.cached_tokens} of them cached]\n")
-            case Delta(index=0):
-                out.write(event.text)
-                out.flush()
+            case PromptLogprobs():
+                prompt.extend(event.tokens)
             case Delta(index=index):
-                held.setdefault(index, []).append(event.text)
+                texts.setdefault(index, []).append(event.text)
+                logprobs.setdefault(index, []).extend(event.logprobs)
+                if index == 0 and not are_beams:
+                    out.write(event.text)
+                    out.flush()
             case Finished():
-                finished.append(event)
-                held.setdefault(event.index, [])
-    out.write("\n")
-    for index in sorted(held.keys() - {0}):
-        out.write(f"\n--- {index} ---\n{''.join(held[index])}\n")
+                finished[event.index] = event
+    if not are_beams:
+        out.write("\n")
+    for index in sorted(finished.keys() | texts.keys()):
+        if index or are_beams:
+            score = finished[index].score if index in finished else None
+            heading = f"--- {index} ---" if score is None else f"--- {index}, score {score:.4f} ---"
+            out.write(f"\n{heading}\n{''.join(texts.get(index, ()))}\n")
+    if prompt:
+        out.write(f"\n{logprob_table('prompt', prompt, first_position=1)}")
+    for index in sorted(logprobs):
+        if logprobs[index]:
+            out.write(f"\n{logprob_table(f'sequence {index}', logprobs[index])}")
     out.flush()
     if notes is not None:
-        for end in sorted(finished, key=lambda end: end.index):
-            notes.write(f"[{end.index}: {end.reason}, {end.usage.completion_tokens} tokens]\n")
+        for index in sorted(finished):
+            notes.write(f"[{index}: {finished[index].reason}, {finished[index].usage.completion_tokens} tokens]\n")
+
+
+def logprob_table(title: str, logprobs: Sequence[TokenLogprobs], first_position: int = 0) -> str:
+    """A line a token: its place, its id, log-probability and rank; then the most probable ones as `id logprob`."""
+    lines = [title, f"{'':>6}{'token':>8}{'logprob':>10}{'rank':>7}" + ("  most probable" if logprobs[0].top else "")]
+    for position, entry in enumerate(logprobs, start=first_position):
+        top = "".join(f"  {each.token_id} {each.logprob:.3f}" for each in entry.top)
+        chosen = entry.chosen
+        lines.append(f"{position:>6}{chosen.token_id:>8}{chosen.logprob:>10.4f}{chosen.rank:>7}{top}")
+    return "\n".join(lines) + "\n"

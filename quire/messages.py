@@ -25,6 +25,7 @@ from quire.events import (
     Finished,
     FinishReason,
     Prompt,
+    PromptLogprobs,
     Started,
     TokenLogprob,
     TokenLogprobs,
@@ -48,6 +49,8 @@ class SamplingOptions(TypedDict, total=False):
     beam_width: int | None
     logit_bias: Mapping[int, float] | None
     allowed_token_ids: Sequence[int] | None
+    length_penalty: float | None
+    early_stopping: bool | None
 
 
 class StoppingOptions(TypedDict, total=False):
@@ -168,12 +171,18 @@ def event(message: generation_pb2.GenerateResponse) -> Event | None:
             return Delta(delta.index, delta.text, tuple(delta.token_ids), logprobs)
         case "finished":
             return _finished(message.finished)
+        case "prompt_logprobs":
+            prompt = message.prompt_logprobs
+            return PromptLogprobs(prompt.first_position, tuple(map(_logprobs, prompt.tokens)))
     return None
 
 
 def _logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
-    top = tuple(TokenLogprob(entry.token_id, entry.logprob) for entry in message.top)
-    return TokenLogprobs(TokenLogprob(message.chosen.token_id, message.chosen.logprob), top)
+    return TokenLogprobs(_logprob(message.chosen), tuple(map(_logprob, message.top)))
+
+
+def _logprob(message: generation_pb2.TokenLogprob) -> TokenLogprob:
+    return TokenLogprob(message.token_id, message.logprob, message.rank)
 
 
 def _finished(message: generation_pb2.Finished) -> Finished:
@@ -182,6 +191,7 @@ def _finished(message: generation_pb2.Finished) -> Finished:
         message.index,
         _known(_FINISH_REASONS, message.reason, "finish reason"),
         Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, usage.num_preemptions),
+        message.score if message.HasField("score") else None,
     )
 
 
@@ -210,6 +220,7 @@ class CompletionAssembler:
 
     def __init__(self) -> None:
         self._started: Started | None = None
+        self._prompt_logprobs: list[TokenLogprobs] = []
         self._text: dict[int, list[str]] = {}
         self._token_ids: dict[int, list[int]] = {}
         self._logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -219,6 +230,8 @@ class CompletionAssembler:
         match event:
             case Started():
                 self._started = event
+            case PromptLogprobs():
+                self._prompt_logprobs.extend(event.tokens)
             case Delta(index=index):
                 self._text.setdefault(index, []).append(event.text)
                 self._token_ids.setdefault(index, []).extend(event.token_ids)
@@ -236,6 +249,7 @@ class CompletionAssembler:
             prompt_tokens=self._started.prompt_tokens,
             cached_tokens=self._started.cached_tokens,
             sequences=tuple(self._sequence(index) for index in indices),
+            prompt_logprobs=tuple(self._prompt_logprobs),
         )
 
     def _sequence(self, index: int) -> CompletedSequence:
@@ -247,6 +261,7 @@ class CompletionAssembler:
             reason=finished.reason,
             usage=finished.usage,
             logprobs=tuple(self._logprobs.get(index, ())),
+            score=finished.score,
         )
 
 
@@ -268,6 +283,7 @@ def server_info(message: admin_pb2.GetServerInfoResponse) -> ServerInfo:
 
 def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
     return BlockMap(
+        summary=pool_summary(message),
         block_size=message.block_size,
         blocks=tuple(
             Block(_known(_BLOCK_STATES, block.state, "block state"), block.ref_count, block.num_hits)

@@ -1,14 +1,18 @@
 """What a checkpoint says a request means that says nothing: its generation_config.json.
 
-As vLLM does by default, its temperature, top_p, top_k and min_p take the place of what a request leaves out, whether
-or not it says `do_sample`: a request without a temperature samples (at 1.0 if the file names none); one that wants
-greedy decoding says temperature 0. Its penalties and length bounds are not read.
+As vLLM does by default, its temperature, top_p, top_k, min_p and repetition_penalty take the place of what a request
+leaves out, whether or not it says `do_sample`: a request without a temperature samples (at 1.0 if the file names none);
+one that wants greedy decoding says temperature 0. Its length bounds, and what it says of beams, are not read.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
 from scheduler.checkpoint import Checkpoint, CheckpointError
+
+# A factor of logits: beyond these, a softmax of float32 has nothing left to tell apart, or overflows.
+MIN_REPETITION_PENALTY = 1 / 128
+MAX_REPETITION_PENALTY = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,7 @@ class GenerationDefaults:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
@@ -39,6 +44,9 @@ class GenerationDefaults:
             top_p=float(config.number("top_p", 0, 1, default=1.0)) or 1e-6,
             top_k=max(0, int(config.number("top_k", -1, 2**31 - 1, default=0))),
             min_p=float(config.number("min_p", 0, 1, default=0.0)),
+            repetition_penalty=float(
+                config.number("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, default=1.0)
+            ),
             eos_token_ids=eos_token_ids,
         )
 

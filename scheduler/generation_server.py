@@ -101,6 +101,8 @@ def _read_sampling(sampling: wire.SamplingParams) -> Sampling:
         beam_width=sampling.beam_width if has("beam_width") else None,
         logit_bias=sampling.logit_bias,
         allowed_token_ids=sampling.allowed_token_ids,
+        length_penalty=sampling.length_penalty if has("length_penalty") else None,
+        early_stopping=sampling.early_stopping if has("early_stopping") else None,
     )
 
 

@@ -35,6 +35,8 @@ class Sampling:
     beam_width: int | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     allowed_token_ids: Sequence[int] = ()
+    length_penalty: float | None = None
+    early_stopping: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

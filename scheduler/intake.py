@@ -98,7 +98,7 @@ class Intake:
     ) -> tuple[Request, ResponseStream, RequestMetrics]:
         try:
             checked, request = await self._resolve(incoming, deadline_s)
-            request_metrics = self._metrics.request(request.num_sequences, arrival_s)
+            request_metrics = self._metrics.request(_num_results(request), arrival_s)
             stream = self._stream(checked, request, request_metrics)
             self._engine.submit(request, stream)
         except asyncio.CancelledError:
@@ -141,11 +141,13 @@ class Intake:
         settings = StreamSettings(
             client_request_id=_client_request_id(checked, request),
             num_prompt_tokens=len(request.prompt_token_ids),
-            num_sequences=request.num_sequences,
+            num_sequences=_num_results(request),
             ending_token_ids=frozenset(request.params.eos_token_ids + request.params.stop_token_ids),
             stop=checked.stop,
             include_stop=checked.include_stop,
             min_tokens=checked.min_tokens,
+            num_logprobs=request.params.num_logprobs,
+            num_prompt_logprobs=request.params.num_prompt_logprobs,
         )
         # An answer in a chat is a text of its own; any other output goes on where its prompt ended.
         new_detokenizer = partial(self._model.tokenizer.detokenizer, continues_text=checked.chat is None)
@@ -155,3 +157,8 @@ class Intake:
 
 def _client_request_id(checked: CheckedRequest, request: Request) -> str:
     return checked.client_request_id or f"quire-{request.request_id}"
+
+
+def _num_results(request: Request) -> int:
+    """Sequences that the client gets."""
+    return request.num_sequences if request.beam is None else request.beam.num_returned

@@ -1,10 +1,12 @@
 """One request's way back: tokens come in from the engine loop, messages go out as fast as the client takes them.
 
-    engine ── started, tokens, finished ──► ResponseStream ── messages() ──► one gRPC stream
+    engine ── started, prompt_logprobs, tokens, finished ──► ResponseStream ── messages() ──► one gRPC stream
 
 Deltas coalesce. Whatever is ready when the client can take a message, and it is the stream's turn (`turnstile.py`),
 goes into one. So a slow client costs fewer messages, not memory: what waits is at most its own output, four bytes a
-token (and its text, if it has stop strings); and a busy server sends fewer messages, not later ones at each step.
+token (its text, if it has stop strings; twelve bytes for each log-probability it asked for); and a busy server sends
+fewer messages, not later ones at each step. With log-probabilities a message has at most MAX_LOGPROBS of them: any
+client can take it.
 
 Text is made when it is taken. With stop strings it is made at once, so that a slow reader does not keep a sequence
 running that has ended.
@@ -12,7 +14,8 @@ running that has ended.
 What a Delta reports. `token_ids` are all tokens of the completion: the EOS or stop id that ended it, and the token that
 completed a stop string, belong to it; tokens computed after that do not, and neither does anything count them. So with
 `include_stop` false the last tokens may have text that `text` lacks. EOS and stop ids have text only with
-`include_stop`, and only if they are not special tokens.
+`include_stop`, and only if they are not special tokens. `logprobs` are those of `token_ids`, one by one: neither waits
+for text that is held back.
 """
 
 import asyncio
@@ -21,8 +24,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import generation_pb2 as wire
-from scheduler.core import FinishReason
+from scheduler.core import FinishReason, TokenLogprobs
 from scheduler.detokenizer import Detokenizer
+from scheduler.logprob_buffer import LogprobBuffer
 from scheduler.metrics import RequestMetrics
 from scheduler.status import DeadlineExceeded, RequestCancelled, RequestFailed
 from scheduler.stop_strings import StopMatcher
@@ -39,6 +43,9 @@ FAILURES = {
     FinishReason.ERROR: (RequestFailed, "the request was given up; the server's log says why"),
 }
 
+MAX_LOGPROBS = 32768
+"""In a message. Each takes some 20 bytes on the wire; a gRPC client takes 4 MiB unless it was told to take more."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
@@ -49,6 +56,8 @@ class StreamSettings:
     num_sequences
     ending_token_ids    EOS and stop ids: none of them comes but as the last token of a sequence
     stop, include_stop, min_tokens    as requested
+    num_logprobs        for each token, its own included; 0: none
+    num_prompt_logprobs the same of each prompt token but the first
     """
 
     client_request_id: str
@@ -58,6 +67,8 @@ class StreamSettings:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     min_tokens: int = 0
+    num_logprobs: int = 0
+    num_prompt_logprobs: int = 0
 
 
 class ResponseStream:
@@ -80,6 +91,9 @@ class ResponseStream:
         self._metrics = metrics
         self._turnstile = turnstile
         self._completions = [_Completion(index, settings, new_detokenizer()) for index in range(settings.num_sequences)]
+        self._prompt_logprobs: _PromptLogprobs | None = None
+        if settings.num_prompt_logprobs:
+            self._prompt_logprobs = _PromptLogprobs(settings.num_prompt_logprobs)
         self._num_cached_tokens: int | None = None
         self._has_sent_started = False
         self._num_unsent = settings.num_sequences  # Finished messages
@@ -94,25 +108,47 @@ class ResponseStream:
         self._metrics.started(self._settings.num_prompt_tokens, num_cached_tokens)
         self._tell_reader()
 
-    def tokens(self, index: int, token_ids: list[int]) -> None:
+    def prompt_logprobs(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
+        """Of the prompt tokens from a position on; what was told before ends there."""
+        if self._prompt_logprobs is not None:
+            try:
+                self._prompt_logprobs.add(first_position, tokens)
+            except Exception:
+                self._fail()
+                raise
+            self._tell_reader()
+
+    def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+        """`logprobs`: of each of the tokens, where the request asked for them."""
         completion = self._completions[index]
         if completion.has_stopped:  # what was in flight then does not belong to it
             return
-        completion.add(token_ids)
+        try:
+            completion.add(token_ids, logprobs)
+        except Exception:
+            self._fail()
+            raise
         if not self._has_news:
             self._tell_reader()
         if completion.has_stopped:
             self._stop_sequence(index)
 
-    def finished(self, index: int, reason: FinishReason, num_preemptions: int) -> None:
+    def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
+        """`score`: of a beam."""
         if reason in FAILURES:
             self._failure = reason
             self._metrics.ended(reason)
         else:
             completion = self._completions[index]
-            completion.finish(reason, num_preemptions)
+            completion.finish(reason, num_preemptions, score)
             self._count(completion)
             self._metrics.finished(index, completion.reason or reason, completion.num_tokens)
+        self._tell_reader()
+
+    def _fail(self) -> None:
+        """By a bug. The engine, which hears of it, tells this stream nothing more; its reader has to know."""
+        self._failure = FinishReason.ERROR
+        self._metrics.ended(FinishReason.ERROR)
         self._tell_reader()
 
     def close(self) -> None:
@@ -135,7 +171,7 @@ class ResponseStream:
     # --- to the client --------------------------------------------------------------------------------------------
 
     async def messages(self) -> AsyncGenerator[wire.GenerateResponse, None]:
-        """Started, Deltas, a Finished for each sequence; ends after the last of these.
+        """Started, PromptLogprobs, Deltas, a Finished for each sequence; ends after the last of these.
 
         Raises RequestCancelled, DeadlineExceeded or RequestFailed if the engine ended the request without a result;
         all that was ready before has then been sent.
@@ -183,13 +219,17 @@ class ResponseStream:
                     cached_tokens=self._num_cached_tokens,
                 )
             )
+        if self._prompt_logprobs is not None:
+            while (prompt_logprobs := self._prompt_logprobs.take()) is not None:
+                yield wire.GenerateResponse(prompt_logprobs=prompt_logprobs)
         for completion in self._completions:
             # Asked first: what ends while its Delta is being sent may have got more tokens in the meantime.
             has_ended = completion.reason is not None and not completion.is_reported
-            delta = completion.take()
-            if delta is not None:
-                self._count(completion)
-                yield wire.GenerateResponse(delta=delta)
+            for _ in range(completion.num_messages):
+                delta = completion.take()
+                if delta is not None:
+                    self._count(completion)
+                    yield wire.GenerateResponse(delta=delta)
             if has_ended:
                 completion.is_reported = True
                 self._num_unsent -= 1
@@ -203,8 +243,34 @@ class ResponseStream:
             num_preemptions=completion.num_preemptions,
         )
         return wire.Finished(
-            index=completion.index, reason=FINISH_REASONS[completion.reason or FinishReason.STOP], usage=usage
+            index=completion.index,
+            reason=FINISH_REASONS[completion.reason or FinishReason.STOP],
+            usage=usage,
+            score=completion.score,
         )
+
+
+class _PromptLogprobs:
+    """Those of a prompt that have not been taken, in order of position."""
+
+    __slots__ = ("_buffer", "_first_position", "_most")
+
+    def __init__(self, width: int) -> None:
+        self._buffer = LogprobBuffer(width)
+        self._first_position = 0
+        self._most = MAX_LOGPROBS // width
+
+    def add(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
+        if not self._buffer:
+            self._first_position = first_position
+        self._buffer.extend(tokens)
+
+    def take(self) -> wire.PromptLogprobs | None:
+        if not self._buffer:
+            return None
+        message = wire.PromptLogprobs(first_position=self._first_position, tokens=self._buffer.take(self._most))
+        self._first_position += len(message.tokens)
+        return message
 
 
 class _Completion:
@@ -214,6 +280,7 @@ class _Completion:
     num_counted   of these, by the metrics
     has_stopped   its text has reached a stop string; no token is added any more
     reason        why it ended, once it has
+    score         of a beam
     is_reported   its Finished has been sent
     """
 
@@ -221,7 +288,9 @@ class _Completion:
         "_detokenizer",
         "_ending_token_ids",
         "_include_stop",
+        "_logprobs",
         "_matcher",
+        "_most",
         "_text",
         "_token_ids",
         "has_stopped",
@@ -231,6 +300,7 @@ class _Completion:
         "num_preemptions",
         "num_tokens",
         "reason",
+        "score",
     )
 
     def __init__(self, index: int, settings: StreamSettings, detokenizer: Detokenizer) -> None:
@@ -240,6 +310,7 @@ class _Completion:
         self.num_preemptions = 0
         self.has_stopped = False
         self.reason: FinishReason | None = None
+        self.score: float | None = None
         self.is_reported = False
         self._detokenizer = detokenizer
         self._ending_token_ids = settings.ending_token_ids
@@ -251,9 +322,22 @@ class _Completion:
             )
         self._token_ids = array("I")  # not taken yet
         self._text: list[str] = []  # not taken yet; of all tokens with stop strings, else of none
+        self._logprobs: LogprobBuffer | None = None  # of the tokens not taken yet
+        self._most = 0  # tokens of a message with log-probabilities
+        if settings.num_logprobs:
+            self._logprobs = LogprobBuffer(settings.num_logprobs)
+            self._most = MAX_LOGPROBS // settings.num_logprobs
 
-    def add(self, token_ids: list[int]) -> None:
-        """Those up to a stop string belong to the completion."""
+    def add(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
+        """Those up to a stop string belong to the completion. Raises ValueError if log-probabilities are missing."""
+        num_before = self.num_tokens
+        self._add(token_ids)
+        if self._logprobs is not None:
+            self._logprobs.extend((logprobs or [])[: self.num_tokens - num_before])
+            if len(self._logprobs) != len(self._token_ids):
+                raise ValueError("tokens without log-probabilities, which were asked for")
+
+    def _add(self, token_ids: list[int]) -> None:
         if self._matcher is None:
             self._token_ids.extend(token_ids)
             self.num_tokens += len(token_ids)
@@ -266,26 +350,37 @@ class _Completion:
                     self.has_stopped = True
                     break
 
-    def finish(self, reason: FinishReason, num_preemptions: int) -> None:
+    def finish(self, reason: FinishReason, num_preemptions: int, score: float | None) -> None:
         self.num_preemptions = num_preemptions
+        self.score = score
         if self._matcher is not None and not self.has_stopped:
             self._text.append(self._matcher.flush(self._detokenizer.flush()))
             self.has_stopped = self._matcher.has_matched
         self.reason = FinishReason.STOP if self.has_stopped else reason
 
+    @property
+    def num_messages(self) -> int:
+        """How often to take, for all that is new."""
+        return 1 if self._logprobs is None else max(1, -(-len(self._token_ids) // self._most))
+
     def take(self) -> wire.Delta | None:
-        """All that is new; None if nothing is."""
-        token_ids, self._token_ids = self._token_ids, array("I")
+        """All that is new, as far as it fits a message; None if nothing is."""
+        if self._logprobs is None:
+            token_ids, self._token_ids = self._token_ids, array("I")
+        else:
+            token_ids = self._token_ids[: self._most]
+            del self._token_ids[: self._most]
         if self._matcher is not None:
             text = "".join(self._text)
             self._text.clear()
         else:
             text = self._decode(token_ids)
-            if self.reason is not None:
+            if self.reason is not None and not self._token_ids:
                 text += self._detokenizer.flush()
         if not token_ids and not text:
             return None
-        return wire.Delta(index=self.index, text=text, token_ids=token_ids)
+        logprobs = self._logprobs.take(len(token_ids)) if self._logprobs is not None else ()
+        return wire.Delta(index=self.index, text=text, token_ids=token_ids, logprobs=logprobs)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # They come as the last token of a sequence, or not at all.

@@ -8,12 +8,13 @@ that is wrong, by field path; it looks at sizes before contents, so a hostile re
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from scheduler.core import CapacityExceeded, InvalidRequest, Request, SequenceParams
-from scheduler.generation_defaults import GenerationDefaults
-from scheduler.incoming import ChatMessage, IncomingRequest, MessageLike, Stopping
+from scheduler.core import BeamParams, CapacityExceeded, InvalidRequest, Request, SequenceParams
+from scheduler.field_checks import FieldChecks
+from scheduler.generation_defaults import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, GenerationDefaults
+from scheduler.incoming import ChatMessage, IncomingRequest, MessageLike, Sampling, Stopping
 
 MASK_64 = 2**64 - 1
 T = TypeVar("T")
@@ -31,6 +32,13 @@ class RequestLimits:
     max_stop_bytes          of each of them
     max_num_stop_token_ids
     max_temperature
+    max_beam_width           the model and max_num_seqs may allow less
+    max_length_penalty       and its negative the least: a length to its power stays a float
+    max_num_logprobs         most probable tokens reported with each token
+    max_num_logit_bias       entries
+    max_logit_bias           and its negative the least
+    max_num_allowed_token_ids
+    max_output_penalty       of frequency and presence, and its negative the least
     """
 
     max_prompt_bytes: int = 2 * 2**20
@@ -41,6 +49,13 @@ class RequestLimits:
     max_stop_bytes: int = 256
     max_num_stop_token_ids: int = 64
     max_temperature: float = 100.0
+    max_beam_width: int = 64
+    max_length_penalty: float = 10.0
+    max_num_logprobs: int = 20
+    max_num_logit_bias: int = 1024
+    max_logit_bias: float = 100.0
+    max_num_allowed_token_ids: int = 65536
+    max_output_penalty: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +78,9 @@ class ModelBounds:
 class CheckedRequest:
     """All is resolved but the prompt's tokens. Of `text`, `token_ids` and `chat`, one is not None.
 
-    seeds       one for each sequence
+    params      of its sequences, but for the seed and the bounds of their length: those want the prompt
+    seeds       one for each sequence; of a beam search, (0,)
+    beam        None: no beam search
     max_tokens  None: as many as there is room for
     """
 
@@ -71,17 +88,13 @@ class CheckedRequest:
     text: str | None
     token_ids: list[int] | None
     chat: tuple[ChatMessage, ...] | None
+    params: SequenceParams
     seeds: tuple[int, ...]
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
+    beam: BeamParams | None
     max_tokens: int | None
     min_tokens: int
     stop: tuple[str, ...]
     include_stop: bool
-    eos_token_ids: tuple[int, ...]
-    stop_token_ids: tuple[int, ...]
     priority: int
     cache_salt: bytes
 
@@ -97,30 +110,19 @@ def check(
 
     Raises InvalidRequest; or CapacityExceeded, where nothing but the number of prompt token ids is wrong.
     """
-    checks = _Checks()
-    sampling, stopping = incoming.sampling, incoming.stopping
+    checks = FieldChecks()
     token_ids = _check_prompt(checks, incoming, limits, bounds)
-    _refuse_unserved(checks, incoming)
     client_request_id = checks.text("request_id", incoming.request_id or "", limits.max_request_id_bytes)
     if not client_request_id.isprintable():
         checks.add("request_id", "must be printable")  # it is written to logs
     cache_salt = checks.text("cache_salt", incoming.cache_salt or "", limits.max_cache_salt_bytes)
-    temperature = checks.number(
-        "sampling.temperature", sampling.temperature, 0, limits.max_temperature, defaults.temperature
-    )
-    top_p = checks.number("sampling.top_p", sampling.top_p, 0, 1, defaults.top_p, above=True)
-    top_k = checks.integer("sampling.top_k", sampling.top_k, 0, 2**32 - 1, defaults.top_k)
-    min_p = checks.number("sampling.min_p", sampling.min_p, 0, 1, defaults.min_p)
-    seed = checks.integer("sampling.seed", sampling.seed, 0, MASK_64, drawn_seed)
-    n = checks.integer("sampling.n", sampling.n, 1, bounds.max_num_seqs, 1)
-    min_tokens = _check_bounds_of_output(checks, stopping)
-    checks.stop_strings("stopping.stop", stopping.stop, limits.max_num_stop, limits.max_stop_bytes)
-    stop_token_ids: list[int] = []
-    if checks.is_list("stopping.stop_token_ids", stopping.stop_token_ids, limits.max_num_stop_token_ids):
-        stop_token_ids = checks.token_ids("stopping.stop_token_ids", stopping.stop_token_ids, bounds.vocab_size)
-    ignore_eos = checks.flag("stopping.ignore_eos", stopping.ignore_eos)
-    include_stop = checks.flag("stopping.include_stop", stopping.include_stop)
     priority = checks.integer("priority", incoming.priority, -(2**31), 2**31 - 1, 0)
+    stopping = _check_stopping(checks, incoming.stopping, limits, bounds, defaults)
+    beam_width = _check_beam_width(checks, incoming, limits, bounds, stopping)
+    params = _check_params(checks, incoming, limits, bounds, defaults, stopping, is_beam=beam_width > 0)
+    beam = _check_beam(checks, incoming.sampling, limits, beam_width)
+    seed = checks.integer("sampling.seed", incoming.sampling.seed, 0, MASK_64, drawn_seed)
+    n = checks.integer("sampling.n", incoming.sampling.n, 1, bounds.max_num_seqs, 1)
     checks.finish()
     if incoming.token_ids is not None and len(incoming.token_ids) >= bounds.max_tokens_per_sequence:
         raise _too_long(len(incoming.token_ids), 1, bounds)
@@ -129,18 +131,13 @@ def check(
         text=incoming.text,
         token_ids=token_ids,
         chat=None if incoming.chat is None else tuple(ChatMessage(m.role, m.content) for m in incoming.chat),
-        seeds=tuple(sample_seed(seed, index) for index in range(n)),
-        # Below this, float32 logits divided by the temperature are greedy in all but name, or overflow.
-        temperature=temperature if temperature >= 1e-5 else 0.0,
-        top_p=top_p,
-        top_k=top_k if top_k < bounds.vocab_size else 0,
-        min_p=min_p,
+        params=params,
+        seeds=tuple(sample_seed(seed, index) for index in range(n)) if beam is None else (0,),
+        beam=beam,
         max_tokens=stopping.max_tokens,
-        min_tokens=min_tokens,
-        stop=_unique(stopping.stop),
-        include_stop=include_stop,
-        eos_token_ids=() if ignore_eos else tuple(i for i in defaults.eos_token_ids if i < bounds.vocab_size),
-        stop_token_ids=_unique(stop_token_ids),
+        min_tokens=stopping.min_tokens,
+        stop=stopping.stop,
+        include_stop=stopping.include_stop,
         priority=priority,
         cache_salt=cache_salt.encode(),
     )
@@ -168,23 +165,19 @@ def complete(
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,
-        params=SequenceParams(
+        params=replace(
+            checked.params,
             max_total_tokens=(
                 bounds.max_tokens_per_sequence if checked.max_tokens is None else num_prompt_tokens + checked.max_tokens
             ),
             min_total_tokens=num_prompt_tokens + checked.min_tokens if checked.min_tokens else 0,
-            temperature=checked.temperature,
-            top_k=checked.top_k,
-            top_p=checked.top_p,
-            min_p=checked.min_p,
             seed=checked.seeds[0],
-            eos_token_ids=checked.eos_token_ids,
-            stop_token_ids=checked.stop_token_ids,
         ),
         seeds=checked.seeds,
         priority=checked.priority,
         cache_salt=checked.cache_salt,
         deadline_s=deadline_s,
+        beam=checked.beam,
     )
 
 
@@ -208,7 +201,7 @@ def _too_long(num_prompt_tokens: int, num_output_tokens: int, bounds: ModelBound
 
 
 def _check_prompt(
-    checks: "_Checks", incoming: IncomingRequest, limits: RequestLimits, bounds: ModelBounds
+    checks: FieldChecks, incoming: IncomingRequest, limits: RequestLimits, bounds: ModelBounds
 ) -> list[int] | None:
     """Returns the token ids, if it has any."""
     given = [name for name in ("text", "token_ids", "chat") if getattr(incoming, name) is not None]
@@ -227,7 +220,9 @@ def _check_prompt(
     return checks.token_ids("token_ids.ids", incoming.token_ids, bounds.vocab_size)
 
 
-def _check_chat(checks: "_Checks", messages: Sequence[MessageLike], limits: RequestLimits, bounds: ModelBounds) -> None:
+def _check_chat(
+    checks: FieldChecks, messages: Sequence[MessageLike], limits: RequestLimits, bounds: ModelBounds
+) -> None:
     if not bounds.has_chat_template:
         checks.add("chat", "this model has no chat template")
     if not 1 <= len(messages) <= limits.max_chat_messages:
@@ -245,135 +240,160 @@ def _check_chat(checks: "_Checks", messages: Sequence[MessageLike], limits: Requ
             return  # one bad message tells enough
 
 
-def _check_bounds_of_output(checks: "_Checks", stopping: Stopping) -> int:
-    """Returns min_tokens. `max_tokens` may stay None; whether there is room for them is asked later."""
+@dataclass(frozen=True, slots=True)
+class _Stopping:
+    """`max_tokens` may stay None; whether there is room for them is asked later."""
+
+    max_tokens: int | None
+    min_tokens: int
+    stop: tuple[str, ...]
+    include_stop: bool
+    eos_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        return frozenset(self.eos_token_ids + self.stop_token_ids)
+
+
+def _check_stopping(
+    checks: FieldChecks, stopping: Stopping, limits: RequestLimits, bounds: ModelBounds, defaults: GenerationDefaults
+) -> _Stopping:
     min_tokens = checks.integer("stopping.min_tokens", stopping.min_tokens, 0, 2**32 - 1, 0)
     max_tokens = checks.integer("stopping.max_tokens", stopping.max_tokens, 1, 2**32 - 1, 2**32 - 1)
     if min_tokens > max_tokens:
         checks.add("stopping.min_tokens", f"must be at most max_tokens ({max_tokens}), not {min_tokens}")
-    return min_tokens
+    stop = checks.stop_strings("stopping.stop", stopping.stop, limits.max_num_stop, limits.max_stop_bytes)
+    stop_token_ids = checks.token_ids(
+        "stopping.stop_token_ids", stopping.stop_token_ids, bounds.vocab_size, limits.max_num_stop_token_ids
+    )
+    ignore_eos = checks.flag("stopping.ignore_eos", stopping.ignore_eos)
+    return _Stopping(
+        max_tokens=stopping.max_tokens,
+        min_tokens=min_tokens,
+        stop=_unique(stop),
+        include_stop=checks.flag("stopping.include_stop", stopping.include_stop),
+        eos_token_ids=() if ignore_eos else tuple(i for i in defaults.eos_token_ids if i < bounds.vocab_size),
+        stop_token_ids=_unique(stop_token_ids),
+    )
 
 
-def _refuse_unserved(checks: "_Checks", incoming: IncomingRequest) -> None:
+def _check_params(
+    checks: FieldChecks,
+    incoming: IncomingRequest,
+    limits: RequestLimits,
+    bounds: ModelBounds,
+    defaults: GenerationDefaults,
+    stopping: _Stopping,
+    *,
+    is_beam: bool,
+) -> SequenceParams:
+    """All but the seed and the bounds of length. Those of a beam search are greedy, whatever the checkpoint says."""
     sampling, output = incoming.sampling, incoming.output
-    unserved = {
-        "sampling.repetition_penalty": sampling.repetition_penalty not in (None, 1),
-        "sampling.frequency_penalty": sampling.frequency_penalty not in (None, 0),
-        "sampling.presence_penalty": sampling.presence_penalty not in (None, 0),
-        "sampling.beam_width": sampling.beam_width not in (None, 0),
-        "sampling.logit_bias": len(sampling.logit_bias) > 0,
-        "sampling.allowed_token_ids": len(sampling.allowed_token_ids) > 0,
-        "output.logprobs": output.logprobs is not None,
-        "output.prompt_logprobs": output.prompt_logprobs is not None,
-    }
-    for field, is_asked_for in unserved.items():
-        if is_asked_for:
-            checks.add(field, "is not served yet; leave it out")
+    temperature = checks.number(
+        "sampling.temperature", sampling.temperature, 0, limits.max_temperature, defaults.temperature
+    )
+    top_p = checks.number("sampling.top_p", sampling.top_p, 0, 1, defaults.top_p, above=True)
+    top_k = checks.integer("sampling.top_k", sampling.top_k, 0, 2**32 - 1, defaults.top_k)
+    min_p = checks.number("sampling.min_p", sampling.min_p, 0, 1, defaults.min_p)
+    if is_beam:
+        temperature, top_p, top_k, min_p = 0.0, 1.0, 0, 0.0
+    biases = checks.token_biases(
+        "sampling.logit_bias",
+        sampling.logit_bias,
+        bounds.vocab_size,
+        limits.max_num_logit_bias,
+        limits.max_logit_bias,
+    )
+    return SequenceParams(
+        max_total_tokens=0,
+        # Below this, float32 logits divided by the temperature are greedy in all but name, or overflow.
+        temperature=temperature if temperature >= 1e-5 else 0.0,
+        top_p=top_p,
+        top_k=top_k if top_k < bounds.vocab_size else 0,
+        min_p=min_p,
+        eos_token_ids=stopping.eos_token_ids,
+        stop_token_ids=stopping.stop_token_ids,
+        allowed_token_ids=_check_allowed(checks, sampling, limits, bounds, stopping),
+        bias_token_ids=tuple(biases),
+        bias_values=tuple(biases.values()),
+        repetition_penalty=checks.number(
+            "sampling.repetition_penalty",
+            sampling.repetition_penalty,
+            MIN_REPETITION_PENALTY,
+            MAX_REPETITION_PENALTY,
+            defaults.repetition_penalty,
+        ),
+        frequency_penalty=_output_penalty(checks, limits, "frequency_penalty", sampling.frequency_penalty),
+        presence_penalty=_output_penalty(checks, limits, "presence_penalty", sampling.presence_penalty),
+        num_logprobs=_num_logprobs(checks, limits, bounds, "logprobs", output.logprobs),
+        num_prompt_logprobs=_num_logprobs(checks, limits, bounds, "prompt_logprobs", output.prompt_logprobs),
+    )
 
 
-class _Checks:
-    """Collects what is wrong. Each check returns the value if it is right, and something harmless if it is not."""
+def _output_penalty(checks: FieldChecks, limits: RequestLimits, name: str, value: float | None) -> float:
+    return checks.number(f"sampling.{name}", value, -limits.max_output_penalty, limits.max_output_penalty, 0.0)
 
-    def __init__(self) -> None:
-        self.violations: dict[str, str] = {}
 
-    def add(self, field: str, problem: str) -> None:
-        self.violations.setdefault(field, problem)
+def _num_logprobs(checks: FieldChecks, limits: RequestLimits, bounds: ModelBounds, name: str, value: int | None) -> int:
+    """How many for each token, its own included; 0: none asked for."""
+    num_top = checks.integer(f"output.{name}", value, 0, min(limits.max_num_logprobs, bounds.vocab_size), 0)
+    return 0 if value is None else num_top + 1
 
-    def finish(self) -> None:
-        if self.violations:
-            raise InvalidRequest(self.violations)
 
-    def integer(self, field: str, value: int | None, least: int, most: int, default: int) -> int:
-        if value is None:
-            return default
-        if type(value) is not int or not least <= value <= most:  # bool is an int, too
-            self.add(field, f"must be a whole number from {least} to {most}, not {_shown(value)}")
-            return default
-        return value
+def _check_allowed(
+    checks: FieldChecks, sampling: Sampling, limits: RequestLimits, bounds: ModelBounds, stopping: _Stopping
+) -> tuple[int, ...]:
+    field = "sampling.allowed_token_ids"
+    allowed = checks.token_ids(field, sampling.allowed_token_ids, bounds.vocab_size, limits.max_num_allowed_token_ids)
+    # Where no ending token may come yet and no other ever, there is nothing to sample from.
+    if stopping.min_tokens and stopping.ending_token_ids.issuperset(allowed or range(bounds.vocab_size)):
+        checks.add(field, "must have a token that does not end the text, since min_tokens wants some")
+    return _unique(allowed)
 
-    def number(
-        self,
-        field: str,
-        value: float | None,
-        least: float,
-        most: float,
-        default: float,
-        *,
-        above: bool = False,
-    ) -> float:
-        """`above`: it must be greater than `least`. NaN is in no range."""
-        if value is None:
-            return default
-        is_number = type(value) is float or type(value) is int
-        if not is_number or not least <= value <= most or (above and value == least):
-            words = f"above {least} and at most {most}" if above else f"from {least} to {most}"
-            self.add(field, f"must be a number {words}, not {_shown(value)}")
-            return default
-        return float(value)
 
-    def flag(self, field: str, value: bool | None) -> bool:
-        if value is None or isinstance(value, bool):
-            return bool(value)
-        self.add(field, f"must be true or false, not {_shown(value)}")
-        return False
+def _check_beam_width(
+    checks: FieldChecks, incoming: IncomingRequest, limits: RequestLimits, bounds: ModelBounds, stopping: _Stopping
+) -> int:
+    """0: no beam search. Names what cannot go together with one."""
+    sampling, output = incoming.sampling, incoming.output
+    most = min(limits.max_beam_width, bounds.max_num_seqs)
+    width = checks.integer("sampling.beam_width", sampling.beam_width, 0, most, 0)
+    num_candidates = max(2, 1 + len(stopping.ending_token_ids)) * width
+    if num_candidates > bounds.vocab_size:
+        checks.add(
+            "sampling.beam_width",
+            f"needs {num_candidates} different tokens to choose from, and the model has {bounds.vocab_size}",
+        )
+    if width == 0:
+        return 0
+    if sampling.temperature is not None and sampling.temperature != 0:
+        checks.add("sampling.temperature", "must be absent or 0 with beam_width: a beam search draws no random numbers")
+    for name in ("top_p", "top_k", "min_p", "seed"):
+        if getattr(sampling, name) is not None:
+            checks.add(f"sampling.{name}", "must be absent with beam_width: a beam search draws no random numbers")
+    if type(sampling.n) is int and sampling.n > width:
+        checks.add("sampling.n", f"must be at most beam_width ({width}), not {sampling.n}")
+    if stopping.stop:
+        checks.add("stopping.stop", "must be empty with beam_width; stop_token_ids may be used")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(output, name) is not None:
+            checks.add(f"output.{name}", "must be absent with beam_width")
+    return width
 
-    def text(self, field: str, value: str, max_bytes: int) -> str:
-        if not isinstance(value, str):
-            self.add(field, f"must be a string, not {_shown(value)}")
-            return ""
-        if len(value) > max_bytes:  # before it is encoded: a character has at least one byte
-            self.add(field, f"must have at most {max_bytes} bytes, not {len(value)} and more")
-            return ""
-        try:
-            num_bytes = len(value.encode())
-        except UnicodeEncodeError:
-            self.add(field, "must be Unicode text, without lone surrogates")
-            return ""
-        if num_bytes > max_bytes:
-            self.add(field, f"must have at most {max_bytes} bytes, not {num_bytes}")
-            return ""
-        return value
 
-    def stop_strings(self, field: str, values: Sequence[str], max_num: int, max_bytes: int) -> None:
-        if self.is_list(field, values, max_num):
-            for i, value in enumerate(values):
-                if self.text(f"{field}[{i}]", value, max_bytes) == "":
-                    self.add(f"{field}[{i}]", "must not be empty")
-
-    def token_ids(self, field: str, values: Sequence[int], vocab_size: int) -> list[int]:
-        """Returns them all as a list, or names the first that is wrong."""
-        token_ids = list(values)
-        # In bulk first: a prompt may have 100,000 of them, nearly always good.
-        if not token_ids:
-            return token_ids
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-            return token_ids
-        for i, value in enumerate(token_ids):
-            if type(value) is not int or not 0 <= value < vocab_size:
-                problem = f"must be a token id from 0 to {vocab_size - 1}, not {_shown(value)}"
-                self.add(f"{field}[{i}]", problem)
-                break
-        return []
-
-    def is_list(self, field: str, values: object, max_num: int | None = None) -> bool:
-        if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-            self.add(field, f"must be a list, not {_shown(values)}")
-            return False
-        if max_num is not None and len(values) > max_num:
-            self.add(field, f"must be at most {max_num}, not {len(values)}")
-            return False
-        return True
+def _check_beam(checks: FieldChecks, sampling: Sampling, limits: RequestLimits, width: int) -> BeamParams | None:
+    most = limits.max_length_penalty
+    length_penalty = checks.number("sampling.length_penalty", sampling.length_penalty, -most, most, 1.0)
+    early_stopping = checks.flag("sampling.early_stopping", sampling.early_stopping)
+    if width == 0:
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(sampling, name) is not None and sampling.beam_width in (None, 0):
+                checks.add(f"sampling.{name}", "must be absent without beam_width")
+        return None
+    num_returned = sampling.n if type(sampling.n) is int else 1
+    return BeamParams(width, num_returned, length_penalty, early_stopping)
 
 
 def _unique(values: Iterable[T]) -> tuple[T, ...]:
     return tuple(dict.fromkeys(values))
-
-
-def _shown(value: object) -> str:
-    """A value as a message can carry it. Numbers of more than 4300 digits have no decimal form in Python."""
-    try:
-        text = repr(value)
-    except ValueError:
-        return "a number beyond all bounds"
-    return text if len(text) <= 40 else f"{text[:37]}…"

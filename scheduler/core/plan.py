@@ -79,21 +79,21 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """What a client that asked learns of one token: itself first, then the most probable ones in its place."""
-
-    token_ids: list[int]
-    values: list[float]
-    ranks: list[int]
-
-
-@dataclass(frozen=True, slots=True)
 class BeamResult:
     """One beam that has ended: its output, the last token included, and its score, lengths penalised."""
 
     token_ids: list[int]
     score: float
     reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Of one token: itself first, then the most probable ones, most probable first. Three lists of equal length."""
+
+    token_ids: list[int]
+    values: list[float]
+    ranks: list[int]
 
 
 @dataclass(slots=True)

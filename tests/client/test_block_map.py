@@ -1,11 +1,13 @@
 """Waste, and how a block map looks."""
 
 import io
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from quire.block_map import Block, BlockMap, BlockState, RunningSequence
+from quire.block_map import Block, BlockMap, BlockState, PoolSummary, RunningSequence
 from quire.block_map_view import PoolGrid, RequestColours, block_map_view
 
 FREE, CACHED = Block(BlockState.FREE, 0, 0), Block(BlockState.CACHED, 0, 1)
@@ -17,7 +19,23 @@ def sequence(request_id: str, slot: int, num_tokens: int, *block_table: int) -> 
 
 
 def block_map(blocks: list[Block], *sequences: RunningSequence, block_size: int = 4) -> BlockMap:
-    return BlockMap(block_size, (FREE, *blocks), sequences, 2, 30, 9, 1, 5)
+    """Its summary says that two slots are empty, which the block tables alone would not tell."""
+    counts = Counter(block.state for block in blocks)
+    num_shared = sum(block.ref_count > 1 for block in blocks)
+    num_slots = counts[BlockState.ACTIVE] * block_size
+    summary = PoolSummary(
+        num_free_blocks=counts[BlockState.FREE],
+        num_cached_blocks=counts[BlockState.CACHED],
+        num_active_blocks=counts[BlockState.ACTIVE],
+        num_shared_blocks=num_shared,
+        num_used_slots=max(0, num_slots - 2),
+        num_wasted_slots=min(2, num_slots),
+        num_running=len(sequences),
+        num_waiting=2,
+        num_preemptions=1,
+        num_cow_copies=5,
+    )
+    return BlockMap(block_size, (FREE, *blocks), sequences, 2, 30, 9, 1, 5, summary)
 
 
 def drawn(renderable: object, width: int = 80, colour: bool = False) -> str:
@@ -28,26 +46,26 @@ def drawn(renderable: object, width: int = 80, colour: bool = False) -> str:
 
 
 @pytest.mark.parametrize(
-    ("sequences", "allocated", "used"),
+    ("sequences", "num_entries", "num_blocks"),
     [
         ([], 0, 0),
-        ([sequence("a", 0, 8, 1, 2)], 8, 8),
-        ([sequence("a", 0, 5, 1, 2)], 8, 5),
-        # A block taken for a token that is not known yet is all waste.
-        ([sequence("a", 0, 4, 1, 2)], 8, 4),
-        # A prompt of which only the first chunk has blocks: all of those are used.
-        ([sequence("a", 0, 100, 1, 2)], 8, 8),
-        # Blocks 1 and 2 are shared and count once; in 2, the sequence with more tokens has filled it further.
-        ([sequence("a", 0, 7, 1, 2), sequence("b", 1, 6, 1, 2)], 8, 7),
-        ([sequence("a", 0, 7, 1, 2), sequence("b", 1, 6, 1, 3)], 12, 4 + 3 + 2),
+        ([sequence("a", 0, 8, 1, 2)], 2, 2),
+        ([sequence("a", 0, 7, 1, 2), sequence("b", 1, 6, 1, 3)], 4, 3),
+        ([sequence("a", 0, 7, 1, 2), sequence("a", 1, 6, 1, 2), sequence("a", 2, 6, 1, 2)], 6, 2),
         # The null block is nobody's.
-        ([sequence("a", 0, 5, 1, 0)], 4, 4),
+        ([sequence("a", 0, 5, 1, 0)], 1, 1),
     ],
 )
-def test_waste(sequences: list[RunningSequence], allocated: int, used: int) -> None:
-    waste = block_map([ACTIVE] * 3, *sequences).waste
-    assert (waste.num_allocated_slots, waste.num_used_slots) == (allocated, used)
-    assert waste.ratio == pytest.approx((allocated - used) / allocated if allocated else 0.0)
+def test_sharing(sequences: list[RunningSequence], num_entries: int, num_blocks: int) -> None:
+    sharing = block_map([ACTIVE] * 3, *sequences).sharing
+    assert (sharing.num_table_entries, sharing.num_blocks) == (num_entries, num_blocks)
+    assert sharing.saved_ratio == pytest.approx(1 - num_blocks / num_entries if num_entries else 0.0)
+
+
+def test_waste_is_what_the_server_counted() -> None:
+    pool = block_map([ACTIVE, SHARED], sequence("a", 0, 5, 1, 2))
+    assert (pool.waste.num_allocated_slots, pool.waste.num_used_slots, pool.waste.ratio) == (8, 6, 0.25)
+    assert replace(pool.summary, num_used_slots=0, num_wasted_slots=0).waste.ratio == 0.0
 
 
 def test_counts_leave_the_null_block_out() -> None:
@@ -95,11 +113,13 @@ def test_block_tables_mark_what_is_shared_and_shorten_runs() -> None:
     )
     lines = drawn(block_map_view(pool, RequestColours()), width=120).splitlines()
     left, right = (next(line for line in lines if f"{name}[0]" in line) for name in ("left", "right"))
-    assert left.split("left[0]")[1].split() == ["1*", "2*", "3-5"]
-    assert right.split("right[0]")[1].split() == ["1*", "2*", "7"]
+    assert left.split("left[0]")[1].split() == ["1*2", "2*2", "3-5"]
+    assert right.split("right[0]")[1].split() == ["1*2", "2*2", "7"]
     assert "2 waiting (30 prompt tokens)" in lines[0]
     assert "5 CoW copies" in lines[0]
     assert "7 active (2 shared)" in lines[1]
+    assert "sharing saves 2 of 8 blocks, 25.0%" in lines[1]
+    assert "waste 7.1%" in lines[1]
 
 
 def test_more_sequences_than_rows_are_counted() -> None:

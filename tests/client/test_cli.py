@@ -15,7 +15,7 @@ import quire.cli
 from quire.addresses import with_port
 from quire.v1 import admin_pb2, generation_pb2
 
-COMMANDS = ["serve", "scheduler", "executor", "generate", "kv", "demo", "bench", "bench serve"]
+COMMANDS = ["serve", "scheduler", "executor", "generate", "kv", "demo", "bench", "bench serve", "bench sharing"]
 
 
 def invoke(*words: str, stdin: str | None = None) -> Result:
@@ -31,12 +31,12 @@ def test_every_command_has_help(command: str) -> None:
 
 def test_the_overview_names_every_command() -> None:
     output = invoke("--help").output
-    assert all(command in output for command in COMMANDS[:-1])
+    assert all(command in output for command in COMMANDS[:-2])
 
 
 def test_the_command_line_loads_neither_torch_nor_the_services() -> None:
     program = (
-        "import sys, quire.cli, quire.demo, bench.command\n"
+        "import sys, quire.cli, quire.demo, bench.command, bench.sharing_command\n"
         "heavy = {'torch', 'transformers', 'scheduler.main', 'executor.main'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )
@@ -57,6 +57,60 @@ def test_generate_prints_the_text(server: ScriptedServer) -> None:
             stopping=generation_pb2.StoppingParams(max_tokens=5, stop=["x", "y"], ignore_eos=True),
         )
     ]
+
+
+def test_generate_passes_on_all_that_can_be_asked_for(server: ScriptedServer) -> None:
+    result = invoke(
+        *("generate", "p", "--address", server.address, "--beam-width", "4", "--n", "2", "--length-penalty", "-0.5"),
+        *("--early-stopping", "--repetition-penalty", "1.5", "--frequency-penalty", "0.5", "--presence-penalty=-1"),
+        *("--logit-bias", "17=-5", "--logit-bias", "4=2.5", "--allowed-token-id", "4", "--allowed-token-id", "17"),
+        *("--logprobs", "0", "--prompt-logprobs", "3", "--stop-token-id", "9", "--include-stop", "--cache-salt", "s"),
+    )
+    assert result.exit_code == 0
+    assert server.requests == [
+        generation_pb2.GenerateRequest(
+            text="p",
+            cache_salt="s",
+            sampling=generation_pb2.SamplingParams(
+                beam_width=4,
+                n=2,
+                length_penalty=-0.5,
+                early_stopping=True,
+                repetition_penalty=1.5,
+                frequency_penalty=0.5,
+                presence_penalty=-1,
+                logit_bias={17: -5, 4: 2.5},
+                allowed_token_ids=[4, 17],
+            ),
+            stopping=generation_pb2.StoppingParams(stop_token_ids=[9], include_stop=True),
+            output=generation_pb2.OutputParams(logprobs=0, prompt_logprobs=3),
+        )
+    ]
+
+
+@pytest.mark.parametrize("entry", ["", "5", "x=1", "5=", "5=y", "=1"])
+def test_a_bias_is_an_id_and_a_value(server: ScriptedServer, entry: str) -> None:
+    result = invoke("generate", "p", "--logit-bias", entry, "--address", server.address)
+    assert (result.exit_code, server.requests) == (2, [])
+    assert "ID=VALUE" in result.stderr
+
+
+def test_a_bias_of_what_is_no_token_id_is_told_by_field(server: ScriptedServer) -> None:
+    result = invoke("generate", "p", "--logit-bias=-1=5", "--seed", "-1", "--address", server.address)
+    assert (result.exit_code, server.requests) == (2, [])
+    assert [line.split(":")[0].strip() for line in result.stderr.splitlines()[1:]] == [
+        "sampling.seed",
+        "sampling.logit_bias",
+    ]
+
+
+def test_a_refusal_tells_every_field_on_its_own_line(server: ScriptedServer) -> None:
+    server.script = refusal(grpc.StatusCode.INVALID_ARGUMENT, "no", {"sampling.n": "too many", "text": "too long"})
+    result = invoke("generate", "p", "--address", server.address)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines() == [
+        "quire: the request was refused", "  sampling.n: too many", "  text: too long",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [[], ["-"]])

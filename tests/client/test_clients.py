@@ -229,6 +229,8 @@ def test_admin_calls(server: ScriptedServer, kind: type[SyncCalls]) -> None:
         step_id=9,
         num_preemptions=10,
         num_cow_copies=11,
+        num_running=1,
+        summary=admin_pb2.PoolSummary(num_active_blocks=1, num_shared_blocks=1, num_used_slots=3, num_wasted_slots=1),
     )
     calls = kind(server.address)
     assert calls.call("block_map") == quire.BlockMap(
@@ -244,6 +246,7 @@ def test_admin_calls(server: ScriptedServer, kind: type[SyncCalls]) -> None:
         step_id=9,
         num_preemptions=10,
         num_cow_copies=11,
+        summary=quire.PoolSummary(0, 0, 1, 1, 3, 1, 1, 7, 10, 11),
     )
     assert calls.call("server_info") == quire.ServerInfo(
         version="1.2.3",

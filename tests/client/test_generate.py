@@ -1,7 +1,17 @@
 import io
 import json
 
-from quire.events import Delta, Event, Finished, FinishReason, Started, Usage
+from quire.events import (
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Started,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
 from quire.generate import write_json, write_text
 
 
@@ -61,5 +71,51 @@ def test_json_is_one_event_a_line() -> None:
             "index": 0,
             "reason": "stop",
             "usage": {"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 2, "num_preemptions": 0},
+            "score": None,
         },
+    ]
+
+
+def test_beams_have_a_heading_with_their_score() -> None:
+    usage = Usage(4, 2, 0, 0)
+    out = io.StringIO()
+    events: list[Event] = [
+        Started("r", 4, 0),
+        Delta(0, "best", (1,)),
+        Finished(0, FinishReason.EOS, usage, -0.25),
+        Delta(1, "next", (2,)),
+        Finished(1, FinishReason.LENGTH, usage, -1.5),
+    ]
+    write_text(events, out, are_beams=True)
+    assert out.getvalue() == "\n--- 0, score -0.2500 ---\nbest\n\n--- 1, score -1.5000 ---\nnext\n"
+
+
+def test_logprobs_are_a_small_table() -> None:
+    def entry(token_id: int, *top: int) -> TokenLogprobs:
+        return TokenLogprobs(
+            TokenLogprob(token_id, -token_id / 8, token_id), tuple(TokenLogprob(i, -i / 4, i) for i in top)
+        )
+
+    out = io.StringIO()
+    events = [
+        Started("r", 3, 0),
+        PromptLogprobs(1, (entry(30),)),
+        PromptLogprobs(2, (entry(31),)),
+        Delta(0, "a", (7,), (entry(7, 1, 2),)),
+        Delta(0, "b", (8,), (entry(8, 1, 2),)),
+        end(0, FinishReason.EOS, 2),
+    ]
+    write_text(events, out)
+    assert [line.split() for line in out.getvalue().splitlines()] == [
+        ["ab"],
+        [],
+        ["prompt"],
+        ["token", "logprob", "rank"],
+        ["1", "30", "-3.7500", "30"],
+        ["2", "31", "-3.8750", "31"],
+        [],
+        ["sequence", "0"],
+        ["token", "logprob", "rank", "most", "probable"],
+        ["0", "7", "-0.8750", "7", "1", "-0.250", "2", "-0.500"],
+        ["1", "8", "-1.0000", "8", "1", "-0.250", "2", "-0.500"],
     ]

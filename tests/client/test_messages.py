@@ -6,6 +6,7 @@ import pytest
 
 import quire
 from quire.messages import (
+    CompletionAssembler,
     GenerateOptions,
     OutputOptions,
     SamplingOptions,
@@ -29,6 +30,8 @@ EVERY_OPTION: dict[str, Any] = {
     "beam_width": 2,
     "logit_bias": {7: -1.5},
     "allowed_token_ids": [1, 2],
+    "length_penalty": -0.5,
+    "early_stopping": True,
     "max_tokens": 5,
     "min_tokens": 1,
     "stop": ["a", "b"],
@@ -144,14 +147,53 @@ def test_logprobs_arrive() -> None:
             token_ids=[4],
             logprobs=[
                 generation_pb2.TokenLogprobs(
-                    chosen=generation_pb2.TokenLogprob(token_id=4, logprob=-0.5),
-                    top=[generation_pb2.TokenLogprob(token_id=5, logprob=-0.25)],
+                    chosen=generation_pb2.TokenLogprob(token_id=4, logprob=-0.5, rank=2),
+                    top=[generation_pb2.TokenLogprob(token_id=5, logprob=-0.25, rank=1)],
                 )
             ],
         )
     )
-    logprobs = quire.TokenLogprobs(quire.TokenLogprob(4, -0.5), (quire.TokenLogprob(5, -0.25),))
+    logprobs = quire.TokenLogprobs(quire.TokenLogprob(4, -0.5, 2), (quire.TokenLogprob(5, -0.25, 1),))
     assert event(message) == quire.Delta(1, "x", (4,), (logprobs,))
+
+
+def test_prompt_logprobs_and_scores_arrive() -> None:
+    prompt = generation_pb2.GenerateResponse(
+        prompt_logprobs=generation_pb2.PromptLogprobs(
+            first_position=1,
+            tokens=[generation_pb2.TokenLogprobs(chosen=generation_pb2.TokenLogprob(token_id=4, logprob=-2, rank=9))],
+        )
+    )
+    logprobs = quire.TokenLogprobs(quire.TokenLogprob(4, -2.0, 9))
+    assert event(prompt) == quire.PromptLogprobs(1, (logprobs,))
+    end = generation_pb2.Finished(index=1, reason=generation_pb2.FINISH_REASON_EOS)
+    usage = quire.Usage(0, 0, 0, 0)
+    without = event(generation_pb2.GenerateResponse(finished=end))
+    assert without == quire.Finished(1, quire.FinishReason.EOS, usage, None)
+    end.score = 0.0
+    with_score = event(generation_pb2.GenerateResponse(finished=end))
+    assert with_score == quire.Finished(1, quire.FinishReason.EOS, usage, 0.0)
+
+
+def test_a_completion_has_the_prompts_logprobs_and_the_scores() -> None:
+    def entry(token_id: int) -> quire.TokenLogprobs:
+        return quire.TokenLogprobs(quire.TokenLogprob(token_id, -1.0, 1))
+
+    assembler = CompletionAssembler()
+    usage = quire.Usage(3, 2, 0, 0)
+    for one in (
+        quire.Started("r", 3, 0),
+        quire.PromptLogprobs(1, (entry(5),)),
+        quire.PromptLogprobs(2, (entry(6),)),
+        quire.Delta(0, "a", (7,), (entry(7),)),
+        quire.Delta(0, "b", (8,), (entry(8),)),
+        quire.Finished(0, quire.FinishReason.LENGTH, usage, -0.5),
+    ):
+        assembler.add(one)
+    completion = assembler.completion()
+    assert [each.chosen.token_id for each in completion.prompt_logprobs] == [5, 6]
+    assert [each.chosen.token_id for each in completion.sequences[0].logprobs] == [7, 8]
+    assert completion.sequences[0].score == -0.5
 
 
 def test_unreadable_status_details_count_as_none() -> None:

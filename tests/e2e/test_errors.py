@@ -101,19 +101,23 @@ VIOLATIONS: dict[str, tuple[Prompt, dict[str, Any]]] = {
     "sampling.top_p": ("A fox", {"top_p": 1.5}),
     "sampling.min_p": ("A fox", {"min_p": float("nan")}),
     "sampling.n": ("A fox", {"n": NUM_SLOTS + 1}),
-    "sampling.beam_width": ("A fox", {"beam_width": 2}),
-    "sampling.repetition_penalty": ("A fox", {"repetition_penalty": 1.1}),
-    "sampling.frequency_penalty": ("A fox", {"frequency_penalty": 0.1}),
-    "sampling.presence_penalty": ("A fox", {"presence_penalty": 0.1}),
-    "sampling.logit_bias": ("A fox", {"logit_bias": {7: 1.0}}),
-    "sampling.allowed_token_ids": ("A fox", {"allowed_token_ids": [7]}),
+    "sampling.beam_width": ("A fox", {"beam_width": NUM_SLOTS + 1}),
+    "sampling.length_penalty": ("A fox", {"length_penalty": 1.0}),
+    "sampling.early_stopping": ("A fox", {"early_stopping": False}),
+    "sampling.repetition_penalty": ("A fox", {"repetition_penalty": 0.0}),
+    "sampling.frequency_penalty": ("A fox", {"frequency_penalty": 2.5}),
+    "sampling.presence_penalty": ("A fox", {"presence_penalty": -2.5}),
+    f"sampling.logit_bias[{VOCAB_SIZE}]": ("A fox", {"logit_bias": {7: 1.0, VOCAB_SIZE: 1.0}}),
+    "sampling.logit_bias[7]": ("A fox", {"logit_bias": {7: float("inf")}}),
+    "sampling.allowed_token_ids[1]": ("A fox", {"allowed_token_ids": [7, VOCAB_SIZE]}),
+    "sampling.seed": ("A fox", {"beam_width": 2, "seed": 1}),
     "stopping.max_tokens": ("A fox", {"max_tokens": 0}),
     "stopping.min_tokens": ("A fox", {"max_tokens": 5, "min_tokens": 6}),
     "stopping.stop": ("A fox", {"stop": ["x"] * 17}),
     "stopping.stop[1]": ("A fox", {"stop": ["x", ""]}),
     "stopping.stop_token_ids[0]": ("A fox", {"stop_token_ids": [VOCAB_SIZE]}),
-    "output.logprobs": ("A fox", {"logprobs": 1}),
-    "output.prompt_logprobs": ("A fox", {"prompt_logprobs": 1}),
+    "output.logprobs": ("A fox", {"logprobs": 21}),
+    "output.prompt_logprobs": ("A fox", {"prompt_logprobs": 21}),
 }
 
 
@@ -129,7 +133,7 @@ async def test_a_wrong_request_is_told_which_field(client: AsyncClient) -> None:
 async def test_all_violations_are_told_at_once(client: AsyncClient) -> None:
     async with neighbours(client):
         with pytest.raises(InvalidRequestError) as refusal:
-            await client.complete([1, 2, 5000], temperature=-1, top_p=0, beam_width=3, stop=[""], logprobs=2)
+            await client.complete([1, 2, 5000], temperature=-1, top_p=0, beam_width=99, stop=[""], logprobs=99)
     assert set(refusal.value.violations) == {
         "token_ids.ids[2]",
         "sampling.temperature",

@@ -15,6 +15,7 @@ from scheduler.core import (
     Request,
     Scheduler,
     SequenceView,
+    TokenLogprobs,
     Unavailable,
 )
 from scheduler.engine import ModelDescription, ServerState, Sink
@@ -44,22 +45,45 @@ class Submitted:
 
     @property
     def is_open(self) -> bool:
-        return not self.was_cancelled and len(self.done) < self.request.num_sequences
+        beam = self.request.beam
+        num_results = self.request.num_sequences if beam is None else beam.num_returned
+        return not self.was_cancelled and len(self.done) < num_results
 
     def start(self, num_cached_tokens: int = 0) -> "Submitted":
         self.sink.started(num_cached_tokens)
         return self
 
     def emit(self, token_ids: list[int], index: int = 0) -> None:
-        """One call a token, as the engine does; none to a sequence that has ended."""
+        """One call a token, as the engine does; none to a sequence that has ended. With the log-probabilities that the
+        request wants, all of them made up.
+        """
+        num_logprobs = self.request.params.num_logprobs
         for token_id in token_ids:
             if self.is_open and index not in self.done:
-                self.sink.tokens(index, [token_id])
+                if num_logprobs:
+                    self.sink.tokens(index, [token_id], [made_up_logprobs(token_id, num_logprobs)])
+                else:
+                    self.sink.tokens(index, [token_id])
 
     def finish(self, reason: FinishReason = FinishReason.LENGTH, index: int = 0, num_preemptions: int = 0) -> None:
         if self.is_open and index not in self.done:
             self.done.add(index)
             self.sink.finished(index, reason, num_preemptions)
+
+    def emit_beams(self, beams: list[tuple[list[int], float]]) -> None:
+        """The whole result of a beam search at once, as the engine tells it."""
+        for index, (token_ids, score) in enumerate(beams):
+            self.done.add(index)
+            self.sink.tokens(index, token_ids)
+            self.sink.finished(index, FinishReason.LENGTH, 0, score)
+
+
+def made_up_logprobs(token_id: int, num_logprobs: int) -> TokenLogprobs:
+    """Different for each token, and exact in float32."""
+    top = list(range(1, num_logprobs))
+    return TokenLogprobs(
+        [token_id, *top], [-token_id / 8, *(-rank / 4 for rank in top)], [token_id + 1, *range(1, num_logprobs)]
+    )
 
 
 class FakeEngine:

@@ -21,7 +21,7 @@ def load(
 
 
 def test_no_files(tmp_path: Path) -> None:
-    assert load(tmp_path, None) == GenerationDefaults(1.0, 1.0, 0, 0.0, (9,))
+    assert load(tmp_path, None) == GenerationDefaults(1.0, 1.0, 0, 0.0, 1.0, (9,))
 
 
 def test_values_are_taken_whatever_do_sample_says(tmp_path: Path) -> None:
@@ -30,10 +30,11 @@ def test_values_are_taken_whatever_do_sample_says(tmp_path: Path) -> None:
         "top_p": 0.95,
         "top_k": 20,
         "min_p": 0.01,
+        "repetition_penalty": 1.05,
         "do_sample": False,
         "eos_token_id": 3,
     }
-    assert load(tmp_path, config) == GenerationDefaults(0.6, 0.95, 20, 0.01, (3,))
+    assert load(tmp_path, config) == GenerationDefaults(0.6, 0.95, 20, 0.01, 1.05, (3,))
 
 
 def test_null_is_absent(tmp_path: Path) -> None:

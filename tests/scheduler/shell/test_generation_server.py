@@ -12,12 +12,12 @@ from google.rpc.status_pb2 import Status
 from tokenizers import Tokenizer as FastTokenizer
 
 from quire.v1 import generation_pb2 as wire
-from scheduler.core import CapacityExceeded, FinishReason, InvariantViolation, QueueFull
+from scheduler.core import BeamParams, CapacityExceeded, FinishReason, InvariantViolation, QueueFull
 from scheduler.engine import ServerState
 from scheduler.validation import RequestLimits
 
 from .conftest import Served, Servers, until
-from .fake_engine import FakeEngine
+from .fake_engine import FakeEngine, made_up_logprobs
 
 Code = grpc.StatusCode
 
@@ -128,6 +128,46 @@ async def test_several_samples(servers: Servers) -> None:
     }
 
 
+async def test_logprobs_of_tokens_and_of_the_prompt(servers: Servers) -> None:
+    served = await servers.start()
+    call = served.generation.Generate(
+        wire.GenerateRequest(
+            token_ids=wire.TokenIds(ids=[70, 71, 72]), output=wire.OutputParams(logprobs=2, prompt_logprobs=0)
+        )
+    )
+    submitted = (await served.engine.next_request()).start()
+    assert (submitted.request.params.num_logprobs, submitted.request.params.num_prompt_logprobs) == (3, 1)
+    submitted.sink.prompt_logprobs(1, [made_up_logprobs(71, 1), made_up_logprobs(72, 1)])
+    submitted.emit([60, 61])
+    submitted.finish()
+    messages = await collect(call)
+    (prompt,) = [m.prompt_logprobs for m in messages if m.HasField("prompt_logprobs")]
+    assert prompt.first_position == 1
+    assert [(entry.chosen.token_id, entry.chosen.rank, len(entry.top)) for entry in prompt.tokens] == [
+        (71, 72, 0),
+        (72, 73, 0),
+    ]
+    logprobs = [entry for m in messages if m.HasField("delta") for entry in m.delta.logprobs]
+    assert [entry.chosen.token_id for entry in logprobs] == [60, 61]
+    assert [[(top.token_id, top.logprob, top.rank) for top in entry.top] for entry in logprobs] == [
+        [(1, -0.25, 1), (2, -0.5, 2)]
+    ] * 2
+
+
+async def test_beams(servers: Servers) -> None:
+    served = await servers.start()
+    call = served.generation.Generate(
+        wire.GenerateRequest(text="a", sampling=wire.SamplingParams(beam_width=3, n=2, length_penalty=0.5))
+    )
+    submitted = (await served.engine.next_request()).start()
+    assert submitted.request.beam == BeamParams(3, 2, 0.5)
+    submitted.emit_beams([([60, 61], -0.25), ([62], -1.5)])
+    messages = await collect(call)
+    ends = [m.finished for m in messages if m.HasField("finished")]
+    assert [(end.index, end.score, end.usage.completion_tokens) for end in ends] == [(0, -0.25, 2), (1, -1.5, 1)]
+    await served.idle()
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -135,9 +175,20 @@ async def test_all_violations_reach_the_client(servers: Servers) -> None:
     served = await servers.start()
     request = wire.GenerateRequest(
         token_ids=wire.TokenIds(ids=[1, 2**32 - 1]),
-        sampling=wire.SamplingParams(temperature=float("nan"), n=1000, beam_width=2, logit_bias={1: 0.5}),
+        sampling=wire.SamplingParams(
+            temperature=float("nan"),
+            n=1000,
+            beam_width=1000,
+            logit_bias={1: 0.5, 400: 1.0, 2**32 - 1: 1.0, 5: float("inf")},
+            allowed_token_ids=[399, 401],
+            repetition_penalty=float("-inf"),
+            frequency_penalty=3,
+            presence_penalty=float("nan"),
+            length_penalty=float("nan"),
+            early_stopping=True,
+        ),
         stopping=wire.StoppingParams(stop=["", "x" * 1000], stop_token_ids=[400], min_tokens=3, max_tokens=2),
-        output=wire.OutputParams(logprobs=0),
+        output=wire.OutputParams(logprobs=21, prompt_logprobs=2**32 - 1),
         request_id="a\nb",
         cache_salt="x" * 2**20,
     )
@@ -148,12 +199,20 @@ async def test_all_violations_reach_the_client(servers: Servers) -> None:
         "sampling.temperature",
         "sampling.n",
         "sampling.beam_width",
-        "sampling.logit_bias",
+        "sampling.logit_bias[400]",
+        f"sampling.logit_bias[{2**32 - 1}]",
+        "sampling.logit_bias[5]",
+        "sampling.allowed_token_ids[1]",
+        "sampling.repetition_penalty",
+        "sampling.frequency_penalty",
+        "sampling.presence_penalty",
+        "sampling.length_penalty",
         "stopping.stop[0]",
         "stopping.stop[1]",
         "stopping.stop_token_ids[0]",
         "stopping.min_tokens",
         "output.logprobs",
+        "output.prompt_logprobs",
         "request_id",
         "cache_salt",
     }

@@ -1,13 +1,13 @@
 """Every field, with every value that worked as an attack on somebody: a violation by name, or a clear refusal."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.core import CapacityExceeded, InvalidRequest, Request
+from scheduler.core import BeamParams, CapacityExceeded, InvalidRequest, Request
 from scheduler.generation_defaults import GenerationDefaults
 from scheduler.incoming import ChatMessage, IncomingRequest, Output, Sampling, Stopping
 from scheduler.validation import ModelBounds, RequestLimits, check, complete, sample_seed
@@ -65,17 +65,83 @@ NOT_WHOLE = [-1, 2**64, 10**5000, 1.0, NAN, True, "1", [1]]
         ("top_k", [2**32, *NOT_WHOLE]),
         ("seed", NOT_WHOLE),
         ("n", [0, 9, 2**32 - 1, *NOT_WHOLE]),
-        ("repetition_penalty", [0.0, 1.1, NAN, -1.0]),
-        ("frequency_penalty", [0.1, NAN, -2.0]),
-        ("presence_penalty", [0.1, INF]),
-        ("beam_width", [1, 4, 2**32 - 1, -1]),
-        ("logit_bias", [{1: 1.0}, {V: NAN}]),
-        ("allowed_token_ids", [[1], [2**32 - 1]]),
+        ("repetition_penalty", [0.0, 1e-45, -1.0, 10.5, *NOT_NUMBERS]),
+        ("frequency_penalty", [2.1, -2.1, *NOT_NUMBERS]),
+        ("presence_penalty", [2.1, -2.1, *NOT_NUMBERS]),
+        ("beam_width", [9, 65, 2**32 - 1, *NOT_WHOLE]),
+        ("logit_bias", [[1], "1", 5, dict.fromkeys(range(1025), 1.0)]),
+        ("allowed_token_ids", [[1] * 65537, "12", 5, {1: 1.0}]),
+        ("length_penalty", [1.0, NAN, 11, -INF]),  # there is no beam search
+        ("early_stopping", [True, False, 1]),
     ],
 )
 def test_sampling(field: str, values: list[Any]) -> None:
     for value in values:
         assert list(violations(request(sampling={field: value}))) == [f"sampling.{field}"], value
+
+
+@pytest.mark.parametrize("bad", BAD_IDS)
+def test_token_ids_of_sampling(bad: Any) -> None:
+    assert list(violations(request(sampling={"allowed_token_ids": [1, bad, bad]}))) == ["sampling.allowed_token_ids[1]"]
+    assert list(violations(request(sampling={"logit_bias": {5: 0.5, bad: 1.0}}))) == [f"sampling.logit_bias[{bad!r}]"]
+
+
+def test_every_wrong_bias_is_named() -> None:
+    for bad in (100.5, -100.5, None, *NOT_NUMBERS):
+        found = violations(request(sampling={"logit_bias": {1: bad, 2: 0.5, 3: bad}}))
+        assert list(found) == ["sampling.logit_bias[1]", "sampling.logit_bias[3]"]
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("sampling.temperature", [0.5, 1.0, 1e-9, NAN]),
+        ("sampling.top_p", [1.0, 0.5]),
+        ("sampling.top_k", [0, 5]),
+        ("sampling.min_p", [0.0, 0.5]),
+        ("sampling.seed", [0, 7]),
+        ("sampling.n", [5, 8, 0]),
+        ("sampling.length_penalty", [10.5, -10.5, *NOT_NUMBERS]),
+        ("sampling.early_stopping", [1, "yes"]),
+        ("stopping.stop", [["end"]]),
+        ("output.logprobs", [0, 5]),
+        ("output.prompt_logprobs", [0, 5]),
+    ],
+)
+def test_what_cannot_go_with_beams(field: str, values: list[Any]) -> None:
+    group, name = field.split(".")
+    for value in values:
+        parts: dict[str, dict[str, Any]] = {"sampling": {"beam_width": 4}, "stopping": {}, "output": {}}
+        parts[group][name] = value
+        assert list(violations(request(**parts))) == [field], value
+
+
+def test_beams_need_tokens_to_choose_from() -> None:
+    for vocab_size, stop_token_ids, fits in [(16, [], True), (15, [], False), (16, [5], False), (24, [5], True)]:
+        bounds = replace(BOUNDS, vocab_size=vocab_size)
+        incoming = request({"beam_width": 8}, {"stop_token_ids": stop_token_ids})
+        if fits:
+            assert check(incoming, LIMITS, bounds, DEFAULTS, 7).beam == BeamParams(8, 1)
+        else:
+            assert list(violations(incoming, bounds)) == ["sampling.beam_width"]
+
+
+def test_a_beam_width_that_is_wrong_is_all_that_is_wrong() -> None:
+    found = violations(request({"beam_width": 1000, "length_penalty": 0.5, "early_stopping": True}))
+    assert list(found) == ["sampling.beam_width"]
+
+
+def test_something_must_be_left_to_sample() -> None:
+    """EOS is 2."""
+    least = {"min_tokens": 1, "stop_token_ids": [4, 5]}
+    for allowed in ([2], [4, 5], [2, 4, 5, 5]):
+        incoming = request({"allowed_token_ids": allowed}, least)
+        assert list(violations(incoming)) == ["sampling.allowed_token_ids"]
+        admit(request({"allowed_token_ids": allowed}, least | {"min_tokens": 0}))
+        admit(request({"allowed_token_ids": [*allowed, 7]}, least))
+    bounds = replace(BOUNDS, vocab_size=3)
+    everything = request({}, {"min_tokens": 1, "stop_token_ids": [0, 1]}, token_ids=[1])
+    assert list(violations(everything, bounds)) == ["sampling.allowed_token_ids"]
 
 
 @pytest.mark.parametrize(
@@ -142,9 +208,13 @@ def test_prompt_token_ids(bad: Any) -> None:
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-@pytest.mark.parametrize("value", [0, 1, 2**32 - 1, -1])
-def test_output(field: str, value: int) -> None:
-    assert list(violations(request(output={field: value}))) == [f"output.{field}"]
+def test_output(field: str) -> None:
+    for value in (21, 2**32 - 1, *NOT_WHOLE):
+        assert list(violations(request(output={field: value}))) == [f"output.{field}"]
+
+
+def test_no_more_logprobs_than_tokens() -> None:
+    assert list(violations(request(output={"logprobs": 11}, token_ids=[1]), replace(BOUNDS, vocab_size=10)))
 
 
 def test_chat_without_a_template() -> None:
@@ -155,7 +225,16 @@ def test_chat_without_a_template() -> None:
 def test_all_violations_at_once() -> None:
     found = violations(
         request(
-            sampling={"temperature": NAN, "n": 0, "beam_width": 3},
+            sampling={
+                "temperature": NAN,
+                "n": 0,
+                "beam_width": 3,
+                "top_p": 2,
+                "logit_bias": {V: 1.0, 5: INF},
+                "allowed_token_ids": [V + 1],
+                "repetition_penalty": 0,
+            },
+            output={"logprobs": 1, "prompt_logprobs": 10**9},
             stopping={"stop": [""], "min_tokens": 5, "max_tokens": 4},
             request_id="\n",
             token_ids=[-1],
@@ -164,7 +243,13 @@ def test_all_violations_at_once() -> None:
     assert set(found) == {
         "sampling.temperature",
         "sampling.n",
-        "sampling.beam_width",
+        "sampling.top_p",
+        f"sampling.logit_bias[{V}]",
+        "sampling.logit_bias[5]",
+        "sampling.allowed_token_ids[0]",
+        "sampling.repetition_penalty",
+        "output.logprobs",
+        "output.prompt_logprobs",
         "stopping.stop[0]",
         "stopping.min_tokens",
         "request_id",
@@ -243,6 +328,46 @@ def test_values_at_the_edges() -> None:
     admit(request(sampling=neutral, token_ids=[0, V - 1]))
 
 
+def test_what_a_request_may_ask_of_sampling() -> None:
+    params = admit(
+        request(
+            {
+                "repetition_penalty": 1.5,
+                "frequency_penalty": -2.0,
+                "presence_penalty": 2,
+                "logit_bias": {V - 1: -100.0, 0: 100.0},
+                "allowed_token_ids": [5, 0, 5, V - 1],
+            },
+            output={"logprobs": 0, "prompt_logprobs": 20},
+        )
+    ).params
+    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.5, -2.0, 2.0)
+    assert dict(zip(params.bias_token_ids, params.bias_values, strict=True)) == {V - 1: -100.0, 0: 100.0}
+    assert params.allowed_token_ids == (5, 0, V - 1)
+    assert (params.num_logprobs, params.num_prompt_logprobs) == (1, 21)
+
+
+def test_absent_is_nothing() -> None:
+    params = admit(request()).params
+    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.0, 0.0, 0.0)
+    assert params.bias_token_ids == params.bias_values == params.allowed_token_ids == ()
+    assert (params.num_logprobs, params.num_prompt_logprobs) == (0, 0)
+    assert admit(request(), GenerationDefaults(repetition_penalty=1.1)).params.repetition_penalty == 1.1
+
+
+def test_beams() -> None:
+    """Greedy, whatever the checkpoint would sample with."""
+    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.1)
+    admitted = admit(request({"beam_width": 8}), defaults)
+    assert (admitted.beam, admitted.seeds) == (BeamParams(8, 1), (0,))
+    params = admitted.params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p, params.seed) == (0.0, 1.0, 0, 0.0, 0)
+    assert params.repetition_penalty == 1.1
+    asked = {"beam_width": 4, "n": 4, "temperature": 0, "length_penalty": -0.5, "early_stopping": True}
+    assert admit(request(asked)).beam == BeamParams(4, 4, -0.5, True)
+    assert admit(request({"beam_width": 0, "n": 3})).beam is None
+
+
 def test_eos_ids() -> None:
     defaults = GenerationDefaults(eos_token_ids=(2, V, 3))
     assert admit(request(), defaults).params.eos_token_ids == (2, 3)  # an executor would refuse V
@@ -254,7 +379,7 @@ def test_stops() -> None:
         request(stopping={"stop": ["b", "a", "b"], "stop_token_ids": [4, 4, 3]}), LIMITS, BOUNDS, DEFAULTS, 7
     )
     assert checked.stop == ("b", "a")
-    assert checked.stop_token_ids == (4, 3)
+    assert checked.params.stop_token_ids == (4, 3)
 
 
 def test_seeds_of_samples() -> None:
@@ -280,24 +405,24 @@ def test_seeds_have_64_bits(seed: int, index: int) -> None:
 
 VALUES = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
-)
+    | st.integers(0, 4) | st.dictionaries(st.integers(0, V), st.floats(), max_size=2)
+)  # fmt: skip
+SAMPLING = sorted(field.name for field in fields(Sampling))
 
 
 @given(
-    sampling=st.dictionaries(st.sampled_from(["temperature", "top_p", "top_k", "min_p", "seed", "n"]), VALUES),
+    sampling=st.dictionaries(st.sampled_from(SAMPLING), VALUES),
     stopping=st.dictionaries(
         st.sampled_from(["max_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"]), VALUES
     ),
+    output=st.dictionaries(st.sampled_from(["logprobs", "prompt_logprobs"]), VALUES),
     token_ids=VALUES,
     request_id=VALUES,
 )
 def test_anything_is_admitted_or_refused_but_never_an_accident(
-    sampling: dict[str, Any], stopping: dict[str, Any], token_ids: Any, request_id: Any
+    sampling: dict[str, Any], stopping: dict[str, Any], output: dict[str, Any], token_ids: Any, request_id: Any
 ) -> None:
-    for name in ("stop", "stop_token_ids"):
-        if stopping.get(name, 0) is None:
-            del stopping[name]
-    incoming = request(sampling, stopping, token_ids=token_ids, request_id=request_id)
+    incoming = request(sampling, stopping, output, token_ids=token_ids, request_id=request_id)
     try:
         admitted = admit(incoming)
     except (InvalidRequest, CapacityExceeded):
@@ -309,4 +434,11 @@ def test_anything_is_admitted_or_refused_but_never_an_accident(
     assert 1 <= len(admitted.seeds) <= 8
     assert len(admitted.prompt_token_ids) < params.max_total_tokens <= 64
     assert params.min_total_tokens <= params.max_total_tokens
-    assert all(0 <= i < V for i in (*admitted.prompt_token_ids, *params.stop_token_ids))
+    ids = (*admitted.prompt_token_ids, *params.stop_token_ids, *params.allowed_token_ids, *params.bias_token_ids)
+    assert all(0 <= i < V for i in ids)
+    assert all(-100 <= value <= 100 for value in params.bias_values)
+    assert 0 < params.repetition_penalty <= 10
+    assert 0 <= params.num_logprobs <= 21
+    if admitted.beam is not None:
+        assert 1 <= admitted.beam.num_returned <= admitted.beam.width <= 8
+        assert (admitted.seeds, params.temperature) == ((0,), 0)

@@ -1,0 +1,282 @@
+"""Requests that broke other servers: each gets the right status, neighbours notice nothing, and nothing is left behind."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quire import AsyncClient, BlockState
+from quire.v1 import generation_pb2 as wire
+from quire.v1.generation_pb2_grpc import GenerationStub
+from tests.e2e.stack import Stack
+from tests.e2e.streams import OPENINGS, Crowd, Job, differences, outcomes
+from tests.e2e.waiting import until
+
+V = 1664  # of the embedded checkpoint
+NAN, INF = float("nan"), float("inf")
+HUGE = 2**32 - 1
+REFUSED = (
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.OUT_OF_RANGE,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+NEIGHBOURS = [
+    Job(OPENINGS[0], {"temperature": 0, "max_tokens": 200, "ignore_eos": True}),
+    Job(OPENINGS[1], {"seed": 1, "max_tokens": 200, "ignore_eos": True, "n": 2}),
+    Job(OPENINGS[2], {"seed": 2, "max_tokens": 200, "ignore_eos": True, "logprobs": 2, "repetition_penalty": 1.1}),
+]
+
+
+@pytest.fixture(scope="module")
+def small_server() -> Iterator[Stack]:
+    with Stack(num_blocks=129, max_num_seqs=8, max_waiting_requests=64) as stack:
+        yield stack
+
+
+@pytest.fixture
+async def client(small_server: Stack) -> AsyncIterator[AsyncClient]:
+    """At the end the pool is empty, and the executor has lived through it."""
+    small_server.show_log()
+    async with small_server.client() as client:
+        yield client
+        await until_empty(client)
+    assert small_server.num_losses == 0
+
+
+async def until_empty(client: AsyncClient) -> None:
+    async def is_empty() -> bool:
+        block_map = await client.block_map()
+        return not block_map.sequences and not block_map.num_blocks(BlockState.ACTIVE) and not block_map.num_waiting
+
+    await until(is_empty, "the pool is empty")
+
+
+@asynccontextmanager
+async def neighbours(client: AsyncClient) -> AsyncIterator[None]:
+    """Streams that run meanwhile; their output has to be what it is without the disturbance."""
+    expected = await outcomes(client, NEIGHBOURS)
+    crowd = Crowd(client, NEIGHBOURS).start()
+    await crowd.until(lambda crowd: crowd.all_have(2))
+    yield
+    assert differences(await crowd.ended(), expected) == []
+
+
+async def status_of(stub: GenerationStub, request: wire.GenerateRequest) -> tuple[grpc.StatusCode, str]:
+    call: Any = stub.Generate(request, timeout=60)
+    try:
+        async for _ in call:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return error.code(), error.details() or ""
+    return grpc.StatusCode.OK, ""
+
+
+def sampling(**fields: Any) -> wire.GenerateRequest:
+    return wire.GenerateRequest(text="A fox", sampling=wire.SamplingParams(**fields))
+
+
+def stopping(**fields: Any) -> wire.GenerateRequest:
+    return wire.GenerateRequest(text="A fox", stopping=wire.StoppingParams(**fields))
+
+
+def output(**fields: Any) -> wire.GenerateRequest:
+    return wire.GenerateRequest(text="A fox", output=wire.OutputParams(**fields))
+
+
+BAD_IDS = (V, V + 1, HUGE)
+FLOATS = (NAN, INF, -INF, 3.4e38, -3.4e38)
+FLOAT_FIELDS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty", "length_penalty",
+)  # fmt: skip
+ATTACKS: list[wire.GenerateRequest] = [
+    *(wire.GenerateRequest(token_ids=wire.TokenIds(ids=[5, bad])) for bad in BAD_IDS),
+    *(stopping(stop_token_ids=[bad]) for bad in BAD_IDS),
+    *(sampling(logit_bias={bad: 1.0}) for bad in BAD_IDS),
+    *(sampling(allowed_token_ids=[5, bad]) for bad in BAD_IDS),
+    *(sampling(logit_bias={5: value}) for value in FLOATS),
+    *(sampling(**{name: value}) for name in FLOAT_FIELDS for value in FLOATS),
+    *(sampling(beam_width=2, length_penalty=value) for value in FLOATS),
+    sampling(repetition_penalty=0),
+    sampling(repetition_penalty=1e-45),
+    sampling(n=0),
+    *(sampling(n=number) for number in (9, HUGE)),
+    *(sampling(beam_width=number) for number in (9, 65, HUGE)),
+    sampling(beam_width=2, n=3),
+    sampling(beam_width=2, seed=1),
+    sampling(logit_bias=dict.fromkeys(range(1025), 1.0)),
+    sampling(allowed_token_ids=[5] * 65537),
+    *(output(logprobs=number) for number in (21, HUGE)),
+    *(output(prompt_logprobs=number) for number in (21, HUGE)),
+    stopping(min_tokens=HUGE),
+    stopping(max_tokens=HUGE),
+    stopping(min_tokens=3, max_tokens=2),
+    stopping(max_tokens=0),
+    stopping(stop=["x"] * 17),
+    stopping(stop_token_ids=[5] * 65),
+    wire.GenerateRequest(text="a" * 10_000_000),
+    wire.GenerateRequest(text="\u0301" * 5_000_000),
+    wire.GenerateRequest(text="A fox", cache_salt="s" * 2**20),
+    wire.GenerateRequest(text="A fox", request_id="a\x00b"),
+    wire.GenerateRequest(text="A fox", request_id="r" * 2**20),
+    wire.GenerateRequest(chat=wire.ChatPrompt(messages=[wire.ChatMessage(role="user", content="x")] * 2000)),
+    wire.GenerateRequest(),
+]
+# Strange, and served all the same.
+HARMLESS: list[wire.GenerateRequest] = [
+    wire.GenerateRequest(text="\x00\x01", stopping=wire.StoppingParams(max_tokens=2)),
+    wire.GenerateRequest(text="A fox", cache_salt="\x00" * 256, stopping=wire.StoppingParams(max_tokens=2)),
+    wire.GenerateRequest(text="{{ 7 * 7 }}{% for x in y %}", stopping=wire.StoppingParams(max_tokens=2)),
+    wire.GenerateRequest(text="A fox", sampling=wire.SamplingParams(top_k=HUGE), stopping=wire.StoppingParams(max_tokens=2)),
+    wire.GenerateRequest(
+        text="A fox",
+        sampling=wire.SamplingParams(logit_bias=dict.fromkeys(range(1000), -100), repetition_penalty=10, top_p=1e-30),
+        stopping=wire.StoppingParams(max_tokens=3),
+    ),
+]  # fmt: skip
+
+
+async def test_every_attack_is_refused(small_server: Stack, client: AsyncClient) -> None:
+    async with neighbours(client), grpc.aio.insecure_channel(small_server.grpc) as channel:
+        stub = GenerationStub(channel)
+        for attack in ATTACKS:
+            code, words = await status_of(stub, attack)
+            assert code in REFUSED, (str(attack)[:200], code)
+            assert len(words) < 10_000
+        for request in HARMLESS:
+            assert await status_of(stub, request) == (grpc.StatusCode.OK, ""), str(request)[:200]
+
+
+def test_negative_ids_cannot_be_sent() -> None:
+    for make in (
+        lambda: wire.TokenIds(ids=[-1]),
+        lambda: wire.StoppingParams(stop_token_ids=[-1]),
+        lambda: wire.SamplingParams(allowed_token_ids=[-1]),
+        lambda: wire.SamplingParams(logit_bias={-1: 1.0}),
+        lambda: wire.SamplingParams(n=-1),
+    ):
+        with pytest.raises(ValueError, match="range"):
+            make()
+
+
+async def test_two_clients_with_one_request_id(small_server: Stack, client: AsyncClient) -> None:
+    """The id is the client's own affair: nothing here is keyed by it."""
+    jobs = [Job(OPENINGS[i], {"seed": i, "max_tokens": 40, "request_id": "mine"}) for i in range(4)]
+    expected = [(await outcomes(client, [job]))[0] for job in jobs]
+    async with small_server.client() as other:
+        both = await asyncio.gather(outcomes(client, jobs), outcomes(other, jobs))
+    for found in both:
+        assert differences(found, expected) == []
+
+
+async def test_a_storm_of_disconnects(small_server: Stack, client: AsyncClient) -> None:
+    async with neighbours(client), grpc.aio.insecure_channel(small_server.grpc) as channel:
+        stub = GenerationStub(channel)
+
+        async def come_and_go(number: int) -> None:
+            request = sampling(n=1 + number % 3) if number % 2 else sampling(beam_width=2 + number % 5)
+            call: Any = stub.Generate(request)
+            await asyncio.sleep(number % 7 / 200)
+            call.cancel()
+
+        await asyncio.gather(*(come_and_go(number) for number in range(200)))
+
+
+async def test_a_reader_that_takes_nothing(small_server: Stack, client: AsyncClient) -> None:
+    """It gets everything once it reads, and holds nobody up meanwhile."""
+    async with neighbours(client), grpc.aio.insecure_channel(small_server.grpc) as channel:
+        request = wire.GenerateRequest(
+            text="A fox",
+            stopping=wire.StoppingParams(max_tokens=300, ignore_eos=True),
+            output=wire.OutputParams(logprobs=20),
+        )
+        call: Any = GenerationStub(channel).Generate(request)
+        await asyncio.sleep(1)
+        received = [message async for message in call]
+    deltas = [message.delta for message in received if message.HasField("delta")]
+    assert sum(len(delta.token_ids) for delta in deltas) == 300
+    assert all(len(delta.token_ids) == len(delta.logprobs) for delta in deltas)
+
+
+# --- anything ---------------------------------------------------------------------------------------------------------
+
+IDS = st.integers(0, V - 1) | st.sampled_from([0, 1, 2, V - 1, V, V + 1, HUGE])
+UINT32 = st.integers(0, 30) | st.sampled_from([2**31, HUGE])
+FLOAT32 = st.sampled_from([0.0, 0.5, 1.0, 2.0, -1.0]) | st.floats(width=32)
+TEXT = st.text(max_size=30)
+
+
+def message(kind: Any, **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """With any of the fields, or none."""
+    return st.fixed_dictionaries({}, optional=fields).map(lambda values: kind(**values))
+
+
+SAMPLING = message(
+    wire.SamplingParams,
+    **dict.fromkeys(FLOAT_FIELDS, FLOAT32),
+    top_k=UINT32,
+    seed=st.integers(0, 2**64 - 1),
+    n=UINT32,
+    beam_width=UINT32,
+    logit_bias=st.dictionaries(IDS, FLOAT32, max_size=3),
+    allowed_token_ids=st.lists(IDS, max_size=5),
+    early_stopping=st.booleans(),
+)
+STOPPING = message(
+    wire.StoppingParams,
+    max_tokens=UINT32,
+    min_tokens=UINT32,
+    stop=st.lists(st.text(max_size=3), max_size=3),
+    stop_token_ids=st.lists(IDS, max_size=3),
+    ignore_eos=st.booleans(),
+    include_stop=st.booleans(),
+)
+PROMPTS = st.one_of(
+    TEXT.map(lambda text: {"text": text}),
+    st.lists(IDS, max_size=40).map(lambda ids: {"token_ids": wire.TokenIds(ids=ids)}),
+    st.lists(message(wire.ChatMessage, role=TEXT, content=TEXT), max_size=3).map(
+        lambda messages: {"chat": wire.ChatPrompt(messages=messages)}
+    ),
+    st.just({}),
+)
+REQUESTS = st.builds(
+    lambda prompt, rest: wire.GenerateRequest(**prompt, **rest),
+    PROMPTS,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "sampling": SAMPLING,
+            "stopping": STOPPING,
+            "output": message(wire.OutputParams, logprobs=UINT32, prompt_logprobs=UINT32),
+            "request_id": TEXT,
+            "priority": st.integers(-(2**31), 2**31 - 1),
+            "cache_salt": TEXT,
+        },
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(batch=st.lists(REQUESTS, min_size=1, max_size=6))
+def test_anything_is_served_or_refused(small_server: Stack, batch: list[wire.GenerateRequest]) -> None:
+    """No INTERNAL, no crash, nothing left in the pool. What would run to the end of the context is cut by a deadline."""
+
+    async def send() -> list[tuple[grpc.StatusCode, str]]:
+        async with grpc.aio.insecure_channel(small_server.grpc) as channel:
+            stub = GenerationStub(channel)
+            for request in batch:
+                if not request.stopping.HasField("max_tokens"):
+                    request.stopping.max_tokens = max(20, min(request.stopping.min_tokens, HUGE))
+            found = await asyncio.gather(*(status_of(stub, request) for request in batch))
+        async with small_server.client() as client:
+            await until_empty(client)
+        return list(found)
+
+    num_losses = small_server.num_losses
+    for request, (code, words) in zip(batch, asyncio.run(send()), strict=True):
+        assert code in (grpc.StatusCode.OK, *REFUSED), (request, code, words)
+    assert small_server.num_losses == num_losses
