@@ -27,8 +27,9 @@ from scheduler.core.active_request import ActiveRequest
 from scheduler.core.batch import Batch
 from scheduler.core.beam import Candidates
 from scheduler.core.beam_group import BeamGroup
+from scheduler.core.capacity import check_fits, check_queue_takes, fits, max_tokens_per_sequence
 from scheduler.core.draft import Draft, Step
-from scheduler.core.errors import CapacityExceeded, InvariantViolation, QueueFull, ResultMismatch
+from scheduler.core.errors import InvariantViolation, ResultMismatch
 from scheduler.core.kv_cache import Allocation, KVCache
 from scheduler.core.limits import Limits
 from scheduler.core.plan import Admission, Events, Fork, StepPlan, StepResult
@@ -71,7 +72,7 @@ class Scheduler:
     @property
     def max_tokens_per_sequence(self) -> int:
         """Most tokens (prompt and output) that one sequence can reach. The KV of the last one is never needed."""
-        return min(self.limits.max_model_len, self.cache.pool.num_usable_blocks * self._block_size + 1)
+        return max_tokens_per_sequence(self.limits, self.cache)
 
     def add(self, request: Request) -> None:
         """Takes a request into the waiting queue, and with that the duty to finish it.
@@ -79,8 +80,8 @@ class Scheduler:
         Raises CapacityExceeded if it can never fit, QueueFull if the queue is at its bound. Request ids are unique;
         prompts are not empty.
         """
-        self._check_fits(request)
-        self._check_queue_takes(request)
+        check_fits(request, self.limits, self.cache)
+        check_queue_takes(request, self.limits, self._waiting)
         self._num_arrivals += 1
         sequence = Sequence(request, index=0, arrival=self._num_arrivals)
         group = BeamGroup(sequence, request.beam) if request.beam else None
@@ -141,7 +142,7 @@ class Scheduler:
         self.is_attached = True
         events = Events()
         for sequence in list(self._waiting):
-            if not sequence.is_finished and not self._fits(self._requests[sequence.request.request_id]):
+            if not sequence.is_finished and not fits(sequence.request, self.limits, self.cache):
                 events.finished += self._end_request(sequence.request.request_id, FinishReason.ERROR)
         return events
 
@@ -636,41 +637,3 @@ class Scheduler:
     def deferred_releases(self) -> Iterator[list[int]]:
         """Block tables of sequences that ended while plans in flight could still touch them."""
         return (block_table for step in self._in_flight for block_table in step.releases)
-
-    # --- admission to the queue -------------------------------------------------------------------------------
-
-    def _check_fits(self, request: Request) -> None:
-        max_total = request.params.max_total_tokens
-        if max_total <= len(request.prompt_token_ids):
-            raise CapacityExceeded(
-                f"the prompt has {len(request.prompt_token_ids)} tokens, which leaves no room for output in {max_total}"
-            )
-        if max_total > self.max_tokens_per_sequence:
-            raise CapacityExceeded(
-                f"prompt and output may reach {max_total} tokens, one sequence can hold {self.max_tokens_per_sequence}"
-            )
-        num_sequences = request.beam.width if request.beam else request.num_sequences
-        if num_sequences > self.limits.max_num_seqs:
-            raise CapacityExceeded(
-                f"{num_sequences} sequences in one request, at most {self.limits.max_num_seqs} can run"
-            )
-        if request.beam:
-            num_blocks = BeamGroup(Sequence(request, 0, 0), request.beam).num_worst_case_blocks(self.cache)
-            if num_blocks > self.cache.pool.num_usable_blocks:
-                raise CapacityExceeded(
-                    f"{num_sequences} beams may come to hold {num_blocks} blocks, the pool has "
-                    f"{self.cache.pool.num_usable_blocks}"
-                )
-
-    def _fits(self, active: ActiveRequest) -> bool:
-        """Whether a request that was taken can run in this pool."""
-        if active.group and active.group.num_worst_case_blocks(self.cache) > self.cache.pool.num_usable_blocks:
-            return False
-        return active.request.params.max_total_tokens <= self.max_tokens_per_sequence
-
-    def _check_queue_takes(self, request: Request) -> None:
-        if len(self._waiting) >= self.limits.max_waiting_requests:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting")
-        num_tokens = self._waiting.num_prompt_tokens + len(request.prompt_token_ids)
-        if self._waiting and num_tokens > self.limits.max_waiting_prompt_tokens:
-            raise QueueFull(f"{self._waiting.num_prompt_tokens} prompt tokens are waiting")

@@ -199,7 +199,9 @@ class Rig:
         scheduler = self.scheduler
         waiting = list(scheduler.waiting_sequences())
         sampling = self._sampling_slots()
+        num_preemptions = self._num_group_preemptions()
         plan = scheduler.schedule()
+        self.coverage.num_preempted_beams += self._num_group_preemptions() - num_preemptions
         if plan is None:
             self.coverage.num_waits_for_room += self.executor is not None and self._waits_for_room()
             self.check()
@@ -207,10 +209,6 @@ class Rig:
         assert self.executor is not None, "a plan for nobody"
         result = self.executor.execute(plan)
         assert (plan.num_sequences, plan.num_tokens) == (self.executor.num_sequences, self.executor.num_tokens)
-        self.coverage.num_preempted_beams += any(
-            sequence.is_beam and sequence.num_preemptions and sequence not in waiting
-            for sequence in self.scheduler.waiting_sequences()
-        )
         self.coverage.num_pipelined += bool(self.in_flight)
         self.coverage.num_overruns += bool(self.executor.num_overruns)
         self.executor.num_overruns = 0
@@ -313,6 +311,10 @@ class Rig:
         assert usage.num_shared_blocks == sum(num_refs > 1 for num_refs in pool.ref_counts)
         num_running = sum(1 for _ in self.scheduler.running_sequences())
         assert usage.num_wasted_slots <= num_running * (self.scheduler.cache.block_size - 1), "a block too many"
+
+    def _num_group_preemptions(self) -> int:
+        leaders = {sequence.purse for sequence in self.scheduler.unfinished_sequences() if sequence.is_beam}
+        return sum(leader.num_preemptions for leader in leaders)
 
     def _sampling_slots(self) -> set[int]:
         return set(self.executor.sampled_slots) if self.executor else set()

@@ -89,7 +89,7 @@ def draw_world(random: Random) -> World:
     return World(
         limits=limits,
         policy=random.choice((FCFS, PRIORITY)),
-        num_blocks=random.randint(4, 14) + (random.randint(0, 12) if beam_share else 0),
+        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share else 0),
         block_size=random.randint(1, 4),
         enable_prefix_caching=random.random() < 0.8,
         num_requests=random.randint(2, 9),

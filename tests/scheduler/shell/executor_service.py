@@ -9,8 +9,8 @@ import grpc.aio
 
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorServicer, add_ExecutorServicer_to_server
-from scheduler.core import Admission, FinishReason, Fork, SequenceParams, StepPlan
-from scheduler.wire import pack, unpack
+from scheduler.core import Admission, FinishReason, Fork, Logprobs, SequenceParams, StepPlan
+from scheduler.wire import pack, pack_floats, unpack
 from tests.core.fake_executor import FakeExecutor
 
 END_REASONS = {
@@ -67,8 +67,19 @@ class ExecutorService(ExecutorServicer):
                     step_id=result.step_id,
                     token_ids=pack(result.token_ids),
                     end_reasons=reasons,
+                    logprobs=encode_logprobs(result.logprobs),
+                    prompt_logprobs=encode_logprobs(result.prompt_logprobs),
+                    candidates=encode_logprobs(result.candidates),
                 )
             )
+
+
+def encode_logprobs(logprobs: Logprobs | None) -> pb.Logprobs | None:
+    if logprobs is None:
+        return None
+    return pb.Logprobs(
+        token_ids=pack(logprobs.token_ids), values=pack_floats(logprobs.values), ranks=pack(logprobs.ranks)
+    )
 
 
 def decode_plan(message: pb.StepPlan) -> StepPlan:
@@ -80,6 +91,7 @@ def decode_plan(message: pb.StepPlan) -> StepPlan:
             Admission(
                 slot=admission.slot,
                 token_ids=array("i", admission.token_ids).tolist(),
+                num_prompt_tokens=admission.params.num_prompt_tokens,
                 num_computed_tokens=admission.num_computed_tokens,
                 block_table=unpack(admission.block_table),
                 params=SequenceParams(
@@ -88,6 +100,9 @@ def decode_plan(message: pb.StepPlan) -> StepPlan:
                     seed=admission.params.seed,
                     eos_token_ids=tuple(unpack(admission.params.eos_token_ids)),
                     stop_token_ids=tuple(unpack(admission.params.stop_token_ids)),
+                    num_logprobs=admission.params.num_logprobs,
+                    num_prompt_logprobs=admission.params.num_prompt_logprobs,
+                    num_candidates=admission.params.num_candidates,
                 ),
             )
             for admission in message.admissions
@@ -95,5 +110,6 @@ def decode_plan(message: pb.StepPlan) -> StepPlan:
         table_updates=unpack(message.table_updates),
         block_copies=unpack(message.block_copies),
         row_counts=unpack(message.row_counts),
+        branches=unpack(message.branches),
         forks=[Fork(fork.parent_slot, fork.child_slot, fork.seed) for fork in message.forks],
     )
