@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SequenceParams:
-    """How one sequence is sampled and when it ends. The core reads only the two token bounds; the rest it passes on.
+    """How one sequence is sampled and when it ends. The core reads the two token bounds and what is to be reported; the
+    rest it passes on.
 
     `max_total_tokens` and `min_total_tokens` count prompt and output together. `num_logprobs` and
-    `num_prompt_logprobs`: 0 asks for nothing, k + 1 for those of the token and of the k most probable ones.
+    `num_prompt_logprobs` are 0 for nothing, k + 1 for the token and the k most probable. `num_candidates` is the
+    core's own to set: of a beam, how many next tokens it reports.
     """
 
     max_total_tokens: int
@@ -29,16 +31,27 @@ class SequenceParams:
     presence_penalty: float = 0.0
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
+    num_candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """A beam search: `width` beams, of which the `num_returned` best are the result."""
+    """A beam search instead of sampling.
+
+    width           beams that run at once
+    num_returned    of the best that were found; at most width
+    length_penalty  scores are sums of log-probabilities divided by num_tokens ** length_penalty: above 0 long is better
+    early_stopping  ends as soon as `width` beams have ended; else not before no running one can be better
+    """
 
     width: int
     num_returned: int
     length_penalty: float = 1.0
     early_stopping: bool = False
+
+    def num_candidates(self, num_ends: int) -> int:
+        """So many next tokens of each beam, that `width` of them go on though all with one of `num_ends` ids end."""
+        return max(2, 1 + num_ends) * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +62,9 @@ class Request:
     prompt_token_ids at least one
     params           of sequence 0; sequence i differs in its seed only
     seeds            one for each sequence; their number is the request's `n`
+    beam             not None: a beam search, with seeds (0,) and greedy parameters
     priority         lower runs earlier, under the priority policy
     cache_salt       prefixes are shared between requests of equal salt only
-    beam             None: sampled; else seeds is (0,) and the parameters are greedy ones
     deadline_s       on the clock whose readings are passed to `Scheduler.expire`; None: no deadline
     """
 

@@ -1,4 +1,4 @@
-"""What a request asks of sampling is what it gets, the same in any company: seeds, log-probabilities, bias, penalties."""
+"""What a request asks of sampling is what it gets, in any company: seeds, log-probabilities, bias, penalties."""
 
 import asyncio
 import math
@@ -164,7 +164,8 @@ async def test_penalties(client: AsyncClient, tiny: PreTrainedModel) -> None:
     completion = await client.complete(PROMPT, **options, **penalties)
     output = list(completion.token_ids)
     with torch.inference_mode():
-        logits = tiny(torch.tensor([PROMPT + output])).logits[0, len(PROMPT) - 1 : -1].clone()
+        logits = tiny(torch.tensor([PROMPT + output])).logits[0, len(PROMPT) - 1 : -1]
+    logits = logits.clone()  # one that may be written to
     for step, (row, token_id) in enumerate(zip(logits, output, strict=True)):
         seen = torch.tensor(sorted({*PROMPT, *output[:step]}))
         row[seen] = torch.where(row[seen] > 0, row[seen] / 1.4, row[seen] * 1.4)
