@@ -202,7 +202,7 @@ async def test_a_reader_that_takes_nothing(small_server: Stack, client: AsyncCli
     assert all(len(delta.token_ids) == len(delta.logprobs) for delta in deltas)
 
 
-# --- anything ---------------------------------------------------------------------------------------------------------
+# --- anything -----------------------------------------------------------------------------------------------------
 
 IDS = st.integers(0, V - 1) | st.sampled_from([0, 1, 2, V - 1, V, V + 1, HUGE])
 UINT32 = st.integers(0, 30) | st.sampled_from([2**31, HUGE])

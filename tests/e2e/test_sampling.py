@@ -37,7 +37,7 @@ async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-# --- seeds ------------------------------------------------------------------------------------------------------------
+# --- seeds --------------------------------------------------------------------------------------------------------
 
 
 async def check_samples_are_single_requests(client: AsyncClient, company: list[Job]) -> None:
@@ -63,7 +63,7 @@ async def test_samples_under_preemption_and_in_company(small_pool: Stack) -> Non
         assert (await client.pool_summary()).num_preemptions > 0
 
 
-# --- log-probabilities --------------------------------------------------------------------------------------------------
+# --- log-probabilities --------------------------------------------------------------------------------------------
 
 
 def reference(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
@@ -135,7 +135,7 @@ async def test_a_prompt_of_one_token_has_no_logprobs(client: AsyncClient) -> Non
     assert completion.prompt_logprobs == ()
 
 
-# --- what changes logits ------------------------------------------------------------------------------------------------
+# --- what changes logits ------------------------------------------------------------------------------------------
 
 
 async def test_only_allowed_tokens_are_generated(client: AsyncClient) -> None:
