@@ -38,9 +38,14 @@ class PromptSpans:
 
 
 class ReportTable:
-    """What `SequenceParams` says of it, [max_num_seqs] each. Entries of empty slots are stale and never read."""
+    """What `SequenceParams` says of it, [max_num_seqs] each.
+
+    has_logprobs, has_prompt_logprobs, has_beams: some slot asks for it. Nearly always none does; then a step looks at
+    nothing else here.
+    """
 
     def __init__(self, max_num_seqs: int) -> None:
+        self.has_logprobs = self.has_prompt_logprobs = self.has_beams = False
         self.num_logprobs = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_prompt_logprobs = np.zeros(max_num_seqs, dtype=np.int32)
         self.num_candidates = np.zeros(max_num_seqs, dtype=np.int32)
@@ -51,13 +56,30 @@ class ReportTable:
         self.num_prompt_logprobs[slot] = params.num_prompt_logprobs
         self.num_candidates[slot] = params.num_candidates
         self._num_prompt_tokens[slot] = params.num_prompt_tokens
+        self._look()
+
+    def drop(self, slots: Ints) -> None:
+        """These are empty now."""
+        if slots.size:
+            for array in self._arrays():
+                array[slots] = 0
+            self._look()
+
+    def clear(self) -> None:
+        """All are."""
+        for array in self._arrays():
+            array[:] = 0
+        self._look()
 
     def copy_slots(self, sources: Ints, destinations: Ints) -> None:
-        for array in (self.num_logprobs, self.num_prompt_logprobs, self.num_candidates, self._num_prompt_tokens):
+        for array in self._arrays():
             array[destinations] = array[sources]
+        self._look()
 
     def prompt_spans(self, computing: Ints, counters: SlotCounters) -> PromptSpans | None:
         """Of the slots that compute in this step; None if there are none."""
+        if not self.has_prompt_logprobs:
+            return None
         slots = computing[self.num_prompt_logprobs[computing] > 0]
         if not slots.size:
             return None
@@ -68,3 +90,11 @@ class ReportTable:
         if not has_any.any():
             return None
         return PromptSpans(slots[has_any], first_positions[has_any], counts[has_any])
+
+    def _look(self) -> None:
+        self.has_logprobs = bool(self.num_logprobs.any())
+        self.has_prompt_logprobs = bool(self.num_prompt_logprobs.any())
+        self.has_beams = bool(self.num_candidates.any())
+
+    def _arrays(self) -> tuple[Ints, ...]:
+        return self.num_logprobs, self.num_prompt_logprobs, self.num_candidates, self._num_prompt_tokens

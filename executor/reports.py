@@ -12,6 +12,8 @@ from executor.slots import Slots
 
 def report_tokens(slots: Slots, sampling: Ints, logits: Tensor, token_ids: Ints) -> Logprobs | None:
     """Of the tokens that slots have sampled from logits[len(sampling), vocab_size], by ascending slot."""
+    if not slots.reports.has_logprobs:
+        return None
     nums = slots.reports.num_logprobs[sampling]
     asking = np.flatnonzero(nums)
     if not asking.size:

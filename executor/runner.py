@@ -112,7 +112,7 @@ def _children(forks: tuple[Fork, ...]) -> Ints:
 def _logits_of(live: Ints, slots: Slots, forks: tuple[Fork, ...], logits: Tensor) -> Tensor:
     """Rows of logits for each live slot: its own, or its parent's. The first rows are those of the slots that reach."""
     if not forks and not slots.beams.size:
-        return logits[: len(live)]
+        return logits if slots.prompt_spans is None else logits[: len(live)]
     row_of = {slot: row for row, slot in enumerate(slots.reaching.tolist())}
     row_of |= {fork.child_slot: row_of[fork.parent_slot] for fork in forks if fork.parent_slot in row_of}
     rows = torch.tensor([row_of[slot] for slot in live.tolist()], device=logits.device)

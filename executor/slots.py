@@ -45,6 +45,7 @@ class Slots:
         self.counters = SlotCounters.empty(self.limits.max_num_seqs)
         self._sampling.clear()
         self._changes.clear()
+        self.reports.clear()
         self.sort_out()
 
     def apply(self, plan: StepPlan) -> None:
@@ -52,6 +53,7 @@ class Slots:
         changed."""
         self.counters = project(plan, self.counters, self.limits)
         self._changes.drop(plan.retired_slots.tolist())
+        self.reports.drop(plan.retired_slots)
         for admission in plan.admissions:
             self.token_ids[admission.slot, : len(admission.token_ids)] = admission.token_ids
             self.block_tables[admission.slot, : len(admission.block_table)] = admission.block_table
@@ -90,9 +92,10 @@ class Slots:
         self.overrun = _indices(has_rows & counters.has_ended)
         num_planned = counters.num_computed_tokens[self.computing] + counters.row_count[self.computing]
         self.reaching = self.computing[num_planned == counters.num_tokens[self.computing]]
-        is_beam = counters.is_beam[self.reaching]
-        self.beams = self.reaching[is_beam]
-        self.sampling = self.reaching[~is_beam] if self.beams.size else self.reaching
+        self.sampling, self.beams = self.reaching, self.reaching[:0]
+        if self.reports.has_beams:
+            is_beam = counters.is_beam[self.reaching]
+            self.sampling, self.beams = self.reaching[~is_beam], self.reaching[is_beam]
         self.prompt_spans: PromptSpans | None = self.reports.prompt_spans(self.computing, counters)
 
     @property
@@ -101,7 +104,7 @@ class Slots:
         return bool(
             self.beams.size
             or self.prompt_spans is not None
-            or self.reports.num_logprobs[self.sampling].any()
+            or (self.reports.has_logprobs and self.reports.num_logprobs[self.sampling].any())
             or self._changes.change_any(self.sampling)
         )
 
@@ -109,7 +112,8 @@ class Slots:
         """The KV of this step's rows is in the pool. Beams that have reached their last token wait for a branch."""
         computing = self.computing
         self.counters.num_computed_tokens[computing] += self.counters.row_count[computing]
-        self.counters.row_count[self.beams] = 0
+        if self.beams.size:
+            self.counters.row_count[self.beams] = 0
 
     def fork(self, forks: tuple[Fork, ...]) -> None:
         """Children become copies of their parents, which have advanced but not sampled yet; one row a step each."""

@@ -3,6 +3,8 @@
 Only addresses and models are put in: free ports for the defaults, a small random checkpoint for a large real one.
 """
 
+import importlib.util
+import json
 import re
 import shlex
 import shutil
@@ -45,6 +47,11 @@ COVERED = {
     ".venv/bin/python -m bench.scheduler_cost": "test_scheduler_cost",
     '.venv/bin/quire generate "Once upon a time"': "test_commands_against_a_server",
     ".venv/bin/quire kv": "test_commands_against_a_server",
+    '.venv/bin/quire generate "Once upon a time" --n 4 --seed 7 --max-tokens 40': "test_commands_against_a_server",
+    '.venv/bin/quire generate "Once upon a time" --beam-width 4 --n 2 --max-tokens 40': "test_commands_against_a_server",
+    '.venv/bin/quire generate "Once upon a time" --temperature 0 --logprobs 3 --max-tokens 8 --repetition-penalty 1.2 '
+    "--logit-bias 77=-5": "test_commands_against_a_server",
+    ".venv/bin/quire bench sharing": "test_bench_sharing",
     ".venv/bin/quire serve --model Qwen/Qwen3-0.6B": "test_serving_from_the_hub",
     ".venv/bin/quire serve --model /data/Llama-3.1-8B-Instruct --dtype bfloat16": "test_serving_a_directory",
 }
@@ -103,9 +110,27 @@ def test_make_serve() -> None:
 
 
 def test_commands_against_a_server(stack: Stack) -> None:
-    for command, expected in ('generate "Once upon a time"', "."), ("kv", "free"):
-        assert f".venv/bin/quire {command}" in COVERED
-        assert expected in run(sys.executable, "-m", "quire", *shlex.split(command), "--address", stack.grpc)
+    mine = [command for command, test in COVERED.items() if test == "test_commands_against_a_server"]
+    wanted = {"--n 4": "--- 3 ---", "--beam-width": "--- 1, score -", "--logprobs": "most probable", " kv": "free"}
+    for command in mine:
+        output = run(sys.executable, "-m", "quire", *shlex.split(command)[1:], "--address", stack.grpc)
+        assert next((text for part, text in wanted.items() if part in command), ".") in output, command
+
+
+def test_bench_sharing(tmp_path: Path) -> None:
+    """As the README has it, only shorter."""
+    output = tmp_path / "sharing.json"
+    flags = ["--numbers", "2", "--num-requests", "1", "--num-blocks", "1024", "--output", str(output)]
+    printed = run(sys.executable, "-m", "quire", "bench", "sharing", *flags)
+    assert "37.6-55.2%" in printed
+    saved = {case["case"]["mode"]: case["saved_ratio"] for case in json.loads(output.read_text())["cases"]}
+    assert set(saved) == {"samples", "beams", "system prompt"}
+    assert all(0 < ratio < 1 for ratio in saved.values())
+    assert output.with_suffix(".png").exists() == output.with_suffix(".svg").exists() == _has_matplotlib()
+
+
+def _has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def test_python_of_the_readme(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:

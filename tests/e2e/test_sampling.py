@@ -1,4 +1,4 @@
-"""What a request asks of sampling is what it gets, the same in any company: seeds, log-probabilities, bias, penalties."""
+"""What a request asks of sampling is what it gets, in any company: seeds, log-probabilities, bias, penalties."""
 
 import asyncio
 import math
@@ -37,7 +37,7 @@ async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-# --- seeds ------------------------------------------------------------------------------------------------------------
+# --- seeds --------------------------------------------------------------------------------------------------------
 
 
 async def check_samples_are_single_requests(client: AsyncClient, company: list[Job]) -> None:
@@ -63,7 +63,7 @@ async def test_samples_under_preemption_and_in_company(small_pool: Stack) -> Non
         assert (await client.pool_summary()).num_preemptions > 0
 
 
-# --- log-probabilities --------------------------------------------------------------------------------------------------
+# --- log-probabilities --------------------------------------------------------------------------------------------
 
 
 def reference(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
@@ -135,7 +135,7 @@ async def test_a_prompt_of_one_token_has_no_logprobs(client: AsyncClient) -> Non
     assert completion.prompt_logprobs == ()
 
 
-# --- what changes logits ------------------------------------------------------------------------------------------------
+# --- what changes logits ------------------------------------------------------------------------------------------
 
 
 async def test_only_allowed_tokens_are_generated(client: AsyncClient) -> None:
@@ -164,7 +164,8 @@ async def test_penalties(client: AsyncClient, tiny: PreTrainedModel) -> None:
     completion = await client.complete(PROMPT, **options, **penalties)
     output = list(completion.token_ids)
     with torch.inference_mode():
-        logits = tiny(torch.tensor([PROMPT + output])).logits[0, len(PROMPT) - 1 : -1].clone()
+        logits = tiny(torch.tensor([PROMPT + output])).logits[0, len(PROMPT) - 1 : -1]
+    logits = logits.clone()  # one that may be written to
     for step, (row, token_id) in enumerate(zip(logits, output, strict=True)):
         seen = torch.tensor(sorted({*PROMPT, *output[:step]}))
         row[seen] = torch.where(row[seen] > 0, row[seen] / 1.4, row[seen] * 1.4)

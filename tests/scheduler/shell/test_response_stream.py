@@ -356,7 +356,7 @@ def test_however_it_is_read_the_text_is_the_same(token_ids: list[int], stops: li
     assert len(reported) == len(token_ids) or messages[-1].finished.reason == wire.FINISH_REASON_STOP
 
 
-# --- log-probabilities and beams ------------------------------------------------------------------------------------
+# --- log-probabilities and beams ----------------------------------------------------------------------------------
 
 
 def expected_logprobs(token_ids: list[int], num_logprobs: int) -> list[wire.TokenLogprobs]:
