@@ -134,7 +134,9 @@ HARMLESS: list[wire.GenerateRequest] = [
     wire.GenerateRequest(token_ids=wire.TokenIds(ids=[V - 1]), stopping=wire.StoppingParams(max_tokens=2)),
     wire.GenerateRequest(
         text="A fox",
-        sampling=wire.SamplingParams(logit_bias=dict.fromkeys(range(1000), -100), repetition_penalty=10, top_p=1e-30, top_k=HUGE),
+        sampling=wire.SamplingParams(
+            logit_bias=dict.fromkeys(range(1000), -100), repetition_penalty=10, top_p=1e-30, top_k=HUGE
+        ),
         stopping=wire.StoppingParams(max_tokens=3),
     ),
 ]  # fmt: skip

@@ -48,7 +48,8 @@ COVERED = {
     '.venv/bin/quire generate "Once upon a time"': "test_commands_against_a_server",
     ".venv/bin/quire kv": "test_commands_against_a_server",
     '.venv/bin/quire generate "Once upon a time" --n 4 --seed 7 --max-tokens 40': "test_commands_against_a_server",
-    '.venv/bin/quire generate "Once upon a time" --beam-width 4 --n 2 --max-tokens 40': "test_commands_against_a_server",
+    '.venv/bin/quire generate "Once upon a time" --beam-width 4 --n 2 '
+    "--max-tokens 40": "test_commands_against_a_server",
     '.venv/bin/quire generate "Once upon a time" --temperature 0 --logprobs 3 --max-tokens 8 --repetition-penalty 1.2 '
     "--logit-bias 77=-5": "test_commands_against_a_server",
     ".venv/bin/quire bench sharing": "test_bench_sharing",
