@@ -51,6 +51,7 @@ class BenchSettings:
     concurrencies   numbers of clients, one run each
     num_requests    of each run; None: four for each client, at least twelve
     seed            of the traces; each concurrency draws its own, so that no run finds the last one's prefixes cached
+    lengths         of prompts and outputs: a name of `bench.trace.LENGTHS`
     peer            another server to send the same traces to
     chrome_trace    where Quire's steps go, one file a concurrency (NAME-cN.json); None: nowhere
     baseline_model  model directory for the static-batch baseline in this process; None: no baseline
@@ -61,6 +62,7 @@ class BenchSettings:
     num_requests: int | None = None
     seed: int = 7
     num_shared_tokens: int = 0
+    lengths: str = "mixed"
     peer: Peer | None = None
     baseline_model: str | None = None
     chrome_trace: Path | None = None
@@ -154,6 +156,7 @@ def trace_settings(settings: BenchSettings, info: ServerInfo, concurrency: int) 
         max_model_len=min(info.max_model_len, info.num_blocks * info.block_size),
         seed=settings.seed * 1_000_003 + concurrency,
         num_shared_tokens=settings.num_shared_tokens,
+        lengths=settings.lengths,
     )
 
 

@@ -1,7 +1,8 @@
 """The work of a measurement: a seeded list of requests with mixed lengths.
 
-Prompt and output lengths are log-normal, as in served traffic: prompts of 8 … 512 tokens, about 130 in the mean,
-outputs of 4 … 384, about 90. Prompts are random token ids, so nothing depends on a tokenizer and no two share a
+Prompt and output lengths are log-normal, as in served traffic. `mixed`: prompts of 8 … 512 tokens, about 130 in the
+mean, outputs of 4 … 384, about 90. `sharegpt`: about 215 and 197, the means of ShareGPT conversations as benchmarks use
+them, both at most 1,024. Prompts are random token ids, so nothing depends on a tokenizer and no two share a
 prefix by accident. Where the model's context is shorter than the longest request, all lengths shrink by one factor:
 the mix keeps its shape.
 """
@@ -10,9 +11,22 @@ import math
 import random
 from dataclasses import asdict, dataclass
 
-# Parameters of the normal distributions of the logarithms of the lengths.
-_PROMPT_MU, _PROMPT_SIGMA, _PROMPT_RANGE = 4.6, 0.8, (8, 512)
-_OUTPUT_MU, _OUTPUT_SIGMA, _OUTPUT_RANGE = 4.2, 0.9, (4, 384)
+
+@dataclass(frozen=True, slots=True)
+class LengthDistribution:
+    """A log-normal distribution: parameters of the logarithm, and the bounds lengths are cut at."""
+
+    mu: float
+    sigma: float
+    least: int
+    most: int
+
+
+# By name: of prompts, and of outputs.
+LENGTHS = {
+    "mixed": (LengthDistribution(4.6, 0.8, 8, 512), LengthDistribution(4.2, 0.9, 4, 384)),
+    "sharegpt": (LengthDistribution(5.0, 0.9, 8, 1024), LengthDistribution(4.9, 0.9, 4, 1024)),
+}
 # Low ids are special tokens in most vocabularies.
 _NUM_RESERVED_IDS = 10
 
@@ -32,6 +46,7 @@ class TraceSettings:
     vocab_size         prompt ids are below it
     max_model_len      no request is longer, prompt and output together
     num_shared_tokens  tokens that all prompts begin with, beyond their own (to measure prefix caching)
+    lengths            a name of LENGTHS
     """
 
     num_requests: int
@@ -39,11 +54,12 @@ class TraceSettings:
     max_model_len: int
     seed: int = 7
     num_shared_tokens: int = 0
+    lengths: str = "mixed"
 
     @property
     def scale(self) -> float:
         """What all lengths are multiplied by: 1 where the longest possible request fits."""
-        longest = _PROMPT_RANGE[1] + _OUTPUT_RANGE[1]
+        longest = sum(lengths.most for lengths in LENGTHS[self.lengths])
         return min(1.0, (self.max_model_len - self.num_shared_tokens) / longest)
 
 
@@ -56,12 +72,13 @@ def make_trace(settings: TraceSettings) -> list[TraceRequest]:
         raise ValueError(
             f"max_model_len {settings.max_model_len} leaves no room after {settings.num_shared_tokens} shared tokens"
         )
+    prompts, outputs = LENGTHS[settings.lengths]
     rng = random.Random(settings.seed)
     shared = tuple(rng.randrange(lowest_id, settings.vocab_size) for _ in range(settings.num_shared_tokens))
     trace = []
     for _ in range(settings.num_requests):
-        num_prompt_tokens = _length(rng, _PROMPT_MU, _PROMPT_SIGMA, _PROMPT_RANGE, settings.scale)
-        max_tokens = _length(rng, _OUTPUT_MU, _OUTPUT_SIGMA, _OUTPUT_RANGE, settings.scale)
+        num_prompt_tokens = _length(rng, prompts, settings.scale)
+        max_tokens = _length(rng, outputs, settings.scale)
         own = tuple(rng.randrange(lowest_id, settings.vocab_size) for _ in range(num_prompt_tokens))
         trace.append(TraceRequest(shared + own, max_tokens))
     return trace
@@ -77,6 +94,6 @@ def describe(settings: TraceSettings, trace: list[TraceRequest]) -> dict[str, ob
     }
 
 
-def _length(rng: random.Random, mu: float, sigma: float, bounds: tuple[int, int], scale: float) -> int:
-    length = min(max(rng.lognormvariate(mu, sigma), bounds[0]), bounds[1])
+def _length(rng: random.Random, lengths: LengthDistribution, scale: float) -> int:
+    length = min(max(rng.lognormvariate(lengths.mu, lengths.sigma), lengths.least), lengths.most)
     return max(1, math.floor(length * scale))

@@ -54,6 +54,13 @@ _SERVICE_FLAGS = flag_parameters(ExecutorConfig, leave_out={EXECUTOR_ADDRESS[1]}
 )
 
 
+class LengthMix(StrEnum):
+    """How long prompts and outputs are."""
+
+    MIXED = "mixed"
+    SHAREGPT = "sharegpt"
+
+
 class Baseline(StrEnum):
     """What to compare with, in this process."""
 
@@ -215,6 +222,7 @@ def bench_serve(
     num_requests: Annotated[int | None, typer.Option(min=1, help="of each run; default 4 a client")] = None,
     seed: Annotated[int, typer.Option(help="of the trace")] = 7,
     num_shared_tokens: Annotated[int, typer.Option(min=0, help="tokens that all prompts begin with")] = 0,
+    lengths: Annotated[LengthMix, typer.Option(help="of prompts and outputs")] = LengthMix.MIXED,
     peer_url: Annotated[str | None, typer.Option(help="an OpenAI-compatible server, for comparison")] = None,
     peer_model: Annotated[str | None, typer.Option(help="the name it serves the model by")] = None,
     peer_command: Annotated[str | None, typer.Option(help="starts it when its turn comes; ended after it")] = None,
@@ -240,6 +248,7 @@ def bench_serve(
                 num_requests=num_requests,
                 seed=seed,
                 num_shared_tokens=num_shared_tokens,
+                lengths=lengths.value,
                 peer=Peer(peer_url, peer_model, tuple(shlex.split(peer_command or "")))
                 if peer_url and peer_model
                 else None,

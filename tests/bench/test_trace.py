@@ -79,3 +79,10 @@ def test_description_states_the_means_that_came_of_it() -> None:
     described = describe(SETTINGS, trace)
     assert described["seed"] == 7
     assert described["mean_output_tokens"] == round((trace[0].max_tokens + trace[1].max_tokens) / 2, 1)
+
+
+def test_lengths_have_the_means_they_are_known_for() -> None:
+    for lengths, (prompt, output) in {"mixed": (130, 90), "sharegpt": (215, 197)}.items():
+        drawn = make_trace(TraceSettings(num_requests=4000, vocab_size=100, max_model_len=4096, lengths=lengths))
+        assert sum(len(item.prompt_token_ids) for item in drawn) / len(drawn) == pytest.approx(prompt, rel=0.05)
+        assert sum(item.max_tokens for item in drawn) / len(drawn) == pytest.approx(output, rel=0.05)
