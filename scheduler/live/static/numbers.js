@@ -17,7 +17,7 @@ export class Numbers {
     say("occupancy", ratio(numbers.active, usable));
     say("occupancy-of", usable ? `${whole.format(numbers.active)} of ${whole.format(usable)} blocks` : "");
     say("hits", ratio(numbers.prefix_hit_tokens, numbers.prefix_queried_tokens));
-    say("hits-of", `${count(numbers.cow_copies, "copy", "copies")} on write, ${count(numbers.preemptions, "preemption")}`);
+    say("hits-of", `${count(numbers.cow_copies, "copy", "copies")} on write · ${count(numbers.preemptions, "preemption")}`);
     say("pool-sizes", poolWords(server, numbers));
     this.#showSpeed(numbers, nowMs);
     showWaste(server, numbers);

@@ -4,7 +4,7 @@ import { fit } from "./canvas.js";
 import { requestColour, themeColour } from "./colours.js";
 import { CACHED, FREE } from "./model.js";
 
-const HEIGHT = 300; // that a grid likes to fill
+const HEIGHT = 350; // that a grid likes to fill
 const MIN_CELL = 3;
 const MAX_CELL = 20;
 

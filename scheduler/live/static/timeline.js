@@ -4,8 +4,11 @@ import { fit } from "./canvas.js";
 import { requestColour, themeColour } from "./colours.js";
 
 const STEP = 5; // a column's width
-const MIN_SLOTS = 8;
+const SLOTS = 8; // rows come and stay by so many, lest the page below jumps
+const ROWS = 300; // height that all rows share
+const MAX_ROW = 14;
 const LOAD = 34; // height of the strip below
+const PADDING = 16; // of the card
 const LABELS = 26; // width of the slots' numbers
 
 export class Timeline {
@@ -15,6 +18,7 @@ export class Timeline {
   #context = null;
   #width = 0;
   #height = 0;
+  #numSlots = SLOTS; // rows
   #shown = []; // columns on the screen
   #row = 1; // a slot's height
   #theme = {};
@@ -30,50 +34,53 @@ export class Timeline {
     }).observe(canvas.parentElement);
   }
 
+  /** The canvas's size and colours; draws all. */
   layOut() {
-    this.#canvas.style.width = this.#canvas.style.height = ""; // as the style sheet has it
-    const { width, height } = this.#canvas.getBoundingClientRect();
-    [this.#width, this.#height] = [this.#canvas.parentElement.clientWidth, height];
-    this.#context = fit(this.#canvas, width, height);
-    this.#theme = Object.fromEntries(["free", "muted", "load", "line", "card"].map((n) => [n, themeColour(n)]));
-    this.#width = width;
+    this.#width = this.#canvas.parentElement.clientWidth - 2 * PADDING;
+    this.#row = Math.max(1, Math.min(MAX_ROW, Math.floor(ROWS / this.#numSlots)));
+    this.#height = this.#numSlots * this.#row + LOAD + 8;
+    this.#context = fit(this.#canvas, this.#width, this.#height);
+    this.#theme = Object.fromEntries(["free", "muted", "load", "line"].map((name) => [name, themeColour(name)]));
     this.draw();
   }
 
   draw() {
-    const context = this.#context;
-    if (!context) return;
-    context.clearRect(0, 0, this.#width, this.#height);
+    if (!this.#context) return;
     this.#shown = this.#batch.columns.slice(-Math.floor((this.#width - LABELS) / STEP));
-    const numSlots = this.#numSlots();
-    this.#row = Math.max(1, Math.floor((this.#height - LOAD - 8) / numSlots));
-    this.#drawSlots(numSlots);
+    const numSlots = Math.ceil((this.#highestSlot() + 1) / SLOTS) * SLOTS;
+    if (numSlots > this.#numSlots) {
+      this.#numSlots = numSlots;
+      this.layOut();
+      return;
+    }
+    this.#context.clearRect(0, 0, this.#width, this.#height);
+    this.#drawSlots();
     this.#drawRuns();
     this.#drawLoad();
   }
 
-  #numSlots() {
-    let highest = MIN_SLOTS - 1;
+  #highestSlot() {
+    let highest = 0;
     let last = null;
     for (const column of this.#shown) {
       if (!column || column.cells === last) continue;
       last = column.cells;
       for (const { slot } of last) highest = Math.max(highest, slot);
     }
-    return highest + 1;
+    return highest;
   }
 
   #x(position) {
     return this.#width - (this.#shown.length - position) * STEP;
   }
 
-  #drawSlots(numSlots) {
+  #drawSlots() {
     const context = this.#context;
     context.font = "10px system-ui, sans-serif";
     context.textBaseline = "middle";
     context.textAlign = "right";
     const every = Math.ceil(14 / this.#row);
-    for (let slot = 0; slot < numSlots; slot++) {
+    for (let slot = 0; slot < this.#numSlots; slot++) {
       const middle = slot * this.#row + this.#row / 2;
       if (this.#row >= 6) {
         context.fillStyle = this.#theme.free;
@@ -99,7 +106,7 @@ export class Timeline {
   #drawBar({ slot, key, tokens }, left, width) {
     const gap = this.#row >= 6 ? 1 : 0;
     const full = this.#row - gap;
-    const height = tokens > 1 ? full : Math.max(1, Math.round(full * 0.42));
+    const height = tokens > 1 ? full : Math.max(1, Math.round(full * 0.36));
     this.#context.fillStyle = requestColour(key);
     this.#context.fillRect(left, slot * this.#row + Math.round((full - height) / 2), tokens > 1 ? width - 1 : width, height);
   }
