@@ -36,6 +36,9 @@ MAX_VIEWERS = 32
 MAX_PENDING = 4
 """Frames that wait for one viewer. One that takes them more slowly gets none of these, and then a key frame."""
 
+NOTHING_NEW = b": nothing new\n\n"
+"""A comment: it keeps a connection alive."""
+
 
 class Viewer:
     """One reader of the feed."""
@@ -54,7 +57,7 @@ class Viewer:
             async with asyncio.timeout(timeout_s):
                 await self._has_news.wait()
         except TimeoutError:
-            return b": nothing new\n\n"
+            return NOTHING_NEW
         if self._is_closed:
             return None
         event = self._feed.key_event() if self._needs_key else self._pending.popleft()
@@ -82,12 +85,19 @@ class LiveFeed:
     """Of one engine, on its event loop. `name_of` a request's engine id is its client's id."""
 
     def __init__(
-        self, engine: Engine, plans: PlanLog, name_of: Callable[[int], str], *, interval_s: float = INTERVAL_S
+        self,
+        engine: Engine,
+        plans: PlanLog,
+        name_of: Callable[[int], str],
+        *,
+        interval_s: float = INTERVAL_S,
+        max_share: float = MAX_SHARE,
     ) -> None:
         self._engine = engine
         self._plans = plans
         self._name_of_request = name_of
         self._interval_s = interval_s
+        self._max_share = max_share
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._last: Snapshot | None = None
@@ -136,7 +146,7 @@ class LiveFeed:
                 started_s = time.thread_time()
                 if mark(self._engine) != self._last_mark:
                     self._look()
-                await asyncio.sleep(max(self._interval_s, (time.thread_time() - started_s) / MAX_SHARE))
+                await asyncio.sleep(max(self._interval_s, (time.thread_time() - started_s) / self._max_share))
         except Exception:
             log.exception("the live page's feed failed")
             self.close()

@@ -32,7 +32,7 @@ class Picture:
     def take(self, frame: Frame) -> None:
         self.num_frames += 1
         self.server = frame.get("server") or self.server
-        if frame["is_key"] if "is_key" in frame else False:
+        if frame.get("is_key"):
             self.num_key_frames += 1
             self.blocks = [0] * (self.server.get("num_blocks", -1) + 1)
             self.sequences.clear()
