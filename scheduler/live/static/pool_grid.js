@@ -78,7 +78,11 @@ export class PoolGrid {
     context.globalAlpha = this.#isolated && !owners?.has(this.#isolated) ? 0.25 : 1;
     context.fillStyle = this.#colour(value, owners);
     context.fillRect(x, y, size, size);
-    if (value > 1) {
+    if (value > 0 && !owners) {
+      // Hollow: its sequence has just ended.
+      context.fillStyle = this.#theme.card;
+      context.fillRect(x + 1, y + 1, size - 2, size - 2);
+    } else if (value > 1) {
       context.fillStyle = this.#theme.spot;
       const spot = Math.max(1, size / 3);
       context.fillRect(x + (size - spot) / 2, y + (size - spot) / 2, spot, spot);
@@ -94,7 +98,7 @@ export class PoolGrid {
   #colour(value, owners) {
     if (value === FREE) return this.#theme.free;
     if (value === CACHED) return this.#theme.cached;
-    if (!owners) return this.#theme.many; // its sequence has just ended
+    if (!owners) return this.#theme.ink;
     const [first, ...others] = owners;
     const request = parseInt(first, 10);
     return others.every((key) => parseInt(key, 10) === request) ? requestColour(first) : this.#theme.many;
