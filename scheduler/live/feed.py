@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INTERVAL_S = 0.25
+INTERVAL_S = 0.3
 """Between two frames, at least."""
 MAX_SHARE = 0.01
 """Of the event loop's time that may go into frames, however many viewers there are."""

@@ -105,10 +105,12 @@ def _num_equal(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 
 
 def _step(step: LoggedStep) -> list[Any]:
+    if not step.changes_rows:
+        return [step.step_id, step.num_tokens]
     changes: list[list[Any]] = [
-        step.retired,
+        list(step.retired),
         [item for pair in step.entered for item in pair],
-        step.row_counts,
+        list(step.row_counts),
         [item for pair in step.forked for item in pair],
     ]
     while changes and not changes[-1]:

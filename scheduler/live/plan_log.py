@@ -6,7 +6,8 @@ the step changed, knows what each slot computed in it; a step of an unchanged ba
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 from scheduler.core import Scheduler, Sequence, StepPlan
 
@@ -17,8 +18,7 @@ Rows = dict[int, tuple[str, int]]
 """By slot: the sequence, and the tokens that it computes in each step."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedStep:
+class LoggedStep(NamedTuple):
     """What a step changed, in the order in which it applies. Flat lists, as in a plan.
 
     retired     slots that are empty now
@@ -31,10 +31,14 @@ class LoggedStep:
 
     step_id: int
     num_tokens: int
-    retired: list[int]
-    entered: list[tuple[int, str]]
-    row_counts: list[int]
-    forked: list[tuple[int, str]]
+    retired: SequenceOf[int] = ()
+    entered: SequenceOf[tuple[int, str]] = ()
+    row_counts: SequenceOf[int] = ()
+    forked: SequenceOf[tuple[int, str]] = ()
+
+    @property
+    def changes_rows(self) -> bool:
+        return bool(self.retired or self.entered or self.row_counts or self.forked or self.step_id == 1)
 
     def apply(self, rows: Rows) -> None:
         """Makes the rows before this step those before the next."""
@@ -77,17 +81,10 @@ class PlanLog:
     def planned(self, plan: StepPlan) -> None:
         if self._core is None:
             return
-        running = self._core.running_sequences
-        self._steps.append(
-            LoggedStep(
-                step_id=plan.step_id,
-                num_tokens=plan.num_tokens,
-                retired=plan.retired_slots,
-                entered=_entered(plan, running()) if plan.admissions else [],
-                row_counts=plan.row_counts,
-                forked=_forked(plan, running()) if plan.forks else [],
-            )
-        )
+        if plan.retired_slots or plan.admissions or plan.row_counts or plan.forks:
+            self._steps.append(_changing_step(plan, self._core))
+        else:
+            self._steps.append(LoggedStep(plan.step_id, plan.num_tokens))
         if len(self._steps) > MAX_STEPS:
             self._steps.popleft().apply(self.rows)
             self._has_lost_steps = True
@@ -99,13 +96,25 @@ class PlanLog:
         self._steps.clear()
         self._has_lost_steps = False
         for step in steps:
-            step.apply(self.rows)
+            if step.changes_rows:
+                step.apply(self.rows)
         return rows, steps
 
 
 def sequence_key(sequence: Sequence) -> str:
     """As the page knows a sequence: engine's request id and index."""
     return f"{sequence.request.request_id}.{sequence.index}"
+
+
+def _changing_step(plan: StepPlan, core: Scheduler) -> LoggedStep:
+    return LoggedStep(
+        step_id=plan.step_id,
+        num_tokens=plan.num_tokens,
+        retired=plan.retired_slots,
+        entered=_entered(plan, core.running_sequences()) if plan.admissions else (),
+        row_counts=plan.row_counts,
+        forked=_forked(plan, core.running_sequences()) if plan.forks else (),
+    )
 
 
 def _entered(plan: StepPlan, running: Iterable[Sequence]) -> list[tuple[int, str]]:

@@ -80,7 +80,8 @@ class Snapshot:
 
 
 def take_snapshot(engine: Engine) -> Snapshot:
-    """Costs time in the size of the pool: some 50 ns a block, and as much again for each cached one."""
+    """Costs time in the size of the pool, and in the blocks of running sequences: measured, 0.2 ms for 1,024 blocks and
+    16 sequences, 6 ms for 100,000 blocks and 256 sequences."""
     core = engine.core
     if core is None:
         nothing = np.zeros(0, np.int32)

@@ -158,6 +158,41 @@ async def test_the_grid_by_keyboard(page: "playwright_api.Page") -> None:
     await expect(readout).to_contain_text("Block 1:")
 
 
+async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") -> None:
+    """100,000 blocks, every other one cached, the last one active: the modules of the page, with a frame made here."""
+    found = await page.evaluate(
+        """async () => {
+            const { Model } = await import("/live/model.js");
+            const { PoolGrid } = await import("/live/pool_grid.js");
+            const scroller = document.body.appendChild(document.createElement("div"));
+            scroller.style.width = "700px";
+            const canvas = scroller.appendChild(document.createElement("canvas"));
+            const model = new Model();
+            const grid = new PoolGrid(canvas, document.createElement("output"), model);
+            const blocks = Array.from({ length: 49_999 }, () => [1, 1, -1]).flat();
+            model.apply({ is_key: true, server: { num_blocks: 100_000 }, blocks: [...blocks, 1, 1, 1], numbers: {},
+                          come: [["7.0", "me", 3]], sequences: [["7.0", 0, 5, 4, 0, 100_000]] });
+            const begunMs = performance.now();
+            grid.layOut(700);
+            const drawnMs = performance.now() - begunMs;
+            const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            const columns = Math.floor(700 / 3);
+            const colour = (block) => {
+                const [x, y] = [((block - 1) % columns) * 3, Math.floor((block - 1) / columns) * 3];
+                return pixels.slice(4 * (y * canvas.width + x), 4 * (y * canvas.width + x) + 4).join();
+            };
+            return { drawnMs, width: canvas.width, height: canvas.height, words: model.describe(100_000),
+                     colours: [colour(1), colour(2), colour(3), colour(4), colour(100_000)] };
+        }"""
+    )
+    assert (found["width"], found["height"]) == (699, 430 * 3)
+    first, second, third, fourth, last = found["colours"]
+    assert (first, second) == (third, fourth)
+    assert len({first, second, last}) == 3
+    assert found["words"] == "Block 100000: active, ref count 1. me (logical 0)"
+    print(f"drawn in {found['drawnMs']:.0f} ms")
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
 async def test_it_fits(stack: Stack, browser: "playwright_api.Browser", width: int, scheme: str) -> None:

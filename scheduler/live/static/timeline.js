@@ -9,6 +9,7 @@ const ROWS = 300; // height that all rows share
 const MAX_ROW = 14;
 const LOAD = 34; // height of the strip below
 const PADDING = 16; // of the card
+const TOP = 4; // room for half a slot's number
 const LABELS = 26; // width of the slots' numbers
 
 export class Timeline {
@@ -38,7 +39,7 @@ export class Timeline {
   layOut() {
     this.#width = this.#canvas.parentElement.clientWidth - 2 * PADDING;
     this.#row = Math.max(1, Math.min(MAX_ROW, Math.floor(ROWS / this.#numSlots)));
-    this.#height = this.#numSlots * this.#row + LOAD + 8;
+    this.#height = TOP + this.#numSlots * this.#row + LOAD + 8;
     this.#context = fit(this.#canvas, this.#width, this.#height);
     this.#theme = Object.fromEntries(["free", "muted", "load", "line"].map((name) => [name, themeColour(name)]));
     this.draw();
@@ -81,7 +82,7 @@ export class Timeline {
     context.textAlign = "right";
     const every = Math.ceil(14 / this.#row);
     for (let slot = 0; slot < this.#numSlots; slot++) {
-      const middle = slot * this.#row + this.#row / 2;
+      const middle = TOP + slot * this.#row + this.#row / 2;
       if (this.#row >= 6) {
         context.fillStyle = this.#theme.free;
         context.fillRect(LABELS, middle - 0.5, this.#width - LABELS, 1);
@@ -108,7 +109,8 @@ export class Timeline {
     const full = this.#row - gap;
     const height = tokens > 1 ? full : Math.max(1, Math.round(full * 0.36));
     this.#context.fillStyle = requestColour(key);
-    this.#context.fillRect(left, slot * this.#row + Math.round((full - height) / 2), tokens > 1 ? width - 1 : width, height);
+    const top = TOP + slot * this.#row + Math.round((full - height) / 2);
+    this.#context.fillRect(left, top, tokens > 1 ? width - 1 : width, height);
   }
 
   #drawLoad() {
@@ -132,7 +134,7 @@ export class Timeline {
       this.#output.textContent = "";
       return;
     }
-    const slot = Math.floor(event.offsetY / this.#row);
+    const slot = Math.floor((event.offsetY - TOP) / this.#row);
     const cell = column.cells.find((one) => one.slot === slot);
     const time = column.micros ? `, ${(column.micros / 1000).toFixed(1)} ms on the executor` : "";
     const where = cell ? ` Slot ${slot}: request ${cell.key.split(".")[0]}, ${plural(cell.tokens, "token")}.` : "";
