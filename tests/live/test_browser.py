@@ -1,6 +1,7 @@
 """The page in a real Chromium, before a real server with the embedded model."""
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -113,13 +114,21 @@ async def test_the_prompt_box_streams(page: "playwright_api.Page") -> None:
     await expect(page.locator("#prompt-send")).to_be_enabled()
 
 
+async def endlessly(route: "playwright_api.Route") -> None:
+    """Lets a completion go on when its story has ended."""
+    sent = route.request.post_data_json
+    sent["stopping"]["ignore_eos"] = True
+    await route.continue_(post_data=json.dumps(sent))
+
+
 async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
+    await page.route("**/live/completions", endlessly)
     await page.fill("[data-field='stopping.max_tokens']", "1900")
-    await page.fill("[data-field='sampling.n']", "8")
+    await page.fill("[data-field='sampling.n']", "4")
     await page.click("#prompt-send")
-    await expect(page.locator(".sequence")).to_have_count(8)
-    await expect(page.locator("#prompt-output p")).to_have_count(8)
+    await expect(page.locator(".sequence")).to_have_count(4)
+    await expect(page.locator("#prompt-output p")).to_have_count(4)
     await page.click("#prompt-cancel")
     await expect(page.locator("#prompt-status")).to_contain_text("cancelled")
     await expect(page.locator(".sequence")).to_have_count(0)
