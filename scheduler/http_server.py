@@ -1,4 +1,4 @@
-"""The scheduler's HTTP side: metrics, and whether it lives and is ready. Nothing here changes anything."""
+"""The scheduler's HTTP side: metrics, whether it lives and is ready, and the live page."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from scheduler.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine
+    from scheduler.live.page import LivePage
     from scheduler.metrics import SchedulerMetrics
 
 
@@ -21,9 +22,10 @@ class HttpServer:
     GET /metrics   Prometheus' text format
     GET /healthz   200 while this process answers (when the engine's loop fails, the process ends)
     GET /readyz    200 while requests are served, else 503 and the reason
+    GET /          the live page, if there is one (`scheduler.live.page`)
     """
 
-    def __init__(self, engine: Engine, metrics: SchedulerMetrics) -> None:
+    def __init__(self, engine: Engine, metrics: SchedulerMetrics, live_page: LivePage | None = None) -> None:
         self._engine = engine
         self._metrics = metrics
         app = web.Application()
@@ -34,7 +36,10 @@ class HttpServer:
                 web.get("/readyz", self._show_readiness),
             ]
         )
-        self._runner = web.AppRunner(app, access_log=None)
+        if live_page is not None:
+            live_page.add_to(app)
+        # A handler whose client has gone is cancelled: a completion that nobody reads is not computed.
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
         self.address = ""
 
     async def start(self, listen: str) -> None:

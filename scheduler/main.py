@@ -14,7 +14,7 @@ from scheduler.admin_server import AdminServer
 from scheduler.chat import ChatRenderer, load_template
 from scheduler.checkpoint import Checkpoint, CheckpointError
 from scheduler.config import ConfigError, SchedulerConfig
-from scheduler.core import POLICIES
+from scheduler.core import POLICIES, StepPlan
 from scheduler.engine import Engine, EngineOptions, ServerState
 from scheduler.executor_client import ExecutorClient
 from scheduler.generation_defaults import GenerationDefaults
@@ -22,6 +22,9 @@ from scheduler.generation_server import GenerationServer
 from scheduler.grpc_server import AddressInUse, AddressUnusable, GrpcServer
 from scheduler.http_server import HttpServer
 from scheduler.intake import Intake, ServedModel
+from scheduler.live.feed import LiveFeed
+from scheduler.live.page import LivePage
+from scheduler.live.plan_log import PlanLog
 from scheduler.metrics import SchedulerMetrics
 from scheduler.tokenizer import Tokenizer
 
@@ -79,7 +82,13 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         client = ExecutorClient(config.executor)
         cleanup.push_async_callback(client.close)
         metrics = SchedulerMetrics()
-        engine = Engine(client, _engine_options(config), on_plan=metrics.planned)
+        plans = PlanLog()
+
+        def planned(plan: StepPlan, duration_s: float) -> None:
+            metrics.planned(plan, duration_s)
+            plans.planned(plan)
+
+        engine = Engine(client, _engine_options(config), on_plan=planned)
         metrics.engine = engine
         intake = Intake(engine, model, metrics, max_streams=config.max_streams)
         grpc_server = GrpcServer(
@@ -89,7 +98,8 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
             config.listen,
         )
         cleanup.push_async_callback(grpc_server.stop, 0)
-        http_server = HttpServer(engine, metrics)
+        feed = LiveFeed(engine, plans, intake.client_request_id)
+        http_server = HttpServer(engine, metrics, LivePage(feed, intake, config.stalled_reader_timeout_s))
         cleanup.push_async_callback(http_server.stop)
         await http_server.start(config.http_listen)
         await grpc_server.start()

@@ -65,3 +65,7 @@ class StepTraces:
     def __iter__(self) -> Iterator[StepTrace]:
         """Steps that are done."""
         return iter(self._committed)
+
+    def __reversed__(self) -> Iterator[StepTrace]:
+        """The same, newest first."""
+        return reversed(self._committed)

@@ -5,6 +5,7 @@ answers "is the KV of this whole prefix in the pool?", and equal digests mean eq
 """
 
 from array import array
+from collections.abc import KeysView
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
@@ -26,6 +27,10 @@ class PrefixIndex:
 
     def __contains__(self, block: int) -> bool:
         return block in self._digest_by_block
+
+    def blocks(self) -> KeysView[int]:
+        """All that are published."""
+        return self._digest_by_block.keys()
 
     def items(self) -> list[tuple[bytes, int]]:
         return list(self._block_by_digest.items())

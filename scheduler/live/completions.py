@@ -1,0 +1,183 @@
+"""The prompt box's door: JSON in, a line of JSON for each message out. The checks, and what is refused, are those of
+every door (`scheduler.intake`).
+
+    POST {"text": …, "request_id": …, "sampling": {…}, "stopping": {…}}       fields as in quire.v1.GenerateRequest
+
+    200  {"started": {…}} {"delta": {…}} … {"finished": {…}}                    one a line; {"error": {…}} if it fails
+    400  {"error": {"code", "message", "violations": [{"field", "problem"}]}}   so do 429, 500, 503 and 504
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import aclosing
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import grpc
+from aiohttp import web
+from google.protobuf.json_format import MessageToDict
+
+from scheduler.core import InvalidRequest, QueueFull, QuireError
+from scheduler.incoming import IncomingRequest, Sampling, Stopping
+from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
+from scheduler.patience import Patience
+from scheduler.status import code_of, status_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from quire.v1 import generation_pb2 as wire
+    from scheduler.intake import Intake
+    from scheduler.response_stream import ResponseStream
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", Sampling, Stopping)
+
+MAX_BODY_BYTES = 8 * 2**20
+"""Above the validator's bound of the prompt, which says more clearly what is too long."""
+
+HTTP_STATUS = {
+    grpc.StatusCode.INVALID_ARGUMENT: 400,
+    grpc.StatusCode.OUT_OF_RANGE: 400,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+"""Anything else is 500."""
+
+NOT_IN_JSON = {"logit_bias"}
+"""JSON has no integer keys."""
+
+
+class CompletionDoor:
+    """A request lives as long as its connection: whoever closes it cancels."""
+
+    def __init__(self, intake: Intake, stalled_reader_timeout_s: float = 120.0) -> None:
+        self._intake = intake
+        self._stalled_reader_timeout_s = stalled_reader_timeout_s
+
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        if is_from_elsewhere(request):
+            return _refusal(403, "PERMISSION_DENIED", "a page of another origin may not ask for completions")
+        if request.content_type != "application/json":  # what a form of another site could send without asking first
+            return _refusal(415, "INVALID_ARGUMENT", "the body must be application/json")
+        response = web.StreamResponse(
+            headers=HEADERS | {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
+        )
+        try:
+            incoming = read_request(await _body(request))
+            async with self._intake.open(incoming, None) as stream:
+                await response.prepare(request)
+                await self._send(stream, response)
+        except ConnectionResetError:  # its reader has gone, and so has the request
+            return response
+        except QuireError as error:
+            failure: Exception = error
+        except Exception as error:
+            log.exception("a request failed by a bug of ours")
+            failure = error
+        else:
+            return response
+        if not response.prepared:
+            return error_response(failure)
+        await response.write(_line({"error": describe_error(failure)}))
+        return response
+
+    async def _send(self, stream: ResponseStream, response: web.StreamResponse) -> None:
+        """Raises ReaderStalled."""
+        with Patience(self._stalled_reader_timeout_s) as patience:
+            async with aclosing(stream.messages()) as messages:
+                async for message in messages:
+                    patience.starts()
+                    await response.write(_line(_message(message)))
+                    patience.ends()
+
+
+def read_request(body: object) -> IncomingRequest:
+    """Plain JSON to plain data. Raises InvalidRequest with every key that is no field; values are the validator's."""
+    violations: dict[str, str] = {}
+    if not isinstance(body, dict):
+        raise InvalidRequest({"": "must be a JSON object"})
+    values = _known(body, "", {"text", "request_id", "sampling", "stopping"}, violations)
+    sampling = _read(Sampling, values.get("sampling"), "sampling", violations)
+    stopping = _read(Stopping, values.get("stopping"), "stopping", violations)
+    if violations:
+        raise InvalidRequest(violations)
+    return IncomingRequest(
+        request_id=values.get("request_id"), text=values.get("text"), sampling=sampling, stopping=stopping
+    )
+
+
+def error_response(error: Exception) -> web.Response:
+    headers = dict(HEADERS)
+    if isinstance(error, QueueFull):
+        headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+    return web.json_response(
+        {"error": describe_error(error)}, status=HTTP_STATUS.get(code_of(error), 500), headers=headers
+    )
+
+
+def describe_error(error: Exception) -> dict[str, Any]:
+    """Code and message are those that gRPC would carry."""
+    status = status_of(error)
+    violations = error.violations if isinstance(error, InvalidRequest) else {}
+    return {
+        "code": status.code.name,
+        "message": status.message,
+        "violations": [{"field": field, "problem": problem} for field, problem in violations.items()],
+    }
+
+
+def _refusal(status: int, code: str, message: str) -> web.Response:
+    body = {"error": {"code": code, "message": message, "violations": []}}
+    return web.json_response(body, status=status, headers=HEADERS)
+
+
+async def _body(request: web.Request) -> object:
+    """Raises InvalidRequest for what is no JSON, or more than anybody needs."""
+    if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
+        raise InvalidRequest({"": f"must have at most {MAX_BODY_BYTES} bytes"})
+    data = bytearray()
+    async for chunk in request.content.iter_any():
+        data += chunk
+        if len(data) > MAX_BODY_BYTES:
+            raise InvalidRequest({"": f"must have at most {MAX_BODY_BYTES} bytes"})
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest({"": "must be JSON"}) from error
+
+
+def _read(kind: type[T], value: object, path: str, violations: dict[str, str]) -> T:
+    if value is None:
+        return kind()
+    if not isinstance(value, dict):
+        violations[path] = "must be a JSON object"
+        return kind()
+    names = {field.name for field in fields(kind)} - NOT_IN_JSON
+    return kind(**_known(value, f"{path}.", names, violations))
+
+
+def _known(values: Mapping[str, Any], prefix: str, names: set[str], violations: dict[str, str]) -> dict[str, Any]:
+    """Those that are fields; null is absence."""
+    for key in values:
+        if key not in names:
+            violations[f"{prefix}{key[:40]}"] = "is not a field"
+    return {key: value for key, value in values.items() if key in names and value is not None}
+
+
+def _message(message: wire.GenerateResponse) -> dict[str, Any]:
+    """Token ids stay behind: the page shows text."""
+    if message.WhichOneof("event") == "delta":
+        return {"delta": {"index": message.delta.index, "text": message.delta.text}}
+    fields_of_message: dict[str, Any] = MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return fields_of_message
+
+
+def _line(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"

@@ -1,0 +1,195 @@
+"""Pushes frames to whoever looks at the page; does nothing while nobody does.
+
+    while somebody looks:   something happened? → snapshot → difference to the last one → bytes → every viewer
+
+Looking has a price, paid on the engine's event loop, and a bound: a few times a second at most, and less often where a
+pool is so large, or a batch so wide, that snapshots would cost more than MAX_SHARE of the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from scheduler.core import QueueFull
+from scheduler.live.frames import encode_event, make_frame
+from scheduler.live.snapshot import mark, take_snapshot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from scheduler.engine import Engine
+    from scheduler.live.plan_log import PlanLog
+    from scheduler.live.snapshot import Snapshot
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 0.3
+"""Between two frames, at least."""
+MAX_SHARE = 0.01
+"""Of the event loop's time that may go into frames, however many viewers there are."""
+MAX_VIEWERS = 32
+MAX_PENDING = 4
+"""Frames that wait for one viewer. One that takes them more slowly gets none of these, and then a key frame."""
+
+NOTHING_NEW = b": nothing new\n\n"
+"""A comment: it keeps a connection alive."""
+
+
+class Viewer:
+    """One reader of the feed."""
+
+    def __init__(self, feed: LiveFeed) -> None:
+        self._feed = feed
+        self._pending: deque[bytes] = deque()
+        self._needs_key = True
+        self._has_news = asyncio.Event()
+        self._has_news.set()
+        self._is_closed = False
+
+    async def next_event(self, timeout_s: float) -> bytes | None:
+        """The next event, or all there is to say after `timeout_s` without one: a comment. None: the feed has ended."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_news.wait()
+        except TimeoutError:
+            return NOTHING_NEW
+        if self._is_closed:
+            return None
+        event = self._feed.key_event() if self._needs_key else self._pending.popleft()
+        self._needs_key = False
+        if not self._pending:
+            self._has_news.clear()
+        return event
+
+    def offer(self, event: bytes) -> None:
+        if self._needs_key:
+            return
+        if len(self._pending) < MAX_PENDING:
+            self._pending.append(event)
+        else:
+            self._pending.clear()
+            self._needs_key = True
+        self._has_news.set()
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._has_news.set()
+
+
+class LiveFeed:
+    """Of one engine, on its event loop. `name_of` a request's engine id is its client's id."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plans: PlanLog,
+        name_of: Callable[[int], str],
+        *,
+        interval_s: float = INTERVAL_S,
+        max_share: float = MAX_SHARE,
+    ) -> None:
+        self._engine = engine
+        self._plans = plans
+        self._name_of_request = name_of
+        self._interval_s = interval_s
+        self._max_share = max_share
+        self._viewers: set[Viewer] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._last: Snapshot | None = None
+        self._last_mark: tuple[object, ...] = ()
+        self._last_step = (0, 0)  # epoch and id of the newest step whose duration was told
+        self._key_event: bytes | None = None
+        self.num_frames = 0
+
+    @property
+    def num_viewers(self) -> int:
+        return len(self._viewers)
+
+    @contextmanager
+    def viewer(self) -> Iterator[Viewer]:
+        """A seat, as long as it is held. Raises QueueFull when all are taken."""
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise QueueFull(f"{MAX_VIEWERS} pages are open", retry_after_s=10.0)
+        viewer = Viewer(self)
+        self._viewers.add(viewer)
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="live feed")
+        try:
+            yield viewer
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers:
+                self._forget()
+
+    def close(self) -> None:
+        """Ends every viewer's stream."""
+        for viewer in self._viewers:
+            viewer.close()
+
+    def key_event(self) -> bytes:
+        """All that is known at the moment of the last frame: every later frame builds on it."""
+        if self._last is None:
+            self._look()
+        if self._key_event is None and self._last is not None:
+            frame = make_frame(None, self._last, self._name_of, rows=self._plans.rows)
+            self._key_event = encode_event(frame)
+        return self._key_event or b""
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                started_s = time.thread_time()
+                if mark(self._engine) != self._last_mark:
+                    self._look()
+                await asyncio.sleep(max(self._interval_s, (time.thread_time() - started_s) / self._max_share))
+        except Exception:
+            log.exception("the live page's feed failed")
+            self.close()
+
+    def _look(self) -> None:
+        """One frame."""
+        self._last_mark = mark(self._engine)
+        if self._engine.core is not None:
+            self._plans.watch(self._engine.core)
+        rows, steps = self._plans.take()
+        old, self._last = self._last, take_snapshot(self._engine)
+        self._key_event = None
+        frame = make_frame(
+            old, self._last, self._name_of, rows=rows, steps=steps, durations=self._new_durations()
+        )  # fmt: skip
+        if frame.get("is_key"):
+            frame["rows"] = [[slot, key, num_tokens] for slot, (key, num_tokens) in self._plans.rows.items()]
+            frame.pop("steps", None)
+        self.num_frames += 1
+        event = encode_event(frame)
+        for viewer in self._viewers:
+            viewer.offer(event)
+
+    def _new_durations(self) -> list[tuple[int, int]]:
+        """(step, microseconds the executor took), oldest first."""
+        durations: list[tuple[int, int]] = []
+        newest = self._last_step
+        for trace in reversed(self._engine.traces):
+            if (trace.epoch, trace.step_id) <= self._last_step or len(durations) == 512:
+                break
+            newest = max(newest, (trace.epoch, trace.step_id))
+            durations.append((trace.step_id, trace.timings.busy_ns // 1000))
+        self._last_step = newest
+        return durations[::-1]
+
+    def _name_of(self, key: str) -> str:
+        return self._name_of_request(int(key.partition(".")[0]))
+
+    def _forget(self) -> None:
+        """Nobody looks."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self._plans.unwatch()
+        self._last = self._key_event = None
+        self._last_mark = ()

@@ -1,0 +1,100 @@
+"""The live page over HTTP.
+
+GET  /                   the page
+GET  /live/NAME          its scripts and styles
+GET  /live/events        frames (`scheduler.live.frames`), as server-sent events
+POST /live/completions   the prompt box (`scheduler.live.completions`)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from scheduler.core import QueueFull
+from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
+from scheduler.live.completions import CompletionDoor, error_response
+
+if TYPE_CHECKING:
+    from scheduler.intake import Intake
+    from scheduler.live.feed import LiveFeed
+
+STATIC = Path(__file__).parent / "static"
+CONTENT_TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+HEARTBEAT_S = 15.0
+"""Something is said to a viewer at least so often, or its connection would look dead."""
+STALLED_VIEWER_S = 60.0
+"""A viewer that takes nothing for so long loses its seat; its page comes back when it can."""
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    body: bytes
+    content_type: str
+    etag: str
+
+    @classmethod
+    def read(cls, path: Path) -> StaticFile:
+        body = path.read_bytes()
+        return cls(body, CONTENT_TYPES[path.suffix], f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
+
+
+class LivePage:
+    """Serves what was in the directory when it was made, and nothing else."""
+
+    def __init__(self, feed: LiveFeed, intake: Intake, stalled_reader_timeout_s: float = 120.0) -> None:
+        self._feed = feed
+        self._completions = CompletionDoor(intake, stalled_reader_timeout_s)
+        self._files = {path.name: StaticFile.read(path) for path in sorted(STATIC.iterdir())}
+
+    def add_to(self, app: web.Application) -> None:
+        app.add_routes(
+            [
+                web.get("/", self._show_file),
+                web.get("/live/events", self._send_events),
+                web.post("/live/completions", self._completions.generate),
+                web.get("/live/{name}", self._show_file),
+            ]
+        )
+        app.on_shutdown.append(self._close)
+
+    async def _close(self, app: web.Application) -> None:
+        self._feed.close()
+
+    async def _show_file(self, request: web.Request) -> web.Response:
+        file = self._files.get(request.match_info.get("name", "index.html"))
+        if file is None:
+            raise web.HTTPNotFound(headers=HEADERS)
+        headers = HEADERS | {"Cache-Control": "no-cache", "ETag": file.etag}
+        if request.headers.get("If-None-Match") == file.etag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=file.body, headers=headers | {"Content-Type": file.content_type})
+
+    async def _send_events(self, request: web.Request) -> web.StreamResponse:
+        if is_from_elsewhere(request):
+            raise web.HTTPForbidden(headers=HEADERS, text="a page of another origin may not watch\n")
+        try:
+            with self._feed.viewer() as viewer:
+                response = web.StreamResponse(
+                    headers=HEADERS | {"Content-Type": "text/event-stream", "Cache-Control": "no-store"}
+                )
+                await response.prepare(request)
+                while (event := await viewer.next_event(HEARTBEAT_S)) is not None:
+                    # Waits once the connection's own buffer is full; meanwhile the feed holds a few frames, no more.
+                    async with asyncio.timeout(STALLED_VIEWER_S):
+                        await response.write(event)
+        except QueueFull as error:
+            return error_response(error)
+        except (ConnectionResetError, TimeoutError):
+            pass
+        return response

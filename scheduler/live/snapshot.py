@@ -1,0 +1,150 @@
+"""The engine at one moment, as plain data: what a frame is made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scheduler.core import SequenceView
+from scheduler.live.plan_log import sequence_key
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from numpy.typing import NDArray
+
+    from scheduler.core import KVUsage, Scheduler
+    from scheduler.engine import Engine, ModelDescription
+
+CACHED = -1
+"""In the place of a ref count: unreferenced, but findable by its prefix. 0 is a free block."""
+
+MAX_SHOWN_WAITING = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Contiguous:
+    """What the running sequences would take if each had `max_model_len` slots to itself, reserved in one piece, shared
+    with nobody. It is how servers without a paged cache do it.
+
+    num_slots  reserved
+    num_used   of these, hold a token
+    num_fitting  sequences that the pool could run at once
+    """
+
+    num_slots: int
+    num_used: int
+    num_fitting: int
+
+    @classmethod
+    def of(cls, sequences: Iterable[SequenceView], max_model_len: int, num_pool_slots: int) -> Contiguous:
+        num_tokens = [min(sequence.num_tokens, max_model_len) for sequence in sequences]
+        return cls(len(num_tokens) * max_model_len, sum(num_tokens), num_pool_slots // max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingSequence:
+    key: str
+    num_tokens: int
+    is_preempted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Before the first executor there is no model, and all else is empty.
+
+    blocks       by block id (0 is the null block): ref count, or 0 for a free and CACHED for a cached block
+    sequences    those that run, by key
+    waiting      the head of the queue
+    """
+
+    state: str
+    model: ModelDescription | None
+    blocks: NDArray[np.int32]
+    sequences: dict[str, SequenceView]
+    waiting: list[WaitingSequence]
+    num_waiting: int
+    num_waiting_prompt_tokens: int
+    oldest_waiting_s: float
+    usage: KVUsage | None
+    contiguous: Contiguous
+    num_steps: int
+    num_generated_tokens: int
+    num_preemptions: int
+    num_cow_copies: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+
+
+def take_snapshot(engine: Engine) -> Snapshot:
+    """Costs time in the size of the pool, and in the blocks of running sequences: measured, 0.2 ms for 1,024 blocks and
+    16 sequences, 6 ms for 100,000 blocks and 256 sequences."""
+    core = engine.core
+    if core is None:
+        nothing = np.zeros(0, np.int32)
+        return Snapshot(engine.state.value, None, nothing, {}, [], 0, 0, 0.0, None, Contiguous(0, 0, 0), *[0] * 6)
+    model, counters = engine.description, core.counters
+    sequences = {
+        sequence_key(sequence): SequenceView(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            slot=sequence.slot,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_tokens=sequence.num_tokens,
+            num_computed_tokens=sequence.num_computed_tokens,
+            block_table=tuple(sequence.block_table),
+        )
+        for sequence in core.running_sequences()
+    }
+    waiting = [
+        WaitingSequence(sequence_key(sequence), sequence.num_tokens, sequence.num_preemptions > 0)
+        for sequence in islice(core.waiting_sequences(), MAX_SHOWN_WAITING)
+    ]
+    num_pool_slots = core.cache.pool.num_usable_blocks * core.cache.block_size
+    return Snapshot(
+        state=engine.state.value,
+        model=model,
+        blocks=_block_values(core),
+        sequences=sequences,
+        waiting=waiting,
+        num_waiting=core.num_waiting,
+        num_waiting_prompt_tokens=core.num_waiting_prompt_tokens,
+        oldest_waiting_s=round(engine.oldest_waiting_s, 1) if core.num_waiting else 0.0,
+        usage=engine.kv_usage(),
+        contiguous=Contiguous.of(sequences.values(), model.max_model_len, num_pool_slots),
+        num_steps=counters.num_steps,
+        num_generated_tokens=counters.num_generated_tokens,
+        num_preemptions=counters.num_preemptions,
+        num_cow_copies=counters.num_cow_copies,
+        num_prefix_queried_tokens=counters.num_prefix_queried_tokens,
+        num_prefix_hit_tokens=counters.num_prefix_hit_tokens,
+    )
+
+
+def mark(engine: Engine) -> tuple[object, ...]:
+    """Equal marks: nothing has happened in between that a page would show. Costs next to nothing."""
+    core = engine.core
+    if core is None:
+        return (engine.state,)
+    return (
+        engine.state,
+        core.epoch,
+        core.step_id,
+        core.num_in_flight,
+        core.num_waiting and int(engine.oldest_waiting_s),
+        core.num_waiting,
+        core.num_unfinished_requests,
+        core.cache.pool.num_free_blocks,
+        len(core.cache.index),
+    )
+
+
+def _block_values(core: Scheduler) -> NDArray[np.int32]:
+    values = np.array(core.cache.pool.ref_counts, dtype=np.int32)
+    published = core.cache.index.blocks()
+    cached = np.fromiter(published, dtype=np.int64, count=len(published))
+    values[cached[values[cached] == 0]] = CACHED
+    return values

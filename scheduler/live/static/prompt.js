@@ -1,0 +1,144 @@
+// The prompt box: one request at a time, streamed. Cancelling closes the connection, and that ends the request.
+
+const NUMBERS = ["stopping.max_tokens", "sampling.temperature", "sampling.n"];
+
+export class Prompt {
+  #form = document.getElementById("prompt");
+  #send = document.getElementById("prompt-send");
+  #cancel = document.getElementById("prompt-cancel");
+  #status = document.getElementById("prompt-status");
+  #error = document.getElementById("prompt-error");
+  #output = document.getElementById("prompt-output");
+  #abort = null;
+  #samples = []; // by index: {element, tokens, reason}
+
+  constructor() {
+    this.#form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      if (!this.#abort) this.#generate();
+    });
+    this.#form.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.#form.requestSubmit();
+    });
+    this.#cancel.addEventListener("click", () => this.#abort?.abort());
+  }
+
+  async #generate() {
+    this.#clear();
+    this.#abort = new AbortController();
+    this.#setBusy(true);
+    try {
+      const response = await fetch("/live/completions", {
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+        body: JSON.stringify(this.#request()),
+        signal: this.#abort.signal,
+      });
+      if (!response.ok) this.#refuse((await response.json()).error);
+      else for await (const message of lines(response.body)) this.#take(message);
+    } catch (error) {
+      if (error.name === "AbortError") this.#status.textContent = "cancelled; its blocks are free";
+      else this.#refuse({ message: "the server cannot be reached", violations: [] });
+    } finally {
+      this.#abort = null;
+      this.#setBusy(false);
+    }
+  }
+
+  /** What is no number goes as it is: what is wrong with it, the server says. */
+  #request() {
+    const request = { text: this.#field("text").value, sampling: {}, stopping: {} };
+    for (const path of NUMBERS) {
+      const text = this.#field(path).value.trim();
+      const [group, name] = path.split(".");
+      if (text) request[group][name] = Number.isFinite(Number(text)) ? Number(text) : text;
+    }
+    return request;
+  }
+
+  #take({ started, delta, finished, error }) {
+    if (started) {
+      const cached = started.cached_tokens ? `, ${started.cached_tokens} of them from the prefix cache` : "";
+      this.#status.textContent = `${started.request_id}: ${started.prompt_tokens} prompt tokens${cached}`;
+    } else if (delta) {
+      const { element } = this.#sample(delta.index);
+      const isAtEnd = this.#output.scrollTop + this.#output.clientHeight >= this.#output.scrollHeight - 4;
+      element.append(delta.text);
+      if (isAtEnd) this.#output.scrollTop = this.#output.scrollHeight;
+    } else if (finished) {
+      const reason = finished.reason.replace("FINISH_REASON_", "").toLowerCase();
+      this.#sample(finished.index);
+      this.#status.textContent = `done: ${finished.usage.completion_tokens} tokens, ended by ${reason}`;
+    } else if (error) {
+      this.#refuse(error);
+    }
+  }
+
+  #sample(index) {
+    if (!this.#samples[index]) {
+      const element = document.createElement("p");
+      const given = element.appendChild(document.createElement("span"));
+      given.className = "given";
+      given.textContent = this.#field("text").value;
+      this.#output.append(element);
+      this.#samples[index] = { element };
+    }
+    return this.#samples[index];
+  }
+
+  /** Errors stand at the fields that they are about; the rest above the buttons. */
+  #refuse({ message, violations }) {
+    const unplaced = [];
+    for (const { field, problem } of violations) {
+      const input = this.#field(field === "prompt" ? "text" : field);
+      if (!input) {
+        unplaced.push(`${field}: ${problem}`);
+        continue;
+      }
+      const words = document.createElement("span");
+      words.className = "error";
+      words.id = `error-${field.replaceAll(".", "-")}`;
+      words.textContent = problem;
+      input.after(words);
+      input.setAttribute("aria-invalid", "true");
+      input.setAttribute("aria-describedby", words.id);
+    }
+    this.#error.textContent = violations.length ? unplaced.join("; ") : message;
+    this.#status.textContent = violations.length ? "refused" : "";
+    this.#form.querySelector("[aria-invalid]")?.focus();
+  }
+
+  #clear() {
+    for (const words of this.#form.querySelectorAll("span.error")) words.remove();
+    for (const input of this.#form.querySelectorAll("[aria-invalid]")) {
+      input.removeAttribute("aria-invalid");
+      input.removeAttribute("aria-describedby");
+    }
+    this.#error.textContent = this.#status.textContent = "";
+    this.#output.replaceChildren();
+    this.#samples = [];
+  }
+
+  #setBusy(isBusy) {
+    this.#send.disabled = isBusy;
+    this.#cancel.disabled = !isBusy;
+    this.#output.setAttribute("aria-busy", isBusy);
+  }
+
+  #field(path) {
+    return this.#form.querySelector(`[data-field="${path}"]`);
+  }
+}
+
+/** The JSON values of a body that has one a line. */
+async function* lines(body) {
+  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split("\n");
+    rest = parts.pop();
+    for (const part of parts) yield JSON.parse(part);
+  }
+}

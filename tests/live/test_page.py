@@ -1,0 +1,248 @@
+"""The page, its events and its prompt box over HTTP."""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from scheduler.core import BlockState
+from scheduler.live.browser_safety import HEADERS
+from scheduler.live.page import STATIC
+from tests.live.conftest import Served
+from tests.live.picture import Picture
+from tests.scheduler.shell.conftest import until
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+        yield session
+
+
+def body(text: Any = "once upon a time", max_tokens: int = 20, **fields: Any) -> dict[str, Any]:
+    return {"text": text, "stopping": {"max_tokens": max_tokens, "ignore_eos": True}} | fields
+
+
+async def messages(response: aiohttp.ClientResponse) -> list[dict[str, Any]]:
+    return [json.loads(line) async for line in response.content]
+
+
+def is_idle(served: Served) -> bool:
+    found = served.engine.block_map()
+    return not found.num_running and not any(block.state is BlockState.ACTIVE for block in found.blocks)
+
+
+def has_safe_headers(response: aiohttp.ClientResponse) -> bool:
+    return all(response.headers.get(name) == value for name, value in HEADERS.items())
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+async def test_the_page_and_all_that_it_names(served: Served, session: aiohttp.ClientSession) -> None:
+    async with session.get(f"{served.url}/") as response:
+        page = await response.text()
+        assert response.content_type == "text/html"
+        assert has_safe_headers(response)
+    names = set(re.findall(r'(?:src|href)="/live/([^"]+)"', page))
+    for script in STATIC.glob("*.js"):
+        names |= set(re.findall(r'from "\./([^"]+)"', script.read_text()))
+    assert names == {path.name for path in STATIC.iterdir()} - {"index.html"}
+    for name in names:
+        async with session.get(f"{served.url}/live/{name}") as response:
+            assert (response.status, await response.read()) == (200, (STATIC / name).read_bytes())
+            assert has_safe_headers(response)
+
+
+def test_nothing_inline_and_nothing_from_elsewhere() -> None:
+    """What the Content-Security-Policy would refuse is not there in the first place."""
+    page = (STATIC / "index.html").read_text()
+    assert re.findall(r"<script[^>]*>[^<]", page) == []
+    assert re.findall(r"\s(?:style|on\w+)=", page) == []
+    for path in STATIC.iterdir():
+        assert set(re.findall(r"https?://[^\s\"']+", path.read_text())) <= {"http://www.w3.org/2000/svg"}, path
+
+
+async def test_a_file_that_is_known_is_not_sent_again(served: Served, session: aiohttp.ClientSession) -> None:
+    async with session.get(f"{served.url}/live/main.js") as response:
+        etag = response.headers["ETag"]
+    async with session.get(f"{served.url}/live/main.js", headers={"If-None-Match": etag}) as response:
+        assert (response.status, await response.read()) == (304, b"")
+
+
+@pytest.mark.parametrize("name", ["nothing.js", "..%2Fpage.py", "%2e%2e/page.py", ""])
+async def test_no_other_file(served: Served, session: aiohttp.ClientSession, name: str) -> None:
+    async with session.get(f"{served.url}/live/{name}") as response:
+        assert response.status == 404
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+async def test_events(served: Served, session: aiohttp.ClientSession) -> None:
+    picture = Picture()
+    async with session.get(f"{served.url}/live/events") as response:
+        assert response.content_type == "text/event-stream"
+        assert has_safe_headers(response)
+        async with session.post(f"{served.url}/live/completions", json=body(request_id="me")) as completion:
+            await completion.read()
+        while not (picture.names and not picture.sequences):
+            picture.take_event(await response.content.readuntil(b"\n\n"))
+    assert set(picture.names.values()) == {"me"}
+    assert picture.server["num_blocks"] == 300
+    await until(lambda: served.feed.num_viewers == 0)  # it was noticed that nobody looks any more
+
+
+async def test_a_server_that_stops_ends_the_stream(served: Served, session: aiohttp.ClientSession) -> None:
+    async with session.get(f"{served.url}/live/events") as response:
+        await response.content.readuntil(b"\n\n")
+        await served.http.stop()
+        while not response.content.at_eof():
+            await response.content.readany()
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_completion_streams(served: Served, session: aiohttp.ClientSession) -> None:
+    request = body(request_id="me", sampling={"n": 2, "temperature": 0.5, "seed": None})
+    async with session.post(f"{served.url}/live/completions", json=request) as response:
+        assert response.status == 200
+        assert has_safe_headers(response)
+        started, *rest = await messages(response)
+    assert started["started"]["request_id"] == "me"
+    finished = [message["finished"] for message in rest if "finished" in message]
+    assert sorted(message["index"] for message in finished) == [0, 1]
+    assert {message["usage"]["completion_tokens"] for message in finished} == {20}
+    assert "".join(message["delta"]["text"] for message in rest if "delta" in message)
+
+
+async def test_closing_the_connection_frees_the_blocks(served: Served, session: aiohttp.ClientSession) -> None:
+    async with session.post(f"{served.url}/live/completions", json=body(max_tokens=380)) as response:
+        await response.content.readline()
+        served.client.is_hanging = True  # it is in the middle, and stays there
+        await until(lambda: served.engine.core is not None and served.engine.core.num_in_flight == 2)
+        response.close()
+    core = served.engine.core
+    assert core is not None
+    await until(lambda: not core.num_unfinished_requests)
+    # Plans in flight may still write to its blocks: with the executor that has them they are lost.
+    served.client.is_hanging = False
+    served.client.lose()
+    await until(lambda: is_idle(served))
+
+
+async def test_closing_the_connection_takes_a_request_out_of_the_queue(
+    served: Served, session: aiohttp.ClientSession
+) -> None:
+    """Nothing is ever written to it: its end is noticed all the same."""
+    served.client.is_hanging = True
+    asking = [
+        asyncio.create_task(session.post(f"{served.url}/live/completions", json=body(max_tokens=300)))
+        for _ in range(30)
+    ]
+    core = served.engine.core
+    assert core is not None
+    await until(lambda: core.num_waiting > 0)
+    for task in asking:
+        task.cancel()
+    for response in await asyncio.gather(*asking, return_exceptions=True):
+        if isinstance(response, aiohttp.ClientResponse):  # its headers had come
+            response.close()
+    await until(lambda: not core.num_waiting and not core.num_unfinished_requests)
+
+
+@pytest.mark.parametrize(
+    ("sent", "fields"),
+    [
+        (body(text=5, max_tokens=-1), {"text", "stopping.max_tokens"}),
+        (body(sampling={"temperature": "hot", "n": 0, "top_p": 2}),
+         {"sampling.temperature", "sampling.n", "sampling.top_p"}),
+        (body(stop="x", sampling={"tempreature": 1}), {"stop", "sampling.tempreature"}),
+        (body(sampling=[1]), {"sampling"}),
+        (body(stopping={"stop": "x", "ignore_eos": 1}), {"stopping.stop", "stopping.ignore_eos"}),
+        (body(sampling={"logit_bias": {"1": 2}}), {"sampling.logit_bias"}),
+        (body(request_id="\n"), {"request_id"}),
+        ({}, {"prompt"}),
+        ([], {""}),
+    ],
+)  # fmt: skip
+async def test_what_is_wrong_is_said_by_field(
+    served: Served, session: aiohttp.ClientSession, sent: Any, fields: set[str]
+) -> None:
+    async with session.post(f"{served.url}/live/completions", json=sent) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (400, "INVALID_ARGUMENT")
+        assert has_safe_headers(response)
+    assert {violation["field"] for violation in error["violations"]} == fields
+    assert all(violation["problem"] for violation in error["violations"])
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[" * 100_000, b"\xff", b'{"text": "a" * 3}'])
+async def test_what_is_no_json(served: Served, session: aiohttp.ClientSession, data: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    async with session.post(f"{served.url}/live/completions", data=data, headers=headers) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["violations"][0]["problem"] == "must be JSON"
+
+
+async def test_a_body_that_nobody_needs(served: Served, session: aiohttp.ClientSession) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        for _ in range(9):
+            yield b" " * 2**20
+
+    headers = {"Content-Type": "application/json"}
+    async with session.post(f"{served.url}/live/completions", data=endless(), headers=headers) as response:
+        assert response.status == 400
+        assert "at most" in (await response.json())["error"]["message"]
+
+
+async def test_what_can_never_fit_and_who_is_not_there(served: Served, session: aiohttp.ClientSession) -> None:
+    async with session.post(f"{served.url}/live/completions", json=body(max_tokens=5000)) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (400, "OUT_OF_RANGE")
+    await served.engine.drain()
+    async with session.post(f"{served.url}/live/completions", json=body()) as response:
+        assert (response.status, (await response.json())["error"]["code"]) == (503, "UNAVAILABLE")
+
+
+# --- other sites ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://elsewhere.example"},
+        {"Origin": "null"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+async def test_pages_of_other_origins_are_refused(
+    served: Served, session: aiohttp.ClientSession, headers: dict[str, str]
+) -> None:
+    async with session.post(f"{served.url}/live/completions", json=body(), headers=headers) as response:
+        assert response.status == 403
+        assert "Access-Control-Allow-Origin" not in response.headers
+    async with session.get(f"{served.url}/live/events", headers=headers) as response:
+        assert response.status == 403
+    assert served.engine.new_request_id() == 1  # no request was made
+
+
+async def test_a_form_of_another_site_cannot_ask(served: Served, session: aiohttp.ClientSession) -> None:
+    """Forms can send text/plain without asking first; JSON they cannot."""
+    headers = {"Content-Type": "text/plain"}
+    async with session.post(f"{served.url}/live/completions", data=json.dumps(body()), headers=headers) as response:
+        assert response.status == 415
+    async with session.options(f"{served.url}/live/completions", headers={"Origin": "http://a.example"}) as response:
+        assert response.status == 405
+
+
+async def test_the_page_itself_is_served(served: Served, session: aiohttp.ClientSession) -> None:
+    for headers in ({"Origin": served.url}, {"Sec-Fetch-Site": "same-origin"}, {}):
+        async with session.post(f"{served.url}/live/completions", json=body(), headers=headers) as response:
+            assert response.status == 200
+            assert "finished" in (await messages(response))[-1]
