@@ -20,7 +20,7 @@ COPY kernels kernels
 COPY quire quire
 COPY bench bench
 RUN PIP_CONSTRAINT=/src/constraints.txt /opt/quire/bin/pip install --no-cache-dir --no-deps . \
- && /opt/quire/bin/pip uninstall --yes --quiet pip setuptools
+ && /opt/quire/bin/pip uninstall --yes --quiet pip
 
 FROM ${BASE_IMAGE} AS runtime
 RUN mkdir -p /cache/hub /cache/kernels && chown -R 10001:10001 /cache

@@ -1,6 +1,6 @@
 """Asks a service how it is: exit code 0 where it serves. For the health checks of containers.
 
-python health_check.py HOST:PORT, of its gRPC server. grpc.health.v1 follows progress: a service that hangs does not serve.
+python health_check.py HOST:PORT, of its gRPC server. grpc.health.v1 follows progress: what hangs does not serve.
 """
 
 import sys

@@ -1,0 +1,175 @@
+"""`make compose-check`: builds the images, brings compose.yaml up for real, breaks it and takes it down.
+
+Needs a container engine whose command line knows compose, and BASE_IMAGE where the default cannot be pulled. Grafana
+stays out: its image cannot be built here, and the tests check what it is provisioned with.
+
+Exit codes: 0 all is well · 1 something is not · 77 there is no engine.
+"""
+
+import json
+import os
+import sys
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+
+import quire
+from deploy.engine import Compose, Container, EngineError, docker
+from quire.addresses import with_port
+
+EXIT_NO_ENGINE = 77
+WAIT_S = 300.0
+MAX_SCHEDULER_MB = 200
+PROMPT = "Once upon a time"
+NUM_TOKENS = 400
+SERVICES = ("executor", "scheduler", "prometheus")
+PORTS = ("GRPC_PORT", "HTTP_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
+_KILL_ALL = "import os; os.kill(-1, 9)"
+
+
+class CheckFailed(Exception):
+    """What was promised is not so."""
+
+
+def main() -> int:
+    settings = {name: with_port("127.0.0.1:0").rpartition(":")[2] for name in PORTS} | {"BIND": "127.0.0.1"}
+    try:
+        compose = Compose.find(f"quire-check-{os.getpid()}", settings)
+    except EngineError as error:
+        print(f"compose-check: not run: {error}")
+        return EXIT_NO_ENGINE
+    try:
+        _check(compose, settings)
+    except (CheckFailed, EngineError, quire.QuireError, TimeoutError) as error:
+        print(f"compose-check: FAILED: {error}", flush=True)
+        compose.run("logs", "--tail", "40")
+        return 1
+    finally:
+        compose.run("down", "--volumes", "--timeout", "20")
+    print("compose-check: all is well")
+    return 0
+
+
+def _check(compose: Compose, settings: dict[str, str]) -> None:
+    compose.run("build", *SERVICES)
+    compose.run("up", "--detach", *SERVICES)
+    containers = {service: compose.container(service) for service in SERVICES}
+    for service, container in containers.items():
+        _until_healthy(service, container)
+        _check_confinement(service, container)
+    _check_images(containers)
+    address = f"127.0.0.1:{settings['GRPC_PORT']}"
+    with quire.Client(address, timeout_s=WAIT_S) as client:
+        expected = _streamed(client)
+        _say(f"a completion of {len(expected)} tokens through the published port")
+        killed = _streamed(client, _killed_and_started(compose))
+        _expect(killed == expected, "the stream that lost its executor to `kill` has other tokens")
+        _say("compose kill executor in mid-stream, then start: the stream ends complete, with the same tokens")
+        crashed = _streamed(client, lambda: _crash(compose))
+        _expect(crashed == expected, "the stream whose executor crashed has other tokens")
+        _say("the executor's process killed in mid-stream: restarted by itself, the stream ends complete")
+    _check_prometheus(f"http://127.0.0.1:{settings['PROMETHEUS_PORT']}")
+    compose.run("stop")
+    for service, container in containers.items():
+        _expect(container.exit_code == 0, f"{service} ended with exit code {container.exit_code}")
+    _say("stopped: every container ended with exit code 0")
+
+
+def _until_healthy(service: str, container: Container) -> None:
+    _until(lambda: container.health == "healthy", f"{service} is healthy")
+
+
+def _check_confinement(service: str, container: Container) -> None:
+    details = container.details()
+    host = details["HostConfig"]
+    _expect(details["Config"]["User"].split(":")[0] not in ("", "0", "root"), f"{service} runs as root")
+    _expect(host["ReadonlyRootfs"], f"{service} can write to its root file system")
+    _expect(host["CapDrop"] == ["ALL"] and not host["CapAdd"], f"{service} has capabilities")
+    published = [binding for bindings in (host["PortBindings"] or {}).values() for binding in bindings]
+    _expect(all(each["HostIp"] == "127.0.0.1" for each in published), f"{service} is published beyond loopback")
+    _expect(bool(published) == (service != "executor"), f"{service} publishes {len(published)} ports")
+
+
+def _check_images(containers: dict[str, Container]) -> None:
+    size_mb = {}
+    for service, container in containers.items():
+        image = container.details()["Image"]
+        layers = [int(line) for line in docker("history", "--human=false", "--format", "{{.Size}}", image).splitlines()]
+        # What was there before our first instruction is the base image: its layers come last.
+        size_mb[service] = sum(layers) / 1e6
+    base = os.environ.get("BASE_IMAGE")
+    base_mb = int(docker("image", "inspect", "--format", "{{.Size}}", base)) / 1e6 if base else None
+    for service, size in size_mb.items():
+        added = "" if base_mb is None else f", {size - base_mb:.0f} MB more than its base image"
+        _say(f"image of the {service}: {size:.0f} MB{added}")
+    if base_mb is not None:
+        _expect(size_mb["scheduler"] - base_mb <= MAX_SCHEDULER_MB, "the scheduler's image is too large")
+    has_torch = docker(
+        "exec", containers["scheduler"].id, "python", "-c",
+        "import importlib.util as u; print(u.find_spec('torch') is not None)",
+    )  # fmt: skip
+    _expect(has_torch == "False", "the scheduler's image holds torch")
+
+
+def _streamed(client: quire.Client, disturb: Callable[[], object] | None = None) -> tuple[int, ...]:
+    """The token ids of a completion; `disturb` is called once it is under way."""
+    token_ids: list[int] = []
+    has_ended = False
+    for event in client.generate(PROMPT, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True):
+        if isinstance(event, quire.Delta):
+            token_ids += event.token_ids
+            if disturb is not None and len(token_ids) >= NUM_TOKENS // 10:
+                disturb()
+                disturb = None
+        has_ended = has_ended or isinstance(event, quire.Finished)
+    _expect(has_ended and len(token_ids) == NUM_TOKENS, f"the stream ended after {len(token_ids)} tokens")
+    return tuple(token_ids)
+
+
+def _killed_and_started(compose: Compose) -> Callable[[], None]:
+    """An engine never restarts by itself what a person has killed."""
+
+    def disturb() -> None:
+        compose.run("kill", "executor")
+        _expect(not compose.container("executor").is_running, "the executor still runs")
+        compose.run("start", "executor")
+
+    return disturb
+
+
+def _crash(compose: Compose) -> None:
+    """Everything in the container but its init, which then ends too; the restart policy does the rest."""
+    docker("exec", "--detach", compose.container("executor").id, "python", "-c", _KILL_ALL)
+
+
+def _check_prometheus(url: str) -> None:
+    def value(query: str) -> float:
+        with urllib.request.urlopen(f"{url}/api/v1/query?{urllib.parse.urlencode({'query': query})}") as response:
+            result = json.load(response)["data"]["result"]
+        return float(result[0]["value"][1]) if result else 0.0
+
+    _until(lambda: value("sum(up)") == 2, "Prometheus scrapes both services")
+    _until(lambda: value("sum(quire_generation_tokens_total)") == 3 * NUM_TOKENS, "Prometheus has counted every token")
+    _say(f"Prometheus scrapes both services, and has counted {3 * NUM_TOKENS} tokens: none twice")
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"not within {WAIT_S:g} s: {what}")
+        time.sleep(0.5)
+
+
+def _expect(condition: bool, otherwise: str) -> None:
+    if not condition:
+        raise CheckFailed(otherwise)
+
+
+def _say(line: str) -> None:
+    print(f"compose-check: {line}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
