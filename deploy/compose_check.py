@@ -3,11 +3,12 @@
 Needs a container engine whose command line knows compose, and BASE_IMAGE where the default cannot be pulled. Grafana
 stays out: its image cannot be built here, and the tests check what it is provisioned with.
 
-Exit codes: 0 all is well · 1 something is not · 77 there is no engine.
+Exit codes: 0 all is well · 1 something is not · 77 not run: there is no engine, or no base image.
 """
 
 import json
 import os
+import signal
 import sys
 import time
 import urllib.parse
@@ -15,10 +16,10 @@ import urllib.request
 from collections.abc import Callable
 
 import quire
-from deploy.engine import Compose, Container, EngineError, docker
+from deploy.engine import Compose, Container, EngineError, docker, found_base_image
 from quire.addresses import with_port
 
-EXIT_NO_ENGINE = 77
+EXIT_NOT_RUN = 77
 WAIT_S = 300.0
 MAX_SCHEDULER_MB = 200
 PROMPT = "Once upon a time"
@@ -33,14 +34,16 @@ class CheckFailed(Exception):
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so through `finally`
     settings = {name: with_port("127.0.0.1:0").rpartition(":")[2] for name in PORTS} | {"BIND": "127.0.0.1"}
     try:
         compose = Compose.find(f"quire-check-{os.getpid()}", settings)
+        base_image = found_base_image()
     except EngineError as error:
         print(f"compose-check: not run: {error}")
-        return EXIT_NO_ENGINE
+        return EXIT_NOT_RUN
     try:
-        _check(compose, settings)
+        _check(compose, settings, base_image)
     except (CheckFailed, EngineError, quire.QuireError, TimeoutError) as error:
         print(f"compose-check: FAILED: {error}", flush=True)
         compose.run("logs", "--tail", "40")
@@ -51,14 +54,14 @@ def main() -> int:
     return 0
 
 
-def _check(compose: Compose, settings: dict[str, str]) -> None:
+def _check(compose: Compose, settings: dict[str, str], base_image: str) -> None:
     compose.run("build", *SERVICES)
     compose.run("up", "--detach", *SERVICES)
     containers = {service: compose.container(service) for service in SERVICES}
     for service, container in containers.items():
         _until_healthy(service, container)
         _check_confinement(service, container)
-    _check_images(containers)
+    _check_images(containers, base_image)
     address = f"127.0.0.1:{settings['GRPC_PORT']}"
     with quire.Client(address, timeout_s=WAIT_S) as client:
         expected = _streamed(client)
@@ -91,25 +94,22 @@ def _check_confinement(service: str, container: Container) -> None:
     _expect(bool(published) == (service != "executor"), f"{service} publishes {len(published)} ports")
 
 
-def _check_images(containers: dict[str, Container]) -> None:
-    size_mb = {}
-    for service, container in containers.items():
-        image = container.details()["Image"]
-        layers = [int(line) for line in docker("history", "--human=false", "--format", "{{.Size}}", image).splitlines()]
-        # What was there before our first instruction is the base image: its layers come last.
-        size_mb[service] = sum(layers) / 1e6
-    base = os.environ.get("BASE_IMAGE")
-    base_mb = int(docker("image", "inspect", "--format", "{{.Size}}", base)) / 1e6 if base else None
+def _check_images(containers: dict[str, Container], base_image: str) -> None:
+    base_mb = _size_mb(base_image)
+    size_mb = {service: _size_mb(container.details()["Image"]) for service, container in containers.items()}
     for service, size in size_mb.items():
-        added = "" if base_mb is None else f", {size - base_mb:.0f} MB more than its base image"
-        _say(f"image of the {service}: {size:.0f} MB{added}")
-    if base_mb is not None:
-        _expect(size_mb["scheduler"] - base_mb <= MAX_SCHEDULER_MB, "the scheduler's image is too large")
+        _say(f"image of the {service}: {size:.0f} MB, {size - base_mb:.0f} MB more than its base image")
+    added_mb = size_mb["scheduler"] - base_mb
+    _expect(added_mb <= MAX_SCHEDULER_MB, f"the scheduler adds {added_mb:.0f} MB to its base image")
     has_torch = docker(
         "exec", containers["scheduler"].id, "python", "-c",
         "import importlib.util as u; print(u.find_spec('torch') is not None)",
     )  # fmt: skip
     _expect(has_torch == "False", "the scheduler's image holds torch")
+
+
+def _size_mb(image: str) -> float:
+    return int(docker("image", "inspect", "--format", "{{.Size}}", image)) / 1e6
 
 
 def _streamed(client: quire.Client, disturb: Callable[[], object] | None = None) -> tuple[int, ...]:

@@ -77,6 +77,18 @@ class Container:
         return int(self.details()["State"]["ExitCode"])
 
 
+def found_base_image() -> str:
+    """The image that both services are built on, pulled if need be. Raises EngineError."""
+    lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
+    defaults = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
+    image = os.environ.get("BASE_IMAGE", defaults["BASE_IMAGE"])
+    try:
+        docker("image", "inspect", image)
+    except EngineError:
+        docker("pull", "--quiet", image)
+    return image
+
+
 def docker(*words: str) -> str:
     """What it prints. Raises EngineError."""
     done = subprocess.run(["docker", *words], text=True, capture_output=True, check=False)

@@ -2,17 +2,23 @@
 # BASE_IMAGE needs Python 3.11 or newer with venv and pip.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
+# Apart, so that only what it prints decides whether packages are installed again.
+FROM ${BASE_IMAGE} AS requirements
+WORKDIR /src
+COPY pyproject.toml deploy/requirements.py ./
+RUN python3 requirements.py executor >requirements.txt
+
 FROM ${BASE_IMAGE} AS build
 # Where packages come from, if not where pip looks by itself: an index of CPU builds of torch spares some gigabytes.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
 RUN python3 -m venv /opt/quire
-COPY constraints.txt pyproject.toml deploy/requirements.py ./
+COPY constraints.txt ./
+COPY --from=requirements /src/requirements.txt ./
 # Dependencies first: they change less often than the code.
-RUN python3 requirements.py executor >requirements.txt \
- && /opt/quire/bin/pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
-COPY README.md LICENSE ./
+RUN /opt/quire/bin/pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+COPY pyproject.toml README.md LICENSE ./
 COPY protos protos
 COPY scheduler scheduler
 COPY executor executor
