@@ -1,4 +1,4 @@
-# The executor. The default target computes on the CPU, with its kernels compiled; the target `gpu` on an NVIDIA device.
+# The executor. The target `cpu` computes on the CPU, with its kernels compiled; the target `gpu` on an NVIDIA device.
 # BASE_IMAGE needs Python 3.11 or newer with venv and pip.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
@@ -38,15 +38,15 @@ USER 10001:10001
 EXPOSE 50052 9102
 ENTRYPOINT ["quire", "executor"]
 
-# Triton compiles its launchers with a C compiler, for the device it finds when it starts.
-FROM runtime AS gpu
-USER 0
-RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
-USER 10001:10001
-
 FROM runtime AS kernels
 COPY deploy/warm_kernels.py /tmp/warm_kernels.py
 RUN python /tmp/warm_kernels.py
 
 FROM runtime AS cpu
 COPY --from=kernels --chown=10001:10001 /cache/kernels /cache/kernels
+
+# Triton compiles its launchers with a C compiler, for the device it finds when it starts.
+FROM runtime AS gpu
+USER 0
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
