@@ -9,6 +9,7 @@ Exit codes: 0 all is well · 1 something is not · 77 not run: there is no engin
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 import urllib.parse
@@ -17,16 +18,19 @@ from collections.abc import Callable
 
 import quire
 from deploy.engine import Compose, Container, EngineError, docker, found_base_image
+from deploy.reference import fetched
 from quire.addresses import with_port
 
 EXIT_NOT_RUN = 77
 WAIT_S = 300.0
 MAX_SCHEDULER_MB = 200
 PROMPT = "Once upon a time"
-NUM_TOKENS = 400
+NUM_SAMPLES = 16
+NUM_TOKENS = 1500
+NUM_COUNTED = 3 * NUM_SAMPLES * NUM_TOKENS
 SERVICES = ("executor", "scheduler", "prometheus")
 PORTS = ("GRPC_PORT", "HTTP_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
-_KILL_ALL = "import os; os.kill(-1, 9)"
+_KILL_ALL = "import os; print('armed', flush=True); input(); os.kill(-1, 9)"
 
 
 class CheckFailed(Exception):
@@ -65,13 +69,15 @@ def _check(compose: Compose, settings: dict[str, str], base_image: str) -> None:
     address = f"127.0.0.1:{settings['GRPC_PORT']}"
     with quire.Client(address, timeout_s=WAIT_S) as client:
         expected = _streamed(client)
-        _say(f"a completion of {len(expected)} tokens through the published port")
-        killed = _streamed(client, _killed_and_started(compose))
+        _say(f"a completion of {NUM_SAMPLES} samples of {NUM_TOKENS} tokens through the published port")
+        http = f"127.0.0.1:{settings['HTTP_PORT']}"
+        killed = _streamed(client, _killed_and_started(compose, http))
         _expect(killed == expected, "the stream that lost its executor to `kill` has other tokens")
         _say("compose kill executor in mid-stream, then start: the stream ends complete, with the same tokens")
-        crashed = _streamed(client, lambda: _crash(compose))
+        crashed = _streamed(client, _crashed(containers["executor"], http))
         _expect(crashed == expected, "the stream whose executor crashed has other tokens")
         _say("the executor's process killed in mid-stream: restarted by itself, the stream ends complete")
+        _until_healthy("executor", containers["executor"])
     _check_prometheus(f"http://127.0.0.1:{settings['PROMETHEUS_PORT']}")
     compose.run("stop")
     for service, container in containers.items():
@@ -112,35 +118,68 @@ def _size_mb(image: str) -> float:
     return int(docker("image", "inspect", "--format", "{{.Size}}", image)) / 1e6
 
 
-def _streamed(client: quire.Client, disturb: Callable[[], object] | None = None) -> tuple[int, ...]:
-    """The token ids of a completion; `disturb` is called once it is under way."""
-    token_ids: list[int] = []
-    has_ended = False
-    for event in client.generate(PROMPT, temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True):
+def _streamed(client: quire.Client, disturb: Callable[[], object] | None = None) -> dict[int, list[int]]:
+    """Token ids of a completion by sample, so many that it takes seconds; `disturb` is called once it is under way."""
+    token_ids: dict[int, list[int]] = {index: [] for index in range(NUM_SAMPLES)}
+    num_ended = 0
+    for event in client.generate(PROMPT, n=NUM_SAMPLES, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True):
         if isinstance(event, quire.Delta):
-            token_ids += event.token_ids
-            if disturb is not None and len(token_ids) >= NUM_TOKENS // 10:
+            token_ids[event.index] += event.token_ids
+            if disturb is not None:
                 disturb()
                 disturb = None
-        has_ended = has_ended or isinstance(event, quire.Finished)
-    _expect(has_ended and len(token_ids) == NUM_TOKENS, f"the stream ended after {len(token_ids)} tokens")
-    return tuple(token_ids)
+        num_ended += isinstance(event, quire.Finished)
+    _expect(num_ended == NUM_SAMPLES, f"{num_ended} of {NUM_SAMPLES} samples ended")
+    lengths = {len(tokens) for tokens in token_ids.values()}
+    _expect(lengths == {NUM_TOKENS}, f"the samples ended after {lengths} tokens")
+    return token_ids
 
 
-def _killed_and_started(compose: Compose) -> Callable[[], None]:
+def _killed_and_started(compose: Compose, http: str) -> Callable[[], None]:
     """An engine never restarts by itself what a person has killed."""
 
     def disturb() -> None:
         compose.run("kill", "executor")
         _expect(not compose.container("executor").is_running, "the executor still runs")
+        _expect_open_stream(http)
         compose.run("start", "executor")
 
     return disturb
 
 
-def _crash(compose: Compose) -> None:
-    """Everything in the container but its init, which then ends too; the restart policy does the rest."""
-    docker("exec", "--detach", compose.container("executor").id, "python", "-c", _KILL_ALL)
+def _crashed(executor: Container, http: str) -> Callable[[], None]:
+    """Everything in the container but its init dies, which then ends too; the restart policy does the rest.
+
+    Who is to kill it waits inside for its word: starting a process there takes longer than a stream.
+    """
+    killer = subprocess.Popen(
+        ["docker", "exec", "--interactive", executor.id, "python", "-c", _KILL_ALL],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    if killer.stdout is None or killer.stdout.readline() != "armed\n":
+        raise EngineError("nothing can be run in the executor's container")
+
+    def disturb() -> None:
+        num_restarts = executor.num_restarts
+        killer.communicate("now\n")
+        _expect_open_stream(http)
+        _until(lambda: executor.num_restarts > num_restarts, "the engine restarts the executor")
+
+    return disturb
+
+
+def _expect_open_stream(http: str) -> None:
+    """Or what has just happened did not happen in mid-stream. A request that waits may count once a sample."""
+    lines = fetched(http).splitlines()
+    num_open = sum(
+        float(line.rsplit(" ", 1)[1])
+        for line in lines
+        if line.startswith(("quire_requests_running{", "quire_queue_requests{"))
+    )
+    _expect(num_open > 0, "the stream had ended before")
 
 
 def _check_prometheus(url: str) -> None:
@@ -150,8 +189,8 @@ def _check_prometheus(url: str) -> None:
         return float(result[0]["value"][1]) if result else 0.0
 
     _until(lambda: value("sum(up)") == 2, "Prometheus scrapes both services")
-    _until(lambda: value("sum(quire_generation_tokens_total)") == 3 * NUM_TOKENS, "Prometheus has counted every token")
-    _say(f"Prometheus scrapes both services, and has counted {3 * NUM_TOKENS} tokens: none twice")
+    _until(lambda: value("sum(quire_generation_tokens_total)") == NUM_COUNTED, "Prometheus has counted every token")
+    _say(f"Prometheus scrapes both services, and has counted {NUM_COUNTED} tokens: none twice")
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:

@@ -73,6 +73,11 @@ class Container:
         return bool(self.details()["State"]["Running"])
 
     @property
+    def num_restarts(self) -> int:
+        """Those that the restart policy asked for."""
+        return int(self.details()["RestartCount"])
+
+    @property
     def exit_code(self) -> int:
         return int(self.details()["State"]["ExitCode"])
 
