@@ -2,12 +2,12 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-SOURCES := scheduler executor kernels quire bench tests models protos
+SOURCES := scheduler executor kernels quire bench deploy tests models protos
 INSTALLED := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-9s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 run: $(INSTALLED)  ## start both services, stream a few completions, show the block table, end
 	$(BIN)/quire demo
@@ -40,13 +40,20 @@ fmt: $(INSTALLED)  ## format the code
 protos: $(INSTALLED)  ## generate the gRPC stubs again
 	$(BIN)/python protos/build.py
 
+dashboards: $(INSTALLED)  ## write Grafana's dashboards and the tables of docs/operations.md again
+	$(BIN)/python -m deploy.grafana.build
+	$(BIN)/python -m deploy.reference
+
+compose-check: $(INSTALLED)  ## bring compose.yaml up for real, break it, take it down (BASE_IMAGE=… to build on another)
+	$(BIN)/python -m deploy.compose_check
+
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build quire/v1 quire/executor
 
 $(INSTALLED): pyproject.toml constraints.txt protos/build.py $(shell find protos -name '*.proto')
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards]'
 	touch $@
 
-.PHONY: help run serve test bench gpu-check verify lint fmt protos clean
+.PHONY: help run serve test bench gpu-check verify lint fmt protos dashboards compose-check clean

@@ -1,0 +1,52 @@
+# The executor. The target `cpu` computes on the CPU, with its kernels compiled; the target `gpu` on an NVIDIA device.
+# BASE_IMAGE needs Python 3.11 or newer with venv and pip.
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+# Apart, so that only what it prints decides whether packages are installed again.
+FROM ${BASE_IMAGE} AS requirements
+WORKDIR /src
+COPY pyproject.toml deploy/requirements.py ./
+RUN python3 requirements.py executor >requirements.txt
+
+FROM ${BASE_IMAGE} AS build
+# Where packages come from, if not where pip looks by itself: an index of CPU builds of torch spares some gigabytes.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+WORKDIR /src
+RUN python3 -m venv /opt/quire
+COPY constraints.txt ./
+COPY --from=requirements /src/requirements.txt ./
+# Dependencies first: they change less often than the code.
+RUN /opt/quire/bin/pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY protos protos
+COPY scheduler scheduler
+COPY executor executor
+COPY kernels kernels
+COPY quire quire
+COPY bench bench
+RUN PIP_CONSTRAINT=/src/constraints.txt /opt/quire/bin/pip install --no-cache-dir --no-deps . \
+ && /opt/quire/bin/pip uninstall --yes --quiet pip
+
+FROM ${BASE_IMAGE} AS runtime
+RUN mkdir -p /cache/hub /cache/kernels && chown -R 10001:10001 /cache
+COPY --from=build /opt/quire /opt/quire
+COPY deploy/health_check.py /opt/quire/health_check.py
+ENV PATH=/opt/quire/bin:$PATH HOME=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
+    NUMBA_CACHE_DIR=/cache/kernels TRITON_CACHE_DIR=/cache/kernels/triton
+USER 10001:10001
+EXPOSE 50052 9102
+ENTRYPOINT ["quire", "executor"]
+
+FROM runtime AS kernels
+COPY deploy/warm_kernels.py /tmp/warm_kernels.py
+RUN python /tmp/warm_kernels.py
+
+FROM runtime AS cpu
+COPY --from=kernels --chown=10001:10001 /cache/kernels /cache/kernels
+
+# Triton compiles its launchers with a C compiler, for the device it finds when it starts.
+FROM runtime AS gpu
+USER 0
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+USER 10001:10001

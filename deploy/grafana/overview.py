@@ -1,0 +1,181 @@
+"""Overview: is it well, how fast is it, who waits and why."""
+
+from grafana_foundation_sdk.builders import dashboard
+
+from deploy.grafana.panels import (
+    attainment,
+    choice,
+    dashboard_named,
+    heat_map,
+    lines,
+    per_second,
+    percentiles,
+    tile,
+)
+
+# Bounds of buckets, as Prometheus writes them: attainment is exact at these and nowhere else.
+TTFT_BOUNDS_S = ("0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0")
+ITL_BOUNDS_S = ("0.01", "0.025", "0.05", "0.1", "0.25", "0.5")
+
+TTFT = "quire_time_to_first_token_seconds"
+ITL = "quire_inter_token_latency_seconds"
+
+
+def overview() -> dashboard.Dashboard:
+    board = (
+        dashboard_named("Quire / Overview", "quire-overview", "Load, latency, queue and objectives of a Quire server.")
+        .with_variable(choice("ttft", "TTFT objective, s", TTFT_BOUNDS_S, "1.0"))
+        .with_variable(choice("itl", "ITL objective, s", ITL_BOUNDS_S, "0.1"))
+    )
+    for panel in (
+        tile("Requests/s", "Requests that ended, in any way.", per_second("quire_requests_finished_total"), "reqps"),
+        tile("Tokens/s", "Tokens of completions.", per_second("quire_generation_tokens_total"), "short"),
+        tile("Running", "Requests with a sequence in the batch.", "sum (quire_requests_running{m})", "short"),
+        tile("Queued", "Requests that wait.", "sum (quire_queue_requests{m})", "short"),
+        tile(
+            "Oldest in the queue", "How long the one that waits longest has waited.",
+            "max (quire_queue_oldest_age_seconds{m})", "s", bad_from=30,
+        ),
+        tile("Pool in use", "Active blocks.", "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98),
+    ):  # fmt: skip
+        board = board.with_panel(panel)
+    return _reasons(_objectives(_latency(_throughput(board))))
+
+
+def _throughput(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        board.with_row(dashboard.Row("Throughput"))
+        .with_panel(
+            lines(
+                "Requests by how they ended",
+                "A request counts once, when its last sequence ends.",
+                {"{reason}": per_second("quire_requests_finished_total", "reason")},
+                "reqps",
+                stacked=True,
+            )
+        )
+        .with_panel(
+            lines(
+                "Tokens",
+                "Generated, and prompt tokens by where their KV came from. Recomputed tokens count in neither.",
+                {
+                    "generated": per_second("quire_generation_tokens_total"),
+                    "prompt, {source}": per_second("quire_prompt_tokens_total", "source"),
+                },
+                "short",
+            )
+        )
+        .with_panel(
+            lines(
+                "Refused",
+                "Requests that never reached the queue, by status code.",
+                {"{reason}": per_second("quire_requests_rejected_total", "reason")},
+                "reqps",
+                stacked=True,
+            )
+        )
+    )
+
+
+def _latency(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        board.with_row(dashboard.Row("Latency"))
+        .with_panel(
+            lines("Time to first token", "From arrival, the queue included.", percentiles(TTFT), "s", width="half")
+        )
+        .with_panel(
+            lines("Inter-token latency", "Between two tokens of a sequence.", percentiles(ITL), "s", width="half")
+        )
+        .with_panel(heat_map("Time to first token, spread", "Brighter: more requests.", TTFT, "s"))
+        .with_panel(heat_map("Inter-token latency, spread", "Brighter: more tokens.", ITL, "s"))
+        .with_panel(
+            lines(
+                "Whole requests",
+                "From arrival to the end of the last sequence.",
+                percentiles("quire_e2e_request_latency_seconds"),
+                "s",
+            )
+        )
+        .with_panel(
+            lines(
+                "Where a request's time goes",
+                "Means: in the queue, until its first token, and after it.",
+                {
+                    phase: f"{per_second(f'quire_request_{phase}_time_seconds_sum')}"
+                    f" / {per_second(f'quire_request_{phase}_time_seconds_count')}"
+                    for phase in ("queue", "prefill", "decode")
+                },
+                "s",
+                stacked=True,
+            )
+        )
+        .with_panel(
+            lines(
+                "Time per output token",
+                "Mean over a sequence.",
+                percentiles("quire_time_per_output_token_seconds"),
+                "s",
+            )
+        )
+    )
+
+
+def _objectives(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        board.with_row(dashboard.Row("Objectives"))
+        .with_panel(
+            lines(
+                "Attainment",
+                "Share of requests with a first token within $ttft s, and of tokens within $itl s of the one before.",
+                {"TTFT ≤ $ttft s": attainment(TTFT, "ttft"), "ITL ≤ $itl s": attainment(ITL, "itl")},
+                "percentunit",
+                width="half",
+                most=1,
+            )
+        )
+        .with_panel(
+            lines(
+                "Sizes of requests",
+                "90 % of requests are no longer than this.",
+                {
+                    "prompt": percentiles("quire_request_prompt_tokens")["p90"],
+                    "completion": percentiles("quire_request_generation_tokens")["p90"],
+                },
+                "short",
+                width="half",
+            )
+        )
+    )
+
+
+def _reasons(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        board.with_row(dashboard.Row("Queue"))
+        .with_panel(
+            lines(
+                "Running and queued",
+                "Queued by what a request waits after: new, preempted, or its executor was lost.",
+                {
+                    "running": "sum (quire_requests_running{m})",
+                    "queued, {reason}": "sum by (reason) (quire_queue_requests{m})",
+                },
+                "short",
+            )
+        )
+        .with_panel(
+            lines(
+                "Age of the oldest",
+                "Since the arrival of the request that waits and arrived first.",
+                {"oldest": "max (quire_queue_oldest_age_seconds{m})"},
+                "s",
+            )
+        )
+        .with_panel(
+            lines(
+                "Prompt tokens that wait",
+                "What the queue still has to compute; its bound is --max-waiting-prompt-tokens.",
+                {"tokens": "sum (quire_queue_prompt_tokens{m})"},
+                "short",
+            )
+        )
+    )

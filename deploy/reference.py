@@ -1,0 +1,131 @@
+"""The tables of docs/operations.md: flags from the configurations, metrics from what both services answer.
+
+`make dashboards`, or python -m deploy.reference, writes them; it starts both services on free ports for a moment.
+"""
+
+import asyncio
+import re
+import urllib.request
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, fields
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+import quire
+from executor.config import ExecutorConfig
+from quire.config_flags import field_texts
+from quire.model_path import embedded_model
+from quire.serve import serving_probe
+from quire.services import on_free_ports, service_pair
+from quire.supervisor import Supervisor
+from scheduler.config import SchedulerConfig
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
+_TABLE = re.compile(r"(<!-- table: (?P<name>[a-z ]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def with_tables(page: str, tables: Mapping[str, str]) -> str:
+    """The page, each of its tables as `tables` has it. Raises KeyError for a table of another name."""
+    return _TABLE.sub(lambda match: f"{match[1]}\n{tables[match['name']]}\n{match[3]}", page)
+
+
+def flag_tables() -> dict[str, str]:
+    return {"scheduler flags": _flag_table(SchedulerConfig), "executor flags": _flag_table(ExecutorConfig)}
+
+
+def metric_tables(scheduler_page: str, executor_page: str) -> dict[str, str]:
+    """From pages that Prometheus would scrape, of services that have had a request and have refused one."""
+    return {"scheduler metrics": _metric_table(scheduler_page), "executor metrics": _metric_table(executor_page)}
+
+
+def metric_names(page: str) -> set[str]:
+    """Every name that a query can use: of a histogram, those of its three kinds of samples."""
+    return {name for family in _families(page) for name in family.series}
+
+
+def _flag_table(config: type[Any]) -> str:
+    texts = field_texts(config)
+    rows = ((f"`--{field.name.replace('_', '-')}`", _default(field), texts[field.name]) for field in fields(config))
+    return _table(("flag", "default", "what it is"), rows)
+
+
+def _default(field: Field[Any]) -> str:
+    if field.default is MISSING:
+        return "required"
+    return "" if field.default in (None, "") else f"`{field.default}`"
+
+
+class _Family:
+    """A metric: what its page says of it, and the names of its series."""
+
+    def __init__(self, name: str, kind: str, text: str, labels: set[str]) -> None:
+        self.name, self.kind, self.text, self.labels = name, kind, text, labels
+
+    @property
+    def series(self) -> set[str]:
+        if self.kind == "histogram":
+            return {f"{self.name}_{part}" for part in ("bucket", "count", "sum")}
+        return {self.name}
+
+
+def _families(page: str) -> list[_Family]:
+    """Those of Quire. When a series began, which the client library adds, is none."""
+    return [
+        _Family(
+            f"{family.name}_total" if family.type == "counter" else family.name,
+            family.type,
+            family.documentation,
+            {label for sample in family.samples for label in sample.labels} - {"le"},
+        )
+        for family in text_string_to_metric_families(page)
+        if family.name.startswith("quire_") and not family.name.endswith("_created")
+    ]
+
+
+def _metric_table(page: str) -> str:
+    rows = (
+        (f"`{family.name}`", family.kind, ", ".join(f"`{label}`" for label in sorted(family.labels)), family.text)
+        for family in sorted(_families(page), key=lambda family: family.name)
+    )
+    return _table(("metric", "type", "labels", "what it is"), rows)
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+async def _pages() -> tuple[str, str]:
+    """What both services of this checkout answer to Prometheus."""
+    pair = service_pair(on_free_ports({"model": embedded_model(), "num_blocks": 64}))
+    async with Supervisor(pair.children(), log=lambda name, line: None) as supervisor:
+        async with quire.AsyncClient(pair.scheduler.listen) as client:
+            await supervisor.until_ready(serving_probe(client))
+            await client.complete("Once upon a time", max_tokens=2)
+            try:
+                await client.complete("Once upon a time", max_tokens=2, temperature=-1.0)
+            except quire.InvalidRequestError:
+                pass
+            else:
+                raise RuntimeError("a temperature below zero was accepted")
+        return (
+            await asyncio.to_thread(fetched, pair.scheduler.http_listen),
+            await asyncio.to_thread(fetched, pair.executor.metrics_address),
+        )
+
+
+def fetched(address: str) -> str:
+    """The metrics at an address, in the text format."""
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as response:
+        return str(response.read().decode())
+
+
+def write() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(with_tables(page, flag_tables() | metric_tables(*asyncio.run(_pages()))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()

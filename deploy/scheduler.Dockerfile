@@ -1,0 +1,39 @@
+# The scheduler: what `pip install quire` brings, and no torch.
+# BASE_IMAGE needs Python 3.11 or newer with venv and pip.
+ARG BASE_IMAGE=python:3.11-slim-bookworm
+
+# Apart, so that only what it prints decides whether packages are installed again.
+FROM ${BASE_IMAGE} AS requirements
+WORKDIR /src
+COPY pyproject.toml deploy/requirements.py ./
+RUN python3 requirements.py >requirements.txt
+
+FROM ${BASE_IMAGE} AS build
+# Where packages come from, if not where pip looks by itself.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+WORKDIR /src
+RUN python3 -m venv /opt/quire
+COPY constraints.txt ./
+COPY --from=requirements /src/requirements.txt ./
+# Dependencies first: they change less often than the code. The hub client fetches the tokenizer of a hub id.
+RUN echo huggingface-hub >>requirements.txt \
+ && /opt/quire/bin/pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+COPY pyproject.toml README.md LICENSE ./
+COPY protos protos
+COPY scheduler scheduler
+COPY executor executor
+COPY kernels kernels
+COPY quire quire
+COPY bench bench
+RUN PIP_CONSTRAINT=/src/constraints.txt /opt/quire/bin/pip install --no-cache-dir --no-deps . \
+ && /opt/quire/bin/pip uninstall --yes --quiet pip setuptools
+
+FROM ${BASE_IMAGE}
+RUN mkdir -p /cache/hub && chown -R 10001:10001 /cache
+COPY --from=build /opt/quire /opt/quire
+COPY deploy/health_check.py /opt/quire/health_check.py
+ENV PATH=/opt/quire/bin:$PATH HOME=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+USER 10001:10001
+EXPOSE 50051 8080
+ENTRYPOINT ["quire", "scheduler"]

@@ -1,0 +1,79 @@
+"""compose.yaml promises little rights and few ports, and its settings are all in one file."""
+
+import re
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.e2e.process import ROOT
+
+TEXT = (ROOT / "compose.yaml").read_text(encoding="utf-8")
+SERVICES: dict[str, Any] = yaml.safe_load(TEXT)["services"]
+SETTINGS = dict(
+    line.split("=", 1)
+    for line in (ROOT / ".env").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+)
+services = pytest.mark.parametrize("service", SERVICES.values(), ids=SERVICES)
+
+
+@services
+def test_services_are_confined(service: dict[str, Any]) -> None:
+    assert service["user"].split(":")[0] != "0"
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert "cap_add" not in service
+    assert "privileged" not in service
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["healthcheck"]["test"][0] == "CMD"
+
+
+@services
+def test_mounts_from_the_host_are_read_only(service: dict[str, Any]) -> None:
+    for volume in service["volumes"]:
+        assert volume.startswith(tuple(yaml.safe_load(TEXT)["volumes"])) or volume.endswith(":ro")
+
+
+@services
+def test_ports_are_published_where_bind_says(service: dict[str, Any]) -> None:
+    assert all(port.startswith("${BIND}:") for port in service.get("ports", ()))
+
+
+def test_what_is_published() -> None:
+    published = {name for name, service in SERVICES.items() if service.get("ports")}
+    assert published == {"scheduler", "scheduler-gpu", "prometheus", "grafana"}
+    assert SETTINGS["BIND"] == "127.0.0.1"
+
+
+def test_one_profile_computes_on_the_cpu_and_one_on_a_gpu() -> None:
+    assert SETTINGS["COMPOSE_PROFILES"] == "cpu"
+    by_profile = {
+        profile: {name for name, service in SERVICES.items() if service.get("profiles") == [profile]}
+        for profile in ("cpu", "gpu")
+    }
+    assert by_profile == {"cpu": {"executor", "scheduler"}, "gpu": {"executor-gpu", "scheduler-gpu"}}
+    (device,) = SERVICES["executor-gpu"]["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia"
+    for profile in by_profile.values():
+        aliases = [alias for name in profile for alias in SERVICES[name]["networks"]["default"]["aliases"]]
+        assert sorted(aliases) == ["executor", "scheduler"]
+
+
+def test_the_scheduler_drains_before_its_executor_ends() -> None:
+    for scheduler, executor in (("scheduler", "executor"), ("scheduler-gpu", "executor-gpu")):
+        assert SERVICES[scheduler]["depends_on"] == {executor: {"condition": "service_healthy"}}
+
+
+def test_every_setting_has_its_default() -> None:
+    assert set(re.findall(r"\$\{(\w+)\}", TEXT)) | {"COMPOSE_PROFILES"} == set(SETTINGS)
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("deploy/**/*Dockerfile")), ids=lambda path: path.name)
+def test_images_build_on_what_they_are_told(path: Any) -> None:
+    text = path.read_text(encoding="utf-8")
+    stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?", text, re.MULTILINE)
+    names = {name for _, name in stages}
+    assert text.index("ARG BASE_IMAGE=") < text.index("FROM ")
+    assert {base for base, _ in stages} <= {"${BASE_IMAGE}"} | names
+    assert re.findall(r"^USER (\S+)", text, re.MULTILINE)[-1].split(":")[0] not in ("0", "root")

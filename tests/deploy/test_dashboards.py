@@ -1,0 +1,103 @@
+"""The dashboards that are committed are those that the code makes, and Grafana can read them."""
+
+import itertools
+import re
+from typing import Any
+
+import pytest
+import yaml
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import Dashboard
+
+from deploy.grafana import build
+from deploy.grafana.overview import ITL, ITL_BOUNDS_S, TTFT, TTFT_BOUNDS_S
+from scheduler.metrics import HISTOGRAMS
+from tests.deploy.panels import DASHBOARDS, dashboards, panels
+from tests.e2e.process import ROOT
+
+BOARDS = dashboards()
+PROVISIONING = ROOT / "deploy" / "grafana" / "provisioning"
+boards = pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
+
+
+def test_the_committed_files_are_up_to_date() -> None:
+    committed = {path.name: path.read_text(encoding="utf-8") for path in DASHBOARDS.iterdir()}
+    assert committed == build.rendered(), "run `make dashboards`"
+
+
+@boards
+def test_the_schema_knows_every_field(board: dict[str, Any]) -> None:
+    """What Grafana's own types do not know is lost on the way through them."""
+    assert plain(Dashboard.from_json(board)) == board
+
+
+@boards
+def test_panels_are_whole(board: dict[str, Any]) -> None:
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(set(ids)) == len(ids)
+    for panel in panels(board):
+        assert panel["title"], panel
+        assert panel["description"], panel["title"]
+        assert panel["type"] == "heatmap" or panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        letters = [target["refId"] for target in panel["targets"]]
+        assert letters, panel["title"]
+        assert len(set(letters)) == len(letters), panel["title"]
+
+
+@boards
+def test_panels_do_not_overlap(board: dict[str, Any]) -> None:
+    taken: dict[tuple[int, int], str] = {}
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24, panel["title"]
+        for cell in itertools.product(
+            range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
+        ):
+            assert cell not in taken, f"{panel['title']} lies on {taken[cell]}"
+            taken[cell] = panel["title"]
+
+
+@boards
+def test_variables_are_defined_and_used(board: dict[str, Any]) -> None:
+    defined = {variable["name"] for variable in board["templating"]["list"]}
+    text = str([board["panels"], [variable.get("datasource") for variable in board["templating"]["list"]]])
+    used = {name for name in re.findall(r"\$\{?(\w+)", text) if not name.startswith("__")}
+    assert used == defined
+
+
+def test_names_and_ids_are_apart() -> None:
+    assert len({board["uid"] for board in BOARDS.values()}) == len(BOARDS) == 3
+    assert len({board["title"] for board in BOARDS.values()}) == len(BOARDS)
+
+
+@pytest.mark.parametrize(("bounds", "histogram"), [(TTFT_BOUNDS_S, TTFT), (ITL_BOUNDS_S, ITL)])
+def test_objectives_are_bounds_of_buckets(bounds: tuple[str, ...], histogram: str) -> None:
+    assert set(bounds) <= {str(float(bound)) for bound in HISTOGRAMS[histogram][0]}
+
+
+def test_the_data_source_is_the_prometheus_of_compose() -> None:
+    (source,) = provisioned("datasources")["datasources"]
+    assert set(source) <= {"name", "uid", "type", "access", "url", "isDefault", "editable", "jsonData"}
+    assert (source["type"], source["access"]) == ("prometheus", "proxy")
+    assert source["url"] == "http://prometheus:9090"
+
+
+def test_the_folder_is_where_compose_puts_the_dashboards() -> None:
+    (provider,) = provisioned("dashboards")["providers"]
+    assert set(provider) <= {"name", "folder", "folderUid", "type", "disableDeletion", "allowUiUpdates", "options"}
+    assert (provider["type"], provider["folder"]) == ("file", "Quire")
+    mounts = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))["services"]["grafana"]["volumes"]
+    assert f"./deploy/grafana/dashboards:{provider['options']['path']}:ro" in mounts
+    assert "./deploy/grafana/provisioning:/etc/grafana/provisioning:ro" in mounts
+
+
+def provisioned(kind: str) -> dict[str, Any]:
+    (path,) = (PROVISIONING / kind).iterdir()
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert content["apiVersion"] == 1
+    return dict(content)
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it."""
+    return build.json.loads(build.json.dumps(value, cls=JSONEncoder))

@@ -1,0 +1,34 @@
+"""docs/operations.md: its tables are made from the code, and each alert has its section."""
+
+import re
+from dataclasses import fields
+
+from deploy.reference import PAGE, flag_tables, metric_tables, with_tables
+from executor.config import ExecutorConfig
+from scheduler.config import SchedulerConfig
+from tests.deploy.conftest import Observed
+from tests.deploy.panels import rules
+
+TEXT = PAGE.read_text(encoding="utf-8")
+
+
+def test_the_tables_are_up_to_date(observed: Observed) -> None:
+    tables = flag_tables() | metric_tables(*observed.pages())
+    assert set(re.findall(r"<!-- table: ([a-z ]+) -->", TEXT)) == set(tables)
+    assert with_tables(TEXT, tables) == TEXT, "run `make dashboards`"
+
+
+def test_every_flag_that_the_text_names_exists() -> None:
+    flags = {
+        f"--{field.name.replace('_', '-')}" for config in (SchedulerConfig, ExecutorConfig) for field in fields(config)
+    }
+    of_compose = {"--profile"}
+    assert set(re.findall(r"--[a-z][a-z-]+", TEXT)) - flags == of_compose
+
+
+def test_every_alert_has_a_runbook() -> None:
+    alerts = {rule["alert"] for rule in rules() if "alert" in rule}
+    assert set(re.findall(r"^### (Quire\w+)$", TEXT, re.MULTILINE)) == alerts
+    for rule in rules():
+        if "alert" in rule:
+            assert rule["annotations"]["runbook"] == f"docs/operations.md#{rule['alert'].lower()}"

@@ -1,0 +1,104 @@
+"""A real Prometheus scrapes both services under load, and every query of every panel and rule returns data."""
+
+import asyncio
+import contextlib
+import json
+import math
+import shutil
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire import AsyncClient
+from quire.addresses import with_port
+from tests.deploy.conftest import Observed
+from tests.deploy.panels import RULES, panel_queries, rule_queries
+from tests.e2e.process import Process
+from tests.e2e.waiting import until
+
+NUM_CLIENTS = 12
+
+pytestmark = pytest.mark.skipif(
+    shutil.which("prometheus") is None, reason="Prometheus is not installed (Debian's package of that name)"
+)
+
+
+async def test_every_query_returns_data(observed: Observed, tmp_path: Path) -> None:
+    address = with_port("127.0.0.1:0")
+    process = Process("prometheus", command(observed, address, tmp_path))
+    missing = {query.place: query.expression for query in panel_queries() + rule_queries()}
+    assert len(missing) > 60
+    try:
+        async with observed.stack.client() as client, load(client):
+
+            async def all_return() -> bool:
+                for place, expression in list(missing.items()):
+                    if await asyncio.to_thread(has_data, address, expression):
+                        del missing[place]
+                return not missing
+
+            with contextlib.suppress(TimeoutError):
+                await until(all_return)
+        assert missing == {}, process.log()
+    finally:
+        process.kill()
+
+
+def command(observed: Observed, address: str, directory: Path) -> list[str]:
+    """Scrapes and evaluates every second; otherwise what compose.yaml runs."""
+    settings = {
+        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        "rule_files": [str(RULES)],
+        "scrape_configs": [
+            {"job_name": f"quire-{service}", "static_configs": [{"targets": [target]}]}
+            for service, target in (
+                ("scheduler", observed.scheduler_metrics),
+                ("executor", observed.executor_metrics),
+            )
+        ],
+    }
+    path = directory / "prometheus.yml"  # YAML holds JSON
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    return [
+        "prometheus", f"--config.file={path}", f"--storage.tsdb.path={directory / 'data'}",
+        f"--web.listen-address={address}", "--log.level=warn",
+    ]  # fmt: skip
+
+
+@asynccontextmanager
+async def load(client: AsyncClient) -> AsyncIterator[None]:
+    """More than the pool holds, so that sequences are preempted; samples share blocks, and copy them."""
+
+    async def ask(number: int) -> None:
+        while True:
+            await client.complete(f"Once upon a time there were {number} friends.", n=2, seed=number, max_tokens=120)
+
+    clients = [asyncio.create_task(ask(number)) for number in range(NUM_CLIENTS)]
+    try:
+        yield
+        assert not any(each.done() for each in clients)
+    finally:
+        for each in clients:
+            each.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+
+def has_data(address: str, expression: str) -> bool:
+    """Some series with a number. Raises AssertionError for what Prometheus cannot parse."""
+    url = f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
+    try:
+        with urllib.request.urlopen(url, timeout=30) as response:
+            answer: dict[str, Any] = json.load(response)
+    except urllib.error.HTTPError as error:
+        if error.code == 503:  # it is starting
+            return False
+        raise AssertionError(f"{expression}: {error.read().decode()}") from None
+    except urllib.error.URLError:
+        return False
+    return any(not math.isnan(float(series["value"][1])) for series in answer["data"]["result"])
