@@ -111,6 +111,7 @@ def other_value(name: str, default: Any) -> Any:
         "dtype": "float32",
         "device": "cpu",
         "kernels": "reference",
+        "load_format": "random",
         "memory_fraction": 0.5,
         "revision": "main",
         "model_name": "toy",

@@ -125,10 +125,9 @@ async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwr
     expect = playwright_api.expect
     await page.route("**/live/completions", endlessly)
     await page.fill("[data-field='stopping.max_tokens']", "1900")
-    await page.fill("[data-field='sampling.n']", "4")
+    await page.fill("[data-field='sampling.n']", "8")  # far more than the pool holds at once: it goes on for long
     await page.click("#prompt-send")
-    await expect(page.locator(".sequence")).to_have_count(4)
-    await expect(page.locator("#prompt-output p")).to_have_count(4)
+    await expect(page.locator(".sequence").first).to_be_visible()
     await page.click("#prompt-cancel")
     await expect(page.locator("#prompt-status")).to_contain_text("cancelled")
     await expect(page.locator(".sequence")).to_have_count(0)
