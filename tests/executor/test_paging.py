@@ -65,6 +65,24 @@ def test_greedy_children_repeat_their_parent(source, runner) -> None:
     assert [seat.output for seat in (parent, *children)] == [source.greedy(prompt, 9)] * 3
 
 
+def test_what_becomes_of_a_copied_block_is_nothing_to_its_copy(source, runner) -> None:
+    """Copy-on-write is a copy: once it is made, the source may hold anything."""
+    prompt = source.prompt(10)
+    conductor = Conductor(runner)
+    parent = conductor.admit(prompt, 9)
+    slot = conductor.free_slots[2]
+    conductor.step(forks=(Fork(parent.slot, slot, seed=0),))
+    child = conductor.seats[1]
+    shared, own = child.block_table[-1], conductor.free_blocks.pop(0)
+    child.block_table[-1] = own
+    update = StepPlan(0, 0, table_updates=tuples(3, (child.slot, 2, own)))
+    conductor.step(copies=((shared, own),), more=update)
+    conductor.retire(parent, keep_blocks=True)
+    runner.model.pool[:, shared] = float("nan")
+    conductor.run()
+    assert child.output == source.greedy(prompt, 9)
+
+
 def test_children_sample_with_their_own_seed(source, runner) -> None:
     """A fork gives the tokens that a sequence of its own would have had, with that seed."""
     prompt = source.prompt(8)
