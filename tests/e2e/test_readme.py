@@ -31,7 +31,7 @@ def blocks(language: str) -> list[str]:
 def commands() -> set[str]:
     """Lines of shell blocks, and `make …` and `.venv/bin/…` in running text."""
     lines = {line.strip() for block in blocks("sh") for line in block.splitlines() if line.strip()}
-    return lines | set(re.findall(r"`(make [a-z]+|\.venv/bin/[^`]+)`", README))
+    return lines | set(re.findall(r"`(make [a-z-]+|\.venv/bin/[^`]+)`", README))
 
 
 COVERED = {
@@ -39,6 +39,7 @@ COVERED = {
     "make test": "runs this",
     "make verify": "CI runs its two halves",
     "make help": "test_make_targets",
+    "make gpu-check": "tests/bench/test_phases.py and its neighbours run the phases in small",
     "make fmt": "test_make_targets",
     "make protos": "test_make_targets",
     "make clean": "test_make_targets",
