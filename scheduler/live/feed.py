@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.3
 """Between two frames, at least."""
+MAX_INTERVAL_S = 2.0
+"""Between two frames, at most: one that was dear (the first ones, on a busy machine) does not stop the page."""
 MAX_SHARE = 0.01
 """Of the event loop's time that may go into frames, however many viewers there are."""
 MAX_VIEWERS = 32
@@ -146,9 +148,11 @@ class LiveFeed:
                 started_s = time.thread_time()
                 if mark(self._engine) != self._last_mark:
                     self._look()
-                await asyncio.sleep(max(self._interval_s, (time.thread_time() - started_s) / self._max_share))
+                pause_s = (time.thread_time() - started_s) / self._max_share
+                await asyncio.sleep(min(max(self._interval_s, pause_s), MAX_INTERVAL_S))
         except Exception:
             log.exception("the live page's feed failed")
+            self._task = None  # whoever comes next begins anew
             self.close()
 
     def _look(self) -> None:

@@ -14,6 +14,9 @@ from tests.e2e.waiting import until
 
 playwright_api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
+# What is waited for comes, sooner or later: on a busy machine later than the five seconds of the default.
+playwright_api.expect.set_options(timeout=60_000)
+
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
@@ -64,13 +67,13 @@ async def load(stack: Stack, num_clients: int = 4) -> AsyncIterator[AsyncClient]
             while True:
                 await client.complete("Once upon a time", request_id=name, max_tokens=60, n=2, ignore_eos=True)
 
-        tasks = [asyncio.create_task(ask(f"client-{i}")) for i in range(num_clients)]
-        try:
-            yield client
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        async with asyncio.TaskGroup() as group:  # a client that fails ends the test, and says why
+            tasks = [group.create_task(ask(f"client-{i}")) for i in range(num_clients)]
+            try:
+                yield client
+            finally:
+                for task in tasks:
+                    task.cancel()
 
 
 async def num_active(client: AsyncClient) -> int:
