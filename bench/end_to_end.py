@@ -7,7 +7,6 @@ random`), since how fast a shape is does not depend on what its weights are. Wha
 each part.
 """
 
-import argparse
 import asyncio
 import statistics
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.load import LoadResult, closed_loop, quire_sender
-from bench.random_models import SHAPES, write_model
+from bench.random_models import phase_arguments, write_model
 from bench.report import save, summarize
 from bench.step_traces import StepRecorder, idle_ratio
 from bench.trace import TraceRequest, TraceSettings, describe, make_trace
@@ -181,12 +180,7 @@ def _print_line(name: str, line: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--small", action="store_true", help="a few short requests: for tests")
-    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
-    given = parser.parse_args()
+    given = phase_arguments(__doc__)
     scale = IN_SMALL if given.small else FULL
     with tempfile.TemporaryDirectory() as directory:
         pair = services(given.shape, Path(directory), given.device, scale)

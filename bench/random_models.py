@@ -3,6 +3,7 @@
 `quire serve --load-format random` draws the weights, and transformers initialises its own; nothing large is written.
 """
 
+import argparse
 import itertools
 import json
 from pathlib import Path
@@ -134,3 +135,13 @@ def make_tokenizer(vocab_size: int) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(_SPECIAL_TOKENS.values()))
     return tokenizer
+
+
+def phase_arguments(description: str | None) -> argparse.Namespace:
+    """What a phase of `bench.gpu_check` is told: shape, device, small or not, and where its numbers go."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--small", action="store_true", help="a few short requests: for tests")
+    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
+    return parser.parse_args()

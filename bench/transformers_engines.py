@@ -6,7 +6,6 @@ A model of the same shape with random weights, in this process; the same trace, 
 been measured is written after each engine, and one that fails says why.
 """
 
-import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ import torch
 from bench.continuous_baseline import ContinuousBatches
 from bench.end_to_end import FULL, IN_SMALL, Scale, trace_settings
 from bench.load import LoadResult
-from bench.random_models import SHAPES, write_model
+from bench.random_models import SHAPES, phase_arguments, write_model
 from bench.report import save, summarize
 from bench.static_baseline import StaticBatches
 from bench.trace import TraceRequest, describe, make_trace
@@ -75,12 +74,7 @@ def random_model(shape: str, device: torch.device) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
-    parser.add_argument("--small", action="store_true", help="a few short requests: for tests")
-    parser.add_argument("--json", type=Path, required=True, help="where the numbers go")
-    given = parser.parse_args()
+    given = phase_arguments(__doc__)
     model = random_model(given.shape, torch.device(given.device))
     measure(model, IN_SMALL if given.small else FULL, lambda report: save(given.json, report))
 

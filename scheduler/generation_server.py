@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import aclosing
 from typing import TYPE_CHECKING
 
 from quire.v1.generation_pb2_grpc import GenerationServicer
 from scheduler.core import QuireError
 from scheduler.incoming import IncomingRequest, Output, Sampling, Stopping
-from scheduler.patience import Patience
+from scheduler.patience import deliver
 from scheduler.status import abort
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 
     from quire.v1 import generation_pb2 as wire
     from scheduler.intake import Intake
-    from scheduler.response_stream import ResponseStream
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,7 +39,7 @@ class GenerationServer(GenerationServicer):
         """Every error becomes a status of the table in `scheduler.status`; cancellation passes through to gRPC."""
         try:
             async with self._intake.open(read_request(request), _deadline_s(context)) as stream:
-                await self._send(stream, context)
+                await deliver(stream, context.write, self._stalled_reader_timeout_s)
         except QuireError as error:
             failure: Exception = error
         except Exception as error:
@@ -50,15 +48,6 @@ class GenerationServer(GenerationServicer):
         else:
             return
         await abort(context, failure)
-
-    async def _send(self, stream: ResponseStream, context: Context) -> None:
-        """Raises ReaderStalled."""
-        with Patience(self._stalled_reader_timeout_s) as patience:
-            async with aclosing(stream.messages()) as messages:
-                async for message in messages:
-                    patience.starts()
-                    await context.write(message)
-                    patience.ends()
 
 
 def _deadline_s(context: Context) -> float | None:

@@ -1,10 +1,31 @@
 """How long a reader may take for one message."""
 
+from __future__ import annotations
+
 import asyncio
-from types import TracebackType
-from typing import Self
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any, Self
 
 from scheduler.status import ReaderStalled
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from types import TracebackType
+
+    from quire.v1 import generation_pb2 as wire
+    from scheduler.response_stream import ResponseStream
+
+
+async def deliver(
+    stream: ResponseStream, write: Callable[[wire.GenerateResponse], Awaitable[Any]], limit_s: float
+) -> None:
+    """Writes every message of a stream, whatever the door. Raises ReaderStalled if one takes longer than `limit_s`."""
+    with Patience(limit_s) as patience:
+        async with aclosing(stream.messages()) as messages:
+            async for message in messages:
+                patience.starts()
+                await write(message)
+                patience.ends()
 
 
 class Patience:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from scheduler.core.scheduler import Scheduler
+from scheduler.core.sequence import Sequence
 
 
 class BlockState(Enum):
@@ -73,7 +74,7 @@ def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
     return BlockMap(
         block_size=scheduler.cache.block_size,
         blocks=[] if summary_only else _block_views(scheduler),
-        sequences=[] if summary_only else _sequence_views(scheduler),
+        sequences=[] if summary_only else [sequence_view(sequence) for sequence in scheduler.running_sequences()],
         num_waiting=scheduler.num_waiting,
         num_waiting_prompt_tokens=scheduler.num_waiting_prompt_tokens,
         step_id=scheduler.step_id,
@@ -93,19 +94,17 @@ def _block_views(scheduler: Scheduler) -> list[BlockView]:
     return blocks
 
 
-def _sequence_views(scheduler: Scheduler) -> list[SequenceView]:
-    return [
-        SequenceView(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            slot=sequence.slot,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_tokens=sequence.num_tokens,
-            num_computed_tokens=sequence.num_computed_tokens,
-            block_table=tuple(sequence.block_table),
-        )
-        for sequence in scheduler.running_sequences()
-    ]
+def sequence_view(sequence: Sequence) -> SequenceView:
+    """Of a running sequence."""
+    return SequenceView(
+        request_id=sequence.request.request_id,
+        index=sequence.index,
+        slot=sequence.slot,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_tokens=sequence.num_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        block_table=tuple(sequence.block_table),
+    )
 
 
 def kv_usage(scheduler: Scheduler) -> KVUsage:

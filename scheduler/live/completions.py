@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-from contextlib import aclosing
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -22,7 +22,7 @@ from google.protobuf.json_format import MessageToDict
 from scheduler.core import InvalidRequest, QueueFull, QuireError
 from scheduler.incoming import IncomingRequest, Sampling, Stopping
 from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
-from scheduler.patience import Patience
+from scheduler.patience import deliver
 from scheduler.status import code_of, status_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from quire.v1 import generation_pb2 as wire
     from scheduler.intake import Intake
-    from scheduler.response_stream import ResponseStream
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +70,8 @@ class CompletionDoor:
             incoming = read_request(await _body(request))
             async with self._intake.open(incoming, None) as stream:
                 await response.prepare(request)
-                await self._send(stream, response)
+                write = partial(_write, response)
+                await deliver(stream, write, self._stalled_reader_timeout_s)
         except ConnectionResetError:  # its reader has gone, and so has the request
             return response
         except QuireError as error:
@@ -86,14 +86,9 @@ class CompletionDoor:
         await response.write(_line({"error": describe_error(failure)}))
         return response
 
-    async def _send(self, stream: ResponseStream, response: web.StreamResponse) -> None:
-        """Raises ReaderStalled."""
-        with Patience(self._stalled_reader_timeout_s) as patience:
-            async with aclosing(stream.messages()) as messages:
-                async for message in messages:
-                    patience.starts()
-                    await response.write(_line(_message(message)))
-                    patience.ends()
+
+async def _write(response: web.StreamResponse, message: wire.GenerateResponse) -> None:
+    await response.write(_line(_message(message)))
 
 
 def read_request(body: object) -> IncomingRequest:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler.core import SequenceView
+from scheduler.core.views import SequenceView, sequence_view
 from scheduler.live.plan_log import sequence_key
 
 if TYPE_CHECKING:
@@ -87,18 +87,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         nothing = np.zeros(0, np.int32)
         return Snapshot(engine.state.value, None, nothing, {}, [], 0, 0, 0.0, None, Contiguous(0, 0, 0), *[0] * 6)
     model, counters = engine.description, core.counters
-    sequences = {
-        sequence_key(sequence): SequenceView(
-            request_id=sequence.request.request_id,
-            index=sequence.index,
-            slot=sequence.slot,
-            num_prompt_tokens=sequence.num_prompt_tokens,
-            num_tokens=sequence.num_tokens,
-            num_computed_tokens=sequence.num_computed_tokens,
-            block_table=tuple(sequence.block_table),
-        )
-        for sequence in core.running_sequences()
-    }
+    sequences = {sequence_key(sequence): sequence_view(sequence) for sequence in core.running_sequences()}
     waiting = [
         WaitingSequence(sequence_key(sequence), sequence.num_tokens, sequence.num_preemptions > 0)
         for sequence in islice(core.waiting_sequences(), MAX_SHOWN_WAITING)
