@@ -194,7 +194,11 @@ async def test_gone_while_decoding_by_the_death_of_its_process(stack: Stack, obs
             async def die() -> None:
                 await asyncio.to_thread(client.kill)
 
-            await check_blocks_come_back(stack, observer, is_decoding, die)
+            def is_so(found: BlockMap) -> bool:
+                assert client.return_code is None, f"it ended before it was seen to decode\n{client.log()}"
+                return is_decoding(found)
+
+            await check_blocks_come_back(stack, observer, is_so, die)
     finally:
         client.kill()
 
