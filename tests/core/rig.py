@@ -293,7 +293,7 @@ class Rig:
         """I19: a group that is decided has a row for each of its beams, in the next plan."""
         beams = [sequence for sequence in self.scheduler.running_sequences() if sequence.purse is not sequence]
         branched = set(plan.branches[::3])
-        assert not self.scheduler._batch.decided, "I19: a decided group was not planned"
+        assert not self.scheduler.books.batch.decided, "I19: a decided group was not planned"
         self.coverage.num_beam_steps += bool(branched)
         self.coverage.num_beams_behind += any(beam.slot not in branched for beam in beams)
         if branched:
