@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from scheduler.core.active_request import ActiveRequest
 from scheduler.core.batch import Batch
 from scheduler.core.beam_group import BeamGroup
+from scheduler.core.cohort import Cohort
 from scheduler.core.deadlines import Deadlines
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.kv_cache import KVCache
@@ -23,6 +24,7 @@ from scheduler.core.stats import Counters
 from scheduler.core.waiting_queue import WaitingQueue
 
 if TYPE_CHECKING:
+    from scheduler.core.batching import Batching
     from scheduler.core.draft import Step
     from scheduler.core.limits import Limits
     from scheduler.core.policy import Policy
@@ -36,6 +38,7 @@ class Books:
         self,
         limits: Limits,
         policy: Policy,
+        batching: Batching,
         *,
         num_blocks: int,
         block_size: int,
@@ -44,10 +47,12 @@ class Books:
     ) -> None:
         self.limits = limits
         self.policy = policy
+        self.batching = batching
         self.counters = Counters()
         self.requests: dict[int, ActiveRequest] = {}
         self.deadlines = Deadlines(self.requests)
         self.waiting = WaitingQueue(policy)
+        self.cohort = Cohort(batching, policy, self.waiting, self.requests, limits.max_num_seqs)
         self._block_size = block_size
         self._model_name = model_name
         self._enable_prefix_caching = enable_prefix_caching
@@ -74,7 +79,8 @@ class Books:
         self._num_arrivals += 1
         sequence = Sequence(request, index=0, arrival=self._num_arrivals)
         group = BeamGroup(sequence, request.beam) if request.beam else None
-        self.requests[request.request_id] = ActiveRequest(request, [sequence], group=group)
+        active = ActiveRequest(request, [sequence], group=group, arrival_s=self.cohort.now_s)
+        self.requests[request.request_id] = active
         self.waiting.add(sequence)
         self.deadlines.add(request)
 
@@ -99,6 +105,9 @@ class Books:
         active.sequences.append(child)
         self.batch.enter(child, active.child_slots.pop(0))
         return child
+
+    def tell_time(self, now_s: float) -> None:
+        self.cohort.now_s = max(self.cohort.now_s, now_s)
 
     # --- back into the queue ----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 Batching is rebuilt at every step (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative
 Models", OSDI 2022), under a budget of tokens: sequences that lack one token (decodes) first, then admitted ones that
 lack more (prefills, in chunks if need be), then the head of the waiting queue. So long prompts never hold up decodes.
+Other batching modes take in less (batching.py); what runs is planned in the same way.
 
 Nobody is preempted while plans are in flight: a short pool first waits for their results, which may end somebody.
 """
@@ -126,12 +127,12 @@ class Planner:
     # --- who waits comes in -----------------------------------------------------------------------------------
 
     def _admit(self, draft: Draft) -> None:
-        """Admits from the head of the queue while slots, blocks and budget last. Nobody overtakes the head.
+        """Admits whoever is next while slots, blocks and budget last. Nobody overtakes.
 
         A prompt that is still being computed comes before new ones, so at most one is computed in part.
         """
         books = self._books
-        while not books.batch.prefilling and draft.budget > 0 and (sequence := books.waiting.first()) is not None:
+        while not books.batch.prefilling and draft.budget > 0 and (sequence := books.cohort.next_up()) is not None:
             num_unborn = books.active(sequence).num_unborn
             if books.batch.num_free_slots <= num_unborn or not self._may_run_beside_others(sequence):
                 return

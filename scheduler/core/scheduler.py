@@ -19,8 +19,10 @@ taken in in committer.py.
 """
 
 from collections.abc import Iterator
+from math import inf
 
 from scheduler.core.active_request import ActiveRequest
+from scheduler.core.batching import CONTINUOUS, Batching
 from scheduler.core.beam_group import BeamGroup
 from scheduler.core.books import Books
 from scheduler.core.capacity import check_fits, check_queue_takes, fits, max_tokens_per_sequence
@@ -49,12 +51,14 @@ class Scheduler:
         num_blocks: int,
         block_size: int,
         policy: Policy = FCFS,
+        batching: Batching = CONTINUOUS,
         model_name: str = "",
         enable_prefix_caching: bool = True,
     ) -> None:
         self.books = Books(
             limits,
             policy,
+            batching,
             num_blocks=num_blocks,
             block_size=block_size,
             model_name=model_name,
@@ -78,14 +82,16 @@ class Scheduler:
 
     # --- requests come and go ---------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Takes a request into the waiting queue, and with that the duty to finish it.
+    def add(self, request: Request, now_s: float = -inf) -> None:
+        """Takes a request into the waiting queue, and with that the duty to finish it. `now_s` as in `expire`; without
+        it, the request arrives at the latest time that was told.
 
         Raises CapacityExceeded if it can never fit, QueueFull if the queue is at its bound. Request ids are unique;
         prompts are not empty.
         """
         check_fits(request, self.limits, self.cache)
         check_queue_takes(request, self.limits, self.books.waiting)
+        self.books.tell_time(now_s)
         self.books.add(request)
 
     def cancel(self, request_id: int) -> None:
@@ -107,7 +113,8 @@ class Scheduler:
         return events
 
     def expire(self, now_s: float) -> Events:
-        """Ends every request whose deadline is not after `now_s`, waiting or running."""
+        """It is `now_s`: ends every request whose deadline is not after that, waiting or running."""
+        self.books.tell_time(now_s)
         events = Events()
         for request_id in self.books.deadlines.take_due(now_s):
             events.finished += self.books.end_request(request_id, FinishReason.DEADLINE)
@@ -117,6 +124,13 @@ class Scheduler:
     def next_deadline_s(self) -> float | None:
         """The earliest deadline of a request that has not ended."""
         return self.books.deadlines.next_s
+
+    @property
+    def next_wake_s(self) -> float | None:
+        """When to call `expire` and `schedule` at the latest, though nothing happens: a deadline, or a batch that is
+        waited for no longer."""
+        due_s = (self.next_deadline_s, self.books.cohort.due_s)
+        return min((time_s for time_s in due_s if time_s is not None), default=None)
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached prefix that no running sequence holds; returns the number of blocks."""
@@ -160,6 +174,10 @@ class Scheduler:
     @property
     def policy(self) -> Policy:
         return self.books.policy
+
+    @property
+    def batching(self) -> Batching:
+        return self.books.batching
 
     @property
     def counters(self) -> Counters:
@@ -212,6 +230,10 @@ class Scheduler:
     def has_request(self, request_id: int) -> bool:
         """Whether a request has not ended."""
         return request_id in self.books.requests
+
+    def batch_members(self) -> list[int]:
+        """The requests of the closed batch that runs, but for those that have ended; none under continuous batching."""
+        return [active.request.request_id for active in self.books.cohort.members()]
 
     def waiting_sequences(self) -> Iterator[Sequence]:
         return iter(self.books.waiting)
