@@ -52,6 +52,10 @@ _EXECUTOR_FLAGS = flag_parameters(ExecutorConfig)
 _SERVICE_FLAGS = flag_parameters(ExecutorConfig, leave_out={EXECUTOR_ADDRESS[1]}) + flag_parameters(
     SchedulerConfig, leave_out={field.name for field in fields(ExecutorConfig)}
 )
+# What a measurement leaves open where it decides the rest itself.
+_MODEL_FLAGS = flag_parameters(
+    ExecutorConfig, leave_out={field.name for field in fields(ExecutorConfig)} - {"model", "dtype", "device"}
+)
 
 
 class LengthMix(StrEnum):
@@ -294,6 +298,44 @@ def bench_sharing(
 
 
 bench_app.command(name="sharing")(with_flags(bench_sharing, _SERVICE_FLAGS))
+
+
+def bench_claims(
+    only: Annotated[list[str] | None, typer.Option(help="the name of a claim; may be repeated [default: all]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="in small, to see that everything works")] = False,
+    seed: Annotated[int, typer.Option(help="of lengths, prompts and samples")] = 7,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="write the report of this results.json; measure nothing")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="directory [default: bench/results/claims]")] = None,
+    evidence: Annotated[
+        Path | None, typer.Option(help="[default: docs/evidence.md, or evidence.md in --output]")
+    ] = None,
+    **values: Any,
+) -> None:
+    """Measures what is claimed of paged KV memory and continuous batching; writes a report with verdicts and plots."""
+    from bench.command import BenchError
+
+    with _reported():
+        try:
+            from bench.claims.command import EVIDENCE, OUTPUT, ClaimsRun, measure, rewrite
+        except ModuleNotFoundError as error:
+            _fail(f"{error}; pip install 'quire[executor,bench,dev]' brings all that is measured", exit_codes.FAILED)
+        page = evidence or (output / "evidence.md" if output else EVIDENCE)
+        try:
+            if source is not None:
+                rewrite(source, output or OUTPUT, page, Console())
+                return
+            flags = _with_model(values)
+            run = ClaimsRun(flags.pop("model"), tuple(only or ()), quick, seed, output or OUTPUT, page, flags)
+            is_complete = measure(run, Console())
+        except BenchError as error:
+            _fail(str(error), exit_codes.FAILED)
+        if not is_complete:
+            _fail("a measurement failed; the report says which, and why", exit_codes.FAILED)
+
+
+bench_app.command(name="claims")(with_flags(bench_claims, _MODEL_FLAGS))
 
 
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:
