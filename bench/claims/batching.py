@@ -4,7 +4,7 @@ import statistics
 
 from matplotlib.figure import Figure
 
-from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
+from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.drawing import MODE_COLOURS, powers_axis
 from bench.claims.served import Served, num_equal, run_load, trace_for, warm_up, with_services
 from quire.async_client import AsyncClient
@@ -152,7 +152,7 @@ def tables(data: Data) -> list[Table]:
                     f"{run['latency_p50_ms']:.0f}",
                     f"{run['mean_batch']:.1f}",
                     f"{run['mean_step_ms']:.2f}",
-                    f"{run['spread']:.0%}",
+                    percent(run["spread"], 0),
                 )
             )
     headings = (

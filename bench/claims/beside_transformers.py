@@ -169,10 +169,11 @@ def _draw(figure: Figure, data: Data) -> None:
         bars = axes.bar(left, values, width * 0.92, color=_COLOURS[name], label=label)
         axes.bar_label(bars, [f"{value:,.0f}" for value in values], fontsize=8, padding=2)
     axes.set_xticks(range(len(numbers)), [str(number) for number in numbers])
+    axes.margins(y=0.1)
     axes.set_xlabel("clients")
     axes.set_ylabel("output tokens/s")
     axes.grid(visible=False, axis="x")
-    axes.legend(loc="upper left")
+    figure.legend(loc="outside lower center", ncols=3)
 
 
 CLAIM = Claim(

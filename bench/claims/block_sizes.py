@@ -7,7 +7,7 @@ import torch
 from matplotlib.figure import Figure
 
 import kernels
-from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
+from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.drawing import BLUE, GREEN, RED, powers_axis
 from bench.claims.served import Served, device_of, run_load, trace_for, warm_up, with_services
 from bench.kernel_cases import LARGE, SMALL, decode, mixed_contexts
@@ -93,11 +93,11 @@ def verdict(data: Data) -> Verdict:
     kernel_gains = first["kernel_us"] > default["kernel_us"] * (1 + default["kernel_spread"])
     is_balanced = default["output_tokens_per_s"] >= _NEAR_BEST * best and default["waste_ratio"] <= _MAX_WASTE
     ours = (
-        f"from {first['block_size']} to {last['block_size']}: waste {first['waste_ratio']:.1%} to "
-        f"{last['waste_ratio']:.1%}, "
+        f"from {first['block_size']} to {last['block_size']}: waste {percent(first['waste_ratio'])} to "
+        f"{percent(last['waste_ratio'])}, "
         f"kernel {first['kernel_us']:.0f} to {last['kernel_us']:.0f} µs; at {_DEFAULT_SIZE}: "
-        f"{default['waste_ratio']:.1%}, "
-        f"{default['kernel_us']:.0f} µs, {default['output_tokens_per_s'] / best:.0%} of the best throughput"
+        f"{percent(default['waste_ratio'])}, "
+        f"{default['kernel_us']:.0f} µs, {percent(default['output_tokens_per_s'] / best, 0)} of the best throughput"
     )
     reason = (
         f"Waste {'grows with every size' if waste_grows else 'does not grow with every size'}. Decode attention over "
@@ -124,10 +124,10 @@ def tables(data: Data) -> list[Table]:
     rows = tuple(
         (
             str(row["block_size"]),
-            f"{row['waste_ratio']:.1%}",
+            percent(row["waste_ratio"]),
             f"{row['kernel_us']:.0f}",
             f"{row['kernel_gb_per_s']:.1f}",
-            f"{row['kernel_spread']:.0%}",
+            percent(row["kernel_spread"], 0),
             f"{row['output_tokens_per_s']:.0f}",
             f"{row['mean_step_ms']:.2f}",
         )
@@ -153,6 +153,7 @@ def _draw(figure: Figure, data: Data) -> None:
     for axes, (name, scale, label, colour) in zip(figure.subplots(1, 3), panels, strict=True):
         axes.plot(sizes, [scale * row[name] for row in rows], marker="o", color=colour)
         powers_axis(axes, sizes, "block size, tokens")
+        axes.margins(y=0.1)
         axes.set_ylim(bottom=0)
         axes.set_title(label, loc="left")
 

@@ -6,6 +6,7 @@ from bench.claims import (
     block_sizes,
     fixed_pool,
     fragmentation,
+    kv_arithmetic,
     shared_blocks,
     timeline,
     waste_by_length,
@@ -21,4 +22,5 @@ CLAIMS: tuple[Claim, ...] = (
     timeline.CLAIM,
     shared_blocks.CLAIM,
     beside_transformers.CLAIM,
+    kv_arithmetic.CLAIM,
 )

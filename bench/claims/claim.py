@@ -105,3 +105,8 @@ def judged(holds: Sequence[bool]) -> Word:
     if all(holds):
         return Word.REPRODUCED
     return Word.PARTLY if any(holds) else Word.NOT_REPRODUCED
+
+
+def percent(ratio: float, num_digits: int = 1) -> str:
+    """0.0312 → `3.1 %`."""
+    return f"{100 * ratio:.{num_digits}f} %"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
+from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.core_runs import CoreSetting, run_closed_loop
 from bench.claims.drawing import KIND_COLOURS, percent_axis
 from bench.sharing_work import SHAREGPT
@@ -108,22 +108,22 @@ def verdict(data: Data) -> Verdict:
     waste = {row["memory"]: 1 - row["shares"]["used"] for row in data["rows"] if row["num_requests"] == most}
     holds = [waste["paged"] <= _MAX_PAGED_WASTE, waste["contiguous"] >= _MIN_CONTIGUOUS_WASTE]
     by_kind = next(r["shares"] for r in data["rows"] if (r["memory"], r["num_requests"]) == ("contiguous", most))
-    ours = ", ".join(f"{name} {1 - waste[name]:.1%}" for name in MEMORY_NAMES)
+    ours = ", ".join(f"{name} {percent(1 - waste[name])}" for name in MEMORY_NAMES)
     reason = (
-        f"With {most} requests, reserving the longest possible request wastes {waste['contiguous']:.0%} "
-        f"({by_kind['internal']:.0%} internal, {by_kind['external']:.0%} external, {by_kind['reserved']:.0%} "
+        f"With {most} requests, reserving the longest possible request wastes {percent(waste['contiguous'], 0)} "
+        f"({percent(by_kind['internal'], 0)} internal, {percent(by_kind['external'], 0)} external, "
+        f"{percent(by_kind['reserved'], 0)} "
         "reserved and written "
-        f"later), paging {waste['paged']:.1%}. Even knowing each length exactly leaves {waste['contiguous-exact']:.0%} "
+        f"later), paging {percent(waste['paged'])}. Even knowing each length exactly leaves "
+        f"{percent(waste['contiguous-exact'], 0)} "
         "unused, because it is reserved before it is written."
     )
     if not holds[0]:
-        reason += (
-            f" Paging stays above {_MAX_PAGED_WASTE:.0%}: sequences are short beside a block of {data['block_size']}."
-        )
+        reason += f" Paging stays above {percent(_MAX_PAGED_WASTE, 0)}: sequences are short beside a block of "
+        f"{data['block_size']}."
     if not holds[1]:
-        reason += (
-            f" Contiguous stays below {_MIN_CONTIGUOUS_WASTE:.0%}: these requests are long beside the longest possible."
-        )
+        reason += f" Contiguous stays below {percent(_MIN_CONTIGUOUS_WASTE, 0)}: these requests are long beside the "
+        "longest possible."
     return Verdict(judged(holds), f"memory used: {ours}", reason)
 
 
@@ -132,9 +132,9 @@ def tables(data: Data) -> list[Table]:
     rows = tuple(
         (
             f"{row['num_requests']}, {row['memory']}",
-            *(f"{row['shares'][kind]:.1%}" for kind in KINDS),
-            f"{1 - row['shares']['used']:.1%}",
-            f"{PAPER_USED[row['memory']]:.1%}",
+            *(percent(row["shares"][kind]) for kind in KINDS),
+            percent(1 - row["shares"]["used"]),
+            percent(PAPER_USED[row["memory"]]),
             f"{row['mean_running']:.1f}",
             str(row["max_running"]),
         )

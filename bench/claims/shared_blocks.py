@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
+from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.drawing import BLUE, ORANGE, percent_axis
 from bench.claims.served import at_services
 from bench.sharing import CaseResult, SharingSettings
@@ -18,8 +18,10 @@ _COLOURS = {ALPACA.name: ORANGE, SHAREGPT.name: BLUE}
 
 
 async def measure(setting: Setting, watch: Watch) -> Data:
-    cases = [Case(Mode.SAMPLES, ALPACA, 2), Case(Mode.BEAMS, ALPACA, 2)] if setting.is_quick else all_cases((2, 4, 6))
-    num_requests = 1 if setting.is_quick else 8
+    cases = (
+        [Case(Mode.SAMPLES, SHAREGPT, 2), Case(Mode.BEAMS, SHAREGPT, 2)] if setting.is_quick else all_cases((2, 4, 6))
+    )
+    num_requests = 2 if setting.is_quick else 8
     watch.expect(len(cases))
 
     async def measure_cases(address: str) -> list[CaseResult]:
@@ -74,7 +76,7 @@ def verdict(data: Data) -> Verdict:
     num_copies = sum(row["num_cow_copies"] for row in data["rows"])
     reason = (
         f"{len(near)} of {len(compared)} cases save at least what the paper's range begins with, less "
-        f"{_TOLERANCE:.0%} for so few "
+        f"{percent(_TOLERANCE, 0)} for so few "
         "requests. Other models and other texts than the paper's, so nothing closer was to be expected. "
         f"{num_copies} blocks were "
         "copied, because a sequence wrote where another still read."
@@ -87,7 +89,7 @@ def verdict(data: Data) -> Verdict:
 
 
 def _range(ratios: Sequence[float]) -> str:
-    return f"{min(ratios):.1%} to {max(ratios):.1%}"
+    return f"{percent(min(ratios))} to {percent(max(ratios))}"
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -101,8 +103,8 @@ def tables(data: Data) -> list[Table]:
             f"{row['mean_prompt_tokens']:.0f} + {row['mean_output_tokens']:.0f}",
             f"{row['mean_unshared']:.1f}",
             f"{row['mean_blocks']:.1f}",
-            f"{row['saved_ratio']:.1%}",
-            f"{row['paper'][0]:.1%} to {row['paper'][1]:.1%}" if row["paper"] else "–",
+            percent(row["saved_ratio"]),
+            f"{percent(row['paper'][0])} to {percent(row['paper'][1])}" if row["paper"] else "–",
             str(row["num_cow_copies"]),
         )
         for row in data["rows"]

@@ -6,7 +6,7 @@ from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
+from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.core_runs import CoreSetting, run_closed_loop
 from bench.claims.drawing import GREY
 from scheduler.core import Scheduler, StepPlan
@@ -82,10 +82,12 @@ def verdict(data: Data) -> Verdict:
     filled = busy_while_waiting(continuous["spans"], data["num_slots"])
     holds = [filled >= _MIN_CONTINUOUS_BUSY, continuous["num_steps"] < static["num_steps"]]
     ours = ", ".join(
-        f"{name} {mode['num_steps']} steps ({mode['busy_ratio']:.0%} of slots busy)" for name, mode in modes.items()
+        f"{name} {mode['num_steps']} steps ({percent(mode['busy_ratio'], 0)} of slots busy)"
+        for name, mode in modes.items()
     )
     reason = (
-        f"While requests wait, continuous batching keeps {filled:.0%} of the slots busy; a static batch ends with its "
+        f"While requests wait, continuous batching keeps {percent(filled, 0)} of the slots busy; a static batch ends "
+        "with its "
         f"longest request, and the slots of the others stay empty until then. The same requests take "
         f"{static['num_steps'] / continuous['num_steps']:.2f} times as many steps."
     )
@@ -105,8 +107,8 @@ def tables(data: Data) -> list[Table]:
         (
             mode["batching"],
             str(mode["num_steps"]),
-            f"{mode['busy_ratio']:.1%}",
-            f"{busy_while_waiting(mode['spans'], data['num_slots']):.1%}",
+            percent(mode["busy_ratio"]),
+            percent(busy_while_waiting(mode["spans"], data["num_slots"])),
         )
         for mode in data["modes"]
     )
@@ -143,7 +145,9 @@ def _draw(figure: Figure, data: Data) -> None:
                     color="#101418",
                 )
         axes.axvline(mode["num_steps"], color=GREY, linewidth=1.2, linestyle=":")
-        axes.set_title(f"{mode['batching']}: {mode['num_steps']} steps, {mode['busy_ratio']:.0%} busy", loc="left")
+        axes.set_title(
+            f"{mode['batching']}: {mode['num_steps']} steps, {percent(mode['busy_ratio'], 0)} busy", loc="left"
+        )
         axes.set_yticks(range(data["num_slots"]), [str(slot + 1) for slot in range(data["num_slots"])], fontsize=8)
         axes.set_ylim(data["num_slots"] - 0.5, -0.5)
         axes.set_ylabel("slot")

@@ -5,7 +5,7 @@ import statistics
 
 from matplotlib.figure import Figure
 
-from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
+from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.core_runs import CoreSetting, run_closed_loop
 from bench.claims.drawing import BLUE, GREY, RED, percent_axis, powers_axis
 from scheduler.core import Scheduler, StepPlan
@@ -79,7 +79,7 @@ def verdict(data: Data) -> Verdict:
     follows = all(abs(row["mean_waste"] - row["expected_waste"]) <= tolerance * row["expected_waste"] for row in rows)
     enough = (size - 1) / 2 * (1 / _CLAIMED_WASTE - 1)
     ours = f"at most {max(row['most_unused_slots'] for row in rows)} of {size} places unused a sequence; below " + (
-        f"{_CLAIMED_WASTE:.0%} from {enough:.0f} tokens on"
+        f"{percent(_CLAIMED_WASTE, 0)} from {enough:.0f} tokens on"
     )
     reason = (
         "No sequence holds an unused block. " if is_bounded else "Some sequence holds more than the end of a block. "
@@ -97,11 +97,11 @@ def tables(data: Data) -> list[Table]:
     rows = tuple(
         (
             f"{row['num_tokens']:.0f}",
-            f"{row['mean_waste']:.1%}",
-            f"{row['expected_waste']:.1%}",
-            f"{row['least_waste']:.1%}",
-            f"{row['most_waste']:.1%}",
-            f"{1 - row['num_tokens'] / data['max_model_len']:.1%}",
+            percent(row["mean_waste"]),
+            percent(row["expected_waste"]),
+            percent(row["least_waste"]),
+            percent(row["most_waste"]),
+            percent(1 - row["num_tokens"] / data["max_model_len"]),
         )
         for row in data["rows"]
     )
