@@ -1,5 +1,6 @@
 """The scheduler core: a pure state machine. No clock, no I/O, no asyncio, no gRPC; the standard library only."""
 
+from scheduler.core.batching import BATCHING, CONTINUOUS, DYNAMIC, STATIC, Batching
 from scheduler.core.errors import (
     CapacityExceeded,
     ExecutorLost,
@@ -22,11 +23,16 @@ from scheduler.core.stats import Counters
 from scheduler.core.views import BlockMap, BlockState, BlockView, KVUsage, SequenceView, block_map, kv_usage
 
 __all__ = [
+    "BATCHING",
+    "CONTINUOUS",
+    "DYNAMIC",
     "FCFS",
     "POLICIES",
     "PRIORITY",
+    "STATIC",
     "TRANSITIONS",
     "Admission",
+    "Batching",
     "BeamParams",
     "BeamResult",
     "BlockMap",

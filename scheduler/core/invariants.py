@@ -24,6 +24,7 @@ def _problems(scheduler: Scheduler) -> Iterator[str]:
     yield from _index_is_one_to_one(scheduler)
     yield from _published_blocks_are_computed(scheduler)
     yield from _everybody_is_somewhere(scheduler)
+    yield from _closed_batches_are_closed(scheduler)
     yield from _slots_are_partitioned(scheduler)
     yield from _groups_are_consistent(scheduler)
     yield from _reservations_are_covered(scheduler)
@@ -76,6 +77,13 @@ def _everybody_is_somewhere(scheduler: Scheduler) -> Iterator[str]:
             yield f"I7: {sequence!r} is in the waiting queue"
         if sequence.block_table or sequence.slot >= 0 or sequence.num_planned_tokens:
             yield f"I7: {sequence!r} waits and holds blocks or a slot"
+
+
+def _closed_batches_are_closed(scheduler: Scheduler) -> Iterator[str]:
+    members = set(scheduler.batch_members())
+    for sequence in scheduler.running_sequences():
+        if scheduler.batching.is_closed and sequence.request.request_id not in members:
+            yield f"I20: {sequence!r} runs beside the batch {sorted(members)}, and is no member"
 
 
 def _slots_are_partitioned(scheduler: Scheduler) -> Iterator[str]:

@@ -9,14 +9,19 @@ long taken over. One seed is one world; the same seed is the same world.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
+from math import inf
 from random import Random
 
 from scheduler.core import (
+    CONTINUOUS,
+    DYNAMIC,
     FCFS,
     PRIORITY,
+    STATIC,
+    Batching,
     BeamParams,
     CapacityExceeded,
     FinishReason,
@@ -54,6 +59,7 @@ class World:
 
     limits: Limits
     policy: Policy
+    batching: Batching
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool
@@ -89,6 +95,7 @@ def draw_world(random: Random) -> World:
     return World(
         limits=limits,
         policy=random.choice((FCFS, PRIORITY)),
+        batching=random.choice((CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.004))),
         num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share else 0),
         block_size=random.randint(1, 4),
         enable_prefix_caching=random.random() < 0.8,
@@ -139,10 +146,12 @@ class Simulation:
             num_blocks=world.num_blocks,
             block_size=world.block_size,
             policy=world.policy,
+            batching=world.batching,
             vocab_size=VOCAB_SIZE,
             enable_prefix_caching=world.enable_prefix_caching,
         )
         self.busy_until_ms = 0.0  # the executor runs one step after the other
+        self.wakes_s = inf  # the earliest time at which it wakes up by itself
         self.arrived_until_ms = 0.0  # and its stream keeps their order
 
     def run(self) -> Counter[str]:
@@ -201,6 +210,7 @@ class Simulation:
         return (*head, *tail)[: self.rig.scheduler.max_tokens_per_sequence - 1]
 
     def _arrive(self, request: Request) -> None:
+        self.rig.expire(self.clock.now_ms / 1000)
         try:
             self.rig.add(request)
         except CapacityExceeded:
@@ -234,12 +244,22 @@ class Simulation:
 
     def _wake(self) -> None:
         self.rig.expire(self.clock.now_ms / 1000)
+        if self.rig.now_s >= self.wakes_s:
+            self.wakes_s = inf
         while self.rig.schedule() is not None:
             flight = self.rig.in_flight[-1]
             self.busy_until_ms = max(self.busy_until_ms, self.clock.now_ms) + self._around(self.world.step_ms)
             arrives_ms = self.busy_until_ms + self._around(self.world.network_ms)
             self.arrived_until_ms = max(self.arrived_until_ms, arrives_ms)
             self.clock.at(self.arrived_until_ms, partial(self._deliver, flight))
+        self._wake_when_due()
+
+    def _wake_when_due(self) -> None:
+        """For a batch that is waited for; deadlines have events of their own."""
+        due_s = self.rig.scheduler.next_wake_s
+        if due_s is not None and due_s < self.wakes_s:
+            self.wakes_s = due_s
+            self.clock.at(1000 * due_s + 1e-6, self._wake)  # rounding must not make it early
 
     def _deliver(self, flight: Flight) -> None:
         if flight not in self.rig.lost:

@@ -91,11 +91,11 @@ def publish_other_tokens(scheduler: Scheduler) -> None:
 
 
 def lose_a_waiting_sequence(scheduler: Scheduler) -> None:
-    scheduler._waiting.remove(sample(scheduler, 4))
+    scheduler.books.waiting.remove(sample(scheduler, 4))
 
 
 def wait_and_run(scheduler: Scheduler) -> None:
-    scheduler._waiting.add(sample(scheduler))
+    scheduler.books.waiting.add(sample(scheduler))
 
 
 def run_in_another_state(scheduler: Scheduler) -> None:
@@ -127,7 +127,7 @@ def sit_on_another_lap(scheduler: Scheduler) -> None:
 
 
 def lose_a_slot(scheduler: Scheduler) -> None:
-    scheduler._batch.return_slot(7)
+    scheduler.books.batch.return_slot(7)
 
 
 def promise_more_than_there_is(scheduler: Scheduler) -> None:
@@ -139,7 +139,7 @@ def forget_a_promise(scheduler: Scheduler) -> None:
 
 
 def lose_a_slot_of_a_group(scheduler: Scheduler) -> None:
-    scheduler._requests[5].child_slots.append(3)
+    scheduler.books.requests[5].child_slots.append(3)
 
 
 def plan_a_beam_that_is_decided(scheduler: Scheduler) -> None:
@@ -188,7 +188,7 @@ def test_a_broken_invariant_is_named(rig: Rig, number: str, break_it: Callable[[
 def test_the_rig_sees_a_block_freed_too_early(rig: Rig) -> None:
     """I6 is about the executor, too; so the rig checks it, which knows what each plan touches."""
     sequence = sample(rig.scheduler)
-    rig.scheduler._release_after_flight = rig.scheduler.cache.release  # type: ignore[method-assign]
+    rig.scheduler.books._release_after_flight = rig.scheduler.cache.release  # type: ignore[method-assign]
     rig.scheduler.cancel(sequence.request.request_id)
     check_invariants(rig.scheduler)
     with pytest.raises(InvariantViolation, match="I6: plan"):

@@ -5,7 +5,7 @@ sequence must generate whatever happens around it.
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, TypeVar
 
 import pytest
@@ -20,8 +20,12 @@ from hypothesis.stateful import (
 )
 
 from scheduler.core import (
+    CONTINUOUS,
+    DYNAMIC,
     FCFS,
     PRIORITY,
+    STATIC,
+    Batching,
     BeamParams,
     CapacityExceeded,
     Limits,
@@ -123,6 +127,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from((8, 6, 4, 12, 16)),
         block_size=st.integers(1, 4),
         policy=st.sampled_from((FCFS, PRIORITY)),
+        batching=st.sampled_from((CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.5))),
         enable_prefix_caching=st.sampled_from((True, True, True, False)),
         first=st.lists(arrivals, min_size=1, max_size=5),
     )
@@ -132,6 +137,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks: int,
         block_size: int,
         policy: Policy,
+        batching: Batching,
         enable_prefix_caching: bool,
         first: list[Arrival],
     ) -> None:
@@ -140,6 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks=num_blocks,
             block_size=block_size,
             policy=policy,
+            batching=batching,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.rig.attach()
