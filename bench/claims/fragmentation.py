@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from matplotlib.figure import Figure
 
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
-from bench.claims.core_runs import CoreSetting, run_closed_loop
+from bench.claims.core_runs import CoreSetting, run_core
 from bench.claims.drawing import KIND_COLOURS, percent_axis
 from bench.sharing_work import SHAREGPT
-from scheduler.core import Scheduler, StepPlan, kv_usage
+from scheduler.core import Scheduler, kv_usage
 
 MEMORY_NAMES = ("contiguous", "contiguous-power-of-two", "contiguous-exact", "paged")
 KINDS = ("used", "reserved", "internal", "external")
@@ -38,7 +38,7 @@ class _Sums:
     num_running: int = 0
     max_running: int = 0
 
-    def observe(self, core: Scheduler, plan: StepPlan) -> None:
+    def observe(self, step: int, core: Scheduler) -> None:
         usage = kv_usage(core)
         self.used += usage.num_used_slots
         self.reserved += usage.num_reserved_slots
@@ -73,7 +73,7 @@ async def measure(setting: Setting, watch: Watch) -> Data:
 def _run(memory: str, num_requests: int, lengths: list[tuple[int, int]]) -> Data:
     core = CoreSetting(_NUM_BLOCKS, num_requests, _MAX_MODEL_LEN, _BLOCK_SIZE, memory=memory)
     sums = _Sums()
-    run_closed_loop(core, lengths, num_requests, sums.observe)
+    run_core(core, lengths, sums.observe, num_clients=num_requests)
     num_slots = {kind: getattr(sums, kind) for kind in KINDS}
     total = sum(num_slots.values())
     return {

@@ -85,6 +85,8 @@ async def _outcome(claim: Claim, setting: Setting, bars: ProgressBars, started_s
         data = found
     except NotAvailable as error:
         missing = str(error)
+    except ModuleNotFoundError as error:
+        missing = f"{error.name} is not installed"
     except Exception as error:  # noqa: BLE001
         failure = f"{type(error).__name__}: {error}"[:_MAX_FAILURE_LENGTH]
     date = datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,14 +1,13 @@
 """Claim: paged waste is bounded by a block, so it shrinks as sequences grow: points beside a computed line."""
 
-import random
 import statistics
 
 from matplotlib.figure import Figure
 
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
-from bench.claims.core_runs import CoreSetting, run_closed_loop
+from bench.claims.core_runs import CoreSetting, run_core
 from bench.claims.drawing import BLUE, GREY, RED, percent_axis, powers_axis
-from scheduler.core import Scheduler, StepPlan
+from scheduler.core import Scheduler
 
 BLOCK_SIZE = 16
 _MAX_MODEL_LEN = 2048
@@ -27,11 +26,10 @@ async def measure(setting: Setting, watch: Watch) -> Data:
     centres = _CENTRES[:4] if setting.is_quick else _CENTRES
     per_centre = 8 if setting.is_quick else 48
     watch.expect(len(centres))
-    rng = random.Random(setting.seed)
     rows = []
     for centre in centres:
         watch.step(f"about {centre} tokens")
-        lengths = [rng.randint(max(2, centre - centre // 4), centre + centre // 4) for _ in range(per_centre)]
+        lengths = spread_lengths(centre, per_centre)
         shares, num_tails = zip(*(_at_end(length) for length in lengths), strict=True)
         rows.append(
             {
@@ -46,16 +44,22 @@ async def measure(setting: Setting, watch: Watch) -> Data:
     return {"block_size": BLOCK_SIZE, "max_model_len": _MAX_MODEL_LEN, "num_sequences": per_centre, "rows": rows}
 
 
+def spread_lengths(centre: int, number: int) -> list[int]:
+    """Evenly from a quarter below to a quarter above, or half a block where that is more."""
+    reach = max(centre // 4, BLOCK_SIZE // 2)
+    return [centre - reach + round(2 * reach * place / (number - 1)) for place in range(number)]
+
+
 def _at_end(num_tokens: int) -> tuple[float, int]:
     """(unused over held slots, unused slots) when this many tokens of one sequence are in the pool."""
     seen: list[tuple[int, int]] = []
 
-    def observe(core: Scheduler, plan: StepPlan) -> None:
+    def observe(step: int, core: Scheduler) -> None:
         seen.extend((each.num_planned_tokens, len(each.block_table) * BLOCK_SIZE) for each in core.running_sequences())
 
     num_blocks = _MAX_MODEL_LEN // BLOCK_SIZE
     core = CoreSetting(num_blocks, 1, _MAX_MODEL_LEN, BLOCK_SIZE)
-    run_closed_loop(core, [(max(1, num_tokens // 2), num_tokens - max(1, num_tokens // 2) + 1)], 1, observe)
+    run_core(core, [(num_tokens // 2, num_tokens - num_tokens // 2 + 1)], observe)
     num_used, num_held = seen[-1]
     if num_used != num_tokens:
         raise RuntimeError(f"a sequence of {num_tokens} tokens ended with {num_used} in the pool")
@@ -66,7 +70,8 @@ def conditions(data: Data) -> str:
     return (
         f"The shipped scheduler core, paged, blocks of {data['block_size']}; {data['num_sequences']} sequences for "
         "each point, "
-        "their lengths spread evenly by a quarter around it, looked at when they have reached it. The line is "
+        "their lengths spread evenly by a quarter (half a block at least) around it, looked at when they have "
+        "reached it. The line is "
         "computed: half "
         "a block less half a token, over that and the length."
     )
@@ -140,7 +145,7 @@ def _draw(figure: Figure, data: Data) -> None:
     axes.annotate("4 %", (line[-1], 100 * _CLAIMED_WASTE), xytext=(0, 4), textcoords="offset points", ha="right")
     powers_axis(axes, [2**e for e in range(4, 11) if 2**e <= 1.1 * lengths[-1]], "tokens of the sequence")
     percent_axis(axes, "unused over held places, %")
-    axes.legend(loc="center right")
+    axes.legend(loc="center", bbox_to_anchor=(0.42, 0.62))
 
 
 CLAIM = Claim(
