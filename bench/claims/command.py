@@ -68,18 +68,18 @@ def rewrite(source: Path, output: Path, evidence: Path, console: Console) -> Non
     write(results, output, evidence, console)
 
 
-def write(results: Results, output: Path, evidence: Path, console: Console, claims: Sequence[Claim] = CLAIMS) -> None:
+def write(results: Results, output: Path, evidence: Path, console: Console) -> None:
     """report.html, results.json and all plots in `output`, and the page `evidence`. Raises BenchError."""
     try:
         results.save(output)
-        for claim in claims:
+        for claim in CLAIMS:
             outcome = results.outcomes.get(claim.name)
             for plot in claim.plots(outcome.data) if outcome and outcome.data else ():
                 save_plot(plot, output)
         report = output / "report.html"
-        report.write_text(render_page(results, claims), encoding="utf-8")
+        report.write_text(render_page(results, CLAIMS), encoding="utf-8")
         evidence.parent.mkdir(parents=True, exist_ok=True)
-        evidence.write_text(render_evidence(results, claims, output, evidence.parent), encoding="utf-8")
+        evidence.write_text(render_evidence(results, CLAIMS, output, evidence.parent), encoding="utf-8")
     except OSError as error:
         raise BenchError(str(error)) from error
     console.print(f"written: {report}, {output / FILE_NAME}, {evidence}", soft_wrap=True)
