@@ -63,9 +63,11 @@ def rewrite(source: Path, output: Path, evidence: Path, console: Console) -> Non
     """The report of a results.json that is there already. Raises BenchError."""
     try:
         results = load(source)
+        write(results, output, evidence, console)
     except (ResultsError, OSError) as error:
         raise BenchError(str(error)) from error
-    write(results, output, evidence, console)
+    except (KeyError, TypeError) as error:
+        raise BenchError(f"{source} lacks what the report reads ({error!r}): measured by another version?") from error
 
 
 def write(results: Results, output: Path, evidence: Path, console: Console) -> None:

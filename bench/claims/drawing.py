@@ -26,7 +26,7 @@ MEMORY_COLOURS = {
 }
 KIND_COLOURS = {"used": BLUE, "reserved": ORANGE, "internal": RED, "external": GREY}
 
-_INK = "#1f2328"
+INK = "#1f2328"
 _PNG_DPI = 130
 _STYLE: Any = {
     "font.size": 10,
@@ -42,12 +42,12 @@ _STYLE: Any = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 5,
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "text.color": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
     "svg.hashsalt": "quire",  # the same data, the same file
     "svg.fonttype": "path",
 }
@@ -77,7 +77,7 @@ def inline_svg(plot: Plot) -> str:
     svg = _SVG_METADATA.sub("", svg[svg.index("<svg") :])
     svg = _SVG_NAMESPACES.sub("", svg)
     svg = _SVG_NAMES.sub(rf"\g<1>{plot.name}-", svg)
-    return svg.replace(_INK, "currentColor").strip()
+    return svg.replace(INK, "currentColor").strip()
 
 
 def _drawn(plot: Plot) -> Figure:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.core_runs import CoreSetting, run_core
-from bench.claims.drawing import KIND_COLOURS, percent_axis
+from bench.claims.drawing import INK, KIND_COLOURS, percent_axis
 from bench.sharing_work import SHAREGPT
 from scheduler.core import Scheduler, kv_usage
 
@@ -163,17 +163,8 @@ def _draw(figure: Figure, data: Data) -> None:
             axes.bar(range(len(values)), values, 0.66, bottom=base, color=KIND_COLOURS[kind], label=kind)
             base = [low + value for low, value in zip(base, values, strict=True)]
         for place, name in enumerate(MEMORY_NAMES):
-            used = 100 * PAPER_USED[name]
-            label = "used, paper" if place == 0 else None
-            axes.plot([place - 0.42, place + 0.42], [used, used], color="black", linewidth=3.2, solid_capstyle="butt")
-            axes.plot(
-                [place - 0.42, place + 0.42],
-                [used, used],
-                color="white",
-                linewidth=1.6,
-                label=label,
-                solid_capstyle="butt",
-            )
+            used, label = 100 * PAPER_USED[name], "used, paper" if place == 0 else None
+            axes.plot([place - 0.42, place + 0.42], [used, used], color=INK, linewidth=2.2, label=label)
         axes.set_title(f"{number} requests")
         axes.set_xticks(range(len(MEMORY_NAMES)), ["contig.", "power\nof two", "exact", "paged"])
         axes.grid(visible=False, axis="x")

@@ -1,5 +1,6 @@
 """The report as one HTML file that refers to nothing outside itself."""
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -35,6 +36,7 @@ table.figures th:not(:first-child), table.figures td:not(:first-child) { text-al
   font-variant-numeric: tabular-nums; }
 dl { display: grid; grid-template-columns: 7rem 1fr; gap: .35rem 1rem; margin: 1rem 0; }
 dt { color: var(--soft); } dd { margin: 0; }
+table.figures td:first-child { min-width: 9rem; }
 figure { margin: 1.2rem 0; }
 figure .plot { overflow-x: auto; }
 figure svg { display: block; width: 100%; min-width: 34rem; height: auto; }
@@ -46,6 +48,8 @@ figure svg { display: block; width: 100%; min-width: 34rem; height: auto; }
 }
 """
 
+_CODE = re.compile("`([^`]+)`")
+_SIGNS = re.compile(r"(?<=\d) ([%×])")
 _CLASSES = {
     Word.REPRODUCED: "reproduced",
     Word.PARTLY: "partly",
@@ -69,7 +73,7 @@ def render_page(results: Results, claims: Sequence[Claim]) -> str:
 </head>
 <body>
 <h1>The claims of PagedAttention and continuous batching, measured</h1>
-<p>{escape(INTRODUCTION)}</p>
+<p>{_prose(INTRODUCTION)}</p>
 {warning}
 <p class="soft">{escape(described_machine(results))}</p>
 {_summary(results, claims)}
@@ -84,8 +88,8 @@ def _summary(results: Results, claims: Sequence[Claim]) -> str:
     for claim in claims:
         verdict = results.verdict(claim)
         rows.append(
-            f'<tr><td><a href="#{escape(claim.name)}">{escape(claim.title)}</a></td><td>{escape(claim.figure)}</td>'
-            f"<td>{escape(verdict.ours)}</td><td>{_word(verdict.word)}</td></tr>"
+            f'<tr><td><a href="#{escape(claim.name)}">{escape(claim.title)}</a></td><td>{_prose(claim.figure)}</td>'
+            f"<td>{_prose(verdict.ours)}</td><td>{_word(verdict.word)}</td></tr>"
         )
     headings = "".join(f"<th>{heading}</th>" for heading in ("claim", "claimed", "here", "verdict"))
     body = "\n".join(rows)
@@ -95,11 +99,11 @@ def _summary(results: Results, claims: Sequence[Claim]) -> str:
 def _section(results: Results, claim: Claim) -> str:
     verdict = results.verdict(claim)
     terms = [
-        ("source", escape(claim.source)),
-        ("claimed", escape(claim.figure)),
-        ("here", escape(verdict.ours)),
-        ("conditions", escape(conditions_of(results, claim))),
-        ("verdict", f"{_word(verdict.word)}. {escape(verdict.reason)}"),
+        ("source", _prose(claim.source)),
+        ("claimed", _prose(claim.figure)),
+        ("here", _prose(verdict.ours)),
+        ("conditions", _prose(conditions_of(results, claim))),
+        ("verdict", f"{_word(verdict.word)}. {_prose(verdict.reason)}"),
     ]
     listed = "\n".join(f"<dt>{term}</dt><dd>{text}</dd>" for term, text in terms)
     outcome = results.outcomes.get(claim.name)
@@ -114,7 +118,7 @@ def _figure(plot: Plot) -> str:
     caption = escape(plot.caption)
     return (
         f'<figure><div class="plot" role="img" aria-label="{caption}">{inline_svg(plot)}</div>'
-        f"<figcaption>{caption}</figcaption></figure>"
+        f"<figcaption>{_prose(plot.caption)}</figcaption></figure>"
     )
 
 
@@ -125,6 +129,11 @@ def _table(table: Table) -> str:
         f'<div class="scroll"><table class="figures"><caption>{escape(table.caption)}</caption>'
         f"<thead><tr>{headings}</tr></thead><tbody>\n{body}\n</tbody></table></div>"
     )
+
+
+def _prose(text: str) -> str:
+    """Code in backticks; a number keeps its sign beside it."""
+    return _SIGNS.sub("&nbsp;\\1", _CODE.sub(r"<code>\1</code>", escape(text)))
 
 
 def _word(word: Word) -> str:

@@ -277,6 +277,10 @@ def test_wrong_uses_have_clear_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load(other)
     answered = CliRunner().invoke(app, ["bench", "claims", "--from", str(other), "--output", str(tmp_path / "o")])
     assert answered.exit_code == 1
+    assert "no results.json" in answered.stderr
+    sampled_results({"timeline": {"modes": [{}]}}).save(tmp_path)
+    with pytest.raises(BenchError, match="another version"):
+        rewrite(tmp_path / "results.json", tmp_path, tmp_path / "evidence.md", quiet())
     for name in list(sys.modules):
         if name.startswith("bench.claims"):
             monkeypatch.delitem(sys.modules, name)
