@@ -9,8 +9,8 @@ from planning.workload import Job
 from scheduler.core import Counters, KVUsage, Scheduler, kv_usage
 from scheduler.core.step_load import StepLoad
 
-_MAX_SAMPLES = 600
-_FIRST_INTERVAL_S = 0.1
+_MAX_SAMPLES = 400
+_FIRST_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)

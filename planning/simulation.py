@@ -85,7 +85,6 @@ class Simulation:
         self._loads = LoadTracker()
         self._in_flight: deque[_Flight] = deque()
         self._max_in_flight = server.limits.max_in_flight
-        self._num_quiet = 0  # plans in a row that changed nothing
         self._free_s = 0.0  # when the executor has done all that it was sent
         self._num_requests = 0
         self._num_jobs = 0
@@ -112,8 +111,8 @@ class Simulation:
         arrival_s = self._arrivals[0][0] if self._arrivals else inf
         if self._in_flight and self._in_flight[0].done_s <= arrival_s:
             self._commit()
-            if self._leaps and self._num_quiet >= self._max_in_flight:
-                self._leap(arrival_s)
+            if self._leaps and self._loads.num_decodes and len(self._in_flight) == self._max_in_flight - 1:
+                self._leap(self._arrivals[0][0] if self._arrivals else inf)  # who ended may have made another come
             return True
         if self._arrivals:
             self._arrive()
@@ -161,9 +160,7 @@ class Simulation:
 
     def _send_plans(self) -> None:
         while (plan := self.scheduler.schedule()) is not None:
-            is_quiet = not (plan.admissions or plan.retired_slots or plan.row_counts)
             load = self._loads.follow(plan)
-            self._num_quiet = self._num_quiet + 1 if is_quiet and not load.num_prefills else 0
             self._free_s = max(self.now_s, self._free_s) + self._cost.step_s(load)
             has_first_tokens = load.num_sampled > load.num_decodes
             self._in_flight.append(_Flight(plan.step_id, self.now_s, self._free_s, load, has_first_tokens))
@@ -204,7 +201,7 @@ class Simulation:
         num_out = len(self._in_flight)
         loads = self._loads
         num_decodes = loads.num_decodes
-        if not num_decodes or num_out != self._max_in_flight - 1:
+        if any(flight.load.num_prefills for flight in self._in_flight):
             return
         first_s = self._decode_s(num_decodes, loads.num_decode_context + num_decodes)
         growth_s = self._decode_s(num_decodes, loads.num_decode_context + 2 * num_decodes) - first_s

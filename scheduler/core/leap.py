@@ -7,13 +7,15 @@ has an executor.
 """
 
 from collections.abc import Sequence as SequenceOf
+from operator import itemgetter
 
 from scheduler.core.draft import Step
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import Sequence
 
-# (pair, 0 for its plan or 1 for its commit, place within it, sequence)
-_BlockEvent = tuple[int, int, tuple[int, ...], Sequence]
+# (pair, 0 for its plan or 1 for its commit, place within it, who takes or publishes a block, or what is released)
+_BlockEvent = tuple[int, int, tuple[int, ...], Sequence | list[list[int]]]
+_LAST = (1 << 62,)
 
 
 def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
@@ -49,24 +51,24 @@ def _is_plain(scheduler: Scheduler, decoding: list[Sequence]) -> bool:
         return False
     if any(s.num_planned_tokens == s.write_limit and s.num_planned_tokens % size for s in decoding):
         return False  # its last block is shared: the next token copies it
-    return not _may_admit(scheduler, len(decoding))
+    return not _may_admit(scheduler, len(decoding), is_freeing=any(step.releases for step in flights))
 
 
 def _is_plain_step(step: Step, decoding: list[Sequence]) -> bool:
-    has_more = step.prefills or step.admitted or step.ending or step.beams or step.prompt_reports or step.releases
+    has_more = step.prefills or step.admitted or step.ending or step.beams or step.prompt_reports
     return not has_more and step.sampled == decoding
 
 
-def _may_admit(scheduler: Scheduler, num_decodes: int) -> bool:
+def _may_admit(scheduler: Scheduler, num_decodes: int, *, is_freeing: bool) -> bool:
     """Whether the head of the queue could enter in one of the next plans. It cannot for want of slots or of budget; for
-    want of blocks neither, unless a prefix of it may be published meanwhile."""
+    want of blocks neither, unless some become free meanwhile, or a prefix of it may be published."""
     head = scheduler._waiting.first()
     if head is None or num_decodes >= scheduler.limits.max_num_batched_tokens:
         return False
     num_slots = 1 + scheduler._requests[head.request.request_id].num_unborn
     if scheduler.num_free_slots < num_slots:
         return False
-    return scheduler.cache.reads_prefixes(head) or scheduler._has_room_to_admit(head, [])
+    return is_freeing or scheduler.cache.reads_prefixes(head) or scheduler._has_room_to_admit(head, [])
 
 
 def _change_blocks(scheduler: Scheduler, decoding: list[Sequence], num_steps: int, token_id: int) -> int:
@@ -88,7 +90,9 @@ def _block_events(scheduler: Scheduler, decoding: SequenceOf[Sequence], num_step
     """When a sequence takes a block (pair i plans the token after num_planned_tokens + i), and when one is full (pair i
     commits the KV of the last token known so far)."""
     size, order = scheduler.cache.block_size, scheduler.policy.order
-    events: list[_BlockEvent] = []
+    events: list[_BlockEvent] = [
+        (pair, 1, _LAST, step.releases) for pair, step in enumerate(scheduler._in_flight) if step.releases
+    ]
     for sequence in decoding:
         border = sequence.write_limit - sequence.num_planned_tokens
         if border < num_steps:
@@ -97,7 +101,7 @@ def _block_events(scheduler: Scheduler, decoding: SequenceOf[Sequence], num_step
         full = sequence.publish_at - len(sequence.token_ids)
         if full < num_steps:
             events += [(pair, 1, (sequence.slot,), sequence) for pair in range(full, num_steps, size)]
-    events.sort(key=lambda event: event[:3])
+    events.sort(key=itemgetter(0, 1, 2))
     return events
 
 
@@ -107,16 +111,18 @@ def _take_and_publish(
     cache = scheduler.cache
     checked = -1
     for place, (pair, is_commit, _, sequence) in enumerate(events):
-        if is_commit:
+        if isinstance(sequence, list):
+            for block_table in sequence:
+                cache.release(block_table)
+        elif is_commit:
             sequence.num_computed_tokens = lengths[sequence] + pair
             cache.publish(sequence)
-            continue
-        if pair != checked:
-            checked = pair
-            if _num_needed(events, place) > cache.num_available_blocks():
+        else:
+            if pair != checked and _num_needed(events, place) > cache.num_available_blocks():
                 return pair
-        sequence.block_table.append(cache._take(sequence))
-        sequence.write_limit += cache.block_size
+            checked = pair
+            sequence.block_table.append(cache._take(sequence))
+            sequence.write_limit += cache.block_size
     return num_steps
 
 
@@ -124,20 +130,18 @@ def _num_needed(events: list[_BlockEvent], first: int) -> int:
     """Blocks that the plan whose first event this is takes from what nobody was promised."""
     num_needed = 0
     for pair, is_commit, _, sequence in events[first:]:
-        if pair != events[first][0] or is_commit:
+        if is_commit or pair != events[first][0]:
             break
-        num_needed += not sequence.num_reserved_blocks
+        num_needed += isinstance(sequence, Sequence) and not sequence.num_reserved_blocks
     return num_needed
 
 
 def _renew_flights(scheduler: Scheduler, decoding: list[Sequence], num_steps: int) -> None:
-    """The plans in flight are now the last ones that the leap stands for."""
+    """The plans in flight are the last ones that the leap stands for, and those before it that are still not in."""
+    flights = scheduler._in_flight
+    num_out = len(flights)
+    for _ in range(min(num_steps, num_out)):
+        flights.popleft()
     scheduler.step_id += num_steps
-    num_out = len(scheduler._in_flight)
-    scheduler._in_flight.clear()
-    for step_id in range(scheduler.step_id - num_out + 1, scheduler.step_id + 1):
-        scheduler._in_flight.append(
-            Step(
-                step_id, decoding.copy(), prefills=[], admitted=[], ending=[], beams=[], reporting=[], prompt_reports=[]
-            )
-        )
+    for step_id in range(scheduler.step_id - (num_out - len(flights)) + 1, scheduler.step_id + 1):
+        flights.append(Step(step_id, decoding.copy(), [], [], ending=[], beams=[], reporting=[], prompt_reports=[]))
