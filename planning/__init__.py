@@ -1,2 +1,5 @@
-"""What a deployment would hold and how fast it would be: figures on paper (`quire plan`), and the shipped scheduler core
-on a virtual clock (`quire simulate`). Imports the core and nothing else of ours; needs no device, no torch, no server."""
+"""What a deployment would hold and how fast it would be.
+
+`quire plan` is figures on paper, `quire simulate` the shipped scheduler core on a virtual clock. Imports the core and
+nothing else of ours; needs no device, no torch and no server.
+"""

@@ -45,7 +45,7 @@ class Bursts:
 
 @dataclass(frozen=True, slots=True)
 class Diurnal:
-    """A day: a Poisson process whose rate is a sine of 24 hours around the mean, lowest at the start and highest at noon.
+    """A day: a Poisson process whose rate is a sine of 24 hours around the mean, lowest at midnight, highest at noon.
 
     swing  0: no difference; 1: nobody comes at the lowest hour, twice the mean at the highest
     """
@@ -58,7 +58,7 @@ class Diurnal:
         return self.rate * (1.0 - self.swing * math.cos(2.0 * math.pi * now_s / self.period_s))
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
-        """By thinning (Lewis and Shedler 1979): candidates at the highest rate, kept in proportion to the present one."""
+        """By thinning (Lewis and Shedler 1979): candidates at the highest rate, kept in proportion to the present."""
         now_s, highest = 0.0, self.rate * (1.0 + self.swing)
         while True:
             now_s += rng.expovariate(highest)

@@ -1,8 +1,8 @@
 """How long prompts and outputs are.
 
-Alpaca-like and ShareGPT-like lengths are log-normal. Their means are those that Kwon et al. (SOSP 2023, figure 11) print
-for the requests that they made of the two data sets; the spread and the bounds are ours, since the paper shows them only
-as histograms.
+Alpaca-like and ShareGPT-like lengths are log-normal. Their means are those that Kwon et al. (SOSP 2023, figure 11)
+print for the requests that they made of the two data sets; the spread and the bounds are ours, since the paper shows
+them only as histograms.
 """
 
 import math

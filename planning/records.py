@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from planning.workload import Job
 from scheduler.core import Counters, KVUsage, Scheduler, kv_usage
-from scheduler.core.step_load import StepLoad
+
+if TYPE_CHECKING:
+    from planning.workload import Job
+    from scheduler.core.step_load import StepLoad
 
 _MAX_SAMPLES = 400
 _FIRST_INTERVAL_S = 1.0

@@ -1,12 +1,13 @@
 """The shipped scheduler core on a virtual clock.
 
-    arrival ─► core.add          core.schedule ─► [ executor: one step after the other, cost.step_s each ] ─► core.commit
+    arrival ─► core.add       core.schedule ─► [ executor: one step after the other, cost.step_s each ] ─► core.commit
 
-What takes time is an event on the clock: a request arrives, a step is done. Between them everything is as in the engine:
-plans leave as soon as the core has one, up to `max_in_flight` are out, a result is committed before the next plan is made,
-and a plan is made before a client can have heard of the result. Requests end by their number of tokens; nobody samples.
+What takes time is an event on the clock: a request arrives, a step is done. Between them everything is as in the
+engine: plans leave as soon as the core has one, up to `max_in_flight` are out, a result is committed before the next
+plan is made, and a plan is made before a client can have heard of the result. Requests end by their number of tokens;
+nobody samples.
 
-Where everybody decodes and nobody comes or goes, many steps are taken at once (`leap`): the same states, reached sooner.
+Where everybody decodes and nobody comes or goes, many steps are taken at once (`leap`): the same states, sooner.
 """
 
 from collections import deque
@@ -194,9 +195,9 @@ class Simulation:
     def _leap(self, arrival_s: float) -> None:
         """Schedules and commits as often as nobody arrives meanwhile, and as the core takes at once.
 
-            now          T1           T2           T3
-             │ in flight │ planned 1  │ planned 2  │ planned 3       max_in_flight 2: three pairs end at T3,
-             └ plan 1    └ 1 in, 2    └ 2 in, 3    └ 3 in            the third plan is in flight then
+        now          T1           T2           T3
+         │ in flight │ planned 1  │ planned 2  │ planned 3       max_in_flight 2: three pairs end at T3,
+         └ plan 1    └ 1 in, 2    └ 2 in, 3    └ 3 in            the third plan is in flight then
         """
         num_out = len(self._in_flight)
         loads = self._loads

@@ -1,9 +1,9 @@
 """Many steps at once, for a clock that need not wait for each: simulation.
 
-While everybody decodes and nobody can come or go, a step differs from the last one by a token for each, and by a block for
-those at a border. `leap` does to the core what so many pairs of `schedule` and `commit` would have done: the same tokens,
-blocks, published prefixes, plans in flight and counters. It makes no plans and tells no events, so it serves nobody who
-has an executor.
+While everybody decodes and nobody can come or go, a step differs from the last one by a token for each, and by a block
+for those at a border. `leap` does to the core what so many pairs of `schedule` and `commit` would have done: the same
+tokens, blocks, published prefixes, plans in flight and counters. It makes no plans and tells no events, so it serves
+nobody who has an executor.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -19,10 +19,10 @@ _LAST = (1 << 62,)
 
 
 def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
-    """At most so many pairs, each a `schedule` that returns a plan and a `commit` in which everybody sampled `token_id`.
+    """At most so many pairs, each a `schedule` that returns a plan and a `commit` in which all sampled `token_id`.
 
-    Call it where `max_in_flight - 1` plans are out. Returns the number of pairs, 0 where the next one is not that simple;
-    it ends before the plan in which a sequence ends, or which would have to wait for blocks.
+    Call it where `max_in_flight - 1` plans are out. Returns the number of pairs, 0 where the next one is not that
+    simple; it ends before the plan in which a sequence ends, or which would have to wait for blocks.
     """
     decoding = scheduler._batch.decoding
     if not _is_plain(scheduler, decoding):
@@ -72,8 +72,8 @@ def _may_admit(scheduler: Scheduler, num_decodes: int, *, is_freeing: bool) -> b
 
 
 def _change_blocks(scheduler: Scheduler, decoding: list[Sequence], num_steps: int, token_id: int) -> int:
-    """Appends the tokens, takes and publishes blocks in the order of plans and commits. Returns the pairs that there were
-    blocks for."""
+    """Appends the tokens, takes and publishes blocks in the order of plans and commits. Returns the pairs that there
+    were blocks for."""
     lengths = [len(sequence.token_ids) for sequence in decoding]
     events = _block_events(scheduler, decoding, num_steps)
     tokens = [token_id] * num_steps
