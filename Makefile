@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-SOURCES := scheduler executor kernels quire bench deploy tests models protos
+SOURCES := scheduler executor kernels planning quire bench deploy tests models protos
 INSTALLED := $(VENV)/.installed
 .DEFAULT_GOAL := help
 

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from executor.config import ExecutorConfig
+from planning.errors import PlanningError
+from planning.settings import DeploymentSettings, SimulateSettings
 from quire import exit_codes
 from quire.addresses import AddressInUse
 from quire.channel import DEFAULT_ADDRESS
@@ -338,6 +340,34 @@ def bench_claims(
 bench_app.command(name="claims")(with_flags(bench_claims, _MODEL_FLAGS))
 
 
+def plan(
+    model: Annotated[str, typer.Argument(help="a model directory, a config.json, or a name such as llama-3.1-8b")],
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+    **values: Any,
+) -> None:
+    """Sizes a deployment from a model's config.json: weights, KV, blocks, sequences that fit, floors of a step."""
+    from planning.command import run_plan
+
+    with _reported():
+        run_plan(model, DeploymentSettings(**given(values)), Console(), as_json=as_json)
+
+
+def simulate(
+    model: Annotated[str, typer.Argument(help="a model directory, a config.json, or a name such as llama-3.1-8b")],
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON, with samples over time")] = False,
+    **values: Any,
+) -> None:
+    """Runs the scheduler on a virtual clock, with a device of which the data sheet or measured steps are known."""
+    from planning.command import run_simulate
+
+    with _reported():
+        run_simulate(model, SimulateSettings(**given(values)), Console(), as_json=as_json)
+
+
+app.command()(with_flags(plan, flag_parameters(DeploymentSettings)))
+app.command()(with_flags(simulate, flag_parameters(SimulateSettings)))
+
+
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:
     return given(values) | {"model": resolved_model(values.get("model"))}
 
@@ -392,7 +422,7 @@ def _reported() -> Iterator[None]:
         _fail(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
     except QuireError as error:
         _fail(str(error), exit_codes.exit_code(error))
-    except (ConfigError, ModelNotFound) as error:
+    except (ConfigError, ModelNotFound, PlanningError) as error:
         _fail(str(error), exit_codes.USAGE)
     except AddressInUse as error:
         _fail(str(error), exit_codes.ADDRESS_IN_USE)

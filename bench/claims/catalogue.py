@@ -8,6 +8,7 @@ from bench.claims import (
     fragmentation,
     kv_arithmetic,
     shared_blocks,
+    simulator,
     timeline,
     waste_by_length,
 )
@@ -23,4 +24,5 @@ CLAIMS: tuple[Claim, ...] = (
     shared_blocks.CLAIM,
     beside_transformers.CLAIM,
     kv_arithmetic.CLAIM,
+    simulator.CLAIM,
 )

@@ -1,12 +1,10 @@
 """Claim: what a token of Llama 3 70B keeps in the pool of each of eight devices. Arithmetic, done by `planning`."""
 
-import importlib
-from types import ModuleType
-
 from matplotlib.figure import Figure
 
-from bench.claims.claim import Claim, Data, NotAvailable, Plot, Setting, Table, Verdict, Watch, judged
+from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
 from bench.claims.drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, powers_axis
+from planning.known_models import KNOWN_MODELS
 
 _MODEL = "llama-3-70b"
 _TENSOR_PARALLEL = 8
@@ -19,18 +17,9 @@ _MAX_CURVES = len(_COLOURS)
 _CONTEXTS = tuple(2**exponent for exponent in range(10, 18))
 
 
-def known_models() -> ModuleType:
-    """The room that plans. Raises NotAvailable."""
-    try:
-        return importlib.import_module("planning.known_models")
-    except ModuleNotFoundError as error:
-        raise NotAvailable(f"{error.name} is not installed") from None
-
-
 async def measure(setting: Setting, watch: Watch) -> Data:
     watch.expect(1)
     watch.step("arithmetic")
-    models = known_models().KNOWN_MODELS
     rows = [
         {
             "model": name,
@@ -39,14 +28,14 @@ async def measure(setting: Setting, watch: Watch) -> Data:
             "head_dim": shape.head_dim,
             "token_bytes": shape.num_device_kv_values(1) * _DTYPE_BYTES,
         }
-        for name, shape in models.items()
+        for name, shape in KNOWN_MODELS.items()
     ]
     return {
         "model": _MODEL,
         "tensor_parallel": _TENSOR_PARALLEL,
         "dtype_bytes": _DTYPE_BYTES,
         "context": _CONTEXT,
-        "token_bytes": models[_MODEL].num_device_kv_values(_TENSOR_PARALLEL) * _DTYPE_BYTES,
+        "token_bytes": KNOWN_MODELS[_MODEL].num_device_kv_values(_TENSOR_PARALLEL) * _DTYPE_BYTES,
         "rows": rows,
     }
 
