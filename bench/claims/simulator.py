@@ -115,7 +115,7 @@ def conditions(data: Data) -> str:
         "sheet, "
         f"{day['rate']:g} requests/s in the mean with a swing of {percent(day['swing'], 0)} over 24 hours, "
         "ShareGPT-like lengths, "
-        f"{day['duration_s'] / 3600:g} hours."
+        f"{day['duration_s'] / 3600:.3g} hours."
     )
 
 
@@ -125,7 +125,7 @@ def verdict(data: Data) -> Verdict:
     factor = summary["real_time_factor"]
     worst = max(data["rows"], key=lambda row: abs(row["error_ratio"]))
     ours = (
-        f"throughput predicted within {percent(max(errors))}; {data['day']['duration_s'] / 3600:g} hours of 8B "
+        f"throughput predicted within {percent(max(errors))}; {data['day']['duration_s'] / 3600:.3g} hours of 8B "
         "traffic in "
         f"{summary['wall_s']:.0f} s ({factor:,.0f} × real time)"
     )
