@@ -14,6 +14,7 @@ from scheduler.core.errors import (
 )
 from scheduler.core.invariants import check_invariants
 from scheduler.core.limits import Limits
+from scheduler.core.memory import CONTIGUOUS, CONTIGUOUS_EXACT, CONTIGUOUS_POWER_OF_TWO, MEMORY, PAGED, Memory
 from scheduler.core.plan import Admission, BeamResult, Events, Fork, Logprobs, StepPlan, StepResult, TokenLogprobs
 from scheduler.core.policy import FCFS, POLICIES, PRIORITY, Policy
 from scheduler.core.request import BeamParams, Request, SequenceParams
@@ -24,9 +25,14 @@ from scheduler.core.views import BlockMap, BlockState, BlockView, KVUsage, Seque
 
 __all__ = [
     "BATCHING",
+    "CONTIGUOUS",
+    "CONTIGUOUS_EXACT",
+    "CONTIGUOUS_POWER_OF_TWO",
     "CONTINUOUS",
     "DYNAMIC",
     "FCFS",
+    "MEMORY",
+    "PAGED",
     "POLICIES",
     "PRIORITY",
     "STATIC",
@@ -49,6 +55,7 @@ __all__ = [
     "KVUsage",
     "Limits",
     "Logprobs",
+    "Memory",
     "PlanRejected",
     "Policy",
     "QueueFull",

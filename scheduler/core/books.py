@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from scheduler.core.batching import Batching
     from scheduler.core.draft import Step
     from scheduler.core.limits import Limits
+    from scheduler.core.memory import Memory
     from scheduler.core.policy import Policy
     from scheduler.core.request import Request
 
@@ -39,6 +40,7 @@ class Books:
         limits: Limits,
         policy: Policy,
         batching: Batching,
+        memory: Memory,
         *,
         num_blocks: int,
         block_size: int,
@@ -48,6 +50,7 @@ class Books:
         self.limits = limits
         self.policy = policy
         self.batching = batching
+        self.memory = memory
         self.counters = Counters()
         self.requests: dict[int, ActiveRequest] = {}
         self.deadlines = Deadlines(self.requests)
@@ -64,9 +67,15 @@ class Books:
         self.epoch = epoch
         self.step_id = 0
         self.cache = KVCache(
-            num_blocks, self._block_size, self._model_name, enable_prefix_caching=self._enable_prefix_caching
+            num_blocks,
+            self._block_size,
+            self._model_name,
+            enable_prefix_caching=self._enable_prefix_caching,
+            memory=self.memory,
+            max_model_len=self.limits.max_model_len,
         )
-        self.num_watermark_blocks = int(self.limits.watermark_ratio * num_blocks)
+        growth_ratio = 0.0 if self.memory.is_contiguous else self.limits.watermark_ratio
+        self.num_watermark_blocks = int(growth_ratio * num_blocks)
         self.in_flight: deque[Step] = deque()
         self.batch = Batch(self.limits.max_num_seqs)
 

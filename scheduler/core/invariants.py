@@ -119,8 +119,12 @@ def _sequence_is_consistent(scheduler: Scheduler, sequence: Sequence) -> Iterato
     num_planned, num_computed = sequence.num_planned_tokens, sequence.num_computed_tokens
     if not num_computed <= num_planned <= sequence.num_tokens + scheduler.num_in_flight:
         yield f"I8: {sequence!r} has {num_computed} computed, {num_planned} planned of {sequence.num_tokens} tokens"
-    if len(sequence.block_table) != cache.num_blocks_for(num_planned):
+    run_length = cache.run_length(sequence.request)
+    if len(sequence.block_table) != max(cache.num_blocks_for(num_planned), run_length):
         yield f"I8: {sequence!r} has {len(sequence.block_table)} blocks for {num_planned} tokens"
+    first = sequence.block_table[0] if run_length else 0
+    if sequence.block_table[:run_length] != list(range(first, first + run_length)):
+        yield f"I21: {sequence!r} lies in blocks {sequence.block_table}, which are no run"
     for position in range(num_planned, sequence.write_limit):
         block = sequence.block_table[position // size]
         if cache.pool.ref_counts[block] != 1:

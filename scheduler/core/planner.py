@@ -168,12 +168,11 @@ class Planner:
     def _has_room_to_admit(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Room for all tokens it has now; and, if it was preempted too often, for all it can ever have."""
         books = self._books
-        num_needed = books.cache.num_blocks_to_admit(sequence, prefix)
-        if self._needs_guarantee(sequence):
-            num_needed += self._num_worst_case_blocks(sequence) - books.cache.num_blocks_for(sequence.num_tokens)
+        num_promised = self._num_worst_case_blocks(sequence) if self._needs_guarantee(sequence) else 0
+        num_needed = books.cache.num_blocks_to_admit(sequence, prefix, num_promised)
         if books.batch.running:
             num_needed += books.num_watermark_blocks
-        return num_needed <= books.cache.num_available_blocks()
+        return num_needed <= books.cache.num_available_blocks() and books.cache.has_run_for(sequence)
 
     def _needs_guarantee(self, sequence: Sequence) -> bool:
         """Preempted as often as a sequence may be: it runs again only with all its blocks promised."""
@@ -191,7 +190,8 @@ class Planner:
         self._books.admit(sequence, prefix)
         if self._needs_guarantee(sequence):
             sequence.is_guaranteed = True
-            self._books.cache.reserve(sequence, self._num_worst_case_blocks(sequence) - len(prefix))
+            num_missing = self._num_worst_case_blocks(sequence) - len(sequence.block_table)
+            self._books.cache.reserve(sequence, max(0, num_missing))
         num_cached = sequence.num_computed_tokens
         num_tokens = min(sequence.num_uncomputed_tokens, draft.budget)
         self._allocate(sequence, num_tokens)

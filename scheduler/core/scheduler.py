@@ -30,6 +30,7 @@ from scheduler.core.committer import Committer
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.kv_cache import KVCache
 from scheduler.core.limits import Limits
+from scheduler.core.memory import PAGED, Memory
 from scheduler.core.plan import Events, StepPlan, StepResult
 from scheduler.core.planner import Planner
 from scheduler.core.policy import FCFS, Policy
@@ -40,6 +41,8 @@ from scheduler.core.stats import Counters
 
 class Scheduler:
     """See the module. Not thread-safe; no clock, no I/O; every method returns at once.
+
+    batching, memory  other than the default: for measurement only (batching.py, memory.py)
 
     `books` are for the core's own modules and its tests: nobody else writes, or looks, there.
     """
@@ -52,6 +55,7 @@ class Scheduler:
         block_size: int,
         policy: Policy = FCFS,
         batching: Batching = CONTINUOUS,
+        memory: Memory = PAGED,
         model_name: str = "",
         enable_prefix_caching: bool = True,
     ) -> None:
@@ -59,6 +63,7 @@ class Scheduler:
             limits,
             policy,
             batching,
+            memory,
             num_blocks=num_blocks,
             block_size=block_size,
             model_name=model_name,
@@ -178,6 +183,10 @@ class Scheduler:
     @property
     def batching(self) -> Batching:
         return self.books.batching
+
+    @property
+    def memory(self) -> Memory:
+        return self.books.memory
 
     @property
     def counters(self) -> Counters:

@@ -7,12 +7,14 @@ from math import inf
 from scheduler.core import (
     CONTINUOUS,
     FCFS,
+    PAGED,
     Batching,
     BlockMap,
     Events,
     FinishReason,
     InvariantViolation,
     Limits,
+    Memory,
     Policy,
     Request,
     Scheduler,
@@ -57,6 +59,7 @@ class Coverage:
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
     num_lost_flights: int = 0
+    num_external: int = 0  # results after which free blocks were of no use to the head of the queue
     num_batches: int = 0  # closed ones
     num_waits_for_batch: int = 0  # nothing planned, until a batch is full or has waited long enough
 
@@ -107,6 +110,7 @@ class Rig:
         block_size: int,
         policy: Policy = FCFS,
         batching: Batching = CONTINUOUS,
+        memory: Memory = PAGED,
         vocab_size: int = 2,
         enable_prefix_caching: bool = True,
     ) -> None:
@@ -117,6 +121,7 @@ class Rig:
             block_size=block_size,
             policy=policy,
             batching=batching,
+            memory=memory,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.executor: FakeExecutor | None = None
@@ -176,7 +181,10 @@ class Rig:
         for sequence, reason in events.finished:
             assert reason is FinishReason.ERROR
             too_long = sequence.params.max_total_tokens > scheduler.max_tokens_per_sequence
-            assert too_long or most_blocks(sequence.request, scheduler) > self.num_blocks - 1, f"{sequence!r} would fit"
+            no_run = scheduler.cache.run_length(sequence.request) > self.num_blocks - 1
+            assert no_run or too_long or most_blocks(sequence.request, scheduler) > self.num_blocks - 1, (
+                f"{sequence!r} would fit"
+            )
         self.executor = FakeExecutor(
             self.num_blocks,
             scheduler.cache.block_size,
@@ -359,7 +367,15 @@ class Rig:
         assert usage.num_cached_blocks + usage.num_free_blocks == pool.num_free_blocks
         assert usage.num_shared_blocks == sum(num_refs > 1 for num_refs in pool.ref_counts)
         num_running = sum(1 for _ in self.scheduler.running_sequences())
-        assert usage.num_wasted_slots <= num_running * (self.scheduler.cache.block_size - 1), "a block too many"
+        assert usage.num_reserved_slots + usage.num_internal_slots == usage.num_wasted_slots
+        assert min(usage.num_reserved_slots, usage.num_internal_slots, usage.num_external_slots) >= 0
+        self.coverage.num_external += usage.num_external_slots > 0
+        if self.scheduler.memory.is_contiguous:
+            assert self.scheduler.counters.num_preemptions == 0, "I21: somebody was preempted"
+            assert usage.num_external_slots <= pool.num_free_blocks * self.scheduler.cache.block_size
+        else:
+            assert usage.num_wasted_slots <= num_running * (self.scheduler.cache.block_size - 1), "a block too many"
+            assert usage.num_external_slots == 0
 
     def _num_group_preemptions(self) -> int:
         leaders = {sequence.purse for sequence in self.scheduler.unfinished_sequences() if sequence.is_beam}

@@ -19,6 +19,8 @@ from scheduler.core import (
     CONTINUOUS,
     DYNAMIC,
     FCFS,
+    MEMORY,
+    PAGED,
     PRIORITY,
     STATIC,
     Batching,
@@ -26,6 +28,7 @@ from scheduler.core import (
     CapacityExceeded,
     FinishReason,
     Limits,
+    Memory,
     Policy,
     QueueFull,
     Request,
@@ -60,6 +63,7 @@ class World:
     limits: Limits
     policy: Policy
     batching: Batching
+    memory: Memory
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool
@@ -80,7 +84,8 @@ class World:
 def draw_world(random: Random) -> World:
     """Small worlds, where everything is scarce."""
     max_num_seqs = random.randint(1, 5)
-    beam_share = random.choice((0.0, 0.4, 0.7))
+    memory = random.choice((PAGED, PAGED, PAGED, random.choice(tuple(MEMORY.values()))))
+    beam_share = random.choice((0.0, 0.4, 0.7)) if memory is PAGED else 0.0
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + random.randint(0, 8),
@@ -95,8 +100,9 @@ def draw_world(random: Random) -> World:
     return World(
         limits=limits,
         policy=random.choice((FCFS, PRIORITY)),
-        batching=random.choice((CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.004))),
-        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share else 0),
+        batching=random.choice((CONTINUOUS, CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.004))),
+        memory=memory,
+        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share or memory is not PAGED else 0),
         block_size=random.randint(1, 4),
         enable_prefix_caching=random.random() < 0.8,
         num_requests=random.randint(2, 9),
@@ -147,6 +153,7 @@ class Simulation:
             block_size=world.block_size,
             policy=world.policy,
             batching=world.batching,
+            memory=world.memory,
             vocab_size=VOCAB_SIZE,
             enable_prefix_caching=world.enable_prefix_caching,
         )
@@ -192,12 +199,17 @@ class Simulation:
                 num_logprobs=random.randint(0, 2) if has_logprobs else 0,
                 num_prompt_logprobs=random.randint(0, 2) if has_logprobs else 0,
             ),
-            seeds=(0,) if width else tuple(random.randrange(4) for _ in range(random.choice((1, 1, 2, 3)))),
+            seeds=(0,) if width else tuple(random.randrange(4) for _ in range(self._draw_num_samples())),
             beam=self._draw_beam(width) if width else None,
             priority=random.randint(0, 2),
             cache_salt=random.choice((b"", b"", b"salt")),
             deadline_s=random.uniform(0.0, 0.03) if has_deadline else None,
         )
+
+    def _draw_num_samples(self) -> int:
+        """Where runs are not shared, hardly anybody asks for more than one."""
+        choices = (1, 1, 2, 3) if self.world.memory is PAGED else (1,) * 9 + (2,)
+        return self.random.choice(choices)
 
     def _draw_beam(self, width: int) -> BeamParams:
         random = self.random

@@ -23,12 +23,15 @@ from scheduler.core import (
     CONTINUOUS,
     DYNAMIC,
     FCFS,
+    MEMORY,
+    PAGED,
     PRIORITY,
     STATIC,
     Batching,
     BeamParams,
     CapacityExceeded,
     Limits,
+    Memory,
     Policy,
     QueueFull,
     Request,
@@ -128,6 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         policy=st.sampled_from((FCFS, PRIORITY)),
         batching=st.sampled_from((CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.5))),
+        memory=st.sampled_from((PAGED, PAGED, PAGED, *MEMORY.values())),
         enable_prefix_caching=st.sampled_from((True, True, True, False)),
         first=st.lists(arrivals, min_size=1, max_size=5),
     )
@@ -138,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size: int,
         policy: Policy,
         batching: Batching,
+        memory: Memory,
         enable_prefix_caching: bool,
         first: list[Arrival],
     ) -> None:
@@ -147,6 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             policy=policy,
             batching=batching,
+            memory=memory,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.rig.attach()
