@@ -121,7 +121,8 @@ def verdict(data: Data) -> Verdict:
     )
     if 1 - waste["contiguous-exact"] > PAPER_USED["contiguous-exact"] + _NOTABLE:
         reason += (
-            " The two that know lengths use more of it here than in the paper, which lets its Orca place requests with a "
+            " The two that know lengths use more of it here than in the paper, which lets its Orca place requests "
+            "with a "
             "buddy allocator; here a request gets any run that is long enough."
         )
     if not holds[0]:

@@ -24,7 +24,7 @@ def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
     Call it where `max_in_flight - 1` plans are out. Returns the number of pairs, 0 where the next one is not that
     simple; it ends before the plan in which a sequence ends, or which would have to wait for blocks.
     """
-    decoding = scheduler._batch.decoding
+    decoding = scheduler.books.batch.decoding
     if not _is_plain(scheduler, decoding):
         return 0
     num_steps = min(max_steps, min(s.params.max_total_tokens - s.num_planned_tokens for s in decoding) - 2)
@@ -42,7 +42,7 @@ def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
 
 def _is_plain(scheduler: Scheduler, decoding: list[Sequence]) -> bool:
     """Whether the next plan is one token for each of those who decode, as all plans in flight are."""
-    batch, flights, size = scheduler._batch, scheduler._in_flight, scheduler.cache.block_size
+    batch, flights, size = scheduler.books.batch, scheduler.books.in_flight, scheduler.cache.block_size
     if not decoding or not scheduler.is_attached or len(flights) != scheduler.limits.max_in_flight - 1:
         return False
     if len(batch.running) != len(decoding) or batch.prefilling or batch.joined or batch.decided:
@@ -62,13 +62,13 @@ def _is_plain_step(step: Step, decoding: list[Sequence]) -> bool:
 def _may_admit(scheduler: Scheduler, num_decodes: int, *, is_freeing: bool) -> bool:
     """Whether the head of the queue could enter in one of the next plans. It cannot for want of slots or of budget; for
     want of blocks neither, unless some become free meanwhile, or a prefix of it may be published."""
-    head = scheduler._waiting.first()
+    head = scheduler.books.waiting.first()
     if head is None or num_decodes >= scheduler.limits.max_num_batched_tokens:
         return False
-    num_slots = 1 + scheduler._requests[head.request.request_id].num_unborn
+    num_slots = 1 + scheduler.books.requests[head.request.request_id].num_unborn
     if scheduler.num_free_slots < num_slots:
         return False
-    return is_freeing or scheduler.cache.reads_prefixes(head) or scheduler._has_room_to_admit(head, [])
+    return is_freeing or scheduler.cache.reads_prefixes(head) or scheduler._planner._has_room_to_admit(head, [])
 
 
 def _change_blocks(scheduler: Scheduler, decoding: list[Sequence], num_steps: int, token_id: int) -> int:
@@ -91,7 +91,7 @@ def _block_events(scheduler: Scheduler, decoding: SequenceOf[Sequence], num_step
     commits the KV of the last token known so far)."""
     size, order = scheduler.cache.block_size, scheduler.policy.order
     events: list[_BlockEvent] = [
-        (pair, 1, _LAST, step.releases) for pair, step in enumerate(scheduler._in_flight) if step.releases
+        (pair, 1, _LAST, step.releases) for pair, step in enumerate(scheduler.books.in_flight) if step.releases
     ]
     for sequence in decoding:
         border = sequence.write_limit - sequence.num_planned_tokens
@@ -138,10 +138,10 @@ def _num_needed(events: list[_BlockEvent], first: int) -> int:
 
 def _renew_flights(scheduler: Scheduler, decoding: list[Sequence], num_steps: int) -> None:
     """The plans in flight are the last ones that the leap stands for, and those before it that are still not in."""
-    flights = scheduler._in_flight
+    flights = scheduler.books.in_flight
     num_out = len(flights)
     for _ in range(min(num_steps, num_out)):
         flights.popleft()
-    scheduler.step_id += num_steps
+    scheduler.books.step_id += num_steps
     for step_id in range(scheduler.step_id - (num_out - len(flights)) + 1, scheduler.step_id + 1):
         flights.append(Step(step_id, decoding.copy(), [], [], ending=[], beams=[], reporting=[], prompt_reports=[]))
