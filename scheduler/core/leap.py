@@ -91,7 +91,9 @@ def _block_events(scheduler: Scheduler, decoding: SequenceOf[Sequence], num_step
     commits the KV of the last token known so far)."""
     size, order = scheduler.cache.block_size, scheduler.policy.order
     events: list[_BlockEvent] = [
-        (pair, 1, _LAST, step.releases) for pair, step in enumerate(scheduler._in_flight) if step.releases
+        (pair, 1, _LAST, step.releases)
+        for pair, step in enumerate(scheduler._in_flight)
+        if step.releases and pair < num_steps
     ]
     for sequence in decoding:
         border = sequence.write_limit - sequence.num_planned_tokens
