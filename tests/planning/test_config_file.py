@@ -60,7 +60,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(tmp_path: Path, content: Any,
 
 
 def test_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(PlanningError, match="no config.json"):
+    with pytest.raises(PlanningError, match=r"no config\.json"):
         read_model_shape(tmp_path)
     for model in (str(tmp_path), str(tmp_path / "nothing"), "llama-9-1t"):
         result = CliRunner().invoke(quire.cli.app, ["plan", model])

@@ -182,8 +182,13 @@ def test_other_known_models_have_as_many_parameters_as_they_say() -> None:
 def test_biases_everywhere() -> None:
     plain = {
         "architectures": ["LlamaForCausalLM"],
-        **{"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 4, "num_key_value_heads": 2},
-        **{"num_hidden_layers": 3, "vocab_size": 10, "max_position_embeddings": 64},
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "vocab_size": 10,
+        "max_position_embeddings": 64,
     }
     biased = shape(plain | {"attention_bias": True, "mlp_bias": True})
     queries, keys_and_values, output = 8, 2 * 4, 8
