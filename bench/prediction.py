@@ -54,7 +54,8 @@ class PredictionSettings:
 class Comparison:
     """One run, measured and simulated: output tokens a second, and medians of the times that clients see.
 
-    error_ratio  (predicted - measured) / measured, of tokens a second
+    error_ratio       (predicted - measured) / measured, of tokens a second
+    predicted_ttft_s  the simulated time from the arrival in the queue, and the clients' turnaround for the way there
     """
 
     num_clients: int
@@ -81,7 +82,9 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class Run:
+    """One number of clients, measured."""
+
     trace: list[TraceRequest]
     load: LoadResult
     steps: list[MeasuredStep]
@@ -97,7 +100,7 @@ async def measure_and_predict(settings: PredictionSettings, console: Console) ->
 
 async def _measure(
     client: AsyncClient, info: ServerInfo, settings: PredictionSettings, console: Console
-) -> dict[int, _Run]:
+) -> dict[int, Run]:
     send = quire_sender(client)
     runs = {}
     numbers = sorted({*settings.fitted, *settings.predicted})
@@ -110,11 +113,11 @@ async def _measure(
             await client.reset_prefix_cache()
             async with StepRecorder(client) as recorder:
                 load = await closed_loop(send, trace, number)
-        runs[number] = _Run(trace, load, [_measured(step) for step in recorder.steps])
+        runs[number] = Run(trace, load, [_measured(step) for step in recorder.steps])
     return runs
 
 
-def predict(info: ServerInfo, runs: dict[int, _Run], settings: PredictionSettings) -> Prediction:
+def predict(info: ServerInfo, runs: dict[int, Run], settings: PredictionSettings) -> Prediction:
     """Fits to the runs that are to be fitted to, and simulates all."""
     fit = fit_cost([step for number in settings.fitted for step in timed(runs[number].steps)])
     pause_s = turnaround_s(runs[min(settings.fitted)].steps) or 0.0
@@ -125,7 +128,7 @@ def predict(info: ServerInfo, runs: dict[int, _Run], settings: PredictionSetting
     return Prediction(info.model_name, fit, pause_s, comparisons, max(errors, default=0.0))
 
 
-def _compare(number: int, run: _Run, is_fitted: bool, info: ServerInfo, fit: Fit, pause_s: float) -> Comparison:
+def _compare(number: int, run: Run, is_fitted: bool, info: ServerInfo, fit: Fit, pause_s: float) -> Comparison:
     records = simulate_trace(info, run.trace, fit, ClosedLoop(number, pause_s))
     requests = records.requests
     first = [f - a for f, a in zip(requests.first_token_s, requests.arrival_s, strict=True)]
@@ -144,7 +147,7 @@ def _compare(number: int, run: _Run, is_fitted: bool, info: ServerInfo, fit: Fit
         predicted_tokens_per_s=predicted,
         error_ratio=predicted / measured - 1,
         measured_ttft_s=median(record.ttft_s for record in run.load.records),
-        predicted_ttft_s=median(first),
+        predicted_ttft_s=median(first) + pause_s,
         measured_tpot_s=_median(tpot for record in run.load.records if (tpot := record.tpot_s) is not None),
         predicted_tpot_s=_median(rest),
     )

@@ -28,6 +28,9 @@ from scheduler.core.step_load import LoadTracker, StepLoad
 _SHARED_TOKENS_FROM = 1 << 31
 """Token ids of system prompts; below are those that only one request has."""
 
+_REFUSAL_S = 0.01
+"""What it takes a client to learn that it is refused: so that one who is refused for ever does not stop the clock."""
+
 _MIN_LEAP = 3
 """Fewer steps are not worth looking at everybody."""
 
@@ -144,7 +147,7 @@ class Simulation:
             self.scheduler.add(self._request(request_id, job))
         except (CapacityExceeded, QueueFull) as error:
             self.records.refused(job, is_too_long=isinstance(error, CapacityExceeded))
-            self._expect(self._sources[job.tenant].after_end(self.now_s))
+            self._expect(self._sources[job.tenant].after_end(self.now_s + _REFUSAL_S))
         else:
             self.records.arrived(request_id, job)
         self._expect(self._sources[job.tenant].after_arrival())
