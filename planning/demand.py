@@ -26,6 +26,9 @@ class Demand:
 
 def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
     """Raises PlanningError."""
+    for name in ("num_requests", "duration_s"):
+        if (value := getattr(settings, name)) is not None and value <= 0:
+            raise PlanningError(f"{name}: must be above 0, not {value}")
     if settings.num_requests is None and settings.duration_s is None:
         horizon = Horizon(num_requests=_DEFAULT_NUM_REQUESTS)
     else:
@@ -33,9 +36,9 @@ def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
     if settings.lengths not in (*LENGTHS, "fixed") and settings.tenants is None:
         return _listed(settings, horizon)
     if settings.tenants is None:
-        tenants = [_tenant("requests", 0, settings)]
+        tenants = [_tenant("requests", 0, settings, max_model_len)]
     else:
-        tenants = [_tenant(*parts) for parts in read_tenants(Path(settings.tenants), settings)]
+        tenants = [_tenant(*parts, max_model_len) for parts in read_tenants(Path(settings.tenants), settings)]
     return Demand(
         [tenant.name for tenant in tenants],
         [Source(i, tenant, max_model_len, settings.seed) for i, tenant in enumerate(tenants)],
@@ -52,9 +55,9 @@ def _listed(settings: SimulateSettings, horizon: Horizon) -> Demand:
     return Demand(["requests"], [ListedJobs(jobs, loop)], horizon, False)
 
 
-def _tenant(name: str, priority: int, settings: SimulateSettings) -> Tenant:
-    if settings.system_tokens < 0 or not 0 <= settings.system_share <= 1:
-        raise PlanningError("system_tokens: must not be negative; system_share: from 0 to 1")
+def _tenant(name: str, priority: int, settings: SimulateSettings, max_model_len: int) -> Tenant:
+    if not 0 <= settings.system_tokens <= max_model_len // 2 or not 0 <= settings.system_share <= 1:
+        raise PlanningError("system_tokens: from 0 to half of max_model_len; system_share: from 0 to 1")
     return Tenant(
         name, _arrivals(settings), _lengths(settings), priority, settings.system_tokens, settings.system_share
     )

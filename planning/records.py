@@ -121,29 +121,24 @@ class Records:
     # --- time -------------------------------------------------------------------------------------------------
 
     def step(self, now_s: float, started_s: float, load: StepLoad, scheduler: Scheduler) -> None:
-        """A step from `started_s` to `now_s`, that was just committed."""
+        """A step from `started_s` to `now_s`, about to be committed."""
         self._busy(now_s - started_s, load.num_decodes + load.num_prefills)
-        self._pass(now_s, scheduler)
+        self.pass_until(now_s, scheduler)
 
     def leap(self, now_s: float, started_s: float, num_steps: int, num_decodes: int, scheduler: Scheduler) -> None:
         """Steps of the same sequences, without a pause between them."""
         self.num_leaps += 1
         self.num_leapt_steps += num_steps
         self._busy(now_s - started_s, num_decodes)
-        self._pass(now_s, scheduler)
+        self.pass_until(now_s, scheduler)
 
     def close(self, now_s: float, scheduler: Scheduler) -> None:
-        self._pass(now_s, scheduler)
+        self.pass_until(now_s, scheduler)
         self.virtual_s = now_s
         self.counters = scheduler.counters
 
-    def _busy(self, duration_s: float, num_sequences: int) -> None:
-        self.busy_s += duration_s
-        self.sequence_steps_s += duration_s * num_sequences
-        if num_sequences > self.max_running:
-            self.max_running = num_sequences
-
-    def _pass(self, now_s: float, scheduler: Scheduler) -> None:
+    def pass_until(self, now_s: float, scheduler: Scheduler) -> None:
+        """The time from the last call to now, in which nothing changed."""
         passed_s = now_s - self._at_s
         self._at_s = now_s
         num_waiting = scheduler.num_waiting
@@ -154,6 +149,12 @@ class Records:
         self.block_s += passed_s * (self._num_usable_blocks - scheduler.cache.pool.num_free_blocks)
         if now_s >= self._next_sample_s:
             self._sample(now_s, scheduler)
+
+    def _busy(self, duration_s: float, num_sequences: int) -> None:
+        self.busy_s += duration_s
+        self.sequence_steps_s += duration_s * num_sequences
+        if num_sequences > self.max_running:
+            self.max_running = num_sequences
 
     def _sample(self, now_s: float, scheduler: Scheduler) -> None:
         self.samples.append(

@@ -28,6 +28,9 @@ from scheduler.core.step_load import LoadTracker, StepLoad
 _SHARED_TOKENS_FROM = 1 << 31
 """Token ids of system prompts; below are those that only one request has."""
 
+_REFUSAL_S = 0.01
+"""What it takes a client to learn that it is refused: so that one who is refused for ever does not stop the clock."""
+
 _MIN_LEAP = 3
 """Fewer steps are not worth looking at everybody."""
 
@@ -86,7 +89,8 @@ class Simulation:
         self._loads = LoadTracker()
         self._in_flight: deque[_Flight] = deque()
         self._max_in_flight = server.limits.max_in_flight
-        self._free_s = 0.0  # when the executor has done all that it was sent
+        self._done_s = 0.0  # when the last step was done
+        self._free_s = 0.0  # when all that was sent will be
         self._num_requests = 0
         self._num_jobs = 0
         self._arrivals: list[tuple[float, int, Job]] = []
@@ -136,13 +140,14 @@ class Simulation:
 
     def _arrive(self) -> None:
         self.now_s, _, job = heappop(self._arrivals)
+        self.records.pass_until(self.now_s, self.scheduler)
         self._num_requests += 1
         request_id = self._num_requests
         try:
             self.scheduler.add(self._request(request_id, job))
         except (CapacityExceeded, QueueFull) as error:
             self.records.refused(job, is_too_long=isinstance(error, CapacityExceeded))
-            self._expect(self._sources[job.tenant].after_end(self.now_s))
+            self._expect(self._sources[job.tenant].after_end(self.now_s + _REFUSAL_S))
         else:
             self.records.arrived(request_id, job)
         self._expect(self._sources[job.tenant].after_arrival())
@@ -171,10 +176,10 @@ class Simulation:
         num_sampled = flight.load.num_sampled
         if len(self._zeros) < num_sampled:
             self._zeros = [0] * (2 * num_sampled)
-        started_s = max(self.now_s, flight.planned_s)
-        self.now_s = flight.done_s
-        events = self.scheduler.commit(StepResult(1, flight.step_id, self._zeros[:num_sampled]))
+        started_s = max(self._done_s, flight.planned_s)
+        self.now_s = self._done_s = flight.done_s
         self.records.step(self.now_s, started_s, flight.load, self.scheduler)
+        events = self.scheduler.commit(StepResult(1, flight.step_id, self._zeros[:num_sampled]))
         if events.started or flight.has_first_tokens or events.finished:
             self._record(events, flight)
 
@@ -235,6 +240,7 @@ class Simulation:
         else:
             self.now_s = flights[num_steps - 1].done_s
             self._in_flight = deque(flights[num_steps:])
+        self._done_s = self.now_s
         self._free_s = free_s + _series(num_steps, first_s, growth_s)
         loads.skip(num_steps)
         self.records.leap(self.now_s, started_s, num_steps, num_decodes, self.scheduler)

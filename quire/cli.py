@@ -340,6 +340,39 @@ def bench_claims(
 bench_app.command(name="claims")(with_flags(bench_claims, _MODEL_FLAGS))
 
 
+def bench_prediction(
+    url: Annotated[str | None, typer.Option(help="gRPC address of a server [default: one is started]")] = None,
+    fitted: Annotated[str, typer.Option(help="numbers of clients to fit the cost model to")] = "1,8,32",
+    predicted: Annotated[str, typer.Option(help="numbers of clients to try it on")] = "4,16,64",
+    num_requests: Annotated[int | None, typer.Option(min=1, help="of each run; default 6 a client")] = None,
+    seed: Annotated[int, typer.Option(help="of the traces")] = 7,
+    lengths: Annotated[LengthMix, typer.Option(help="of prompts and outputs")] = LengthMix.MIXED,
+    output: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/prediction.json"),
+    **values: Any,
+) -> None:
+    """Throughput as simulated beside throughput as measured: a cost model fitted to some runs, tried on others."""
+    from bench.command import BenchError, parse_concurrencies
+    from bench.prediction import PredictionSettings
+    from bench.prediction_command import run
+
+    with _reported():
+        try:
+            settings = PredictionSettings(
+                address=url or DEFAULT_ADDRESS,
+                fitted=parse_concurrencies(fitted),
+                predicted=parse_concurrencies(predicted),
+                num_requests=num_requests,
+                seed=seed,
+                lengths=lengths.value,
+            )
+            asyncio.run(run(settings, None if url else _with_model(values), output, Console()))
+        except BenchError as error:
+            _fail(str(error), exit_codes.FAILED)
+
+
+bench_app.command(name="prediction")(with_flags(bench_prediction, _SERVICE_FLAGS))
+
+
 def plan(
     model: Annotated[str, typer.Argument(help="a model directory, a config.json, or a name such as llama-3.1-8b")],
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
