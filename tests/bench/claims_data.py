@@ -163,3 +163,45 @@ def kv_arithmetic(token_bytes: int) -> Data:
         "token_bytes": token_bytes,
         "rows": [row, row | {"model": "llama-2-7b", "token_bytes": 524288}],
     }
+
+
+def simulator(error: float, factor: float) -> Data:
+    comparisons = [
+        {
+            "num_clients": number,
+            "is_fitted": number == 1,
+            "num_requests": 24,
+            "measured_tokens_per_s": 1000.0,
+            "predicted_tokens_per_s": 1000.0 * (1 + error),
+            "error_ratio": error,
+            "measured_ttft_s": 0.02,
+            "predicted_ttft_s": 0.02,
+            "measured_tpot_s": 0.005,
+            "predicted_tpot_s": 0.005,
+        }
+        for number in (1, 4)
+    ]
+    summary = {
+        "real_time_factor": factor,
+        "wall_s": 86_400 / factor,
+        "num_requests": 1000,
+        "num_steps": 5000,
+        "num_leapt_steps": 4000,
+        "output_tokens_per_s": 2700.0,
+        "mean_batch": 20.0,
+        "max_batch": 60,
+        "busy_ratio": 0.9,
+        "waste_ratio": 0.02,
+        "tenants": [{"latency_s": {"p50": 3.0, "p99": 9.0}}],
+    }
+    day = {
+        "model": "llama-3.1-8b",
+        "device": "h100",
+        "rate": 8.0,
+        "swing": 0.6,
+        "duration_s": 86_400.0,
+        "summary": summary,
+        "timeline": [{"time_s": 3600.0 * hour, "num_running": hour, "num_waiting": 0} for hour in range(3)],
+    }
+    fit = {"num_steps": 400, "mean_error_ratio": 0.1}
+    return {"prediction": {"fit": fit, "comparisons": comparisons}, "day": day}

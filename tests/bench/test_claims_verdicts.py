@@ -15,6 +15,7 @@ from bench.claims import (
     fragmentation,
     kv_arithmetic,
     shared_blocks,
+    simulator,
     timeline,
     waste_by_length,
 )
@@ -91,6 +92,14 @@ CASES: list[tuple[Claim, Callable[[], dict[str, Any]], Word, str]] = [
     (beside_transformers.CLAIM, lambda: data.transformers(6.0, 40.0), NOT, "Less than 24 "),
     (kv_arithmetic.CLAIM, lambda: data.kv_arithmetic(40_960), REPRODUCED, "5.37 GB"),
     (kv_arithmetic.CLAIM, lambda: data.kv_arithmetic(40_000), NOT, "40,000 bytes"),
+    (
+        simulator.CLAIM,
+        lambda: data.simulator(-0.15, 1000.0),
+        REPRODUCED,
+        "850 output tokens/s predicted, 1,000 measured",
+    ),
+    (simulator.CLAIM, lambda: data.simulator(0.16, 1000.0), PARTLY, "Worst at 4 clients"),
+    (simulator.CLAIM, lambda: data.simulator(0.16, 999.0), NOT, "16.0 % off in the mean"),
 ]
 
 
