@@ -2,7 +2,7 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-SOURCES := scheduler executor kernels quire bench deploy tests models protos
+SOURCES := scheduler executor kernels planning quire bench deploy tests models protos
 INSTALLED := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
@@ -20,6 +20,9 @@ test: $(INSTALLED)  ## the whole test suite
 
 bench: $(INSTALLED)  ## closed-loop load at 1, 4, 16 and 64 clients, beside transformers on the same trace
 	$(BIN)/quire bench serve --spawn --concurrency 1,4,16,64 --baseline transformers $(ARGS)
+
+claims: $(INSTALLED)  ## measure what is claimed of paging and continuous batching; report in bench/results/claims
+	$(BIN)/quire bench claims $(ARGS)
 
 gpu-check: $(if $(NO_INSTALL),,$(INSTALLED))  ## tests, kernels and serving on the GPU at hand, in one report (NO_INSTALL=1: with PYTHON as it is)
 	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) -m bench.gpu_check $(ARGS)
@@ -56,4 +59,4 @@ $(INSTALLED): pyproject.toml constraints.txt protos/build.py $(shell find protos
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards]'
 	touch $@
 
-.PHONY: help run serve test bench gpu-check verify lint fmt protos dashboards compose-check clean
+.PHONY: help run serve test bench claims gpu-check verify lint fmt protos dashboards compose-check clean

@@ -38,9 +38,10 @@ class ModelShape:
     intermediate_size: int
     vocab_size: int
     num_layers: int
+    block_size: int = BLOCK_SIZE
 
     def attention(self, dtype: torch.dtype) -> AttentionShape:
-        return AttentionShape(dtype, self.num_heads, self.num_kv_heads, self.head_dim, BLOCK_SIZE)
+        return AttentionShape(dtype, self.num_heads, self.num_kv_heads, self.head_dim, self.block_size)
 
 
 # Llama 3.1 8B; the same with other heads; and the 28-million-parameter model of the serving benchmarks.
@@ -153,11 +154,11 @@ def rotate(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
     num_bytes = 2 * num_tokens * sum(heads) * row_bytes
 
     def prepare(home: Kernels, device: torch.device) -> Prepared:
-        num_blocks = -(-num_tokens // BLOCK_SIZE) + 1
+        num_blocks = -(-num_tokens // model.block_size) + 1
         angles = torch.rand(_MAX_POSITIONS, model.head_dim // 2, device=device)
         cos, sin = angles.cos(), angles.sin()
         positions = torch.randint(0, _MAX_POSITIONS, (num_tokens,), dtype=torch.int32, device=device)
-        slots = torch.randperm((num_blocks - 1) * BLOCK_SIZE, device=device)[:num_tokens] + BLOCK_SIZE
+        slots = torch.randperm((num_blocks - 1) * model.block_size, device=device)[:num_tokens] + model.block_size
         buffers = [
             (
                 *torch.split(_normal(device, dtype, num_tokens, sum(heads), model.head_dim), heads, dim=1),
@@ -242,12 +243,12 @@ def linear(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
 
 def copy(model: ModelShape, dtype: torch.dtype, num_copies: int) -> Case:
     """Copy-on-write of so many blocks, all layers of them."""
-    num_bytes = 2 * num_copies * BLOCK_SIZE * model.num_layers * _kv_token_bytes(model, dtype)
+    num_bytes = 2 * num_copies * model.block_size * model.num_layers * _kv_token_bytes(model, dtype)
 
     def prepare(home: Kernels, device: torch.device) -> Prepared:
         num_calls = _num_buffers(num_bytes, device)
         num_blocks = 2 * num_copies * num_calls + 1
-        tile = (2, model.num_kv_heads, BLOCK_SIZE, model.head_dim)
+        tile = (2, model.num_kv_heads, model.block_size, model.head_dim)
         pool = torch.empty((model.num_layers, num_blocks, *tile), dtype=dtype, device=device).normal_()
         places = (torch.randperm(num_blocks - 1, device=device) + 1).view(num_calls, 2, num_copies)
 
@@ -350,7 +351,7 @@ class _Paged:
 def _paged(
     model: ModelShape, dtype: torch.dtype, contexts: Sequence[int], device: torch.device, num_layers: int
 ) -> _Paged:
-    sizes = [-(-context // BLOCK_SIZE) for context in contexts]
+    sizes = [-(-context // model.block_size) for context in contexts]
     blocks = torch.randperm(sum(sizes)) + 1
     tables = torch.zeros((len(contexts), max(sizes)), dtype=torch.int32)
     for row, own in enumerate(torch.split(blocks, sizes)):
@@ -360,7 +361,8 @@ def _paged(
 
 
 def _empty_kv(model: ModelShape, dtype: torch.dtype, num_blocks: int, device: torch.device) -> torch.Tensor:
-    return torch.empty((num_blocks, 2, model.num_kv_heads, BLOCK_SIZE, model.head_dim), dtype=dtype, device=device)
+    tile = (2, model.num_kv_heads, model.block_size, model.head_dim)
+    return torch.empty((num_blocks, *tile), dtype=dtype, device=device)
 
 
 def _normal(device: torch.device, dtype: torch.dtype, *sizes: int) -> torch.Tensor:

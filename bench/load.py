@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from bench.trace import TraceRequest
@@ -21,6 +21,7 @@ class RequestRecord:
 
     sent_s      when the request was handed to the transport
     arrivals_s  when each message with tokens arrived, ascending, at least one
+    token_ids   of the output, where the client kept them
     """
 
     sent_s: float
@@ -28,6 +29,7 @@ class RequestRecord:
     num_prompt_tokens: int
     num_output_tokens: int
     num_cached_tokens: int = 0
+    token_ids: tuple[int, ...] = ()
 
     @property
     def ttft_s(self) -> float:
@@ -89,7 +91,8 @@ def quire_sender(client: AsyncClient) -> Send:
 
     async def send(request: TraceRequest) -> RequestRecord:
         arrivals_s: list[float] = []
-        num_tokens = num_cached = 0
+        token_ids: list[int] = []
+        num_cached = 0
         sent_s = time.perf_counter()
         events = client.generate(
             request.prompt_token_ids, max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True
@@ -98,10 +101,11 @@ def quire_sender(client: AsyncClient) -> Send:
             async for event in events:
                 if isinstance(event, Delta) and event.token_ids:
                     arrivals_s.append(time.perf_counter())
-                    num_tokens += len(event.token_ids)
+                    token_ids += event.token_ids
                 elif isinstance(event, Finished):
                     num_cached = event.usage.cached_tokens
-        return checked_record(request, sent_s, arrivals_s, num_tokens, num_cached)
+        record = checked_record(request, sent_s, arrivals_s, len(token_ids), num_cached)
+        return replace(record, token_ids=tuple(token_ids))
 
     return send
 

@@ -44,6 +44,15 @@ class StaticBatches:
         self._device = model.device
 
     @property
+    def model(self) -> Any:
+        """The transformers model, on its device."""
+        return self._model
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return bool(self._device.type == "cuda")
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return int(self._model.config.vocab_size)

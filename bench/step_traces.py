@@ -57,7 +57,14 @@ def chrome_trace(steps: Sequence[StepTrace]) -> dict[str, object]:
     ]
     for step in steps:
         name = f"step {step.step_id}"
-        details = {"epoch": step.epoch, "sequences": step.num_sequences, "tokens": step.num_tokens}
+        details = {
+            "epoch": step.epoch,
+            "sequences": step.num_sequences,
+            "tokens": step.num_tokens,
+            "decodes": step.num_decodes,
+            "decode_pairs": step.num_decode_pairs,
+            "prefill_pairs": step.num_prefill_pairs,
+        }
         lane = step.step_id % 2  # two plans in flight overlap
         events += [
             _span(f"{name} send", _SCHEDULER, lane, step.planned_ns, step.sent_ns, details),

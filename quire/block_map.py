@@ -133,6 +133,9 @@ class StepTrace:
 
     queue_ns  the plan waited for the device
     idle_ns   the device had waited for the plan
+
+    num_decodes are those of the sequences that computed the one token they had sampled last; a pair is a token that was
+    computed and a token that it attends to, of decodes and of the others.
     """
 
     epoch: int
@@ -148,6 +151,9 @@ class StepTrace:
     forward_ns: int
     sample_ns: int
     idle_ns: int
+    num_decodes: int = 0
+    num_decode_pairs: int = 0
+    num_prefill_pairs: int = 0
 
     @property
     def busy_ns(self) -> int:

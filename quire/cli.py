@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.text import Text
 
 from executor.config import ExecutorConfig
+from planning.errors import PlanningError
+from planning.settings import DeploymentSettings, SimulateSettings
 from quire import exit_codes
 from quire.addresses import AddressInUse
 from quire.channel import DEFAULT_ADDRESS
@@ -51,6 +53,10 @@ _EXECUTOR_FLAGS = flag_parameters(ExecutorConfig)
 # Both at once: a field that both have is said once, and so is the address at which they meet.
 _SERVICE_FLAGS = flag_parameters(ExecutorConfig, leave_out={EXECUTOR_ADDRESS[1]}) + flag_parameters(
     SchedulerConfig, leave_out={field.name for field in fields(ExecutorConfig)}
+)
+# What a measurement leaves open where it decides the rest itself.
+_MODEL_FLAGS = flag_parameters(
+    ExecutorConfig, leave_out={field.name for field in fields(ExecutorConfig)} - {"model", "dtype", "device"}
 )
 
 
@@ -296,6 +302,105 @@ def bench_sharing(
 bench_app.command(name="sharing")(with_flags(bench_sharing, _SERVICE_FLAGS))
 
 
+def bench_claims(
+    only: Annotated[list[str] | None, typer.Option(help="the name of a claim; may be repeated [default: all]")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="in small, to see that everything works")] = False,
+    seed: Annotated[int, typer.Option(help="of lengths, prompts and samples")] = 7,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="write the report of this results.json; measure nothing")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="directory [default: bench/results/claims]")] = None,
+    evidence: Annotated[
+        Path | None, typer.Option(help="[default: docs/evidence.md, or evidence.md in --output]")
+    ] = None,
+    **values: Any,
+) -> None:
+    """Measures what is claimed of paged KV memory and continuous batching; writes a report with verdicts and plots."""
+    from bench.command import BenchError
+
+    with _reported():
+        try:
+            from bench.claims.command import EVIDENCE, OUTPUT, ClaimsRun, measure, rewrite
+        except ModuleNotFoundError as error:
+            _fail(f"{error}; pip install 'quire[executor,bench,dev]' brings all that is measured", exit_codes.FAILED)
+        page = evidence or (output / "evidence.md" if output else EVIDENCE)
+        try:
+            if source is not None:
+                rewrite(source, output or OUTPUT, page, Console())
+                return
+            flags = _with_model(values)
+            run = ClaimsRun(flags.pop("model"), tuple(only or ()), quick, seed, output or OUTPUT, page, flags)
+            is_complete = measure(run, Console())
+        except BenchError as error:
+            _fail(str(error), exit_codes.FAILED)
+        if not is_complete:
+            _fail("a measurement failed; the report says which, and why", exit_codes.FAILED)
+
+
+bench_app.command(name="claims")(with_flags(bench_claims, _MODEL_FLAGS))
+
+
+def bench_prediction(
+    url: Annotated[str | None, typer.Option(help="gRPC address of a server [default: one is started]")] = None,
+    fitted: Annotated[str, typer.Option(help="numbers of clients to fit the cost model to")] = "1,8,32",
+    predicted: Annotated[str, typer.Option(help="numbers of clients to try it on")] = "4,16,64",
+    num_requests: Annotated[int | None, typer.Option(min=1, help="of each run; default 6 a client")] = None,
+    seed: Annotated[int, typer.Option(help="of the traces")] = 7,
+    lengths: Annotated[LengthMix, typer.Option(help="of prompts and outputs")] = LengthMix.MIXED,
+    output: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/prediction.json"),
+    **values: Any,
+) -> None:
+    """Throughput as simulated beside throughput as measured: a cost model fitted to some runs, tried on others."""
+    from bench.command import BenchError, parse_concurrencies
+    from bench.prediction import PredictionSettings
+    from bench.prediction_command import run
+
+    with _reported():
+        try:
+            settings = PredictionSettings(
+                address=url or DEFAULT_ADDRESS,
+                fitted=parse_concurrencies(fitted),
+                predicted=parse_concurrencies(predicted),
+                num_requests=num_requests,
+                seed=seed,
+                lengths=lengths.value,
+            )
+            asyncio.run(run(settings, None if url else _with_model(values), output, Console()))
+        except BenchError as error:
+            _fail(str(error), exit_codes.FAILED)
+
+
+bench_app.command(name="prediction")(with_flags(bench_prediction, _SERVICE_FLAGS))
+
+
+def plan(
+    model: Annotated[str, typer.Argument(help="a model directory, a config.json, or a name such as llama-3.1-8b")],
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+    **values: Any,
+) -> None:
+    """Sizes a deployment from a model's config.json: weights, KV, blocks, sequences that fit, floors of a step."""
+    from planning.command import run_plan
+
+    with _reported():
+        run_plan(model, DeploymentSettings(**given(values)), Console(), as_json=as_json)
+
+
+def simulate(
+    model: Annotated[str, typer.Argument(help="a model directory, a config.json, or a name such as llama-3.1-8b")],
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON, with samples over time")] = False,
+    **values: Any,
+) -> None:
+    """Runs the scheduler on a virtual clock, with a device of which the data sheet or measured steps are known."""
+    from planning.command import run_simulate
+
+    with _reported():
+        run_simulate(model, SimulateSettings(**given(values)), Console(), as_json=as_json)
+
+
+app.command()(with_flags(plan, flag_parameters(DeploymentSettings)))
+app.command()(with_flags(simulate, flag_parameters(SimulateSettings)))
+
+
 def _with_model(values: dict[str, Any]) -> dict[str, Any]:
     return given(values) | {"model": resolved_model(values.get("model"))}
 
@@ -350,7 +455,7 @@ def _reported() -> Iterator[None]:
         _fail(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
     except QuireError as error:
         _fail(str(error), exit_codes.exit_code(error))
-    except (ConfigError, ModelNotFound) as error:
+    except (ConfigError, ModelNotFound, PlanningError) as error:
         _fail(str(error), exit_codes.USAGE)
     except AddressInUse as error:
         _fail(str(error), exit_codes.ADDRESS_IN_USE)

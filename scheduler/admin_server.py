@@ -142,4 +142,7 @@ def _step_trace(trace: StepTrace) -> wire.StepTrace:
         forward_ns=trace.timings.forward_ns,
         sample_ns=trace.timings.sample_ns,
         idle_ns=trace.timings.idle_ns,
+        num_decodes=trace.num_decodes,
+        num_decode_pairs=trace.num_decode_pairs,
+        num_prefill_pairs=trace.num_prefill_pairs,
     )

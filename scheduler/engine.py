@@ -39,6 +39,7 @@ from scheduler.core import (
     check_invariants,
     kv_usage,
 )
+from scheduler.core.step_load import LoadTracker
 from scheduler.step_trace import StepTrace, StepTraces
 
 if TYPE_CHECKING:
@@ -141,6 +142,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._description: ModelDescription | None = None
         self.traces = StepTraces()
+        self._loads = LoadTracker()  # of this epoch's plans
         self._sinks: dict[int, Sink] = {}
         self._submitted_s: dict[int, float] = {}
         self._num_requests = 0
@@ -271,6 +273,7 @@ class Engine:
         events = core.executor_attached(max(core.epoch, description.epoch) + 1, description.num_blocks)
         self._described.set()
         log.info("executor attached: %s, epoch %d", self._description, core.epoch)
+        self._loads = LoadTracker()
         stream = self._client.open_stream(self._wake.set)
         self._tell(events)
         self._update_state()
@@ -310,7 +313,10 @@ class Engine:
         while (plan := self._schedule()) is not None:
             if core.num_in_flight == 1:
                 self._waits_since_s = time.monotonic()
+            load = self._loads.follow(plan)
             trace = StepTrace(plan.epoch, plan.step_id, plan.num_sequences, plan.num_tokens, time.monotonic_ns())
+            trace.num_decodes, trace.num_decode_pairs = load.num_decodes, load.num_decode_pairs
+            trace.num_prefill_pairs = load.num_prefill_pairs
             self.traces.planned(trace)
             await stream.send(plan)
             trace.sent_ns = time.monotonic_ns()

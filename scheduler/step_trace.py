@@ -29,7 +29,7 @@ class ExecutorTimings:
 
 @dataclass(slots=True)
 class StepTrace:
-    """One step. Fields are 0 until the step gets there."""
+    """One step. Times are 0 until the step gets there; a pair is a token and one that it attends to (StepLoad)."""
 
     epoch: int
     step_id: int
@@ -39,6 +39,9 @@ class StepTrace:
     sent_ns: int = 0
     received_ns: int = 0
     committed_ns: int = 0
+    num_decodes: int = 0
+    num_decode_pairs: int = 0
+    num_prefill_pairs: int = 0
     timings: ExecutorTimings = ExecutorTimings()
 
 

@@ -96,6 +96,17 @@ def test_make_bench(tmp_path: Path) -> None:
     assert output.exists()
 
 
+def test_make_claims(tmp_path: Path) -> None:
+    """In small, and of those that need services the one with the most ways of running them."""
+    only = [f"--only {name}" for name in ("timeline", "fixed-pool", "kv-arithmetic")]
+    run(*make_command("claims", f"ARGS=--quick {' '.join(only)} --output {tmp_path}"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {name: outcome["failure"] for name, outcome in results["outcomes"].items()} == dict.fromkeys(
+        ("timeline", "fixed-pool", "kv-arithmetic")
+    )
+    assert "<svg" in (tmp_path / "report.html").read_text()
+
+
 def test_scheduler_cost() -> None:
     """With few sequences instead of thousands."""
     table = run(sys.executable, "-m", "bench.scheduler_cost", "4", "8").splitlines()

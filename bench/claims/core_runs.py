@@ -1,0 +1,96 @@
+"""The real scheduler core, without an executor: every step is over at once, and every token is the same.
+
+What a claim asks of memory and of slots is decided by the core alone, so these runs are exact and repeat to the bit.
+Steps stand in for time.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from scheduler.core import BATCHING, MEMORY, Limits, Request, Scheduler, SequenceParams, StepResult
+
+_TOKEN = 5
+_VOCABULARY = 1_000_003
+_STEP_S = 0.01  # on the clock that the core is told, which dynamic batching waits by
+
+
+@dataclass(frozen=True, slots=True)
+class CoreSetting:
+    """A pool, a batch and how both are run: names of BATCHING and MEMORY."""
+
+    num_blocks: int
+    max_num_seqs: int
+    max_model_len: int
+    block_size: int = 16
+    max_num_batched_tokens: int = 512
+    batching: str = "continuous"
+    memory: str = "paged"
+
+
+# Is shown each step after it is planned: its number from 0, and the core, which knows what runs and who holds what.
+Observe = Callable[[int, Scheduler], None]
+
+
+def run_core(
+    setting: CoreSetting,
+    lengths: Sequence[tuple[int, int]],
+    observe: Observe,
+    *,
+    num_clients: int | None = None,
+    arrival_steps: Sequence[int] = (),
+) -> int:
+    """Requests of (prompt, output) tokens until all have ended. Returns the number of steps, those without a plan too.
+
+    num_clients    so many requests at once, in a closed loop; None: all of them, as they come
+    arrival_steps  before which step each comes; empty: all are there from the start
+
+    No two prompts share a block. Each output is exactly as long as it says, and the core is told so: what the memory
+    modes reserve follows from it.
+    """
+    core = _core(setting)
+    coming = deque(zip(arrival_steps or [0] * len(lengths), _requests(lengths), strict=True))
+    step = 0
+    while coming or core.num_unfinished_requests:
+        core.expire(step * _STEP_S)
+        while coming and coming[0][0] <= step and core.num_unfinished_requests < (num_clients or len(lengths)):
+            core.add(coming.popleft()[1], step * _STEP_S)
+        plan = core.schedule()
+        if plan is not None:
+            observe(step, core)
+            core.commit(StepResult(plan.epoch, plan.step_id, [_TOKEN] * num_sampling(core)))
+        elif not coming and core.next_wake_s is None:
+            raise RuntimeError("the core plans nothing, waits for nothing, and requests are left")
+        step += 1
+    return step
+
+
+def _core(setting: CoreSetting) -> Scheduler:
+    limits = Limits(
+        max_num_seqs=setting.max_num_seqs,
+        max_num_batched_tokens=max(setting.max_num_batched_tokens, setting.max_num_seqs),
+        max_model_len=setting.max_model_len,
+        max_in_flight=1,
+        watermark_ratio=0.0,
+    )
+    num_blocks = setting.num_blocks + 1  # the null block is nobody's
+    core = Scheduler(
+        limits,
+        num_blocks=num_blocks,
+        block_size=setting.block_size,
+        batching=BATCHING[setting.batching],
+        memory=MEMORY[setting.memory],
+    )
+    core.executor_attached(1, num_blocks)
+    return core
+
+
+def num_sampling(core: Scheduler) -> int:
+    """Sequences that sample in the one plan that is in flight: those of which no known token is left to compute."""
+    return sum(sequence.num_planned_tokens == sequence.num_tokens for sequence in core.running_sequences())
+
+
+def _requests(lengths: Sequence[tuple[int, int]]) -> Iterator[Request]:
+    for number, (num_prompt_tokens, num_output_tokens) in enumerate(lengths):
+        prompt = [number % _VOCABULARY] * num_prompt_tokens
+        yield Request(number, prompt, SequenceParams(max_total_tokens=num_prompt_tokens + num_output_tokens))

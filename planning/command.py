@@ -1,0 +1,65 @@
+"""`quire plan` and `quire simulate` as functions: they compute, show, and raise PlanningError."""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from planning import plan_view, simulate_view
+from planning.capacity import find_capacity
+from planning.demand import find_demand
+from planning.deployment import deploy
+from planning.roofline import Efficiencies
+from planning.run import simulate
+from planning.settings import DeploymentSettings, SimulateSettings
+from planning.summary import timeline
+
+
+def run_plan(model: str, settings: DeploymentSettings, console: Console, *, as_json: bool) -> None:
+    """Raises PlanningError."""
+    deployment = deploy(model, settings)
+    capacity = find_capacity(deployment)
+    if as_json:
+        _print_json(plan_view.as_values(deployment, capacity, Efficiencies()))
+    else:
+        plan_view.show(deployment, capacity, Efficiencies(), console)
+
+
+def run_simulate(model: str, settings: SimulateSettings, console: Console, *, as_json: bool) -> None:
+    """Raises PlanningError."""
+    bar = Progress(
+        TextColumn("simulating"),
+        BarColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not Console(stderr=True).is_terminal,
+    )
+    with bar:
+        horizon = find_demand(settings, settings.max_model_len or 8192).horizon
+        total: float | None = horizon.duration_s if horizon.num_requests is None else horizon.num_requests
+        task = bar.add_task("", total=total)
+
+        def progress(now_s: float, num_ended: int) -> None:
+            done = now_s if horizon.num_requests is None else num_ended
+            bar.update(task, completed=done, description=f"{num_ended:,} requests, {now_s:,.0f} virtual seconds")
+
+        outcome = simulate(model, settings, progress)
+    if as_json:
+        _print_json(
+            {
+                "model": outcome.deployment.model.name,
+                "settings": asdict(settings),
+                "summary": asdict(outcome.summary),
+                "timeline": timeline(outcome.records),
+            }
+        )
+    else:
+        simulate_view.show(outcome, settings, console)
+
+
+def _print_json(values: dict[str, Any]) -> None:
+    print(json.dumps(values, indent=2))

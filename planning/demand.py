@@ -1,0 +1,96 @@
+"""What the settings ask of a simulated server: who comes when, with how much, and until when."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from planning.arrivals import Arrivals, Bursts, ClosedLoop, Diurnal, Poisson
+from planning.errors import PlanningError
+from planning.lengths import LENGTHS, FixedLengths, LengthSource
+from planning.request_file import read_jobs, read_tenants
+from planning.settings import SimulateSettings
+from planning.simulation import Horizon, JobSource
+from planning.workload import ListedJobs, Source, Tenant
+
+_DEFAULT_NUM_REQUESTS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """One source for each of the names."""
+
+    names: list[str]
+    sources: list[JobSource]
+    horizon: Horizon
+    has_shared_prefixes: bool
+
+
+def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
+    """Raises PlanningError."""
+    for name in ("num_requests", "duration_s"):
+        if (value := getattr(settings, name)) is not None and value <= 0:
+            raise PlanningError(f"{name}: must be above 0, not {value}")
+    if settings.num_requests is None and settings.duration_s is None:
+        horizon = Horizon(num_requests=_DEFAULT_NUM_REQUESTS)
+    else:
+        horizon = Horizon(settings.num_requests, settings.duration_s)
+    if settings.lengths not in (*LENGTHS, "fixed") and settings.tenants is None:
+        return _listed(settings, horizon)
+    if settings.tenants is None:
+        tenants = [_tenant("requests", 0, settings, max_model_len)]
+    else:
+        tenants = [_tenant(*parts, max_model_len) for parts in read_tenants(Path(settings.tenants), settings)]
+    return Demand(
+        [tenant.name for tenant in tenants],
+        [Source(i, tenant, max_model_len, settings.seed) for i, tenant in enumerate(tenants)],
+        horizon,
+        any(tenant.num_system_tokens for tenant in tenants),
+    )
+
+
+def _listed(settings: SimulateSettings, horizon: Horizon) -> Demand:
+    jobs = read_jobs(Path(settings.lengths))
+    if settings.num_requests is None and settings.duration_s is None:
+        horizon = Horizon(num_requests=len(jobs))
+    loop = None if settings.clients is None else ClosedLoop(settings.clients, settings.turnaround_s)
+    return Demand(["requests"], [ListedJobs(jobs, loop)], horizon, False)
+
+
+def _tenant(name: str, priority: int, settings: SimulateSettings, max_model_len: int) -> Tenant:
+    if not 0 <= settings.system_tokens <= max_model_len // 2 or not 0 <= settings.system_share <= 1:
+        raise PlanningError("system_tokens: from 0 to half of max_model_len; system_share: from 0 to 1")
+    return Tenant(
+        name, _arrivals(settings), _lengths(settings), priority, settings.system_tokens, settings.system_share
+    )
+
+
+def _lengths(settings: SimulateSettings) -> LengthSource:
+    if settings.lengths in LENGTHS:
+        return LENGTHS[settings.lengths]
+    if settings.lengths != "fixed":
+        raise PlanningError(f"lengths: {settings.lengths!r} of a tenant is not one of {', '.join(LENGTHS)}, fixed")
+    if (
+        not settings.prompt_tokens
+        or not settings.output_tokens
+        or min(settings.prompt_tokens, settings.output_tokens) < 1
+    ):
+        raise PlanningError("lengths fixed: needs prompt_tokens and output_tokens, both at least 1")
+    return FixedLengths(settings.prompt_tokens, settings.output_tokens)
+
+
+def _arrivals(settings: SimulateSettings) -> Arrivals:
+    rate, clients = settings.rate, settings.clients
+    if (rate is None) == (clients is None):
+        raise PlanningError("give either clients (a closed loop) or rate (an open one)")
+    if clients is not None:
+        if clients < 1 or settings.turnaround_s < 0:
+            raise PlanningError("clients: must be at least 1; turnaround_s: must not be negative")
+        if settings.num_requests is None and settings.duration_s is None and clients > _DEFAULT_NUM_REQUESTS:
+            raise PlanningError(f"clients: {clients} need num_requests or duration_s")
+        return ClosedLoop(clients, settings.turnaround_s)
+    if rate is None or rate <= 0 or settings.burstiness <= 0 or not 0 <= settings.daily_swing <= 1:
+        raise PlanningError("rate and burstiness: must be above 0; daily_swing: from 0 to 1")
+    if settings.daily_swing and settings.burstiness != 1:
+        raise PlanningError("burstiness and daily_swing cannot both be given")
+    if settings.daily_swing:
+        return Diurnal(rate, settings.daily_swing)
+    return Poisson(rate) if settings.burstiness == 1 else Bursts(rate, settings.burstiness)

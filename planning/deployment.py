@@ -1,0 +1,108 @@
+"""A model on devices: what is on each, and what is left for the pool."""
+
+from dataclasses import dataclass, replace
+
+from planning.devices import Device, find_device, parse_bytes
+from planning.errors import PlanningError
+from planning.known_models import find_model
+from planning.model_shape import DTYPE_BYTES, ModelShape
+from planning.settings import DeploymentSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """All sizes are of one device; under tensor parallelism each holds as much, and a block is a share on every one.
+
+    weight_bytes         all parameters
+    read_bytes           what a step reads of them: without the embedding's table, where it is not the head too
+    kv_bytes_per_token   keys and values of one token in all layers
+    pool_bytes           what is left of the device's share when the weights are in
+    num_blocks           blocks of the pool, the null block included
+    """
+
+    model: ModelShape
+    device: Device
+    tensor_parallel: int
+    dtype: str
+    block_size: int
+    max_model_len: int
+    memory_share: float
+    weight_bytes: int
+    read_bytes: int
+    kv_bytes_per_token: int
+    pool_bytes: int
+    num_blocks: int
+
+    @property
+    def dtype_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.kv_bytes_per_token
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Without the null block, which padding is written to."""
+        return max(0, self.num_blocks - 1)
+
+    @property
+    def num_kv_copies(self) -> int:
+        """Devices that hold the same kv head: above 1 where there are more devices than heads."""
+        return max(1, self.tensor_parallel // self.model.num_kv_heads)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+
+def deploy(model: str, settings: DeploymentSettings) -> Deployment:
+    """Raises PlanningError."""
+    shape = find_model(model)
+    device = find_device(settings.device)
+    if settings.device_memory is not None:
+        device = replace(device, memory_bytes=parse_bytes(settings.device_memory))
+    return place(shape, device, settings)
+
+
+def place(shape: ModelShape, device: Device, settings: DeploymentSettings) -> Deployment:
+    """Raises PlanningError where the weights do not fit, or a setting cannot be meant."""
+    _check(settings)
+    shape.check_tensor_parallel(settings.tensor_parallel)
+    dtype = settings.dtype or shape.dtype or "bfloat16"
+    if dtype not in DTYPE_BYTES:
+        raise PlanningError(f"dtype: {dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    size, parallel = DTYPE_BYTES[dtype], settings.tensor_parallel
+    weight_bytes = shape.num_device_parameters(parallel) * size
+    kv_bytes = shape.num_device_kv_values(parallel) * size
+    pool_bytes = int(device.memory_bytes * settings.gpu_memory_utilization) - weight_bytes
+    num_blocks = settings.num_blocks or max(0, pool_bytes) // (settings.block_size * kv_bytes)
+    if num_blocks < 2:
+        raise PlanningError(
+            f"{shape.name} in {dtype} has {weight_bytes / 1e9:.1f} GB of weights on each of {parallel} device(s), "
+            f"and {device.memory_bytes * settings.gpu_memory_utilization / 1e9:.1f} GB for weights and KV: nothing fits"
+        )
+    return Deployment(
+        model=shape,
+        device=device,
+        tensor_parallel=parallel,
+        dtype=dtype,
+        block_size=settings.block_size,
+        max_model_len=settings.max_model_len or shape.max_position_embeddings,
+        memory_share=settings.gpu_memory_utilization,
+        weight_bytes=weight_bytes,
+        read_bytes=shape.num_read_parameters(parallel) * size,
+        kv_bytes_per_token=kv_bytes,
+        pool_bytes=pool_bytes,
+        num_blocks=num_blocks,
+    )
+
+
+def _check(settings: DeploymentSettings) -> None:
+    for name in ("tensor_parallel", "block_size", "max_model_len", "num_blocks"):
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise PlanningError(f"{name}: must be at least 1, not {value}")
+    if not 0 < settings.gpu_memory_utilization <= 1:
+        raise PlanningError(
+            f"gpu_memory_utilization: must be above 0 and at most 1, not {settings.gpu_memory_utilization}"
+        )

@@ -1,0 +1,67 @@
+"""Devices by their data sheets, and what of it a good kernel reaches.
+
+H100  NVIDIA H100 Tensor Core GPU datasheet, column SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s bfloat16 and float16 without
+      sparsity (printed as 1,979 with it), 67 TFLOP/s float32, NVLink 900 GB/s (both directions together)
+H200  NVIDIA H200 Tensor Core GPU datasheet, column SXM: 141 GB, 4.8 TB/s, the same TFLOP/s and NVLink
+A100  NVIDIA A100 Tensor Core GPU datasheet, column 80GB SXM: 80 GB, 2,039 GB/s, 312 TFLOP/s, 19.5 float32, NVLink
+      600 GB/s
+
+GB and TB are decimal there, and so they are here. A driver reports a little more memory than the sheet's number.
+"""
+
+import re
+from dataclasses import dataclass
+
+from planning.errors import PlanningError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """memory_bytes     of one device
+    bandwidth        bytes a second, from its memory
+    flops_16_bit     dense FLOPs a second of matrix products in bfloat16 and float16
+    flops_32_bit     in float32
+    link_bandwidth   bytes a second that it can send to the others of its node, one direction
+    """
+
+    name: str
+    memory_bytes: int
+    bandwidth: float
+    flops_16_bit: float
+    flops_32_bit: float
+    link_bandwidth: float
+
+    def flops(self, dtype_bytes: int) -> float:
+        return self.flops_32_bit if dtype_bytes == 4 else self.flops_16_bit
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("h100", 80 * 10**9, 3.35e12, 989e12, 67e12, 450e9),
+        Device("h200", 141 * 10**9, 4.8e12, 989e12, 67e12, 450e9),
+        Device("a100", 80 * 10**9, 2.039e12, 312e12, 19.5e12, 300e9),
+    )
+}
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("B", 1000), ("iB", 1024))
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", re.ASCII)
+
+
+def find_device(name: str) -> Device:
+    device = DEVICES.get(name.lower())
+    if device is None:
+        raise PlanningError(f"device: {name!r} is not known; known: {', '.join(DEVICES)}")
+    return device
+
+
+def parse_bytes(text: str) -> int:
+    """`80GB` (10^9) or `80GiB` (2^30). Raises PlanningError."""
+    match = _SIZE.fullmatch(text)
+    if not match or match[2] not in _UNITS:
+        raise PlanningError(f"expected a size such as 80GB or 79.2GiB, not {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])

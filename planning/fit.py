@@ -1,0 +1,86 @@
+"""A cost model from steps that were measured: a line through them, by least squares.
+
+    step_s = overhead + decode x num_decodes + decode_pair x num_decode_pairs
+                      + prefill x num_prefills + prefill_token x num_prefill_tokens + prefill_pair x num_prefill_pairs
+
+Means are what decides throughput, so the line goes through means: no step is left out for being slow. No term is
+negative: one that comes out so is left out, and the others are found again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from planning.errors import PlanningError
+from planning.measured_steps import TimedStep
+from scheduler.core.step_load import StepLoad
+
+
+@dataclass(frozen=True, slots=True)
+class FittedCost:
+    """A CostModel; all terms in seconds."""
+
+    overhead_s: float
+    decode_s: float
+    decode_pair_s: float
+    prefill_s: float
+    prefill_token_s: float
+    prefill_pair_s: float
+
+    def step_s(self, load: StepLoad) -> float:
+        return (
+            self.overhead_s
+            + self.decode_s * load.num_decodes
+            + self.decode_pair_s * load.num_decode_pairs
+            + self.prefill_s * load.num_prefills
+            + self.prefill_token_s * load.num_prefill_tokens
+            + self.prefill_pair_s * load.num_prefill_pairs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """mean_error_ratio  mean distance of a measured step from the line, over the mean step: how noisy steps are"""
+
+    cost: FittedCost
+    num_steps: int
+    mean_step_s: float
+    mean_error_ratio: float
+
+
+def fit_cost(steps: Sequence[TimedStep]) -> Fit:
+    """Raises PlanningError for fewer steps than terms."""
+    if len(steps) < len(FittedCost.__dataclass_fields__):
+        raise PlanningError(f"{len(steps)} steps are too few to fit a cost model to")
+    rows = np.array([_terms(load) for load, _ in steps], dtype=np.float64)
+    seconds = np.array([step_s for _, step_s in steps], dtype=np.float64)
+    cost = FittedCost(*_non_negative_least_squares(rows, seconds))
+    errors = np.abs(rows @ np.array(astuple(cost)) - seconds)
+    mean_s = float(seconds.mean())
+    return Fit(cost, len(steps), mean_s, float(errors.mean()) / mean_s if mean_s > 0 else 0.0)
+
+
+def _terms(load: StepLoad) -> tuple[float, ...]:
+    return (
+        1,
+        load.num_decodes,
+        load.num_decode_pairs,
+        load.num_prefills,
+        load.num_prefill_tokens,
+        load.num_prefill_pairs,
+    )
+
+
+def _non_negative_least_squares(rows: np.ndarray, values: np.ndarray) -> list[float]:
+    """By leaving out one negative term after the other, the one that would lower the most first."""
+    scale = np.abs(rows).max(axis=0)
+    active = [i for i in range(rows.shape[1]) if scale[i] > 0]
+    found = np.zeros(rows.shape[1])
+    while active:
+        solution = np.linalg.lstsq(rows[:, active] / scale[active], values, rcond=None)[0]
+        if solution.min() >= 0:
+            found[active] = solution / scale[active]
+            break
+        del active[int(solution.argmin())]
+    return [float(term) for term in found]

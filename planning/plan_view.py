@@ -1,0 +1,95 @@
+"""A plan for people, and as plain values."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from planning.capacity import Capacity
+from planning.deployment import Deployment
+from planning.roofline import Efficiencies
+
+
+def notes(deployment: Deployment, efficiencies: Efficiencies) -> list[str]:
+    """What has to be known to read the figures."""
+    model, parallel = deployment.model, deployment.tensor_parallel
+    lines = [
+        "GB and MB are decimal (10^9, 10^6 bytes), KiB and GiB binary (2^10, 2^30).",
+        f"Floors: {efficiencies.bandwidth:.0%} of the sheet's {deployment.device.bandwidth / 1e12:.2f} TB/s; matrix "
+        f"products at {efficiencies.compute:.0%} and prefill attention at {efficiencies.prefill:.0%} of "
+        f"{deployment.device.flops(deployment.dtype_bytes) / 1e12:,.0f} TFLOP/s; no overhead, no all-reduce.",
+        "Contiguous: every sequence reserves max_model_len in one run. Paged: blocks as they are filled.",
+    ]
+    if deployment.num_kv_copies > 1:
+        lines.append(
+            f"{parallel} devices share {model.num_kv_heads} kv heads: each head, and its KV, is on "
+            f"{deployment.num_kv_copies} devices."
+        )
+    if parallel > 1:
+        lines.append(
+            "All sizes are of one of the devices. Quire's executor runs on one device; the plan is of the layout."
+        )
+    if deployment.max_model_len > model.max_position_embeddings:
+        lines.append(f"{model.name} was made for {model.max_position_embeddings:,} tokens; this plan goes beyond.")
+    return lines
+
+
+def as_values(deployment: Deployment, capacity: Capacity, efficiencies: Efficiencies) -> dict[str, Any]:
+    return {
+        "model": asdict(deployment.model) | {"num_parameters": deployment.model.num_parameters},
+        "device": asdict(deployment.device),
+        "tensor_parallel": deployment.tensor_parallel,
+        "dtype": deployment.dtype,
+        "block_size": deployment.block_size,
+        "max_model_len": deployment.max_model_len,
+        "gpu_memory_utilization": deployment.memory_share,
+        "weight_bytes": deployment.weight_bytes,
+        "read_bytes": deployment.read_bytes,
+        "kv_bytes_per_token": deployment.kv_bytes_per_token,
+        "kv_bytes_per_block": deployment.block_bytes,
+        "kv_bytes_per_max_model_len": deployment.max_model_len * deployment.kv_bytes_per_token,
+        "num_kv_copies": deployment.num_kv_copies,
+        "num_blocks": deployment.num_blocks,
+        "decode_floor_s": capacity.decode_floor_s,
+        "prefill_floors_s": [{"num_tokens": n, "floor_s": floor_s} for n, floor_s in capacity.prefill_floors_s],
+        "rows": [asdict(row) for row in capacity.rows],
+        "efficiencies": asdict(efficiencies),
+        "notes": notes(deployment, efficiencies),
+    }
+
+
+def show(deployment: Deployment, capacity: Capacity, efficiencies: Efficiencies, console: Console) -> None:
+    model, parallel = deployment.model, deployment.tensor_parallel
+    devices = deployment.device.name if parallel == 1 else f"{parallel} x {deployment.device.name}"
+    each = "" if parallel == 1 else " on each device"
+    facts = Table(title=f"{model.name}, {deployment.dtype}, on {devices}", show_header=False)
+    facts.add_column()
+    facts.add_column(justify="right")
+    facts.add_row("parameters", f"{model.num_parameters:,}")
+    facts.add_row(f"weights{each}", f"{deployment.weight_bytes / 1e9:.2f} GB")
+    facts.add_row("of which a step reads", f"{deployment.read_bytes / 1e9:.2f} GB")
+    per_token = deployment.kv_bytes_per_token
+    facts.add_row(f"KV of a token{each}", f"{per_token:,} bytes = {per_token / 1024:g} KiB")
+    facts.add_row(f"KV of a block of {deployment.block_size}", f"{deployment.block_bytes / 1024:g} KiB")
+    longest = deployment.max_model_len * per_token
+    facts.add_row(f"KV of {deployment.max_model_len:,} tokens", f"{longest / 1e9:.2f} GB = {longest / 2**30:.2f} GiB")
+    share = f"{deployment.memory_share:.0%} of {deployment.device.memory_bytes / 1e9:.1f} GB"
+    facts.add_row(f"pool ({share}, less weights)", f"{deployment.pool_bytes / 1e9:.2f} GB")
+    facts.add_row("blocks, without the null block", f"{deployment.num_usable_blocks:,}")
+    facts.add_row("tokens in the pool", f"{deployment.num_usable_blocks * deployment.block_size:,}")
+    facts.add_row("decode floor, one sequence", f"{capacity.decode_floor_s * 1e3:.2f} ms")
+    for num_tokens, floor_s in capacity.prefill_floors_s:
+        facts.add_row(f"prefill floor, {num_tokens:,} tokens", f"{floor_s * 1e3:.1f} ms")
+    console.print(facts)
+    rows = Table(title="sequences at once")
+    for heading in ("of", "tokens each", "contiguous", "paged", "decode floor, all paged"):
+        rows.add_column(heading, justify="left" if heading == "of" else "right")
+    for row in capacity.rows:
+        held = f"{row.num_tokens:,.0f}"
+        rows.add_row(
+            row.name, held, f"{row.num_contiguous:,}", f"{row.num_paged:,}", f"{row.decode_floor_s * 1e3:.2f} ms"
+        )
+    console.print(rows)
+    for line in notes(deployment, efficiencies):
+        console.print(line, style="dim", highlight=False)

@@ -1,0 +1,173 @@
+"""What happened in a simulation: a row for each request, sums over time, and samples for pictures."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from scheduler.core import Counters, KVUsage, Scheduler, kv_usage
+
+if TYPE_CHECKING:
+    from planning.workload import Job
+    from scheduler.core.step_load import StepLoad
+
+_MAX_SAMPLES = 400
+_FIRST_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One moment. `usage` is the pool as the core counts it."""
+
+    now_s: float
+    num_running: int
+    num_waiting: int
+    num_ended: int
+    num_output_tokens: int
+    usage: KVUsage
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that has arrived and not ended."""
+
+    job: Job
+    planned_s: float = 0.0
+    first_token_s: float = 0.0
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Requests:
+    """One entry a request that has ended, in the order of their ends; times in virtual seconds."""
+
+    tenant: array[int] = field(default_factory=lambda: array("H"))
+    arrival_s: array[float] = field(default_factory=lambda: array("d"))
+    planned_s: array[float] = field(default_factory=lambda: array("d"))
+    first_token_s: array[float] = field(default_factory=lambda: array("d"))
+    end_s: array[float] = field(default_factory=lambda: array("d"))
+    num_prompt_tokens: array[int] = field(default_factory=lambda: array("L"))
+    num_output_tokens: array[int] = field(default_factory=lambda: array("L"))
+    num_cached_tokens: array[int] = field(default_factory=lambda: array("L"))
+    num_preemptions: array[int] = field(default_factory=lambda: array("L"))
+
+
+class Records:
+    """Filled by the simulation. The integrals are over virtual time: divided by the whole they are means.
+
+    sequence_steps_s  sequences in a step x its duration
+    waiting_s         length of the queue x time
+    block_s           blocks that sequences hold x time
+    """
+
+    def __init__(self, num_usable_blocks: int, duration_s: float | None) -> None:
+        self.requests = Requests()
+        self.samples: list[Sample] = []
+        self.num_too_long = 0
+        self.num_turned_away = 0  # the queue was full
+        self.busy_s = 0.0
+        self.sequence_steps_s = 0.0
+        self.waiting_s = 0.0
+        self.block_s = 0.0
+        self.max_running = 0
+        self.max_waiting = 0
+        self.num_leaps = 0
+        self.num_leapt_steps = 0
+        self.virtual_s = 0.0
+        self.counters = Counters()
+        self._open: dict[int, _Open] = {}
+        self._num_usable_blocks = num_usable_blocks
+        self._at_s = 0.0
+        self._interval_s = _FIRST_INTERVAL_S if duration_s is None else duration_s / (_MAX_SAMPLES - 100)
+        self._next_sample_s = 0.0
+
+    @property
+    def num_ended(self) -> int:
+        return len(self.requests.end_s)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def refused(self, job: Job, *, is_too_long: bool) -> None:
+        if is_too_long:
+            self.num_too_long += 1
+        else:
+            self.num_turned_away += 1
+
+    def arrived(self, request_id: int, job: Job) -> None:
+        self._open[request_id] = _Open(job)
+
+    def started(self, request_id: int, planned_s: float, num_cached_tokens: int) -> None:
+        entry = self._open[request_id]
+        entry.planned_s, entry.num_cached_tokens = planned_s, num_cached_tokens
+
+    def first_token(self, request_id: int, now_s: float) -> None:
+        self._open[request_id].first_token_s = now_s
+
+    def ended(self, request_id: int, now_s: float, num_tokens: int, num_preemptions: int) -> Job:
+        entry = self._open.pop(request_id)
+        job, requests = entry.job, self.requests
+        requests.tenant.append(job.tenant)
+        requests.arrival_s.append(job.arrival_s)
+        requests.planned_s.append(entry.planned_s)
+        requests.first_token_s.append(entry.first_token_s)
+        requests.end_s.append(now_s)
+        requests.num_prompt_tokens.append(job.num_prompt_tokens)
+        requests.num_output_tokens.append(num_tokens - job.num_prompt_tokens)
+        requests.num_cached_tokens.append(entry.num_cached_tokens)
+        requests.num_preemptions.append(num_preemptions)
+        return job
+
+    # --- time -------------------------------------------------------------------------------------------------
+
+    def step(self, now_s: float, started_s: float, load: StepLoad, scheduler: Scheduler) -> None:
+        """A step from `started_s` to `now_s`, about to be committed."""
+        self._busy(now_s - started_s, load.num_decodes + load.num_prefills)
+        self.pass_until(now_s, scheduler)
+
+    def leap(self, now_s: float, started_s: float, num_steps: int, num_decodes: int, scheduler: Scheduler) -> None:
+        """Steps of the same sequences, without a pause between them."""
+        self.num_leaps += 1
+        self.num_leapt_steps += num_steps
+        self._busy(now_s - started_s, num_decodes)
+        self.pass_until(now_s, scheduler)
+
+    def close(self, now_s: float, scheduler: Scheduler) -> None:
+        self.pass_until(now_s, scheduler)
+        self.virtual_s = now_s
+        self.counters = scheduler.counters
+
+    def pass_until(self, now_s: float, scheduler: Scheduler) -> None:
+        """The time from the last call to now, in which nothing changed."""
+        passed_s = now_s - self._at_s
+        self._at_s = now_s
+        num_waiting = scheduler.num_waiting
+        if num_waiting:
+            self.waiting_s += passed_s * num_waiting
+            if num_waiting > self.max_waiting:
+                self.max_waiting = num_waiting
+        self.block_s += passed_s * (self._num_usable_blocks - scheduler.cache.pool.num_free_blocks)
+        if now_s >= self._next_sample_s:
+            self._sample(now_s, scheduler)
+
+    def _busy(self, duration_s: float, num_sequences: int) -> None:
+        self.busy_s += duration_s
+        self.sequence_steps_s += duration_s * num_sequences
+        if num_sequences > self.max_running:
+            self.max_running = num_sequences
+
+    def _sample(self, now_s: float, scheduler: Scheduler) -> None:
+        self.samples.append(
+            Sample(
+                now_s,
+                sum(1 for _ in scheduler.running_sequences()),
+                scheduler.num_waiting,
+                self.num_ended,
+                scheduler.counters.num_generated_tokens,
+                kv_usage(scheduler),
+            )
+        )
+        if len(self.samples) > _MAX_SAMPLES:  # twice as far apart, those before too
+            self.samples = self.samples[::2]
+            self._interval_s *= 2
+        self._next_sample_s = now_s + self._interval_s

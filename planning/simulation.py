@@ -1,0 +1,268 @@
+"""The shipped scheduler core on a virtual clock.
+
+    arrival ─► core.add       core.schedule ─► [ executor: one step after the other, cost.step_s each ] ─► core.commit
+
+What takes time is an event on the clock: a request arrives, a step is done. Between them everything is as in the
+engine: plans leave as soon as the core has one, up to `max_in_flight` are out, a result is committed before the next
+plan is made, and a plan is made before a client can have heard of the result. Requests end by their number of tokens;
+nobody samples.
+
+Where everybody decodes and nobody comes or goes, many steps are taken at once (`leap`): the same states, sooner.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import inf, sqrt
+from typing import Protocol
+
+from planning.cost import CostModel
+from planning.records import Records
+from planning.server import Server
+from planning.workload import Job
+from scheduler.core import CapacityExceeded, Events, QueueFull, Request, SequenceParams, StepResult
+from scheduler.core.leap import leap
+from scheduler.core.step_load import LoadTracker, StepLoad
+
+_SHARED_TOKENS_FROM = 1 << 31
+"""Token ids of system prompts; below are those that only one request has."""
+
+_REFUSAL_S = 0.01
+"""What it takes a client to learn that it is refused: so that one who is refused for ever does not stop the clock."""
+
+_MIN_LEAP = 3
+"""Fewer steps are not worth looking at everybody."""
+
+
+class JobSource(Protocol):
+    def first(self) -> list[Job]: ...
+
+    def after_arrival(self) -> list[Job]: ...
+
+    def after_end(self, now_s: float) -> list[Job]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Horizon:
+    """When no more requests are taken from the sources; those that have arrived are served to their end."""
+
+    num_requests: int | None = None
+    duration_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_requests is None and self.duration_s is None:
+            raise ValueError("a simulation needs an end: a number of requests, or a duration")
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A plan that is out."""
+
+    step_id: int
+    planned_s: float
+    done_s: float
+    load: StepLoad
+    has_first_tokens: bool
+
+
+class Simulation:
+    """One run. `records` holds what happened."""
+
+    def __init__(
+        self,
+        server: Server,
+        sources: Sequence[JobSource],
+        cost: CostModel,
+        horizon: Horizon,
+        *,
+        has_shared_prefixes: bool = False,
+        leaps: bool = True,
+    ) -> None:
+        self.scheduler = server.scheduler(has_shared_prefixes=has_shared_prefixes)
+        self.records = Records(server.num_blocks - 1, horizon.duration_s)
+        self.now_s = 0.0
+        self._cost = cost
+        self._leaps = leaps
+        self._sources = sources
+        self._horizon = horizon
+        self._loads = LoadTracker()
+        self._in_flight: deque[_Flight] = deque()
+        self._max_in_flight = server.limits.max_in_flight
+        self._done_s = 0.0  # when the last step was done
+        self._free_s = 0.0  # when all that was sent will be
+        self._num_requests = 0
+        self._num_jobs = 0
+        self._arrivals: list[tuple[float, int, Job]] = []
+        self._zeros: list[int] = []
+        self._params: dict[int, SequenceParams] = {}
+
+    def run(self, progress: Callable[[float, int], None] | None = None, every: int = 2048) -> Records:
+        """To the end; `progress` hears of the virtual time and of requests ended, now and then."""
+        for source in self._sources:
+            self._expect(source.first())
+        num_events = 0
+        while self._advance():
+            num_events += 1
+            if progress is not None and num_events % every == 0:
+                progress(self.now_s, self.records.num_ended)
+        self.records.close(self.now_s, self.scheduler)
+        return self.records
+
+    def _advance(self) -> bool:
+        """One event; False: there is none left."""
+        if len(self._in_flight) < self._max_in_flight:
+            self._send_plans()
+        arrival_s = self._arrivals[0][0] if self._arrivals else inf
+        if self._in_flight and self._in_flight[0].done_s <= arrival_s:
+            self._commit()
+            if self._leaps and self._loads.num_decodes and len(self._in_flight) == self._max_in_flight - 1:
+                self._leap(self._arrivals[0][0] if self._arrivals else inf)  # who ended may have made another come
+            return True
+        if self._arrivals:
+            self._arrive()
+            return True
+        if self.scheduler.num_unfinished_requests:
+            raise RuntimeError(f"{self.scheduler.num_unfinished_requests} requests wait, and the core plans nothing")
+        return False
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def _expect(self, jobs: list[Job]) -> None:
+        horizon = self._horizon
+        for job in jobs:
+            if horizon.num_requests is not None and self._num_jobs >= horizon.num_requests:
+                return
+            if horizon.duration_s is not None and job.arrival_s > horizon.duration_s:
+                continue
+            self._num_jobs += 1
+            heappush(self._arrivals, (job.arrival_s, self._num_jobs, job))
+
+    def _arrive(self) -> None:
+        self.now_s, _, job = heappop(self._arrivals)
+        self.records.pass_until(self.now_s, self.scheduler)
+        self._num_requests += 1
+        request_id = self._num_requests
+        try:
+            self.scheduler.add(self._request(request_id, job))
+        except (CapacityExceeded, QueueFull) as error:
+            self.records.refused(job, is_too_long=isinstance(error, CapacityExceeded))
+            self._expect(self._sources[job.tenant].after_end(self.now_s + _REFUSAL_S))
+        else:
+            self.records.arrived(request_id, job)
+        self._expect(self._sources[job.tenant].after_arrival())
+
+    def _request(self, request_id: int, job: Job) -> Request:
+        """Prompts differ in their first own token already: nobody shares more than the tenant's system prompt."""
+        num_own = job.num_prompt_tokens - job.num_shared_tokens
+        prompt = [_SHARED_TOKENS_FROM + job.tenant] * job.num_shared_tokens + [request_id] * num_own
+        max_total = job.num_prompt_tokens + job.num_output_tokens
+        params = self._params.get(max_total)
+        if params is None:
+            params = self._params[max_total] = SequenceParams(max_total_tokens=max_total)
+        return Request(request_id, prompt, params, priority=job.priority)
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def _send_plans(self) -> None:
+        while (plan := self.scheduler.schedule()) is not None:
+            load = self._loads.follow(plan)
+            self._free_s = max(self.now_s, self._free_s) + self._cost.step_s(load)
+            has_first_tokens = load.num_sampled > load.num_decodes
+            self._in_flight.append(_Flight(plan.step_id, self.now_s, self._free_s, load, has_first_tokens))
+
+    def _commit(self) -> None:
+        flight = self._in_flight.popleft()
+        num_sampled = flight.load.num_sampled
+        if len(self._zeros) < num_sampled:
+            self._zeros = [0] * (2 * num_sampled)
+        started_s = max(self._done_s, flight.planned_s)
+        self.now_s = self._done_s = flight.done_s
+        self.records.step(self.now_s, started_s, flight.load, self.scheduler)
+        events = self.scheduler.commit(StepResult(1, flight.step_id, self._zeros[:num_sampled]))
+        if events.started or flight.has_first_tokens or events.finished:
+            self._record(events, flight)
+
+    def _record(self, events: Events, flight: _Flight) -> None:
+        records = self.records
+        for sequence in events.started:
+            records.started(sequence.request.request_id, flight.planned_s, sequence.num_cached_tokens or 0)
+        if flight.has_first_tokens:
+            for sequence in events.sequences:
+                if len(sequence.token_ids) == sequence.num_prompt_tokens + 1:
+                    records.first_token(sequence.request.request_id, self.now_s)
+        for sequence, _ in events.finished:
+            job = records.ended(sequence.request.request_id, self.now_s, sequence.num_tokens, sequence.num_preemptions)
+            self._expect(self._sources[job.tenant].after_end(self.now_s))
+
+    # --- leaps ------------------------------------------------------------------------------------------------
+
+    def _leap(self, arrival_s: float) -> None:
+        """Schedules and commits as often as nobody arrives meanwhile, and as the core takes at once.
+
+        now          T1           T2           T3
+         │ in flight │ planned 1  │ planned 2  │ planned 3       max_in_flight 2: three pairs end at T3,
+         └ plan 1    └ 1 in, 2    └ 2 in, 3    └ 3 in            the third plan is in flight then
+        """
+        num_out = len(self._in_flight)
+        loads = self._loads
+        num_decodes = loads.num_decodes
+        if any(flight.load.num_prefills for flight in self._in_flight):
+            return
+        first_s = self._decode_s(num_decodes, loads.num_decode_context + num_decodes)
+        growth_s = self._decode_s(num_decodes, loads.num_decode_context + 2 * num_decodes) - first_s
+        free_s = max(self.now_s, self._free_s)
+        if arrival_s < free_s:
+            return
+        max_steps = num_out + _num_terms(arrival_s - free_s, first_s, growth_s)
+        if max_steps < _MIN_LEAP:
+            return
+        num_steps = leap(self.scheduler, max_steps)
+        if num_steps == 0:
+            return
+        self._after_leap(num_steps, num_out, free_s, first_s, growth_s)
+
+    def _after_leap(self, num_steps: int, num_out: int, free_s: float, first_s: float, growth_s: float) -> None:
+        """Brings clock, flights and records to where so many pairs would have brought them."""
+        loads, started_s = self._loads, self.now_s
+        num_decodes, context = loads.num_decodes, loads.num_decode_context
+        flights = list(self._in_flight)
+        for i in range(max(0, num_steps - num_out), num_steps):  # planned and not committed
+            planned_s = self.now_s if i == 0 else (flights[i - 1].done_s if i <= num_out else 0.0)
+            if i > num_out:
+                planned_s = free_s + _series(i - num_out, first_s, growth_s)
+            load = StepLoad(num_decodes, context + (i + 1) * num_decodes, num_sampled=num_decodes)
+            done_s = free_s + _series(i + 1, first_s, growth_s)
+            flights.append(_Flight(self.scheduler.step_id - num_steps + 1 + i, planned_s, done_s, load, False))
+        if num_steps >= num_out:
+            self.now_s = free_s + _series(num_steps - num_out, first_s, growth_s)
+            self._in_flight = deque(flights[num_out:])
+        else:
+            self.now_s = flights[num_steps - 1].done_s
+            self._in_flight = deque(flights[num_steps:])
+        self._done_s = self.now_s
+        self._free_s = free_s + _series(num_steps, first_s, growth_s)
+        loads.skip(num_steps)
+        self.records.leap(self.now_s, started_s, num_steps, num_decodes, self.scheduler)
+
+    def _decode_s(self, num_decodes: int, num_pairs: int) -> float:
+        return self._cost.step_s(StepLoad(num_decodes, num_pairs, num_sampled=num_decodes))
+
+
+def _series(num_terms: int, first: float, growth: float) -> float:
+    """first + (first + growth) + … of so many terms."""
+    return num_terms * first + growth * (num_terms * (num_terms - 1) / 2)
+
+
+def _num_terms(budget: float, first: float, growth: float) -> int:
+    """Most terms of that series whose sum is not above the budget."""
+    if budget == inf:
+        return 1 << 30
+    if budget < first:
+        return 0
+    half = first - growth / 2
+    number = budget / half if growth <= 0 else (sqrt(half * half + 2 * growth * budget) - half) / growth
+    num_terms = int(number) + 1
+    while num_terms and _series(num_terms, first, growth) > budget:
+        num_terms -= 1
+    return num_terms

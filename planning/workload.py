@@ -1,0 +1,102 @@
+"""What a simulated server is asked for: tenants, each with its arrivals, its lengths and its system prompt."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from planning.arrivals import Arrivals, ClosedLoop
+from planning.lengths import LengthSource
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Requests of one kind.
+
+    priority           lower runs earlier, under the priority policy
+    num_system_tokens  tokens that its prompts begin with, beyond their own lengths: what the prefix cache can find
+    system_share       share of its requests that begin so
+    """
+
+    name: str
+    arrivals: Arrivals
+    lengths: LengthSource
+    priority: int = 0
+    num_system_tokens: int = 0
+    system_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to come.
+
+    num_shared_tokens  of its prompt, those of the tenant's system prompt
+    """
+
+    arrival_s: float
+    tenant: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_shared_tokens: int = 0
+    priority: int = 0
+
+
+class Source:
+    """Jobs of one tenant, drawn when they are due. One seed is one stream of jobs, whatever the server does."""
+
+    def __init__(self, index: int, tenant: Tenant, max_model_len: int, seed: int) -> None:
+        self._index = index
+        self._tenant = tenant
+        self._max_model_len = max_model_len - tenant.num_system_tokens
+        self._lengths_rng = random.Random(f"{seed} lengths {index}")
+        self._times_s: Iterator[float] | None = None
+        if not isinstance(tenant.arrivals, ClosedLoop):
+            self._times_s = tenant.arrivals.times_s(random.Random(f"{seed} arrivals {index}"))
+
+    def first(self) -> list[Job]:
+        arrivals = self._tenant.arrivals
+        if isinstance(arrivals, ClosedLoop):
+            return [self._job(0.0) for _ in range(arrivals.num_clients)]
+        return self.after_arrival()
+
+    def after_arrival(self) -> list[Job]:
+        """Of an open loop, the job after the one that just arrived."""
+        return [] if self._times_s is None else [self._job(next(self._times_s))]
+
+    def after_end(self, now_s: float) -> list[Job]:
+        """Of a closed loop, what the client whose request just ended asks next."""
+        arrivals = self._tenant.arrivals
+        return [self._job(now_s + arrivals.turnaround_s)] if isinstance(arrivals, ClosedLoop) else []
+
+    def _job(self, arrival_s: float) -> Job:
+        tenant, rng = self._tenant, self._lengths_rng
+        num_prompt_tokens, num_output_tokens = tenant.lengths.draw(rng, self._max_model_len)
+        num_shared = tenant.num_system_tokens if tenant.num_system_tokens and rng.random() < tenant.system_share else 0
+        return Job(
+            arrival_s, self._index, num_prompt_tokens + num_shared, num_output_tokens, num_shared, tenant.priority
+        )
+
+
+class ListedJobs:
+    """Jobs with given times, or in the given order for clients of a closed loop, as `Source` has them."""
+
+    def __init__(self, jobs: Sequence[Job], closed_loop: ClosedLoop | None = None) -> None:
+        self._jobs = iter(jobs)
+        self._closed_loop = closed_loop
+
+    def first(self) -> list[Job]:
+        if self._closed_loop is None:
+            return self.after_arrival()
+        return [job for _ in range(self._closed_loop.num_clients) for job in self._next(0.0)]
+
+    def after_arrival(self) -> list[Job]:
+        job = next(self._jobs, None) if self._closed_loop is None else None
+        return [job] if job else []
+
+    def after_end(self, now_s: float) -> list[Job]:
+        return [] if self._closed_loop is None else self._next(now_s + self._closed_loop.turnaround_s)
+
+    def _next(self, arrival_s: float) -> list[Job]:
+        job = next(self._jobs, None)
+        if job is None:
+            return []
+        return [replace(job, arrival_s=arrival_s)]

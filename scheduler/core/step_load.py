@@ -1,0 +1,142 @@
+"""What a step asks of the executor, in a few numbers: enough to say what it costs, whatever the batch.
+
+A plan is a difference to the one before it. Who follows the stream of plans knows each slot's context, as the executor
+does; who follows it in sums pays for what changes, not for everybody who decodes.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from scheduler.core.plan import Admission, StepPlan
+
+
+class StepLoad(NamedTuple):
+    """One step. A *pair* is a token that is computed and a token that it attends to, itself included: what attention
+    reads (for decodes) or multiplies (for prefills) is in proportion to pairs.
+
+    num_decodes         sequences that compute the one token they sampled last
+    num_decode_pairs    sum of their contexts
+    num_prefills        sequences that compute known tokens
+    num_prefill_tokens  theirs together
+    num_prefill_pairs   sum over these tokens of what each attends to
+    num_sampled         tokens that come of it; beams sample none
+    """
+
+    num_decodes: int
+    num_decode_pairs: int
+    num_prefills: int = 0
+    num_prefill_tokens: int = 0
+    num_prefill_pairs: int = 0
+    num_sampled: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_prefill_tokens
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Of a sequence that does not decode: it computes known tokens, or is a beam, which computes when it branches."""
+
+    num_computed_tokens: int
+    num_known_tokens: int
+    num_row_tokens: int
+    is_beam: bool
+
+
+class LoadTracker:
+    """Follows the plans of one epoch. Costs time in what a plan changes."""
+
+    def __init__(self) -> None:
+        self.num_decodes = 0  # of the next plan, if it changes nothing
+        self.num_decode_context = 0  # computed tokens of these, together
+        self._num_steps = 0
+        self._decodes: dict[int, int] = {}  # slot → computed tokens less the steps so far: a number that stays
+        self._others: dict[int, _Slot] = {}
+
+    def follow(self, plan: StepPlan) -> StepLoad:
+        """The load of the next plan of the stream."""
+        for slot in plan.retired_slots:
+            self._leave(slot)
+        for admission in plan.admissions:
+            self._admit(admission)
+        counts = plan.row_counts
+        for i in range(0, len(counts), 2):
+            self._set_row_count(counts[i], counts[i + 1])
+        num_beams, num_beam_pairs = self._branch(plan.branches) if plan.branches else (0, 0)
+        num_decodes = self.num_decodes
+        self.skip(1)
+        num_decode_pairs = self.num_decode_context
+        prefills = self._prefill() if self._others else (0, 0, 0, 0)
+        for fork in plan.forks:
+            self._join(fork.child_slot, self._context(fork.parent_slot))
+        return StepLoad(
+            num_decodes + num_beams,
+            num_decode_pairs + num_beam_pairs,
+            *prefills[:3],
+            num_decodes + prefills[3] + len(plan.forks),
+        )
+
+    def skip(self, num_steps: int) -> None:
+        """So many plans that change nothing: everybody who decodes went on."""
+        self._num_steps += num_steps
+        self.num_decode_context += num_steps * self.num_decodes
+
+    def _prefill(self) -> tuple[int, int, int, int]:
+        """Sequences, tokens, pairs, and how many of the sequences sample because nothing is left."""
+        num_prefills = num_tokens = num_pairs = num_sampled = 0
+        for number, slot in list(self._others.items()):
+            num_row_tokens = slot.num_row_tokens
+            if not num_row_tokens or slot.num_computed_tokens >= slot.num_known_tokens:
+                continue
+            num_prefills += 1
+            num_tokens += num_row_tokens
+            num_pairs += num_row_tokens * slot.num_computed_tokens + num_row_tokens * (num_row_tokens + 1) // 2
+            slot.num_computed_tokens += num_row_tokens
+            if slot.num_computed_tokens >= slot.num_known_tokens and not slot.is_beam:
+                num_sampled += 1
+                if num_row_tokens == 1:  # and goes on so: no plan will say it
+                    self._join(number, self._leave(number))
+        return num_prefills, num_tokens, num_pairs, num_sampled
+
+    def _admit(self, admission: Admission) -> None:
+        self._others[admission.slot] = _Slot(
+            admission.num_computed_tokens, len(admission.token_ids), 0, admission.params.num_candidates > 0
+        )
+
+    def _set_row_count(self, number: int, num_tokens: int) -> None:
+        slot = self._others.get(number)
+        if slot is None:
+            raise LookupError(f"slot {number} decodes, and was given {num_tokens} tokens a step")
+        if num_tokens == 1 and slot.num_computed_tokens >= slot.num_known_tokens:
+            self._join(number, self._leave(number))
+        else:
+            slot.num_row_tokens = num_tokens
+
+    def _branch(self, branches: list[int]) -> tuple[int, int]:
+        """Beams go on from their parents as these stood, a token each. Returns their number and their pairs."""
+        placed = [(branches[i], self._context(branches[i + 1]) + 1) for i in range(0, len(branches), 3)]
+        for number, num_computed in placed:
+            self._leave(number)
+            self._others[number] = _Slot(num_computed, num_computed, 0, is_beam=True)
+        return len(placed), sum(num_computed for _, num_computed in placed)
+
+    def _context(self, number: int) -> int:
+        if number in self._decodes:
+            return self._decodes[number] + self._num_steps
+        return self._others[number].num_computed_tokens
+
+    def _join(self, number: int, num_computed: int) -> None:
+        self._decodes[number] = num_computed - self._num_steps
+        self.num_decodes += 1
+        self.num_decode_context += num_computed
+
+    def _leave(self, number: int) -> int:
+        """Returns its computed tokens. A slot that nobody has had yet is no error."""
+        if number in self._decodes:
+            num_computed = self._decodes.pop(number) + self._num_steps
+            self.num_decodes -= 1
+            self.num_decode_context -= num_computed
+            return num_computed
+        slot = self._others.pop(number, None)
+        return slot.num_computed_tokens if slot else 0

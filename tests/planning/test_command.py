@@ -1,0 +1,231 @@
+"""`quire plan` and `quire simulate` as a user types them, and the files they read."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import quire.cli
+from bench.step_traces import save_chrome_trace
+from planning.errors import PlanningError
+from planning.request_file import read_jobs
+from quire.block_map import StepTrace
+
+
+def invoke(*words: str) -> Result:
+    return CliRunner().invoke(quire.cli.app, words)
+
+
+def simulated(*words: str) -> dict[str, Any]:
+    result = invoke("simulate", "qwen3-0.6b", "--num-requests", "20", *words, "--json")
+    assert result.exit_code == 0, result.output
+    values: dict[str, Any] = json.loads(result.stdout)
+    return values
+
+
+def refused(*words: str) -> str:
+    result = invoke("simulate", "qwen3-0.6b", *words)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.output
+    return result.stderr
+
+
+def test_a_plan_for_people_says_which_kilo() -> None:
+    result = invoke("plan", "llama-3-70b", "--tensor-parallel", "8", "--max-model-len", "131072")
+    assert result.exit_code == 0
+    assert "40,960 bytes = 40 KiB" in result.stdout
+    assert "5.37 GB = 5.00 GiB" in result.stdout
+    assert "GB and MB are decimal" in result.stdout
+
+
+def test_a_plan_for_machines() -> None:
+    result = invoke(
+        "plan", "llama-3-70b", "--tensor-parallel", "16", "--device", "h200", "--dtype", "float32", "--json"
+    )
+    values = json.loads(result.stdout)
+    assert values["kv_bytes_per_token"] == 2 * 80 * 1 * 128 * 4
+    assert values["num_kv_copies"] == 2
+    assert any("8 kv heads: each head, and its KV, is on 2 devices" in note for note in values["notes"])
+
+
+def test_a_simulation_for_people() -> None:
+    result = invoke("simulate", "llama-3.1-8b", "--rate", "2", "--num-requests", "10")
+    assert result.exit_code == 0
+    assert "x real time" in result.stdout
+    assert "TTFT" in result.stdout
+
+
+def test_a_simulation_for_machines_is_the_same_every_time() -> None:
+    first, again = (simulated("--rate", "5") for _ in range(2))
+    for values in (first, again):
+        assert values["summary"].pop("wall_s") > 0
+        del values["summary"]["real_time_factor"]
+    assert first == again
+    assert first["summary"]["num_requests"] == 20
+    assert {"time_s", "num_running", "num_waiting", "num_used_slots"} <= first["timeline"][0].keys()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--clients", "4", "--turnaround-s", "0.5"),
+        ("--rate", "5", "--burstiness", "4", "--lengths", "alpaca"),
+        ("--rate", "5", "--daily-swing", "0.5", "--duration-s", "10"),
+        (
+            "--clients",
+            "8",
+            "--lengths",
+            "fixed",
+            "--prompt-tokens",
+            "100",
+            "--output-tokens",
+            "20",
+            "--num-blocks",
+            "40",
+        ),
+        ("--rate", "20", "--system-tokens", "64", "--system-share", "0.5", "--policy", "priority"),
+        ("--clients", "4", "--tensor-parallel", "2", "--device", "h200", "--max-num-seqs", "2", "--max-in-flight", "1"),
+    ],
+)
+def test_workloads(words: tuple[str, ...]) -> None:
+    assert simulated(*words)["summary"]["num_requests"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ((), "give either clients"),
+        (("--rate", "1", "--clients", "1"), "give either clients"),
+        (("--rate", "0"), "rate and burstiness"),
+        (("--clients", "0"), "clients: must be at least 1"),
+        (("--clients", "1001"), "need num_requests"),
+        (("--rate", "1", "--daily-swing", "2"), "daily_swing"),
+        (("--rate", "1", "--lengths", "fixed"), "needs prompt_tokens and output_tokens"),
+        (("--rate", "1", "--lengths", "nothing.jsonl"), "nothing.jsonl"),
+        (("--rate", "1", "--policy", "chaos"), "policy: 'chaos'"),
+        (("--rate", "1", "--batching", "chaos"), "batching: 'chaos'"),
+        (("--rate", "1", "--max-num-seqs", "300", "--max-num-batched-tokens", "200"), "max_num_batched_tokens"),
+        (("--rate", "1", "--fit", "nothing.json"), "nothing.json"),
+        (("--rate", "1", "--tenants", "nothing.json"), "nothing.json"),
+        (("--rate", "1", "--num-requests", "0"), "num_requests"),
+        (("--rate", "1", "--system-tokens", "9000"), "system_tokens"),
+    ],
+)
+def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(words: tuple[str, ...], problem: str) -> None:
+    assert problem in refused(*words)
+
+
+def test_a_trace_of_requests(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    lines = [{"prompt_tokens": 10 + i, "output_tokens": 5, "arrival_s": 3.0 - i} for i in range(3)]
+    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    jobs = read_jobs(path)
+    assert [(job.arrival_s, job.num_prompt_tokens) for job in jobs] == [(1.0, 12), (2.0, 11), (3.0, 10)]
+    result = invoke("simulate", "qwen3-0.6b", "--lengths", str(path), "--json")
+    summary = json.loads(result.stdout)["summary"]
+    assert (summary["num_requests"], summary["tenants"][0]["num_output_tokens"]) == (3, 15)
+    assert summary["virtual_s"] > 3.0
+    closed = simulated("--lengths", str(path), "--clients", "2")["summary"]
+    assert closed["num_requests"] == 3
+    assert closed["virtual_s"] < 1.0
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "no requests"),
+        ("{\n", "line 1"),
+        ('{"prompt_tokens": 5}\n', "line 1"),
+        ("7\n", "line 1"),
+        ('{"prompt_tokens": 5, "output_tokens": 2}\n{"prompt_tokens": 0, "output_tokens": 2}\n', "line 2"),
+        ('{"prompt_tokens": 5, "output_tokens": 2, "arrival_s": -1}\n', "line 1"),
+        ('{"prompt_tokens": 5, "output_tokens": 2, "arrival_s": NaN}\n', "line 1"),
+        (
+            '{"prompt_tokens": 5, "output_tokens": 2}\n{"prompt_tokens": 5, "output_tokens": 2, "arrival_s": 1}\n',
+            "in 1 of 2",
+        ),
+    ],
+)
+def test_traces_that_are_none(tmp_path: Path, content: str, problem: str) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text(content)
+    with pytest.raises(PlanningError, match=problem):
+        read_jobs(path)
+
+
+def test_tenants(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    chat = {"name": "chat", "rate": 4, "lengths": "alpaca", "priority": 0}
+    batch = {"name": "batch", "clients": 4, "lengths": "sharegpt", "priority": 1, "system_tokens": 128}
+    path.write_text(json.dumps([chat, batch]))
+    tenants = simulated("--tenants", str(path), "--policy", "priority")["summary"]["tenants"]
+    assert [tenant["name"] for tenant in tenants] == ["all", "chat", "batch"]
+    assert tenants[1]["num_requests"] + tenants[2]["num_requests"] == 20
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "{}",
+        "[]",
+        "[7]",
+        '[{"rates": 1}]',
+        '[{"rate": "1"}]',
+        '[{"rate": 1, "priority": 0.5}]',
+        '[{"name": 3, "rate": 1}]',
+    ],
+)
+def test_tenants_that_are_none(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text(content)
+    assert "tenants.json" in refused("--tenants", str(path))
+
+
+def test_a_cost_model_from_measured_steps(tmp_path: Path) -> None:
+    """Every decode of n sequences took 2 ms and n times 0.1 ms: so do the simulated ones."""
+    path = tmp_path / "steps.json"
+    steps, now_ns = [], 0
+    for step_id in range(1, 41):
+        n = step_id % 7 + 1
+        received_ns = now_ns + 2_000_000 + 100_000 * n
+        steps.append(
+            StepTrace(
+                *(1, step_id, n, n, now_ns, now_ns + 1, received_ns, received_ns + 1),
+                *(0, 0, 0, 0, 0),
+                num_decodes=n,
+                num_decode_pairs=n * (100 + 37 * step_id % 11),
+            )
+        )
+        now_ns = received_ns
+    save_chrome_trace(path, steps)
+    words = (
+        "--clients",
+        "5",
+        "--fit",
+        str(path),
+        "--lengths",
+        "fixed",
+        "--prompt-tokens",
+        "1",
+        "--output-tokens",
+        "100",
+    )
+    tpot_s = simulated(*words)["summary"]["tenants"][0]["tpot_s"]["p50"]
+    assert tpot_s == pytest.approx(2.5e-3, rel=0.01)
+
+
+def test_help_loads_no_numpy_for_planning() -> None:
+    """`quire --help` stays quick: what computes is loaded when it is asked for."""
+    code = "import sys, quire.cli; print([m for m in sys.modules if m.startswith('planning')])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "['planning', 'planning.errors', 'planning.settings']"
+
+
+def test_planning_needs_no_torch_and_no_grpc() -> None:
+    code = "import sys, planning.command; print([m for m in ('torch', 'grpc', 'google.protobuf') if m in sys.modules])"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "[]"
