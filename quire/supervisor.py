@@ -139,6 +139,13 @@ class Supervisor:
         """Process id of a child; None while it does not run."""
         return next(child.pid for child in self._children if child.name == name)
 
+    def kill_hung(self, name: str, silent_s: float) -> None:
+        """SIGKILL to a child that runs and does nothing, whatever it does; it is restarted like one that died."""
+        self._log("supervisor", f"{name} has not served for {silent_s:g} s: killed")
+        for child in self._children:
+            if child.name == name:
+                child.kill()
+
     async def stop(self) -> list[ChildExit]:
         """SIGTERM to one child after the other, each waited for. Returns how those ended that were not gone yet."""
         exits = []
