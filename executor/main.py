@@ -45,7 +45,6 @@ def run(config: ExecutorConfig) -> int:
 
 def _leave() -> NoReturn:
     """At once: threads that the device holds on to would be waited for in vain."""
-    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_DEVICE_LOST)

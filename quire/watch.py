@@ -18,23 +18,20 @@ or the whole machine, stood still."""
 async def replace_when_hung(
     supervisor: Supervisor, name: str, is_serving: Callable[[float], Awaitable[bool]], timeout_s: float
 ) -> None:
-    """Kills a child, for the supervisor to restart, that has served and for timeout_s has not. Never returns.
+    """Kills a child, for the supervisor to restart, that was ready and for timeout_s has not served. Never returns.
 
-    One that has yet to serve is left alone: it may load a model.
+    One that has yet to say that it is ready is left alone: it may load a model.
 
     is_serving  given the seconds in which there must be an answer
     """
     loop, interval_s = asyncio.get_running_loop(), timeout_s / _NUM_CHECKS
-    served, num_failed = None, 0
+    num_failed = 0
     while True:
-        pid, asked_s = supervisor.pid(name), loop.time()
-        if await is_serving(interval_s):
-            served, num_failed = pid, 0
-        elif pid is not None and pid == served:
-            num_failed += 1
-            if num_failed == _NUM_CHECKS:
-                supervisor.kill_hung(name, timeout_s)
-                served = None
+        was_ready, asked_s = supervisor.has_said_ready(name), loop.time()
+        serves = await is_serving(interval_s)
+        num_failed = 0 if serves or not was_ready else num_failed + 1
+        if num_failed == _NUM_CHECKS:
+            supervisor.kill_hung(name, timeout_s)
         await asyncio.sleep(max(0.0, asked_s + interval_s - loop.time()))
 
 

@@ -12,18 +12,20 @@ from quire.restarts import RestartPolicy
 from quire.supervisor import ChildSpec, Supervisor
 from quire.watch import health_probe, replace_when_hung
 
-IDLE = (sys.executable, "-I", "-S", "-c", "import time; time.sleep(600)")
+IDLE = "import time; {}time.sleep(600)"
+READY = IDLE.format("print('ready at an address', flush=True); ")
+LOADING = IDLE.format("print('loading, nearly ready', flush=True); ")
 
 
 class Watched:
     """A supervised child, and what the watch is told of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str) -> None:
         self.lines: list[str] = []
-        self.is_serving = False
+        self.is_serving = True
         self.num_checks = 0
         self.supervisor = Supervisor(
-            [ChildSpec("executor", IDLE)],
+            [ChildSpec("executor", (sys.executable, "-I", "-S", "-c", program))],
             log=lambda name, line: self.lines.append(line),
             policy=RestartPolicy(first_delay_s=0.01),
         )
@@ -38,11 +40,11 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched() -> AsyncIterator[Watched]:
-    it = Watched()
+async def watched(program: str) -> AsyncIterator[Watched]:
+    it = Watched(program)
 
     async def ready() -> bool:
-        return True
+        return bool(it.lines)
 
     async with it.supervisor:
         await it.supervisor.until_ready(ready)
@@ -52,36 +54,36 @@ async def watched() -> AsyncIterator[Watched]:
 
 
 async def test_a_child_that_stops_serving_is_replaced() -> None:
-    async with watched() as it:
+    async with watched(READY) as it:
         first = it.supervisor.pid("executor")
-        it.is_serving = True
         await it.checked(2)
         it.is_serving = False
-        await until(lambda: it.supervisor.pid("executor") not in (None, first))
-        assert it.lines[:2] == [
+        await until(lambda: len(it.lines) >= 3)
+        assert it.lines[:3] == [
+            "ready at an address",
             "executor has not served for 0.02 s: killed",
             "executor was killed by SIGKILL; restarting it in 0.01 s",
         ]
-
-
-async def test_a_child_that_has_never_served_is_left_alone() -> None:
-    """The one that is started in the place of another as well."""
-    async with watched() as it:
-        first = it.supervisor.pid("executor")
-        await it.checked(10)
-        assert it.supervisor.pid("executor") == first
-        it.is_serving = True
-        await it.checked(2)
-        it.is_serving = False
         await until(lambda: it.supervisor.pid("executor") not in (None, first))
-        second = it.supervisor.pid("executor")
-        await it.checked(10)
-        assert it.supervisor.pid("executor") == second
+
+
+async def test_a_child_that_hangs_as_soon_as_it_is_ready_is_replaced_too() -> None:
+    async with watched(READY) as it:
+        it.is_serving = False
+        await until(lambda: it.lines.count("ready at an address") >= 2)
+
+
+async def test_a_child_that_is_not_ready_yet_is_left_alone() -> None:
+    async with watched(LOADING) as it:
+        it.is_serving = False
+        first = it.supervisor.pid("executor")
+        await it.checked(12)
+        assert it.supervisor.pid("executor") == first
+        assert len(it.lines) == 1
 
 
 async def test_a_failed_check_or_three_are_forgiven() -> None:
-    async with watched() as it:
-        first = it.supervisor.pid("executor")
+    async with watched(READY) as it:
         answers = [True, False, False, False] * 5
 
         async def probe(timeout_s: float) -> bool:
@@ -89,8 +91,7 @@ async def test_a_failed_check_or_three_are_forgiven() -> None:
 
         watch = asyncio.create_task(replace_when_hung(it.supervisor, "executor", probe, 0.02))
         await until(lambda: not answers)
-        assert it.supervisor.pid("executor") == first
-        assert it.lines == []
+        assert it.lines == ["ready at an address"]
         watch.cancel()
 
 
