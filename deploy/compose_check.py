@@ -27,10 +27,11 @@ MAX_SCHEDULER_MB = 200
 PROMPT = "Once upon a time"
 NUM_SAMPLES = 16
 NUM_TOKENS = 1500
-NUM_COUNTED = 3 * NUM_SAMPLES * NUM_TOKENS
 SERVICES = ("executor", "scheduler", "prometheus")
 PORTS = ("GRPC_PORT", "HTTP_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
-_KILL_ALL = "import os; print('armed', flush=True); input(); os.kill(-1, 9)"
+NUM_STREAMED = 4
+"""Completions: one undisturbed, and one for each way to lose an executor."""
+_SIGNAL_ALL = "import os; print('armed', flush=True); input(); os.kill(-1, {number})"
 
 
 class CheckFailed(Exception):
@@ -74,10 +75,11 @@ def _check(compose: Compose, settings: dict[str, str], base_image: str) -> None:
         killed = _streamed(client, _killed_and_started(compose, http))
         _expect(killed == expected, "the stream that lost its executor to `kill` has other tokens")
         _say("compose kill executor in mid-stream, then start: the stream ends complete, with the same tokens")
-        crashed = _streamed(client, _crashed(containers["executor"], http))
-        _expect(crashed == expected, "the stream whose executor crashed has other tokens")
-        _say("the executor's process killed in mid-stream: restarted by itself, the stream ends complete")
-        _until_healthy("executor", containers["executor"])
+        for number, what in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped, so that it hangs,")):
+            disturbed = _streamed(client, _signalled(containers["executor"], number, http))
+            _expect(disturbed == expected, f"the stream whose executor was {what} has other tokens")
+            _say(f"the executor's process {what} in mid-stream: restarted by itself, the stream ends complete")
+            _until_healthy("executor", containers["executor"])
     _check_prometheus(f"http://127.0.0.1:{settings['PROMETHEUS_PORT']}")
     compose.run("stop")
     for service, container in containers.items():
@@ -147,24 +149,25 @@ def _killed_and_started(compose: Compose, http: str) -> Callable[[], None]:
     return disturb
 
 
-def _crashed(executor: Container, http: str) -> Callable[[], None]:
-    """Everything in the container but its init dies, which then ends too; the restart policy does the rest.
+def _signalled(executor: Container, number: signal.Signals, http: str) -> Callable[[], None]:
+    """Everything in the container but its init dies, which then ends too, and the restart policy does the rest; or it
+    stands still, which the health check puts an end to.
 
-    Who is to kill it waits inside for its word: starting a process there takes longer than a stream.
+    Who is to signal it waits inside for its word: starting a process there takes longer than a stream.
     """
-    killer = subprocess.Popen(
-        ["docker", "exec", "--interactive", executor.id, "python", "-c", _KILL_ALL],
+    signaller = subprocess.Popen(
+        ["docker", "exec", "--interactive", executor.id, "python", "-c", _SIGNAL_ALL.format(number=int(number))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
     )
-    if killer.stdout is None or killer.stdout.readline() != "armed\n":
+    if signaller.stdout is None or signaller.stdout.readline() != "armed\n":
         raise EngineError("nothing can be run in the executor's container")
 
     def disturb() -> None:
         num_restarts = executor.num_restarts
-        killer.communicate("now\n")
+        signaller.communicate("now\n")
         _expect_open_stream(http)
         _until(lambda: executor.num_restarts > num_restarts, "the engine restarts the executor")
 
@@ -188,9 +191,10 @@ def _check_prometheus(url: str) -> None:
             result = json.load(response)["data"]["result"]
         return float(result[0]["value"][1]) if result else 0.0
 
+    num_tokens = NUM_STREAMED * NUM_SAMPLES * NUM_TOKENS
     _until(lambda: value("sum(up)") == 2, "Prometheus scrapes both services")
-    _until(lambda: value("sum(quire_generation_tokens_total)") == NUM_COUNTED, "Prometheus has counted every token")
-    _say(f"Prometheus scrapes both services, and has counted {NUM_COUNTED} tokens: none twice")
+    _until(lambda: value("sum(quire_generation_tokens_total)") == num_tokens, "Prometheus has counted every token")
+    _say(f"Prometheus scrapes both services, and has counted {num_tokens} tokens: none twice")
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:

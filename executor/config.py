@@ -34,7 +34,8 @@ class ExecutorConfig:
     listen_address          of the gRPC server: "host:port" (port 0: any free one) or "unix:/path"
     metrics_address         of the Prometheus endpoint, "host:port"; "": none
     num_threads             CPU threads of one step; None: all cores, but one from three on
-    stall_after_s           a step that takes longer makes the health service say NOT_SERVING
+    step_timeout_s          without so much as a step's end for so long, this executor says NOT_SERVING; for twice as
+                            long, it ends, with the traces of its threads, to be started anew
     """
 
     model: str
@@ -53,7 +54,7 @@ class ExecutorConfig:
     listen_address: str = "127.0.0.1:50052"
     metrics_address: str = "127.0.0.1:9102"
     num_threads: int | None = None
-    stall_after_s: float = 120.0
+    step_timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -67,8 +68,8 @@ class ExecutorConfig:
                 raise ConfigError(f"{name}: must be at least {least}, is {value}")
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction: must be in (0, 1], is {self.memory_fraction}")
-        if not self.stall_after_s > 0.0:
-            raise ConfigError(f"stall_after_s: must be above 0, is {self.stall_after_s}")
+        if not self.step_timeout_s > 0.0:
+            raise ConfigError(f"step_timeout_s: must be above 0, is {self.step_timeout_s}")
         _check_address("listen_address", self.listen_address)
         if self.metrics_address:
             _check_address("metrics_address", self.metrics_address)

@@ -80,6 +80,13 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """Do both threads move? `answered` is called on the results thread, once all work before it is done."""
+
+    answered: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class _Inspection:
     """A step has failed late: is the device still there?"""
 
@@ -105,7 +112,7 @@ class DeviceThread:
         self._prepare = prepare
         self._device_is_sane = device_is_sane
         self._device_lost = device_lost
-        self._work: queue.SimpleQueue[Step | Echo | _Inspection | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Step | Echo | Question | _Inspection | None] = queue.SimpleQueue()
         self._results = ResultsThread()
         self._epoch = 0
         # Written by both threads, each time to the greater of two: under the lock.
@@ -113,11 +120,12 @@ class DeviceThread:
         self._failing = threading.Lock()
         # The results thread's own: the last epoch that failed late.
         self._late_epoch = 0
-        self._busy_since_ns: int | None = None
+        self._asked_ns: int | None = None
+        self._moved_ns = 0
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
-    def put(self, work: Step | Echo) -> None:
+    def put(self, work: Step | Echo | Question) -> None:
         self._work.put(work)
 
     def stop(self) -> None:
@@ -131,12 +139,22 @@ class DeviceThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def busy_s(self) -> float:
-        """For how long the current step has been running, on this thread or, launched, on the device; 0 between
-        steps."""
-        since_ns = self._busy_since_ns
-        on_thread_s = 0.0 if since_ns is None else (time.monotonic_ns() - since_ns) * 1e-9
-        return max(on_thread_s, self._results.waited_s())
+    def look(self) -> None:
+        """Asks the threads whether they move, unless they owe an answer already. Call it now and then."""
+        if self._asked_ns is None:
+            self._asked_ns = time.monotonic_ns()
+            self.put(Question(self._answered))
+
+    def silent_s(self) -> float:
+        """For how long a question has been waiting without so much as a step's end meanwhile; 0 if none is waiting.
+
+        So a step, however many wait behind it, and threads that have nothing to do are all looked at alike.
+        """
+        asked_ns = self._asked_ns
+        return 0.0 if asked_ns is None else (time.monotonic_ns() - max(asked_ns, self._moved_ns)) * 1e-9
+
+    def _answered(self) -> None:
+        self._asked_ns = None
 
     def _run(self) -> None:
         self._prepare()
@@ -145,13 +163,13 @@ class DeviceThread:
             if isinstance(work, _Inspection):
                 if not self._survives(work.failure):
                     return
+            elif isinstance(work, Question):
+                self._results.put(work.answered)
             elif isinstance(work, Echo):
                 self._deliver(work.deliver, work.outcome)
             elif work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
-                self._busy_since_ns = time.monotonic_ns()
-                outcome = self._step(work, self._busy_since_ns, idle_since_ns)
-                self._busy_since_ns = None
-                idle_since_ns = time.monotonic_ns()
+                outcome = self._step(work, time.monotonic_ns(), idle_since_ns)
+                self._moved_ns = idle_since_ns = time.monotonic_ns()
                 if outcome is not None:
                     self._deliver(work.deliver, outcome)
                 if isinstance(outcome, Failure):
@@ -188,10 +206,12 @@ class DeviceThread:
         """What to do with the step's outcome; on the results thread."""
 
         def finished(output: StepOutput) -> None:
+            self._moved_ns = time.monotonic_ns()
             if work.plan.epoch > self._late_epoch:
                 work.deliver(replace(output, timings=replace(output.timings, queue_ns=queue_ns)))
 
         def failed(error: Exception) -> None:
+            self._moved_ns = time.monotonic_ns()
             if work.plan.epoch > self._late_epoch:
                 self._late_epoch = work.plan.epoch
                 self._fail_epoch(work.plan.epoch)

@@ -1,16 +1,18 @@
 """The executor process: loads, says `ready`, serves until SIGTERM or SIGINT.
 
-Exit codes: 0 ended when asked to · 1 the device is lost, or a bug · 2 the configuration, the model or its memory ·
-3 an address is in use.
+Exit codes: 0 ended when asked to · 1 the device is lost or hangs, or a bug · 2 the configuration, the model or its
+memory · 3 an address is in use.
 """
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 from executor.addresses import check_free
 from executor.config import ExecutorConfig
@@ -38,11 +40,18 @@ def run(config: ExecutorConfig) -> int:
     except AddressInUse as error:
         print(f"executor: {error}", file=sys.stderr, flush=True)
         return EXIT_ADDRESS_IN_USE
-    return EXIT_OK if ended_well else EXIT_DEVICE_LOST
+    return EXIT_OK if ended_well else _leave()
+
+
+def _leave() -> NoReturn:
+    """At once: threads that the device holds on to would be waited for in vain."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_DEVICE_LOST)
 
 
 def _load_and_serve(config: ExecutorConfig) -> bool:
-    """False if the device was lost."""
+    """False if the device was lost, or hangs."""
     for address in (config.listen_address, config.metrics_address):
         if address:
             check_free(address)

@@ -7,7 +7,6 @@ Outcomes leave in the order in which they were put. A step that fails late ends 
 import logging
 import queue
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,18 +38,12 @@ class ResultsThread:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Unfinished | Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting_since_ns: int | None = None
         self._thread = threading.Thread(target=self._run, name="results", daemon=True)
         self._thread.start()
 
     def put(self, work: Unfinished | Callable[[], None]) -> None:
         """A step to wait for, or something to call when all that was put before is done."""
         self._work.put(work)
-
-    def waited_s(self) -> float:
-        """For how long the step at the head has been waited for; 0 if there is none."""
-        since_ns = self._waiting_since_ns
-        return 0.0 if since_ns is None else (time.monotonic_ns() - since_ns) * 1e-9
 
     def stop(self) -> None:
         """Returns when all that was put is done."""
@@ -65,7 +58,6 @@ class ResultsThread:
                 work()
 
     def _finish(self, work: Unfinished) -> None:
-        self._waiting_since_ns = time.monotonic_ns()
         try:
             output = work.launched.finish()
         except Exception as error:  # noqa: BLE001  # whatever it was: it ends the epoch of the step
@@ -73,5 +65,3 @@ class ResultsThread:
             work.failed(error)
         else:
             work.finished(output)
-        finally:
-            self._waiting_since_ns = None

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import faulthandler
+import logging
 import signal
 import uuid
 from collections.abc import Callable
@@ -23,6 +25,8 @@ from executor.metrics import Metrics
 from executor.servicer import ExecutorServicer
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
+
+_log = logging.getLogger(__name__)
 
 _EXECUTOR_SERVICE = pb.DESCRIPTOR.services_by_name["Executor"].full_name
 _WATCH_INTERVAL_S = 1.0
@@ -76,12 +80,22 @@ class Server:
         return address
 
     async def wait(self) -> bool:
-        """Until `end` is called or the device is lost; False in the latter case. Keeps health true meanwhile."""
+        """Until `end` is called, or the device is lost or hangs; False in these cases. Keeps health true meanwhile."""
+        timeout_s = self._config.step_timeout_s
+        interval_s = min(_WATCH_INTERVAL_S, timeout_s / 4)
+        stalled_s = 0.0
         while not self._ended.is_set():
-            is_serving = self._device.is_alive and self._device.busy_s() < self._config.stall_after_s
+            self._device.look()
+            is_serving = self._device.is_alive and self._device.silent_s() < timeout_s
+            # Counted, not read off a clock: nobody was late while the whole process, or the machine, stood still.
+            stalled_s = 0.0 if is_serving else stalled_s + interval_s
             await self._set_health(is_serving)
+            if stalled_s > timeout_s:
+                _log.critical("no step has ended for %g s: this executor hangs, and ends", self._device.silent_s())
+                faulthandler.dump_traceback()
+                self._lose_device()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), _WATCH_INTERVAL_S)
+                await asyncio.wait_for(self._ended.wait(), interval_s)
         return not self._device_lost
 
     def end(self) -> None:
@@ -120,7 +134,7 @@ class Server:
 
 
 async def serve(config: ExecutorConfig, model: LoadedModel, say: Callable[[str], None]) -> bool:
-    """Serves until SIGTERM or SIGINT, and returns True; False if the device was lost. Raises AddressInUse."""
+    """Serves until SIGTERM or SIGINT, and returns True; False if the device was lost, or hangs. Raises AddressInUse."""
     server = Server(config, model)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from executor import wire
-from executor.device_thread import DeviceThread, Echo, EndOfPlans, Failure, FailureKind, Step
+from executor.device_thread import DeviceThread, Echo, EndOfPlans, Failure, FailureKind, Question, Step
 from executor.errors import EpochRefused, PlanRejected
 from executor.plan import StepTimings
 from executor.stream import PlanStream
@@ -44,6 +44,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         request: pb.DescribeRequest,
         context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.DescribeResponse],
     ) -> pb.DescribeResponse:
+        """Answered when the device thread comes to it: an executor that hangs does not say that it is there."""
+        loop, moved = asyncio.get_running_loop(), asyncio.Event()
+
+        def answered() -> None:
+            loop.call_soon_threadsafe(moved.set)
+
+        self._device.put(Question(answered))
+        await moved.wait()
         return self._describe(self._last_epoch)
 
     async def Run(  # noqa: N802

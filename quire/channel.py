@@ -10,8 +10,10 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 << 20),
     # A server that is just starting is found soon; the defaults are 1 s and 120 s.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5000),
+    # In spite of its name this is what one attempt may take. A server on a busy machine takes its time; one that is not
+    # there refuses at once.
+    ("grpc.min_reconnect_backoff_ms", 10_000),
 )
 
 

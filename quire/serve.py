@@ -12,6 +12,7 @@ from quire.block_map import ServerState
 from quire.errors import DeadlineExceededError, UnavailableError
 from quire.services import ServicePair
 from quire.supervisor import LogSink, Supervisor
+from quire.watch import health_probe, replace_when_hung
 
 _PROBE_TIMEOUT_S = 5.0
 # Whoever signals a process and its group (timeout(1), some shells) means one signal, and sends two.
@@ -20,6 +21,7 @@ _SAME_SIGNAL_S = 0.5
 
 async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> int:
     """Runs until SIGTERM or SIGINT, which drain: what runs finishes, new requests are refused. A second one kills.
+    Meanwhile a service that dies is restarted, and so is an executor that hangs.
 
     say  takes the line `ready …`, once, as soon as a completion can be generated
     Returns the exit code; raises ChildFailed where a service cannot be started or keeps dying.
@@ -28,14 +30,18 @@ async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> 
     supervisor = Supervisor(pair.children(), log=log)
     with _stop_signals(told_to_stop, supervisor, log):
         async with supervisor:
+            watch = asyncio.create_task(_watch(supervisor, pair))
             life = asyncio.create_task(_live(supervisor, pair, say))
             stop = asyncio.create_task(told_to_stop.wait())
-            await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
-            stop.cancel()
-            if life.done():
-                life.result()
-            life.cancel()
-            exits = await supervisor.stop()
+            try:
+                await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+                stop.cancel()
+                if life.done():
+                    life.result()
+                life.cancel()
+                exits = await supervisor.stop()
+            finally:
+                watch.cancel()
     for ended in exits:
         log("supervisor", str(ended))
     return exit_codes.OK if all(ended.ended_well for ended in exits) else exit_codes.FAILED
@@ -59,6 +65,11 @@ async def _live(supervisor: Supervisor, pair: ServicePair, say: Callable[[str], 
         await supervisor.until_ready(serving_probe(client))
     say(pair.ready_line())
     raise await supervisor.failure()
+
+
+async def _watch(supervisor: Supervisor, pair: ServicePair) -> None:
+    async with health_probe(pair.executor.listen_address) as is_serving:
+        await replace_when_hung(supervisor, "executor", is_serving, pair.executor.step_timeout_s)
 
 
 @contextmanager

@@ -139,6 +139,17 @@ class Supervisor:
         """Process id of a child; None while it does not run."""
         return next(child.pid for child in self._children if child.name == name)
 
+    def has_said_ready(self, name: str) -> bool:
+        """Whether the process of a child that runs now has printed a line that begins with `ready`."""
+        return any(child.name == name and child.has_said_ready for child in self._children)
+
+    def kill_hung(self, name: str, silent_s: float) -> None:
+        """SIGKILL to a child that runs and does nothing, whatever it does; it is restarted like one that died."""
+        self._log("supervisor", f"{name} has not served for {silent_s:g} s: killed")
+        for child in self._children:
+            if child.name == name:
+                child.kill()
+
     async def stop(self) -> list[ChildExit]:
         """SIGTERM to one child after the other, each waited for. Returns how those ended that were not gone yet."""
         exits = []
@@ -208,6 +219,7 @@ class _Child:
         self._process: asyncio.subprocess.Process | None = None
         self._last_lines: deque[str] = deque(maxlen=1)
         self._stopping = asyncio.Event()
+        self._has_said_ready = False
         self.last_exit: ChildExit | None = None
 
     @property
@@ -219,8 +231,13 @@ class _Child:
         process = self._process
         return process.pid if process is not None and process.returncode is None else None
 
+    @property
+    def has_said_ready(self) -> bool:
+        return self._has_said_ready and self.pid is not None
+
     async def start(self) -> None:
         self._last_lines.clear()
+        self._has_said_ready = False
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-I",
@@ -283,4 +300,5 @@ class _Child:
         text = line.decode(errors="replace").rstrip()
         if text:
             self._last_lines.append(text)
+            self._has_said_ready |= text.startswith("ready")
             self._log(self.name, text)

@@ -21,6 +21,8 @@ class SchedulerConfig:
     model                      local directory, or hub id, with tokenizer.json; the executor's is not asked for
     listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
     http_listen                host:port of metrics and readiness
+    http_allowed_hosts         names, separated by commas, under which browsers may ask for the live page, beside that
+                               of http_listen, localhost and addresses; for a reverse proxy. "*": any
     executor                   address of the executor: host:port, or unix:path
     policy                     order of the queue: "fcfs", "priority"
     batching                   "continuous"; for measurement also "static", "dynamic" (core/batching.py)
@@ -35,6 +37,8 @@ class SchedulerConfig:
     enable_prefix_caching      keep and find the KV of earlier prompts
     max_streams                streams open at once, those included whose reader is slow; more are refused
     stalled_reader_timeout_s   a reader that takes nothing for so long loses its stream
+    step_timeout_s             an executor that owes a result, or while idle an answer, for so long is given up, and
+                               looked for again; more than its longest step may take
     drain_timeout_s            what SIGTERM leaves running requests to end in
     log_level                  "debug", "info", "warning", "error"
     """
@@ -42,6 +46,7 @@ class SchedulerConfig:
     model: str
     listen: str = "127.0.0.1:50051"
     http_listen: str = "127.0.0.1:8080"
+    http_allowed_hosts: str = ""
     executor: str = "127.0.0.1:50052"
     policy: str = "fcfs"
     batching: str = "continuous"
@@ -55,6 +60,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_streams: int = 8192
     stalled_reader_timeout_s: float = 120.0
+    step_timeout_s: float = 60.0
     drain_timeout_s: float = 600.0
     log_level: str = "info"
 
@@ -70,6 +76,11 @@ class SchedulerConfig:
         _check_choice("memory", self.memory, MEMORY)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
         split_address("http_listen", self.http_listen)
+
+    @property
+    def allowed_hosts(self) -> list[str]:
+        """`http_allowed_hosts`, one by one."""
+        return [name for name in self.http_allowed_hosts.replace(",", " ").split() if name]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SchedulerConfig":

@@ -40,6 +40,8 @@ from scheduler.core import (
     kv_usage,
 )
 from scheduler.core.step_load import LoadTracker
+from scheduler.model_description import ModelDescription
+from scheduler.progress import Progress
 from scheduler.step_trace import StepTrace, StepTraces
 
 if TYPE_CHECKING:
@@ -79,28 +81,10 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelDescription:
-    """What is served, as the executor described it and the scheduler's configuration narrowed it.
-
-    `num_blocks` are those that sequences can use: the null block is not counted.
-    """
-
-    model_name: str
-    dtype: str
-    device: str
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class EngineOptions:
     """The operator's side of the scheduler's limits; None leaves the executor's own.
 
-    step_timeout_s     an executor that has a plan for longer than this without a result is given up
+    step_timeout_s     an executor that owes a result, or while idle an answer, for longer than this is given up
     describe_timeout_s how long one attempt to reach the executor may take
     max_backoff_s      longest pause between two attempts
     """
@@ -148,7 +132,7 @@ class Engine:
         self._num_requests = 0
         self._state_callbacks: list[Callable[[ServerState], None]] = []
         self._state = ServerState.WAITING_FOR_EXECUTOR
-        self._waits_since_s = 0.0  # since when the oldest plan in flight has been out
+        self._progress = self._watched()
         self._checked_at_s = 0.0
         self._finish_interval_s = 1.0  # moving average of the time between two finished requests
         self._finished_at_s = 0.0
@@ -157,7 +141,12 @@ class Engine:
 
     @property
     def state(self) -> ServerState:
+        """SERVING: an executor is there, and gets on. Every word on readiness comes from here."""
         return self._state
+
+    @property
+    def is_ready(self) -> bool:
+        return self._state is ServerState.SERVING
 
     @property
     def description(self) -> ModelDescription:
@@ -246,6 +235,7 @@ class Engine:
                 try:
                     await self._serve(stream)
                 finally:
+                    self._progress.close()
                     await stream.close()
             except (ExecutorLost, InvariantViolation) as error:
                 if isinstance(error, InvariantViolation):
@@ -263,10 +253,10 @@ class Engine:
         if self._scheduler is None:
             self._scheduler = self._build_core(description)
         core = self._scheduler
-        wanted = self._describe_model(description)
-        if self._description is not None and _identity(wanted) != _identity(self._description):
+        wanted = self._narrowed(description)
+        if self._description is not None and wanted.identity != self._description.identity:
             raise ExecutorLost(
-                f"the executor now serves {_identity(wanted)}, not {_identity(self._description)}: "
+                f"the executor now serves {wanted.identity}, not {self._description.identity}: "
                 "restart the scheduler to take it"
             )
         self._description = wanted
@@ -275,6 +265,7 @@ class Engine:
         log.info("executor attached: %s, epoch %d", self._description, core.epoch)
         self._loads = LoadTracker()
         stream = self._client.open_stream(self._wake.set)
+        self._progress = self._watched()
         self._tell(events)
         self._update_state()
         return stream
@@ -305,20 +296,24 @@ class Engine:
     def _commit(self, arrival: Arrival) -> Events:
         events = self._core.commit(arrival.result)
         self.traces.committed(arrival.received_ns, time.monotonic_ns(), arrival.timings)
-        self._waits_since_s = time.monotonic()
+        self._progress.moved()
         return events
 
     async def _send_plans(self, stream: PlanStream) -> None:
         core = self._core
         while (plan := self._schedule()) is not None:
             if core.num_in_flight == 1:
-                self._waits_since_s = time.monotonic()
+                self._progress.moved()
             load = self._loads.follow(plan)
             trace = StepTrace(plan.epoch, plan.step_id, plan.num_sequences, plan.num_tokens, time.monotonic_ns())
             trace.num_decodes, trace.num_decode_pairs = load.num_decodes, load.num_decode_pairs
             trace.num_prefill_pairs = load.num_prefill_pairs
             self.traces.planned(trace)
-            await stream.send(plan)
+            try:
+                async with asyncio.timeout(self._options.step_timeout_s):
+                    await stream.send(plan)
+            except TimeoutError:
+                raise ExecutorLost(f"took no plan for {self._options.step_timeout_s:g} s") from None
             trace.sent_ns = time.monotonic_ns()
 
     def _schedule(self) -> StepPlan | None:
@@ -331,15 +326,16 @@ class Engine:
     async def _sleep(self) -> None:
         """Until something happens, or is due."""
         core, now_s = self._core, time.monotonic()
-        due_s = [core.next_wake_s] if core.next_wake_s is not None else []
-        if core.num_in_flight:
-            due_s.append(self._waits_since_s + self._options.step_timeout_s)
-        elif not core.num_unfinished_requests and now_s - self._checked_at_s > CHECK_INTERVAL_S:
+        self._progress.check(core.num_in_flight)
+        due_s = [at_s for at_s in (core.next_wake_s, self._progress.due_s(core.num_in_flight)) if at_s is not None]
+        if (
+            not core.num_in_flight
+            and not core.num_unfinished_requests
+            and now_s - self._checked_at_s > CHECK_INTERVAL_S
+        ):
             check_invariants(core)
             self._checked_at_s = now_s
         await self._wait_for_wake(min(due_s) - now_s if due_s else None)
-        if core.num_in_flight and time.monotonic() - self._waits_since_s > self._options.step_timeout_s:
-            raise ExecutorLost(f"no result for {self._options.step_timeout_s:.0f} s")
 
     async def _pause(self, duration_s: float) -> None:
         """Between two executors: nothing can run, deadlines still pass."""
@@ -439,16 +435,19 @@ class Engine:
         return self._scheduler is not None and self._scheduler.is_attached
 
     def _update_state(self) -> None:
-        state = ServerState.SERVING if self._is_attached else ServerState.WAITING_FOR_EXECUTOR
-        if self._is_draining:
-            state = ServerState.DRAINING
+        attached = ServerState.SERVING if self._is_attached else ServerState.WAITING_FOR_EXECUTOR
+        state = ServerState.DRAINING if self._is_draining else attached
         if state is not self._state:
             self._state = state
             for callback in self._state_callbacks:
                 callback(state)
 
+    def _watched(self) -> Progress:
+        timeout_s = self._options.step_timeout_s
+        return Progress(lambda: self._client.describe(timeout_s), self._wake.set, timeout_s)
+
     def _build_core(self, description: ExecutorDescription) -> Scheduler:
-        options, model = self._options, self._describe_model(description)
+        options, model = self._options, self._narrowed(description)
         return Scheduler(
             Limits(
                 max_num_seqs=model.max_num_seqs,
@@ -467,35 +466,5 @@ class Engine:
             enable_prefix_caching=options.enable_prefix_caching,
         )
 
-    def _describe_model(self, description: ExecutorDescription) -> ModelDescription:
-        """The executor's bounds, narrowed by the operator's. A token budget narrows the batch too: each sequence that
-        runs needs one token a step."""
-        options = self._options
-        max_num_batched_tokens = min(
-            options.max_num_batched_tokens or description.max_num_batched_tokens, description.max_num_batched_tokens
-        )
-        max_num_seqs = min(options.max_num_seqs or description.max_num_seqs, description.max_num_seqs)
-        return ModelDescription(
-            model_name=description.model_name,
-            dtype=description.dtype,
-            device=description.device,
-            vocab_size=description.vocab_size,
-            max_model_len=description.max_model_len,
-            block_size=description.block_size,
-            num_blocks=description.num_blocks - 1,
-            max_num_seqs=min(max_num_seqs, max_num_batched_tokens),
-            max_num_batched_tokens=max_num_batched_tokens,
-        )
-
-
-def _identity(model: ModelDescription) -> tuple[str, str, int, int, int, int, int]:
-    """What must stay the same when an executor is replaced under running requests."""
-    return (
-        model.model_name,
-        model.dtype,
-        model.vocab_size,
-        model.max_model_len,
-        model.block_size,
-        model.max_num_seqs,
-        model.max_num_batched_tokens,
-    )
+    def _narrowed(self, description: ExecutorDescription) -> ModelDescription:
+        return ModelDescription.narrowed(description, self._options.max_num_seqs, self._options.max_num_batched_tokens)

@@ -32,8 +32,9 @@ _OPTIONS = [
     ("grpc.http2.max_pings_without_data", 0),
     # Reconnecting is the engine's business; gRPC's own backoff must not get in its way.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # In spite of its name: what one attempt may take. On a busy machine a tenth of a second is not enough.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
 ]
 
 

@@ -17,7 +17,6 @@ from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from scheduler.config import split_address
 from scheduler.core import QuireError
-from scheduler.engine import ServerState
 
 if TYPE_CHECKING:
     from scheduler.admin_server import AdminServer
@@ -76,7 +75,8 @@ class GrpcServer:
 
 
 class HealthReporter:
-    """grpc.health.v1, for the server ("") and Generation: SERVING while the engine serves, else NOT_SERVING."""
+    """grpc.health.v1, for the server ("") and Generation: SERVING while the engine is ready, else NOT_SERVING. Admin
+    answers without an executor as well."""
 
     def __init__(self, engine: Engine) -> None:
         self.servicer = health.aio.HealthServicer()
@@ -86,6 +86,7 @@ class HealthReporter:
         engine.on_state_change(lambda _: self._changed.set())
 
     async def start(self) -> None:
+        await self.servicer.set(ADMIN, health_pb2.HealthCheckResponse.SERVING)
         await self._report()
         self._task = asyncio.create_task(self._follow(), name="health")
 
@@ -101,10 +102,10 @@ class HealthReporter:
             await self._report()
 
     async def _report(self) -> None:
-        is_serving = self._engine.state is ServerState.SERVING
         response = health_pb2.HealthCheckResponse
+        status = response.SERVING if self._engine.is_ready else response.NOT_SERVING
         for service in ("", GENERATION):
-            await self.servicer.set(service, response.SERVING if is_serving else response.NOT_SERVING)
+            await self.servicer.set(service, status)
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:

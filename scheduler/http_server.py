@@ -2,33 +2,57 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, TypeAlias
 
 from aiohttp import web
 
 from scheduler.config import split_address
-from scheduler.engine import ServerState
 from scheduler.grpc_server import address_error
+from scheduler.live.browser_safety import HEADERS, AllowedHosts
+from scheduler.liveness import Door, Pulse, listen
 from scheduler.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
+    import socket
+    from collections.abc import Awaitable, Callable, Sequence
+
     from scheduler.engine import Engine
     from scheduler.live.page import LivePage
     from scheduler.metrics import SchedulerMetrics
+
+Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
+
+MACHINES_PATHS = ("/metrics", "/healthz", "/readyz")
+"""Asked for by machines, under whatever name they know, and no secret."""
 
 
 class HttpServer:
     """
     GET /metrics   Prometheus' text format
-    GET /healthz   200 while this process answers (when the engine's loop fails, the process ends)
+    GET /healthz   200 while the event loop turns, else 503; answered beside it (`scheduler.liveness`)
     GET /readyz    200 while requests are served, else 503 and the reason
     GET /          the live page, if there is one (`scheduler.live.page`)
     """
 
-    def __init__(self, engine: Engine, metrics: SchedulerMetrics, live_page: LivePage | None = None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: SchedulerMetrics,
+        live_page: LivePage | None = None,
+        allowed_hosts: Sequence[str] = (),
+    ) -> None:
+        """allowed_hosts: names under which the live page is asked for, beside that of `listen` and localhost."""
         self._engine = engine
         self._metrics = metrics
-        app = web.Application()
+        self._allowed_hosts = allowed_hosts
+        self._hosts = AllowedHosts(*allowed_hosts)
+
+        @web.middleware
+        async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+            return await self._guarded(request, handler)
+
+        app = web.Application(middlewares=[guard])
         app.add_routes(
             [
                 web.get("/metrics", self._show_metrics),
@@ -40,27 +64,65 @@ class HttpServer:
             live_page.add_to(app)
         # A handler whose client has gone is cancelled: a completion that nobody reads is not computed.
         self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._pulse = Pulse()
+        self._door: Door | None = None
+        self._entering: set[asyncio.Task[None]] = set()
         self.address = ""
 
-    async def start(self, listen: str) -> None:
-        """Binds `listen` (host:port) and serves. Raises AddressInUse or AddressUnusable."""
-        host, port = split_address("http_listen", listen)
+    async def start(self, address: str) -> None:
+        """Binds it (host:port) and serves. Raises AddressInUse or AddressUnusable."""
+        host, port = split_address("http_listen", address)
+        self._hosts = AllowedHosts(host, *self._allowed_hosts)
         await self._runner.setup()
         try:
-            await web.TCPSite(self._runner, host, port).start()
+            listeners = listen(host, port)
         except OSError as error:
-            raise address_error(listen, error) from error
-        self.address = f"{listen.rpartition(':')[0]}:{self._runner.addresses[0][1]}"
+            raise address_error(address, error) from error
+        self.address = f"{address.rpartition(':')[0]}:{listeners[0].getsockname()[1]}"
+        self._pulse.start()
+        loop = asyncio.get_running_loop()
+        self._door = Door(listeners, self._pulse, lambda connection: _call_soon(loop, self._let_in, connection))
+        self._door.open()
 
     async def stop(self) -> None:
+        if self._door is not None:
+            self._door.close()
+        self._pulse.stop()
         await self._runner.cleanup()
+
+    def _let_in(self, connection: socket.socket) -> None:
+        entering = asyncio.create_task(self._enter(connection))
+        self._entering.add(entering)
+        entering.add_done_callback(self._entering.discard)
+
+    async def _enter(self, connection: socket.socket) -> None:
+        server = self._runner.server
+        if server is None:  # stopped meanwhile
+            connection.close()
+            return
+        await asyncio.get_running_loop().connect_accepted_socket(server, connection)
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path in MACHINES_PATHS or self._hosts.allow(request):
+            return await handler(request)
+        text = "this host name is not one of --http-allowed-hosts\n"
+        return web.Response(status=421, text=text, headers=HEADERS)  # Misdirected Request
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 
     async def _show_health(self, request: web.Request) -> web.Response:
+        """For a probe that the door did not know as one: the loop turns, or this would not run."""
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, request: web.Request) -> web.Response:
-        state = self._engine.state
-        return web.Response(text=f"{state.value}\n", status=200 if state is ServerState.SERVING else 503)
+        return web.Response(text=f"{self._engine.state.value}\n", status=200 if self._engine.is_ready else 503)
+
+
+def _call_soon(
+    loop: asyncio.AbstractEventLoop, let_in: Callable[[socket.socket], None], connection: socket.socket
+) -> None:
+    try:
+        loop.call_soon_threadsafe(let_in, connection)
+    except RuntimeError:  # the loop is closed
+        connection.close()

@@ -100,7 +100,8 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         )
         cleanup.push_async_callback(grpc_server.stop, 0)
         feed = LiveFeed(engine, plans, intake.client_request_id)
-        http_server = HttpServer(engine, metrics, LivePage(feed, intake, config.stalled_reader_timeout_s))
+        page = LivePage(feed, intake, config.stalled_reader_timeout_s)
+        http_server = HttpServer(engine, metrics, page, config.allowed_hosts)
         cleanup.push_async_callback(http_server.stop)
         await http_server.start(config.http_listen)
         await grpc_server.start()
@@ -171,6 +172,7 @@ def _engine_options(config: SchedulerConfig) -> EngineOptions:
         max_waiting_requests=config.max_waiting_requests,
         max_waiting_prompt_tokens=config.max_waiting_prompt_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
+        step_timeout_s=config.step_timeout_s,
     )
 
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import gc
+import socket
 import threading
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -367,3 +370,45 @@ async def test_closing_the_client_ends_its_requests(server: ScriptedServer) -> N
     await client.close()
     with pytest.raises(quire.QuireError):
         await task
+
+
+@pytest.fixture
+def slow_door(server: ScriptedServer) -> Iterator[str]:
+    """The server behind a connection on which nothing moves at first, as on a machine that is busy."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    open_sockets = [listener]
+
+    def relay(source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                time.sleep(1.0)
+                behind = socket.create_connection(split(server.address))
+                open_sockets.extend((client, behind))
+                for ends in ((client, behind), (behind, client)):
+                    threading.Thread(target=relay, args=ends, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield f"127.0.0.1:{listener.getsockname()[1]}"
+    for each in open_sockets:
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+        each.close()
+
+
+def split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
+@KINDS
+def test_a_server_that_is_slow_to_answer_the_door_is_waited_for(
+    server: ScriptedServer, slow_door: str, kind: type[SyncCalls]
+) -> None:
+    server.script = replies(started("r"), delta(0, "a", 1), finished(0))
+    assert len(kind(slow_door).events("hello")) == 3

@@ -31,6 +31,10 @@ class FakePair:
     def scheduler(self) -> Any:
         return self._pair.scheduler
 
+    @property
+    def executor(self) -> Any:
+        return self._pair.executor
+
     def children(self) -> list[ChildSpec]:
         return [
             ChildSpec(spec.name, tuple(word.replace("ADDRESS", self.scheduler.listen) for word in spec.command))

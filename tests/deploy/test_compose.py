@@ -65,6 +65,15 @@ def test_the_scheduler_drains_before_its_executor_ends() -> None:
         assert SERVICES[scheduler]["depends_on"] == {executor: {"condition": "service_healthy"}}
 
 
+def test_a_service_that_hangs_is_ended_and_started_anew() -> None:
+    """A scheduler is not ended because its executor is away: it is asked whether it lives."""
+    for name in ("executor", "executor-gpu", "scheduler", "scheduler-gpu"):
+        check = SERVICES[name]["healthcheck"]["test"]
+        assert (SERVICES[name]["restart"], SERVICES[name]["init"]) == ("unless-stopped", True)
+        assert int(check[check.index("--kill-after") + 1]) > 1
+        assert ("--alive" in check) == name.startswith("scheduler")
+
+
 def test_every_setting_has_its_default() -> None:
     assert set(re.findall(r"\$\{(\w+)\}", TEXT)) | {"COMPOSE_PROFILES"} == set(SETTINGS)
 

@@ -12,8 +12,8 @@ from tests.executor.checkpoints import make_checkpoint
 
 
 def test_from_a_dict() -> None:
-    config = ExecutorConfig.from_dict({"model": "m", "num_blocks": 10, "memory_fraction": 1, "stall_after_s": 3})
-    assert config == ExecutorConfig(model="m", num_blocks=10, memory_fraction=1.0, stall_after_s=3.0)
+    config = ExecutorConfig.from_dict({"model": "m", "num_blocks": 10, "memory_fraction": 1, "step_timeout_s": 3})
+    assert config == ExecutorConfig(model="m", num_blocks=10, memory_fraction=1.0, step_timeout_s=3.0)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_from_a_dict() -> None:
         ({"model": "m", "num_threads": 0}, "num_threads: must be at least 1"),
         ({"model": "m", "memory_fraction": 0.0}, "memory_fraction: must be in (0, 1]"),
         ({"model": "m", "memory_fraction": float("nan")}, "memory_fraction: must be in (0, 1]"),
-        ({"model": "m", "stall_after_s": 0}, "stall_after_s: must be above 0"),
+        ({"model": "m", "step_timeout_s": 0}, "step_timeout_s: must be above 0"),
         ({"model": "m", "dtype": "int8"}, "dtype: must be one of auto, float32"),
         ({"model": "m", "kernels": "fast"}, "kernels: must be one of auto, reference"),
         ({"model": "m", "listen_address": "50052"}, 'listen_address: expected "host:port"'),

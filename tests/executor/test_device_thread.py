@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -119,15 +120,33 @@ def test_a_rejected_plan_does_not_question_the_device(bench) -> None:
     assert not bench.lost.is_set()
 
 
-def test_busy_time(bench) -> None:
-    assert bench.thread.busy_s() == 0
+def test_a_thread_that_hangs_is_silent(bench) -> None:
+    bench.thread.look()
+    bench.fence()
+    assert bench.thread.silent_s() == 0, "idle, and answers"
     bench.runner.gate.clear()
     bench.put(1, 1)
-    while bench.thread.busy_s() == 0:
-        pass
+    assert bench.thread.silent_s() == 0, "nobody asks"
+    bench.thread.look()
+    before_s = bench.thread.silent_s()
+    while bench.thread.silent_s() <= before_s:
+        bench.thread.look()
     bench.runner.gate.set()
     bench.fence()
-    assert bench.thread.busy_s() == 0
+    assert bench.thread.silent_s() == 0
+
+
+def test_silence_begins_anew_with_each_step(late) -> None:
+    """However many wait behind it, and however long ago somebody asked."""
+    late.put(1, 1)
+    late.put(1, 2)
+    wait_until_launched(late, 2)
+    late.thread.look()
+    asked_ns = late.thread._asked_ns
+    late.runner.gates[1].set()
+    assert late.outcomes.get(timeout=10).step_id == 1
+    assert late.thread._asked_ns == asked_ns, "it waits for the second step"
+    assert late.thread.silent_s() < (time.monotonic_ns() - asked_ns) * 1e-9
 
 
 class LateRunner(FakeRunner):
@@ -183,17 +202,16 @@ def test_launched_steps_leave_in_order(late) -> None:
     assert all(outcome.timings.queue_ns > 0 for outcome in outcomes)
 
 
-def test_an_unfinished_step_counts_as_busy(late) -> None:
+def test_an_unfinished_step_is_silent_too(late) -> None:
     late.put(1, 1)
-    while late.thread.busy_s() == 0:
-        pass
     wait_until_launched(late, 1)
-    before_s = late.thread.busy_s()
-    while late.thread.busy_s() <= before_s:
+    late.thread.look()
+    before_s = late.thread.silent_s()
+    while late.thread.silent_s() <= before_s:
         pass
     late.runner.gates[1].set()
     late.fence()
-    assert late.thread.busy_s() == 0
+    assert late.thread.silent_s() == 0
 
 
 def test_a_late_failure_ends_its_epoch_only(late) -> None:

@@ -235,7 +235,7 @@ async def test_more_plans_than_the_window_holds(stub, runner) -> None:
 
 async def test_health_follows_the_device(channel, runner) -> None:
     """NOT_SERVING while a step hangs, SERVING again after it."""
-    server = Server(replace(CONFIG, stall_after_s=0.2), loaded(runner))
+    server = Server(replace(CONFIG, step_timeout_s=0.2), loaded(runner))
     address = await server.start()
     waiting = asyncio.create_task(server.wait())
     async with grpc.aio.insecure_channel(address) as channel:

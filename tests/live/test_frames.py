@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.core import KVUsage, SequenceView
-from scheduler.engine import ModelDescription
+from scheduler.model_description import ModelDescription
 from scheduler.live.frames import block_runs, encode_event, make_frame
 from scheduler.live.plan_log import LoggedStep
 from scheduler.live.snapshot import CACHED, Contiguous, Snapshot, WaitingSequence

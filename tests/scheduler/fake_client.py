@@ -29,19 +29,27 @@ DESCRIPTION = ExecutorDescription(
 
 
 class FakeClient:
-    """`is_up` False: nobody answers. `lose()` cuts the open stream."""
+    """`is_up` False: nobody is there. `is_hanging`: nobody answers. `lose()` cuts the open stream."""
 
     def __init__(self, description: ExecutorDescription = DESCRIPTION) -> None:
         self.description = description
         self.is_up = True
         self.is_hanging = False
         self.num_streams = 0
+        self.num_asked = 0
         self.stream: FakeStream | None = None
 
     async def describe(self, timeout_s: float) -> ExecutorDescription:
         await asyncio.sleep(0)
         if not self.is_up:
             raise ExecutorLost("nobody there")
+        self.num_asked += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.is_hanging:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        except TimeoutError:
+            raise ExecutorLost("nobody answers") from None
         return self.description
 
     def open_stream(self, on_arrival: Callable[[], None]) -> "FakeStream":

@@ -189,6 +189,37 @@ async def test_an_executor_that_hangs_is_given_up() -> None:
         await sink.check()
 
 
+async def test_an_idle_executor_that_hangs_is_given_up_and_taken_back() -> None:
+    client = FakeClient()
+    async with running_engine(client, step_timeout_s=0.05) as engine:
+        await submit(engine, [1, 2, 3]).check()
+        client.is_hanging = True
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        assert not engine.is_ready
+        client.is_hanging = False
+        await until(lambda: engine.is_ready)
+        await submit(engine, [1, 2, 3]).check()
+
+
+async def test_an_idle_executor_is_asked_now_and_then() -> None:
+    client = FakeClient()
+    async with running_engine(client, step_timeout_s=0.02) as engine:
+        await until(lambda: client.num_asked >= 4)
+        assert (engine.is_ready, client.num_streams) == (True, 1)
+
+
+async def test_a_busy_executor_is_not_asked() -> None:
+    """Its results say enough; and an answer would wait behind plans, each of which has its own time."""
+    client = FakeClient()
+    async with running_engine(client, step_timeout_s=0.2) as engine:
+        num_asked = client.num_asked
+        client.is_hanging = True
+        submit(engine, [1, 2, 3])
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        assert client.num_asked == num_asked
+        client.is_hanging = False
+
+
 async def test_an_executor_with_another_model_is_not_taken() -> None:
     client = FakeClient()
     async with running_engine(client) as engine:

@@ -18,7 +18,8 @@ from scheduler.core import (
     TokenLogprobs,
     Unavailable,
 )
-from scheduler.engine import ModelDescription, ServerState, Sink
+from scheduler.engine import ServerState, Sink
+from scheduler.model_description import ModelDescription
 
 MODEL = ModelDescription(
     model_name="tiny",
@@ -109,6 +110,10 @@ class FakeEngine:
     @property
     def state(self) -> ServerState:
         return self._state
+
+    @property
+    def is_ready(self) -> bool:
+        return self._state is ServerState.SERVING
 
     @property
     def description(self) -> ModelDescription:

@@ -1,0 +1,208 @@
+"""How long it takes until the loss of a process is known, and until all is well again.
+
+    python -m bench.recovery_times                       # the embedded model under `quire serve`
+    python -m bench.recovery_times --step-timeout-s 2 --json FILE
+
+    SIGKILL, SIGSTOP of the executor, while streams run and while nobody asks; SIGKILL of the scheduler
+
+One after the other, each from a quiet start. Detected: from the signal until `grpc.health.v1` of the scheduler says
+NOT_SERVING, or cannot be reached; ready: until it says SERVING. Both are told by a Watch stream, so nobody polls.
+Streams that run meanwhile are counted, and compared token by token with the same requests undisturbed. The longest gap
+is that between two tokens of one stream: what its client sees. Those of a lost scheduler fail, and are not counted.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import grpc.aio
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.report import save
+from quire.async_client import AsyncClient
+from quire.events import Delta
+
+MODEL = Path(__file__).parents[1] / "models" / "tiny"
+LIFELINE = Path(__file__).parents[1] / "quire" / "lifeline.py"
+NUM_STREAMS = 16
+NUM_TOKENS = 400
+PROMPT = "Once upon a time"
+QUIET_S = 1.0
+RECONNECT_AT_ONCE = (
+    ("grpc.initial_reconnect_backoff_ms", 20),
+    ("grpc.max_reconnect_backoff_ms", 20),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+CASES = (
+    ("executor", signal.SIGKILL, True),
+    ("executor", signal.SIGKILL, False),
+    ("executor", signal.SIGSTOP, True),
+    ("executor", signal.SIGSTOP, False),
+    ("scheduler", signal.SIGKILL, False),
+)
+
+
+class RecoveryError(Exception):
+    """A measurement that cannot be made, or a stream that was not what it has to be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """num_streams ran, and all ended complete, with the tokens that they have undisturbed."""
+
+    service: str
+    signal: str
+    num_streams: int
+    detected_s: float
+    ready_s: float
+    longest_gap_s: float | None
+
+
+@dataclass(slots=True)
+class Stream:
+    """Token ids of one request, and the longest time between two messages."""
+
+    token_ids: list[int]
+    longest_gap_s: float = 0.0
+
+
+class Watch:
+    """Follows what a server says of its health."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self.is_serving = False
+        self._changed = asyncio.Condition()
+
+    async def follow(self) -> None:
+        while True:
+            async with grpc.aio.insecure_channel(self._address, options=RECONNECT_AT_ONCE) as channel:
+                with suppress(grpc.aio.AioRpcError):
+                    stub = health_pb2_grpc.HealthStub(channel)
+                    async for response in stub.Watch(health_pb2.HealthCheckRequest(), wait_for_ready=True):
+                        await self._say(response.status == health_pb2.HealthCheckResponse.SERVING)
+            await self._say(False)
+
+    async def until(self, is_serving: bool) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.is_serving is is_serving)
+
+    async def _say(self, is_serving: bool) -> None:
+        async with self._changed:
+            self.is_serving = is_serving
+            self._changed.notify_all()
+
+
+@asynccontextmanager
+async def served(step_timeout_s: float) -> AsyncIterator[tuple[psutil.Process, str]]:
+    """`quire serve`, and the address of its scheduler. Raises RecoveryError."""
+    addresses = ("--listen", "--http-listen", "--executor", "--metrics-address")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", str(LIFELINE), str(os.getpid()),
+        sys.executable, "-m", "quire", "serve", "--model", str(MODEL), "--step-timeout-s", str(step_timeout_s),
+        *[word for name in addresses for word in (name, "127.0.0.1:0")],
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        if process.stdout is None:
+            raise RecoveryError("its output cannot be read")
+        while not (line := (await process.stdout.readline()).decode()).startswith("ready "):
+            if not line:
+                raise RecoveryError(f"quire serve ended with code {await process.wait()}")
+        yield psutil.Process(process.pid), dict(word.split("=", 1) for word in line.split()[1:])["grpc"]
+    finally:
+        with suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+def child(serve: psutil.Process, service: str) -> psutil.Process:
+    """The process of a service that runs now. Raises RecoveryError."""
+    for process in serve.children():
+        words = process.cmdline()
+        if (service, "quire") in zip(words[1:], words, strict=False):
+            return process
+    raise RecoveryError(f"the {service} does not run")
+
+
+async def stream(client: AsyncClient, seed: int, has_begun: asyncio.Event | None = None) -> Stream:
+    received, last_s = Stream([]), None
+    async for event in client.generate(PROMPT, seed=seed, max_tokens=NUM_TOKENS, ignore_eos=True):
+        if isinstance(event, Delta):
+            now_s = time.perf_counter()
+            received.longest_gap_s = max(received.longest_gap_s, now_s - last_s if last_s is not None else 0.0)
+            received.token_ids += event.token_ids
+            last_s = now_s
+            if has_begun is not None:
+                has_begun.set()
+    return received
+
+
+async def streams(client: AsyncClient, begun: Sequence[asyncio.Event | None]) -> list[Stream]:
+    return await asyncio.gather(*[stream(client, seed, event) for seed, event in enumerate(begun)])
+
+
+async def measure(step_timeout_s: float) -> list[Recovery]:
+    """Raises RecoveryError."""
+    async with served(step_timeout_s) as (serve, address):
+        watch = Watch(address)
+        following = asyncio.create_task(watch.follow())
+        recoveries = []
+        for service, number, has_load in CASES:
+            async with AsyncClient(address, wait_for_ready=True) as client:
+                expected = await streams(client, [None] * NUM_STREAMS)
+                await asyncio.sleep(QUIET_S)
+                begun = [asyncio.Event() for _ in range(NUM_STREAMS if has_load else 0)]
+                load = asyncio.create_task(streams(client, begun))
+                await asyncio.gather(*[event.wait() for event in begun])
+                if load.done() and has_load:
+                    raise RecoveryError("the streams had ended before")
+                child(serve, service).send_signal(number)
+                sent_s = time.perf_counter()
+                await watch.until(False)
+                detected_s = time.perf_counter() - sent_s
+                await watch.until(True)
+                ready_s = time.perf_counter() - sent_s
+                disturbed = await load
+            if [each.token_ids for each in disturbed] != [each.token_ids for each in expected[: len(disturbed)]]:
+                raise RecoveryError(f"{number.name} of the {service}: a stream has other tokens")
+            gap_s = max((each.longest_gap_s for each in disturbed), default=None)
+            recoveries.append(Recovery(service, number.name, len(disturbed), detected_s, ready_s, gap_s))
+        following.cancel()
+    return recoveries
+
+
+def table(recoveries: Sequence[Recovery]) -> str:
+    lines = [f"{'lost':<20} {'streams':>7} {'detected':>9} {'ready':>9} {'longest gap':>11}"]
+    for each in recoveries:
+        gap = "-" if each.longest_gap_s is None else f"{each.longest_gap_s:.2f} s"
+        lines.append(
+            f"{each.service + ' ' + each.signal:<20} {each.num_streams:>7} {each.detected_s:>7.2f} s "
+            f"{each.ready_s:>7.2f} s {gap:>11}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.recovery_times")
+    parser.add_argument("--step-timeout-s", type=float, default=60.0, help="as of `quire serve`, whose default this is")
+    parser.add_argument("--json", type=Path, help="where the figures go as well")
+    arguments = parser.parse_args()
+    recoveries = asyncio.run(measure(arguments.step_timeout_s))
+    print(table(recoveries))
+    if arguments.json is not None:
+        save(
+            arguments.json, {"step_timeout_s": arguments.step_timeout_s, "recoveries": [asdict(r) for r in recoveries]}
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""What is served: the executor's word, narrowed by the operator's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from scheduler.wire import ExecutorDescription
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """`num_blocks` are those that sequences can use: the null block is not counted."""
+
+    model_name: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @classmethod
+    def narrowed(
+        cls, executor: ExecutorDescription, max_num_seqs: int | None, max_num_batched_tokens: int | None
+    ) -> ModelDescription:
+        """None leaves the executor's own bound. A token budget narrows the batch too: each sequence that runs needs
+        one token a step."""
+        num_tokens = min(max_num_batched_tokens or executor.max_num_batched_tokens, executor.max_num_batched_tokens)
+        num_seqs = min(max_num_seqs or executor.max_num_seqs, executor.max_num_seqs)
+        return cls(
+            model_name=executor.model_name,
+            dtype=executor.dtype,
+            device=executor.device,
+            vocab_size=executor.vocab_size,
+            max_model_len=executor.max_model_len,
+            block_size=executor.block_size,
+            num_blocks=executor.num_blocks - 1,
+            max_num_seqs=min(num_seqs, num_tokens),
+            max_num_batched_tokens=num_tokens,
+        )
+
+    @property
+    def identity(self) -> tuple[str, str, int, int, int, int, int]:
+        """What must stay the same when an executor is replaced under running requests."""
+        return (
+            self.model_name,
+            self.dtype,
+            self.vocab_size,
+            self.max_model_len,
+            self.block_size,
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+        )
