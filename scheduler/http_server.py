@@ -9,7 +9,6 @@ from aiohttp import web
 from scheduler.config import split_address
 from scheduler.engine import ServerState
 from scheduler.grpc_server import address_error
-from scheduler.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 class HttpServer:
     """
-    GET /metrics   Prometheus' text format
+    GET /metrics   Prometheus' text format, or OpenMetrics with exemplars, as the client accepts
     GET /healthz   200 while this process answers (when the engine's loop fails, the process ends)
     GET /readyz    200 while requests are served, else 503 and the reason
     GET /          the live page, if there is one (`scheduler.live.page`)
@@ -56,7 +55,8 @@ class HttpServer:
         await self._runner.cleanup()
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        content_type, page = self._metrics.answer(request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def _show_health(self, request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
