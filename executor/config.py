@@ -9,6 +9,8 @@ from executor.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "reference")
 LOAD_FORMATS = ("safetensors", "random")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("console", "json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class ExecutorConfig:
     metrics_address         of the Prometheus endpoint, "host:port"; "": none
     num_threads             CPU threads of one step; None: all cores, but one from three on
     stall_after_s           a step that takes longer makes the health service say NOT_SERVING
+    log_level               "debug", "info", "warning", "error"
+    log_format              "console", for people; "json", a line of JSON each
     """
 
     model: str
@@ -54,6 +58,8 @@ class ExecutorConfig:
     metrics_address: str = "127.0.0.1:9102"
     num_threads: int | None = None
     stall_after_s: float = 120.0
+    log_level: str = "info"
+    log_format: str = "console"
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -61,6 +67,8 @@ class ExecutorConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:

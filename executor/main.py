@@ -5,7 +5,6 @@ Exit codes: 0 ended when asked to · 1 the device is lost, or a bug · 2 the con
 """
 
 import asyncio
-import logging
 import signal
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from executor.config import ExecutorConfig
 from executor.errors import AddressInUse, CheckpointError, ConfigError, OutOfMemory
 from executor.loading import load_model
 from executor.server import serve
+from quire import logs
 
 EXIT_OK = 0
 EXIT_DEVICE_LOST = 1
@@ -26,7 +26,7 @@ EXIT_ADDRESS_IN_USE = 3
 
 def run(config: ExecutorConfig) -> int:
     """Returns the exit code. Progress goes to standard output, one line a fact; errors go to standard error."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s executor %(levelname)s %(message)s")
+    logs.configure("executor", config.log_level, config.log_format)
     try:
         with _interrupted_by_sigterm():
             ended_well = _load_and_serve(config)

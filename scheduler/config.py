@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 from scheduler.core import POLICIES, QuireError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("console", "json")
 
 
 class ConfigError(QuireError):
@@ -33,6 +35,8 @@ class SchedulerConfig:
     stalled_reader_timeout_s   a reader that takes nothing for so long loses its stream
     drain_timeout_s            what SIGTERM leaves running requests to end in
     log_level                  "debug", "info", "warning", "error"
+    log_format                 "console", for people; "json", a line of JSON each
+    otlp_endpoint              collector of traces, as http://127.0.0.1:4318; None: no traces. Needs the extra `otel`
     """
 
     model: str
@@ -50,6 +54,8 @@ class SchedulerConfig:
     stalled_reader_timeout_s: float = 120.0
     drain_timeout_s: float = 600.0
     log_level: str = "info"
+    log_format: str = "console"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -62,6 +68,10 @@ class SchedulerConfig:
             raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
         if self.log_level not in LOG_LEVELS:
             raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError(f"log_format must be one of {', '.join(LOG_FORMATS)}, not {self.log_format!r}")
+        if self.otlp_endpoint is not None and not _is_url(self.otlp_endpoint):
+            raise ConfigError(f"otlp_endpoint must be http://host:port or https://…, not {self.otlp_endpoint!r}")
         split_address("http_listen", self.http_listen)
 
     @classmethod
@@ -81,6 +91,14 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{name} must be host:port, not {address!r}")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:
