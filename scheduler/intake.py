@@ -104,6 +104,7 @@ class Intake:
             request_metrics = observed.admitted(self._facts(checked, request))
             stream = self._stream(checked, request, request_metrics)
             self._engine.submit(request, stream)
+            observed.queued(request_metrics)
         except asyncio.CancelledError:
             observed.refused("cancelled")
             raise

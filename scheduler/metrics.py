@@ -37,8 +37,8 @@ HISTOGRAMS = {
     "quire_inter_token_latency_seconds": (FAST_S, "Between two tokens of a sequence"),
     "quire_time_per_output_token_seconds": (FAST_S, "Mean of these over a sequence"),
     "quire_e2e_request_latency_seconds": (SLOW_S, "From a request's arrival to the end of its last sequence"),
-    "quire_request_queue_time_seconds": (SLOW_S, "From a request's arrival to its first admission"),
-    "quire_request_prefill_time_seconds": (SLOW_S, "From first admission to the first token"),
+    "quire_request_queue_time_seconds": (SLOW_S, "From a request's arrival to the plan that first admits it"),
+    "quire_request_prefill_time_seconds": (SLOW_S, "From the plan that first admits a request to its first token"),
     "quire_request_decode_time_seconds": (SLOW_S, "From the first token to the end of the last sequence"),
     "quire_request_prompt_tokens": (TOKENS, "Prompt tokens of a request, counted at first admission"),
     "quire_request_generation_tokens": (TOKENS, "Tokens of a request's completions, counted when it ends"),
@@ -59,6 +59,7 @@ class SchedulerMetrics(Collector):
         self.num_generation_tokens = 0
         self.num_finished: Counter[FinishReason] = Counter()
         self.num_rejected: Counter[str] = Counter()
+        self._queued: dict[int, RequestMetrics] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -71,11 +72,25 @@ class SchedulerMetrics(Collector):
     ) -> RequestMetrics:
         return RequestMetrics(self, num_sequences, arrival_s, exemplar, on_end)
 
+    def queued(self, engine_id: int, request: RequestMetrics) -> None:
+        """It waits for its first admission, which a plan brings."""
+        self._queued[engine_id] = request
+
+    def forget(self, engine_id: int) -> None:
+        """It waits no more. One that did not is no error."""
+        self._queued.pop(engine_id, None)
+
     def rejected(self, reason: str) -> None:
         """A request that never reached the queue; `reason` is its status code, as in "invalid_argument"."""
         self.num_rejected[reason] += 1
 
     def planned(self, plan: StepPlan, duration_s: float) -> None:
+        """The core has just made this plan."""
+        core = None if self.engine is None else self.engine.core
+        if plan.admissions and core is not None:
+            for sequence in core.newly_admitted():
+                if (request := self._queued.pop(sequence.request.request_id, None)) is not None:
+                    request.admitted()
         self.histograms["quire_step_batch_tokens"].observe(plan.num_tokens)
         self.histograms["quire_schedule_duration_seconds"].observe(duration_s)
 
@@ -220,7 +235,7 @@ def _reasons_to_wait(waiting: Iterable[Sequence]) -> dict[int, str]:
 def _reason_to_wait(sequence: Sequence) -> str:
     if sequence.state is State.PREEMPTED:
         return "preempted"
-    return "new" if sequence.num_cached_tokens is None else "executor_lost"
+    return "executor_lost" if sequence.num_losses else "new"
 
 
 def _names_open_metrics(accept: str) -> bool:

@@ -91,14 +91,20 @@ class RequestMetrics:
         self._num_open = num_sequences
         self._has_ended = False
 
+    def admitted(self) -> None:
+        """To the batch, for the first time."""
+        self._started_s = now_s = self._metrics.clock()
+        self._observe("quire_request_queue_time_seconds", now_s, now_s - self._arrival_s)
+
     def started(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        metrics = self._metrics
-        self._started_s = now_s = metrics.clock()
+        """The first step that had it is done."""
+        if self._started_s is None:
+            self.admitted()
+        metrics, now_s = self._metrics, self._metrics.clock()
         self._num_cached_tokens = num_cached_tokens
         metrics.num_prompt_tokens["cached"] += num_cached_tokens
         metrics.num_prompt_tokens["computed"] += num_prompt_tokens - num_cached_tokens
         self._observe("quire_request_prompt_tokens", now_s, num_prompt_tokens)
-        self._observe("quire_request_queue_time_seconds", now_s, now_s - self._arrival_s)
 
     def tokens(self, index: int, num_tokens: int) -> None:
         """Tokens of a sequence that leave together; they share the time since the last ones left."""
@@ -109,9 +115,9 @@ class RequestMetrics:
             metrics.inter_token_latency.observe_of(self._exemplar, now_s, gap_s, num_tokens)
         else:
             if not self._first_token_s:
+                started_s = self._arrival_s if self._started_s is None else self._started_s
                 self._observe("quire_time_to_first_token_seconds", now_s, now_s - self._arrival_s)
-                if self._started_s is not None:
-                    self._observe("quire_request_prefill_time_seconds", now_s, now_s - self._started_s)
+                self._observe("quire_request_prefill_time_seconds", now_s, now_s - started_s)
             self._first_token_s[index] = now_s
         self._last_token_s[index] = now_s
         self._num_tokens += num_tokens

@@ -106,10 +106,16 @@ class ObservedRequest:
         exemplar = exemplar_labels(facts.request_id, self._trace_id)
         return self._metrics.request(facts.num_results, self.arrival_s, exemplar, self._ended)
 
+    def queued(self, request: RequestMetrics) -> None:
+        """The engine has it."""
+        if self._facts is not None:
+            self._metrics.queued(self._facts.engine_id, request)
+
     def _ended(self, summary: RequestSummary) -> None:
         facts = self._facts
         if facts is None:
             raise RuntimeError("a request that was not admitted has ended")
+        self._metrics.forget(facts.engine_id)
         if log.isEnabledFor(logging.INFO):
             log.info("request ended", extra=self._ids() | _summary_fields(facts, summary))
         if self._trace is not None:

@@ -619,6 +619,11 @@ class Scheduler:
     def waiting_sequences(self) -> Iterator[Sequence]:
         return iter(self._waiting)
 
+    def newly_admitted(self) -> Iterator[Sequence]:
+        """Of each request that the newest plan admits for the first time, the first sequence."""
+        admitted = self._in_flight[-1].admitted if self._in_flight else []
+        return (each for each, _ in admitted if each.index == 0 and each.num_cached_tokens is None)
+
     def running_sequences(self) -> Iterator[Sequence]:
         return iter(self._batch.running)
 
