@@ -55,7 +55,6 @@ class RequestMetrics:
 
     __slots__ = (
         "_arrival_s",
-        "_exemplar",
         "_first_token_s",
         "_has_ended",
         "_last_token_s",
@@ -67,6 +66,7 @@ class RequestMetrics:
         "_on_end",
         "_reasons",
         "_started_s",
+        "exemplar",
     )
 
     def __init__(
@@ -79,7 +79,7 @@ class RequestMetrics:
     ) -> None:
         self._metrics = metrics
         self._arrival_s = arrival_s
-        self._exemplar = exemplar
+        self.exemplar = exemplar
         self._on_end = on_end
         self._started_s: float | None = None
         self._first_token_s: dict[int, float] = {}  # by sequence
@@ -112,7 +112,7 @@ class RequestMetrics:
         last_s = self._last_token_s.get(index)
         if last_s is not None:
             gap_s = (now_s - last_s) / num_tokens
-            metrics.inter_token_latency.observe_of(self._exemplar, now_s, gap_s, num_tokens)
+            metrics.inter_token_latency.observe_of(self.exemplar, now_s, gap_s, num_tokens)
         else:
             if not self._first_token_s:
                 started_s = self._arrival_s if self._started_s is None else self._started_s
@@ -151,7 +151,7 @@ class RequestMetrics:
             self._on_end(self._summary(reason, first_token_s, now_s))
 
     def _observe(self, name: str, now_s: float, value: float) -> None:
-        self._metrics.histograms[name].observe_of(self._exemplar, now_s, value)
+        self._metrics.histograms[name].observe_of(self.exemplar, now_s, value)
 
     def _summary(self, reason: FinishReason, first_token_s: float | None, now_s: float) -> RequestSummary:
         return RequestSummary(

@@ -101,6 +101,11 @@ class ResponseStream:
         self._has_news = False
         self._ticket: asyncio.Future[int] | None = None  # of a reader that waits
 
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Of a line that is about this request."""
+        return {**self._metrics.exemplar, "request_id": self._settings.client_request_id}
+
     # --- from the engine: quick, and never raises ---------------------------------------------------------------
 
     def started(self, num_cached_tokens: int) -> None:

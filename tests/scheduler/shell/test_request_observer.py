@@ -15,6 +15,9 @@ from quire.v1 import generation_pb2 as wire
 from scheduler.core import FinishReason, QueueFull
 
 from .conftest import Served, Servers
+from .test_hand_count import Theatre, ended, theatre
+
+__all__ = ["theatre"]
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
@@ -145,3 +148,19 @@ async def test_exemplars_point_at_requests(servers: Servers) -> None:
     for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "e2e_request_latency"):
         histogram = servers.metrics.histograms[f"quire_{name}_seconds"]
         assert [last.labels for last in histogram.exemplars if last] == [{"request_id": "mine", "trace_id": TRACE_ID}]
+
+
+async def test_the_engine_names_the_request_whose_stream_breaks(
+    theatre: Theatre, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("scheduler.response_stream._Completion.add", broken)
+    client = await theatre.ask([1, 2, 3], 5)
+    await theatre.step(2)
+    assert (await ended(client)).messages
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.name == "scheduler.engine"
+    assert vars(record)["request_id"] == "quire-1"
+    assert theatre.metrics.num_finished[FinishReason.ERROR] == 1
