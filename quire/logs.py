@@ -21,6 +21,8 @@ import structlog
 from structlog.contextvars import bind_contextvars, clear_contextvars, merge_contextvars
 from structlog.stdlib import ExtraAdder, ProcessorFormatter
 
+from quire.log_writer import WritingHandler
+
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
 
@@ -37,7 +39,7 @@ def configure(service: str, level: str, log_format: str, stream: TextIO | None =
     JSON lines have at least timestamp (ISO 8601, UTC), level, service, logger and event.
     """
     stream = stream or sys.stderr
-    handler = logging.StreamHandler(stream)
+    handler = WritingHandler(stream)
     handler.setFormatter(_formatter(service, log_format, is_terminal=stream.isatty()))
     root = logging.getLogger()
     for old in list(root.handlers):

@@ -4,12 +4,16 @@ import asyncio
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from quire.log_writer import WritingHandler
 from quire.logs import FORMATS, as_json_line, configure, log_as, printable
 
 HOSTILE = 'mine\n2026-01-01 [info] request ended\r\x1b[31m\x1b]0;title\x07\x00\u202e reason=eos "quoted"\u2028end'
@@ -34,8 +38,14 @@ def configured(log_format: str, level: str = "info") -> io.StringIO:
     return stream
 
 
+def text(stream: io.StringIO) -> str:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    return stream.getvalue()
+
+
 def records(stream: io.StringIO) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in stream.getvalue().splitlines()]
+    return [json.loads(line) for line in text(stream).splitlines()]
 
 
 def test_json_for_machines() -> None:
@@ -56,7 +66,7 @@ def test_json_for_machines() -> None:
 def test_a_console_for_people() -> None:
     stream = configured("console")
     log.warning("executor lost: %s", "cut", extra={"num_tokens": 3})
-    line = stream.getvalue()
+    line = text(stream)
     assert line.endswith("executor lost: cut [scheduler.test] num_tokens=3\n")
     assert "warning" in line
     assert "\x1b" not in line, "colours, and this is no terminal"
@@ -66,15 +76,15 @@ def test_a_console_for_people() -> None:
 def test_a_record_is_a_line_whatever_is_in_it(log_format: str) -> None:
     stream = configured(log_format)
     log.info("of %s", HOSTILE, extra={"request_id": HOSTILE, "others": [HOSTILE], HOSTILE: 1})
-    text = stream.getvalue()
-    assert len(text.splitlines()) == 1
-    assert text[:-1].isprintable()
+    written = text(stream)
+    assert len(written.splitlines()) == 1
+    assert written[:-1].isprintable()
 
 
 def test_a_value_cannot_look_like_two() -> None:
     stream = configured("console")
     log.info("ended", extra={"request_id": 'a reason="eos"'})
-    assert stream.getvalue().endswith(" request_id='a reason=\"eos\"'\n")
+    assert text(stream).endswith(" request_id='a reason=\"eos\"'\n")
 
 
 @pytest.mark.parametrize("log_format", FORMATS)
@@ -84,13 +94,13 @@ def test_tracebacks(log_format: str) -> None:
         raise ValueError(HOSTILE)
     except ValueError:
         log.exception("broke")
-    text = stream.getvalue()
+    written = text(stream)
     if log_format == "json":
         (record,) = records(stream)
         assert record["event"] == "broke"
         assert record["exception"].startswith("Traceback")
     else:
-        head, *rest = text.splitlines()
+        head, *rest = written.splitlines()
         assert head.endswith("broke [scheduler.test]")
         assert len(rest) > 3
         assert all(line.startswith("    ") and line.isprintable() for line in rest), "a line of the client's own"
@@ -103,7 +113,7 @@ def test_libraries_and_warnings_go_the_same_way(log_format: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("always")
         warnings.warn("old", DeprecationWarning, stacklevel=1)
-    lines = stream.getvalue().splitlines()
+    lines = text(stream).splitlines()
     assert len(lines) == 2
     assert "something in a library" in lines[0]
     assert "DeprecationWarning: old" in lines[1]
@@ -154,8 +164,60 @@ def test_what_is_printed_becomes_a_record() -> None:
         assert (record["event"], record["service"], record["level"]) == (line, "executor", "info")
 
 
-@pytest.mark.parametrize("text", ["", "plain", "ünï 漢字 🙂", HOSTILE, "\ud800", "\\n"])
-def test_printable(text: str) -> None:
-    assert printable(text).isprintable()
-    if text.isprintable():
-        assert printable(text) == text
+@pytest.mark.parametrize("made_up", ["", "plain", "ünï 漢字 🙂", HOSTILE, "\ud800", "\\n"])
+def test_printable(made_up: str) -> None:
+    assert printable(made_up).isprintable()
+    if made_up.isprintable():
+        assert printable(made_up) == made_up
+
+
+def test_nobody_waits_for_a_reader_that_is_stuck() -> None:
+    num_lines = 5000  # far more than a pipe and the queue hold
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        handler = WritingHandler(stream, max_lines=100)
+        others = logging.getLogger("stuck")
+        others.addHandler(handler)
+        others.propagate = False
+        try:
+            for number in range(num_lines):
+                others.warning("%d %s", number, "x" * 100)
+            lines: list[str] = []
+            num_lost, rest = 0, ""
+            while len(lines) + num_lost < num_lines:
+                *complete, rest = (rest + os.read(reader, 1 << 16).decode()).split("\n")
+                lines += [line for line in complete if line.endswith("x")]
+                num_lost += sum(int(line.split()[0]) for line in complete if line.endswith("lost: it was not read"))
+        finally:
+            others.removeHandler(handler)
+            handler.close()
+            os.close(reader)
+    assert num_lost > 0
+    assert len(lines) + num_lost == num_lines
+    numbers = [int(line.split()[0]) for line in lines]
+    assert numbers == sorted(numbers)
+
+
+def test_a_process_ends_though_nobody_reads_its_log() -> None:
+    script = """
+import logging
+from quire.logs import configure
+configure("scheduler", "info", "json")
+for number in range(5000):
+    logging.getLogger("x").info("%d %s", number, "x" * 100)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
+        assert process.wait(60) == 0
+
+
+def test_the_last_line_is_written() -> None:
+    script = """
+import logging
+from quire.logs import configure
+configure("scheduler", "info", "json")
+logging.getLogger("x").critical("the end")
+raise SystemExit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert json.loads(done.stderr)["event"] == "the end"

@@ -30,6 +30,8 @@ class Log:
 
     @property
     def text(self) -> str:
+        for handler in logging.getLogger().handlers:
+            handler.flush()
         return self._stream.getvalue()
 
     def of(self, event: str) -> list[dict[str, Any]]:
