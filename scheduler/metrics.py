@@ -164,7 +164,7 @@ class _Families:
         """`epoch_s`: Unix time when the clock of the exemplars was 0."""
         family = HistogramMetricFamily(name, text, labels=self._labels(None))
         buckets = [
-            (*bucket, Exemplar(dict(last.labels), last.value, round(last.at_s + epoch_s, 3))) if last else bucket
+            (*bucket, Exemplar(dict(last[0]), last[1], round(last[2] + epoch_s, 3))) if last else bucket
             for bucket, last in zip(histogram.cumulative(), histogram.exemplars, strict=True)
         ]
         family.add_metric([self._model_name], buckets, histogram.sum)

@@ -101,8 +101,9 @@ class ObservedRequest:
 
     def admitted(self, facts: RequestFacts) -> RequestMetrics:
         self._facts = facts
-        self._request_id = facts.request_id
-        log_as(request_id=facts.request_id, trace_id=self._trace_id)
+        if facts.request_id != self._request_id:  # it had none; the engine has given it one
+            self._request_id = facts.request_id
+            log_as(request_id=facts.request_id, trace_id=self._trace_id)
         exemplar = exemplar_labels(facts.request_id, self._trace_id)
         return self._metrics.request(facts.num_results, self.arrival_s, exemplar, self._ended)
 

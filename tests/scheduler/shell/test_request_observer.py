@@ -149,7 +149,7 @@ async def test_exemplars_point_at_requests(servers: Servers) -> None:
     assert [message async for message in call]
     for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "e2e_request_latency"):
         histogram = servers.metrics.histograms[f"quire_{name}_seconds"]
-        assert [last.labels for last in histogram.exemplars if last] == [{"request_id": "mine", "trace_id": TRACE_ID}]
+        assert [last[0] for last in histogram.exemplars if last] == [{"request_id": "mine", "trace_id": TRACE_ID}]
 
 
 async def test_the_engine_names_the_request_whose_stream_breaks(

@@ -190,7 +190,7 @@ async def test_a_client_that_does_not_record(servers: Servers, collector: Collec
     tracer.close()
     assert collector.spans == {}
     exemplars = servers.metrics.histograms["quire_e2e_request_latency_seconds"].exemplars
-    assert [last.labels["trace_id"] for last in exemplars if last] == [TRACE_ID]
+    assert [last[0]["trace_id"] for last in exemplars if last] == [TRACE_ID]
 
 
 async def test_what_has_no_trace_gets_one(servers: Servers, collector: Collector, tracer: Any) -> None:
@@ -209,7 +209,7 @@ async def test_what_has_no_trace_gets_one(servers: Servers, collector: Collector
     assert ended.parent_span_id == refused.parent_span_id == b""
     assert ended.trace_id != refused.trace_id
     exemplars = servers.metrics.histograms["quire_e2e_request_latency_seconds"].exemplars
-    assert [last.labels["trace_id"] for last in exemplars if last] == [ended.trace_id.hex()]
+    assert [last[0]["trace_id"] for last in exemplars if last] == [ended.trace_id.hex()]
     assert attributes(ended)["quire.finish_reason"] == "cancelled"
     assert attributes(refused)["error.type"] == "resource_exhausted"
     assert refused.status.code == 0, "no fault of the server's"
