@@ -56,7 +56,7 @@ clean:  ## remove the environment and everything generated
 $(INSTALLED): pyproject.toml constraints.txt protos/build.py $(shell find protos -name '*.proto')
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel]'
 	touch $@
 
 .PHONY: help run serve test bench claims gpu-check verify lint fmt protos dashboards compose-check clean

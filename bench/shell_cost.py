@@ -22,12 +22,13 @@ import os
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import grpc.aio
 import psutil
@@ -106,12 +107,27 @@ class Cost:
     executor_idle_ratio: float | None
 
 
-class Rig:
-    """A scheduler with an executor, and the clients' side of it."""
+@dataclass(frozen=True, slots=True)
+class Services:
+    """How both are started: words after `python -m`. executor None: a null one. cores None: those of this process."""
 
-    def __init__(self, scheduler: psutil.Process, address: str, tokenizer: Tokenizer, step_ms: float) -> None:
+    scheduler: tuple[str, ...] = ("quire", "scheduler", "--log-level", "warning")
+    executor: tuple[str, ...] | None = None
+    cores: tuple[int, ...] | None = None
+
+
+SERVICES = Services()
+
+
+class Rig:
+    """A scheduler with an executor, and the clients' side of it. `http_address` is the scheduler's."""
+
+    def __init__(
+        self, scheduler: psutil.Process, address: str, http_address: str, tokenizer: Tokenizer, step_ms: float
+    ) -> None:
         self._scheduler = scheduler
         self._address = address
+        self.http_address = http_address
         self._tokenizer = tokenizer
         self._step_ms = step_ms
         self._num_prompts = 0
@@ -253,26 +269,30 @@ async def _channels(address: str, num_clients: int) -> AsyncIterator[list[grpc.a
 
 
 @asynccontextmanager
-async def rig(step_ms: float = 0.0, model: Path = MODEL) -> AsyncIterator[Rig]:
-    """Starts an executor and a scheduler, each on its core where there are two. Raises ShellCostError."""
+async def rig(step_ms: float = 0.0, model: Path = MODEL, services: Services = SERVICES) -> AsyncIterator[Rig]:
+    """Starts an executor and a scheduler, each on its core where there are two. Raises ShellCostError.
+
+    What they log is read, and thrown away.
+    """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-    cores = sorted(os.sched_getaffinity(0))
+    cores = services.cores or sorted(os.sched_getaffinity(0))
     with _pinned(cores[-1]):
-        executor = ("bench.null_executor", "--vocab-size", str(tokenizer.get_vocab_size()), "--step-ms", str(step_ms))
-        async with _child(*executor) as (_, line):
+        null = ("bench.null_executor", "--vocab-size", str(tokenizer.get_vocab_size()), "--step-ms", str(step_ms))
+        executor = _child(*null) if services.executor is None else _child(*services.executor, until="ready ")
+        async with executor as (_, line):
             with _pinned(cores[0]):
-                scheduler = _child(*_scheduler_arguments(model, executor_address=line))
+                scheduler = _child(*services.scheduler, *_scheduler_arguments(model, line.split()[-1]), until="ready ")
                 pid, line = await scheduler.__aenter__()
             try:
-                address = dict(word.split("=", 1) for word in line.split()[1:])["grpc"]
-                yield Rig(psutil.Process(pid), address, tokenizer, step_ms)
+                addresses = dict(word.split("=", 1) for word in line.split()[1:])
+                yield Rig(psutil.Process(pid), addresses["grpc"], addresses["http"], tokenizer, step_ms)
             finally:
                 await scheduler.__aexit__(None, None, None)
 
 
 def _scheduler_arguments(model: Path, executor_address: str) -> list[str]:
     addresses = ["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0", "--executor", executor_address]
-    return ["quire", "scheduler", "--model", str(model), "--log-level", "warning", *addresses]
+    return ["--model", str(model), *addresses]
 
 
 @contextmanager
@@ -287,17 +307,38 @@ def _pinned(core: int) -> Iterator[None]:
 
 
 @asynccontextmanager
-async def _child(*arguments: str) -> AsyncIterator[tuple[int, str]]:
-    """`python -m …`: its process id, and the first line that it prints."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *arguments, stdout=asyncio.subprocess.PIPE)
+async def _child(*arguments: str, until: str = "") -> AsyncIterator[tuple[int, str]]:
+    """`python -m …`: its process id, and the first line that it prints and that begins with `until`."""
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", *arguments, stdout=pipe, stderr=pipe)
+    last_words = asyncio.create_task(_read_away(process.stderr))
     try:
-        if process.stdout is None or not (line := await process.stdout.readline()):
-            raise ShellCostError(f"{' '.join(arguments)} ended with code {await process.wait()}")
-        yield process.pid, line.decode().strip()
+        yield process.pid, await _line(process.stdout, until) or await _fail(arguments, last_words)
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
         await process.wait()
+        await last_words
+
+
+async def _line(output: asyncio.StreamReader | None, start: str) -> str:
+    """The first one that begins so; "" if there is none."""
+    while output is not None and (line := await output.readline()):
+        if line.decode().startswith(start):
+            return line.decode().strip()
+    return ""
+
+
+async def _fail(arguments: Sequence[str], last_words: asyncio.Task[str]) -> NoReturn:
+    raise ShellCostError(f"{' '.join(arguments)} ended: {await last_words}")
+
+
+async def _read_away(log: asyncio.StreamReader | None) -> str:
+    """Returns the last lines, once it has ended."""
+    lines: deque[bytes] = deque(maxlen=10)
+    while log is not None and (line := await log.readline()):
+        lines.append(line)
+    return b"".join(lines).decode(errors="replace")
 
 
 def table(costs: Sequence[Cost]) -> str:

@@ -9,6 +9,8 @@ from executor.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "reference")
 LOAD_FORMATS = ("safetensors", "random")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("console", "json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class ExecutorConfig:
     num_threads             CPU threads of one step; None: all cores, but one from three on
     step_timeout_s          without so much as a step's end for so long, this executor says NOT_SERVING; for twice as
                             long, it ends, with the traces of its threads, to be started anew
+    log_level               "debug", "info", "warning", "error"
+    log_format              "console", for people; "json", a line of JSON each
     """
 
     model: str
@@ -55,6 +59,8 @@ class ExecutorConfig:
     metrics_address: str = "127.0.0.1:9102"
     num_threads: int | None = None
     step_timeout_s: float = 60.0
+    log_level: str = "info"
+    log_format: str = "console"
 
     def __post_init__(self) -> None:
         if not self.model:
@@ -62,6 +68,8 @@ class ExecutorConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:

@@ -5,7 +5,6 @@ memory · 3 an address is in use.
 """
 
 import asyncio
-import logging
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ from executor.config import ExecutorConfig
 from executor.errors import AddressInUse, CheckpointError, ConfigError, OutOfMemory
 from executor.loading import load_model
 from executor.server import serve
+from quire import logs
 
 EXIT_OK = 0
 EXIT_DEVICE_LOST = 1
@@ -28,7 +28,7 @@ EXIT_ADDRESS_IN_USE = 3
 
 def run(config: ExecutorConfig) -> int:
     """Returns the exit code. Progress goes to standard output, one line a fact; errors go to standard error."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s executor %(levelname)s %(message)s")
+    logs.configure("executor", config.log_level, config.log_format)
     try:
         with _interrupted_by_sigterm():
             ended_well = _load_and_serve(config)

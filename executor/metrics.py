@@ -1,10 +1,20 @@
-"""What Prometheus sees of an executor. Names are part of the public interface."""
+"""What Prometheus sees of an executor. Names are part of the public interface.
+
+Every sample is labelled with the model and with the executor: the address that it listens on, so that several under one
+scheduler can be told apart, and a new process in an old one's place is the same executor.
+"""
 
 import math
+import socket
 import time
+from bisect import bisect_left
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Gauge, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from executor.errors import AddressInUse
 from executor.plan import StepTimings
@@ -16,48 +26,25 @@ _STEP_BUCKETS_S = (
     0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
 )  # fmt: skip
 _IDLE_WINDOW_S = 10.0
+_PHASES = ("queue", "prepare", "forward", "sample")
+_ANY_HOST = ("0.0.0.0", "[::]", "")
 
 
-class Metrics:
-    """A registry of its own, labelled with the model's name."""
+class Metrics(Collector):
+    """A registry of its own. Steps are recorded by one thread, and read by another when somebody scrapes."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, address: str) -> None:
+        """`address`: what the executor was told to listen on."""
         self.registry = CollectorRegistry()
-        labels = ("model_name",)
-        durations = Histogram(
-            "quire_executor_step_duration_seconds",
-            "Time of one step by phase",
-            (*labels, "phase"),
-            buckets=_STEP_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._queue, self._prepare, self._forward, self._sample = (
-            durations.labels(model_name, phase) for phase in ("queue", "prepare", "forward", "sample")
-        )
-        self._last_step = Gauge(
-            "quire_executor_last_step_timestamp_seconds",
-            "End of the last step",
-            labels,
-            registry=self.registry,
-        ).labels(model_name)
-        self._memory = Gauge(
-            "quire_executor_memory_bytes", "Memory held, by kind", (*labels, "kind"), registry=self.registry
-        )
-        self._startup = Gauge(
-            "quire_executor_startup_seconds",
-            "Time from start to ready, by phase",
-            (*labels, "phase"),
-            registry=self.registry,
-        )
+        self._labels = {"model_name": model_name, "executor": executor_label(address)}
+        self._phases = {phase: _Durations() for phase in _PHASES}
+        self._started_s = time.time()
+        self._last_step_s = self._started_s
+        self._memory_bytes: dict[str, int] = {}
+        self._startup_s: dict[str, float] = {}
         self._idle = IdleRatio()
-        Gauge(
-            "quire_executor_idle_ratio",
-            f"Share of the last {_IDLE_WINDOW_S:.0f} s or so in which the device thread had no plan",
-            labels,
-            registry=self.registry,
-        ).labels(model_name).set_function(self._idle.current)
-        self._model_name = model_name
         self._http: WSGIServer | None = None
+        self.registry.register(self)
 
     @property
     def http_port(self) -> int | None:
@@ -72,18 +59,21 @@ class Metrics:
             self._http = None
 
     def observe_step(self, timings: StepTimings) -> None:
-        self._queue.observe(timings.queue_ns * 1e-9)
-        self._prepare.observe(timings.prepare_ns * 1e-9)
-        self._forward.observe(timings.forward_ns * 1e-9)
-        self._sample.observe(timings.sample_ns * 1e-9)
-        self._last_step.set_to_current_time()
+        durations_ns = (timings.queue_ns, timings.prepare_ns, timings.forward_ns, timings.sample_ns)
+        for durations, duration_ns in zip(self._phases.values(), durations_ns, strict=True):
+            durations.add(duration_ns * 1e-9)
+        self._last_step_s = time.time()
         self._idle.add(timings.idle_ns * 1e-9, timings.busy_ns * 1e-9)
 
     def set_memory(self, kind: str, num_bytes: int) -> None:
-        self._memory.labels(self._model_name, kind).set(num_bytes)
+        self._memory_bytes[kind] = num_bytes
 
     def set_startup(self, phase: str, duration_s: float) -> None:
-        self._startup.labels(self._model_name, phase).set(duration_s)
+        self._startup_s[phase] = duration_s
+
+    def listens_on(self, address: str) -> None:
+        """The address with its real port."""
+        self._labels["executor"] = executor_label(address)
 
     def serve(self, address: str) -> None:
         """Serves /metrics at "host:port" from a thread of its own until `close`. Raises AddressInUse."""
@@ -92,6 +82,83 @@ class Metrics:
             self._http, _ = start_http_server(int(port), addr=host, registry=self.registry)
         except OSError as error:
             raise AddressInUse(f"metrics cannot listen on {address}: {error.strerror or error}") from None
+
+    def describe(self) -> list[Metric]:
+        return []  # asked for when registering; the names are known to be ours
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._gauge("quire_build_info", "Always 1", ("service", "version"), {("executor", _build_version()): 1.0})
+        durations = HistogramMetricFamily(
+            "quire_executor_step_duration_seconds", "Time of one step by phase", labels=[*self._labels, "phase"]
+        )
+        for phase, each in self._phases.items():
+            durations.add_metric([*self._labels.values(), phase], each.cumulative(), each.sum)
+        yield durations
+        yield self._gauge(
+            "quire_executor_last_step_timestamp_seconds", "End of the last step; before the first, of the start",
+            (), {(): self._last_step_s},
+        )  # fmt: skip
+        yield self._gauge(
+            "quire_executor_start_timestamp_seconds", "When this process had its model and began to listen",
+            (), {(): self._started_s},
+        )  # fmt: skip
+        yield self._gauge(
+            "quire_executor_memory_bytes", "Memory held, by kind",
+            ("kind",), {(kind,): float(num_bytes) for kind, num_bytes in self._memory_bytes.items()},
+        )  # fmt: skip
+        yield self._gauge(
+            "quire_executor_startup_seconds", "Time from start to ready, by phase",
+            ("phase",), {(phase,): duration_s for phase, duration_s in self._startup_s.items()},
+        )  # fmt: skip
+        yield self._gauge(
+            "quire_executor_idle_ratio",
+            f"Share of the last {_IDLE_WINDOW_S:.0f} s or so in which the device thread had no plan",
+            (), {(): self._idle.current()},
+        )  # fmt: skip
+
+    def _gauge(self, name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])
+        for own, value in values.items():
+            family.add_metric([*self._labels.values(), *own], value)
+        return family
+
+
+def executor_label(address: str) -> str:
+    """An address that tells executors apart: where it names no host, this machine's."""
+    if address.startswith("unix:"):
+        return address
+    host, _, port = address.rpartition(":")
+    return f"{socket.gethostname()}:{port}" if host in _ANY_HOST else address
+
+
+class _Durations:
+    """Counts by upper bound."""
+
+    __slots__ = ("_counts", "sum")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_STEP_BUCKETS_S) + 1)
+        self.sum = 0.0
+
+    def add(self, duration_s: float) -> None:
+        self._counts[bisect_left(_STEP_BUCKETS_S, duration_s)] += 1
+        self.sum += duration_s
+
+    def cumulative(self) -> list[tuple[str, float]]:
+        """(upper bound, durations up to it), the last of them "+Inf"."""
+        buckets, total = [], 0
+        for bound, count in zip([*map(str, _STEP_BUCKETS_S), "+Inf"], self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        return buckets
+
+
+def _build_version() -> str:
+    """Of the installed package; "unknown" where it runs from a bare checkout."""
+    try:
+        return version("quire")
+    except PackageNotFoundError:
+        return "unknown"
 
 
 class IdleRatio:

@@ -61,7 +61,7 @@ class Server:
             device_is_sane=lambda: device_is_sane(model.device),
             device_lost=lambda: _call_soon(loop, self._lose_device),
         )
-        self.metrics = _metrics(model)
+        self.metrics = _metrics(model, config.listen_address)
         self._servicer = ExecutorServicer(self._device, self._describe, self.metrics.observe_step)
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(options=_OPTIONS)
@@ -73,6 +73,7 @@ class Server:
         services = (_EXECUTOR_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._server)
         address = _bind(self._server, self._config.listen_address)
+        self.metrics.listens_on(address)
         if self._config.metrics_address:
             self.metrics.serve(self._config.metrics_address)
         await self._server.start()
@@ -158,8 +159,8 @@ def _bind(server: grpc.aio.Server, address: str) -> str:
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
 
-def _metrics(model: LoadedModel) -> Metrics:
-    metrics = Metrics(model.model_name)
+def _metrics(model: LoadedModel, address: str) -> Metrics:
+    metrics = Metrics(model.model_name, address)
     for kind, num_bytes in model.memory_bytes.items():
         metrics.set_memory(kind, num_bytes)
     for phase, duration_s in model.startup_s.items():

@@ -24,6 +24,7 @@ from quire.client import Client
 from quire.config_flags import flag_parameters, given, with_flags
 from quire.errors import InvalidRequestError, QuireError
 from quire.events import ChatMessage, Prompt
+from quire.logs import as_json_line
 from quire.model_path import ModelNotFound, resolved_model
 from quire.services import (
     EXECUTOR_ADDRESS,
@@ -93,7 +94,7 @@ def serve(**values: Any) -> None:
 
     with _reported():
         pair = service_pair(_with_model(values))
-        raise typer.Exit(asyncio.run(run(pair, _say, _log_to_stderr())))
+        raise typer.Exit(asyncio.run(run(pair, _say, _log_to_stderr(pair.scheduler.log_format))))
 
 
 def scheduler(**values: Any) -> None:
@@ -433,8 +434,10 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def _log_to_stderr() -> LogSink:
-    """Prints each line behind the name of the child that wrote it."""
+def _log_to_stderr(log_format: str) -> LogSink:
+    """Prints each line behind the name of the child that wrote it; where children log as JSON, as JSON too."""
+    if log_format == "json":
+        return lambda name, line: print(as_json_line(name, line), file=sys.stderr, flush=True)
     console = Console(stderr=True, highlight=False)
     styles = {"scheduler": "cyan", "executor": "magenta", "supervisor": "yellow"}
 

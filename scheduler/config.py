@@ -4,10 +4,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
+from urllib.parse import urlsplit
 
 from scheduler.core import BATCHING, MEMORY, POLICIES, QuireError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("console", "json")
 
 
 class ConfigError(QuireError):
@@ -41,6 +43,8 @@ class SchedulerConfig:
                                looked for again; more than its longest step may take
     drain_timeout_s            what SIGTERM leaves running requests to end in
     log_level                  "debug", "info", "warning", "error"
+    log_format                 "console", for people; "json", a line of JSON each
+    otlp_endpoint              collector of traces, as http://127.0.0.1:4318; None: no traces. Needs the extra `otel`
     """
 
     model: str
@@ -63,6 +67,8 @@ class SchedulerConfig:
     step_timeout_s: float = 60.0
     drain_timeout_s: float = 600.0
     log_level: str = "info"
+    log_format: str = "console"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
@@ -75,6 +81,9 @@ class SchedulerConfig:
         _check_choice("batching", self.batching, BATCHING)
         _check_choice("memory", self.memory, MEMORY)
         _check_choice("log_level", self.log_level, LOG_LEVELS)
+        _check_choice("log_format", self.log_format, LOG_FORMATS)
+        if self.otlp_endpoint is not None and not _is_url(self.otlp_endpoint):
+            raise ConfigError(f"otlp_endpoint must be http://host:port or https://…, not {self.otlp_endpoint!r}")
         split_address("http_listen", self.http_listen)
 
     @property
@@ -104,6 +113,14 @@ def split_address(name: str, address: str) -> tuple[str, int]:
 def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
     if value not in choices:
         raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
 
 
 def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:

@@ -376,7 +376,7 @@ class Engine:
                     else:
                         sink.tokens(sequence.index, [token_id], news)
                 except Exception:
-                    log.exception(_BROKEN_SINK, sequence)
+                    log.exception(_BROKEN_SINK, sequence, extra=_log_fields(sink))
                     self.cancel(sequence.request.request_id)
         self._tell_beams(events)
         self._tell_finished(events)
@@ -408,7 +408,7 @@ class Engine:
         try:
             tell(*news)
         except Exception:
-            log.exception(_BROKEN_SINK, sequence)
+            log.exception(_BROKEN_SINK, sequence, extra=_log_fields(self._sinks.get(sequence.request.request_id)))
             self.cancel(sequence.request.request_id)
 
     def _after_end(self, request_id: int) -> None:
@@ -468,3 +468,8 @@ class Engine:
 
     def _narrowed(self, description: ExecutorDescription) -> ModelDescription:
         return ModelDescription.narrowed(description, self._options.max_num_seqs, self._options.max_num_batched_tokens)
+
+
+def _log_fields(sink: Sink | None) -> dict[str, str]:
+    """By which a line of the log is about a sink's request, if it has any."""
+    return dict(getattr(sink, "log_fields", {}))

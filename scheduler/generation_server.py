@@ -13,6 +13,7 @@ from scheduler.patience import deliver
 from scheduler.status import abort
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import Any
 
     import grpc
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[Any, Any]
 
 log = logging.getLogger(__name__)
+
+NO_METADATA: Mapping[str, Any] = {}
 
 
 class GenerationServer(GenerationServicer):
@@ -38,7 +41,8 @@ class GenerationServer(GenerationServicer):
     async def Generate(self, request: wire.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Every error becomes a status of the table in `scheduler.status`; cancellation passes through to gRPC."""
         try:
-            async with self._intake.open(read_request(request), _deadline_s(context)) as stream:
+            incoming = read_request(request, context.peer(), _metadata(context))
+            async with self._intake.open(incoming, _deadline_s(context)) as stream:
                 await deliver(stream, context.write, self._stalled_reader_timeout_s)
         except QuireError as error:
             failure: Exception = error
@@ -56,7 +60,13 @@ def _deadline_s(context: Context) -> float | None:
     return None if remaining_s is None else time.monotonic() + remaining_s
 
 
-def read_request(request: wire.GenerateRequest) -> IncomingRequest:
+def _metadata(context: Context) -> dict[str, Any]:
+    return dict(context.invocation_metadata() or ())
+
+
+def read_request(
+    request: wire.GenerateRequest, client: str = "", metadata: Mapping[str, Any] = NO_METADATA
+) -> IncomingRequest:
     """Protobuf to plain data: presence becomes None. Long fields are not copied: nobody has seen their size."""
     prompt = request.WhichOneof("prompt")
     return IncomingRequest(
@@ -72,6 +82,9 @@ def read_request(request: wire.GenerateRequest) -> IncomingRequest:
         ),
         priority=request.priority if request.HasField("priority") else None,
         cache_salt=request.cache_salt if request.HasField("cache_salt") else None,
+        client=client,
+        traceparent=metadata.get("traceparent"),
+        tracestate=metadata.get("tracestate"),
     )
 
 

@@ -11,7 +11,6 @@ from scheduler.config import split_address
 from scheduler.grpc_server import address_error
 from scheduler.live.browser_safety import HEADERS, AllowedHosts
 from scheduler.liveness import Door, Pulse, listen
-from scheduler.metrics import CONTENT_TYPE
 
 if TYPE_CHECKING:
     import socket
@@ -29,7 +28,7 @@ MACHINES_PATHS = ("/metrics", "/healthz", "/readyz")
 
 class HttpServer:
     """
-    GET /metrics   Prometheus' text format
+    GET /metrics   Prometheus' text format, or OpenMetrics with exemplars, as the client accepts
     GET /healthz   200 while the event loop turns, else 503; answered beside it (`scheduler.liveness`)
     GET /readyz    200 while requests are served, else 503 and the reason
     GET /          the live page, if there is one (`scheduler.live.page`)
@@ -109,7 +108,8 @@ class HttpServer:
         return web.Response(status=421, text=text, headers=HEADERS)  # Misdirected Request
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+        content_type, page = self._metrics.answer(request.headers.get("Accept", ""))
+        return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def _show_health(self, request: web.Request) -> web.Response:
         """For a probe that the door did not know as one: the loop turns, or this would not run."""

@@ -57,7 +57,11 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class IncomingRequest:
-    """Field names, and so the paths in violations, are those of `quire.v1.GenerateRequest`."""
+    """Field names, and so the paths in violations, are those of `quire.v1.GenerateRequest`; but what the door knows:
+
+    client                    its address
+    traceparent, tracestate   headers of W3C Trace Context
+    """
 
     request_id: str | None = None
     text: str | None = None
@@ -68,3 +72,6 @@ class IncomingRequest:
     output: Output = field(default_factory=Output)
     priority: int | None = None
     cache_salt: str | None = None
+    client: str = ""
+    traceparent: str | None = None
+    tracestate: str | None = None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from scheduler.core import FinishReason, QueueFull, Request, Unavailable
 from scheduler.engine import ServerState
+from scheduler.request_observer import ObservedRequest, RequestFacts, RequestObserver, Tracer
 from scheduler.response_stream import ResponseStream, StreamSettings
 from scheduler.status import code_of
 from scheduler.turnstile import Turnstile
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from scheduler.engine import Engine
     from scheduler.generation_defaults import GenerationDefaults
     from scheduler.incoming import IncomingRequest
-    from scheduler.metrics import RequestMetrics, SchedulerMetrics
+    from scheduler.metrics import SchedulerMetrics
+    from scheduler.request_metrics import RequestMetrics
     from scheduler.tokenizer import Tokenizer
 
 
@@ -56,10 +58,11 @@ class Intake:
         limits: RequestLimits | None = None,
         *,
         max_streams: int = 8192,
+        tracer: Tracer | None = None,
     ) -> None:
         self._engine = engine
         self._model = model
-        self._metrics = metrics
+        self._observer = RequestObserver(metrics, tracer)
         self._limits = limits or RequestLimits()
         self._max_streams = max_streams
         self._num_streams = 0
@@ -72,13 +75,13 @@ class Intake:
 
         `deadline_s` is a reading of time.monotonic(). Raises InvalidRequest, CapacityExceeded, QueueFull, Unavailable.
         """
-        arrival_s = self._metrics.clock()
+        observed = self._observer.arrived(incoming)
         if self._num_streams >= self._max_streams:
-            self._metrics.rejected(code_of(QueueFull("")).name.lower())
+            observed.refused(code_of(QueueFull("")).name.lower())
             raise QueueFull(f"{self._max_streams} streams are open")
         self._num_streams += 1
         try:
-            request, stream, request_metrics = await self._admit(incoming, deadline_s, arrival_s)
+            request, stream, request_metrics = await self._admit(incoming, deadline_s, observed)
             try:
                 yield stream
             finally:
@@ -94,18 +97,19 @@ class Intake:
         return self._client_request_ids.get(request_id, str(request_id))
 
     async def _admit(
-        self, incoming: IncomingRequest, deadline_s: float | None, arrival_s: float
+        self, incoming: IncomingRequest, deadline_s: float | None, observed: ObservedRequest
     ) -> tuple[Request, ResponseStream, RequestMetrics]:
         try:
             checked, request = await self._resolve(incoming, deadline_s)
-            request_metrics = self._metrics.request(_num_results(request), arrival_s)
+            request_metrics = observed.admitted(self._facts(checked, request))
             stream = self._stream(checked, request, request_metrics)
             self._engine.submit(request, stream)
+            observed.queued(request_metrics)
         except asyncio.CancelledError:
-            self._metrics.rejected("cancelled")
+            observed.refused("cancelled")
             raise
         except Exception as error:
-            self._metrics.rejected(code_of(error).name.lower())
+            observed.refused(code_of(error).name.lower())
             raise
         self._client_request_ids[request.request_id] = _client_request_id(checked, request)
         return request, stream, request_metrics
@@ -136,6 +140,17 @@ class Intake:
             # The template writes the special tokens itself.
             return await tokenizer.encode(await self._model.chat.render(checked.chat), add_special_tokens=False)
         return await tokenizer.encode(checked.text or "")
+
+    def _facts(self, checked: CheckedRequest, request: Request) -> RequestFacts:
+        return RequestFacts(
+            request_id=_client_request_id(checked, request),
+            engine_id=request.request_id,
+            model_name=self._engine.description.model_name,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            num_results=_num_results(request),
+            max_tokens=checked.max_tokens,
+            params=request.params,
+        )
 
     def _stream(self, checked: CheckedRequest, request: Request, request_metrics: RequestMetrics) -> ResponseStream:
         settings = StreamSettings(

@@ -10,7 +10,9 @@ import signal
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from quire import logs
 from scheduler.admin_server import AdminServer
 from scheduler.chat import ChatRenderer, load_template
 from scheduler.checkpoint import Checkpoint, CheckpointError
@@ -29,6 +31,9 @@ from scheduler.live.plan_log import PlanLog
 from scheduler.metrics import SchedulerMetrics
 from scheduler.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from scheduler.tracing import OtlpTracer
+
 EXIT_DRAINED = 0
 EXIT_UNFINISHED = 1
 EXIT_BAD_CONFIG = 2
@@ -46,11 +51,7 @@ def run(config: SchedulerConfig) -> int:
     Prints one line on standard output when it serves for the first time: `ready grpc=… http=… model=…`. Everything
     else goes to the log, on standard error.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    logs.configure("scheduler", config.log_level, config.log_format)
     try:
         model = load_model(config.model)
         return asyncio.run(serve(config, model))
@@ -91,7 +92,10 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
 
         engine = Engine(client, _engine_options(config), on_plan=planned)
         metrics.engine = engine
-        intake = Intake(engine, model, metrics, max_streams=config.max_streams)
+        tracer = None if config.otlp_endpoint is None else _tracer(config.otlp_endpoint)
+        if tracer is not None:
+            cleanup.push_async_callback(asyncio.to_thread, tracer.close)
+        intake = Intake(engine, model, metrics, max_streams=config.max_streams, tracer=tracer)
         grpc_server = GrpcServer(
             engine,
             GenerationServer(intake, config.stalled_reader_timeout_s),
@@ -159,6 +163,13 @@ def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
 
     log.info("listening: grpc=%s http=%s", grpc_address, http_address)
     engine.on_state_change(announce)
+
+
+def _tracer(endpoint: str) -> "OtlpTracer":
+    """Raises ConfigError where OpenTelemetry is not installed: it is loaded if it is wanted, and not before."""
+    from scheduler.tracing import OtlpTracer
+
+    return OtlpTracer(endpoint)
 
 
 def _engine_options(config: SchedulerConfig) -> EngineOptions:

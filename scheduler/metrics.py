@@ -2,26 +2,31 @@
 
 Recording happens on the event loop, for each message and each step but for no single token, and is a few additions
 into plain lists; families are made when somebody scrapes. What the core and the pool count themselves is read from them
-at that moment, not counted again here.
+at that moment, not counted again here. Who asks for OpenMetrics gets exemplars too: of each bucket of a latency the
+last request that fell into it.
 """
 
 import time
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from scheduler.core import FinishReason, KVUsage, Scheduler, Sequence, State, StepPlan
+from scheduler.engine import ServerState
+from scheduler.histogram import NO_LABELS, ExemplarLabels, Histogram
+from scheduler.request_metrics import RequestMetrics, RequestSummary
 from scheduler.version import build_version
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+TEXT = "text/plain; version=0.0.4; charset=utf-8"
+OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 FAST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 SCHEDULE_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1)
 SLOW_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
@@ -32,8 +37,8 @@ HISTOGRAMS = {
     "quire_inter_token_latency_seconds": (FAST_S, "Between two tokens of a sequence"),
     "quire_time_per_output_token_seconds": (FAST_S, "Mean of these over a sequence"),
     "quire_e2e_request_latency_seconds": (SLOW_S, "From a request's arrival to the end of its last sequence"),
-    "quire_request_queue_time_seconds": (SLOW_S, "From a request's arrival to its first admission"),
-    "quire_request_prefill_time_seconds": (SLOW_S, "From first admission to the first token"),
+    "quire_request_queue_time_seconds": (SLOW_S, "From a request's arrival to the plan that first admits it"),
+    "quire_request_prefill_time_seconds": (SLOW_S, "From the plan that first admits a request to its first token"),
     "quire_request_decode_time_seconds": (SLOW_S, "From the first token to the end of the last sequence"),
     "quire_request_prompt_tokens": (TOKENS, "Prompt tokens of a request, counted at first admission"),
     "quire_request_generation_tokens": (TOKENS, "Tokens of a request's completions, counted when it ends"),
@@ -49,46 +54,79 @@ class SchedulerMetrics(Collector):
         self.clock = clock
         self.engine: Engine | None = None
         self.histograms = {name: Histogram(bounds) for name, (bounds, _) in HISTOGRAMS.items()}
+        self.inter_token_latency = self.histograms["quire_inter_token_latency_seconds"]
         self.num_prompt_tokens = {"computed": 0, "cached": 0}
         self.num_generation_tokens = 0
         self.num_finished: Counter[FinishReason] = Counter()
         self.num_rejected: Counter[str] = Counter()
+        self._queued: dict[int, RequestMetrics] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
-    def request(self, num_sequences: int, arrival_s: float) -> "RequestMetrics":
-        return RequestMetrics(self, num_sequences, arrival_s)
+    def request(
+        self,
+        num_sequences: int,
+        arrival_s: float,
+        exemplar: ExemplarLabels = NO_LABELS,
+        on_end: Callable[[RequestSummary], None] | None = None,
+    ) -> RequestMetrics:
+        return RequestMetrics(self, num_sequences, arrival_s, exemplar, on_end)
+
+    def queued(self, engine_id: int, request: RequestMetrics) -> None:
+        """It waits for its first admission, which a plan brings."""
+        self._queued[engine_id] = request
+
+    def forget(self, engine_id: int) -> None:
+        """It waits no more. One that did not is no error."""
+        self._queued.pop(engine_id, None)
 
     def rejected(self, reason: str) -> None:
         """A request that never reached the queue; `reason` is its status code, as in "invalid_argument"."""
         self.num_rejected[reason] += 1
 
     def planned(self, plan: StepPlan, duration_s: float) -> None:
+        """The core has just made this plan."""
+        core = None if self.engine is None else self.engine.core
+        if plan.admissions and core is not None:
+            for sequence in core.newly_admitted():
+                if (request := self._queued.pop(sequence.request.request_id, None)) is not None:
+                    request.admitted()
         self.histograms["quire_step_batch_tokens"].observe(plan.num_tokens)
         self.histograms["quire_schedule_duration_seconds"].observe(duration_s)
 
+    def answer(self, accept: str) -> tuple[str, bytes]:
+        """Content type and page for whoever accepts this: OPEN_METRICS if that is named, else TEXT."""
+        if _names_open_metrics(accept):
+            page: bytes = openmetrics.generate_latest(self._registry, openmetrics.ALLOWUTF8)  # type: ignore[no-untyped-call]
+            return OPEN_METRICS, page
+        return TEXT, self.render()
+
     def render(self) -> bytes:
-        """The page that Prometheus scrapes, of type CONTENT_TYPE."""
+        """The page as TEXT."""
         return generate_latest(self._registry)
 
     def describe(self) -> list[Metric]:
         return []  # asked for when registering; the names are known to be ours
 
     def collect(self) -> Iterator[Metric]:
-        build = GaugeMetricFamily("quire_build_info", "Always 1", labels=["version"])
-        build.add_metric([build_version()], 1)
-        yield build
-        core = None if self.engine is None else self.engine.core
-        if self.engine is None or core is None:  # no model yet to label anything with
+        engine = self.engine
+        core = None if engine is None else engine.core
+        # What holds of the process is told before there is a model: its label is empty then, to Prometheus absent.
+        families = _Families("" if engine is None or core is None else engine.description.model_name)
+        yield families.info("quire_build_info", "Always 1", {"service": "scheduler", "version": build_version()})
+        yield families.gauge(
+            "quire_ready", "1 while requests are served, as /readyz has it, else 0", None,
+            {"": float(engine is not None and engine.state is ServerState.SERVING)},
+        )  # fmt: skip
+        if engine is None or core is None:
             return
-        families = _Families(self.engine.description.model_name)
         yield from self._request_families(families)
         yield families.gauge(
             "quire_queue_oldest_age_seconds", "Since the arrival of the request that waits and arrived first", None,
-            {"": self.engine.oldest_waiting_s},
+            {"": engine.oldest_waiting_s},
         )  # fmt: skip
         yield from _core_families(families, core)
-        yield from _pool_families(families, self.engine.kv_usage())
+        yield from _pool_families(families, engine.kv_usage())
 
     def _request_families(self, families: "_Families") -> Iterator[Metric]:
         yield families.counter("quire_prompt_tokens", "By where their KV came from", "source", self.num_prompt_tokens)
@@ -102,101 +140,7 @@ class SchedulerMetrics(Collector):
         )  # fmt: skip
         yield families.counter("quire_requests_rejected", "Never queued, by status code", "reason", self.num_rejected)
         for name, histogram in self.histograms.items():
-            yield families.histogram(name, HISTOGRAMS[name][1], histogram)
-
-
-class RequestMetrics:
-    """Of one request, from its arrival (a reading of the metrics' clock) on."""
-
-    __slots__ = (
-        "_arrival_s",
-        "_first_token_s",
-        "_has_ended",
-        "_last_token_s",
-        "_metrics",
-        "_num_open",
-        "_num_tokens",
-        "_started_s",
-    )
-
-    def __init__(self, metrics: SchedulerMetrics, num_sequences: int, arrival_s: float) -> None:
-        self._metrics = metrics
-        self._arrival_s = arrival_s
-        self._started_s = arrival_s
-        self._first_token_s: dict[int, float] = {}  # by sequence
-        self._last_token_s: dict[int, float] = {}
-        self._num_tokens = 0
-        self._num_open = num_sequences
-        self._has_ended = False
-
-    def started(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        metrics = self._metrics
-        self._started_s = metrics.clock()
-        metrics.num_prompt_tokens["cached"] += num_cached_tokens
-        metrics.num_prompt_tokens["computed"] += num_prompt_tokens - num_cached_tokens
-        metrics.histograms["quire_request_prompt_tokens"].observe(num_prompt_tokens)
-        metrics.histograms["quire_request_queue_time_seconds"].observe(self._started_s - self._arrival_s)
-
-    def tokens(self, index: int, num_tokens: int) -> None:
-        """Tokens of a sequence that leave together; they share the time since the last ones left."""
-        metrics, now_s = self._metrics, self._metrics.clock()
-        last_s = self._last_token_s.get(index)
-        if last_s is not None:
-            gap_s = (now_s - last_s) / num_tokens
-            metrics.histograms["quire_inter_token_latency_seconds"].observe(gap_s, num_tokens)
-        else:
-            if not self._first_token_s:
-                metrics.histograms["quire_time_to_first_token_seconds"].observe(now_s - self._arrival_s)
-                metrics.histograms["quire_request_prefill_time_seconds"].observe(now_s - self._started_s)
-            self._first_token_s[index] = now_s
-        self._last_token_s[index] = now_s
-        self._num_tokens += num_tokens
-        metrics.num_generation_tokens += num_tokens
-
-    def finished(self, index: int, reason: FinishReason, num_tokens: int) -> None:
-        """A sequence of `num_tokens` has ended with a result."""
-        if num_tokens > 1:
-            duration_s = self._last_token_s[index] - self._first_token_s[index]
-            self._metrics.histograms["quire_time_per_output_token_seconds"].observe(duration_s / (num_tokens - 1))
-        self._num_open -= 1
-        if self._num_open == 0:
-            self.ended(reason)
-
-    def ended(self, reason: FinishReason) -> None:
-        """The request has ended, all of it; only the first call counts."""
-        if self._has_ended:
-            return
-        self._has_ended = True
-        metrics, now_s = self._metrics, self._metrics.clock()
-        metrics.num_finished[reason] += 1
-        metrics.histograms["quire_e2e_request_latency_seconds"].observe(now_s - self._arrival_s)
-        metrics.histograms["quire_request_generation_tokens"].observe(self._num_tokens)
-        if self._first_token_s:
-            decode_s = now_s - min(self._first_token_s.values())
-            metrics.histograms["quire_request_decode_time_seconds"].observe(decode_s)
-
-
-class Histogram:
-    """Counts by upper bound. Some 0.3 µs an observation, without locks: it has one thread."""
-
-    __slots__ = ("bounds", "counts", "sum")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it), the last of them "+Inf"."""
-        buckets, total = [], 0
-        for bound, count in zip([*map(str, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return buckets
+            yield families.histogram(name, HISTOGRAMS[name][1], histogram, time.time() - self.clock())
 
 
 class _Families:
@@ -211,9 +155,19 @@ class _Families:
     def gauge(self, name: str, text: str, label: str | None, values: dict[str, float]) -> Metric:
         return self._filled(GaugeMetricFamily(name, text, labels=self._labels(label)), label, values)
 
-    def histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
+    def info(self, name: str, text: str, facts: dict[str, str]) -> Metric:
+        family = GaugeMetricFamily(name, text, labels=["model_name", *facts])
+        family.add_metric([self._model_name, *facts.values()], 1)
+        return family
+
+    def histogram(self, name: str, text: str, histogram: Histogram, epoch_s: float) -> Metric:
+        """`epoch_s`: Unix time when the clock of the exemplars was 0."""
         family = HistogramMetricFamily(name, text, labels=self._labels(None))
-        family.add_metric([self._model_name], histogram.cumulative(), histogram.sum)
+        buckets = [
+            (*bucket, Exemplar(dict(last[0]), last[1], round(last[2] + epoch_s, 3))) if last else bucket
+            for bucket, last in zip(histogram.cumulative(), histogram.exemplars, strict=True)
+        ]
+        family.add_metric([self._model_name], buckets, histogram.sum)
         return family
 
     def _labels(self, label: str | None) -> list[str]:
@@ -234,9 +188,11 @@ def _core_families(families: _Families, core: Scheduler) -> Iterator[Metric]:
     counters = core.counters
     running = {sequence.request.request_id for sequence in core.running_sequences()}
     waiting = Counter({"new": 0, "preempted": 0, "executor_lost": 0})
-    waiting.update(map(_reason_to_wait, core.waiting_sequences()))
+    waiting.update(_reasons_to_wait(core.waiting_sequences()).values())
     yield families.gauge("quire_requests_running", "Requests with a sequence in the batch", None, {"": len(running)})
-    yield families.gauge("quire_queue_requests", "Waiting, by what they wait for it after", "reason", dict(waiting))
+    yield families.gauge(
+        "quire_queue_requests", "Requests with a sequence that waits, by what it waits after", "reason", dict(waiting)
+    )
     yield families.gauge(
         "quire_queue_prompt_tokens",
         "Prompt tokens of those that wait",
@@ -268,10 +224,22 @@ def _core_families(families: _Families, core: Scheduler) -> Iterator[Metric]:
     )
 
 
+def _reasons_to_wait(waiting: Iterable[Sequence]) -> dict[int, str]:
+    """By request: one whose samples wait apart from each other is one request, and waits for its first one's reason."""
+    reasons: dict[int, str] = {}
+    for sequence in waiting:
+        reasons.setdefault(sequence.request.request_id, _reason_to_wait(sequence))
+    return reasons
+
+
 def _reason_to_wait(sequence: Sequence) -> str:
     if sequence.state is State.PREEMPTED:
         return "preempted"
-    return "new" if sequence.num_cached_tokens is None else "executor_lost"
+    return "executor_lost" if sequence.num_losses else "new"
+
+
+def _names_open_metrics(accept: str) -> bool:
+    return any(media.partition(";")[0].strip().lower() == "application/openmetrics-text" for media in accept.split(","))
 
 
 def _pool_families(families: _Families, usage: KVUsage) -> Iterator[Metric]:

@@ -27,7 +27,7 @@ from quire.v1 import generation_pb2 as wire
 from scheduler.core import FinishReason, TokenLogprobs
 from scheduler.detokenizer import Detokenizer
 from scheduler.logprob_buffer import LogprobBuffer
-from scheduler.metrics import RequestMetrics
+from scheduler.request_metrics import RequestMetrics
 from scheduler.status import DeadlineExceeded, RequestCancelled, RequestFailed
 from scheduler.stop_strings import StopMatcher
 from scheduler.turnstile import Turnstile
@@ -101,6 +101,11 @@ class ResponseStream:
         self._has_news = False
         self._ticket: asyncio.Future[int] | None = None  # of a reader that waits
 
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """Of a line that is about this request."""
+        return {**self._metrics.exemplar, "request_id": self._settings.client_request_id}
+
     # --- from the engine: quick, and never raises ---------------------------------------------------------------
 
     def started(self, num_cached_tokens: int) -> None:
@@ -137,22 +142,27 @@ class ResponseStream:
         """`score`: of a beam."""
         if reason in FAILURES:
             self._failure = reason
+            self._count_rest()
             self._metrics.ended(reason)
         else:
             completion = self._completions[index]
             completion.finish(reason, num_preemptions, score)
             self._count(completion)
-            self._metrics.finished(index, completion.reason or reason, completion.num_tokens)
+            self._metrics.finished(index, completion.reason or reason, completion.num_tokens, num_preemptions)
         self._tell_reader()
 
     def _fail(self) -> None:
         """By a bug. The engine, which hears of it, tells this stream nothing more; its reader has to know."""
         self._failure = FinishReason.ERROR
+        self._count_rest()
         self._metrics.ended(FinishReason.ERROR)
         self._tell_reader()
 
     def close(self) -> None:
         """Nobody reads any more: what was not taken is counted all the same."""
+        self._count_rest()
+
+    def _count_rest(self) -> None:
         for completion in self._completions:
             self._count(completion)
 

@@ -7,8 +7,8 @@ from deploy.grafana.panels import dashboard_named, heat_map, lines, per_second, 
 _STEP = "quire_executor_step_duration_seconds"
 _BATCH = "quire_step_batch_tokens"
 _LAST_STEP = "quire_executor_last_step_timestamp_seconds"
-# A new process counts from zero.
-_RESTARTS = f'sum (resets({_STEP}_count{{m, phase="forward"}}[1h]))'
+# An executor is its address: a new process there is a restart.
+_RESTARTS = "changes(quire_executor_start_timestamp_seconds{m}[1h])"
 
 
 def executor() -> dashboard.Dashboard:
@@ -19,7 +19,7 @@ def executor() -> dashboard.Dashboard:
         tile("Idle", "Share of the time without a plan.", "max (quire_executor_idle_ratio{m})", "percentunit"),
         tile("Tokens a step", "Mean.", f"{per_second(f'{_BATCH}_sum')} / {per_second(f'{_BATCH}_count')}", "short"),
         tile("Memory", "Weights, pool and buffers.", "sum (quire_executor_memory_bytes{m})", "bytes"),
-        tile("Restarts", "Within the last hour.", _RESTARTS, "short", bad_from=1),
+        tile("Restarts", "Within the last hour.", f"sum ({_RESTARTS})", "short", bad_from=1),
     ):
         board = board.with_panel(panel)
     return _process(_steps(board))
@@ -67,7 +67,7 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
             lines(
                 "Idle share",
                 "Share of the last seconds in which the device had no plan.",
-                {"{model_name}": "max by (model_name) (quire_executor_idle_ratio{m})"},
+                {"{executor}": "max by (executor) (quire_executor_idle_ratio{m})"},
                 "percentunit",
                 most=1,
             )
@@ -88,6 +88,24 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
                 {"{phase}": "max by (phase) (quire_executor_startup_seconds{m})"},
                 "s",
                 stacked=True,
+            )
+        )
+        .with_panel(
+            lines(
+                "Restarts",
+                "Within the hour before, by the address of the executor.",
+                {"{executor}": f"sum by (executor) ({_RESTARTS})"},
+                "short",
+                width="half",
+            )
+        )
+        .with_panel(
+            lines(
+                "Versions",
+                "Services that answer Prometheus, by version: more than one while an update is under way.",
+                {"{service} {version}": "count by (service, version) (quire_build_info)"},
+                "short",
+                width="half",
             )
         )
     )

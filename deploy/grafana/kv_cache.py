@@ -2,7 +2,7 @@
 
 from grafana_foundation_sdk.builders import dashboard
 
-from deploy.grafana.panels import WINDOW, dashboard_named, lines, per_second, tile
+from deploy.grafana.panels import WINDOW, bars, dashboard_named, lines, per_second, tile
 
 _BY_STATE = "sum by (state) (quire_kv_blocks{m})"
 
@@ -59,8 +59,16 @@ def _pool(board: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Used, and allocated ahead of use.",
                 {"{state}": "sum by (state) (quire_kv_slots{m})"},
                 "short",
-                width="whole",
+                width="two thirds",
                 stacked=True,
+            )
+        )
+        .with_panel(
+            bars(
+                "Block map",
+                "The pool now. The live page of a scheduler shows it block by block, and `quire kv` in a terminal.",
+                {"{state}": _BY_STATE, "of these shared": "sum (quire_kv_shared_blocks{m})"},
+                "short",
             )
         )
     )

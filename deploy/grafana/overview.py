@@ -1,5 +1,7 @@
 """Overview: is it well, how fast is it, who waits and why."""
 
+from functools import partial
+
 from grafana_foundation_sdk.builders import dashboard
 
 from deploy.grafana.panels import (
@@ -27,16 +29,20 @@ def overview() -> dashboard.Dashboard:
         .with_variable(choice("ttft", "TTFT objective, s", TTFT_BOUNDS_S, "1.0"))
         .with_variable(choice("itl", "ITL objective, s", ITL_BOUNDS_S, "0.1"))
     )
+    small = partial(tile, width="small tile")
     for panel in (
-        tile("Requests/s", "Requests that ended, in any way.", per_second("quire_requests_finished_total"), "reqps"),
-        tile("Tokens/s", "Tokens of completions.", per_second("quire_generation_tokens_total"), "short"),
-        tile("Running", "Requests with a sequence in the batch.", "sum (quire_requests_running{m})", "short"),
-        tile("Queued", "Requests that wait.", "sum (quire_queue_requests{m})", "short"),
-        tile(
+        # Of all models: a scheduler that has not seen an executor yet has none.
+        small("Ready", "1: every scheduler serves.", "min (quire_ready)", "short", good_from=1),
+        small("Requests/s", "Requests that ended, in any way.", per_second("quire_requests_finished_total"), "reqps"),
+        small("Tokens/s", "Tokens of completions.", per_second("quire_generation_tokens_total"), "short"),
+        small("Running", "Requests with a sequence in the batch.", "sum (quire_requests_running{m})", "short"),
+        small("Queued", "Requests that wait.", "sum (quire_queue_requests{m})", "short"),
+        small(
             "Oldest in the queue", "How long the one that waits longest has waited.",
             "max (quire_queue_oldest_age_seconds{m})", "s", bad_from=30,
         ),
-        tile("Pool in use", "Active blocks.", "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98),
+        small("Pool in use", "Active blocks.", "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98),
+        small("Within TTFT", "Share with a first token within $ttft s.", attainment(TTFT, "ttft"), "percentunit"),
     ):  # fmt: skip
         board = board.with_panel(panel)
     return _reasons(_objectives(_latency(_throughput(board))))
@@ -81,19 +87,34 @@ def _latency(board: dashboard.Dashboard) -> dashboard.Dashboard:
     return (
         board.with_row(dashboard.Row("Latency"))
         .with_panel(
-            lines("Time to first token", "From arrival, the queue included.", percentiles(TTFT), "s", width="half")
+            lines(
+                "Time to first token",
+                "From arrival, the queue included. Dots are single requests.",
+                percentiles(TTFT),
+                "s",
+                width="half",
+                exemplars=True,
+            )
         )
         .with_panel(
-            lines("Inter-token latency", "Between two tokens of a sequence.", percentiles(ITL), "s", width="half")
+            lines(
+                "Inter-token latency",
+                "Between two tokens of a sequence. Dots are single requests.",
+                percentiles(ITL),
+                "s",
+                width="half",
+                exemplars=True,
+            )
         )
         .with_panel(heat_map("Time to first token, spread", "Brighter: more requests.", TTFT, "s"))
         .with_panel(heat_map("Inter-token latency, spread", "Brighter: more tokens.", ITL, "s"))
         .with_panel(
             lines(
                 "Whole requests",
-                "From arrival to the end of the last sequence.",
+                "From arrival to the end of the last sequence. Dots are single requests.",
                 percentiles("quire_e2e_request_latency_seconds"),
                 "s",
+                exemplars=True,
             )
         )
         .with_panel(

@@ -6,7 +6,7 @@ braces of PromQL stay readable.
 
 from collections.abc import Mapping, Sequence
 
-from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, timeseries
+from grafana_foundation_sdk.builders import bargauge, common, dashboard, heatmap, prometheus, stat, timeseries
 from grafana_foundation_sdk.models import common as common_models
 from grafana_foundation_sdk.models import dashboard as models
 from grafana_foundation_sdk.models import heatmap as heatmap_models
@@ -18,7 +18,7 @@ TAGS = ["quire"]
 
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 HEIGHT = 8
-WIDTHS = {"third": 8, "half": 12, "two thirds": 16, "whole": 24, "tile": 4}
+WIDTHS = {"third": 8, "half": 12, "two thirds": 16, "whole": 24, "tile": 4, "small tile": 3}
 
 
 def dashboard_named(title: str, uid: str, text: str) -> dashboard.Dashboard:
@@ -76,8 +76,10 @@ def lines(
     width: str = "third",
     stacked: bool = False,
     most: float | None = None,
+    exemplars: bool = False,
 ) -> timeseries.Panel:
-    """Curves over time. `queries` maps what the legend says to an expression."""
+    """Curves over time. `queries` maps what the legend says to an expression; `exemplars` adds single requests, as dots
+    that know their request id."""
     panel = (
         timeseries.Panel()
         .title(title)
@@ -102,6 +104,27 @@ def lines(
         panel = panel.stacking(common.StackingConfig().mode(common_models.StackingMode.NORMAL).group("A"))
     if most is not None:
         panel = panel.max(most)
+    for letter, (legend, expression) in zip("ABCDEFGH", queries.items(), strict=False):
+        query = _query(letter, legend, expression)
+        panel = panel.with_target(query.exemplar(True) if exemplars else query)
+    return panel
+
+
+def bars(title: str, text: str, queries: Mapping[str, str], unit: str) -> bargauge.Panel:
+    """What is now, one bar a query."""
+    panel = (
+        bargauge.Panel()
+        .title(title)
+        .description(text)
+        .datasource(DATA_SOURCE)
+        .unit(unit)
+        .min(0)
+        .height(HEIGHT)
+        .span(WIDTHS["third"])
+        .orientation(common_models.VizOrientation.HORIZONTAL)
+        .display_mode(common_models.BarGaugeDisplayMode.BASIC)
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
+    )
     for letter, (legend, expression) in zip("ABCDEFGH", queries.items(), strict=False):
         panel = panel.with_target(_query(letter, legend, expression))
     return panel
@@ -133,11 +156,22 @@ def heat_map(title: str, text: str, histogram: str, unit: str, *, width: str = "
     )
 
 
-def tile(title: str, text: str, expression: str, unit: str, *, bad_from: float | None = None) -> stat.Panel:
-    """One number, with its recent past; red from `bad_from` on."""
-    steps = [models.Threshold(value=None, color="green")]
+def tile(
+    title: str,
+    text: str,
+    expression: str,
+    unit: str,
+    *,
+    bad_from: float | None = None,
+    good_from: float | None = None,
+    width: str = "tile",
+) -> stat.Panel:
+    """One number, with its recent past; red from `bad_from` on, or below `good_from`."""
+    steps = [models.Threshold(value=None, color="green" if good_from is None else "red")]
     if bad_from is not None:
         steps.append(models.Threshold(value=bad_from, color="red"))
+    if good_from is not None:
+        steps.append(models.Threshold(value=good_from, color="green"))
     return (
         stat.Panel()
         .title(title)
@@ -145,7 +179,7 @@ def tile(title: str, text: str, expression: str, unit: str, *, bad_from: float |
         .datasource(DATA_SOURCE)
         .unit(unit)
         .height(4)
-        .span(WIDTHS["tile"])
+        .span(WIDTHS[width])
         .thresholds(dashboard.ThresholdsConfig().mode(models.ThresholdsMode.ABSOLUTE).steps(steps))
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]).values(False))
         .graph_mode(common_models.BigValueGraphMode.AREA)

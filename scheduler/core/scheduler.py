@@ -247,6 +247,12 @@ class Scheduler:
     def waiting_sequences(self) -> Iterator[Sequence]:
         return iter(self.books.waiting)
 
+    def newly_admitted(self) -> Iterator[Sequence]:
+        """Of each request that the newest plan admits for the first time, the first sequence."""
+        in_flight = self.books.in_flight
+        admitted = in_flight[-1].admitted if in_flight else []
+        return (each for each, _ in admitted if each.index == 0 and each.num_cached_tokens is None)
+
     def running_sequences(self) -> Iterator[Sequence]:
         return iter(self.books.batch.running)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,7 +67,12 @@ class CompletionDoor:
             headers=HEADERS | {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
         )
         try:
-            incoming = read_request(await _body(request))
+            incoming = replace(
+                read_request(await _body(request)),
+                client=request.remote or "",
+                traceparent=request.headers.get("traceparent"),
+                tracestate=request.headers.get("tracestate"),
+            )
             async with self._intake.open(incoming, None) as stream:
                 await response.prepare(request)
                 write = partial(_write, response)

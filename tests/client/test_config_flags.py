@@ -108,6 +108,8 @@ def other_value(name: str, default: Any) -> Any:
         "model": "models/tiny",
         "policy": "priority",
         "log_level": "error",
+        "log_format": "json",
+        "otlp_endpoint": "http://127.0.0.1:4318",
         "dtype": "float32",
         "device": "cpu",
         "kernels": "reference",

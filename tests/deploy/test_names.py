@@ -2,10 +2,58 @@
 
 import re
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from deploy.reference import PAGE, metric_names
 from tests.deploy.conftest import Observed
 from tests.deploy.panels import NAME, panel_queries, rules
 from tests.e2e.process import ROOT
+
+SHIPPED = {
+    "scheduler": {
+        "quire_build_info": {"service", "version"},
+        "quire_ready": set(),
+        "quire_requests_running": set(),
+        "quire_queue_requests": {"reason"},
+        "quire_queue_prompt_tokens": set(),
+        "quire_queue_oldest_age_seconds": set(),
+        "quire_kv_blocks": {"state"},
+        "quire_kv_slots": {"state"},
+        "quire_kv_occupancy_ratio": set(),
+        "quire_kv_waste_ratio": set(),
+        "quire_kv_shared_blocks": set(),
+        "quire_kv_cow_copies_total": set(),
+        "quire_prefix_cache_queries_tokens_total": set(),
+        "quire_prefix_cache_hits_tokens_total": set(),
+        "quire_preemptions_total": {"mode"},
+        "quire_preempted_tokens_total": set(),
+        "quire_prompt_tokens_total": {"source"},
+        "quire_generation_tokens_total": set(),
+        "quire_requests_finished_total": {"reason"},
+        "quire_requests_rejected_total": {"reason"},
+        "quire_time_to_first_token_seconds": {"le"},
+        "quire_inter_token_latency_seconds": {"le"},
+        "quire_time_per_output_token_seconds": {"le"},
+        "quire_e2e_request_latency_seconds": {"le"},
+        "quire_request_queue_time_seconds": {"le"},
+        "quire_request_prefill_time_seconds": {"le"},
+        "quire_request_decode_time_seconds": {"le"},
+        "quire_request_prompt_tokens": {"le"},
+        "quire_request_generation_tokens": {"le"},
+        "quire_step_batch_tokens": {"le"},
+        "quire_schedule_duration_seconds": {"le"},
+    },
+    "executor": {
+        "quire_build_info": {"service", "version", "executor"},
+        "quire_executor_step_duration_seconds": {"phase", "le", "executor"},
+        "quire_executor_last_step_timestamp_seconds": {"executor"},
+        "quire_executor_start_timestamp_seconds": {"executor"},
+        "quire_executor_idle_ratio": {"executor"},
+        "quire_executor_memory_bytes": {"kind", "executor"},
+        "quire_executor_startup_seconds": {"phase", "executor"},
+    },
+}
+"""Names and labels that others have queries for: none of them goes away, and none comes without a line here."""
 
 
 def served_names(observed: Observed) -> set[str]:
@@ -14,6 +62,16 @@ def served_names(observed: Observed) -> set[str]:
 
 def names_in(text: str) -> set[str]:
     return set(NAME.findall(text))
+
+
+def test_what_was_shipped_is_there(observed: Observed) -> None:
+    for service, page in zip(SHIPPED, observed.pages(), strict=True):
+        served: dict[str, set[str]] = {}
+        for family in text_string_to_metric_families(page):
+            if not family.name.endswith("_created"):
+                name = f"{family.name}_total" if family.type == "counter" else family.name
+                served[name] = {label for sample in family.samples for label in sample.labels} - {"model_name"}
+        assert served == SHIPPED[service]
 
 
 def test_dashboards_ask_for_what_exists(observed: Observed) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import shutil
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -45,7 +46,12 @@ async def test_every_query_returns_data(observed: Observed, tmp_path: Path) -> N
 
             with contextlib.suppress(TimeoutError):
                 await until(all_return)
+            exemplars = await asyncio.to_thread(stored_exemplars, address, "quire_inter_token_latency_seconds_bucket")
         assert missing == {}, process.log()
+        assert exemplars, "Prometheus was given none, or took none"
+        for labels, value in exemplars:
+            assert labels["request_id"].startswith("quire-")
+            assert value > 0
     finally:
         process.kill()
 
@@ -67,7 +73,7 @@ def command(observed: Observed, address: str, directory: Path) -> list[str]:
     path.write_text(json.dumps(settings), encoding="utf-8")
     return [
         "prometheus", f"--config.file={path}", f"--storage.tsdb.path={directory / 'data'}",
-        f"--web.listen-address={address}", "--log.level=warn",
+        "--enable-feature=exemplar-storage", f"--web.listen-address={address}", "--log.level=warn",
     ]  # fmt: skip
 
 
@@ -87,6 +93,15 @@ async def load(client: AsyncClient) -> AsyncIterator[None]:
         for each in clients:
             each.cancel()
         await asyncio.gather(*clients, return_exceptions=True)
+
+
+def stored_exemplars(address: str, selector: str) -> list[tuple[dict[str, str], float]]:
+    """Labels and value of each that Prometheus keeps of the last minutes."""
+    period = {"start": time.time() - 600, "end": time.time() + 60}
+    url = f"http://{address}/api/v1/query_exemplars?{urllib.parse.urlencode({'query': selector, **period})}"
+    with urllib.request.urlopen(url, timeout=30) as response:
+        answer: dict[str, Any] = json.load(response)
+    return [(each["labels"], float(each["value"])) for series in answer["data"] for each in series["exemplars"]]
 
 
 def has_data(address: str, expression: str) -> bool:

@@ -1,12 +1,16 @@
-"""The share of time without a plan."""
+"""What Prometheus sees of an executor: steps by phase, whose they are, and the share of time without a plan."""
 
 from __future__ import annotations
 
 import math
+import socket
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
-from executor.metrics import IdleRatio
+from executor.metrics import IdleRatio, Metrics, executor_label
+from executor.plan import StepTimings
 
 
 @pytest.fixture
@@ -38,3 +42,33 @@ def test_one_long_step(clock) -> None:
     ratio = IdleRatio()
     ratio.add(idle_s=0.0, busy_s=1000.0)
     assert ratio.current() == pytest.approx(0.0)
+
+
+def test_steps_by_phase() -> None:
+    metrics = Metrics("tiny", "127.0.0.1:0")
+    metrics.listens_on("127.0.0.1:50052")
+    metrics.set_memory("weights", 7)
+    metrics.set_startup("kernels", 0.5)
+    for _ in range(2):
+        metrics.observe_step(StepTimings(queue_ns=1_000, prepare_ns=2_000_000, forward_ns=3_000_000_000, sample_ns=0))
+    samples = {}
+    for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
+        for sample in family.samples:
+            assert sample.labels.pop("model_name") == "tiny"
+            assert sample.labels.pop("executor") == "127.0.0.1:50052"
+            samples["/".join([sample.name.removeprefix("quire_executor_"), *sample.labels.values()])] = sample.value
+    sums = {phase: samples[f"step_duration_seconds_sum/{phase}"] for phase in ("queue", "prepare", "forward", "sample")}
+    assert sums == pytest.approx({"queue": 2e-6, "prepare": 4e-3, "forward": 6.0, "sample": 0.0})
+    assert samples["step_duration_seconds_count/forward"] == 2
+    assert samples["step_duration_seconds_bucket/2.5/forward"] == 0
+    assert samples["step_duration_seconds_bucket/5.0/forward"] == 2
+    assert samples["memory_bytes/weights"] == 7
+    assert samples["startup_seconds/kernels"] == 0.5
+    assert samples["start_timestamp_seconds"] <= samples["last_step_timestamp_seconds"]
+
+
+def test_an_executor_is_its_address() -> None:
+    assert executor_label("127.0.0.1:50052") == "127.0.0.1:50052"
+    assert executor_label("unix:/run/executor.sock") == "unix:/run/executor.sock"
+    for anywhere in ("0.0.0.0:50052", "[::]:50052"):
+        assert executor_label(anywhere) == f"{socket.gethostname()}:50052"

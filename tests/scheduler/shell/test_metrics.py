@@ -1,13 +1,20 @@
 """Numbers that tell the truth: each thing counted once, where and when it happens."""
 
 import asyncio
+import itertools
+import time
 from typing import TYPE_CHECKING, cast
 
+import pytest
+from prometheus_client.core import Exemplar
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.v1 import generation_pb2 as wire
-from scheduler.core import FinishReason, StepPlan
-from scheduler.metrics import Histogram, SchedulerMetrics
+from scheduler.core import FinishReason, Limits, Request, Scheduler, SequenceParams, StepPlan, StepResult
+from scheduler.engine import ServerState
+from scheduler.histogram import Histogram, exemplar_labels
+from scheduler.metrics import OPEN_METRICS, TEXT, SchedulerMetrics
 
 from .conftest import Servers
 from .fake_engine import FakeEngine
@@ -29,9 +36,26 @@ def samples(metrics: SchedulerMetrics) -> dict[str, float]:
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
-            labels = [value for name, value in sorted(sample.labels.items()) if name != "model_name"]
+            labels = [
+                value
+                for name, value in sorted(sample.labels.items())
+                if name not in ("model_name", "service", "version")
+            ]
             found["/".join([sample.name, *labels])] = sample.value
     return found
+
+
+def exemplars(metrics: SchedulerMetrics, name: str) -> dict[str, Exemplar]:
+    """Of a histogram's buckets, by bound."""
+    content_type, page = metrics.answer(OPEN_METRICS)
+    assert content_type == OPEN_METRICS
+    return {
+        sample.labels["le"]: sample.exemplar
+        for family in open_metrics_families(page.decode())
+        if family.name == name
+        for sample in family.samples
+        if sample.exemplar
+    }
 
 
 async def watching(clock: Clock) -> SchedulerMetrics:
@@ -99,9 +123,83 @@ def test_buckets() -> None:
 
 async def test_before_there_is_a_model() -> None:
     metrics = SchedulerMetrics()
-    assert [name.split("/")[0] for name in samples(metrics)] == ["quire_build_info"]
-    metrics.engine = cast("Engine", FakeEngine(model=None))
-    assert [name.split("/")[0] for name in samples(metrics)] == ["quire_build_info"]
+    assert [name.split("/")[0] for name in samples(metrics)] == ["quire_build_info", "quire_ready"]
+    engine = FakeEngine(model=None)
+    engine.become(ServerState.WAITING_FOR_EXECUTOR)
+    metrics.engine = cast("Engine", engine)
+    assert [name.split("/")[0] for name in samples(metrics)] == ["quire_build_info", "quire_ready"]
+    assert samples(metrics)["quire_ready"] == 0
+
+
+async def test_ready_is_what_the_engine_says() -> None:
+    metrics = await watching(Clock())
+    engine = cast("FakeEngine", metrics.engine)
+    for state in ServerState:
+        engine.become(state)
+        assert samples(metrics)["quire_ready"] == (state is ServerState.SERVING)
+
+
+async def test_exemplars_are_the_last_request_of_each_bucket() -> None:
+    clock = Clock()
+    metrics = await watching(clock)
+    for name, queue_s in (("first", 1.5), ("second", 1.75), ("third", 400)):
+        request = metrics.request(1, clock.now_s, exemplar_labels(name, "5" * 32))
+        clock.now_s += queue_s
+        request.started(num_prompt_tokens=10, num_cached_tokens=0)
+    found = exemplars(metrics, "quire_request_queue_time_seconds")
+    assert {bound: exemplar.labels["request_id"] for bound, exemplar in found.items()} == {
+        "2.5": "second",
+        "600.0": "third",
+    }
+    assert found["2.5"].labels["trace_id"] == "5" * 32
+    assert found["2.5"].value == 1.75
+    assert float(found["2.5"].timestamp) == pytest.approx(time.time() - 400, abs=60)
+    assert b'"second"' not in metrics.render()
+
+
+async def test_no_exemplar_is_too_long_for_open_metrics() -> None:
+    metrics = await watching(Clock())
+    for request_id in ("x" * 256, "é" * 128, '"' * 256, ""):
+        request = metrics.request(1, 100.0, exemplar_labels(request_id, "5" * 32))
+        request.started(num_prompt_tokens=10, num_cached_tokens=0)
+        (exemplar,) = exemplars(metrics, "quire_request_queue_time_seconds").values()
+        assert exemplar.labels["request_id"] == request_id[:78]
+        assert sum(map(len, itertools.chain(*exemplar.labels.items()))) <= 128
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("", TEXT),
+        ("*/*", TEXT),
+        ("text/plain", TEXT),
+        ("application/openmetrics-text", OPEN_METRICS),
+        ("text/plain;q=0.5, Application/OpenMetrics-Text; version=1.0.0;q=0.9", OPEN_METRICS),
+        ("application/openmetrics-text-not", TEXT),
+    ],
+)
+async def test_who_asks_for_open_metrics_gets_it(accept: str, content_type: str) -> None:
+    metrics = await watching(Clock())
+    given, page = metrics.answer(accept)
+    assert given == content_type
+    assert page.endswith(b"# EOF\n") == (content_type == OPEN_METRICS)
+
+
+async def test_a_request_waits_once_however_many_of_its_samples_do() -> None:
+    metrics = await watching(Clock())
+    core = Scheduler(Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64), num_blocks=16, block_size=4)
+    cast("FakeEngine", metrics.engine).core = core
+    core.executor_attached(1, 16)
+    core.add(Request(1, (1, 2, 3), SequenceParams(max_total_tokens=10), seeds=(0, 1, 2)))
+    plan = core.schedule()
+    assert plan is not None
+    core.commit(StepResult(1, 1, token_ids=[5, 6, 7]))
+    assert core.schedule() is not None
+    core.executor_lost()
+    assert core.num_waiting == 3
+    found = samples(metrics)
+    assert found["quire_queue_requests/executor_lost"] == 1
+    assert found["quire_queue_requests/new"] == found["quire_queue_requests/preempted"] == 0
 
 
 async def test_pool_and_core() -> None:

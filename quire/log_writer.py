@@ -1,0 +1,89 @@
+"""Lines to a stream that may be slow or stuck, by a thread of its own: nobody who logs waits for whoever reads."""
+
+import io
+import logging
+import os
+import threading
+from collections import deque
+from contextlib import suppress
+from typing import TextIO
+
+MAX_LINES = 10_000
+"""That wait to be written; what comes then is lost, and counted."""
+
+FLUSH_TIMEOUT_S = 1.0
+
+
+class WritingHandler(logging.Handler):
+    """Formats where a record is made, so that it knows its task; writes elsewhere, all lines there are at once."""
+
+    def __init__(self, stream: TextIO, max_lines: int = MAX_LINES) -> None:
+        super().__init__()
+        self._stream = stream
+        self._file_descriptor = _file_descriptor(stream)
+        self._max_lines = max_lines
+        self._lines: deque[str] = deque()
+        self._num_lost = 0
+        self._news = threading.Event()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._write, name="log", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # noqa: BLE001  (what a handler must do: a bad record is reported, and breaks nothing)
+            self.handleError(record)
+            return
+        if len(self._lines) >= self._max_lines:
+            self._num_lost += 1
+            return
+        self._lines.append(line)
+        self._idle.clear()
+        self._news.set()
+
+    def flush(self) -> None:
+        """Waits until all is written, FLUSH_TIMEOUT_S at most. Called when the process ends."""
+        self._idle.wait(FLUSH_TIMEOUT_S)
+
+    def close(self) -> None:
+        self.flush()
+        self._is_closing = True
+        self._news.set()
+        super().close()
+
+    def _write(self) -> None:
+        while not self._is_closing:
+            self._news.wait()
+            self._news.clear()
+            lines = [self._lines.popleft() for _ in range(len(self._lines))]
+            if self._num_lost:
+                num_lost, self._num_lost = self._num_lost, 0
+                lines.append(self._format_loss(num_lost))
+            if lines:
+                with suppress(OSError, ValueError):  # whoever read it has gone; there is nobody to tell
+                    self._put("".join(f"{line}\n" for line in lines))
+            if not self._lines:
+                self._idle.set()
+
+    def _put(self, text: str) -> None:
+        """Past the stream's buffer, where it has a file: a process that ends while this is stuck could not close it."""
+        if self._file_descriptor is None:
+            self._stream.write(text)
+            return
+        rest = memoryview(text.encode(errors="backslashreplace"))
+        while rest:
+            rest = rest[os.write(self._file_descriptor, rest) :]
+
+    def _format_loss(self, num_lost: int) -> str:
+        text = "%d lines of the log were lost: it was not read"
+        return self.format(logging.LogRecord("quire.log_writer", logging.WARNING, __file__, 0, text, (num_lost,), None))
+
+
+def _file_descriptor(stream: TextIO) -> int | None:
+    try:
+        return stream.fileno()
+    except io.UnsupportedOperation:
+        return None

@@ -1,0 +1,223 @@
+"""The log: one line a record, in both formats, whatever clients make up and libraries say."""
+
+import asyncio
+import io
+import json
+import logging
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from quire.log_writer import WritingHandler
+from quire.logs import FORMATS, as_json_line, configure, log_as, printable
+
+HOSTILE = 'mine\n2026-01-01 [info] request ended\r\x1b[31m\x1b]0;title\x07\x00\u202e reason=eos "quoted"\u2028end'
+log = logging.getLogger("scheduler.test")
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """The process's logging is one for all tests."""
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    log_as()
+
+
+def configured(log_format: str, level: str = "info") -> io.StringIO:
+    stream = io.StringIO()
+    configure("scheduler", level, log_format, stream)
+    return stream
+
+
+def text(stream: io.StringIO) -> str:
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    return stream.getvalue()
+
+
+def records(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text(stream).splitlines()]
+
+
+def test_json_for_machines() -> None:
+    stream = configured("json")
+    log.info("request %s", "ended", extra={"num_tokens": 3, "ttft_s": 0.25, "trace_id": None, "client": ""})
+    (record,) = records(stream)
+    assert record.pop("timestamp").endswith("Z")
+    assert record == {
+        "event": "request ended",
+        "level": "info",
+        "logger": "scheduler.test",
+        "service": "scheduler",
+        "num_tokens": 3,
+        "ttft_s": 0.25,
+    }
+
+
+def test_a_console_for_people() -> None:
+    stream = configured("console")
+    log.warning("executor lost: %s", "cut", extra={"num_tokens": 3})
+    line = text(stream)
+    assert line.endswith("executor lost: cut [scheduler.test] num_tokens=3\n")
+    assert "warning" in line
+    assert "\x1b" not in line, "colours, and this is no terminal"
+
+
+@pytest.mark.parametrize("log_format", FORMATS)
+def test_a_record_is_a_line_whatever_is_in_it(log_format: str) -> None:
+    stream = configured(log_format)
+    log.info("of %s", HOSTILE, extra={"request_id": HOSTILE, "others": [HOSTILE], HOSTILE: 1})
+    written = text(stream)
+    assert len(written.splitlines()) == 1
+    assert written[:-1].isprintable()
+
+
+def test_a_value_cannot_look_like_two() -> None:
+    stream = configured("console")
+    log.info("ended", extra={"request_id": 'a reason="eos"'})
+    assert text(stream).endswith(" request_id='a reason=\"eos\"'\n")
+
+
+@pytest.mark.parametrize("log_format", FORMATS)
+def test_tracebacks(log_format: str) -> None:
+    stream = configured(log_format)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        log.exception("broke")
+    written = text(stream)
+    if log_format == "json":
+        (record,) = records(stream)
+        assert record["event"] == "broke"
+        assert record["exception"].startswith("Traceback")
+    else:
+        head, *rest = written.splitlines()
+        assert head.endswith("broke [scheduler.test]")
+        assert len(rest) > 3
+        assert all(line.startswith("    ") and line.isprintable() for line in rest), "a line of the client's own"
+
+
+@pytest.mark.parametrize("log_format", FORMATS)
+def test_libraries_and_warnings_go_the_same_way(log_format: str) -> None:
+    stream = configured(log_format)
+    logging.getLogger("asyncio").error("something in a library")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old", DeprecationWarning, stacklevel=1)
+    lines = text(stream).splitlines()
+    assert len(lines) == 2
+    assert "something in a library" in lines[0]
+    assert "DeprecationWarning: old" in lines[1]
+
+
+def test_levels() -> None:
+    stream = configured("json", level="error")
+    log.info("no")
+    log.warning("no")
+    log.error("yes")
+    assert [record["event"] for record in records(stream)] == ["yes"]
+
+
+def test_configured_again_there_is_still_one_line_each() -> None:
+    configured("console")
+    stream = configured("json")
+    log.info("once")
+    assert len(records(stream)) == 1
+
+
+async def test_lines_of_a_task_are_about_its_request() -> None:
+    stream = configured("json")
+
+    async def handle(request_id: str) -> None:
+        log_as(request_id=request_id, trace_id="")
+        await asyncio.sleep(0)
+        log.info("in its task")
+        await asyncio.create_task(deeper())
+
+    async def deeper() -> None:
+        log.info("in a task of its task")
+
+    await asyncio.gather(handle("a"), handle("b"))
+    log.info("about none")
+    told = [(record["event"], record.get("request_id")) for record in records(stream)]
+    assert sorted(told, key=str) == sorted(
+        [(event, name) for name in "ab" for event in ("in its task", "in a task of its task")] + [("about none", None)],
+        key=str,
+    )
+    assert all("trace_id" not in record for record in records(stream))
+
+
+def test_what_is_printed_becomes_a_record() -> None:
+    logged = '{"event": "x", "service": "executor"}'
+    assert as_json_line("executor", logged) == logged
+    for line in ("ready 127.0.0.1:1", "{not json}", '{"a": 1} and more', "Traceback\x1b"):
+        record = json.loads(as_json_line("executor", line))
+        assert (record["event"], record["service"], record["level"]) == (line, "executor", "info")
+
+
+@pytest.mark.parametrize("made_up", ["", "plain", "ünï 漢字 🙂", HOSTILE, "\ud800", "\\n"])
+def test_printable(made_up: str) -> None:
+    assert printable(made_up).isprintable()
+    if made_up.isprintable():
+        assert printable(made_up) == made_up
+
+
+def test_nobody_waits_for_a_reader_that_is_stuck() -> None:
+    num_lines = 5000  # far more than a pipe and the queue hold
+    reader, writer = os.pipe()
+    with open(writer, "w") as stream:
+        handler = WritingHandler(stream, max_lines=100)
+        others = logging.getLogger("stuck")
+        others.addHandler(handler)
+        others.propagate = False
+        try:
+            for number in range(num_lines):
+                others.warning("%d %s", number, "x" * 100)
+            lines: list[str] = []
+            num_lost, rest = 0, ""
+            while len(lines) + num_lost < num_lines:
+                *complete, rest = (rest + os.read(reader, 1 << 16).decode()).split("\n")
+                lines += [line for line in complete if line.endswith("x")]
+                num_lost += sum(int(line.split()[0]) for line in complete if line.endswith("lost: it was not read"))
+        finally:
+            others.removeHandler(handler)
+            handler.close()
+            os.close(reader)
+    assert num_lost > 0
+    assert len(lines) + num_lost == num_lines
+    numbers = [int(line.split()[0]) for line in lines]
+    assert numbers == sorted(numbers)
+
+
+def test_a_process_ends_though_nobody_reads_its_log() -> None:
+    script = """
+import logging
+from quire.logs import configure
+configure("scheduler", "info", "json")
+for number in range(5000):
+    logging.getLogger("x").info("%d %s", number, "x" * 100)
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE) as process:
+        assert process.wait(60) == 0
+
+
+def test_the_last_line_is_written() -> None:
+    script = """
+import logging
+from quire.logs import configure
+configure("scheduler", "info", "json")
+logging.getLogger("x").critical("the end")
+raise SystemExit(3)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    assert json.loads(done.stderr)["event"] == "the end"
