@@ -144,7 +144,7 @@ class Planner:
         if self._awaits_prefix(draft, sequence, prefix):
             books.counters.num_prefix_waits += 1
             return None
-        return (sequence, prefix) if self._has_room_to_admit(sequence, prefix) else None
+        return (sequence, prefix) if self.has_room_to_admit(sequence, prefix) else None
 
     def _may_run_beside_others(self, sequence: Sequence) -> bool:
         """A sequence under which executors die runs alone until it has shown that it is not the cause."""
@@ -167,7 +167,7 @@ class Planner:
             if not other.is_finished
         )
 
-    def _has_room_to_admit(self, sequence: Sequence, prefix: list[int]) -> bool:
+    def has_room_to_admit(self, sequence: Sequence, prefix: list[int]) -> bool:
         """Room for all tokens it has now; and, if it was preempted too often, for all it can ever have."""
         books = self._books
         num_promised = self._num_worst_case_blocks(sequence) if self._needs_guarantee(sequence) else 0
