@@ -7,7 +7,8 @@ differ from each other in a few sequences only, those that take a block and thos
     sequence a        ·  ·  p  t  ·  ·  p  t        p: publishes a full block, when the result is in
     sequence b        ·  p  t  ·  ·  p  t  ·        t: takes a block, when the step is planned
 
-So a leap costs time in the sequences and in the blocks that they fill, not in the tokens.
+So a leap costs time in the sequences and in the blocks that they fill, not in the tokens. Publishing is the dearer part
+of it: where no prompts are shared, switch prefix caching off.
 """
 
 from collections import defaultdict
@@ -25,18 +26,29 @@ def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
     `token_id` for everybody and ended nobody. No plan is made and no event told: each running sequence has got so many
     tokens more. It stops before a step that ends, admits, preempts or copies; deadlines are the caller's to keep.
     """
-    if not _is_plain(scheduler):
-        return 0
     books = scheduler.books
     decoding = books.batch.decoding
-    most_steps = min(s.params.max_total_tokens - 2 - s.num_planned_tokens for s in decoding)
-    starts = [s.num_planned_tokens for s in decoding]
-    num_steps = _fill_blocks(books, min(max_steps, most_steps), token_id)
-    if num_steps <= 0:
+    if not scheduler.is_attached or books.in_flight or books.batch.num_reporting or not decoding:
+        return 0
+    if len(decoding) != len(books.batch.running):
+        return 0  # prompts are being computed, or beams decided
+    most_steps, size = max_steps, books.cache.block_size
+    for sequence in decoding:
+        num_planned = sequence.num_planned_tokens
+        if num_planned >= sequence.write_limit and num_planned % size:
+            return 0  # a copy on write
+        if sequence.num_losses and sequence.is_suspect:
+            return 0  # its next token shows that it is harmless, and lets others in
+        most_steps = min(most_steps, sequence.params.max_total_tokens - 2 - num_planned)
+    if most_steps <= 0 or _lets_somebody_in(scheduler):
+        return 0
+    starts = [sequence.num_planned_tokens for sequence in decoding]
+    num_steps = _fill_blocks(books, most_steps, token_id)
+    if num_steps == 0:
         return 0
     for sequence, start in zip(decoding, starts, strict=True):
-        sequence.num_planned_tokens = sequence.num_computed_tokens = start + num_steps
-        _append_up_to(sequence, start + num_steps + 1, token_id)
+        sequence.num_planned_tokens = sequence.num_computed_tokens = num_planned = start + num_steps
+        sequence.token_ids += [token_id] * (num_planned + 1 - len(sequence.token_ids))
         sequence.row_count = 1
     books.batch.joined.clear()
     books.batch.retired_slots = []
@@ -44,23 +56,6 @@ def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
     books.counters.num_steps += num_steps
     books.counters.num_generated_tokens += num_steps * len(decoding)
     return num_steps
-
-
-def _is_plain(scheduler: Scheduler) -> bool:
-    """Whether the next step is one token for everybody who runs, and nothing else; and then the same again, until
-    somebody ends or blocks run out."""
-    books = scheduler.books
-    batch = books.batch
-    if not scheduler.is_attached or books.in_flight or batch.num_reporting:
-        return False
-    if not batch.decoding or len(batch.decoding) != len(batch.running):
-        return False  # prompts are being computed, or beams decided
-    size = books.cache.block_size
-    if any(s.num_planned_tokens >= s.write_limit and s.num_planned_tokens % size for s in batch.decoding):
-        return False  # a copy on write
-    if any(s.is_suspect for s in batch.decoding):
-        return False  # the next token shows that it is harmless, and lets others in
-    return not _lets_somebody_in(scheduler)
 
 
 def _lets_somebody_in(scheduler: Scheduler) -> bool:
@@ -93,23 +88,24 @@ def _fill_blocks(books: Books, num_steps: int, token_id: int) -> int:
     takes: dict[int, list[Sequence]] = defaultdict(list)
     publishes: dict[int, list[Sequence]] = defaultdict(list)
     for sequence in books.batch.decoding:
-        takes[sequence.write_limit - sequence.num_planned_tokens].append(sequence)
-        publishes[sequence.publish_at - sequence.num_planned_tokens - 1].append(sequence)
+        num_planned = sequence.num_planned_tokens
+        if (step := sequence.write_limit - num_planned) < num_steps:
+            takes[step].append(sequence)
+        if (step := sequence.publish_at - num_planned - 1) < num_steps:
+            publishes[step].append(sequence)
+    for taking in takes.values():
+        taking.sort(key=books.policy.order)
     for step in range(num_steps):
-        taking = takes.pop(step, [])
-        if sum(not sequence.num_reserved_blocks for sequence in taking) > cache.num_available_blocks():
-            return step
-        for sequence in sorted(taking, key=books.policy.order):
-            sequence.num_planned_tokens = sequence.write_limit
-            cache.try_allocate(sequence, 1)
-            takes[step + size].append(sequence)
-        for sequence in publishes.pop(step, []):
-            sequence.num_computed_tokens = sequence.publish_at
-            _append_up_to(sequence, sequence.publish_at + 1, token_id)
-            cache.publish(sequence)
-            publishes[step + size].append(sequence)
+        if taking := takes.pop(step, []):
+            if sum(not sequence.num_reserved_blocks for sequence in taking) > cache.num_available_blocks():
+                return step
+            for sequence in taking:
+                cache.append_block(sequence)
+            takes[step + size] = taking
+        if publishing := publishes.pop(step, []):
+            for sequence in publishing:
+                num_computed = sequence.num_computed_tokens = sequence.publish_at
+                sequence.token_ids += [token_id] * (num_computed + 1 - len(sequence.token_ids))
+                cache.publish(sequence)
+            publishes[step + size] = publishing
     return num_steps
-
-
-def _append_up_to(sequence: Sequence, num_tokens: int, token_id: int) -> None:
-    sequence.token_ids += [token_id] * (num_tokens - sequence.num_tokens)

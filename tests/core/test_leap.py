@@ -199,7 +199,7 @@ def test_does_nothing_where_a_step_is_not_a_token_for_everybody() -> None:
 def test_stays_where_a_block_may_be_published_that_lets_somebody_in() -> None:
     """Of request 1's text the first block is not to be found any more, the second is. Request 2 comes to write the same
     first block; when it is published, request 3 finds both, and needs one block instead of three."""
-    scheduler = build(make_request(1, "abbbbbbbb", 30), make_request(2, "ab", 30), num_blocks=1 + 3 + 1 + 2)
+    scheduler = build(make_request(1, "abbbbbbbb", 9), make_request(2, "ab", 9), num_blocks=1 + 3 + 1 + 2)
     step(scheduler)
     first = next(scheduler.running_sequences())
     scheduler.cache.index.forget(first.block_table[0])
