@@ -19,7 +19,8 @@ from bench.command import BenchError
 from bench.sharing import CaseResult, SharingSettings, measure
 from bench.sharing_command import run
 from bench.sharing_report import PlotUnavailable, render_table, report, save_plot
-from bench.sharing_work import ALPACA, PAPER, SHAREGPT, Case, Mode, all_cases
+from bench.sharing_work import PAPER, Case, Mode, all_cases
+from planning.lengths import ALPACA, SHAREGPT
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 

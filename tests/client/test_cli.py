@@ -16,6 +16,7 @@ from quire.addresses import with_port
 from quire.v1 import admin_pb2, generation_pb2
 
 COMMANDS = ["serve", "scheduler", "executor", "generate", "kv", "demo", "bench", "bench serve", "bench sharing"]
+COMMANDS += ["bench prediction", "plan", "simulate"]
 
 
 def invoke(*words: str, stdin: str | None = None) -> Result:
