@@ -55,6 +55,8 @@ class Comparison:
     """One run, measured and simulated: output tokens a second, and medians of the times that clients see.
 
     error_ratio       (predicted - measured) / measured, of tokens a second
+    own_error_ratio   the same, where the cost model is fitted to this run's own steps: what is wrong then is the
+                      simulation and the line; what is wrong beyond that is that the machine was not the same
     predicted_ttft_s  the simulated time from the arrival in the queue, and the clients' turnaround for the way there
     """
 
@@ -64,6 +66,7 @@ class Comparison:
     measured_tokens_per_s: float
     predicted_tokens_per_s: float
     error_ratio: float
+    own_error_ratio: float
     measured_ttft_s: float
     predicted_ttft_s: float
     measured_tpot_s: float
@@ -119,7 +122,7 @@ async def _measure(
 
 def predict(info: ServerInfo, runs: dict[int, Run], settings: PredictionSettings) -> Prediction:
     """Fits to the runs that are to be fitted to, and simulates all."""
-    fit = fit_cost([step for number in settings.fitted for step in timed(runs[number].steps)])
+    fit = fit_cost(*(timed(runs[number].steps) for number in settings.fitted))
     pause_s = turnaround_s(runs[min(settings.fitted)].steps) or 0.0
     comparisons = tuple(
         _compare(number, run, number in settings.fitted, info, fit, pause_s) for number, run in runs.items()
@@ -129,7 +132,9 @@ def predict(info: ServerInfo, runs: dict[int, Run], settings: PredictionSettings
 
 
 def _compare(number: int, run: Run, is_fitted: bool, info: ServerInfo, fit: Fit, pause_s: float) -> Comparison:
-    records = simulate_trace(info, run.trace, fit, ClosedLoop(number, pause_s))
+    clients = ClosedLoop(number, pause_s)
+    records = simulate_trace(info, run.trace, fit, clients)
+    own = simulate_trace(info, run.trace, fit_cost(timed(run.steps)), clients)
     requests = records.requests
     first = [f - a for f, a in zip(requests.first_token_s, requests.arrival_s, strict=True)]
     rest = [
@@ -146,6 +151,7 @@ def _compare(number: int, run: Run, is_fitted: bool, info: ServerInfo, fit: Fit,
         measured_tokens_per_s=measured,
         predicted_tokens_per_s=predicted,
         error_ratio=predicted / measured - 1,
+        own_error_ratio=run.load.wall_s / own.virtual_s - 1,
         measured_ttft_s=median(record.ttft_s for record in run.load.records),
         predicted_ttft_s=median(first) + pause_s,
         measured_tpot_s=_median(tpot for record in run.load.records if (tpot := record.tpot_s) is not None),
@@ -166,7 +172,18 @@ def simulate_trace(info: ServerInfo, trace: Sequence[TraceRequest], fit: Fit, cl
 
 def render_table(prediction: Prediction) -> Table:
     table = Table(title=f"{prediction.model_name}: output tokens/s, measured and predicted; medians in ms")
-    for heading in ("clients", "", "measured", "predicted", "error", "TTFT", "predicted", "TPOT", "predicted"):
+    for heading in (
+        "clients",
+        "",
+        "measured",
+        "predicted",
+        "error",
+        "own fit",
+        "TTFT",
+        "predicted",
+        "TPOT",
+        "predicted",
+    ):
         table.add_column(heading, justify="right")
     for row in prediction.comparisons:
         times = (row.measured_ttft_s, row.predicted_ttft_s, row.measured_tpot_s, row.predicted_tpot_s)
@@ -176,6 +193,7 @@ def render_table(prediction: Prediction) -> Table:
             f"{row.measured_tokens_per_s:,.1f}",
             f"{row.predicted_tokens_per_s:,.1f}",
             f"{row.error_ratio:+.1%}",
+            f"{row.own_error_ratio:+.1%}",
             *(f"{time_s * 1e3:.2f}" for time_s in times),
         )
     return table

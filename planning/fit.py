@@ -3,8 +3,9 @@
     step_s = overhead + decode x num_decodes + decode_pair x num_decode_pairs
                       + prefill x num_prefills + prefill_token x num_prefill_tokens + prefill_pair x num_prefill_pairs
 
-Means are what decides throughput, so the line goes through means: no step is left out for being slow. No term is
-negative: one that comes out so is left out, and the others are found again.
+Means are what decides throughput, so the line goes through means: no step is left out for being slow. Of several runs
+each counts as much as the others, however many steps it has and however short they are. No term is negative: one that
+comes out so is left out, and the others are found again.
 """
 
 from collections.abc import Sequence
@@ -49,16 +50,24 @@ class Fit:
     mean_error_ratio: float
 
 
-def fit_cost(steps: Sequence[TimedStep]) -> Fit:
+def fit_cost(*runs: Sequence[TimedStep]) -> Fit:
     """Raises PlanningError for fewer steps than terms."""
+    steps = [step for run in runs for step in run]
     if len(steps) < len(FittedCost.__dataclass_fields__):
         raise PlanningError(f"{len(steps)} steps are too few to fit a cost model to")
     rows = np.array([_terms(load) for load, _ in steps], dtype=np.float64)
     seconds = np.array([step_s for _, step_s in steps], dtype=np.float64)
-    cost = FittedCost(*_non_negative_least_squares(rows, seconds))
+    weights = np.concatenate([_weights(run) for run in runs])
+    cost = FittedCost(*_non_negative_least_squares(rows * weights[:, None], seconds * weights))
     errors = np.abs(rows @ np.array(astuple(cost)) - seconds)
     mean_s = float(seconds.mean())
     return Fit(cost, len(steps), mean_s, float(errors.mean()) / mean_s if mean_s > 0 else 0.0)
+
+
+def _weights(run: Sequence[TimedStep]) -> np.ndarray:
+    """So that errors are relative to the run's mean step, and runs have equal shares of their squares."""
+    mean_s = sum(step_s for _, step_s in run) / max(1, len(run))
+    return np.full(len(run), 1.0 / (mean_s * len(run) ** 0.5) if mean_s > 0 else 1.0)
 
 
 def _terms(load: StepLoad) -> tuple[float, ...]:

@@ -73,3 +73,5 @@ def test_a_run_that_took_longer_than_its_steps_say_shows_as_an_error() -> None:
     runs[4] = Run(TRACE, slow, runs[4].steps)
     prediction = predict(INFO, runs, PredictionSettings("nowhere", fitted=(1, 8), predicted=(4,)))
     assert prediction.max_error_ratio == pytest.approx(1.0, rel=0.05)
+    assert prediction.comparisons[1].own_error_ratio == pytest.approx(1.0, rel=0.05)
+    assert abs(prediction.comparisons[0].own_error_ratio) < 0.01

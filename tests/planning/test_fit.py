@@ -56,6 +56,14 @@ def test_no_term_is_negative() -> None:
     assert (fit.cost.decode_s, fit.cost.decode_pair_s) == (0, 0)
 
 
+def test_a_run_counts_as_much_as_any_other_however_many_steps_it_has() -> None:
+    """Two runs at the same load, on a machine that was three times as fast in one of them."""
+    load = StepLoad(4, 400, num_sampled=4)
+    fit = fit_cost([(load, 1e-3)] * 1000, [(load, 3e-3)] * 10)
+    # of (s / 1 ms - 1)^2 + (s / 3 ms - 1)^2 the least is at s = 1.2 ms: errors are relative
+    assert fit.cost.step_s(load) == pytest.approx(1.2e-3)
+
+
 def test_terms_that_no_step_has_are_left_out() -> None:
     fit = fit_cost([(StepLoad(n, n * m), 1e-3 + 1e-5 * n) for n in range(1, 9) for m in (1, 7)])
     assert fit.cost.prefill_token_s == 0
