@@ -81,7 +81,7 @@ class Twins:
         return core.schedule() is not None
 
     def commit(self, core: Scheduler) -> None:
-        step = core._in_flight[0]
+        step = core.books.in_flight[0]
         if step.beams:  # nobody samples for beams here: their requests go
             for beam in step.beams:
                 core.cancel(beam.request.request_id)
@@ -95,7 +95,7 @@ class Twins:
 
     def leap(self) -> None:
         is_waiting = self.leaping.num_waiting > 0
-        releases = any(step.releases for step in self.leaping._in_flight)
+        releases = any(step.releases for step in self.leaping.books.in_flight)
         max_steps = self.random.choice((1, 2, 5, 1000))
         num_steps = leap(self.leaping, max_steps, TOKEN)
         assert 0 <= num_steps <= max_steps
@@ -149,7 +149,7 @@ def snapshot(core: Scheduler) -> tuple[object, ...]:
         ],
         [
             (step.step_id, [(s.request.request_id, s.index) for s in step.sampled], step.releases, len(step.ending))
-            for step in core._in_flight
+            for step in core.books.in_flight
         ],
     )
 

@@ -127,7 +127,7 @@ def by_hand(jobs: Sequence[Job], server: Server, duration_s: float) -> tuple[lis
     while todo or out or core.num_unfinished_requests:
         while (plan := core.schedule()) is not None:
             free_s = max(now_s, free_s) + duration_s
-            out.append((free_s, plan.step_id, len(core._in_flight[-1].sampled)))
+            out.append((free_s, plan.step_id, len(core.books.in_flight[-1].sampled)))
         if todo and (not out or todo[0][1].arrival_s < out[0][0]):
             request_id, job = todo.pop(0)
             now_s = job.arrival_s
