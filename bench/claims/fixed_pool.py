@@ -38,7 +38,7 @@ async def measure(setting: Setting, watch: Watch) -> Data:
 async def _measure_memory(setting: Setting, memory: str) -> tuple[Served, Data]:
     max_model_len = 512 if setting.is_quick else 2048
     num_clients = 16 if setting.is_quick else 64
-    num_requests = 24 if setting.is_quick else 192
+    num_requests = 24 if setting.is_quick else 256
     num_blocks = _MODEL_LENGTHS_IN_POOL * max_model_len // _BLOCK_SIZE
 
     async def measure(client: AsyncClient) -> tuple[Served, Data]:

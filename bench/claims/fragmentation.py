@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.core_runs import CoreSetting, run_core
 from bench.claims.drawing import INK, KIND_COLOURS, percent_axis
-from bench.sharing_work import SHAREGPT
+from planning.lengths import SHAREGPT
 from scheduler.core import Scheduler, kv_usage
 
 MEMORY_NAMES = ("contiguous", "contiguous-power-of-two", "contiguous-exact", "paged")

@@ -10,7 +10,8 @@ from bench.claims.drawing import BLUE, ORANGE, percent_axis
 from bench.claims.served import at_services
 from bench.sharing import CaseResult, SharingSettings
 from bench.sharing import measure as measure_sharing
-from bench.sharing_work import ALPACA, PAPER, SHAREGPT, Case, Mode, all_cases
+from bench.sharing_work import PAPER, Case, Mode, all_cases
+from planning.lengths import ALPACA, SHAREGPT
 
 _TOLERANCE = 0.05
 _ENOUGH = 0.75
