@@ -24,7 +24,6 @@ from quire.client import Client
 from quire.config_flags import flag_parameters, given, with_flags
 from quire.errors import InvalidRequestError, QuireError
 from quire.events import ChatMessage, Prompt
-from quire.logs import as_json_line
 from quire.model_path import ModelNotFound, resolved_model
 from quire.services import (
     EXECUTOR_ADDRESS,
@@ -437,6 +436,8 @@ def _say(line: str) -> None:
 def _log_to_stderr(log_format: str) -> LogSink:
     """Prints each line behind the name of the child that wrote it; where children log as JSON, as JSON too."""
     if log_format == "json":
+        from quire.logs import as_json_line
+
         return lambda name, line: print(as_json_line(name, line), file=sys.stderr, flush=True)
     console = Console(stderr=True, highlight=False)
     styles = {"scheduler": "cyan", "executor": "magenta", "supervisor": "yellow"}

@@ -1,9 +1,14 @@
-"""Lines to a stream that may be slow or stuck, by a thread of its own: nobody who logs waits for whoever reads."""
+"""Lines to a stream that may be slow or stuck, by a thread of its own: nobody who logs waits for whoever reads.
+
+The thread writes what there is a few times a second. To wake it for each line would cost more than the line: it would
+fight the thread that logs for the interpreter.
+"""
 
 import io
 import logging
 import os
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 from typing import TextIO
@@ -11,6 +16,7 @@ from typing import TextIO
 MAX_LINES = 10_000
 """That wait to be written; what comes then is lost, and counted."""
 
+INTERVAL_S = 0.05
 FLUSH_TIMEOUT_S = 1.0
 
 
@@ -24,9 +30,8 @@ class WritingHandler(logging.Handler):
         self._max_lines = max_lines
         self._lines: deque[str] = deque()
         self._num_lost = 0
-        self._news = threading.Event()
-        self._idle = threading.Event()
-        self._idle.set()
+        self._has_lines = threading.Event()
+        self._is_writing = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
@@ -41,32 +46,37 @@ class WritingHandler(logging.Handler):
             self._num_lost += 1
             return
         self._lines.append(line)
-        self._idle.clear()
-        self._news.set()
+        if not self._has_lines.is_set():
+            self._has_lines.set()
 
     def flush(self) -> None:
         """Waits until all is written, FLUSH_TIMEOUT_S at most. Called when the process ends."""
-        self._idle.wait(FLUSH_TIMEOUT_S)
+        until_s = time.monotonic() + FLUSH_TIMEOUT_S
+        while (self._lines or self._is_writing) and time.monotonic() < until_s:
+            time.sleep(0.002)
 
     def close(self) -> None:
-        self.flush()
-        self._is_closing = True
-        self._news.set()
+        if not self._is_closing:
+            self.flush()
+            self._is_closing = True
+            self._has_lines.set()
         super().close()
 
     def _write(self) -> None:
         while not self._is_closing:
-            self._news.wait()
-            self._news.clear()
-            lines = [self._lines.popleft() for _ in range(len(self._lines))]
-            if self._num_lost:
-                num_lost, self._num_lost = self._num_lost, 0
-                lines.append(self._format_loss(num_lost))
-            if lines:
-                with suppress(OSError, ValueError):  # whoever read it has gone; there is nobody to tell
-                    self._put("".join(f"{line}\n" for line in lines))
-            if not self._lines:
-                self._idle.set()
+            self._has_lines.wait()
+            time.sleep(INTERVAL_S)
+            self._is_writing = True
+            self._has_lines.clear()  # before the lines are taken: what comes now sets it again
+            self._write_lines([self._lines.popleft() for _ in range(len(self._lines))])
+            self._is_writing = False
+
+    def _write_lines(self, lines: list[str]) -> None:
+        if self._num_lost:
+            num_lost, self._num_lost = self._num_lost, 0
+            lines.append(self._format_loss(num_lost))
+        with suppress(OSError, ValueError):  # whoever read it has gone; there is nobody to tell
+            self._put("".join(f"{line}\n" for line in lines))
 
     def _put(self, text: str) -> None:
         """Past the stream's buffer, where it has a file: a process that ends while this is stuck could not close it."""

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, TextIO
 
 import structlog
-from structlog.contextvars import bind_contextvars, clear_contextvars, merge_contextvars
+from structlog.contextvars import bind_contextvars, merge_contextvars
 from structlog.stdlib import ExtraAdder, ProcessorFormatter
 
 from quire.log_writer import WritingHandler
@@ -51,8 +51,7 @@ def configure(service: str, level: str, log_format: str, stream: TextIO | None =
 
 def log_as(**fields: str) -> None:
     """From now on, lines of this task, and of those that it starts, have these fields; empty ones are left out."""
-    clear_contextvars()
-    bind_contextvars(**{name: value for name, value in fields.items() if value})
+    bind_contextvars(**fields)
 
 
 def printable(text: str) -> str:

@@ -32,6 +32,9 @@ SCHEDULE_S = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025
 SLOW_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 TOKENS = tuple(2**i for i in range(18))
 
+REJECTIONS = ("invalid_argument", "out_of_range", "resource_exhausted", "unavailable", "cancelled", "internal")
+"""What can be expected. They begin at 0: the rate of a counter that is not there before its first event misses that."""
+
 HISTOGRAMS = {
     "quire_time_to_first_token_seconds": (SLOW_S, "From a request's arrival to its first token"),
     "quire_inter_token_latency_seconds": (FAST_S, "Between two tokens of a sequence"),
@@ -58,7 +61,7 @@ class SchedulerMetrics(Collector):
         self.num_prompt_tokens = {"computed": 0, "cached": 0}
         self.num_generation_tokens = 0
         self.num_finished: Counter[FinishReason] = Counter()
-        self.num_rejected: Counter[str] = Counter()
+        self.num_rejected = Counter(dict.fromkeys(REJECTIONS, 0))
         self._queued: dict[int, RequestMetrics] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)

@@ -5,7 +5,11 @@ from dataclasses import dataclass
 
 _TRACEPARENT = re.compile(r"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 _IS_SAMPLED = 0x01
+_STATE_MEMBER = re.compile(
+    r"[a-z0-9][a-z0-9_*/@-]{0,255}=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2d-\x3c\x3e-\x7e]"
+)
 _MAX_STATE_CHARACTERS = 512
+_MAX_STATE_MEMBERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +17,7 @@ class TraceContext:
     """The client's span. Ids in lower-case hexadecimal: 32 and 16 digits, none of them all zeros.
 
     is_sampled   whether the client records it
-    state        the header `tracestate`, passed on as it came
+    state        the header `tracestate`, passed on as it came; "" where it is not what the standard allows
     """
 
     trace_id: str
@@ -27,10 +31,18 @@ def parse_trace_context(traceparent: str | None, tracestate: str | None = None) 
     match = _TRACEPARENT.fullmatch(traceparent or "")
     if match is None or (match[1] == "00" and match[5] is not None):
         return None
-    state = tracestate or ""
     return TraceContext(
         trace_id=match[2],
         span_id=match[3],
         is_sampled=bool(int(match[4], 16) & _IS_SAMPLED),
-        state=state if len(state) <= _MAX_STATE_CHARACTERS else "",
+        state=tracestate if tracestate and _is_state(tracestate) else "",
     )
+
+
+def _is_state(text: str) -> bool:
+    if len(text) > _MAX_STATE_CHARACTERS:
+        return False
+    members = [member.strip(" \t") for member in text.split(",")]
+    keys = [member.partition("=")[0] for member in members]
+    is_list = len(members) <= _MAX_STATE_MEMBERS and len(set(keys)) == len(keys)
+    return is_list and all(map(_STATE_MEMBER.fullmatch, members))

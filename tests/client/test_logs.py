@@ -29,7 +29,7 @@ def as_before() -> Iterator[None]:
     root.handlers[:] = handlers
     root.setLevel(level)
     logging.captureWarnings(False)
-    log_as()
+    log_as(request_id="", trace_id="")
 
 
 def configured(log_format: str, level: str = "info") -> io.StringIO:

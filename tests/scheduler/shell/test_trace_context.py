@@ -41,7 +41,29 @@ def test_bad_ones(header: str | None) -> None:
     assert parse_trace_context(header) is None
 
 
-def test_a_state_that_is_too_long_is_left_out() -> None:
-    context = parse_trace_context(f"00-{TRACE}-{SPAN}-01", "a=" + "x" * 600)
+@pytest.mark.parametrize("state", ["a=1", "congo=t61rcWkgMzE, rojo=00f067aa0ba902b7", "t@vendor=x y z!", "0=~"])
+def test_states_are_passed_on(state: str) -> None:
+    context = parse_trace_context(f"00-{TRACE}-{SPAN}-01", state)
+    assert context is not None
+    assert context.state == state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        "a=" + "x" * 600,
+        "garbage",
+        "a=1,a=2",
+        "é=1",
+        "a=\n",
+        "a=1,,=,;",
+        "a=",
+        "A=1",
+        "k=" + "v" * 300,
+        ",".join(f"k{number}=v" for number in range(33)),
+    ],
+)
+def test_bad_states_are_left_out(state: str) -> None:
+    context = parse_trace_context(f"00-{TRACE}-{SPAN}-01", state)
     assert context is not None
     assert context.state == ""
