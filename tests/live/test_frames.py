@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.core import KVUsage, SequenceView
-from scheduler.model_description import ModelDescription
 from scheduler.live.frames import block_runs, encode_event, make_frame
 from scheduler.live.plan_log import LoggedStep
 from scheduler.live.snapshot import CACHED, Contiguous, Snapshot, WaitingSequence
+from scheduler.model_description import ModelDescription
 from tests.live.picture import Picture
 
 MODEL = ModelDescription("tiny", "float32", "cpu", 400, 100, 16, 9, 4, 64)
