@@ -150,12 +150,11 @@ async def streams(client: AsyncClient, begun: Sequence[asyncio.Event | None]) ->
     return await asyncio.gather(*[stream(client, seed, event) for seed, event in enumerate(begun)])
 
 
-async def measure(step_timeout_s: float) -> list[Recovery]:
-    """Raises RecoveryError."""
+async def measure(step_timeout_s: float) -> AsyncIterator[Recovery]:
+    """One after the other. Raises RecoveryError."""
     async with served(step_timeout_s) as (serve, address):
         watch = Watch(address)
         following = asyncio.create_task(watch.follow())
-        recoveries = []
         for service, number, has_load in CASES:
             async with AsyncClient(address, wait_for_ready=True) as client:
                 expected = await streams(client, [None] * NUM_STREAMS)
@@ -175,29 +174,37 @@ async def measure(step_timeout_s: float) -> list[Recovery]:
             if [each.token_ids for each in disturbed] != [each.token_ids for each in expected[: len(disturbed)]]:
                 raise RecoveryError(f"{number.name} of the {service}: a stream has other tokens")
             gap_s = max((each.longest_gap_s for each in disturbed), default=None)
-            recoveries.append(Recovery(service, number.name, len(disturbed), detected_s, ready_s, gap_s))
+            yield Recovery(service, number.name, len(disturbed), detected_s, ready_s, gap_s)
         following.cancel()
+
+
+HEAD = f"{'lost':<20} {'streams':>7} {'detected':>9} {'ready':>9} {'longest gap':>11}"
+
+
+def row(each: Recovery) -> str:
+    gap = "-" if each.longest_gap_s is None else f"{each.longest_gap_s:.2f} s"
+    return (
+        f"{each.service + ' ' + each.signal:<20} {each.num_streams:>7} {each.detected_s:>7.2f} s "
+        f"{each.ready_s:>7.2f} s {gap:>11}"
+    )
+
+
+async def measured(step_timeout_s: float) -> list[Recovery]:
+    """Shows each as it comes: with a long time-out, that takes minutes."""
+    print(HEAD)
+    recoveries = []
+    async for recovery in measure(step_timeout_s):
+        print(row(recovery), flush=True)
+        recoveries.append(recovery)
     return recoveries
-
-
-def table(recoveries: Sequence[Recovery]) -> str:
-    lines = [f"{'lost':<20} {'streams':>7} {'detected':>9} {'ready':>9} {'longest gap':>11}"]
-    for each in recoveries:
-        gap = "-" if each.longest_gap_s is None else f"{each.longest_gap_s:.2f} s"
-        lines.append(
-            f"{each.service + ' ' + each.signal:<20} {each.num_streams:>7} {each.detected_s:>7.2f} s "
-            f"{each.ready_s:>7.2f} s {gap:>11}"
-        )
-    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.recovery_times")
-    parser.add_argument("--step-timeout-s", type=float, default=60.0, help="as of `quire serve`, whose default this is")
+    parser.add_argument("--step-timeout-s", type=float, default=10.0, help="as of `quire serve`")
     parser.add_argument("--json", type=Path, help="where the figures go as well")
     arguments = parser.parse_args()
-    recoveries = asyncio.run(measure(arguments.step_timeout_s))
-    print(table(recoveries))
+    recoveries = asyncio.run(measured(arguments.step_timeout_s))
     if arguments.json is not None:
         save(
             arguments.json, {"step_timeout_s": arguments.step_timeout_s, "recoveries": [asdict(r) for r in recoveries]}

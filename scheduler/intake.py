@@ -92,6 +92,11 @@ class Intake:
         finally:
             self._num_streams -= 1
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether a prompt may be a chat."""
+        return self._model.chat is not None
+
     def client_request_id(self, request_id: int) -> str:
         """As its client knows it; of a request that is not open any more, the engine's own."""
         return self._client_request_ids.get(request_id, str(request_id))

@@ -1,7 +1,8 @@
 """The prompt box's door: JSON in, a line of JSON for each message out. The checks, and what is refused, are those of
 every door (`scheduler.intake`).
 
-    POST {"text": …, "request_id": …, "sampling": {…}, "stopping": {…}}       fields as in quire.v1.GenerateRequest
+    POST {"text": … or "chat": {"messages": [{"role": …, "content": …}, …]},   fields as in quire.v1.GenerateRequest
+          "request_id": …, "sampling": {…}, "stopping": {…}}
 
     200  {"started": {…}} {"delta": {…}} … {"finished": {…}}                    one a line; {"error": {…}} if it fails
     400  {"error": {"code", "message", "violations": [{"field", "problem"}]}}   so do 429, 500, 503 and 504
@@ -20,7 +21,7 @@ from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 
 from scheduler.core import InvalidRequest, QueueFull, QuireError
-from scheduler.incoming import IncomingRequest, Sampling, Stopping
+from scheduler.incoming import ChatMessage, IncomingRequest, Sampling, Stopping
 from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
 from scheduler.patience import deliver
 from scheduler.status import code_of, status_of
@@ -101,13 +102,14 @@ def read_request(body: object) -> IncomingRequest:
     violations: dict[str, str] = {}
     if not isinstance(body, dict):
         raise InvalidRequest({"": "must be a JSON object"})
-    values = _known(body, "", {"text", "request_id", "sampling", "stopping"}, violations)
+    values = _known(body, "", {"text", "chat", "request_id", "sampling", "stopping"}, violations)
     sampling = _read(Sampling, values.get("sampling"), "sampling", violations)
     stopping = _read(Stopping, values.get("stopping"), "stopping", violations)
+    chat = _read_chat(values.get("chat"), violations)
     if violations:
         raise InvalidRequest(violations)
     return IncomingRequest(
-        request_id=values.get("request_id"), text=values.get("text"), sampling=sampling, stopping=stopping
+        request_id=values.get("request_id"), text=values.get("text"), chat=chat, sampling=sampling, stopping=stopping
     )
 
 
@@ -149,6 +151,20 @@ async def _body(request: web.Request) -> object:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest({"": "must be JSON"}) from error
+
+
+def _read_chat(value: object, violations: dict[str, str]) -> list[ChatMessage] | None:
+    """None where there is no chat. Roles and contents are the validator's to look at, whatever they are."""
+    if value is None:
+        return None
+    messages = value.get("messages") if isinstance(value, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        violations["chat.messages"] = "must be a list of JSON objects"
+        return None
+    known = [
+        _known(message, f"chat.messages[{i}].", {"role", "content"}, violations) for i, message in enumerate(messages)
+    ]
+    return [ChatMessage(message.get("role", ""), message.get("content", "")) for message in known]
 
 
 def _read(kind: type[T], value: object, path: str, violations: dict[str, str]) -> T:

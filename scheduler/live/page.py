@@ -2,6 +2,7 @@
 
 GET  /                   the page
 GET  /live/NAME          its scripts and styles
+GET  /live/prompt        {"has_chat_template": …}: what the prompt box may send
 GET  /live/events        frames (`scheduler.live.frames`), as server-sent events
 POST /live/completions   the prompt box (`scheduler.live.completions`)
 """
@@ -54,6 +55,7 @@ class LivePage:
 
     def __init__(self, feed: LiveFeed, intake: Intake, stalled_reader_timeout_s: float = 120.0) -> None:
         self._feed = feed
+        self._intake = intake
         self._completions = CompletionDoor(intake, stalled_reader_timeout_s)
         self._files = {path.name: StaticFile.read(path) for path in sorted(STATIC.iterdir())}
 
@@ -61,6 +63,7 @@ class LivePage:
         app.add_routes(
             [
                 web.get("/", self._show_file),
+                web.get("/live/prompt", self._describe_prompt),
                 web.get("/live/events", self._send_events),
                 web.post("/live/completions", self._completions.generate),
                 web.get("/live/{name}", self._show_file),
@@ -79,6 +82,9 @@ class LivePage:
         if request.headers.get("If-None-Match") == file.etag:
             return web.Response(status=304, headers=headers)
         return web.Response(body=file.body, headers=headers | {"Content-Type": file.content_type})
+
+    async def _describe_prompt(self, request: web.Request) -> web.Response:
+        return web.json_response({"has_chat_template": self._intake.has_chat_template}, headers=HEADERS)
 
     async def _send_events(self, request: web.Request) -> web.StreamResponse:
         if is_from_elsewhere(request):

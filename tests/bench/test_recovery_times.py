@@ -7,7 +7,7 @@ import psutil
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from bench.recovery_times import Recovery, RecoveryError, Watch, child, table
+from bench.recovery_times import Recovery, RecoveryError, Watch, child, row
 from quire.addresses import with_port
 
 
@@ -44,12 +44,8 @@ def test_a_service_that_does_not_run() -> None:
         child(psutil.Process(), "executor")
 
 
-def test_the_table() -> None:
-    lines = table(
-        [
-            Recovery("executor", "SIGSTOP", 16, 10.5, 14.25, 14.5),
-            Recovery("scheduler", "SIGKILL", 0, 0.01, 1.5, None),
-        ]
-    ).splitlines()
-    assert lines[1].split() == ["executor", "SIGSTOP", "16", "10.50", "s", "14.25", "s", "14.50", "s"]
-    assert lines[2].split() == ["scheduler", "SIGKILL", "0", "0.01", "s", "1.50", "s", "-"]
+def test_a_row() -> None:
+    stopped = Recovery("executor", "SIGSTOP", 16, 10.5, 14.25, 14.5)
+    assert row(stopped).split() == ["executor", "SIGSTOP", "16", "10.50", "s", "14.25", "s", "14.50", "s"]
+    restarted = Recovery("scheduler", "SIGKILL", 0, 0.01, 1.5, None)
+    assert row(restarted).split() == ["scheduler", "SIGKILL", "0", "0.01", "s", "1.50", "s", "-"]

@@ -14,7 +14,7 @@ import pytest
 from executor.addresses import check_free
 from executor.config import ExecutorConfig
 from executor.errors import AddressInUse
-from executor.main import EXIT_ADDRESS_IN_USE, EXIT_CONFIG, EXIT_OK, run
+from executor.main import EXIT_ADDRESS_IN_USE, EXIT_CONFIG, EXIT_DEVICE_LOST, EXIT_OK, run
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 
@@ -54,6 +54,33 @@ def test_a_whole_life(checkpoint) -> None:
         process.kill()
     _, errors = process.communicate()
     assert errors == ""
+
+
+def test_a_process_whose_device_hangs_ends_with_its_traces(checkpoint) -> None:
+    """Also though its threads never come back: it does not wait for them."""
+    settings = (
+        f'{{"model": "{checkpoint("llama").directory}", "listen_address": "127.0.0.1:0", "metrics_address": "",'
+        ' "kernels": "reference", "device": "cpu", "num_threads": 1, "num_blocks": 50, "step_timeout_s": 0.2}'
+    )
+    hangs = (
+        "import threading, executor.runner\n"
+        "def hang(runner, plan): threading.Event().wait()\n"
+        "executor.runner.ModelRunner.execute = hang\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", hangs + _PROGRAM, settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        while not (line := process.stdout.readline()).startswith("ready "):
+            assert line, process.stderr.read()
+        with grpc.insecure_channel(line.split()[1]) as channel, pytest.raises(grpc.RpcError):
+            next(ExecutorStub(channel).Run(iter([pb.StepPlan(epoch=1, step_id=1)])))
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_DEVICE_LOST
+    assert "this executor hangs, and ends" in errors
+    assert "in hang" in errors
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,42 @@ async def test_more_plans_than_the_window_holds(stub, runner) -> None:
     call.cancel()
 
 
+async def test_a_device_that_hangs_describes_nothing(stub, runner) -> None:
+    runner.gate.clear()
+    call = stub.Run()
+    await call.write(plan(1, 1))
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await stub.Describe(pb.DescribeRequest(), timeout=0.3)
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    runner.gate.set()
+    assert (await stub.Describe(pb.DescribeRequest())).epoch == 1
+    call.cancel()
+
+
+async def test_an_executor_that_hangs_for_long_ends(runner) -> None:
+    server = Server(replace(CONFIG, step_timeout_s=0.1), loaded(runner))
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        call = ExecutorStub(channel).Run()
+        runner.gate.clear()
+        await call.write(plan(1, 1))
+        assert await asyncio.wait_for(server.wait(), 20) is False
+        stopping = asyncio.create_task(server.stop())
+        assert (await status(call))[0] is grpc.StatusCode.UNAVAILABLE
+        await stopping
+    runner.gate.set()
+
+
+async def test_an_idle_executor_never_ends_by_itself(runner) -> None:
+    server = Server(replace(CONFIG, step_timeout_s=0.1), loaded(runner))
+    await server.start()
+    waiting = asyncio.create_task(server.wait())
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    server.end()
+    assert await waiting is True
+    await server.stop()
+
+
 async def test_health_follows_the_device(channel, runner) -> None:
     """NOT_SERVING while a step hangs, SERVING again after it."""
     server = Server(replace(CONFIG, step_timeout_s=0.2), loaded(runner))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from quire import AsyncClient, BlockState, UnavailableError
+from quire import AsyncClient, BlockState, ChatMessage, UnavailableError
 from tests.e2e.stack import Stack
 from tests.e2e.waiting import until
 
@@ -125,6 +125,23 @@ async def endlessly(route: "playwright_api.Route") -> None:
     sent = route.request.post_data_json
     sent["stopping"]["ignore_eos"] = True
     await route.continue_(post_data=json.dumps(sent))
+
+
+async def test_the_prompt_box_sends_a_chat(stack: Stack, page: "playwright_api.Page") -> None:
+    """The model's template goes around the message, as it does for other clients."""
+    expect = playwright_api.expect
+    message = "Tell me a story about a fox."
+    async with stack.client() as client:
+        answer = await client.complete([ChatMessage("user", message)], temperature=0, max_tokens=24)
+        assert answer.texts != (await client.complete(message, temperature=0, max_tokens=24)).texts
+    await page.check("#prompt-chat")
+    await expect(page.locator("#prompt-label")).to_have_text("Message to answer")
+    await page.fill("#prompt-text", message)
+    await page.fill("[data-field='sampling.temperature']", "0")
+    await page.fill("[data-field='stopping.max_tokens']", "24")
+    await page.click("#prompt-send")
+    await expect(page.locator("#prompt-status")).to_contain_text("done: ")
+    assert await page.locator("#prompt-output p").text_content() == f"{message}\n{answer.texts[0]}"
 
 
 async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwright_api.Page") -> None:

@@ -27,6 +27,10 @@ def body(text: Any = "once upon a time", max_tokens: int = 20, **fields: Any) ->
     return {"text": text, "stopping": {"max_tokens": max_tokens, "ignore_eos": True}} | fields
 
 
+def chat(messages: Any) -> dict[str, Any]:
+    return {"chat": {"messages": messages}}
+
+
 async def messages(response: aiohttp.ClientResponse) -> list[dict[str, Any]]:
     return [json.loads(line) async for line in response.content]
 
@@ -121,6 +125,12 @@ async def test_a_completion_streams(served: Served, session: aiohttp.ClientSessi
     assert "".join(message["delta"]["text"] for message in rest if "delta" in message)
 
 
+async def test_what_the_prompt_box_may_send(served: Served, session: aiohttp.ClientSession) -> None:
+    async with session.get(f"{served.url}/live/prompt") as response:
+        assert await response.json() == {"has_chat_template": False}
+        assert has_safe_headers(response)
+
+
 async def test_closing_the_connection_frees_the_blocks(served: Served, session: aiohttp.ClientSession) -> None:
     async with session.post(f"{served.url}/live/completions", json=body(max_tokens=380)) as response:
         await response.content.readline()
@@ -167,6 +177,12 @@ async def test_closing_the_connection_takes_a_request_out_of_the_queue(
         (body(stopping={"stop": "x", "ignore_eos": 1}), {"stopping.stop", "stopping.ignore_eos"}),
         (body(sampling={"logit_bias": {"1": 2}}), {"sampling.logit_bias"}),
         (body(request_id="\n"), {"request_id"}),
+        (chat([{"role": "user", "content": "hello"}]), {"chat"}),  # this model has no template
+        (chat("hello"), {"chat.messages"}),
+        (chat(["hello"]), {"chat.messages"}),
+        (chat([{"role": "user", "text": "hello"}]), {"chat.messages[0].text"}),
+        (chat([{"role": 1, "content": ["hello"]}]), {"chat", "chat.messages[0].role", "chat.messages[0].content"}),
+        (body(chat={"messages": []}), {"prompt", "chat", "chat.messages"}),
         ({}, {"prompt"}),
         ([], {""}),
     ],

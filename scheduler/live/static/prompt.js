@@ -9,6 +9,7 @@ export class Prompt {
   #status = document.getElementById("prompt-status");
   #error = document.getElementById("prompt-error");
   #output = document.getElementById("prompt-output");
+  #chat = document.getElementById("prompt-chat");
   #abort = null;
   #samples = []; // by index: {element, tokens, reason}
 
@@ -21,6 +22,22 @@ export class Prompt {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) this.#form.requestSubmit();
     });
     this.#cancel.addEventListener("click", () => this.#abort?.abort());
+    this.#chat.addEventListener("change", () => this.#showKind());
+    this.#offerChat();
+  }
+
+  /** A chat can be had where the model has a template for it. */
+  async #offerChat() {
+    const response = await fetch("/live/prompt").catch(() => null);
+    const canChat = response?.ok && (await response.json()).has_chat_template;
+    document.getElementById("prompt-chat-choice").hidden = !canChat;
+    if (!canChat) this.#chat.checked = false;
+    this.#showKind();
+  }
+
+  #showKind() {
+    const words = this.#chat.checked ? "Message to answer" : "Text to go on from";
+    document.getElementById("prompt-label").textContent = words;
   }
 
   async #generate() {
@@ -47,11 +64,13 @@ export class Prompt {
 
   /** What is no number goes as it is: what is wrong with it, the server says. */
   #request() {
-    const request = { text: this.#field("text").value, sampling: {}, stopping: {} };
+    const text = this.#field("text").value;
+    const prompt = this.#chat.checked ? { chat: { messages: [{ role: "user", content: text }] } } : { text };
+    const request = { ...prompt, sampling: {}, stopping: {} };
     for (const path of NUMBERS) {
-      const text = this.#field(path).value.trim();
+      const value = this.#field(path).value.trim();
       const [group, name] = path.split(".");
-      if (text) request[group][name] = Number.isFinite(Number(text)) ? Number(text) : text;
+      if (value) request[group][name] = Number.isFinite(Number(value)) ? Number(value) : value;
     }
     return request;
   }
@@ -79,7 +98,7 @@ export class Prompt {
       const element = document.createElement("p");
       const given = element.appendChild(document.createElement("span"));
       given.className = "given";
-      given.textContent = this.#field("text").value;
+      given.textContent = this.#chat.checked ? `${this.#field("text").value}\n` : this.#field("text").value;
       this.#output.append(element);
       this.#samples[index] = { element };
     }
@@ -90,7 +109,7 @@ export class Prompt {
   #refuse({ message, violations }) {
     const unplaced = [];
     for (const { field, problem } of violations) {
-      const input = this.#field(field === "prompt" ? "text" : field);
+      const input = this.#field(field === "prompt" || field.startsWith("chat") ? "text" : field);
       if (!input) {
         unplaced.push(`${field}: ${problem}`);
         continue;

@@ -1,0 +1,110 @@
+"""What a container's health check says, and when it ends the service."""
+
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from deploy import health_check
+from quire.addresses import with_port
+
+Check = Callable[..., int]
+
+
+@pytest.fixture
+def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """One for each time that a service would have been killed; a container's own state."""
+    kills: list[str] = []
+    monkeypatch.setattr(health_check, "STATE", tmp_path / "state")
+    monkeypatch.setattr(health_check, "TIMEOUT_S", 20.0)
+    monkeypatch.setattr(health_check, "kill_service", lambda: kills.append("killed"))
+    return kills
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch) -> Check:
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["health_check.py", *arguments])
+        return health_check.main()
+
+    return run
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[str, health.HealthServicer]]:
+    server, servicer = grpc.server(ThreadPoolExecutor(2)), health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield address, servicer
+    server.stop(0)
+
+
+@pytest.fixture
+def alive() -> Iterator[str]:
+    """A page that is there."""
+
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Page)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/healthz"
+    server.shutdown()
+    server.server_close()
+
+
+def nobody() -> str:
+    return with_port("127.0.0.1:0")
+
+
+def test_the_exit_code_is_what_the_service_says(
+    kills: list[str], check: Check, service: tuple[str, health.HealthServicer]
+) -> None:
+    address, servicer = service
+    assert check(address) == 0
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert check(address) == 1
+    assert check(nobody()) == 1
+    assert kills == []
+
+
+def test_a_service_that_has_served_and_hangs_is_killed(
+    kills: list[str], check: Check, service: tuple[str, health.HealthServicer]
+) -> None:
+    address, servicer = service
+    assert check(address, "--kill-after", "3") == 0
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert [check(address, "--kill-after", "3") for _ in range(2)] == [1, 1]
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    assert check(address, "--kill-after", "3") == 0, "it has recovered, and counts from the start"
+    failing = nobody()
+    assert [(check(failing, "--kill-after", "3"), len(kills)) for _ in range(3)] == [(1, 0), (1, 0), (1, 1)]
+
+
+def test_a_service_that_has_yet_to_serve_is_left_alone(kills: list[str], check: Check) -> None:
+    failing = nobody()
+    assert [check(failing, "--kill-after", "2") for _ in range(5)] == [1] * 5
+    assert kills == []
+
+
+def test_a_scheduler_is_not_killed_because_its_executor_is_away(
+    kills: list[str], check: Check, service: tuple[str, health.HealthServicer], alive: str
+) -> None:
+    address, servicer = service
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+    assert [check(address, "--alive", alive, "--kill-after", "2") for _ in range(4)] == [1] * 4
+    assert kills == []
+    gone = f"http://{nobody()}/healthz"
+    assert [check(address, "--alive", gone, "--kill-after", "2") for _ in range(2)] == [1, 1]
+    assert kills == ["killed"]
