@@ -47,9 +47,8 @@ class SimulateSettings(DeploymentSettings):
     max_num_batched_tokens  tokens of one step
     max_in_flight           plans sent and not yet answered
     policy                  order of the queue: fcfs, priority
-    batching                for measurement: continuous, dynamic, static; absent: as the core has it
-    memory                  for measurement: paged, contiguous, contiguous-power-of-two, contiguous-exact; absent: as
-                            the core has it
+    batching                continuous; for measurement: dynamic, static
+    memory                  paged; for measurement: contiguous, contiguous-power-of-two, contiguous-exact
     clients                 closed loop of so many clients, each with one request out
     turnaround_s            of these clients, from the end of one request to the arrival of the next
     rate                    open loop instead: requests a second
@@ -72,8 +71,8 @@ class SimulateSettings(DeploymentSettings):
     max_num_batched_tokens: int = 8192
     max_in_flight: int = 2
     policy: str = "fcfs"
-    batching: str | None = None
-    memory: str | None = None
+    batching: str = "continuous"
+    memory: str = "paged"
     clients: int | None = None
     turnaround_s: float = 0.0
     rate: float | None = None

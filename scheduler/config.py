@@ -1,11 +1,11 @@
 """The scheduler's configuration: one frozen value, complete when the process starts. Nothing else is read."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
-from scheduler.core import POLICIES, QuireError
+from scheduler.core import BATCHING, MEMORY, POLICIES, QuireError
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -23,6 +23,10 @@ class SchedulerConfig:
     http_listen                host:port of metrics and readiness
     executor                   address of the executor: host:port, or unix:path
     policy                     order of the queue: "fcfs", "priority"
+    batching                   "continuous"; for measurement only: "static", "dynamic"
+    batch_timeout_s            how long a batch that is not full is waited for, under dynamic batching
+    memory                     "paged"; for measurement only: "contiguous", "contiguous-power-of-two",
+                               "contiguous-exact"
     max_num_seqs               sequences that run at once; None: as many as the executor has slots
     max_num_batched_tokens     tokens of one step; None: the executor's
     max_in_flight              plans sent and not yet answered; 2 hides the round trip
@@ -40,6 +44,9 @@ class SchedulerConfig:
     http_listen: str = "127.0.0.1:8080"
     executor: str = "127.0.0.1:50052"
     policy: str = "fcfs"
+    batching: str = "continuous"
+    batch_timeout_s: float = 0.05
+    memory: str = "paged"
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_in_flight: int = 2
@@ -58,10 +65,10 @@ class SchedulerConfig:
             _check_type(field.name, getattr(self, field.name), get_args(types[field.name]) or (types[field.name],))
         if not self.model:
             raise ConfigError("model must be given")
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        _check_choice("policy", self.policy, POLICIES)
+        _check_choice("batching", self.batching, BATCHING)
+        _check_choice("memory", self.memory, MEMORY)
+        _check_choice("log_level", self.log_level, LOG_LEVELS)
         split_address("http_listen", self.http_listen)
 
     @classmethod
@@ -81,6 +88,11 @@ def split_address(name: str, address: str) -> tuple[str, int]:
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{name} must be host:port, not {address!r}")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _check_choice(name: str, value: str, choices: Collection[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
 
 def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:

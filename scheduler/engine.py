@@ -3,8 +3,8 @@
     wake up → commit a result that is in → send the plans there are → tell the clients → sleep
 
 Plans come first: the clients are told while the plan is on its way, so that the executor never waits for them.
-One event wakes it: a result, a new or cancelled request, a deadline, a stream that ended. What is in flight is the
-core's knowledge; the loop keeps none.
+One event wakes it: a result, a new or cancelled request, a deadline, a batch that is waited for no longer, a stream
+that ended. What is in flight is the core's knowledge; the loop keeps none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from scheduler.core import (
+    CONTINUOUS,
     FCFS,
+    PAGED,
+    Batching,
     BlockMap,
     Events,
     ExecutorLost,
@@ -25,6 +28,7 @@ from scheduler.core import (
     InvariantViolation,
     KVUsage,
     Limits,
+    Memory,
     Policy,
     QueueFull,
     Request,
@@ -102,6 +106,8 @@ class EngineOptions:
     """
 
     policy: Policy = FCFS
+    batching: Batching = CONTINUOUS
+    memory: Memory = PAGED
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_in_flight: int = 2
@@ -178,7 +184,7 @@ class Engine:
         if self._is_draining:
             raise Unavailable("the server is draining")
         try:
-            self._core.add(request)
+            self._core.add(request, time.monotonic())
         except QueueFull as error:
             raise QueueFull(str(error), retry_after_s=min(30.0, max(0.1, self._finish_interval_s))) from error
         self._sinks[request.request_id] = sink
@@ -325,7 +331,7 @@ class Engine:
     async def _sleep(self) -> None:
         """Until something happens, or is due."""
         core, now_s = self._core, time.monotonic()
-        due_s = [core.next_deadline_s] if core.next_deadline_s is not None else []
+        due_s = [core.next_wake_s] if core.next_wake_s is not None else []
         if core.num_in_flight:
             due_s.append(self._waits_since_s + self._options.step_timeout_s)
         elif not core.num_unfinished_requests and now_s - self._checked_at_s > CHECK_INTERVAL_S:
@@ -455,6 +461,8 @@ class Engine:
             num_blocks=description.num_blocks,
             block_size=description.block_size,
             policy=options.policy,
+            batching=options.batching,
+            memory=options.memory,
             model_name=description.model_name,
             enable_prefix_caching=options.enable_prefix_caching,
         )

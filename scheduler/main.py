@@ -9,12 +9,13 @@ import logging
 import signal
 import sys
 from contextlib import AsyncExitStack
+from dataclasses import replace
 
 from scheduler.admin_server import AdminServer
 from scheduler.chat import ChatRenderer, load_template
 from scheduler.checkpoint import Checkpoint, CheckpointError
 from scheduler.config import ConfigError, SchedulerConfig
-from scheduler.core import POLICIES, StepPlan
+from scheduler.core import BATCHING, MEMORY, POLICIES, Batching, StepPlan
 from scheduler.engine import Engine, EngineOptions, ServerState
 from scheduler.executor_client import ExecutorClient
 from scheduler.generation_defaults import GenerationDefaults
@@ -162,6 +163,8 @@ def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
 def _engine_options(config: SchedulerConfig) -> EngineOptions:
     return EngineOptions(
         policy=POLICIES[config.policy],
+        batching=_batching(config),
+        memory=MEMORY[config.memory],
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_in_flight=config.max_in_flight,
@@ -169,6 +172,12 @@ def _engine_options(config: SchedulerConfig) -> EngineOptions:
         max_waiting_prompt_tokens=config.max_waiting_prompt_tokens,
         enable_prefix_caching=config.enable_prefix_caching,
     )
+
+
+def _batching(config: SchedulerConfig) -> Batching:
+    """The time-out is that of dynamic batching; the others wait for nobody."""
+    batching = BATCHING[config.batching]
+    return replace(batching, timeout_s=config.batch_timeout_s) if batching.timeout_s else batching
 
 
 async def _cancelled(task: asyncio.Task[None]) -> None:

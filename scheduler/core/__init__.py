@@ -1,5 +1,6 @@
 """The scheduler core: a pure state machine. No clock, no I/O, no asyncio, no gRPC; the standard library only."""
 
+from scheduler.core.batching import BATCHING, CONTINUOUS, DYNAMIC, STATIC, Batching
 from scheduler.core.errors import (
     CapacityExceeded,
     ExecutorLost,
@@ -12,7 +13,9 @@ from scheduler.core.errors import (
     Unavailable,
 )
 from scheduler.core.invariants import check_invariants
+from scheduler.core.leap import leap
 from scheduler.core.limits import Limits
+from scheduler.core.memory import CONTIGUOUS, CONTIGUOUS_EXACT, CONTIGUOUS_POWER_OF_TWO, MEMORY, PAGED, Memory
 from scheduler.core.plan import Admission, BeamResult, Events, Fork, Logprobs, StepPlan, StepResult, TokenLogprobs
 from scheduler.core.policy import FCFS, POLICIES, PRIORITY, Policy
 from scheduler.core.request import BeamParams, Request, SequenceParams
@@ -22,11 +25,21 @@ from scheduler.core.stats import Counters
 from scheduler.core.views import BlockMap, BlockState, BlockView, KVUsage, SequenceView, block_map, kv_usage
 
 __all__ = [
+    "BATCHING",
+    "CONTIGUOUS",
+    "CONTIGUOUS_EXACT",
+    "CONTIGUOUS_POWER_OF_TWO",
+    "CONTINUOUS",
+    "DYNAMIC",
     "FCFS",
+    "MEMORY",
+    "PAGED",
     "POLICIES",
     "PRIORITY",
+    "STATIC",
     "TRANSITIONS",
     "Admission",
+    "Batching",
     "BeamParams",
     "BeamResult",
     "BlockMap",
@@ -43,6 +56,7 @@ __all__ = [
     "KVUsage",
     "Limits",
     "Logprobs",
+    "Memory",
     "PlanRejected",
     "Policy",
     "QueueFull",
@@ -61,4 +75,5 @@ __all__ = [
     "block_map",
     "check_invariants",
     "kv_usage",
+    "leap",
 ]

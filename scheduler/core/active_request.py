@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import inf
 
 from scheduler.core.beam_group import BeamGroup
 from scheduler.core.request import Request
@@ -16,6 +17,7 @@ class ActiveRequest:
     sequences: list[Sequence]
     child_slots: list[int] = field(default_factory=list)  # held for samples or beams to be born
     group: BeamGroup | None = None
+    arrival_s: float = -inf  # the time that the core had been told by then
 
     @property
     def num_unborn(self) -> int:

@@ -1,7 +1,9 @@
 """The pool of physical blocks: integers, reference counts, and a free queue that is also the LRU."""
 
+import re
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from operator import not_
 
 from scheduler.core.errors import InvariantViolation
 
@@ -23,6 +25,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
+        self._missing_run = num_blocks  # no run is as long as this: known until a block is released
 
     @property
     def num_usable_blocks(self) -> int:
@@ -45,6 +48,36 @@ class BlockPool:
         self.ref_counts[block] = 1
         return block
 
+    def find_run(self, length: int) -> int | None:
+        """First-fit: where the first run of so many consecutive free blocks begins; None: no run is that long."""
+        if not length:
+            return 1
+        if length >= self._missing_run:
+            return None
+        first = self._free_map().find(b"\x01" * length, 1)
+        if first < 0:
+            self._missing_run = length
+            return None
+        return first
+
+    def take_run(self, length: int) -> list[int]:
+        """Hands out the first run of so many blocks, with ref_count 1. The caller has checked that there is one."""
+        first = self.find_run(length)
+        if first is None:
+            raise InvariantViolation(f"a run of {length} blocks was taken, and there is none")
+        run = list(range(first, first + length))
+        for block in run:
+            self.retain(block)
+        return run
+
+    def free_runs(self) -> Iterator[int]:
+        """Lengths of the longest runs of consecutive free blocks, from the first to the last."""
+        return (len(run.group()) for run in re.finditer(b"\x01+", self._free_map()[1:]))
+
+    def _free_map(self) -> bytes:
+        """A byte for each block, the null block too: 1 where ref_count is 0."""
+        return bytes(map(not_, self.ref_counts))
+
     def retain(self, block: int) -> None:
         """One more reference to a block; a free one leaves the free queue."""
         if self.ref_counts[block] == 0:
@@ -57,6 +90,7 @@ class BlockPool:
             raise InvariantViolation(f"block {block} was released more often than it was referenced")
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
+            self._missing_run = self.num_blocks
             self._free[block] = None
             if not findable:
                 self._free.move_to_end(block, last=False)

@@ -27,6 +27,8 @@ def check_fits(request: Request, limits: Limits, cache: KVCache) -> None:
     num_sequences = request.beam.width if request.beam else request.num_sequences
     if num_sequences > limits.max_num_seqs:
         raise CapacityExceeded(f"{num_sequences} sequences in one request, at most {limits.max_num_seqs} can run")
+    if cache.memory.is_contiguous:
+        _check_fits_run(request, cache)
     if request.beam:
         num_blocks = BeamGroup(Sequence(request, 0, 0), request.beam).num_worst_case_blocks(cache)
         if num_blocks > cache.pool.num_usable_blocks:
@@ -34,6 +36,16 @@ def check_fits(request: Request, limits: Limits, cache: KVCache) -> None:
                 f"{num_sequences} beams may come to hold {num_blocks} blocks, the pool has "
                 f"{cache.pool.num_usable_blocks}"
             )
+
+
+def _check_fits_run(request: Request, cache: KVCache) -> None:
+    if request.num_sequences > 1 or request.beam:
+        raise CapacityExceeded(
+            f"samples and beams of one request share blocks, which {cache.memory.name} memory cannot"
+        )
+    num_blocks, num_usable_blocks = cache.run_length(request), cache.pool.num_usable_blocks
+    if num_blocks > num_usable_blocks:
+        raise CapacityExceeded(f"the request reserves a run of {num_blocks} blocks, the pool has {num_usable_blocks}")
 
 
 def fits(request: Request, limits: Limits, cache: KVCache) -> bool:

@@ -24,6 +24,7 @@ def _problems(scheduler: Scheduler) -> Iterator[str]:
     yield from _index_is_one_to_one(scheduler)
     yield from _published_blocks_are_computed(scheduler)
     yield from _everybody_is_somewhere(scheduler)
+    yield from _closed_batches_are_closed(scheduler)
     yield from _slots_are_partitioned(scheduler)
     yield from _groups_are_consistent(scheduler)
     yield from _reservations_are_covered(scheduler)
@@ -78,6 +79,13 @@ def _everybody_is_somewhere(scheduler: Scheduler) -> Iterator[str]:
             yield f"I7: {sequence!r} waits and holds blocks or a slot"
 
 
+def _closed_batches_are_closed(scheduler: Scheduler) -> Iterator[str]:
+    members = set(scheduler.batch_members())
+    for sequence in scheduler.running_sequences():
+        if scheduler.batching.is_closed and sequence.request.request_id not in members:
+            yield f"I20: {sequence!r} runs beside the batch {sorted(members)}, and is no member"
+
+
 def _slots_are_partitioned(scheduler: Scheduler) -> Iterator[str]:
     slots = [sequence.slot for sequence in scheduler.running_sequences() if sequence.slot >= 0]
     num_held = len(slots) + scheduler.num_held_slots
@@ -111,8 +119,12 @@ def _sequence_is_consistent(scheduler: Scheduler, sequence: Sequence) -> Iterato
     num_planned, num_computed = sequence.num_planned_tokens, sequence.num_computed_tokens
     if not num_computed <= num_planned <= sequence.num_tokens + scheduler.num_in_flight:
         yield f"I8: {sequence!r} has {num_computed} computed, {num_planned} planned of {sequence.num_tokens} tokens"
-    if len(sequence.block_table) != cache.num_blocks_for(num_planned):
+    run_length = cache.run_length(sequence.request)
+    if len(sequence.block_table) != max(cache.num_blocks_for(num_planned), run_length):
         yield f"I8: {sequence!r} has {len(sequence.block_table)} blocks for {num_planned} tokens"
+    first = sequence.block_table[0] if run_length else 0
+    if sequence.block_table[:run_length] != list(range(first, first + run_length)):
+        yield f"I21: {sequence!r} lies in blocks {sequence.block_table}, which are no run"
     for position in range(num_planned, sequence.write_limit):
         block = sequence.block_table[position // size]
         if cache.pool.ref_counts[block] != 1:

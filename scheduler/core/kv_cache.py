@@ -15,7 +15,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.core.block_pool import BlockPool
+from scheduler.core.memory import PAGED, Memory
 from scheduler.core.prefix_index import PrefixIndex
+from scheduler.core.request import Request
 from scheduler.core.sequence import Sequence
 
 NEVER = 1 << 62
@@ -33,19 +35,35 @@ class KVCache:
     """Block pool, prefix index and the block tables of all sequences, kept consistent.
 
     Some blocks can be *reserved*: promised to one sequence and not yet taken. Nobody else gets them.
+
+    A memory mode that is contiguous (memory.py) has a sequence take all its blocks when it is admitted, in one run:
+    its table is then longer than its tokens need, and never grows.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, namespace: str = "", *, enable_prefix_caching: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        namespace: str = "",
+        *,
+        enable_prefix_caching: bool = True,
+        memory: Memory = PAGED,
+        max_model_len: int = 0,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(block_size, namespace)
         self.num_reserved_blocks = 0
-        self._enable_prefix_caching = enable_prefix_caching
+        self.memory = memory
+        self._max_model_len = max_model_len
+        self._enable_prefix_caching = enable_prefix_caching and not memory.is_contiguous
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def run_length(self, request: Request) -> int:
+        """Blocks that the request takes in one run when it is admitted; 0 under paging."""
+        return self.num_blocks_for(self.memory.run_length(request, self._max_model_len))
 
     def num_available_blocks(self, sequence: Sequence | None = None) -> int:
         """Free blocks that are not promised to a sequence other than this one."""
@@ -76,19 +94,26 @@ class KVCache:
         chain = self.index.extend_chain(sequence.digests, sequence.token_ids, num_blocks + 1, salt)
         return chain[num_blocks] == digest
 
-    def num_blocks_to_admit(self, sequence: Sequence, prefix: list[int]) -> int:
-        """Free blocks it takes to hold all known tokens, if `prefix` is shared: cached blocks stop being free too."""
+    def num_blocks_to_admit(self, sequence: Sequence, prefix: list[int], num_promised: int = 0) -> int:
+        """Free blocks it takes to hold all known tokens, its run, and what it is promised in all, if `prefix` is
+        shared: cached blocks stop being free too."""
         num_revived = sum(self.pool.ref_counts[block] == 0 for block in prefix)
-        return self.num_blocks_for(sequence.num_tokens) - len(prefix) + num_revived
+        num_held = max(self.num_blocks_for(sequence.num_tokens), self.run_length(sequence.request), num_promised)
+        return num_held - len(prefix) + num_revived
+
+    def has_run_for(self, sequence: Sequence) -> bool:
+        """Whether its run is free in one piece. Under paging any block will do."""
+        return self.pool.find_run(self.run_length(sequence.request)) is not None
 
     def adopt(self, sequence: Sequence, prefix: list[int]) -> None:
-        """Starts the block table of a sequence that has none with the blocks that `find_prefix` found."""
+        """Starts the block table of a sequence that has none: with the blocks that `find_prefix` found, and its run."""
         for block in prefix:
             self.pool.retain(block)
         self.index.count_hits(prefix)
-        sequence.block_table = list(prefix)
+        sequence.block_table = prefix + self.pool.take_run(self.run_length(sequence.request))
         num_tokens = len(prefix) * self.block_size
-        sequence.num_computed_tokens = sequence.num_planned_tokens = sequence.write_limit = num_tokens
+        sequence.num_computed_tokens = sequence.num_planned_tokens = num_tokens
+        sequence.write_limit = len(sequence.block_table) * self.block_size
         sequence.publish_at = num_tokens + self.block_size if self._enable_prefix_caching else NEVER
 
     # --- writing ----------------------------------------------------------------------------------------------
@@ -135,6 +160,11 @@ class KVCache:
             table.append(block)
         sequence.write_limit = len(table) * size
         return Allocation(tuple(updates), block_copy)
+
+    def append_block(self, sequence: Sequence) -> None:
+        """The short way, where the last block is full, or there is none: one block more. There has to be one."""
+        sequence.block_table.append(self._take(sequence))
+        sequence.write_limit += self.block_size
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child holds all that the parent holds, the partly filled last block too. Nothing is copied."""

@@ -12,6 +12,15 @@ from scheduler.core.plan import Events, Logprobs, StepResult, TokenLogprobs
 from scheduler.core.sequence import Sequence
 
 
+def check_counts(step: Step, result: StepResult) -> None:
+    """Raises ResultMismatch unless each sequence that sampled has its token."""
+    for name, values in (("token_ids", result.token_ids), ("end_reasons", result.end_reasons)):
+        if values is not None and len(values) != len(step.sampled):
+            raise ResultMismatch(
+                f"step {step.step_id} sampled {len(step.sampled)} sequences, its result has {len(values)} {name}"
+            )
+
+
 def check_reports(step: Step, result: StepResult) -> None:
     """Raises ResultMismatch unless there is just as much of everything as was asked for."""
     num_candidates = sum(beam.params.num_candidates for beam in step.beams)

@@ -51,8 +51,17 @@ class BlockMap:
 class KVUsage:
     """The pool in numbers. Slots are places for one token; a shared block's slots count once.
 
-    wasted slots are those in active blocks that no computed or planned token fills: internal fragmentation, the
-    only kind there is.
+    used      hold a token, computed or planned
+    wasted    the other slots of blocks that running sequences hold: reserved + internal
+
+    The kinds of waste are those of Kwon et al., SOSP 2023, section 3.1:
+
+    reserved  a sequence that holds them will write them later: nobody else can use them meanwhile
+    internal  no sequence that holds them will ever write them: they lie between its final length and its blocks' end
+    external  of free blocks, in no run long enough for the head of the queue; 0 if nobody waits, and under paging
+
+    The final length of a sequence is taken to be max_total_tokens - 1 (the KV of its last token is never needed). One
+    that ends earlier, by EOS or a stop string, leaves reserved slots unwritten: what was reserved was then internal.
     """
 
     num_free_blocks: int
@@ -61,6 +70,9 @@ class KVUsage:
     num_shared_blocks: int
     num_used_slots: int
     num_wasted_slots: int
+    num_reserved_slots: int = 0
+    num_internal_slots: int = 0
+    num_external_slots: int = 0
 
     @property
     def waste_ratio(self) -> float:
@@ -108,17 +120,19 @@ def sequence_view(sequence: Sequence) -> SequenceView:
 
 
 def kv_usage(scheduler: Scheduler) -> KVUsage:
-    """Costs time in the blocks of running sequences, not in the size of the pool."""
+    """Costs time in the blocks of running sequences; in the size of the pool only if memory is contiguous."""
     pool, index, size = scheduler.cache.pool, scheduler.cache.index, scheduler.cache.block_size
-    fill: dict[int, int] = {}
+    fill: dict[int, int] = {}  # slots of a block that hold a token
+    reach: dict[int, int] = {}  # slots of a block that hold one in the end
     for sequence in scheduler.running_sequences():
-        table = sequence.block_table
-        for i, block in enumerate(table):
-            num_filled = min(size, sequence.num_planned_tokens - i * size)
-            fill[block] = max(fill.get(block, 0), num_filled)
+        num_planned, num_final = sequence.num_planned_tokens, sequence.params.max_total_tokens - 1
+        for i, block in enumerate(sequence.block_table):
+            start = i * size
+            fill[block] = max(fill.get(block, 0), min(size, num_planned - start))
+            reach[block] = max(reach.get(block, 0), min(size, num_final - start))
     active = set(fill).union(*scheduler.deferred_releases())
     num_cached = len(index) - sum(block in index for block in active)
-    num_used = sum(fill.values())
+    num_used, num_reached = sum(fill.values()), sum(reach.values())
     return KVUsage(
         num_free_blocks=pool.num_free_blocks - num_cached,
         num_cached_blocks=num_cached,
@@ -126,4 +140,16 @@ def kv_usage(scheduler: Scheduler) -> KVUsage:
         num_shared_blocks=sum(pool.ref_counts[block] > 1 for block in active),
         num_used_slots=num_used,
         num_wasted_slots=len(fill) * size - num_used,
+        num_reserved_slots=num_reached - num_used,
+        num_internal_slots=len(fill) * size - num_reached,
+        num_external_slots=_num_external_blocks(scheduler) * size,
     )
+
+
+def _num_external_blocks(scheduler: Scheduler) -> int:
+    """Free blocks in runs that are too short for the head of the queue."""
+    head = next(scheduler.waiting_sequences(), None)
+    if head is None or not scheduler.cache.memory.is_contiguous:
+        return 0
+    num_wanted = scheduler.cache.run_length(head.request)
+    return sum(length for length in scheduler.cache.pool.free_runs() if length < num_wanted)

@@ -2,14 +2,19 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from math import inf
 
 from scheduler.core import (
+    CONTINUOUS,
     FCFS,
+    PAGED,
+    Batching,
     BlockMap,
     Events,
     FinishReason,
     InvariantViolation,
     Limits,
+    Memory,
     Policy,
     Request,
     Scheduler,
@@ -54,6 +59,9 @@ class Coverage:
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
     num_lost_flights: int = 0
+    num_external: int = 0  # results after which free blocks were of no use to the head of the queue
+    num_batches: int = 0  # closed ones
+    num_waits_for_batch: int = 0  # nothing planned, until a batch is full or has waited long enough
 
 
 @dataclass(slots=True)
@@ -101,6 +109,8 @@ class Rig:
         num_blocks: int,
         block_size: int,
         policy: Policy = FCFS,
+        batching: Batching = CONTINUOUS,
+        memory: Memory = PAGED,
         vocab_size: int = 2,
         enable_prefix_caching: bool = True,
     ) -> None:
@@ -110,6 +120,8 @@ class Rig:
             num_blocks=num_blocks,
             block_size=block_size,
             policy=policy,
+            batching=batching,
+            memory=memory,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.executor: FakeExecutor | None = None
@@ -118,12 +130,15 @@ class Rig:
         self.lost: list[Flight] = []  # sent to executors that are gone; their results may still arrive
         self.coverage = Coverage()
         self.bound = StepBound(limits.max_preemptions)
+        self.now_s = 0.0
+        self.arrivals_s: dict[int, float] = {}
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
         """Raises CapacityExceeded and QueueFull as the scheduler does."""
-        self.scheduler.add(request)
+        self.scheduler.add(request, self.now_s)
+        self.arrivals_s[request.request_id] = self.now_s
         self.clients.submit(request)
         self.bound.add(request)
         self.check()
@@ -138,6 +153,7 @@ class Rig:
         return self._hear(self.scheduler.stop(request_id, index))
 
     def expire(self, now_s: float) -> Events:
+        self.now_s = now_s
         events = self.scheduler.expire(now_s)
         for sequence, reason in events.finished:
             deadline_s = sequence.request.deadline_s
@@ -165,7 +181,10 @@ class Rig:
         for sequence, reason in events.finished:
             assert reason is FinishReason.ERROR
             too_long = sequence.params.max_total_tokens > scheduler.max_tokens_per_sequence
-            assert too_long or most_blocks(sequence.request, scheduler) > self.num_blocks - 1, f"{sequence!r} would fit"
+            no_run = scheduler.cache.run_length(sequence.request) > self.num_blocks - 1
+            assert no_run or too_long or most_blocks(sequence.request, scheduler) > self.num_blocks - 1, (
+                f"{sequence!r} would fit"
+            )
         self.executor = FakeExecutor(
             self.num_blocks,
             scheduler.cache.block_size,
@@ -200,9 +219,13 @@ class Rig:
         waiting = list(scheduler.waiting_sequences())
         sampling = self._sampling_slots()
         num_preemptions = self._num_group_preemptions()
+        members = scheduler.batch_members()
+        can_plan = self.executor is not None and scheduler.num_in_flight < scheduler.limits.max_in_flight
         plan = scheduler.schedule()
+        self._check_batch(members, waiting if can_plan else [])
         self.coverage.num_preempted_beams += self._num_group_preemptions() - num_preemptions
         if plan is None:
+            self._check_somebody_is_awaited()
             self.coverage.num_waits_for_room += self.executor is not None and self._waits_for_room()
             self.check()
             return None
@@ -233,8 +256,10 @@ class Rig:
         while self.scheduler.num_unfinished_requests or self.in_flight:
             if self.schedule() is not None:
                 continue
-            assert self.in_flight, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
-            self.commit()
+            if self.in_flight:
+                self.commit()
+            elif (next_s := self.scheduler.next_wake_s) is not None:
+                self.expire(next_s)
         self.clients.assert_served()
         self.assert_idle()
 
@@ -257,6 +282,14 @@ class Rig:
             most = most_preemptions(self.scheduler.limits.max_preemptions, sequence.index)
             assert sequence.num_preemptions <= most, f"I14: {sequence!r} was preempted {sequence.num_preemptions} times"
 
+    def _check_somebody_is_awaited(self) -> None:
+        """I12: where nothing is planned a result is to come, or an executor, or the time to form a batch."""
+        if self.executor is None or self.in_flight or not self.scheduler.num_unfinished_requests:
+            return
+        due_s = self.scheduler.books.cohort.due_s
+        assert due_s is not None, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
+        assert due_s > self.now_s, "I12: who waits for a time that has come waits for ever"
+
     def _check_order(self, waiting_before: list[Sequence]) -> None:
         """I13: nobody overtakes, and nobody comes in behind a first in line who cannot go on. I16: a suspect has no
         neighbours but the samples of its own request."""
@@ -265,12 +298,42 @@ class Rig:
         admitted = [sequence for sequence in waiting_before if sequence in running]
         if admitted:
             last = max(admitted, key=order)
-            overtaken = [waiting for waiting in self.scheduler.waiting_sequences() if order(waiting) < order(last)]
+            overtaken = [waiting for waiting in self._who_may_come_in() if order(waiting) < order(last)]
             assert not overtaken, f"I13: {last!r} overtook {overtaken}"
             assert self._first_in_line_has_row(order(last)), f"I13: {last!r} came in behind one who cannot go on"
         if any(sequence.is_suspect for sequence in running):
             num_requests = len({sequence.request.request_id for sequence in running})
             assert num_requests == 1, "I16: a suspect has neighbours"
+
+    def _who_may_come_in(self) -> list[Sequence]:
+        """Of those who wait: all, or the members of the batch."""
+        members = set(self.scheduler.batch_members())
+        is_closed = self.scheduler.batching.is_closed
+        return [s for s in self.scheduler.waiting_sequences() if not is_closed or s.request.request_id in members]
+
+    def _check_batch(self, members_before: list[int], waiting_before: list[Sequence]) -> None:
+        """I20: a closed batch keeps its members until all of them have ended; then the next is formed of the first in
+        the queue, once it is full or the first to arrive has waited long enough."""
+        scheduler, members = self.scheduler, self.scheduler.batch_members()
+        if members_before or not scheduler.batching.is_closed:
+            assert members == members_before, f"I20: the batch {members_before} became {members}"
+            return
+        num_slots, head, is_full = 0, [], False
+        for sequence in waiting_before:
+            request = sequence.request
+            num_slots += request.beam.width if request.beam else request.num_sequences
+            is_full |= num_slots >= scheduler.limits.max_num_seqs
+            if num_slots <= scheduler.limits.max_num_seqs:
+                head.append(request.request_id)
+        due_s = min((self.arrivals_s[request_id] for request_id in head), default=inf) + scheduler.batching.timeout_s
+        if members:
+            self.coverage.num_batches += 1
+            assert members == head, f"I20: the batch {members} is not the head of the queue, {head}"
+            assert is_full or due_s <= self.now_s, f"I20: the batch {members} was formed too early"
+        elif waiting_before:
+            self.coverage.num_waits_for_batch += 1
+            assert not is_full, f"I20: no batch was formed of {head}, though it is full"
+            assert due_s > self.now_s, f"I20: no batch was formed of {head}, though the first has waited until {due_s}"
 
     def _first_in_line_has_row(self, before: tuple[int, ...]) -> bool:
         """Whether the first sequence in order, if it comes before this key, computes something in the newest plan."""
@@ -293,7 +356,7 @@ class Rig:
         """I19: a group that is decided has a row for each of its beams, in the next plan."""
         beams = [sequence for sequence in self.scheduler.running_sequences() if sequence.purse is not sequence]
         branched = set(plan.branches[::3])
-        assert not self.scheduler._batch.decided, "I19: a decided group was not planned"
+        assert not self.scheduler.books.batch.decided, "I19: a decided group was not planned"
         self.coverage.num_beam_steps += bool(branched)
         self.coverage.num_beams_behind += any(beam.slot not in branched for beam in beams)
         if branched:
@@ -310,7 +373,15 @@ class Rig:
         assert usage.num_cached_blocks + usage.num_free_blocks == pool.num_free_blocks
         assert usage.num_shared_blocks == sum(num_refs > 1 for num_refs in pool.ref_counts)
         num_running = sum(1 for _ in self.scheduler.running_sequences())
-        assert usage.num_wasted_slots <= num_running * (self.scheduler.cache.block_size - 1), "a block too many"
+        assert usage.num_reserved_slots + usage.num_internal_slots == usage.num_wasted_slots
+        assert min(usage.num_reserved_slots, usage.num_internal_slots, usage.num_external_slots) >= 0
+        self.coverage.num_external += usage.num_external_slots > 0
+        if self.scheduler.memory.is_contiguous:
+            assert self.scheduler.counters.num_preemptions == 0, "I21: somebody was preempted"
+            assert usage.num_external_slots <= pool.num_free_blocks * self.scheduler.cache.block_size
+        else:
+            assert usage.num_wasted_slots <= num_running * (self.scheduler.cache.block_size - 1), "a block too many"
+            assert usage.num_external_slots == 0
 
     def _num_group_preemptions(self) -> int:
         leaders = {sequence.purse for sequence in self.scheduler.unfinished_sequences() if sequence.is_beam}

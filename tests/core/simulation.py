@@ -9,18 +9,26 @@ long taken over. One seed is one world; the same seed is the same world.
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from heapq import heappop, heappush
+from math import inf
 from random import Random
 
 from scheduler.core import (
+    CONTINUOUS,
+    DYNAMIC,
     FCFS,
+    MEMORY,
+    PAGED,
     PRIORITY,
+    STATIC,
+    Batching,
     BeamParams,
     CapacityExceeded,
     FinishReason,
     Limits,
+    Memory,
     Policy,
     QueueFull,
     Request,
@@ -54,6 +62,8 @@ class World:
 
     limits: Limits
     policy: Policy
+    batching: Batching
+    memory: Memory
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool
@@ -74,7 +84,8 @@ class World:
 def draw_world(random: Random) -> World:
     """Small worlds, where everything is scarce."""
     max_num_seqs = random.randint(1, 5)
-    beam_share = random.choice((0.0, 0.4, 0.7))
+    memory = random.choice((PAGED, PAGED, PAGED, random.choice(tuple(MEMORY.values()))))
+    beam_share = random.choice((0.0, 0.4, 0.7)) if memory is PAGED else 0.0
     limits = Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + random.randint(0, 8),
@@ -89,7 +100,9 @@ def draw_world(random: Random) -> World:
     return World(
         limits=limits,
         policy=random.choice((FCFS, PRIORITY)),
-        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share else 0),
+        batching=random.choice((CONTINUOUS, CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.004))),
+        memory=memory,
+        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share or memory is not PAGED else 0),
         block_size=random.randint(1, 4),
         enable_prefix_caching=random.random() < 0.8,
         num_requests=random.randint(2, 9),
@@ -139,10 +152,13 @@ class Simulation:
             num_blocks=world.num_blocks,
             block_size=world.block_size,
             policy=world.policy,
+            batching=world.batching,
+            memory=world.memory,
             vocab_size=VOCAB_SIZE,
             enable_prefix_caching=world.enable_prefix_caching,
         )
         self.busy_until_ms = 0.0  # the executor runs one step after the other
+        self.wakes_s = inf  # the earliest time at which it wakes up by itself
         self.arrived_until_ms = 0.0  # and its stream keeps their order
 
     def run(self) -> Counter[str]:
@@ -183,12 +199,17 @@ class Simulation:
                 num_logprobs=random.randint(0, 2) if has_logprobs else 0,
                 num_prompt_logprobs=random.randint(0, 2) if has_logprobs else 0,
             ),
-            seeds=(0,) if width else tuple(random.randrange(4) for _ in range(random.choice((1, 1, 2, 3)))),
+            seeds=(0,) if width else tuple(random.randrange(4) for _ in range(self._draw_num_samples())),
             beam=self._draw_beam(width) if width else None,
             priority=random.randint(0, 2),
             cache_salt=random.choice((b"", b"", b"salt")),
             deadline_s=random.uniform(0.0, 0.03) if has_deadline else None,
         )
+
+    def _draw_num_samples(self) -> int:
+        """Where runs are not shared, hardly anybody asks for more than one."""
+        choices = (1, 1, 2, 3) if self.world.memory is PAGED else (1,) * 9 + (2,)
+        return self.random.choice(choices)
 
     def _draw_beam(self, width: int) -> BeamParams:
         random = self.random
@@ -201,6 +222,7 @@ class Simulation:
         return (*head, *tail)[: self.rig.scheduler.max_tokens_per_sequence - 1]
 
     def _arrive(self, request: Request) -> None:
+        self.rig.expire(self.clock.now_ms / 1000)
         try:
             self.rig.add(request)
         except CapacityExceeded:
@@ -234,12 +256,22 @@ class Simulation:
 
     def _wake(self) -> None:
         self.rig.expire(self.clock.now_ms / 1000)
+        if self.rig.now_s >= self.wakes_s:
+            self.wakes_s = inf
         while self.rig.schedule() is not None:
             flight = self.rig.in_flight[-1]
             self.busy_until_ms = max(self.busy_until_ms, self.clock.now_ms) + self._around(self.world.step_ms)
             arrives_ms = self.busy_until_ms + self._around(self.world.network_ms)
             self.arrived_until_ms = max(self.arrived_until_ms, arrives_ms)
             self.clock.at(self.arrived_until_ms, partial(self._deliver, flight))
+        self._wake_when_due()
+
+    def _wake_when_due(self) -> None:
+        """For a batch that is waited for; deadlines have events of their own."""
+        due_s = self.rig.scheduler.next_wake_s
+        if due_s is not None and due_s < self.wakes_s:
+            self.wakes_s = due_s
+            self.clock.at(1000 * due_s + 1e-6, self._wake)  # rounding must not make it early
 
     def _deliver(self, flight: Flight) -> None:
         if flight not in self.rig.lost:

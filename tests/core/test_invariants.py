@@ -7,7 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.core import BeamParams, InvariantViolation, Limits, Scheduler, Sequence, State, check_invariants
+from scheduler.core import (
+    CONTIGUOUS,
+    STATIC,
+    BeamParams,
+    InvariantViolation,
+    Limits,
+    Scheduler,
+    Sequence,
+    State,
+    check_invariants,
+)
 from tests.core.letters import VOCAB_SIZE, make_request
 from tests.core.rig import Rig
 
@@ -91,11 +101,11 @@ def publish_other_tokens(scheduler: Scheduler) -> None:
 
 
 def lose_a_waiting_sequence(scheduler: Scheduler) -> None:
-    scheduler._waiting.remove(sample(scheduler, 4))
+    scheduler.books.waiting.remove(sample(scheduler, 4))
 
 
 def wait_and_run(scheduler: Scheduler) -> None:
-    scheduler._waiting.add(sample(scheduler))
+    scheduler.books.waiting.add(sample(scheduler))
 
 
 def run_in_another_state(scheduler: Scheduler) -> None:
@@ -127,7 +137,7 @@ def sit_on_another_lap(scheduler: Scheduler) -> None:
 
 
 def lose_a_slot(scheduler: Scheduler) -> None:
-    scheduler._batch.return_slot(7)
+    scheduler.books.batch.return_slot(7)
 
 
 def promise_more_than_there_is(scheduler: Scheduler) -> None:
@@ -139,12 +149,25 @@ def forget_a_promise(scheduler: Scheduler) -> None:
 
 
 def lose_a_slot_of_a_group(scheduler: Scheduler) -> None:
-    scheduler._requests[5].child_slots.append(3)
+    scheduler.books.requests[5].child_slots.append(3)
 
 
 def plan_a_beam_that_is_decided(scheduler: Scheduler) -> None:
     group = next(scheduler.running_groups())[1]
     group.branches = [(group.beams[0], 7)]
+
+
+def call_nobody(scheduler: Scheduler) -> None:
+    """As if the batch were closed, and those who run no members."""
+    scheduler.books.batching = STATIC
+
+
+def lie_in_pieces(scheduler: Scheduler) -> None:
+    """As if memory were contiguous, and a run as long as the table."""
+    scheduler.cache.memory = CONTIGUOUS
+    sequence = sample(scheduler, 3)
+    scheduler.cache._max_model_len = len(sequence.block_table) * scheduler.cache.block_size
+    sequence.block_table.reverse()
 
 
 BREAKS: list[tuple[str, Callable[[Scheduler], None]]] = [
@@ -174,6 +197,8 @@ BREAKS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("I19", plan_a_beam_that_is_decided),
     ("I10", promise_more_than_there_is),
     ("I10", forget_a_promise),
+    ("I20", call_nobody),
+    ("I21", lie_in_pieces),
 ]
 
 
@@ -188,7 +213,7 @@ def test_a_broken_invariant_is_named(rig: Rig, number: str, break_it: Callable[[
 def test_the_rig_sees_a_block_freed_too_early(rig: Rig) -> None:
     """I6 is about the executor, too; so the rig checks it, which knows what each plan touches."""
     sequence = sample(rig.scheduler)
-    rig.scheduler._release_after_flight = rig.scheduler.cache.release  # type: ignore[method-assign]
+    rig.scheduler.books._release_after_flight = rig.scheduler.cache.release  # type: ignore[method-assign]
     rig.scheduler.cancel(sequence.request.request_id)
     check_invariants(rig.scheduler)
     with pytest.raises(InvariantViolation, match="I6: plan"):

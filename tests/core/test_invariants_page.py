@@ -53,7 +53,7 @@ def test_every_change_of_state_in_the_table_happens(monkeypatch: pytest.MonkeyPa
         become(sequence, state)
 
     monkeypatch.setattr(Sequence, "become", record)
-    for seed in range(150):
+    for seed in range(400):
         simulate(seed)
     assert {(source, target) for source, targets in TRANSITIONS.items() for target in targets} == seen
 

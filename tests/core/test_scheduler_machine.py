@@ -5,7 +5,7 @@ sequence must generate whatever happens around it.
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, TypeVar
 
 import pytest
@@ -20,11 +20,18 @@ from hypothesis.stateful import (
 )
 
 from scheduler.core import (
+    CONTINUOUS,
+    DYNAMIC,
     FCFS,
+    MEMORY,
+    PAGED,
     PRIORITY,
+    STATIC,
+    Batching,
     BeamParams,
     CapacityExceeded,
     Limits,
+    Memory,
     Policy,
     QueueFull,
     Request,
@@ -123,6 +130,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.sampled_from((8, 6, 4, 12, 16)),
         block_size=st.integers(1, 4),
         policy=st.sampled_from((FCFS, PRIORITY)),
+        batching=st.sampled_from((CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.5))),
+        memory=st.sampled_from((PAGED, PAGED, PAGED, *MEMORY.values())),
         enable_prefix_caching=st.sampled_from((True, True, True, False)),
         first=st.lists(arrivals, min_size=1, max_size=5),
     )
@@ -132,6 +141,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks: int,
         block_size: int,
         policy: Policy,
+        batching: Batching,
+        memory: Memory,
         enable_prefix_caching: bool,
         first: list[Arrival],
     ) -> None:
@@ -140,6 +151,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_blocks=num_blocks,
             block_size=block_size,
             policy=policy,
+            batching=batching,
+            memory=memory,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.rig.attach()

@@ -4,8 +4,9 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
-from scheduler.core import POLICIES, BeamParams, Events, Limits, QuireError, Sequence, StepPlan
+from scheduler.core import BATCHING, MEMORY, POLICIES, BeamParams, Events, Limits, QuireError, Sequence, StepPlan
 from tests.core.letters import VOCAB_SIZE, make_request, to_text
 from tests.core.rig import Rig
 
@@ -50,19 +51,29 @@ class Transcript:
     # --- commands ---------------------------------------------------------------------------------------------
 
     def _start(self, _: list[str], options: dict[str, str]) -> Iterator[str]:
-        """start blocks= block_size= seqs= budget= [in_flight=1] [max_preemptions=3] [policy=fcfs]"""
+        """start blocks= block_size= seqs= budget= [in_flight=1] [max_preemptions=3] [policy=fcfs] [max_len=1000]
+        [batching=continuous] [timeout_s=] [memory=paged]"""
         num_usable_blocks, block_size = int(options.pop("blocks")), int(options.pop("block_size"))
         policy = POLICIES[options.pop("policy", "fcfs")]
+        batching = BATCHING[options.pop("batching", "continuous")]
+        batching = replace(batching, timeout_s=float(options.pop("timeout_s", batching.timeout_s)))
+        memory = MEMORY[options.pop("memory", "paged")]
         limits = Limits(
             max_num_seqs=int(options.pop("seqs")),
             max_num_batched_tokens=int(options.pop("budget")),
-            max_model_len=1000,
+            max_model_len=int(options.pop("max_len", "1000")),
             max_in_flight=int(options.pop("in_flight", "1")),
             max_preemptions=int(options.pop("max_preemptions", "3")),
         )
         _refuse_leftovers(options)
         self._rig = Rig(
-            limits, num_blocks=num_usable_blocks + 1, block_size=block_size, policy=policy, vocab_size=VOCAB_SIZE
+            limits,
+            num_blocks=num_usable_blocks + 1,
+            block_size=block_size,
+            policy=policy,
+            batching=batching,
+            memory=memory,
+            vocab_size=VOCAB_SIZE,
         )
         self._rig.attach()
         yield from self._state()
@@ -139,6 +150,8 @@ class Transcript:
 
     def _state(self) -> Iterator[str]:
         scheduler = self.rig.scheduler
+        if members := scheduler.batch_members():
+            yield f"batch    {_spaced(members)}"
         if scheduler.num_waiting:
             yield f"queue    {_spaced(map(_name, scheduler.waiting_sequences()))}"
         for sequence in scheduler.running_sequences():

@@ -108,6 +108,12 @@ class Stack:
             flags |= {"listen": self.grpc, "http_listen": self.http}
         return self._launch("scheduler", flags, self._scheduler_command)
 
+    async def restart_scheduler(self, **flags: Any) -> None:
+        """apart: ends the scheduler and starts it again, with these flags, at the address it had."""
+        self.flags |= flags
+        await self.ended(self.scheduler, signal.SIGTERM)
+        await asyncio.to_thread(self._await_ready_line, self.launch_scheduler())
+
     # --- what tests ask -------------------------------------------------------------------------------------------
 
     def client(self, **options: Any) -> AsyncClient:

@@ -1,0 +1,47 @@
+"""Batching and memory modes differ in speed and in memory, and in nothing that a client reads."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from quire import CapacityExceededError
+from scheduler.core import BATCHING, CONTIGUOUS, MEMORY, PAGED
+from tests.e2e.stack import TINY, Stack
+from tests.e2e.test_equality import check_greedy, complete, has_prefix_hits, mixed_requests
+
+REQUESTS = mixed_requests(AutoConfig.from_pretrained(TINY).vocab_size, 14, max_prompt=90, max_output=30)
+"""More than fit at once, in slots and in blocks; prompts longer than a step."""
+
+FLAGS = {"num_blocks": 29, "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 64}
+"""A pool of 28 blocks: three runs of 128 slots, and some."""
+
+
+@pytest.fixture(scope="module")
+def tiny() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+async def test_every_mode_generates_the_same(tiny: PreTrainedModel, memory: str) -> None:
+    async with Stack(apart=True, memory=memory, **FLAGS) as stack:
+        for batching in BATCHING:
+            await stack.restart_scheduler(batching=batching)
+            async with stack.client() as client:
+                completions = await asyncio.gather(*(complete(client, request) for request in REQUESTS))
+                num_preemptions = (await client.block_map()).num_preemptions
+            for request, completion in zip(REQUESTS, completions, strict=True):
+                check_greedy(tiny, request, completion)
+            if memory == PAGED.name:
+                assert has_prefix_hits(completions)
+            else:
+                assert not has_prefix_hits(completions)
+                assert num_preemptions == 0
+
+
+async def test_what_shares_blocks_is_refused_where_they_are_not_shared() -> None:
+    async with Stack(memory=CONTIGUOUS.name, **FLAGS) as stack, stack.client() as client:
+        for wish in ({"n": 2}, {"beam_width": 2}):
+            with pytest.raises(CapacityExceededError, match="share blocks, which contiguous memory cannot"):
+                await client.complete("Once", max_tokens=4, **wish)
