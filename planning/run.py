@@ -4,9 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import scheduler.core as core
 from planning.cost import CostModel
 from planning.demand import find_demand
 from planning.deployment import Deployment, deploy
@@ -19,7 +17,7 @@ from planning.server import Server
 from planning.settings import SimulateSettings
 from planning.simulation import Simulation
 from planning.summary import Summary, summarize
-from scheduler.core import POLICIES, Limits
+from scheduler.core import BATCHING, MEMORY, POLICIES, Limits
 
 _DEFAULT_MAX_MODEL_LEN = 8192
 
@@ -54,8 +52,9 @@ def simulate(model: str, settings: SimulateSettings, progress: Progress | None =
 
 def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
     """Raises PlanningError."""
-    if settings.policy not in POLICIES:
-        raise PlanningError(f"policy: {settings.policy!r} is not one of {', '.join(POLICIES)}")
+    for name, known in (("policy", POLICIES), ("batching", BATCHING), ("memory", MEMORY)):
+        if getattr(settings, name) not in known:
+            raise PlanningError(f"{name}: {getattr(settings, name)!r} is not one of {', '.join(known)}")
     try:
         limits = Limits(
             max_num_seqs=settings.max_num_seqs,
@@ -72,28 +71,14 @@ def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
         num_blocks=deployment.num_blocks,
         block_size=deployment.block_size,
         policy=POLICIES[settings.policy],
-        modes=_modes(settings),
+        batching=BATCHING[settings.batching],
+        memory=MEMORY[settings.memory],
     )
-
-
-def _modes(settings: SimulateSettings) -> tuple[tuple[str, Any], ...]:
-    """Raises PlanningError for a mode that the core does not have."""
-    modes = []
-    for field, table in (("batching", "BATCHING"), ("memory", "MEMORY")):
-        name = getattr(settings, field)
-        if name is not None:
-            known: dict[str, Any] = getattr(core, table, {})
-            if name not in known:
-                raise PlanningError(
-                    f"{field}: {name!r} is not one of {', '.join(known) or 'those of this core, which has none'}"
-                )
-            modes.append((field, known[name]))
-    return tuple(modes)
 
 
 def _cost(deployment: Deployment, settings: SimulateSettings) -> CostModel:
     if settings.fit is not None:
-        return fit_cost(timed(read_steps(Path(settings.fit)))).cost
+        return fit_cost(*(timed(read_steps(Path(name))) for name in settings.fit.split(","))).cost
     return Roofline(
         deployment.model,
         deployment.device,

@@ -42,14 +42,13 @@ class SimulateSettings(DeploymentSettings):
     max_model_len           most tokens of one sequence; absent: what the checkpoint was made for, at most 8192
     gpu_memory_utilization  share of a device's memory for weights and KV; what is left is for activations
     num_blocks              blocks of the pool, instead of as many as fit: memory pressure
-    fit                     cost model from a file of measured steps (quire bench serve --chrome-trace)
+    fit                     cost model from files of measured steps (quire bench serve --chrome-trace), commas between
     max_num_seqs            sequences that run at once
     max_num_batched_tokens  tokens of one step
     max_in_flight           plans sent and not yet answered
     policy                  order of the queue: fcfs, priority
-    batching                for measurement: continuous, dynamic, static; absent: as the core has it
-    memory                  for measurement: paged, contiguous, contiguous-power-of-two, contiguous-exact; absent: as
-                            the core has it
+    batching                continuous; for measurement: dynamic, static
+    memory                  paged; for measurement: contiguous, contiguous-power-of-two, contiguous-exact
     clients                 closed loop of so many clients, each with one request out
     turnaround_s            of these clients, from the end of one request to the arrival of the next
     rate                    open loop instead: requests a second
@@ -72,8 +71,8 @@ class SimulateSettings(DeploymentSettings):
     max_num_batched_tokens: int = 8192
     max_in_flight: int = 2
     policy: str = "fcfs"
-    batching: str | None = None
-    memory: str | None = None
+    batching: str = "continuous"
+    memory: str = "paged"
     clients: int | None = None
     turnaround_s: float = 0.0
     rate: float | None = None

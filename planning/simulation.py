@@ -21,8 +21,7 @@ from planning.cost import CostModel
 from planning.records import Records
 from planning.server import Server
 from planning.workload import Job
-from scheduler.core import CapacityExceeded, Events, QueueFull, Request, SequenceParams, StepResult
-from scheduler.core.leap import leap
+from scheduler.core import CapacityExceeded, Events, QueueFull, Request, SequenceParams, StepResult, leap
 from scheduler.core.step_load import LoadTracker, StepLoad
 
 _SHARED_TOKENS_FROM = 1 << 31
@@ -84,6 +83,7 @@ class Simulation:
         self.now_s = 0.0
         self._cost = cost
         self._leaps = leaps
+        self._tells_time = server.batching.timeout_s > 0
         self._sources = sources
         self._horizon = horizon
         self._loads = LoadTracker()
@@ -112,9 +112,14 @@ class Simulation:
     def _advance(self) -> bool:
         """One event; False: there is none left."""
         if len(self._in_flight) < self._max_in_flight:
+            if self._tells_time:
+                self.scheduler.expire(self.now_s)
             self._send_plans()
         arrival_s = self._arrivals[0][0] if self._arrivals else inf
-        if self._in_flight and self._in_flight[0].done_s <= arrival_s:
+        done_s = self._in_flight[0].done_s if self._in_flight else inf
+        if self._tells_time and self._wake(min(arrival_s, done_s)):
+            return True
+        if done_s <= arrival_s and self._in_flight:
             self._commit()
             if self._leaps and self._loads.num_decodes and len(self._in_flight) == self._max_in_flight - 1:
                 self._leap(self._arrivals[0][0] if self._arrivals else inf)  # who ended may have made another come
@@ -125,6 +130,16 @@ class Simulation:
         if self.scheduler.num_unfinished_requests:
             raise RuntimeError(f"{self.scheduler.num_unfinished_requests} requests wait, and the core plans nothing")
         return False
+
+    def _wake(self, next_s: float) -> bool:
+        """Tells the core the time, where that decides something: a batch that is waited for is formed in time. Whether
+        that is what happens next."""
+        due_s = self.scheduler.next_wake_s
+        if due_s is None or due_s >= next_s:
+            return False
+        self.now_s = max(self.now_s, due_s)
+        self.scheduler.expire(self.now_s)
+        return True
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -144,7 +159,7 @@ class Simulation:
         self._num_requests += 1
         request_id = self._num_requests
         try:
-            self.scheduler.add(self._request(request_id, job))
+            self.scheduler.add(self._request(request_id, job), self.now_s)
         except (CapacityExceeded, QueueFull) as error:
             self.records.refused(job, is_too_long=isinstance(error, CapacityExceeded))
             self._expect(self._sources[job.tenant].after_end(self.now_s + _REFUSAL_S))
@@ -207,8 +222,9 @@ class Simulation:
         num_out = len(self._in_flight)
         loads = self._loads
         num_decodes = loads.num_decodes
-        if any(flight.load.num_prefills for flight in self._in_flight):
-            return
+        num_seated = self.scheduler.limits.max_num_seqs - self.scheduler.num_free_slots
+        if not num_decodes == loads.num_slots == num_seated:
+            return  # somebody computes a prompt, or has begun or ended and no plan has told of it yet
         first_s = self._decode_s(num_decodes, loads.num_decode_context + num_decodes)
         growth_s = self._decode_s(num_decodes, loads.num_decode_context + 2 * num_decodes) - first_s
         free_s = max(self.now_s, self._free_s)

@@ -1,57 +1,69 @@
-"""Many steps at once, for a clock that need not wait for each: simulation.
+"""Many decode steps at once, for a simulator: the same state, without a plan and a result for each.
 
-While everybody decodes and nobody can come or go, a step differs from the last one by a token for each, and by a block
-for those at a border. `leap` does to the core what so many pairs of `schedule` and `commit` would have done: the same
-tokens, blocks, published prefixes, plans in flight and counters. It makes no plans and tells no events, so it serves
-nobody who has an executor.
+Most steps of a long trace are alike: every running sequence decodes one token, nobody comes, nobody goes. Such steps
+differ from each other in a few sequences only, those that take a block and those whose last block is full:
+
+    step              1  2  3  4  5  6  7  8 …
+    sequence a        ·  ·  p  t  ·  ·  p  t        p: publishes a full block, when the result is in
+    sequence b        ·  p  t  ·  ·  p  t  ·        t: takes a block, when the step is planned
+
+So a leap costs time in the sequences and in the blocks that they fill, not in the tokens. Publishing is the dearer part
+of it: where no prompts are shared, switch prefix caching off.
 """
 
 from collections.abc import Sequence as SequenceOf
 from operator import itemgetter
 
-from scheduler.core.draft import Step
+from scheduler.core.books import Books
+from scheduler.core.draft import Draft, Step
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import Sequence
 
-# (pair, 0 for its plan or 1 for its commit, place within it, who takes or publishes a block, or what is released)
+# (step, 0 for its plan or 1 for its commit, place within it, who takes or publishes a block, or what is released)
 _BlockEvent = tuple[int, int, tuple[int, ...], Sequence | list[list[int]]]
 _LAST = (1 << 62,)
 
 
 def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
-    """At most so many pairs, each a `schedule` that returns a plan and a `commit` in which all sampled `token_id`.
+    """Does up to `max_steps` steps; returns how many. 0: the next step has to be done by `schedule` and `commit`.
 
-    Call it where `max_in_flight - 1` plans are out. Returns the number of pairs, 0 where the next one is not that
-    simple; it ends before the plan in which a sequence ends, or which would have to wait for blocks.
+    Afterwards everything is as after so many pairs of the two, where each result had `token_id` for everybody and ended
+    nobody. A pair makes one plan and commits the oldest: so there are as many in flight as before, none or more, if all
+    of them are such steps. No plan is made and no event told: each running sequence has got so many tokens more. It
+    stops before a step that ends, admits, preempts or copies; deadlines are the caller's to keep.
     """
-    decoding = scheduler.books.batch.decoding
+    books = scheduler.books
+    decoding = books.batch.decoding
     if not _is_plain(scheduler, decoding):
         return 0
-    num_steps = min(max_steps, min(s.params.max_total_tokens - s.num_planned_tokens for s in decoding) - 2)
-    if num_steps <= 0:
+    most_steps = min(max_steps, _num_steps_that_write(books, decoding))
+    if most_steps <= 0 or _lets_somebody_in(scheduler):
         return 0
-    num_steps = _change_blocks(scheduler, decoding, num_steps, token_id)
+    num_steps = _write_tokens(books, decoding, most_steps, token_id)
+    if num_steps == 0:
+        return 0
     for sequence in decoding:
         sequence.num_planned_tokens += num_steps
         sequence.num_computed_tokens = len(sequence.token_ids) - 1
-    _renew_flights(scheduler, decoding, num_steps)
-    scheduler.counters.num_steps += num_steps
-    scheduler.counters.num_generated_tokens += num_steps * len(decoding)
+    for sequence in books.batch.joined:
+        sequence.row_count = 1
+    books.batch.joined.clear()
+    books.batch.retired_slots = []
+    _renew_flights(books, decoding, num_steps)
+    books.counters.num_steps += num_steps
+    books.counters.num_generated_tokens += num_steps * len(decoding)
     return num_steps
 
 
 def _is_plain(scheduler: Scheduler, decoding: list[Sequence]) -> bool:
-    """Whether the next plan is one token for each of those who decode, as all plans in flight are."""
-    batch, flights, size = scheduler.books.batch, scheduler.books.in_flight, scheduler.cache.block_size
-    if not decoding or not scheduler.is_attached or len(flights) != scheduler.limits.max_in_flight - 1:
+    """Whether the next step is one token for everybody who runs, and nothing else, as all those in flight are."""
+    books = scheduler.books
+    batch = books.batch
+    if not scheduler.is_attached or batch.num_reporting or len(books.in_flight) >= books.limits.max_in_flight:
         return False
-    if len(batch.running) != len(decoding) or batch.prefilling or batch.joined or batch.decided:
-        return False
-    if batch.retired_slots or batch.num_reporting or not all(_is_plain_step(step, decoding) for step in flights):
-        return False
-    if any(s.num_planned_tokens == s.write_limit and s.num_planned_tokens % size for s in decoding):
-        return False  # its last block is shared: the next token copies it
-    return not _may_admit(scheduler, len(decoding), is_freeing=any(step.releases for step in flights))
+    if not decoding or len(decoding) != len(batch.running):
+        return False  # prompts are being computed, or beams decided
+    return all(_is_plain_step(step, decoding) for step in books.in_flight)
 
 
 def _is_plain_step(step: Step, decoding: list[Sequence]) -> bool:
@@ -59,90 +71,112 @@ def _is_plain_step(step: Step, decoding: list[Sequence]) -> bool:
     return not has_more and step.sampled == decoding
 
 
-def _may_admit(scheduler: Scheduler, num_decodes: int, *, is_freeing: bool) -> bool:
-    """Whether the head of the queue could enter in one of the next plans. It cannot for want of slots or of budget; for
-    want of blocks neither, unless some become free meanwhile, or a prefix of it may be published."""
-    head = scheduler.books.cohort.next_up()
-    if head is None or num_decodes >= scheduler.limits.max_num_batched_tokens:
-        return False
-    num_slots = 1 + scheduler.books.active(head).num_unborn
-    if scheduler.num_free_slots < num_slots:
-        return False
-    return is_freeing or scheduler.cache.reads_prefixes(head) or scheduler.planner.has_room_to_admit(head, [])
+def _num_steps_that_write(books: Books, decoding: SequenceOf[Sequence]) -> int:
+    """Until the step in which somebody ends; 0: the next step copies a block."""
+    num_steps, size = 1 << 62, books.cache.block_size
+    for sequence in decoding:
+        num_planned = sequence.num_planned_tokens
+        if num_planned >= sequence.write_limit and num_planned % size:
+            return 0
+        if sequence.num_losses and sequence.is_suspect:
+            return 0  # its next token shows that it is harmless, and lets others in
+        num_steps = min(num_steps, sequence.params.max_total_tokens - 2 - num_planned)
+    return num_steps
 
 
-def _change_blocks(scheduler: Scheduler, decoding: list[Sequence], num_steps: int, token_id: int) -> int:
-    """Appends the tokens, takes and publishes blocks in the order of plans and commits. Returns the pairs that there
-    were blocks for."""
-    lengths = [len(sequence.token_ids) for sequence in decoding]
-    events = _block_events(scheduler, decoding, num_steps)
+def _lets_somebody_in(scheduler: Scheduler) -> bool:
+    """Room only shrinks: who cannot come in now cannot later, unless blocks are released when a step in flight is in,
+    or one of its prompt is published meanwhile."""
+    books = scheduler.books
+    first = books.cohort.next_up()
+    if first is None:
+        return False
+    if any(step.releases for step in books.in_flight):
+        return True
+    budget = books.limits.max_num_batched_tokens - len(books.batch.decoding)
+    if scheduler.planner.next_to_admit(Draft(budget)) is not None:
+        return True
+    return books.cache.reads_prefixes(first) and any(_begins_like(first, other) for other in books.batch.decoding)
+
+
+def _begins_like(sequence: Sequence, other: Sequence) -> bool:
+    """Whether all that the other one knows is what this one begins with."""
+    num_tokens = other.num_tokens
+    return (
+        num_tokens < sequence.num_tokens
+        and other.token_ids[-1] == sequence.token_ids[num_tokens - 1]
+        and other.token_ids == sequence.token_ids[:num_tokens]
+    )
+
+
+def _write_tokens(books: Books, decoding: SequenceOf[Sequence], num_steps: int, token_id: int) -> int:
+    """Appends the tokens; takes, publishes and releases blocks as that many steps do, in their order. Returns before
+    which step the pool is short."""
+    events = _block_events(books, decoding, num_steps)
+    lengths = {sequence: len(sequence.token_ids) for sequence in decoding}
     tokens = [token_id] * num_steps
     for sequence in decoding:
         sequence.token_ids += tokens
-    num_done = _take_and_publish(scheduler, events, num_steps, dict(zip(decoding, lengths, strict=True)))
+    num_done = _change_blocks(books, events, num_steps, lengths)
     if num_done < num_steps:
-        for sequence, length in zip(decoding, lengths, strict=True):
+        for sequence, length in lengths.items():
             del sequence.token_ids[length + num_done :]
     return num_done
 
 
-def _block_events(scheduler: Scheduler, decoding: SequenceOf[Sequence], num_steps: int) -> list[_BlockEvent]:
-    """When a sequence takes a block (pair i plans the token after num_planned_tokens + i), and when one is full (pair i
-    commits the KV of the last token known so far)."""
-    size, order = scheduler.cache.block_size, scheduler.policy.order
+def _block_events(books: Books, decoding: SequenceOf[Sequence], num_steps: int) -> list[_BlockEvent]:
+    """When a sequence takes a block: step i plans the token after num_planned_tokens + i. When one is full: step i
+    commits the KV of the last token that is known before it. When some are released: as the plans in flight say."""
+    size, order = books.cache.block_size, books.policy.order
     events: list[_BlockEvent] = [
-        (pair, 1, _LAST, step.releases)
-        for pair, step in enumerate(scheduler.books.in_flight)
-        if step.releases and pair < num_steps
+        (i, 1, _LAST, step.releases) for i, step in enumerate(books.in_flight) if step.releases and i < num_steps
     ]
     for sequence in decoding:
         border = sequence.write_limit - sequence.num_planned_tokens
         if border < num_steps:
             key = order(sequence)
-            events += [(pair, 0, key, sequence) for pair in range(border, num_steps, size)]
+            events += [(i, 0, key, sequence) for i in range(border, num_steps, size)]
         full = sequence.publish_at - len(sequence.token_ids)
         if full < num_steps:
-            events += [(pair, 1, (sequence.slot,), sequence) for pair in range(full, num_steps, size)]
+            events += [(i, 1, (sequence.slot,), sequence) for i in range(full, num_steps, size)]
     events.sort(key=itemgetter(0, 1, 2))
     return events
 
 
-def _take_and_publish(
-    scheduler: Scheduler, events: list[_BlockEvent], num_steps: int, lengths: dict[Sequence, int]
-) -> int:
-    cache = scheduler.cache
-    checked = -1
-    for place, (pair, is_commit, _, sequence) in enumerate(events):
-        if isinstance(sequence, list):
-            for block_table in sequence:
+def _change_blocks(books: Books, events: list[_BlockEvent], num_steps: int, lengths: dict[Sequence, int]) -> int:
+    cache, checked = books.cache, -1
+    for place, (step, is_commit, _, subject) in enumerate(events):
+        if isinstance(subject, list):
+            for block_table in subject:
                 cache.release(block_table)
         elif is_commit:
-            sequence.num_computed_tokens = lengths[sequence] + pair
-            cache.publish(sequence)
+            subject.num_computed_tokens = lengths[subject] + step
+            cache.publish(subject)
         else:
-            if pair != checked and _num_needed(events, place) > cache.num_available_blocks():
-                return pair
-            checked = pair
-            cache.append_block(sequence)
+            if step != checked and _num_needed(events, place) > cache.num_available_blocks():
+                return step
+            checked = step
+            cache.append_block(subject)
     return num_steps
 
 
 def _num_needed(events: list[_BlockEvent], first: int) -> int:
     """Blocks that the plan whose first event this is takes from what nobody was promised."""
-    num_needed = 0
-    for pair, is_commit, _, sequence in events[first:]:
-        if is_commit or pair != events[first][0]:
+    num_needed, step = 0, events[first][0]
+    for i in range(first, len(events)):
+        event_step, is_commit, _, subject = events[i]
+        if is_commit or event_step != step:
             break
-        num_needed += isinstance(sequence, Sequence) and not sequence.num_reserved_blocks
+        num_needed += isinstance(subject, Sequence) and not subject.num_reserved_blocks
     return num_needed
 
 
-def _renew_flights(scheduler: Scheduler, decoding: list[Sequence], num_steps: int) -> None:
-    """The plans in flight are the last ones that the leap stands for, and those before it that are still not in."""
-    flights = scheduler.books.in_flight
-    num_out = len(flights)
-    for _ in range(min(num_steps, num_out)):
+def _renew_flights(books: Books, decoding: list[Sequence], num_steps: int) -> None:
+    """Those in flight are the last ones that the leap stands for, and those before it that are still not in."""
+    flights = books.in_flight
+    num_new = min(num_steps, len(flights))
+    for _ in range(num_new):
         flights.popleft()
-    scheduler.books.step_id += num_steps
-    for step_id in range(scheduler.books.step_id - (num_out - len(flights)) + 1, scheduler.books.step_id + 1):
+    books.step_id += num_steps
+    for step_id in range(books.step_id - num_new + 1, books.step_id + 1):
         flights.append(Step(step_id, decoding.copy(), [], [], ending=[], beams=[], reporting=[], prompt_reports=[]))

@@ -77,6 +77,11 @@ class LoadTracker:
             num_decodes + prefills[3] + len(plan.forks),
         )
 
+    @property
+    def num_slots(self) -> int:
+        """Slots that are taken, as far as plans have told."""
+        return len(self._decodes) + len(self._others)
+
     def skip(self, num_steps: int) -> None:
         """So many plans that change nothing: everybody who decodes went on."""
         self._num_steps += num_steps

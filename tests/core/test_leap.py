@@ -1,180 +1,208 @@
-"""A leap is so many pairs of schedule and commit: two cores, one of which leaps, are never told apart."""
+"""A leap leaves what as many steps leave: two copies of one scheduler, one leaps, the other steps."""
 
 from collections import Counter
+from copy import deepcopy
 from dataclasses import asdict
 from random import Random
 
 from scheduler.core import (
-    FCFS,
-    PRIORITY,
+    BATCHING,
+    MEMORY,
     BeamParams,
-    CapacityExceeded,
+    FinishReason,
     Limits,
-    Logprobs,
+    QuireError,
     Request,
     Scheduler,
     SequenceParams,
+    StepPlan,
     StepResult,
-    block_map,
     check_invariants,
+    leap,
 )
-from scheduler.core.leap import leap
+from scheduler.core.policy import POLICIES
+from tests.core.letters import make_request
+from tests.core.rig import take_snapshot
 
-TOKEN = 0
-
-
-class Twins:
-    """Two cores that are told the same. Everybody samples TOKEN."""
-
-    def __init__(self, random: Random) -> None:
-        self.random = random
-        slots = random.randint(1, 6)
-        limits = Limits(
-            max_num_seqs=slots,
-            max_num_batched_tokens=slots + random.choice((0, 3, 40)),
-            max_model_len=80,
-            max_in_flight=random.choice((1, 2, 2, 3)),
-            max_preemptions=random.choice((0, 1, 3)),
-            watermark_ratio=random.choice((0.0, 0.1)),
-        )
-        self.num_blocks = random.choice((12, 25, 200))
-        self.block_size = random.choice((1, 2, 4))
-        policy, caches = random.choice((FCFS, PRIORITY)), random.random() < 0.6
-        self.stepping, self.leaping = (
-            Scheduler(
-                limits,
-                num_blocks=self.num_blocks,
-                block_size=self.block_size,
-                policy=policy,
-                enable_prefix_caching=caches,
-            )
-            for _ in range(2)
-        )
-        for core in (self.stepping, self.leaping):
-            core.executor_attached(1, self.num_blocks)
-        self.num_requests = 0
-        self.seen: Counter[str] = Counter()
-
-    def add(self) -> None:
-        random = self.random
-        self.num_requests += 1
-        prompt = [random.randrange(2) for _ in range(random.randint(1, 12))]
-        is_beam = random.random() < 0.05
-        request = Request(
-            self.num_requests,
-            prompt,
-            SequenceParams(
-                max_total_tokens=len(prompt) + random.choice((1, 2, 10, 40)),
-                num_logprobs=0,
-            ),
-            seeds=tuple(range(random.choice((1, 1, 1, 2)))) if not is_beam else (0,),
-            beam=BeamParams(2, 1) if is_beam else None,
-            priority=random.randint(0, 2),
-        )
-        for core in (self.stepping, self.leaping):
-            try:
-                core.add(request)
-            except CapacityExceeded:
-                self.seen["refused"] += 1
-
-    def schedule(self, core: Scheduler) -> bool:
-        return core.schedule() is not None
-
-    def commit(self, core: Scheduler) -> None:
-        step = core.books.in_flight[0]
-        if step.beams:  # nobody samples for beams here: their requests go
-            for beam in step.beams:
-                core.cancel(beam.request.request_id)
-        num_candidates = sum(beam.params.num_candidates for beam in step.beams)
-        candidates = Logprobs([1] * num_candidates, [-1.0] * num_candidates) if step.beams else None
-        core.commit(StepResult(1, step.step_id, [TOKEN] * len(step.sampled), candidates=candidates))
-
-    def compare(self) -> None:
-        assert snapshot(self.stepping) == snapshot(self.leaping)
-        check_invariants(self.leaping)
-
-    def leap(self) -> None:
-        is_waiting = self.leaping.num_waiting > 0
-        releases = any(step.releases for step in self.leaping.books.in_flight)
-        max_steps = self.random.choice((1, 2, 5, 1000))
-        num_steps = leap(self.leaping, max_steps, TOKEN)
-        assert 0 <= num_steps <= max_steps
-        for _ in range(num_steps):
-            assert self.schedule(self.stepping)
-            self.commit(self.stepping)
-        self.compare()
-        if num_steps:
-            self.seen["leaps"] += 1
-            self.seen["steps"] += num_steps
-            self.seen["leaps past a queue"] += is_waiting
-            self.seen["leaps over releases"] += releases
-            self.seen["leaps cut short"] += 1 < num_steps < max_steps
-
-    def run(self) -> None:
-        random = self.random
-        num_left = random.randint(2, 12)
-        while num_left or self.stepping.num_unfinished_requests:
-            if num_left and random.random() < 0.3:
-                num_left -= 1
-                self.add()
-            if random.random() < 0.05 and self.num_requests:
-                request_id = random.randint(1, self.num_requests)
-                for core in (self.stepping, self.leaping):
-                    core.cancel(request_id)
-            while self.schedule(self.stepping):
-                assert self.schedule(self.leaping)
-            assert not self.schedule(self.leaping)
-            if self.stepping.num_in_flight:
-                for core in (self.stepping, self.leaping):
-                    self.commit(core)
-                self.leap()
-        self.seen["preemptions"] += self.stepping.counters.num_preemptions
-        self.seen["forks"] += self.stepping.counters.num_forks
-        self.seen["hits"] += self.stepping.counters.num_prefix_hit_tokens
+TOKEN = 1
 
 
-def snapshot(core: Scheduler) -> tuple[object, ...]:
-    """All there is, names of physical blocks and the order in which they will be reused included."""
+def commit(scheduler: Scheduler, plan: StepPlan) -> None:
+    """What the executor would say if everybody got the same token for ever."""
+    step = scheduler.books.in_flight[0]
+    ends = [s.num_tokens + 1 >= s.params.max_total_tokens for s in step.sampled]
+    reasons = [FinishReason.LENGTH if end else None for end in ends]
+    scheduler.commit(StepResult(plan.epoch, plan.step_id, [TOKEN] * len(ends), reasons if any(ends) else None))
+
+
+def step(scheduler: Scheduler) -> bool:
+    plan = scheduler.schedule()
+    if plan is not None:
+        commit(scheduler, plan)
+    return plan is not None
+
+
+def picture(scheduler: Scheduler) -> tuple[object, ...]:
+    """All there is to see, with names of blocks, and order of the free queue."""
+    snapshot = take_snapshot(scheduler)
+    sequences = [
+        (s.request.request_id, s.index, s.token_ids, s.row_count, s.write_limit, s.publish_at, s.num_reserved_blocks)
+        for s in scheduler.unfinished_sequences()
+    ]
+    waiting = [(s.request.request_id, s.index) for s in snapshot.waiting]
+    counters = asdict(scheduler.counters)
     return (
-        block_map(core),
-        tuple(core.cache.pool.free_blocks()),
-        core.cache.num_reserved_blocks,
-        tuple(sorted(core.cache.index.items())),
-        [s.request.request_id for s in core.waiting_sequences()],
-        core.num_free_slots,
-        asdict(core.counters),
-        [
-            (s.token_ids, s.num_computed_tokens, s.num_planned_tokens, s.write_limit, s.publish_at, s.digests)
-            for s in core.unfinished_sequences()
-        ],
-        [
-            (step.step_id, [(s.request.request_id, s.index) for s in step.sampled], step.releases, len(step.ending))
-            for step in core.books.in_flight
-        ],
+        snapshot.block_map,
+        snapshot.free_blocks,
+        snapshot.progress,
+        snapshot.num_reserved_blocks,
+        waiting,
+        sequences,
+        scheduler.batch_members(),
+        sorted(scheduler.cache.index.items()),
+        (counters, scheduler.step_id, scheduler.num_free_slots, scheduler.books.batch.retired_slots),
+        [s.slot for s in scheduler.books.batch.joined],
     )
 
 
-def test_leaps_are_pairs_of_schedule_and_commit() -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(250):
-        twins = Twins(Random(seed))
-        twins.run()
-        seen.update(twins.seen)
-    wanted = ("leaps", "leaps past a queue", "leaps over releases", "leaps cut short", "preemptions", "forks", "hits")
-    assert all(seen[name] > 20 for name in wanted), seen
-    assert seen["steps"] > 5 * seen["leaps"] / 2
+def draw_scheduler(random: Random) -> Scheduler:
+    max_num_seqs = random.randint(1, 6)
+    limits = Limits(
+        max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + random.randint(0, 20),
+        max_model_len=random.choice((30, 60)),
+        max_preemptions=random.randint(0, 2),
+        watermark_ratio=random.choice((0.0, 0.1)),
+    )
+    scheduler = Scheduler(
+        limits,
+        num_blocks=random.randint(10, 50),
+        block_size=random.randint(1, 5),
+        policy=random.choice(list(POLICIES.values())),
+        batching=random.choice(list(BATCHING.values())),
+        memory=random.choice(list(MEMORY.values())),
+        enable_prefix_caching=random.random() < 0.7,
+    )
+    scheduler.executor_attached(1, scheduler.cache.pool.num_blocks)
+    return scheduler
 
 
-def test_nobody_leaps_who_has_a_prompt_to_compute_or_a_plan_too_many() -> None:
-    core = Scheduler(Limits(4, 16, 100), num_blocks=50, block_size=4)
-    core.executor_attached(1, 50)
-    core.add(Request(1, [1] * 6, SequenceParams(max_total_tokens=60)))
-    assert leap(core, 10) == 0
-    assert core.schedule() is not None
-    assert leap(core, 10) == 0  # its prompt is in flight
-    assert core.schedule() is not None
-    assert leap(core, 10) == 0  # two plans are out
-    core.commit(StepResult(1, 1, [0]))
-    assert leap(core, 10) == 10
-    assert leap(core, 1000) == 60 - 6 - 13  # plans 1 to 12 of 54 are out; the 54th ends it
-    assert core.schedule() is not None
+def draw_request(random: Random, request_id: int) -> Request:
+    """Often of tokens that a leap samples, too: so that prompts are found in the output of others."""
+    prompt = [random.choice((TOKEN, TOKEN, TOKEN, 2)) for _ in range(random.randint(1, 12))]
+    return Request(
+        request_id,
+        prompt,
+        SequenceParams(max_total_tokens=len(prompt) + random.randint(1, 25)),
+        seeds=tuple(range(random.choice((1, 1, 1, 2)))),
+        priority=random.randint(0, 2),
+    )
+
+
+def run_world(seed: int) -> Counter[str]:
+    random, happened = Random(seed), Counter[str]()
+    scheduler = draw_scheduler(random)
+    now_s, request_id = 0.0, 0
+    while scheduler.num_unfinished_requests or request_id < 12:
+        if request_id < 12 and random.random() < 0.3:
+            request_id += 1
+            try:
+                scheduler.add(draw_request(random, request_id), now_s)
+            except QuireError:
+                happened["refused"] += 1
+        max_steps = random.choice((1, 3, 1000))
+        stepping = deepcopy(scheduler)
+        num_steps = leap(scheduler, max_steps, TOKEN)
+        happened["leaps"] += num_steps > 0
+        happened["leapt steps"] += num_steps
+        happened["leaps while others wait"] += bool(num_steps and scheduler.num_waiting)
+        assert num_steps <= max_steps
+        for _ in range(num_steps):
+            assert step(stepping)
+        assert picture(scheduler) == picture(stepping)
+        check_invariants(scheduler)
+        happened["steps"] += step(scheduler)
+        now_s += 0.01
+        scheduler.expire(now_s)
+    happened["preemptions"] = scheduler.counters.num_preemptions
+    return happened
+
+
+def test_a_leap_is_so_many_steps(effort: int) -> None:
+    happened = Counter[str]()
+    for seed in range(160 * effort):
+        try:
+            happened += run_world(seed)
+        except Exception as error:
+            error.add_note(f"run_world({seed})")
+            raise
+    assert happened["leapt steps"] > happened["steps"], "most steps are leapt"
+    for name in ("leaps", "leaps while others wait", "preemptions", "refused"):
+        assert happened[name] > 10, name
+
+
+def build(*requests: Request, num_blocks: int = 101) -> Scheduler:
+    scheduler = Scheduler(Limits(4, 64, 100), num_blocks=num_blocks, block_size=4)
+    scheduler.executor_attached(1, num_blocks)
+    for request in requests:
+        scheduler.add(request)
+    return scheduler
+
+
+def test_stops_before_the_step_in_which_somebody_ends() -> None:
+    """10 tokens of output: one by the prompt's step, eight by the leap, and the last one by another step."""
+    scheduler = build(make_request(1, "abc", 10), make_request(2, "de", 40))
+    step(scheduler)
+    assert leap(scheduler, 1000, TOKEN) == 8
+    assert leap(scheduler, 1000, TOKEN) == 0
+    step(scheduler)
+    assert not scheduler.has_request(1)
+    assert leap(scheduler, 5, TOKEN) == 5
+    assert leap(scheduler, 1000, TOKEN) == 40 - 10 - 5 - 1
+
+
+def test_stops_when_the_pool_is_short() -> None:
+    """Three blocks of four slots: 1 takes the second and the third; then it is two sequences' turn, and no block."""
+    scheduler = build(make_request(1, "abc", 9), make_request(2, "d", 9), num_blocks=4)
+    step(scheduler)
+    assert leap(scheduler, 1000, TOKEN) == 3, "until 2 needs a second block"
+    assert scheduler.cache.pool.num_free_blocks == 0
+    assert leap(scheduler, 1000, TOKEN) == 0
+    step(scheduler)
+    assert scheduler.counters.num_preemptions == 1
+
+
+def test_does_nothing_where_a_step_is_not_a_token_for_everybody() -> None:
+    nobody = build()
+    beams = build(make_request(1, "abc", 9, beam=BeamParams(2, 2)))
+    beams.schedule()
+    in_flight = build(make_request(1, "abc", 9))
+    step(in_flight)
+    in_flight.schedule()
+    in_flight.schedule()  # as many as there may be
+    prefilling = build(make_request(1, "a" * 80, 9))
+    step(prefilling)
+    waiting = build(make_request(1, "abc", 9))
+    step(waiting)
+    waiting.add(make_request(2, "xyz", 9))
+    lost = build(make_request(1, "abc", 9))
+    step(lost)
+    lost.executor_lost()
+    for scheduler in (nobody, beams, in_flight, prefilling, waiting, lost):
+        before = picture(scheduler)
+        assert leap(scheduler, 10, TOKEN) == 0
+        assert picture(scheduler) == before
+
+
+def test_stays_where_a_block_may_be_published_that_lets_somebody_in() -> None:
+    """Of request 1's text the first block is not to be found any more, the second is. Request 2 comes to write the same
+    first block; when it is published, request 3 finds both, and needs one block instead of three."""
+    scheduler = build(make_request(1, "abbbbbbbb", 9), make_request(2, "ab", 9), num_blocks=1 + 3 + 1 + 2)
+    step(scheduler)
+    first = next(scheduler.running_sequences())
+    scheduler.cache.index.forget(first.block_table[0])
+    scheduler.add(make_request(3, "abbbbbbbbbbb", 1))
+    assert leap(scheduler, 10, TOKEN) == 0
+    for num_waiting in (1, 1, 0):
+        step(scheduler)
+        assert scheduler.num_waiting == num_waiting

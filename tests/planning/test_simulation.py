@@ -16,7 +16,7 @@ from planning.server import Server
 from planning.simulation import Horizon, JobSource, Simulation
 from planning.summary import Summary, summarize, timeline
 from planning.workload import Job, ListedJobs, Source, Tenant
-from scheduler.core import FCFS, PRIORITY, Limits, Request, Scheduler, SequenceParams, StepResult
+from scheduler.core import BATCHING, FCFS, MEMORY, PRIORITY, Limits, Request, Scheduler, SequenceParams, StepResult
 from scheduler.core.step_load import StepLoad
 
 COST = FittedCost(
@@ -165,10 +165,11 @@ def test_ten_requests_are_decided_as_by_a_core_that_is_driven_by_hand(policy, nu
 
 @pytest.mark.parametrize("num_blocks", [4000, 300, 90])
 @pytest.mark.parametrize("arrivals", [Poisson(8.0), ClosedLoop(40, 0.1), Bursts(10.0, 6.0)])
-def test_leaps_change_nothing(arrivals: Poisson | ClosedLoop | Bursts, num_blocks: int) -> None:
-    """Also under memory pressure: times, counters and integrals are those of single steps."""
+@pytest.mark.parametrize("num_system_tokens", [0, 70])
+def test_leaps_change_nothing(arrivals: Poisson | ClosedLoop | Bursts, num_blocks: int, num_system_tokens: int) -> None:
+    """Also under memory pressure, and with prefixes: times, counters and integrals are those of single steps."""
     server = Server(Limits(16, 512, 2048), num_blocks=num_blocks)
-    tenant = Tenant("requests", arrivals, SMALL)
+    tenant = Tenant("requests", arrivals, SMALL, num_system_tokens=num_system_tokens, system_share=0.7)
     leaping, stepping = (draw([tenant], Horizon(num_requests=80), server, leaps=leaps) for leaps in (True, False))
     assert leaping.num_leapt_steps > 0
     assert stepping.num_leapt_steps == 0
@@ -247,6 +248,28 @@ def test_tenants_have_their_own_lines_and_priorities() -> None:
         assert of_chat.queue_s is not None
         waits[policy.name] = of_chat.queue_s.mean
     assert waits["priority"] < waits["fcfs"] / 3
+
+
+def test_a_dynamic_batch_is_formed_in_time() -> None:
+    """50 ms after the first of its requests came, though nothing else happens then."""
+    server = replace(SERVER, batching=BATCHING["dynamic"])
+    records = run([Job(1.0, 0, 10, 5), Job(1.02, 0, 10, 5), Job(1.06, 0, 10, 5)], Steady(0.01), server)
+    assert list(records.requests.planned_s) == pytest.approx([1.05, 1.05, 1.11])
+
+
+def test_modes_serve_the_same_and_cost_what_they_cost() -> None:
+    tenants = [Tenant("requests", ClosedLoop(16), SMALL)]
+    found = {}
+    for batching, memory in (("continuous", "paged"), ("static", "paged"), ("continuous", "contiguous")):
+        server = Server(Limits(16, 512, 512), 200, batching=BATCHING[batching], memory=MEMORY[memory])
+        records = draw(tenants, Horizon(num_requests=120), server)
+        found[batching, memory] = summary(records, server)
+    continuous, static, contiguous = found.values()
+    outputs = {result.tenants[0].num_output_tokens for result in found.values()}
+    assert len(outputs) == 1
+    assert static.output_tokens_per_s < 0.8 * continuous.output_tokens_per_s
+    assert contiguous.max_batch == 199 // (512 // 16) == 6
+    assert contiguous.waste_ratio > 0.5 > 0.2 > continuous.waste_ratio
 
 
 # --- what theory says -------------------------------------------------------------------------------------------------
