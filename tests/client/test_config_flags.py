@@ -107,6 +107,8 @@ def other_value(name: str, default: Any) -> Any:
     chosen = {
         "model": "models/tiny",
         "policy": "priority",
+        "batching": "static",
+        "memory": "contiguous",
         "log_level": "error",
         "log_format": "json",
         "otlp_endpoint": "http://127.0.0.1:4318",
