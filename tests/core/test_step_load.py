@@ -50,7 +50,7 @@ class FollowedSimulation(Simulation):
 
 def test_loads_are_counted_rightly_in_every_world() -> None:
     seen: Counter[str] = Counter()
-    for seed in range(120):
+    for seed in range(150):
         simulation = FollowedSimulation(seed)
         simulation.run()
         seen.update(simulation.seen)
