@@ -25,6 +25,7 @@ COPY scheduler scheduler
 COPY executor executor
 COPY kernels kernels
 COPY quire quire
+COPY planning planning
 COPY bench bench
 RUN PIP_CONSTRAINT=/src/constraints.txt /opt/quire/bin/pip install --no-cache-dir --no-deps . \
  && /opt/quire/bin/pip uninstall --yes --quiet pip setuptools

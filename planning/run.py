@@ -93,7 +93,7 @@ def _modes(settings: SimulateSettings) -> tuple[tuple[str, Any], ...]:
 
 def _cost(deployment: Deployment, settings: SimulateSettings) -> CostModel:
     if settings.fit is not None:
-        return fit_cost(timed(read_steps(Path(settings.fit)))).cost
+        return fit_cost(*(timed(read_steps(Path(name))) for name in settings.fit.split(","))).cost
     return Roofline(
         deployment.model,
         deployment.device,

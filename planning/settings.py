@@ -42,7 +42,7 @@ class SimulateSettings(DeploymentSettings):
     max_model_len           most tokens of one sequence; absent: what the checkpoint was made for, at most 8192
     gpu_memory_utilization  share of a device's memory for weights and KV; what is left is for activations
     num_blocks              blocks of the pool, instead of as many as fit: memory pressure
-    fit                     cost model from a file of measured steps (quire bench serve --chrome-trace)
+    fit                     cost model from files of measured steps (quire bench serve --chrome-trace), commas between
     max_num_seqs            sequences that run at once
     max_num_batched_tokens  tokens of one step
     max_in_flight           plans sent and not yet answered

@@ -15,8 +15,8 @@ import quire.cli
 from quire.addresses import with_port
 from quire.v1 import admin_pb2, generation_pb2
 
-COMMANDS = ["serve", "scheduler", "executor", "generate", "kv", "demo", "bench", "bench serve", "bench sharing"]
-COMMANDS += ["bench prediction", "plan", "simulate"]
+COMMANDS = ["serve", "scheduler", "executor", "generate", "kv", "demo", "plan", "simulate"]
+COMMANDS += ["bench", "bench serve", "bench sharing", "bench prediction"]
 
 
 def invoke(*words: str, stdin: str | None = None) -> Result:
@@ -32,7 +32,7 @@ def test_every_command_has_help(command: str) -> None:
 
 def test_the_overview_names_every_command() -> None:
     output = invoke("--help").output
-    assert all(command in output for command in COMMANDS[:-2])
+    assert all(command in output for command in COMMANDS if " " not in command)
 
 
 def test_the_command_line_loads_neither_torch_nor_the_services() -> None:

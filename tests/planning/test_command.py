@@ -206,7 +206,7 @@ def test_a_cost_model_from_measured_steps(tmp_path: Path) -> None:
         "--clients",
         "5",
         "--fit",
-        str(path),
+        f"{path},{path}",
         "--lengths",
         "fixed",
         "--prompt-tokens",

@@ -165,10 +165,11 @@ def test_ten_requests_are_decided_as_by_a_core_that_is_driven_by_hand(policy, nu
 
 @pytest.mark.parametrize("num_blocks", [4000, 300, 90])
 @pytest.mark.parametrize("arrivals", [Poisson(8.0), ClosedLoop(40, 0.1), Bursts(10.0, 6.0)])
-def test_leaps_change_nothing(arrivals: Poisson | ClosedLoop | Bursts, num_blocks: int) -> None:
-    """Also under memory pressure: times, counters and integrals are those of single steps."""
+@pytest.mark.parametrize("num_system_tokens", [0, 70])
+def test_leaps_change_nothing(arrivals: Poisson | ClosedLoop | Bursts, num_blocks: int, num_system_tokens: int) -> None:
+    """Also under memory pressure, and with prefixes: times, counters and integrals are those of single steps."""
     server = Server(Limits(16, 512, 2048), num_blocks=num_blocks)
-    tenant = Tenant("requests", arrivals, SMALL)
+    tenant = Tenant("requests", arrivals, SMALL, num_system_tokens=num_system_tokens, system_share=0.7)
     leaping, stepping = (draw([tenant], Horizon(num_requests=80), server, leaps=leaps) for leaps in (True, False))
     assert leaping.num_leapt_steps > 0
     assert stepping.num_leapt_steps == 0

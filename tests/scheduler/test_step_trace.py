@@ -1,0 +1,31 @@
+"""The engine's step trace says what each step was asked for, also after an executor was lost."""
+
+import asyncio
+
+from tests.scheduler.fake_client import FakeClient
+from tests.scheduler.test_engine import running_engine, submit, until
+
+
+async def test_a_request_is_one_prompt_and_decodes_with_growing_contexts() -> None:
+    async with running_engine(FakeClient()) as engine:
+        await submit(engine, [1, 2, 3], 4).check()
+        steps = list(engine.traces)
+    assert [(step.num_sequences, step.num_tokens, step.num_decodes) for step in steps] == [(1, 3, 0)] + [(1, 1, 1)] * 3
+    assert [step.num_decode_pairs for step in steps] == [0, 4, 5, 6]
+    assert [step.num_prefill_pairs for step in steps] == [1 + 2 + 3, 0, 0, 0]
+
+
+async def test_a_lost_executor_begins_anew() -> None:
+    """What ran is computed again: a prompt, as far as loads are concerned."""
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        sink = submit(engine, [1, 2, 3], 150)
+        await asyncio.wait_for(sink.first_token.wait(), 10)
+        client.lose()
+        await until(lambda: client.num_streams == 2)
+        await sink.check()
+        steps = [step for step in engine.traces if step.epoch == max(step.epoch for step in engine.traces)]
+    first = steps[0]
+    assert (first.num_decodes, first.num_sequences) == (0, 1)
+    assert first.num_prefill_pairs == first.num_tokens * (first.num_tokens + 1) // 2
+    assert [step.num_decode_pairs for step in steps[1:]] == list(range(first.num_tokens + 1, 153))
