@@ -56,19 +56,11 @@ async def _measure_mode(
 def _curves(runs: list[tuple[str, int, Served]]) -> list[Data]:
     """Sequences of a step against time, for the largest number of clients: of one run a mode."""
     most = max(number for _, number, _ in runs)
-    curves = []
-    for name in BATCHING_NAMES:
-        steps = next(served.steps for batching, number, served in runs if (batching, number) == (name, most))
-        start_ns = steps[0].planned_ns
-        curves.append(
-            {
-                "batching": name,
-                "num_clients": most,
-                "seconds": [round((step.planned_ns - start_ns) / 1e9, 4) for step in steps],
-                "num_sequences": [step.num_sequences for step in steps],
-            }
-        )
-    return curves
+    return [
+        {"batching": name, "num_clients": most}
+        | next(served.curve() for batching, number, served in runs if (batching, number) == (name, most))
+        for name in BATCHING_NAMES
+    ]
 
 
 def medians(data: Data) -> dict[str, dict[int, Data]]:

@@ -24,14 +24,7 @@ async def measure(setting: Setting, watch: Watch) -> Data:
         run.row() | {"memory": memory, "num_equal_outputs": num_equal(served["paged"].outputs, run.outputs)}
         for memory, run in served.items()
     ]
-    curves = [
-        {
-            "memory": memory,
-            "seconds": [round((step.planned_ns - run.steps[0].planned_ns) / 1e9, 4) for step in run.steps],
-            "num_sequences": [step.num_sequences for step in run.steps],
-        }
-        for memory, run in served.items()
-    ]
+    curves = [{"memory": memory} | run.curve() for memory, run in served.items()]
     return facts | {"rows": rows, "curves": curves}
 
 

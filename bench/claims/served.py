@@ -24,6 +24,7 @@ from quire.services import on_free_ports, service_pair
 T = TypeVar("T")
 
 _SAMPLE_INTERVAL_S = 0.05
+_MAX_CURVE_POINTS = 800
 _WARM_UP_TOKENS = 16
 _NUM_WARM_UP_REQUESTS = 4
 
@@ -74,6 +75,14 @@ class Served:
     @property
     def mean_step_ms(self) -> float:
         return statistics.fmean(step.busy_ns for step in self.steps) / 1e6 if self.steps else 0.0
+
+    def curve(self) -> Data:
+        """Sequences of a step, against seconds since the first one was planned; of a long run, every so many."""
+        chosen = self.steps[:: 1 + len(self.steps) // _MAX_CURVE_POINTS]
+        return {
+            "seconds": [round((step.planned_ns - chosen[0].planned_ns) / 1e9, 4) for step in chosen],
+            "num_sequences": [step.num_sequences for step in chosen],
+        }
 
     def row(self) -> Data:
         """What claims keep of it."""

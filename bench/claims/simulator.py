@@ -18,7 +18,7 @@ from planning.summary import timeline
 _MAX_ERROR = 0.15
 _MIN_REAL_TIME_FACTOR = 1000.0
 _DAY_S = 86_400.0
-_DAY_MODEL, _DAY_DEVICE, _DAY_RATE, _DAY_SWING = "llama-3.1-8b", "h100", 8.0, 0.6
+_DAY_MODEL, _DAY_DEVICE, _DAY_RATE, _DAY_SWING = "llama-3.1-8b", "h100", 2.0, 0.8
 
 
 async def measure(setting: Setting, watch: Watch) -> Data:

@@ -344,6 +344,8 @@ def test_what_is_kept_of_a_served_run() -> None:
         "latency_ms": None,
         "pool": {"mean_waste_ratio": 0.1, "num_preemptions": 2},
     }
+    assert Served(summary, steps, {}).curve() == {"seconds": [0.0, 0.0], "num_sequences": [2, 4]}
+    assert len(Served(summary, steps * 1000, {}).curve()["seconds"]) == 667
     row = Served(summary, steps, {}).row()
     assert (row["mean_batch"], row["max_batch"], row["mean_step_ms"]) == (3.0, 4, 2.0)
     assert (row["ttft_p50_ms"], row["latency_p50_ms"], row["num_preemptions"]) == (3.0, None, 2)
