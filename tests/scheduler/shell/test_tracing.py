@@ -23,13 +23,15 @@ from scheduler.core import FinishReason, QueueFull
 from .conftest import Served, Servers
 from .test_main import Launcher, launcher, request, rest_of
 
-otel = pytest.importorskip("scheduler.tracing", reason="OpenTelemetry is not installed (extra otel)")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry is not installed (extra otel)")
 
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (  # noqa: E402
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
-from opentelemetry.proto.trace.v1.trace_pb2 import Span  # noqa: E402
+from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+import scheduler.tracing as otel
 
 __all__ = ["launcher"]
 
