@@ -13,6 +13,7 @@ from scheduler.core.errors import (
     Unavailable,
 )
 from scheduler.core.invariants import check_invariants
+from scheduler.core.leap import leap
 from scheduler.core.limits import Limits
 from scheduler.core.memory import CONTIGUOUS, CONTIGUOUS_EXACT, CONTIGUOUS_POWER_OF_TWO, MEMORY, PAGED, Memory
 from scheduler.core.plan import Admission, BeamResult, Events, Fork, Logprobs, StepPlan, StepResult, TokenLogprobs
@@ -74,4 +75,5 @@ __all__ = [
     "block_map",
     "check_invariants",
     "kv_usage",
+    "leap",
 ]

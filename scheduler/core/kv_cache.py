@@ -161,6 +161,11 @@ class KVCache:
         sequence.write_limit = len(table) * size
         return Allocation(tuple(updates), block_copy)
 
+    def append_block(self, sequence: Sequence) -> None:
+        """The short way, where the last block is full, or there is none: one block more. There has to be one."""
+        sequence.block_table.append(self._take(sequence))
+        sequence.write_limit += self.block_size
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child holds all that the parent holds, the partly filled last block too. Nothing is copied."""
         for block in parent.block_table:

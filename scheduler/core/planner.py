@@ -127,22 +127,24 @@ class Planner:
     # --- who waits comes in -----------------------------------------------------------------------------------
 
     def _admit(self, draft: Draft) -> None:
-        """Admits whoever is next while slots, blocks and budget last. Nobody overtakes.
+        """A prompt that is still being computed comes before new ones, so at most one is computed in part."""
+        while not self._books.batch.prefilling and (entry := self.next_to_admit(draft)) is not None:
+            self._enter_batch(draft, *entry)
 
-        A prompt that is still being computed comes before new ones, so at most one is computed in part.
-        """
+    def next_to_admit(self, draft: Draft) -> tuple[Sequence, list[int]] | None:
+        """Who is next, with the blocks that its prompt shares, if slots, blocks and budget last. Nobody overtakes."""
         books = self._books
-        while not books.batch.prefilling and draft.budget > 0 and (sequence := books.cohort.next_up()) is not None:
-            num_unborn = books.active(sequence).num_unborn
-            if books.batch.num_free_slots <= num_unborn or not self._may_run_beside_others(sequence):
-                return
-            prefix = books.cache.find_prefix(sequence)
-            if self._awaits_prefix(draft, sequence, prefix):
-                books.counters.num_prefix_waits += 1
-                return
-            if not self._has_room_to_admit(sequence, prefix):
-                return
-            self._enter_batch(draft, sequence, prefix)
+        sequence = books.cohort.next_up() if draft.budget > 0 else None
+        if sequence is None:
+            return None
+        num_unborn = books.active(sequence).num_unborn
+        if books.batch.num_free_slots <= num_unborn or not self._may_run_beside_others(sequence):
+            return None
+        prefix = books.cache.find_prefix(sequence)
+        if self._awaits_prefix(draft, sequence, prefix):
+            books.counters.num_prefix_waits += 1
+            return None
+        return (sequence, prefix) if self._has_room_to_admit(sequence, prefix) else None
 
     def _may_run_beside_others(self, sequence: Sequence) -> bool:
         """A sequence under which executors die runs alone until it has shown that it is not the cause."""

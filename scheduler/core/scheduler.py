@@ -44,7 +44,7 @@ class Scheduler:
 
     batching, memory  other than the default: for measurement only (batching.py, memory.py)
 
-    `books` are for the core's own modules and its tests: nobody else writes, or looks, there.
+    `books` and `planner` are for the core's own modules and its tests.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Scheduler:
             model_name=model_name,
             enable_prefix_caching=enable_prefix_caching,
         )
-        self._planner = Planner(self.books)
+        self.planner = Planner(self.books)
         self._committer = Committer(self.books)
         self.is_attached = False
 
@@ -79,7 +79,7 @@ class Scheduler:
         """The next step, or None: nothing to do, or nothing before another result is in."""
         if not self.is_attached or self.num_in_flight >= self.limits.max_in_flight:
             return None
-        return self._planner.plan()
+        return self.planner.plan()
 
     def commit(self, result: StepResult) -> Events:
         """Takes in what the oldest plan in flight came to. Raises ResultMismatch, changing nothing, if it cannot be."""
