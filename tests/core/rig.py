@@ -225,6 +225,7 @@ class Rig:
         self._check_batch(members, waiting if can_plan else [])
         self.coverage.num_preempted_beams += self._num_group_preemptions() - num_preemptions
         if plan is None:
+            self._check_somebody_is_awaited()
             self.coverage.num_waits_for_room += self.executor is not None and self._waits_for_room()
             self.check()
             return None
@@ -257,11 +258,8 @@ class Rig:
                 continue
             if self.in_flight:
                 self.commit()
-                continue
-            next_s = self.scheduler.next_wake_s
-            assert next_s is not None, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
-            assert next_s > self.now_s, "I12: who waits for a time that has come waits for ever"
-            self.expire(next_s)
+            elif (next_s := self.scheduler.next_wake_s) is not None:
+                self.expire(next_s)
         self.clients.assert_served()
         self.assert_idle()
 
@@ -283,6 +281,14 @@ class Rig:
         for sequence in self.scheduler.unfinished_sequences():
             most = most_preemptions(self.scheduler.limits.max_preemptions, sequence.index)
             assert sequence.num_preemptions <= most, f"I14: {sequence!r} was preempted {sequence.num_preemptions} times"
+
+    def _check_somebody_is_awaited(self) -> None:
+        """I12: where nothing is planned a result is to come, or an executor, or the time to form a batch."""
+        if self.executor is None or self.in_flight or not self.scheduler.num_unfinished_requests:
+            return
+        due_s = self.scheduler.books.cohort.due_s
+        assert due_s is not None, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
+        assert due_s > self.now_s, "I12: who waits for a time that has come waits for ever"
 
     def _check_order(self, waiting_before: list[Sequence]) -> None:
         """I13: nobody overtakes, and nobody comes in behind a first in line who cannot go on. I16: a suspect has no

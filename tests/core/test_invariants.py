@@ -7,7 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.core import BeamParams, InvariantViolation, Limits, Scheduler, Sequence, State, check_invariants
+from scheduler.core import (
+    CONTIGUOUS,
+    STATIC,
+    BeamParams,
+    InvariantViolation,
+    Limits,
+    Scheduler,
+    Sequence,
+    State,
+    check_invariants,
+)
 from tests.core.letters import VOCAB_SIZE, make_request
 from tests.core.rig import Rig
 
@@ -147,6 +157,19 @@ def plan_a_beam_that_is_decided(scheduler: Scheduler) -> None:
     group.branches = [(group.beams[0], 7)]
 
 
+def call_nobody(scheduler: Scheduler) -> None:
+    """As if the batch were closed, and those who run no members."""
+    scheduler.books.batching = STATIC
+
+
+def lie_in_pieces(scheduler: Scheduler) -> None:
+    """As if memory were contiguous, and a run as long as the table."""
+    scheduler.cache.memory = CONTIGUOUS
+    sequence = sample(scheduler, 3)
+    scheduler.cache._max_model_len = len(sequence.block_table) * scheduler.cache.block_size
+    sequence.block_table.reverse()
+
+
 BREAKS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("I1", free_a_block_in_use),
     ("I1", lose_a_free_block),
@@ -174,6 +197,8 @@ BREAKS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("I19", plan_a_beam_that_is_decided),
     ("I10", promise_more_than_there_is),
     ("I10", forget_a_promise),
+    ("I20", call_nobody),
+    ("I21", lie_in_pieces),
 ]
 
 
