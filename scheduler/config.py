@@ -23,10 +23,10 @@ class SchedulerConfig:
     http_listen                host:port of metrics and readiness
     executor                   address of the executor: host:port, or unix:path
     policy                     order of the queue: "fcfs", "priority"
-    batching                   "continuous"; for measurement also "static", "dynamic" (core/batching.py)
+    batching                   "continuous"; for measurement only: "static", "dynamic"
     batch_timeout_s            how long a batch that is not full is waited for, under dynamic batching
-    memory                     "paged"; for measurement also "contiguous", "contiguous-power-of-two", "contiguous-exact"
-                               (core/memory.py)
+    memory                     "paged"; for measurement only: "contiguous", "contiguous-power-of-two",
+                               "contiguous-exact"
     max_num_seqs               sequences that run at once; None: as many as the executor has slots
     max_num_batched_tokens     tokens of one step; None: the executor's
     max_in_flight              plans sent and not yet answered; 2 hides the round trip

@@ -5,8 +5,6 @@ from copy import deepcopy
 from dataclasses import asdict
 from random import Random
 
-import pytest
-
 from scheduler.core import (
     BATCHING,
     MEMORY,
@@ -130,10 +128,9 @@ def run_world(seed: int) -> Counter[str]:
     return happened
 
 
-@pytest.mark.parametrize("chunk", range(4))
-def test_a_leap_is_so_many_steps(chunk: int, effort: int) -> None:
+def test_a_leap_is_so_many_steps(effort: int) -> None:
     happened = Counter[str]()
-    for seed in range(chunk * 100 * effort, (chunk + 1) * 100 * effort):
+    for seed in range(160 * effort):
         try:
             happened += run_world(seed)
         except Exception as error:
@@ -141,7 +138,7 @@ def test_a_leap_is_so_many_steps(chunk: int, effort: int) -> None:
             raise
     assert happened["leapt steps"] > happened["steps"], "most steps are leapt"
     for name in ("leaps", "leaps while others wait", "preemptions", "refused"):
-        assert happened[name] > 5, name
+        assert happened[name] > 10, name
 
 
 def build(*requests: Request, num_blocks: int = 101) -> Scheduler:
