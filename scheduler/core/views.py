@@ -123,16 +123,18 @@ def kv_usage(scheduler: Scheduler) -> KVUsage:
     """Costs time in the blocks of running sequences; in the size of the pool only if memory is contiguous."""
     pool, index, size = scheduler.cache.pool, scheduler.cache.index, scheduler.cache.block_size
     fill: dict[int, int] = {}  # slots of a block that hold a token
-    reach: dict[int, int] = {}  # slots of a block that hold one in the end
+    reach: dict[int, int] = {}  # of one that has others, too: slots that hold a token in the end
     for sequence in scheduler.running_sequences():
         num_planned, num_final = sequence.num_planned_tokens, sequence.params.max_total_tokens - 1
         for i, block in enumerate(sequence.block_table):
             start = i * size
             fill[block] = max(fill.get(block, 0), min(size, num_planned - start))
-            reach[block] = max(reach.get(block, 0), min(size, num_final - start))
+            if num_planned - start < size:
+                reach[block] = max(reach.get(block, 0), min(size, num_final - start))
     active = set(fill).union(*scheduler.deferred_releases())
     num_cached = len(index) - sum(block in index for block in active)
-    num_used, num_reached = sum(fill.values()), sum(reach.values())
+    num_used = sum(fill.values())
+    num_reached = sum(max(num_filled, reach.get(block, 0)) for block, num_filled in fill.items())
     return KVUsage(
         num_free_blocks=pool.num_free_blocks - num_cached,
         num_cached_blocks=num_cached,
