@@ -144,11 +144,7 @@ class Planner:
         if self._awaits_prefix(draft, sequence, prefix):
             books.counters.num_prefix_waits += 1
             return None
-<<<<<<< HEAD
         return (sequence, prefix) if self.has_room_to_admit(sequence, prefix) else None
-=======
-        return (sequence, prefix) if self._has_room_to_admit(sequence, prefix) else None
->>>>>>> core
 
     def _may_run_beside_others(self, sequence: Sequence) -> bool:
         """A sequence under which executors die runs alone until it has shown that it is not the cause."""

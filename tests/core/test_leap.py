@@ -179,10 +179,7 @@ def test_does_nothing_where_a_step_is_not_a_token_for_everybody() -> None:
     in_flight = build(make_request(1, "abc", 9))
     step(in_flight)
     in_flight.schedule()
-<<<<<<< HEAD
     in_flight.schedule()  # as many as there may be
-=======
->>>>>>> core
     prefilling = build(make_request(1, "a" * 80, 9))
     step(prefilling)
     waiting = build(make_request(1, "abc", 9))
