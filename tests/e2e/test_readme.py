@@ -54,6 +54,11 @@ COVERED = {
     '.venv/bin/quire generate "Once upon a time" --temperature 0 --logprobs 3 --max-tokens 8 --repetition-penalty 1.2 '
     "--logit-bias 77=-5": "test_commands_against_a_server",
     ".venv/bin/quire bench sharing": "test_bench_sharing",
+    "make claims": "test_make_claims",
+    "make compose-check": "CI runs it where there is a container engine",
+    "docker compose up": "make compose-check does",
+    ".venv/bin/quire plan llama-3.1-8b --device h100": "test_planning",
+    ".venv/bin/quire simulate llama-3.1-8b --rate 2 --duration-s 600": "test_planning",
     ".venv/bin/quire serve --model Qwen/Qwen3-0.6B": "test_serving_from_the_hub",
     ".venv/bin/quire serve --model /data/Llama-3.1-8B-Instruct --dtype bfloat16": "test_serving_a_directory",
 }
@@ -144,6 +149,14 @@ def test_bench_sharing(tmp_path: Path) -> None:
 
 def _has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
+
+
+def test_planning() -> None:
+    """As they stand in the README: no device is needed."""
+    wanted = {"plan": "decode floor", "simulate": "real time"}
+    for command in (command for command, test in COVERED.items() if test == "test_planning"):
+        words = shlex.split(command)[1:]
+        assert wanted[words[0]] in run(sys.executable, "-m", "quire", *words)
 
 
 def test_python_of_the_readme(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
