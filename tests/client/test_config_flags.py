@@ -107,6 +107,8 @@ def other_value(name: str, default: Any) -> Any:
     chosen = {
         "model": "models/tiny",
         "policy": "priority",
+        "batching": "static",
+        "memory": "contiguous",
         "log_level": "error",
         "dtype": "float32",
         "device": "cpu",
