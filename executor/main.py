@@ -5,6 +5,7 @@ memory · 3 an address is in use.
 """
 
 import asyncio
+import logging
 import os
 import signal
 import sys
@@ -44,7 +45,8 @@ def run(config: ExecutorConfig) -> int:
 
 
 def _leave() -> NoReturn:
-    """At once: threads that the device holds on to would be waited for in vain."""
+    """At once: threads that the device holds on to would be waited for in vain. What was logged is written first."""
+    logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(EXIT_DEVICE_LOST)

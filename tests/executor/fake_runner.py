@@ -22,6 +22,7 @@ class FakeRunner:
 
     errors    by step id: raised instead
     gate      steps wait here; open at first
+    entered   set by the first step
     """
 
     def __init__(self) -> None:
@@ -29,6 +30,7 @@ class FakeRunner:
         self.errors: dict[int, Exception] = {}
         self.gate = threading.Event()
         self.gate.set()
+        self.entered = threading.Event()
         self.num_resets = 0
         self.executed: list[tuple[int, int]] = []
 
@@ -36,6 +38,7 @@ class FakeRunner:
         self.num_resets += 1
 
     def execute(self, plan: StepPlan) -> StepOutput:
+        self.entered.set()
         self.gate.wait(30)
         if plan.step_id in self.errors:
             raise self.errors[plan.step_id]

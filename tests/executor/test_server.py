@@ -237,6 +237,7 @@ async def test_a_device_that_hangs_describes_nothing(stub, runner) -> None:
     runner.gate.clear()
     call = stub.Run()
     await call.write(plan(1, 1))
+    assert await asyncio.to_thread(runner.entered.wait, 30)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.Describe(pb.DescribeRequest(), timeout=0.3)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
