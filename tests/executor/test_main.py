@@ -97,6 +97,7 @@ def test_what_cannot_start(settings, message, checkpoint, capfd) -> None:
     config = ExecutorConfig.from_dict(
         {"device": "cpu", "listen_address": "127.0.0.1:0", "metrics_address": "", **settings, "model": model}
     )
+    capfd.readouterr()  # what making the checkpoint said
     assert run(config) == EXIT_CONFIG
     errors = capfd.readouterr().err.strip().splitlines()
     assert len(errors) == 1
