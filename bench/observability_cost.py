@@ -3,7 +3,7 @@
     python -m bench.observability_cost                      # the worst case: an executor that takes no time
     python -m bench.observability_cost --executor embedded  # the embedded model: what users get
 
-Two pairs of services run side by side: one as users run it (log as JSON at level info, read away; scraped every second
+Two pairs of services run side by side: one as users run it (log as JSON at level info, read away; scraped every five seconds
 as OpenMetrics; the live page's events read by somebody), the other blind (`bench.unobserved`: nothing is recorded,
 logged or shown). They are measured in turn, on, off, off, on, and so on, under the load of `bench.shell_cost`; the one
 whose turn it is not has nothing to do. Each pair of turns gives a ratio; what is printed is their median, and the
@@ -29,7 +29,7 @@ import aiohttp
 
 from bench.shell_cost import MODEL, Cost, Load, Rig, Services, ShellCostError, rig
 
-SCRAPE_INTERVAL_S = 1.0
+SCRAPE_INTERVAL_S = 5.0
 OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
 
 

@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INTERVAL_S = 0.3
+INTERVAL_S = 0.5
 """Between two frames, at least."""
 MAX_INTERVAL_S = 2.0
 """Between two frames, at most: one that was dear (the first ones, on a busy machine) does not stop the page."""
-MAX_SHARE = 0.01
+MAX_SHARE = 0.005
 """Of the event loop's time that may go into frames, however many viewers there are."""
 MAX_VIEWERS = 32
 MAX_PENDING = 4
