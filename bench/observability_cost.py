@@ -4,11 +4,11 @@
     python -m bench.observability_cost --executor embedded  # the embedded model: what users get
 
 Two pairs of services run side by side: one as users run it (log as JSON at level info, read away; scraped every five
-seconds as OpenMetrics, as deploy/prometheus does; the live page's events read by somebody), the other blind
-(`bench.unobserved`: nothing is recorded, logged or shown). They are measured in turn, on, off, off, on, and so on, under
-the load of `bench.shell_cost`; the one whose turn it is not has nothing to do. Each pair of turns gives a ratio; what is
-printed is their median, and the spread that says how much of it to believe. Whatever else a machine does only slows a
-turn down: where it does much, the best turn of each side says more.
+seconds as OpenMetrics, as in deploy/prometheus; the live page's events read by somebody), the other blind (that is
+`bench.unobserved`: nothing is recorded, logged or shown). They are measured in turn, on, off, off, on, and so on, under
+the load of `bench.shell_cost`; the one whose turn it is not has nothing to do. Each pair of turns gives a ratio; what
+is printed is their median, and the spread that says how much of it to believe. Whatever else a machine does only slows
+a turn down: where it does much, the best turn of each side says more.
 
 With --executor null the scheduler is the bottleneck, and the ratio of tokens per second of its CPU time is the cost of
 watching for a machine that has no time to spare; with an executor that computes, most of that is hidden behind steps.
