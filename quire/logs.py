@@ -47,7 +47,7 @@ def configure(service: str, level: str, log_format: str, stream: TextIO | None =
     root.addHandler(handler)
     root.setLevel(level.upper())
     logging.captureWarnings(True)
-    # No line says from which thread, process or line of code it comes: to find that out is a quarter of what a record costs.
+    # No line says from which thread, process or line of code it comes: to find out is a quarter of what a record costs.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # nobody looks up the caller
 
