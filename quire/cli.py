@@ -1,41 +1,30 @@
 """The command line: parses, calls the module that does the work, and turns errors into messages and exit codes."""
 
 import asyncio
-import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import fields
-from enum import StrEnum
-from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
-from executor.config import ExecutorConfig
-from planning.errors import PlanningError
 from planning.settings import DeploymentSettings, SimulateSettings
 from quire import exit_codes
-from quire.addresses import AddressInUse
 from quire.channel import DEFAULT_ADDRESS
+from quire.cli_bench import app as bench_app
+from quire.cli_outcome import fail, reported
 from quire.client import Client
 from quire.config_flags import flag_parameters, given, with_flags
-from quire.errors import InvalidRequestError, QuireError
 from quire.events import ChatMessage, Prompt
-from quire.model_path import ModelNotFound, resolved_model
+from quire.service_flags import EXECUTOR_FLAGS, SCHEDULER_FLAGS, SERVICE_FLAGS, with_model
 from quire.services import (
-    EXECUTOR_ADDRESS,
-    ConfigError,
     executor_config,
     run_executor,
     run_scheduler,
     scheduler_config,
     service_pair,
 )
-from quire.supervisor import ChildFailed, LogSink
-from scheduler.config import SchedulerConfig
+from quire.supervisor import LogSink
 
 app = typer.Typer(
     name="quire",
@@ -45,33 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
-
-_SCHEDULER_FLAGS = flag_parameters(SchedulerConfig)
-_EXECUTOR_FLAGS = flag_parameters(ExecutorConfig)
-# Both at once: a field that both have is said once, and so is the address at which they meet.
-_SERVICE_FLAGS = flag_parameters(ExecutorConfig, leave_out={EXECUTOR_ADDRESS[1]}) + flag_parameters(
-    SchedulerConfig, leave_out={field.name for field in fields(ExecutorConfig)}
-)
-# What a measurement leaves open where it decides the rest itself.
-_MODEL_FLAGS = flag_parameters(
-    ExecutorConfig, leave_out={field.name for field in fields(ExecutorConfig)} - {"model", "dtype", "device"}
-)
-
-
-class LengthMix(StrEnum):
-    """How long prompts and outputs are."""
-
-    MIXED = "mixed"
-    SHAREGPT = "sharegpt"
-
-
-class Baseline(StrEnum):
-    """What to compare with, in this process."""
-
-    TRANSFORMERS = "transformers"
-
 
 _Address = Annotated[str, typer.Option("--address", help="of the scheduler: host:port, or unix:path")]
 
@@ -91,26 +54,26 @@ def serve(**values: Any) -> None:
     """
     from quire.serve import serve as run
 
-    with _reported():
-        pair = service_pair(_with_model(values))
+    with reported():
+        pair = service_pair(with_model(values))
         raise typer.Exit(asyncio.run(run(pair, _say, _log_to_stderr(pair.scheduler.log_format))))
 
 
 def scheduler(**values: Any) -> None:
     """Runs the scheduler alone."""
-    with _reported():
-        raise typer.Exit(run_scheduler(scheduler_config(_with_model(values))))
+    with reported():
+        raise typer.Exit(run_scheduler(scheduler_config(with_model(values))))
 
 
 def executor(**values: Any) -> None:
     """Runs an executor alone."""
-    with _reported():
-        raise typer.Exit(run_executor(executor_config(_with_model(values))))
+    with reported():
+        raise typer.Exit(run_executor(executor_config(with_model(values))))
 
 
-app.command()(with_flags(serve, _SERVICE_FLAGS))
-app.command()(with_flags(scheduler, _SCHEDULER_FLAGS))
-app.command()(with_flags(executor, _EXECUTOR_FLAGS))
+app.command()(with_flags(serve, SERVICE_FLAGS))
+app.command()(with_flags(scheduler, SCHEDULER_FLAGS))
+app.command()(with_flags(executor, EXECUTOR_FLAGS))
 
 
 @app.command()
@@ -155,7 +118,7 @@ def generate(
     from quire.generate import write_json, write_text
 
     text = _stdin_text() if prompt in (None, "-") else prompt
-    with _reported(), Client(address) as client:
+    with reported(), Client(address) as client:
         events = client.generate(
             _prompt(text or "", chat, system),
             max_tokens=max_tokens,
@@ -201,7 +164,7 @@ def kv(
     """Shows the block pool: who owns which block, what is shared, what is cached."""
     from quire import kv as view
 
-    with _reported(), Client(address, timeout_s=10) as client:
+    with reported(), Client(address, timeout_s=10) as client:
         if as_json:
             view.show_json(client, Console())
         elif watch:
@@ -214,163 +177,11 @@ def demo(**values: Any) -> None:
     """Starts both services on free ports, streams completions side by side, shows the block pool, and ends."""
     from quire.demo import run
 
-    with _reported():
-        raise typer.Exit(asyncio.run(run(_with_model(values), Console())))
+    with reported():
+        raise typer.Exit(asyncio.run(run(with_model(values), Console())))
 
 
-app.command()(with_flags(demo, _SERVICE_FLAGS))
-
-
-def bench_serve(
-    url: Annotated[str | None, typer.Option(help=f"gRPC address of a server [default: {DEFAULT_ADDRESS}]")] = None,
-    spawn: Annotated[bool, typer.Option("--spawn", help="start one, with the services' flags below")] = False,
-    concurrency: Annotated[str, typer.Option("--concurrency", "-c", help="numbers of clients")] = "1,4,16,64",
-    num_requests: Annotated[int | None, typer.Option(min=1, help="of each run; default 4 a client")] = None,
-    seed: Annotated[int, typer.Option(help="of the trace")] = 7,
-    num_shared_tokens: Annotated[int, typer.Option(min=0, help="tokens that all prompts begin with")] = 0,
-    lengths: Annotated[LengthMix, typer.Option(help="of prompts and outputs")] = LengthMix.MIXED,
-    peer_url: Annotated[str | None, typer.Option(help="an OpenAI-compatible server, for comparison")] = None,
-    peer_model: Annotated[str | None, typer.Option(help="the name it serves the model by")] = None,
-    peer_command: Annotated[str | None, typer.Option(help="starts it when its turn comes; ended after it")] = None,
-    baseline: Annotated[Baseline | None, typer.Option(help="static batches of generate() on --model")] = None,
-    name: Annotated[str, typer.Option(help="of the results' file")] = "serve",
-    chrome_trace: Annotated[Path | None, typer.Option(help="save each run's steps for chrome://tracing")] = None,
-    output: Annotated[Path | None, typer.Option(help="default: bench/results/NAME.json")] = None,
-    **values: Any,
-) -> None:
-    """Closed-loop load with a seeded trace of mixed lengths; prints a table and saves JSON."""
-    from bench.command import BenchError, parse_concurrencies, run
-    from bench.serve import BenchSettings, Peer
-
-    if bool(peer_url) != bool(peer_model):
-        _fail("--peer-url and --peer-model go together", exit_codes.USAGE)
-    if peer_command and not peer_url:
-        _fail("--peer-command needs --peer-url", exit_codes.USAGE)
-    with _reported():
-        try:
-            settings = BenchSettings(
-                address=url or DEFAULT_ADDRESS,
-                concurrencies=parse_concurrencies(concurrency),
-                num_requests=num_requests,
-                seed=seed,
-                num_shared_tokens=num_shared_tokens,
-                lengths=lengths.value,
-                peer=Peer(peer_url, peer_model, tuple(shlex.split(peer_command or "")))
-                if peer_url and peer_model
-                else None,
-                chrome_trace=chrome_trace,
-                baseline_model=resolved_model(values.get("model")) if baseline else None,
-            )
-            results = output or Path("bench") / "results" / f"{name}.json"
-            asyncio.run(run(settings, _with_model(values) if spawn else None, results, Console()))
-        except BenchError as error:
-            _fail(str(error), exit_codes.FAILED)
-
-
-bench_app.command(name="serve")(with_flags(bench_serve, _SERVICE_FLAGS))
-
-
-def bench_sharing(
-    url: Annotated[str | None, typer.Option(help="gRPC address of a server [default: one is started]")] = None,
-    numbers: Annotated[str, typer.Option("--numbers", "-n", help="of samples, beams, requests")] = "2,4,6",
-    num_requests: Annotated[int, typer.Option(min=1, help="of each case")] = 8,
-    num_system_tokens: Annotated[int, typer.Option(min=1, help="of the common system prompt")] = 341,
-    seed: Annotated[int, typer.Option(help="of lengths and texts")] = 7,
-    output: Annotated[Path, typer.Option(help="the plot lies beside it")] = Path("bench/results/sharing.json"),
-    **values: Any,
-) -> None:
-    """Blocks saved by sharing, for samples, beams and a system prompt; prints a table, saves JSON and a plot."""
-    from bench.command import BenchError, parse_concurrencies
-    from bench.sharing import SharingSettings
-    from bench.sharing_command import run
-    from bench.sharing_work import all_cases
-
-    with _reported():
-        try:
-            settings = SharingSettings(
-                address=url or DEFAULT_ADDRESS,
-                cases=tuple(all_cases(parse_concurrencies(numbers))),
-                num_requests=num_requests,
-                seed=seed,
-                num_system_tokens=num_system_tokens,
-            )
-            asyncio.run(run(settings, None if url else _with_model(values), output, Console()))
-        except BenchError as error:
-            _fail(str(error), exit_codes.FAILED)
-
-
-bench_app.command(name="sharing")(with_flags(bench_sharing, _SERVICE_FLAGS))
-
-
-def bench_claims(
-    only: Annotated[list[str] | None, typer.Option(help="the name of a claim; may be repeated [default: all]")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="in small, to see that everything works")] = False,
-    seed: Annotated[int, typer.Option(help="of lengths, prompts and samples")] = 7,
-    source: Annotated[
-        Path | None, typer.Option("--from", help="write the report of this results.json; measure nothing")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(help="directory [default: bench/results/claims]")] = None,
-    evidence: Annotated[
-        Path | None, typer.Option(help="[default: docs/evidence.md, or evidence.md in --output]")
-    ] = None,
-    **values: Any,
-) -> None:
-    """Measures what is claimed of paged KV memory and continuous batching; writes a report with verdicts and plots."""
-    from bench.command import BenchError
-
-    with _reported():
-        try:
-            from bench.claims.command import EVIDENCE, OUTPUT, ClaimsRun, measure, rewrite
-        except ModuleNotFoundError as error:
-            _fail(f"{error}; pip install 'quire[executor,bench,dev]' brings all that is measured", exit_codes.FAILED)
-        page = evidence or (output / "evidence.md" if output else EVIDENCE)
-        try:
-            if source is not None:
-                rewrite(source, output or OUTPUT, page, Console())
-                return
-            flags = _with_model(values)
-            run = ClaimsRun(flags.pop("model"), tuple(only or ()), quick, seed, output or OUTPUT, page, flags)
-            is_complete = measure(run, Console())
-        except BenchError as error:
-            _fail(str(error), exit_codes.FAILED)
-        if not is_complete:
-            _fail("a measurement failed; the report says which, and why", exit_codes.FAILED)
-
-
-bench_app.command(name="claims")(with_flags(bench_claims, _MODEL_FLAGS))
-
-
-def bench_prediction(
-    url: Annotated[str | None, typer.Option(help="gRPC address of a server [default: one is started]")] = None,
-    fitted: Annotated[str, typer.Option(help="numbers of clients to fit the cost model to")] = "1,8,32",
-    predicted: Annotated[str, typer.Option(help="numbers of clients to try it on")] = "4,16,64",
-    num_requests: Annotated[int | None, typer.Option(min=1, help="of each run; default 6 a client")] = None,
-    seed: Annotated[int, typer.Option(help="of the traces")] = 7,
-    lengths: Annotated[LengthMix, typer.Option(help="of prompts and outputs")] = LengthMix.MIXED,
-    output: Annotated[Path, typer.Option(help="JSON")] = Path("bench/results/prediction.json"),
-    **values: Any,
-) -> None:
-    """Throughput as simulated beside throughput as measured: a cost model fitted to some runs, tried on others."""
-    from bench.command import BenchError, parse_concurrencies
-    from bench.prediction import PredictionSettings
-    from bench.prediction_command import run
-
-    with _reported():
-        try:
-            settings = PredictionSettings(
-                address=url or DEFAULT_ADDRESS,
-                fitted=parse_concurrencies(fitted),
-                predicted=parse_concurrencies(predicted),
-                num_requests=num_requests,
-                seed=seed,
-                lengths=lengths.value,
-            )
-            asyncio.run(run(settings, None if url else _with_model(values), output, Console()))
-        except BenchError as error:
-            _fail(str(error), exit_codes.FAILED)
-
-
-bench_app.command(name="prediction")(with_flags(bench_prediction, _SERVICE_FLAGS))
+app.command()(with_flags(demo, SERVICE_FLAGS))
 
 
 def plan(
@@ -381,7 +192,7 @@ def plan(
     """Sizes a deployment from a model's config.json: weights, KV, blocks, sequences that fit, floors of a step."""
     from planning.command import run_plan
 
-    with _reported():
+    with reported():
         run_plan(model, DeploymentSettings(**given(values)), Console(), as_json=as_json)
 
 
@@ -393,16 +204,12 @@ def simulate(
     """Runs the scheduler on a virtual clock, with a device of which the data sheet or measured steps are known."""
     from planning.command import run_simulate
 
-    with _reported():
+    with reported():
         run_simulate(model, SimulateSettings(**given(values)), Console(), as_json=as_json)
 
 
 app.command()(with_flags(plan, flag_parameters(DeploymentSettings)))
 app.command()(with_flags(simulate, flag_parameters(SimulateSettings)))
-
-
-def _with_model(values: dict[str, Any]) -> dict[str, Any]:
-    return given(values) | {"model": resolved_model(values.get("model"))}
 
 
 def _stdin_text() -> str:
@@ -418,7 +225,7 @@ def _biases(entries: list[str]) -> dict[int, float]:
         try:
             biases[int(token_id)] = float(value)
         except ValueError:
-            _fail(f"--logit-bias: expected ID=VALUE, not {entry!r}", exit_codes.USAGE)
+            fail(f"--logit-bias: expected ID=VALUE, not {entry!r}", exit_codes.USAGE)
     return biases
 
 
@@ -446,32 +253,6 @@ def _log_to_stderr(log_format: str) -> LogSink:
         console.print(Text.assemble((f"{name:>10} | ", styles.get(name, "")), line), soft_wrap=True)
 
     return log
-
-
-@contextmanager
-def _reported() -> Iterator[None]:
-    """Expected errors become a line on standard error (for wrong fields, one each) and an exit code; bugs keep their
-    traceback."""
-    try:
-        yield
-    except InvalidRequestError as error:
-        listed = "".join(f"\n  {field}: {problem}" for field, problem in error.violations.items())
-        _fail(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
-    except QuireError as error:
-        _fail(str(error), exit_codes.exit_code(error))
-    except (ConfigError, ModelNotFound, PlanningError) as error:
-        _fail(str(error), exit_codes.USAGE)
-    except AddressInUse as error:
-        _fail(str(error), exit_codes.ADDRESS_IN_USE)
-    except ChildFailed as failure:
-        _fail(str(failure), failure.exit_code)
-    except KeyboardInterrupt:
-        raise typer.Exit(exit_codes.INTERRUPTED) from None
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"quire: {message}", file=sys.stderr, flush=True)
-    raise typer.Exit(code)
 
 
 if __name__ == "__main__":

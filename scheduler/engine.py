@@ -14,8 +14,9 @@ import logging
 import time
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
+from scheduler.audience import Audience
 from scheduler.core import (
     CONTINUOUS,
     FCFS,
@@ -24,7 +25,6 @@ from scheduler.core import (
     BlockMap,
     Events,
     ExecutorLost,
-    FinishReason,
     InvariantViolation,
     KVUsage,
     Limits,
@@ -33,7 +33,6 @@ from scheduler.core import (
     QueueFull,
     Request,
     Scheduler,
-    Sequence,
     Unavailable,
     block_map,
     check_invariants,
@@ -47,7 +46,8 @@ from scheduler.step_trace import StepTrace, StepTraces
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from scheduler.core import StepPlan, TokenLogprobs
+    from scheduler.audience import Sink
+    from scheduler.core import StepPlan
     from scheduler.executor_client import Arrival, ExecutorClient, PlanStream
     from scheduler.wire import ExecutorDescription
 
@@ -56,28 +56,11 @@ log = logging.getLogger(__name__)
 CHECK_INTERVAL_S = 10.0
 """An idle engine checks the core's invariants at most this often."""
 
-_BROKEN_SINK = "%r: its request is given up, its sink failed"
-
 
 class ServerState(Enum):
     WAITING_FOR_EXECUTOR = "waiting for executor"
     SERVING = "serving"
     DRAINING = "draining"
-
-
-class Sink(Protocol):
-    """Where one request's events go. Called on the event loop, by the engine: quick, and never raising."""
-
-    def started(self, num_cached_tokens: int) -> None: ...
-
-    def prompt_logprobs(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
-        """Of prompt tokens from this position on, where asked for: all of them before the first output token."""
-
-    def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
-        """`logprobs` is as long as `token_ids`, where asked for."""
-
-    def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
-        """Beams come with a score, the best one first, each with all its tokens just before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,15 +110,14 @@ class Engine:
         self._description: ModelDescription | None = None
         self.traces = StepTraces()
         self._loads = LoadTracker()  # of this epoch's plans
-        self._sinks: dict[int, Sink] = {}
-        self._submitted_s: dict[int, float] = {}
+        self._audience = Audience(
+            give_up=self.cancel, is_open=lambda number: self._core.has_request(number), ended=self._ended
+        )
         self._num_requests = 0
         self._state_callbacks: list[Callable[[ServerState], None]] = []
         self._state = ServerState.WAITING_FOR_EXECUTOR
         self._progress = self._watched()
         self._checked_at_s = 0.0
-        self._finish_interval_s = 1.0  # moving average of the time between two finished requests
-        self._finished_at_s = 0.0
 
     # --- what the front door asks -----------------------------------------------------------------------------
 
@@ -175,22 +157,20 @@ class Engine:
         try:
             self._core.add(request, time.monotonic())
         except QueueFull as error:
-            raise QueueFull(str(error), retry_after_s=min(30.0, max(0.1, self._finish_interval_s))) from error
-        self._sinks[request.request_id] = sink
-        self._submitted_s[request.request_id] = time.monotonic()
+            raise QueueFull(str(error), retry_after_s=min(30.0, max(0.1, self._audience.finish_interval_s))) from error
+        self._audience.join(request.request_id, sink)
         self._idle.clear()
         self._wake.set()
 
     def cancel(self, request_id: int) -> None:
         """Ends a request in any state; its sink hears nothing more. An unknown id is no error."""
-        if self._sinks.pop(request_id, None) is not None:
+        if self._audience.leave(request_id):
             self._core.cancel(request_id)
-            self._after_end(request_id)
 
     def stop(self, request_id: int, index: int) -> None:
         """Ends one sequence because its text is complete; its sink gets `finished` at once."""
-        if request_id in self._sinks:
-            self._tell_finished(self._core.stop(request_id, index))
+        if request_id in self._audience:
+            self._audience.tell_finished(self._core.stop(request_id, index))
 
     def block_map(self, *, summary_only: bool = False) -> BlockMap:
         return block_map(self._core, summary_only=summary_only)
@@ -207,9 +187,7 @@ class Engine:
     def oldest_waiting_s(self) -> float:
         """How long ago the longest waiting request of the queue was submitted; 0 for an empty queue."""
         waiting = [] if self._scheduler is None else self._scheduler.waiting_sequences()
-        arrivals_s = [self._submitted_s.get(sequence.request.request_id) for sequence in waiting]
-        now_s = time.monotonic()
-        return now_s - min([arrival_s for arrival_s in arrivals_s if arrival_s is not None], default=now_s)
+        return self._audience.longest_wait_s(sequence.request.request_id for sequence in waiting)
 
     def reset_prefix_cache(self) -> int:
         return self._core.reset_prefix_cache()
@@ -266,20 +244,20 @@ class Engine:
         self._loads = LoadTracker()
         stream = self._client.open_stream(self._wake.set)
         self._progress = self._watched()
-        self._tell(events)
+        self._audience.tell(events)
         self._update_state()
         return stream
 
     def _detach(self) -> None:
         self.traces.lost()
         if self._scheduler is not None:
-            self._tell(self._scheduler.executor_lost())
+            self._audience.tell(self._scheduler.executor_lost())
         self._update_state()
 
     async def _serve(self, stream: PlanStream) -> None:
         while True:
             self._wake.clear()
-            self._tell(self._core.expire(time.monotonic()))
+            self._audience.tell(self._core.expire(time.monotonic()))
             arrival = stream.take()
             if arrival is None:
                 await self._send_plans(stream)
@@ -343,7 +321,7 @@ class Engine:
         while (remaining_s := until_s - time.monotonic()) > 0:
             self._wake.clear()
             if self._scheduler is not None:
-                self._tell(self._scheduler.expire(time.monotonic()))
+                self._audience.tell(self._scheduler.expire(time.monotonic()))
             await self._wait_for_wake(min(remaining_s, 0.1))
 
     async def _wait_for_wake(self, timeout_s: float | None) -> None:
@@ -357,68 +335,11 @@ class Engine:
     # --- telling the clients ----------------------------------------------------------------------------------
 
     async def _tell_meanwhile(self, events: Events) -> None:
-        self._tell(events)
+        self._audience.tell(events)
 
-    def _tell(self, events: Events) -> None:
-        for sequence in events.started:
-            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
-                self._tell_sink(sequence, sink.started, sequence.num_cached_tokens or 0)
-        for sequence, first_position, tokens in events.prompt_logprobs:
-            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
-                self._tell_sink(sequence, sink.prompt_logprobs, first_position, tokens)
-        logprobs = iter(events.logprobs)
-        for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
-            news = [next(logprobs)[1]] if sequence.params.num_logprobs else None
-            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
-                try:  # as in _tell_sink, without the price of a call for each token
-                    if news is None:
-                        sink.tokens(sequence.index, [token_id])
-                    else:
-                        sink.tokens(sequence.index, [token_id], news)
-                except Exception:
-                    log.exception(_BROKEN_SINK, sequence, extra=_log_fields(sink))
-                    self.cancel(sequence.request.request_id)
-        self._tell_beams(events)
-        self._tell_finished(events)
-
-    def _tell_beams(self, events: Events) -> None:
-        for sequence, results in events.beams:
-            request_id = sequence.request.request_id
-            for index, result in enumerate(results):
-                if (sink := self._sinks.get(request_id)) is not None and result.token_ids:
-                    self._tell_sink(sequence, sink.tokens, index, result.token_ids)
-                if (sink := self._sinks.get(request_id)) is not None:
-                    self._tell_sink(
-                        sequence, sink.finished, index, result.reason, sequence.num_preemptions, result.score
-                    )
-            if self._sinks.pop(request_id, None) is not None:
-                self._after_end(request_id)
-
-    def _tell_finished(self, events: Events) -> None:
-        for sequence, reason in events.finished:
-            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
-                self._tell_sink(sequence, sink.finished, sequence.index, reason, sequence.num_preemptions)
-        for sequence, _ in events.finished:  # afterwards: several samples of one request may have ended at once
-            request_id = sequence.request.request_id
-            if not self._core.has_request(request_id) and self._sinks.pop(request_id, None) is not None:
-                self._after_end(request_id)
-
-    def _tell_sink(self, sequence: Sequence, tell: Callable[..., None], *news: object) -> None:
-        """A sink that breaks costs its own request, and nobody else's."""
-        try:
-            tell(*news)
-        except Exception:
-            log.exception(_BROKEN_SINK, sequence, extra=_log_fields(self._sinks.get(sequence.request.request_id)))
-            self.cancel(sequence.request.request_id)
-
-    def _after_end(self, request_id: int) -> None:
-        """A request has ended: keep the estimate of when the next one will, and wake who waits for the last one."""
-        del self._submitted_s[request_id]
-        now_s = time.monotonic()
-        if self._finished_at_s:
-            self._finish_interval_s += 0.1 * (now_s - self._finished_at_s - self._finish_interval_s)
-        self._finished_at_s = now_s
-        if not self._sinks:
+    def _ended(self) -> None:
+        """A request has: wakes who waits for the last one."""
+        if not self._audience:
             self._idle.set()
         self._wake.set()
 
@@ -468,8 +389,3 @@ class Engine:
 
     def _narrowed(self, description: ExecutorDescription) -> ModelDescription:
         return ModelDescription.narrowed(description, self._options.max_num_seqs, self._options.max_num_batched_tokens)
-
-
-def _log_fields(sink: Sink | None) -> dict[str, str]:
-    """By which a line of the log is about a sink's request, if it has any."""
-    return dict(getattr(sink, "log_fields", {}))

@@ -39,7 +39,7 @@ def _section(results: Results, claim: Claim, plots: str) -> str:
     ]
     outcome = results.outcomes.get(claim.name)
     if outcome is not None and outcome.data is not None:
-        parts += [f"![{plot.caption}]({plots}/{plot.name}.svg)" for plot in claim.plots(outcome.data)]
+        parts += [f"![{plot.caption}]({plots}/{plot.name}.png)" for plot in claim.plots(outcome.data)]
         parts += [f"{table.caption}\n\n{_table(table)}" for table in claim.tables(outcome.data)]
     return "\n\n".join(parts)
 

@@ -88,7 +88,7 @@ def test_every_claim_is_complete_in_the_report(tmp_path: Path) -> None:
         assert section.count("<svg") == len(claim.plots(values)) >= 1
         assert section.count("<tbody>") == len(claim.tables(values)) >= 1
         for plot in claim.plots(values):
-            assert f"](../{plot.name}.svg)" in evidence
+            assert f"](../{plot.name}.png)" in evidence
             assert (tmp_path / f"{plot.name}.png").read_bytes().startswith(b"\x89PNG")
             assert "<svg" in (tmp_path / f"{plot.name}.svg").read_text(encoding="utf-8")
     links = re.findall(r"\]\((?!#)([^)]+)\)", evidence)

@@ -126,7 +126,7 @@ async def test_beams_come_whole_and_the_best_one_first() -> None:
             assert not engine.core.has_request(sink.request.request_id)  # type: ignore[union-attr]
         await other.check()
         assert other.scores == {0: None}
-        assert engine._submitted_s == {}
+        assert engine._audience._submitted_s == {}
         assert engine.kv_usage().num_active_blocks == 0
 
 
@@ -346,7 +346,7 @@ async def test_the_age_of_the_queue() -> None:
         client.is_up = True
         await sinks[1].check()
         assert engine.oldest_waiting_s == 0
-        assert engine._submitted_s == {}
+        assert engine._audience._submitted_s == {}
 
 
 async def test_each_plan_is_reported() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from scheduler.audience import Sink
 from scheduler.core import (
     BlockMap,
     BlockState,
@@ -18,7 +19,7 @@ from scheduler.core import (
     TokenLogprobs,
     Unavailable,
 )
-from scheduler.engine import ServerState, Sink
+from scheduler.engine import ServerState
 from scheduler.model_description import ModelDescription
 
 MODEL = ModelDescription(

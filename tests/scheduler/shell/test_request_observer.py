@@ -163,6 +163,6 @@ async def test_the_engine_names_the_request_whose_stream_breaks(
     await theatre.step(2)
     assert (await ended(client)).messages
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert record.name == "scheduler.engine"
+    assert record.name == "scheduler.audience"
     assert vars(record)["request_id"] == "quire-1"
     assert theatre.metrics.num_finished[FinishReason.ERROR] == 1
