@@ -12,7 +12,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -23,6 +23,9 @@ from executor.plan import StepOutput, StepPlan
 from executor.results_thread import LaunchedStep, ResultsThread, Unfinished
 
 _log = logging.getLogger(__name__)
+
+_PATIENCE_S = 0.05
+"""An idle time that has lasted so long may last longer."""
 
 
 class FailureKind(Enum):
@@ -99,6 +102,7 @@ class DeviceThread:
     prepare         called first, on the new thread: thread-local settings of the libraries
     device_is_sane  called after an exception from a step, outside any step
     device_lost     called on this thread, once, when the device is not sane any more; the thread then ends
+    idle_work       taken a turn at a time while no step has come for a while
     """
 
     def __init__(
@@ -107,11 +111,14 @@ class DeviceThread:
         prepare: Callable[[], None],
         device_is_sane: Callable[[], bool],
         device_lost: Callable[[], None],
+        idle_work: Iterator[None] | None = None,
     ) -> None:
         self._runner = runner
         self._prepare = prepare
         self._device_is_sane = device_is_sane
         self._device_lost = device_lost
+        self._idle_work = idle_work
+        self._patience_s = _PATIENCE_S
         self._work: queue.SimpleQueue[Step | Echo | Question | _Inspection | None] = queue.SimpleQueue()
         self._results = ResultsThread()
         self._epoch = 0
@@ -159,7 +166,7 @@ class DeviceThread:
     def _run(self) -> None:
         self._prepare()
         idle_since_ns = time.monotonic_ns()
-        while (work := self._work.get()) is not None:
+        while (work := self._next_work()) is not None:
             if isinstance(work, _Inspection):
                 if not self._survives(work.failure):
                     return
@@ -169,11 +176,28 @@ class DeviceThread:
                 self._deliver(work.deliver, work.outcome)
             elif work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
                 outcome = self._step(work, time.monotonic_ns(), idle_since_ns)
+                self._patience_s = _PATIENCE_S
                 self._moved_ns = idle_since_ns = time.monotonic_ns()
                 if outcome is not None:
                     self._deliver(work.deliver, outcome)
                 if isinstance(outcome, Failure):
                     self._results.put(partial(self._work.put, _Inspection(outcome)))
+
+    def _next_work(self) -> Step | Echo | Question | _Inspection | None:
+        """Waits for it. Between two steps of a busy time nothing else is begun: it would make the second one wait."""
+        while self._idle_work is not None:
+            try:
+                return self._work.get(timeout=self._patience_s)
+            except queue.Empty:
+                self._patience_s = 0.0
+                self._take_a_turn(self._idle_work)
+        return self._work.get()
+
+    def _take_a_turn(self, idle_work: Iterator[None]) -> None:
+        try:
+            next(idle_work)
+        except StopIteration:
+            self._idle_work = None
 
     def _deliver(self, deliver: Deliver, outcome: Outcome) -> None:
         """In order, and on the results thread, also where nothing is left to wait for: whoever is told wakes up and

@@ -12,7 +12,7 @@ from executor.config import ExecutorConfig
 from executor.errors import OutOfMemory
 from executor.memory import free_memory_bytes
 from executor.model_config import ModelConfig
-from kernels.memory import populate_in_background, zeros
+from kernels.memory import zeros
 
 _GPU_FRACTION = 0.9
 _CPU_FRACTION = 0.4
@@ -52,13 +52,11 @@ def _budget_bytes(memory_fraction: float | None, free_bytes: int, on_cpu: bool) 
 def allocate_pool(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A pool of zeros. On the CPU its pages are taken from the system while nothing else needs the time."""
+    """A pool of zeros. On the CPU its pages are not taken from the system yet: `kernels.memory.populate` does it."""
     shape = (model.num_layers, num_blocks, 2, model.num_kv_heads, block_size, model.head_dim)
     try:
         if device.type != "cpu":
             return torch.zeros(shape, dtype=dtype, device=device)
-        pool = zeros(shape, dtype)
+        return zeros(shape, dtype)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise OutOfMemory(f"KV pool of {num_blocks} blocks: {error}") from None
-    populate_in_background(pool)
-    return pool

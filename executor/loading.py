@@ -23,6 +23,7 @@ from executor.models.weights import expected_shapes, load_weights
 from executor.random_weights import RandomCheckpoint
 from executor.runner import Model, ModelRunner
 from kernels import reference
+from kernels.memory import populate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +41,10 @@ MakeRunner = Callable[["Tensor", Limits, kernels.Progress], "ModelRunner | CudaR
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A runner, and what is worth knowing about it. Memory in bytes by kind, start-up time in seconds by phase."""
+    """A runner, and what is worth knowing about it. Memory in bytes by kind, start-up time in seconds by phase.
+
+    idle_work  what is worth doing while there is no step to run, some milliseconds a turn
+    """
 
     runner: "ModelRunner | CudaRunner"
     model_name: str
@@ -49,6 +53,7 @@ class LoadedModel:
     kv_bytes_per_token: int
     memory_bytes: dict[str, int] = field(default_factory=dict)
     startup_s: dict[str, float] = field(default_factory=dict)
+    idle_work: "Iterator[None] | None" = None
 
 
 def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
@@ -92,6 +97,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         kv_bytes_per_token=kv_bytes_per_token(model_config, decoder.dtype),
         memory_bytes=memory_bytes | {"kv_pool": pool.nbytes},
         startup_s=startup_s,
+        idle_work=populate(pool) if pool.device.type == "cpu" else None,
     )
 
 

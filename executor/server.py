@@ -60,6 +60,7 @@ class Server:
             prepare=lambda: prepare_compute_thread(model.device, num_threads),
             device_is_sane=lambda: device_is_sane(model.device),
             device_lost=lambda: _call_soon(loop, self._lose_device),
+            idle_work=model.idle_work,
         )
         self.metrics = _metrics(model, config.listen_address)
         self._servicer = ExecutorServicer(self._device, self._describe, self.metrics.observe_step)

@@ -4,6 +4,7 @@ Lives on the event loop, except for `deliver`, which any thread may call.
 """
 
 import asyncio
+import contextlib
 
 from executor.device_thread import EndOfPlans, Failure, FailureKind, Outcome
 from executor.errors import EpochRefused
@@ -43,7 +44,8 @@ class PlanStream:
 
     def deliver(self, outcome: Outcome) -> None:
         """Thread-safe."""
-        self._loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who could be told
+            self._loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
 
     def fail(self, kind: FailureKind, message: str) -> None:
         """Ends the stream at once, with no regard to plans that are out."""

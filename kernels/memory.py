@@ -6,14 +6,15 @@ import contextlib
 import ctypes
 import math
 import mmap
-import os
-import threading
+from typing import TYPE_CHECKING
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
 _HUGE_BYTES = 1 << 21
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
-_POPULATE_BYTES = 16 << 20
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -36,28 +37,23 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=num_numbers).view(shape)
 
 
-def populate_in_background(tensor: torch.Tensor) -> threading.Thread:
-    """Takes the pages of a tensor of `zeros` from the system ahead of their first use, with time that nobody needs.
+def populate(tensor: torch.Tensor) -> Iterator[None]:
+    """Takes the pages of a tensor of `zeros` from the system ahead of their first use, one huge page a turn.
 
-    A first write waits until the system has found and cleared a page, which may take as long as a layer's whole
-    attention. What the tensor holds is not touched; where the system cannot do this, nothing happens.
+    A first write waits until the system has found and cleared a page, which takes half a millisecond, and several where
+    a virtual machine has to ask its host. tensor[rows, ...] is walked through in all rows at once, beginnings first: of
+    a pool of KV blocks, a row a layer, the first blocks are used first. What the tensor holds is not touched; where the
+    system cannot do this, there are no turns.
     """
-    thread = threading.Thread(target=_populate, args=(tensor,), name="populate", daemon=True)
-    thread.start()
-    return thread
-
-
-def _populate(tensor: torch.Tensor) -> None:
     try:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     except (OSError, AttributeError):
         return
-    page_bytes = mmap.PAGESIZE
-    start = tensor.data_ptr() // page_bytes * page_bytes
-    stop = tensor.data_ptr() + tensor.nbytes
-    while start < stop:
-        num_bytes = min(_POPULATE_BYTES, -(-(stop - start) // page_bytes) * page_bytes)
-        if madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _POPULATE_WRITE):
-            return
-        start += num_bytes
+    row_bytes = tensor[0].nbytes if len(tensor) else 0
+    for offset in range(0, row_bytes, _HUGE_BYTES):
+        for row in range(len(tensor)):
+            start = (tensor.data_ptr() + row * row_bytes + offset) // mmap.PAGESIZE * mmap.PAGESIZE
+            stop = tensor.data_ptr() + row * row_bytes + min(offset + _HUGE_BYTES, row_bytes)
+            if madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), _POPULATE_WRITE):
+                return
+            yield

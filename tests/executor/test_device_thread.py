@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class Bench:
     """A device thread and everything it delivers."""
 
-    def __init__(self, runner: FakeRunner | None = None) -> None:
+    def __init__(self, runner: FakeRunner | None = None, idle_work: Iterator[None] | None = None) -> None:
         self.runner = runner or FakeRunner()
         self.is_sane = True
         self.lost = threading.Event()
@@ -32,6 +32,7 @@ class Bench:
             prepare=lambda: self.prepared_on.append(threading.current_thread()),
             device_is_sane=lambda: self.is_sane,
             device_lost=self.lost.set,
+            idle_work=idle_work,
         )
 
     def put(self, epoch: int, step_id: int) -> None:
@@ -272,3 +273,52 @@ def test_stop_finishes_what_was_launched(late) -> None:
     late.thread.stop()
     assert steps([late.outcomes.get_nowait()]) == [(1, 1)]
     opener.join()
+
+
+def test_idle_work_is_done_to_its_end_between_steps() -> None:
+    turns: list[int] = []
+    done = threading.Event()
+
+    def idle_work() -> Iterator[None]:
+        for turn in range(3):
+            turns.append(turn)
+            yield
+        done.set()
+
+    bench = Bench(idle_work=idle_work())
+    try:
+        assert done.wait(10)
+        assert turns == [0, 1, 2]
+        bench.put(1, 1)
+        assert steps(bench.fence()) == [(1, 1)]
+    finally:
+        bench.thread.stop()
+
+
+def test_steps_do_not_wait_for_idle_work() -> None:
+    """Steps that come during a turn are the next things that are done, however many turns are left."""
+    done: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def idle_work() -> Iterator[None]:
+        while True:
+            done.append("turn")
+            begun.set()
+            go_on.wait(10)
+            yield
+
+    class Recording(FakeRunner):
+        def execute(self, plan: StepPlan) -> StepOutput:
+            done.append("step")
+            return super().execute(plan)
+
+    bench = Bench(Recording(), idle_work())
+    try:
+        assert begun.wait(10)
+        for step_id in range(1, 6):
+            bench.put(1, step_id)
+        go_on.set()
+        assert steps(bench.fence()) == [(1, step_id) for step_id in range(1, 6)]
+        assert done[:6] == ["turn", *["step"] * 5]
+    finally:
+        bench.thread.stop()

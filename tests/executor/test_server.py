@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
+import mmap
+import sys
 import urllib.request
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -384,3 +387,36 @@ async def test_a_real_model_from_end_to_end(checkpoint) -> None:
     await server.stop()
     assert [int(np.frombuffer(result.token_ids, "<i4")[0]) for result in results] == source.greedy(prompt, 5)
     assert [result.end_reasons for result in results] == [b"", b"", b"", b"", bytes([pb.END_REASON_LENGTH])]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked for memory ahead")
+async def test_the_pool_takes_its_memory_while_there_is_nothing_to_do(checkpoint) -> None:
+    config = replace(
+        CONFIG, model=str(checkpoint("llama").directory), kernels="reference", device="cpu", block_size=16,
+        num_blocks=4000,
+    )  # fmt: skip
+    model = load_model(config, lambda line: None)
+    pool = model.runner.model.pool
+    assert pool.nbytes > 16 << 20
+    server = Server(config, model)
+    assert num_resident_pages(pool) < 10
+    await server.start()
+    for _ in range(3000):
+        if num_resident_pages(pool) == pool.nbytes // mmap.PAGESIZE:
+            break
+        await asyncio.sleep(0.02)
+    else:
+        pytest.fail("it takes no memory")
+    await server.stop()
+    assert not pool.any()
+
+
+def num_resident_pages(tensor) -> int:
+    """Of those that lie within it."""
+    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_pages = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE
+    flags = np.zeros(num_pages, np.uint8)
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    size = ctypes.c_size_t(num_pages * mmap.PAGESIZE)
+    assert mincore(ctypes.c_void_p(start), size, ctypes.c_void_p(flags.ctypes.data)) == 0
+    return int((flags & 1).sum())

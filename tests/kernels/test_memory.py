@@ -6,7 +6,7 @@ import resource
 
 import torch
 
-from kernels.memory import populate_in_background, zeros
+from kernels.memory import populate, zeros
 
 
 def test_zeros_of_any_shape() -> None:
@@ -26,12 +26,32 @@ def test_it_outlives_its_maker_and_can_be_written() -> None:
 
 
 def test_populating_takes_pages_and_changes_nothing() -> None:
-    tensor = zeros((24 << 20,), torch.uint8)
-    tensor[5 << 20] = 7
-    populate_in_background(tensor).join()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    assert tensor[5 << 20] == 7
+    tensor = zeros((3, 8 << 20), torch.uint8)
+    tensor[1, 5 << 20] = 7
+    assert sum(1 for _ in populate(tensor)) == 12
+    before = _faults()
+    assert tensor[1, 5 << 20] == 7
     tensor += 1  # every page is there already: hardly a fault, where small pages alone would make 6,144
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 2_000
-    assert tensor[0] == 1
-    assert tensor[5 << 20] == 8
+    assert _faults() - before < 2_000
+    assert tensor[0, 0] == 1
+    assert tensor[1, 5 << 20] == 8
+
+
+def test_populating_begins_at_the_beginnings() -> None:
+    tensor = zeros((4, 8 << 20), torch.uint8)
+    turns = populate(tensor)
+    for _ in tensor:
+        next(turns)
+    before = _faults()
+    tensor[:, : 2 << 20] += 1
+    assert _faults() - before < 700
+    turns.close()
+
+
+def test_there_is_nothing_to_populate_in_nothing() -> None:
+    assert not list(populate(zeros((0, 5), torch.uint8)))
+    assert not list(populate(zeros((5, 0), torch.uint8)))
+
+
+def _faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
