@@ -41,6 +41,11 @@ from kernels.cpu.tiles import CHUNK, SCORE_LANES, soften_row
 # Query rows of one tile: enough that a block, once in the cache, is used well; few enough that scores stay there.
 _TILE_ROWS = 32
 
+# With more rows than this a block is worked on for longer than memory takes to bring it.
+_STREAMING_ROWS = 8
+# How far ahead few rows ask for what they read: what memory brings within its latency, and a bit more.
+_BYTES_AHEAD = 8192
+
 
 # Names of tensors are addresses. score_rows, weigh_rows: the two functions of a variant, of `columns` tokens a tile.
 # group: query heads a kv head. table_width: from one row of the tables to the next; table_rows: which of them is a
@@ -176,16 +181,41 @@ def _prefetch(address: int, num_bytes: int) -> None:
 
 
 @inlined
+def _distance(job: Any, num_rows: int) -> int:
+    """How many blocks ahead the next one to ask for is; 0: rows are so many that each block is waited for less than it
+    is worked on, and asking along the way would cost more than it brings."""
+    if num_rows > _STREAMING_ROWS:
+        return 0
+    return max(1, _BYTES_AHEAD // int(job.block_size * job.head_dim * job.number_bytes))
+
+
+@inlined
+def _stream(job: Any, table: Any, keys: int, first_block: int, num_blocks: int, index: int) -> int:
+    """What a chunk reads, block by block: the keys of all of them, then the values. 0 past the end."""
+    if index >= 2 * num_blocks:
+        return 0
+    if index < num_blocks:
+        return keys + int(table[first_block + index] * job.kv_block_bytes)
+    to_values = job.num_kv_heads * job.block_size * job.head_dim * job.number_bytes
+    return keys + int(table[first_block + index - num_blocks] * job.kv_block_bytes + to_values)
+
+
+@inlined
 def _walk_keys(
     job: Any, table: Any, heads: int, first: int, start: int, stop: int, rows: int, num_rows: int, scores: int
 ) -> None:
     """Scores of the tokens [start, stop) against the rows; scores begin at token `first`.
 
     Tiles begin at multiples of `columns`, in blocks and in chunks alike: up to columns - 1 tokens at either end are
-    scored along, whatever they hold, and not looked at again. The processor foresees no jump to another block, so the
-    next keys are asked for ahead, and the values of this block, whose turn comes when the chunk's scores are done.
+    scored along, whatever they hold, and not looked at again. The processor foresees no jump to another block: few rows
+    ask for blocks at a distance as they go, many for the next keys, and for the values of this block, whose turn comes
+    when the chunk's scores are done.
     """
     block, columns, token_bytes = start // job.block_size, job.columns, job.head_dim * job.number_bytes
+    first_block, num_blocks = block, (stop - 1) // job.block_size + 1 - block
+    distance = _distance(job, num_rows)
+    for index in range(min(distance, 2 * num_blocks)):
+        _prefetch(_stream(job, table, heads, first_block, num_blocks, index), job.block_size * token_bytes)
     to_values = job.num_kv_heads * job.block_size * token_bytes
     token, offset = start, start - block * job.block_size
     while token < stop:
@@ -193,11 +223,15 @@ def _walk_keys(
         count = min(job.block_size - offset, stop - token)
         padded = (before + count + columns - 1) // columns * columns
         keys = heads + table[block] * job.kv_block_bytes + (offset - before) * token_bytes
-        _prefetch(keys + to_values, (before + count) * token_bytes)
-        following = min(job.block_size, stop - token - count)
-        if following > 0:
-            _prefetch(heads + table[block + 1] * job.kv_block_bytes, following * token_bytes)
-        call(job.score_rows, rows, num_rows, keys, padded, scores + (token - before - first) * 4)
+        ahead = 0
+        if distance > 0:
+            ahead = _stream(job, table, heads, first_block, num_blocks, block - first_block + distance)
+        else:
+            _prefetch(keys + to_values, (before + count) * token_bytes)
+            following = min(job.block_size, stop - token - count)
+            if following > 0:
+                _prefetch(heads + table[block + 1] * job.kv_block_bytes, following * token_bytes)
+        call(job.score_rows, rows, num_rows, keys, padded, scores + (token - before - first) * 4, ahead)
         token, block, offset = token + count, block + 1, 0
 
 
@@ -206,12 +240,18 @@ def _walk_values(
     job: Any, table: Any, heads: int, first: int, start: int, stop: int, scores: int, num_rows: int, sums: int
 ) -> None:
     """Adds the values of the tokens [start, stop), weighed by their scores; scores begin at token `first`."""
-    block = start // job.block_size
+    block, token_bytes = start // job.block_size, job.head_dim * job.number_bytes
+    first_block, num_blocks = block, (stop - 1) // job.block_size + 1 - block
+    distance = _distance(job, num_rows)
+    to_values = job.num_kv_heads * job.block_size * token_bytes
     token, offset = start, start - block * job.block_size
     while token < stop:
         count = min(job.block_size - offset, stop - token)
-        values = heads + table[block] * job.kv_block_bytes + offset * job.head_dim * job.number_bytes
-        call(job.weigh_rows, scores + (token - first) * 4, num_rows, values, count, sums)
+        values = heads + table[block] * job.kv_block_bytes + to_values + offset * token_bytes
+        ahead = 0
+        if distance > 0:
+            ahead = _stream(job, table, heads, first_block, num_blocks, num_blocks + block - first_block + distance)
+        call(job.weigh_rows, scores + (token - first) * 4, num_rows, values, count, sums, ahead)
         token, block, offset = token + count, block + 1, 0
 
 
@@ -237,7 +277,6 @@ def _attend_chunk(
     table = array(job.block_tables + table_row * job.table_width * 4, job.table_width, np.int32)
     head_bytes = job.block_size * job.head_dim * job.number_bytes
     keys = job.kv + kv_head * head_bytes
-    values = keys + job.num_kv_heads * head_bytes
 
     _clear(job, part, num_rows)
     _walk_keys(job, table, keys, first, start, stop, rows, num_rows, scores)
@@ -248,7 +287,7 @@ def _attend_chunk(
         seen_from = max(start, _first_seen(job, position)) - first
         seen_to = min(stop, position + 1) - first
         greatest[row], totals[row] = soften_row(scores + row * CHUNK * 4, begin, seen_from, seen_to, end)
-    _walk_values(job, table, values, first, start, stop, scores, num_rows, part + num_rows * 8)
+    _walk_values(job, table, keys, first, start, stop, scores, num_rows, part + num_rows * 8)
 
 
 @inlined

@@ -299,15 +299,15 @@ def call_kernel(typingctx: Any, function: Any, job: Any) -> Any:
 
 
 @instruction
-def call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
-    """Calls the C function at address `function` with five int64 arguments."""
+def call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
+    """Calls the C function at address `function` with six int64 arguments."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        kind = ir.FunctionType(ir.VoidType(), [_I64] * 5)
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * 6)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 6), generate
+    return types.none(*[types.int64] * 7), generate
 
 
 @instruction

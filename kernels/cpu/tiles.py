@@ -10,6 +10,10 @@ tokens are stored numbers of the KV pool, one after the other::
 The arithmetic of a number never depends on the tile it falls into: a dot product is `lanes` running sums over the
 head, added up in a fixed tree; a weighted sum runs over the tokens in order. So a row has the same bits whatever rows
 are computed beside it, and wherever a prompt was cut. No instruction carries a fast-math flag.
+
+A few rows are done with a token sooner than memory brings the next one. So both products can ask, tile after tile, for
+what comes later: `ahead` is the address of as many tokens that are soon to be read, or 0. Asked for evenly, they arrive
+while others are computed; asked for at once, they would hold up whoever asks.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from llvmlite import binding, ir  # type: ignore[import-untyped]
 from kernels.cpu.compiler import SOURCES, compiled, types
 from kernels.cpu.native import (
     FLOAT32,
+    LINE_BYTES,
     Builder,
     Value,
     call_llvm,
@@ -31,6 +36,7 @@ from kernels.cpu.native import (
     constant,
     emit_exp2,
     emit_load,
+    emit_prefetch,
     emit_splat,
     emit_store,
     instruction,
@@ -116,6 +122,14 @@ def _row_tiles(builder: Builder, num_rows: Value) -> Iterator[tuple[Value, int]]
         size //= 2
 
 
+def _emit_ahead(builder: Builder, ahead: Value, token: Value, token_bytes: int, num_tokens: int) -> None:
+    """Asks for the tokens [token, token + num_tokens) from `ahead` on, unless that is 0."""
+    with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(_I64, 0))):
+        place = _at(builder, ahead, token, token_bytes)
+        for line in range(0, num_tokens * token_bytes, LINE_BYTES):
+            emit_prefetch(builder, _after(builder, place, line))
+
+
 def _emit_scores(
     builder: Builder,
     head_dim: int,
@@ -158,22 +172,25 @@ def score_rows(
     keys: Any,
     num_tokens: Any,
     scores: Any,
+    ahead: Any,
 ) -> Any:
     """scores[row, token] = rows[row] · keys[token]. num_tokens is a multiple of the literal `columns`.
 
     rows[num_rows, head_dim] float32, keys[num_tokens, head_dim] stored, scores[num_rows, CHUNK] float32: addresses.
     """
-    signature = types.none(head_dim, storage, columns, *[types.int64] * 5)
+    signature = types.none(head_dim, storage, columns, *[types.int64] * 6)
     dim, kind, width = (literal.literal_value for literal in (head_dim, storage, columns))
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        rows, num_rows, keys, num_tokens, scores = arguments[3:]
+        rows, num_rows, keys, num_tokens, scores, ahead = arguments[3:]
+        token_bytes = dim * storage_bytes(kind)
         zero, step = ir.Constant(_I64, 0), ir.Constant(_I64, width)
         for row, size in _row_tiles(builder, num_rows):
             tile_rows = _at(builder, rows, row, dim * 4)
             tile_scores = _at(builder, scores, row, CHUNK * 4)
             with codegen.for_range_slice(builder, zero, num_tokens, step, inc=True) as (token, _):
-                tile_keys = _at(builder, keys, token, dim * storage_bytes(kind))
+                _emit_ahead(builder, ahead, token, token_bytes, width)
+                tile_keys = _at(builder, keys, token, token_bytes)
                 place = _at(builder, tile_scores, token, 4)
                 _emit_scores(builder, dim, kind, (size, width), tile_rows, tile_keys, place)
         return context.get_dummy_value()
@@ -189,8 +206,12 @@ def _emit_strip(
     scores: Value,
     values: Value,
     sums: Value,
+    ahead: Value | None,
 ) -> Any:
-    """A strip of shape (rows, vectors of the head) over all tokens: returns emit(num_tokens), the loop."""
+    """A strip of shape (rows, vectors of the head) over all tokens: returns emit(num_tokens), the loop.
+
+    ahead  see above; None for all strips but the first
+    """
     lanes, number_bytes = gcd(_LANES, head_dim), storage_bytes(storage)
     num_rows, num_parts = shape
     places = [(row, part) for row in range(num_rows) for part in range(num_parts)]
@@ -201,6 +222,8 @@ def _emit_strip(
         for at in places:
             builder.store(emit_load(builder, homes[at], FLOAT32, lanes), held[at])
         with codegen.for_range(builder, num_tokens) as loop:
+            if ahead is not None:
+                _emit_ahead(builder, ahead, loop.index, head_dim * number_bytes, 1)
             token = _at(builder, values, loop.index, head_dim * number_bytes)
             parts = [
                 emit_load(builder, _after(builder, token, part * lanes * number_bytes), storage, lanes)
@@ -228,17 +251,18 @@ def weigh_rows(
     values: Any,
     num_tokens: Any,
     sums: Any,
+    ahead: Any,
 ) -> Any:
     """sums[row, :] += scores[row, token] * values[token], token after token.
 
     scores[num_rows, CHUNK] float32, values[num_tokens, head_dim] stored, sums[num_rows, head_dim] float32: addresses.
     """
-    signature = types.none(head_dim, storage, *[types.int64] * 5)
+    signature = types.none(head_dim, storage, *[types.int64] * 6)
     dim, kind = head_dim.literal_value, storage.literal_value
     lanes = gcd(_LANES, dim)
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        scores, num_rows, values, num_tokens, sums = arguments[2:]
+        scores, num_rows, values, num_tokens, sums, ahead = arguments[2:]
         for row, size in _row_tiles(builder, num_rows):
             tile_scores = _at(builder, scores, row, CHUNK * 4)
             tile_sums = _at(builder, sums, row, dim * 4)
@@ -247,7 +271,8 @@ def weigh_rows(
                 shape = (size, min(width, dim // lanes - part))
                 strip_values = _after(builder, values, part * lanes * storage_bytes(kind))
                 strip_sums = _after(builder, tile_sums, part * lanes * 4)
-                _emit_strip(builder, dim, kind, shape, tile_scores, strip_values, strip_sums)(num_tokens)
+                asked = ahead if part == 0 else None
+                _emit_strip(builder, dim, kind, shape, tile_scores, strip_values, strip_sums, asked)(num_tokens)
         return context.get_dummy_value()
 
     return signature, generate
@@ -317,16 +342,16 @@ def tiles_kernel(head_dim: int, storage: int, columns: int) -> tuple[int, int]:
     """The addresses of `score_rows` and `weigh_rows` as C functions for one size of the head and one storage."""
     if head_dim % 4:
         raise ValueError(f"head_dim must be a multiple of 4, not {head_dim}")
-    signature = types.void(*[types.int64] * 5)
+    signature = types.void(*[types.int64] * 6)
     sources = SOURCES
 
-    def score(rows: int, num_rows: int, keys: int, num_tokens: int, scores: int) -> None:
+    def score(rows: int, num_rows: int, keys: int, num_tokens: int, scores: int, ahead: int) -> None:
         _ = sources
-        score_rows(head_dim, storage, columns, rows, num_rows, keys, num_tokens, scores)
+        score_rows(head_dim, storage, columns, rows, num_rows, keys, num_tokens, scores, ahead)
 
-    def weigh(scores: int, num_rows: int, values: int, num_tokens: int, sums: int) -> None:
+    def weigh(scores: int, num_rows: int, values: int, num_tokens: int, sums: int, ahead: int) -> None:
         _ = sources
-        weigh_rows(head_dim, storage, scores, num_rows, values, num_tokens, sums)
+        weigh_rows(head_dim, storage, scores, num_rows, values, num_tokens, sums, ahead)
 
     pair = compiled(score, signature), compiled(weigh, signature)
     _variants.extend(pair)
