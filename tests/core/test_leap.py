@@ -11,11 +11,11 @@ from scheduler.core import (
     BeamParams,
     FinishReason,
     Limits,
+    Logprobs,
     QuireError,
     Request,
     Scheduler,
     SequenceParams,
-    StepPlan,
     StepResult,
     check_invariants,
     leap,
@@ -27,27 +27,36 @@ from tests.core.rig import take_snapshot
 TOKEN = 1
 
 
-def commit(scheduler: Scheduler, plan: StepPlan) -> None:
-    """What the executor would say if everybody got the same token for ever."""
+def commit(scheduler: Scheduler) -> None:
+    """What the executor would say of the oldest plan if everybody got the same token for ever."""
     step = scheduler.books.in_flight[0]
+    for beam in step.beams:  # nobody samples for beams here: their requests go
+        scheduler.cancel(beam.request.request_id)
+    num_candidates = sum(beam.params.num_candidates for beam in step.beams)
+    candidates = Logprobs([1] * num_candidates, [-1.0] * num_candidates) if step.beams else None
     ends = [s.num_tokens + 1 >= s.params.max_total_tokens for s in step.sampled]
-    reasons = [FinishReason.LENGTH if end else None for end in ends]
-    scheduler.commit(StepResult(plan.epoch, plan.step_id, [TOKEN] * len(ends), reasons if any(ends) else None))
+    reasons = [FinishReason.LENGTH if end else None for end in ends] if any(ends) else None
+    scheduler.commit(StepResult(scheduler.epoch, step.step_id, [TOKEN] * len(ends), reasons, candidates=candidates))
 
 
 def step(scheduler: Scheduler) -> bool:
-    plan = scheduler.schedule()
-    if plan is not None:
-        commit(scheduler, plan)
-    return plan is not None
+    """Another plan, and the oldest one's result."""
+    is_planned = scheduler.schedule() is not None
+    if is_planned:
+        commit(scheduler)
+    return is_planned
 
 
 def picture(scheduler: Scheduler) -> tuple[object, ...]:
-    """All there is to see, with names of blocks, and order of the free queue."""
+    """All there is to see, with names of blocks, order of the free queue, and what is in flight."""
     snapshot = take_snapshot(scheduler)
     sequences = [
         (s.request.request_id, s.index, s.token_ids, s.row_count, s.write_limit, s.publish_at, s.num_reserved_blocks)
         for s in scheduler.unfinished_sequences()
+    ]
+    flights = [
+        (step.step_id, [(s.request.request_id, s.index) for s in step.sampled], step.releases, len(step.ending))
+        for step in scheduler.books.in_flight
     ]
     waiting = [(s.request.request_id, s.index) for s in snapshot.waiting]
     counters = asdict(scheduler.counters)
@@ -58,6 +67,7 @@ def picture(scheduler: Scheduler) -> tuple[object, ...]:
         snapshot.num_reserved_blocks,
         waiting,
         sequences,
+        flights,
         scheduler.batch_members(),
         sorted(scheduler.cache.index.items()),
         (counters, scheduler.step_id, scheduler.num_free_slots, scheduler.books.batch.retired_slots),
@@ -71,6 +81,7 @@ def draw_scheduler(random: Random) -> Scheduler:
         max_num_seqs,
         max_num_batched_tokens=max_num_seqs + random.randint(0, 20),
         max_model_len=random.choice((30, 60)),
+        max_in_flight=random.choice((1, 2, 2, 3)),
         max_preemptions=random.randint(0, 2),
         watermark_ratio=random.choice((0.0, 0.1)),
     )
@@ -90,11 +101,13 @@ def draw_scheduler(random: Random) -> Scheduler:
 def draw_request(random: Random, request_id: int) -> Request:
     """Often of tokens that a leap samples, too: so that prompts are found in the output of others."""
     prompt = [random.choice((TOKEN, TOKEN, TOKEN, 2)) for _ in range(random.randint(1, 12))]
+    is_beam = random.random() < 0.05
     return Request(
         request_id,
         prompt,
         SequenceParams(max_total_tokens=len(prompt) + random.randint(1, 25)),
-        seeds=tuple(range(random.choice((1, 1, 1, 2)))),
+        seeds=(0,) if is_beam else tuple(range(random.choice((1, 1, 1, 2)))),
+        beam=BeamParams(2, 1) if is_beam else None,
         priority=random.randint(0, 2),
     )
 
@@ -110,22 +123,46 @@ def run_world(seed: int) -> Counter[str]:
                 scheduler.add(draw_request(random, request_id), now_s)
             except QuireError:
                 happened["refused"] += 1
-        max_steps = random.choice((1, 3, 1000))
-        stepping = deepcopy(scheduler)
-        num_steps = leap(scheduler, max_steps, TOKEN)
-        happened["leaps"] += num_steps > 0
-        happened["leapt steps"] += num_steps
-        happened["leaps while others wait"] += bool(num_steps and scheduler.num_waiting)
-        assert num_steps <= max_steps
-        for _ in range(num_steps):
-            assert step(stepping)
-        assert picture(scheduler) == picture(stepping)
-        check_invariants(scheduler)
-        happened["steps"] += step(scheduler)
+        if request_id and random.random() < 0.02:
+            scheduler.cancel(random.randint(1, request_id))
+        leap_and_compare(scheduler, random.choice((1, 3, 1000)), happened)
+        live(scheduler, random, happened)
         now_s += 0.01
         scheduler.expire(now_s)
     happened["preemptions"] = scheduler.counters.num_preemptions
+    happened["forks"] = scheduler.counters.num_forks
+    happened["hits"] = scheduler.counters.num_prefix_hit_tokens
     return happened
+
+
+def leap_and_compare(scheduler: Scheduler, max_steps: int, happened: Counter[str]) -> None:
+    stepping = deepcopy(scheduler)
+    releases = any(step.releases for step in scheduler.books.in_flight)
+    num_steps = leap(scheduler, max_steps, TOKEN)
+    assert num_steps <= max_steps
+    for _ in range(num_steps):
+        assert step(stepping)
+    assert picture(scheduler) == picture(stepping)
+    check_invariants(scheduler)
+    if num_steps:
+        happened["leaps"] += 1
+        happened["leapt steps"] += num_steps
+        happened["leaps with plans in flight"] += scheduler.num_in_flight > 0
+        happened["leaps over releases"] += releases
+        happened["leaps cut short"] += 1 < num_steps < max_steps
+        happened["leaps while others wait"] += scheduler.num_waiting > 0
+
+
+def live(scheduler: Scheduler, random: Random, happened: Counter[str]) -> None:
+    """A step, or plans are made ahead and some of their results come in."""
+    if random.random() < 0.5:
+        happened["steps"] += step(scheduler)
+        return
+    while scheduler.schedule() is not None and random.random() < 0.7:
+        happened["steps"] += 1
+    for _ in range(random.randint(1, max(1, scheduler.num_in_flight))):
+        if scheduler.num_in_flight:
+            commit(scheduler)
 
 
 def test_a_leap_is_so_many_steps(effort: int) -> None:
@@ -137,7 +174,8 @@ def test_a_leap_is_so_many_steps(effort: int) -> None:
             error.add_note(f"run_world({seed})")
             raise
     assert happened["leapt steps"] > happened["steps"], "most steps are leapt"
-    for name in ("leaps", "leaps while others wait", "preemptions", "refused"):
+    rare = ("leaps", "leaps with plans in flight", "leaps over releases", "leaps cut short", "leaps while others wait")
+    for name in (*rare, "preemptions", "refused", "forks", "hits"):
         assert happened[name] > 10, name
 
 
@@ -192,6 +230,17 @@ def test_does_nothing_where_a_step_is_not_a_token_for_everybody() -> None:
         before = picture(scheduler)
         assert leap(scheduler, 10, TOKEN) == 0
         assert picture(scheduler) == before
+
+
+def test_leaps_over_plans_in_flight_but_not_over_prompts() -> None:
+    core = build(make_request(1, "abcdef", 54))
+    core.schedule()
+    assert leap(core, 10, TOKEN) == 0, "its prompt is in flight"
+    core.schedule()
+    commit(core)
+    assert leap(core, 10, TOKEN) == 10
+    assert leap(core, 1000, TOKEN) == 54 - 13, "plans 1 to 12 of 54 are out, and the 54th ends it"
+    assert core.schedule() is not None
 
 
 def test_stays_where_a_block_may_be_published_that_lets_somebody_in() -> None:

@@ -156,9 +156,13 @@ class Stack:
         return "\n".join(process.log() for process in self.processes)
 
     @property
+    def losses(self) -> list[str]:
+        """What the scheduler has said of each executor that it lost, for whatever reason."""
+        return [line for line in self.log().splitlines() if "executor lost" in line]
+
+    @property
     def num_losses(self) -> int:
-        """How often the scheduler has lost its executor, for whatever reason."""
-        return self.log().count("executor lost")
+        return len(self.losses)
 
     @property
     def serve(self) -> Process:

@@ -45,7 +45,7 @@ async def client(small_server: Stack) -> AsyncIterator[AsyncClient]:
     async with small_server.client() as client:
         yield client
         await until_empty(client)
-    assert small_server.num_losses == 0
+    assert small_server.losses == []
 
 
 async def until_empty(client: AsyncClient) -> None:
@@ -278,7 +278,7 @@ def test_anything_is_served_or_refused(small_server: Stack, batch: list[wire.Gen
             await until_empty(client)
         return list(found)
 
-    num_losses = small_server.num_losses
+    losses = small_server.losses
     for request, (code, words) in zip(batch, asyncio.run(send()), strict=True):
         assert code in (grpc.StatusCode.OK, *REFUSED), (request, code, words)
-    assert small_server.num_losses == num_losses
+    assert small_server.losses == losses

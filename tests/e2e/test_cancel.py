@@ -45,7 +45,7 @@ async def observer(stack: Stack) -> AsyncIterator[AsyncClient]:
         yield client
         await until_map(client, is_idle)
         assert "do not balance" not in stack.log()
-        assert stack.num_losses == 0
+        assert stack.losses == []
 
 
 # --- what a block map says ----------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ async def client(small_server: Stack) -> AsyncIterator[AsyncClient]:
     small_server.show_log()
     async with small_server.client() as client:
         yield client
-    assert small_server.num_losses == 0
+    assert small_server.losses == []
 
 
 @asynccontextmanager

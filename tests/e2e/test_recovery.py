@@ -59,9 +59,9 @@ def network(apart: Stack) -> Proxy:
 
 async def undisturbed(stack: Stack, client: AsyncClient) -> list[Outcome]:
     """What the jobs come to when nothing happens."""
-    num_losses = stack.num_losses
+    losses = stack.losses
     expected = await outcomes(client, JOBS)
-    assert stack.num_losses == num_losses, "the executor was lost without anybody's doing"
+    assert stack.losses == losses, "the executor was lost without anybody's doing"
     reasons = {output.reason for outcome in expected for output in outcome.outputs}
     assert reasons == set(FinishReason), "these jobs end in every way there is"
     return expected

@@ -18,7 +18,7 @@ ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 400}
 @pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
     """Of an idle server that has nothing cached."""
-    num_losses = stack.num_losses
+    losses = stack.losses
     async with stack.client() as client:
 
         async def is_idle() -> bool:
@@ -28,7 +28,7 @@ async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
         await client.reset_prefix_cache()
         yield client
         await until(is_idle)
-    assert stack.num_losses == num_losses
+    assert stack.losses == losses
 
 
 def prompt(num_tokens: int, first: int = 5) -> list[int]:

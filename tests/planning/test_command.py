@@ -220,7 +220,7 @@ def test_a_cost_model_from_measured_steps(tmp_path: Path) -> None:
 
 def test_help_loads_no_numpy_for_planning() -> None:
     """`quire --help` stays quick: what computes is loaded when it is asked for."""
-    code = "import sys, quire.cli; print([m for m in sys.modules if m.startswith('planning')])"
+    code = "import sys, quire.cli; print(sorted(m for m in sys.modules if m.startswith('planning')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "['planning', 'planning.errors', 'planning.settings']"
 

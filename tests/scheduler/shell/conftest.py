@@ -25,6 +25,7 @@ from scheduler.tokenizer import Tokenizer
 from scheduler.validation import RequestLimits
 from tests.scheduler.shell import small_tokenizers
 from tests.scheduler.shell.fake_engine import FakeEngine
+from tests.scheduler.shell.theatre import Theatre, opened
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine
@@ -129,3 +130,9 @@ async def servers(checkpoint: Checkpoint) -> AsyncIterator[Servers]:
     servers = Servers(checkpoint)
     yield servers
     await servers.stop()
+
+
+@pytest.fixture
+async def theatre(checkpoint: Checkpoint) -> AsyncIterator[Theatre]:
+    async with opened(checkpoint) as theatre:
+        yield theatre

@@ -15,9 +15,7 @@ from quire.v1 import generation_pb2 as wire
 from scheduler.core import FinishReason, QueueFull
 
 from .conftest import Served, Servers
-from .test_hand_count import Theatre, ended, theatre
-
-__all__ = ["theatre"]
+from .theatre import Theatre, ended
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"

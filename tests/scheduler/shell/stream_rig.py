@@ -1,0 +1,72 @@
+"""A response stream and the engine's side of it, over a small tokenizer."""
+
+from typing import Any
+
+from quire.v1 import generation_pb2 as wire
+from scheduler.core import FinishReason
+from scheduler.detokenizer import Vocabulary
+from scheduler.metrics import SchedulerMetrics
+from scheduler.response_stream import ResponseStream, StreamSettings
+from scheduler.turnstile import Turnstile
+from tests.scheduler.shell import small_tokenizers
+from tests.scheduler.shell.fake_engine import made_up_logprobs
+
+TOKENIZER = small_tokenizers.byte_level()
+VOCABULARY = Vocabulary(TOKENIZER)
+EOS = small_tokenizers.id_of(TOKENIZER, "</s>")
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+class Rig:
+    """A stream, and the engine's side of it. `stop` ends a sequence at once, as the engine does."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.metrics = SchedulerMetrics()
+        turnstile = settings.pop("turnstile", None) or Turnstile()
+        num_sequences = settings.get("num_sequences", 1)
+        self.stops: list[int] = []
+        self.stream = ResponseStream(
+            StreamSettings("client's", 10, **({"ending_token_ids": frozenset([EOS])} | settings)),
+            VOCABULARY.detokenizer,
+            self._stop,
+            self.metrics.request(num_sequences, self.metrics.clock()),
+            turnstile,
+        )
+
+    def _stop(self, index: int) -> None:
+        self.stops.append(index)
+        self.stream.finished(index, FinishReason.STOP, 0)
+
+    def run(self, token_ids: list[int], reason: FinishReason = FinishReason.LENGTH, index: int = 0) -> "Rig":
+        num_logprobs = self.stream._settings.num_logprobs
+        for token_id in token_ids:
+            if index not in self.stops:
+                logprobs = [made_up_logprobs(token_id, num_logprobs)] if num_logprobs else None
+                self.stream.tokens(index, [token_id], logprobs)
+        if index not in self.stops:
+            self.stream.finished(index, reason, 0)
+        return self
+
+    async def messages(self, received: list[wire.GenerateResponse] | None = None) -> list[wire.GenerateResponse]:
+        """All of them, in `received` if given: there they are after an error, too."""
+        received = [] if received is None else received
+        async for message in self.stream.messages():
+            received.append(message)
+        return received
+
+
+def started_rig(**settings: Any) -> Rig:
+    rig = Rig(**settings)
+    rig.stream.started(4)
+    return rig
+
+
+def text_of(messages: list[wire.GenerateResponse], index: int = 0) -> str:
+    return "".join(m.delta.text for m in messages if m.HasField("delta") and m.delta.index == index)
+
+
+def tokens_of(messages: list[wire.GenerateResponse], index: int = 0) -> list[int]:
+    return [i for m in messages if m.HasField("delta") and m.delta.index == index for i in m.delta.token_ids]
