@@ -1,5 +1,6 @@
 """`quire bench serve` as a function: checks what was asked for, starts a server if it should, measures, saves."""
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -68,6 +69,8 @@ def _ceilings() -> "Ceilings":
 async def _measure_spawned(
     settings: BenchSettings, pair: ServicePair, console: Console
 ) -> tuple[Subject, list[RunSummary]]:
-    return await beside_services(
-        pair, lambda: measure_quire(replace(settings, address=pair.scheduler.listen), console), console
-    )
+    async def measure() -> tuple[Subject, list[RunSummary]]:
+        await asyncio.sleep(settings.rest_s)
+        return await measure_quire(replace(settings, address=pair.scheduler.listen), console)
+
+    return await beside_services(pair, measure, console)

@@ -54,6 +54,8 @@ class BenchSettings:
     lengths         of prompts and outputs: a name of `bench.trace.LENGTHS`
     peer            another server to send the same traces to
     chrome_trace    where Quire's steps go, one file a concurrency (NAME-cN.json); None: nowhere
+    rest_s          for so long a server that was started for this is left alone once it is ready, whichever it is: what
+                    it still has to do, such as taking memory from the system, is not what is measured
     baseline_model  model directory for the static-batch baseline in this process; None: no baseline
     """
 
@@ -66,6 +68,7 @@ class BenchSettings:
     peer: Peer | None = None
     baseline_model: str | None = None
     chrome_trace: Path | None = None
+    rest_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ async def measure_others(settings: BenchSettings, subject: Subject, console: Con
             if settings.peer.command:
                 with console.status("starting the peer"):
                     await resources.enter_async_context(peer_process(settings.peer.command, settings.peer.url))
+                    await asyncio.sleep(settings.rest_s)
             session = await resources.enter_async_context(peer_session())
             engine = _server(peer_sender(session, settings.peer.url, settings.peer.model))
             runs += await _run_all("peer", engine, settings, subject, console)

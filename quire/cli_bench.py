@@ -44,6 +44,7 @@ def bench_serve(
     peer_model: Annotated[str | None, typer.Option(help="the name it serves the model by")] = None,
     peer_command: Annotated[str | None, typer.Option(help="starts it when its turn comes; ended after it")] = None,
     baseline: Annotated[Baseline | None, typer.Option(help="static batches of generate() on --model")] = None,
+    rest_s: Annotated[float, typer.Option(min=0, help="between a started server's `ready` and its load")] = 10.0,
     name: Annotated[str, typer.Option(help="of the results' file")] = "serve",
     chrome_trace: Annotated[Path | None, typer.Option(help="save each run's steps for chrome://tracing")] = None,
     output: Annotated[Path | None, typer.Option(help="default: bench/results/NAME.json")] = None,
@@ -70,6 +71,7 @@ def bench_serve(
                 if peer_url and peer_model
                 else None,
                 chrome_trace=chrome_trace,
+                rest_s=rest_s,
                 baseline_model=resolved_model(values.get("model")) if baseline else None,
             )
             results = output or Path("bench") / "results" / f"{name}.json"
