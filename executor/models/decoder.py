@@ -64,23 +64,26 @@ class Decoder:
         hidden = kernels.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             attended = self._attention(hidden, layer, batch, pool[index], self.config.windows[index], attend)
-            hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps)
+            if index + 1 == len(layers) and batch.sample_rows is not None:
+                # Behind the last attention only the rows count that logits are made of: of a prompt one, or none.
+                if not len(batch.sample_rows):
+                    return residual[:0]
+                attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
+            hidden = kernels.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
             hidden = layer.down(kernels.silu_multiply(layer.gate_up(hidden)))
             if index + 1 < len(layers):
                 hidden = kernels.add_rms_norm(hidden, residual, layers[index + 1].input_norm, eps)
-        if batch.sample_rows is not None:
-            hidden, residual = hidden[batch.sample_rows], residual[batch.sample_rows]
-        return kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps) if len(hidden) else hidden
+        return kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps)
 
     def _attention(
         self, hidden: Tensor, layer: LayerWeights, batch: DeviceBatch, kv: Tensor, window: int, attend: Attend
     ) -> Tensor:
-        """hidden[T, hidden_size] → [T, hidden_size]."""
+        """hidden[T, hidden_size] → what the heads have attended to, [T, Hq * D]."""
         query, key, value = self._project(hidden, layer)
         self._kernels.rotate_and_store(query, key, value, self.cos, self.sin, batch.positions, kv, batch.slot_mapping)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         attend(query, kv, out, self._scale, window)
-        return layer.output(out.flatten(1))
+        return out.flatten(1)
 
     def _attend(self, batch: DeviceBatch, query: Tensor, kv: Tensor, out: Tensor, scale: float, window: int) -> None:
         """Rows of decodes come first, then those of prefills."""

@@ -6,6 +6,9 @@ The layers are those of `executor.models.decoder`, over buffers that are allocat
                                                       └ attention → attended[T, Hq, D] ─ output → hidden
     residual += hidden, norm → hidden ─ gate and up → gate_up[T, 2 I] ─ silu · → activated[T, I] ─ down → hidden
 
+Behind the last attention only the rows count that logits are made of: of a prompt one, or none. They are taken out
+there, and the rest of that layer is theirs alone.
+
 Only pages that a step writes are taken from the system: nearly all steps make logits of one row a sequence, and those
 that score a prompt of all its rows.
 """
@@ -110,7 +113,8 @@ class _Buffers:
         self.attended = zeros((max_num_rows, num_heads, head_dim), dtype)
         self.gate_up = zeros((max_num_rows, 2 * config.intermediate_size), dtype)
         self.activated = zeros((max_num_rows, config.intermediate_size), dtype)
-        self.sampled = zeros((max_num_rows, config.hidden_size), dtype)
+        self.sampled_residual = zeros((max_num_rows, config.hidden_size), dtype)
+        self.sampled_attended = zeros((max_num_rows, num_heads, head_dim), dtype)
         self.logits = zeros((max_num_rows, config.vocab_size), dtype)
         self.inputs = _Inputs(max_num_rows, max_num_seqs)
         self._part_shape = (num_kv_heads, num_heads // num_kv_heads * (head_dim + 2))
@@ -132,13 +136,15 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
         build.norm(None if index == 0 else buffers.hidden, layer.input_norm)
         build.linear(buffers.hidden, layer.qkv, buffers.fused)
         build.attend(layer, pool[index], config.windows[index])
-        build.linear(buffers.attended, layer.output, buffers.hidden)
+        if index + 1 == config.num_layers:
+            build.sample()
+        build.linear(build.attended, layer.output, buffers.hidden)
         build.norm(buffers.hidden, layer.mlp_norm)
         build.linear(buffers.hidden, layer.gate_up, buffers.gate_up)
         build.activate()
         build.linear(buffers.activated, layer.down, buffers.hidden)
-    build.norm(buffers.hidden, weights.final_norm, out=buffers.sampled, part=_SAMPLES)
-    build.linear(buffers.sampled, weights.head, buffers.logits, part=_SAMPLES)
+    build.norm(buffers.hidden, weights.final_norm)
+    build.linear(buffers.hidden, weights.head, buffers.logits)
     program, inputs = build.program, buffers.inputs
     program.seal()
     program.set(
@@ -151,15 +157,21 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
         context_lens=inputs.context_lens.ctypes.data,
         arrivals=buffers.arrivals.data_ptr(),
     )
-    program.set(_SAMPLES, rows=inputs.sample_rows.ctypes.data)
+    program.set(_SAMPLES, indices=inputs.sample_rows.ctypes.data)
     return program
 
 
 class _Builder:
-    """Appends jobs to a program, each on buffers of the model."""
+    """Appends jobs to a program, each on buffers of the model.
+
+    attended  what attention has made of the rows that go on
+    """
 
     def __init__(self, decoder: Decoder, buffers: _Buffers) -> None:
         self.program = Program()
+        self.attended = buffers.attended
+        self._residual = buffers.residual
+        self._part = _ROWS
         self._decoder = decoder
         self._buffers = buffers
         self._storage = storage_of(decoder.dtype)
@@ -167,30 +179,40 @@ class _Builder:
 
     def embed(self, embedding: Tensor) -> None:
         """residual = the embeddings of the tokens."""
+        self._take(embedding, self._residual)
+
+    def sample(self) -> None:
+        """From here on there are only the rows that logits are made of, as the first ones of other buffers."""
+        self._part = _SAMPLES
+        self._take(self.attended, self._buffers.sampled_attended)
+        self._take(self._residual, self._buffers.sampled_residual)
+        self.attended, self._residual = self._buffers.sampled_attended, self._buffers.sampled_residual
+
+    def _take(self, source: Tensor, out: Tensor) -> None:
         self.program.add(
             take_kernel(),
             TAKE_JOB,
-            _ROWS,
-            source=embedding.data_ptr(),
-            row_bytes=self._row_bytes(embedding),
-            out=self._buffers.residual.data_ptr(),
+            self._part,
+            source=source.data_ptr(),
+            row_bytes=self._row_bytes(source),
+            out=out.data_ptr(),
         )
 
-    def norm(self, added: Tensor | None, weight: Tensor, out: Tensor | None = None, part: str = _ROWS) -> None:
-        """residual += added; out, by default `hidden`, is its norm. The sampled rows of both become the first ones."""
-        residual, out = self._buffers.residual, self._buffers.hidden if out is None else out
+    def norm(self, added: Tensor | None, weight: Tensor) -> None:
+        """residual += added; hidden is its norm."""
+        residual = self._residual
         row_bytes, width = self._row_bytes(residual), residual.shape[1]
         source = residual if added is None else added
         self.program.add(
             norm_kernel(self._storage),
             NORM_JOB,
-            part,
+            self._part,
             x=source.data_ptr(),
             x_outer_bytes=row_bytes,
             residual=0 if added is None else residual.data_ptr(),
             residual_outer_bytes=row_bytes,
             num_inner=1,
-            **self._norm_of(weight, width, out),
+            **self._norm_of(weight, width, self._buffers.hidden),
         )
 
     def _norm_heads(self, heads: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -215,13 +237,13 @@ class _Builder:
             "eps": self._decoder.config.rms_norm_eps,
         }
 
-    def linear(self, x: Tensor, layer: Linear, out: Tensor, part: str = _ROWS) -> None:
+    def linear(self, x: Tensor, layer: Linear, out: Tensor) -> None:
         """out = the layer of x."""
         if not isinstance(layer, PackedLinear):
             raise TypeError("a program multiplies packed weights")
         fields = layer.job(self._row_bytes(x), self._row_bytes(out))
         kernel = layer.kernel(self._decoder.dtype)
-        self.program.add(kernel, LINEAR_JOB, part, x=x.data_ptr(), out=out.data_ptr(), **fields)
+        self.program.add(kernel, LINEAR_JOB, self._part, x=x.data_ptr(), out=out.data_ptr(), **fields)
 
     def attend(self, layer: LayerWeights, kv: Tensor, window: int) -> None:
         """Rotates what `fused` holds, stores keys and values, and attends: `attended`."""
@@ -292,7 +314,7 @@ class _Builder:
         self.program.add(
             silu_kernel(self._storage),
             SILU_JOB,
-            _ROWS,
+            self._part,
             gate_up=gate_up.data_ptr(),
             row_bytes=self._row_bytes(gate_up),
             out=activated.data_ptr(),

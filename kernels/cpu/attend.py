@@ -329,8 +329,12 @@ def _attend_tile(job: Any, s: int, kv_head: int, index: int, rows: int, scores: 
     num_rows = min(tile, num_queries - skipped) * job.group
     position = context_len - num_queries + skipped
     _load_rows(job, first_query + skipped, kv_head, num_rows, rows)
-    _clear(job, state, num_rows)
     first_chunk, num_chunks = _chunks(job, position, position + num_rows // job.group - 1)
+    if num_chunks == 1:
+        _attend_chunk(job, s, kv_head, first_chunk, position, num_rows, rows, scores, part)
+        _finish(job, first_query + skipped, kv_head, num_rows, part)
+        return
+    _clear(job, state, num_rows)
     for chunk in range(first_chunk, first_chunk + num_chunks):
         _attend_chunk(job, s, kv_head, chunk, position, num_rows, rows, scores, part)
         _merge(job, state, part, num_rows)

@@ -17,9 +17,9 @@ _MIN_TEAM_NUMBERS = 65536
 _UNIT_NUMBERS = 4096
 
 # Each of num_rows rows holds num_inner vectors of `width` numbers, inner_bytes apart: the heads of a fused projection,
-# or one. rows: int32, which rows of x and residual are meant; null: all, in order. out is dense.
+# or one. out is dense.
 NORM_JOB = job_dtype(
-    """x x_outer_bytes x_inner_bytes residual residual_outer_bytes residual_inner_bytes weight out rows
+    """x x_outer_bytes x_inner_bytes residual residual_outer_bytes residual_inner_bytes weight out
     num_inner num_rows width unit_rows number_bytes""",
     "eps",
 )
@@ -48,8 +48,6 @@ def norm_kernel(storage: int) -> Kernel:
                 return
             for row in range(first, min(first + job.unit_rows, num_vectors)):
                 outer, inner = row // job.num_inner, row % job.num_inner
-                if job.rows != 0:
-                    outer = int(array(job.rows, job.num_rows, np.int32)[outer])
                 x = job.x + outer * job.x_outer_bytes + inner * job.x_inner_bytes
                 squares = np.float32(0)
                 if job.residual != 0:
@@ -145,7 +143,6 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
         residual_inner,
         weight.data_ptr(),
         out.data_ptr(),
-        0,
         num_inner,
         num_vectors // num_inner,
         width,
