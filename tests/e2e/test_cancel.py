@@ -119,11 +119,12 @@ async def frozen_when(stack: Stack, client: AsyncClient, is_so: Callable[[BlockM
 
 @asynccontextmanager
 async def streaming(client: AsyncClient, request_id: str, **options: Any) -> AsyncIterator[None]:
-    """A request that runs, and is read, until this is left."""
+    """A request that runs, and is read, until this is left; it comes again when a sequence can get no longer."""
 
     async def read() -> None:
-        async for _ in client.generate(OPENINGS[0], request_id=request_id, **(ENDLESS | options)):
-            pass
+        while True:
+            async for _ in client.generate(OPENINGS[0], request_id=request_id, **(ENDLESS | options)):
+                pass
 
     def runs(found: BlockMap) -> bool:
         names = [sequence.request_id for sequence in found.sequences]
