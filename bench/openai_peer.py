@@ -24,8 +24,8 @@ _MAX_STOP_S = 30.0
 
 
 @contextlib.asynccontextmanager
-async def peer_process(command: Sequence[str], url: str) -> AsyncIterator[None]:
-    """Runs a server's command from ready to the end of the block. What it prints goes nowhere.
+async def peer_process(command: Sequence[str], url: str) -> AsyncIterator[int]:
+    """Runs a server's command from ready to the end of the block; its process group. What it prints goes nowhere.
 
     It is ready when it lists its models. Raises LoadError if it ends before, or takes more than ten minutes.
     """
@@ -36,7 +36,7 @@ async def peer_process(command: Sequence[str], url: str) -> AsyncIterator[None]:
         raise LoadError(f"{command[0]}: {error.strerror}") from error
     try:
         await _until_ready(process, url.rstrip("/") + "/v1/models")
-        yield
+        yield process.pid
     finally:
         await _end(process)
 

@@ -81,7 +81,7 @@ class Observed:
 
 
 # Runs a trace with so many clients.
-_Engine: TypeAlias = Callable[[Sequence[TraceRequest], int], Awaitable[Observed]]
+Engine: TypeAlias = Callable[[Sequence[TraceRequest], int], Awaitable[Observed]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ async def measure_quire(settings: BenchSettings, console: Console) -> tuple[Subj
     async with AsyncClient(settings.address) as client:
         info = await client.server_info()
         subject = Subject(info, {c: trace_settings(settings, info, c) for c in settings.concurrencies})
-        return subject, await _run_all("quire", _quire(client), settings, subject, console)
+        return subject, await _run_all("quire", quire_engine(client), settings, subject, console)
 
 
 async def measure_others(settings: BenchSettings, subject: Subject, console: Console) -> list[RunSummary]:
@@ -110,7 +110,7 @@ async def measure_others(settings: BenchSettings, subject: Subject, console: Con
                     await resources.enter_async_context(peer_process(settings.peer.command, settings.peer.url))
                     await asyncio.sleep(settings.rest_s)
             session = await resources.enter_async_context(peer_session())
-            engine = _server(peer_sender(session, settings.peer.url, settings.peer.model))
+            engine = server_engine(peer_sender(session, settings.peer.url, settings.peer.model))
             runs += await _run_all("peer", engine, settings, subject, console)
     if settings.baseline_model is not None:
         with console.status("loading the baseline"):
@@ -129,7 +129,7 @@ def finish(subject: Subject, runs: Sequence[RunSummary], console: Console) -> di
 
 
 async def _run_all(
-    name: str, run: _Engine, settings: BenchSettings, subject: Subject, console: Console
+    name: str, run: Engine, settings: BenchSettings, subject: Subject, console: Console
 ) -> list[RunSummary]:
     await run(warmup_trace(settings, subject.info), 1)
     runs = []
@@ -170,7 +170,8 @@ def warmup_trace(settings: BenchSettings, info: ServerInfo) -> list[TraceRequest
     return [replace(request, max_tokens=min(request.max_tokens, _WARMUP_TOKENS)) for request in make_trace(drawn)]
 
 
-def _quire(client: AsyncClient) -> _Engine:
+def quire_engine(client: AsyncClient) -> Engine:
+    """A Quire server."""
     send = quire_sender(client)
 
     async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
@@ -182,14 +183,16 @@ def _quire(client: AsyncClient) -> _Engine:
     return run
 
 
-def _server(send: Send) -> _Engine:
+def server_engine(send: Send) -> Engine:
+    """Any other one."""
+
     async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
         return Observed(await closed_loop(send, trace, concurrency))
 
     return run
 
 
-def _static(batches: StaticBatches) -> _Engine:
+def _static(batches: StaticBatches) -> Engine:
     async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
         return Observed(await asyncio.to_thread(batches.run, trace, concurrency))
 

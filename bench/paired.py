@@ -1,0 +1,198 @@
+"""Quire beside another server in turns of seconds, so that both meet the same machine.
+
+    python -m bench.paired --model DIR --peer-url http://127.0.0.1:8000 --peer-model NAME --peer-command 'COMMAND'
+
+A machine that is shared with others changes its speed from minute to minute: a server that is measured minutes after
+another one meets a different machine. Here both are up all the time: for each number of clients they take turns on one
+trace, and change who begins from round to round. While Quire has its turn, the peer's processes are stopped. Each round
+has a trace of its own, so that nobody finds the last one's prompts cached. The ratio of a number of clients is the
+median of its rounds' ratios.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import shlex
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.command import parse_concurrencies
+from bench.machine import describe_machine
+from bench.openai_peer import peer_process, peer_sender, peer_session
+from bench.report import RunSummary, summarize
+from bench.serve import BenchSettings, Engine, Observed, quire_engine, server_engine, trace_settings, warmup_trace
+from bench.spawned import beside_services
+from bench.trace import TraceRequest, make_trace
+from quire.async_client import AsyncClient
+from quire.block_map import ServerInfo
+from quire.services import on_free_ports, service_pair
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The same trace through both, one right after the other."""
+
+    quire: RunSummary
+    peer: RunSummary
+
+    @property
+    def ratio(self) -> float:
+        """Quire's output tokens a second over the peer's."""
+        return self.quire.output_tokens_per_s / self.peer.output_tokens_per_s
+
+
+@contextmanager
+def stopped(process_group: int) -> Iterator[None]:
+    """None of its processes runs meanwhile."""
+    os.killpg(process_group, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.killpg(process_group, signal.SIGCONT)
+
+
+async def measure(
+    settings: BenchSettings, num_rounds: int, info: ServerInfo, quire: Engine, peer: Engine, process_group: int
+) -> list[Pair]:
+    """All rounds, one pair for each number of clients and round. Raises LoadError."""
+
+    async def quires_turn(settings: BenchSettings, concurrency: int) -> RunSummary:
+        with stopped(process_group):
+            return await _run("quire", quire, settings, info, concurrency)
+
+    async def peers_turn(settings: BenchSettings, concurrency: int) -> RunSummary:
+        return await _run("peer", peer, settings, info, concurrency)
+
+    warm_up = warmup_trace(settings, info)
+    await quire(warm_up, 1)
+    await peer(warm_up, 1)
+    pairs = []
+    for index in range(num_rounds):
+        drawn = replace(settings, seed=settings.seed + index)
+        for concurrency in settings.concurrencies:
+            runs = await _in_turn((quires_turn, peers_turn), index % 2 == 1, drawn, concurrency)
+            pairs.append(Pair(runs[0], runs[1]))
+    return pairs
+
+
+_Turn = Callable[[BenchSettings, int], Awaitable[RunSummary]]
+
+
+async def _in_turn(
+    turns: Sequence[_Turn], second_begins: bool, settings: BenchSettings, concurrency: int
+) -> list[RunSummary]:
+    """In the order of the turns, whoever began."""
+    order = reversed(turns) if second_begins else turns
+    done = {turn: await turn(settings, concurrency) for turn in order}
+    return [done[turn] for turn in turns]
+
+
+async def _run(name: str, engine: Engine, settings: BenchSettings, info: ServerInfo, concurrency: int) -> RunSummary:
+    observed = await engine(make_trace(trace_settings(settings, info, concurrency)), concurrency)
+    return summarize(name, observed.load, observed.pool, observed.steps)
+
+
+def by_concurrency(pairs: Sequence[Pair]) -> dict[int, list[Pair]]:
+    found: dict[int, list[Pair]] = {}
+    for pair in pairs:
+        found.setdefault(pair.quire.concurrency, []).append(pair)
+    return found
+
+
+def render(pairs: Sequence[Pair]) -> Table:
+    """Medians over the rounds; latencies are medians of the rounds' medians, in ms."""
+    table = Table(title="medians of the rounds", box=None, padding=(0, 2, 0, 0))
+    for heading in ("c", "Quire tokens/s", "peer", "ratio", "from-to", "TTFT", "peer", "TPOT", "peer", "idle", "waste"):
+        table.add_column(heading, justify="right")
+    for concurrency, own in by_concurrency(pairs).items():
+        ratios = [pair.ratio for pair in own]
+        table.add_row(
+            str(concurrency),
+            f"{median(pair.quire.output_tokens_per_s for pair in own):,.0f}",
+            f"{median(pair.peer.output_tokens_per_s for pair in own):,.0f}",
+            f"{median(ratios):.2f}",
+            f"{min(ratios):.2f}-{max(ratios):.2f}",
+            _middle(pair.quire.ttft_ms.p50 for pair in own if pair.quire.ttft_ms),
+            _middle(pair.peer.ttft_ms.p50 for pair in own if pair.peer.ttft_ms),
+            _middle(pair.quire.tpot_ms.p50 for pair in own if pair.quire.tpot_ms),
+            _middle(pair.peer.tpot_ms.p50 for pair in own if pair.peer.tpot_ms),
+            f"{median(pair.quire.executor_idle_ratio or 0.0 for pair in own):.1%}",
+            f"{median(pair.quire.pool.mean_waste_ratio for pair in own if pair.quire.pool):.1%}",
+        )
+    return table
+
+
+def _middle(values_ms: Iterator[float]) -> str:
+    return f"{median(values_ms):.1f}"
+
+
+def as_values(pairs: Sequence[Pair], info: ServerInfo) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "machine": describe_machine(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
+        "server": asdict(info),
+        "ratios": {str(c): median(pair.ratio for pair in own) for c, own in by_concurrency(pairs).items()},
+        "pairs": [asdict(pair) | {"ratio": pair.ratio} for pair in pairs],
+    }
+
+
+def _peer_engine(url: str, model: str) -> Engine:
+    """With connections of its own for each turn: old ones are timed out as soon as the server goes on."""
+
+    async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
+        async with peer_session() as session:
+            return await server_engine(peer_sender(session, url, model))(trace, concurrency)
+
+    return run
+
+
+async def run(given: argparse.Namespace, console: Console) -> tuple[list[Pair], ServerInfo]:
+    """Starts both, measures, ends both. Raises LoadError, QuireError and ChildFailed."""
+    services = service_pair(on_free_ports({"model": given.model, "dtype": given.dtype}))
+    settings = BenchSettings(services.scheduler.listen, parse_concurrencies(given.concurrency), seed=given.seed)
+
+    async def beside() -> tuple[list[Pair], ServerInfo]:
+        async with (
+            AsyncClient(settings.address) as client,
+            peer_process(shlex.split(given.peer_command), given.peer_url) as process_group,
+        ):
+            info = await client.server_info()
+            await asyncio.sleep(given.rest_s)
+            peer = _peer_engine(given.peer_url, given.peer_model)
+            return await measure(settings, given.rounds, info, quire_engine(client), peer, process_group), info
+
+    return await beside_services(services, beside, console)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="directory or hub id that Quire serves")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--peer-url", required=True, help="of an OpenAI-compatible server")
+    parser.add_argument("--peer-model", required=True, help="the name it serves the model by")
+    parser.add_argument("--peer-command", required=True, help="starts it")
+    parser.add_argument("--concurrency", default="1,4,8,16,32,64", help="numbers of clients, with commas between them")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--rest-s", type=float, default=10.0, help="between `ready` and the first round")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    console = Console()
+    pairs, info = asyncio.run(run(given, console))
+    console.print(render(pairs))
+    if given.json is not None:
+        given.json.write_text(json.dumps(as_values(pairs, info), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
