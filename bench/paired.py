@@ -26,7 +26,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.command import parse_concurrencies
+from bench.command import BenchError, parse_concurrencies
+from bench.load import LoadError
 from bench.machine import describe_machine
 from bench.openai_peer import peer_process, peer_sender, peer_session
 from bench.report import RunSummary, summarize
@@ -35,7 +36,9 @@ from bench.spawned import beside_services
 from bench.trace import TraceRequest, make_trace
 from quire.async_client import AsyncClient
 from quire.block_map import ServerInfo
+from quire.errors import QuireError
 from quire.services import on_free_ports, service_pair
+from quire.supervisor import ChildFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +191,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     console = Console()
-    pairs, info = asyncio.run(run(given, console))
+    try:
+        pairs, info = asyncio.run(run(given, console))
+    except (BenchError, LoadError, QuireError, ChildFailed) as error:
+        raise SystemExit(f"bench.paired: {error}") from error
     console.print(render(pairs))
     if given.json is not None:
         given.json.write_text(json.dumps(as_values(pairs, info), indent=2) + "\n", encoding="utf-8")
