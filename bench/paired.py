@@ -129,14 +129,17 @@ def render(pairs: Sequence[Pair]) -> Table:
             _middle(pair.peer.ttft_ms.p50 for pair in own if pair.peer.ttft_ms),
             _middle(pair.quire.tpot_ms.p50 for pair in own if pair.quire.tpot_ms),
             _middle(pair.peer.tpot_ms.p50 for pair in own if pair.peer.tpot_ms),
-            f"{median(pair.quire.executor_idle_ratio or 0.0 for pair in own):.1%}",
-            f"{median(pair.quire.pool.mean_waste_ratio for pair in own if pair.quire.pool):.1%}",
+            _middle(
+                (pair.quire.executor_idle_ratio for pair in own if pair.quire.executor_idle_ratio is not None), ".1%"
+            ),
+            _middle((pair.quire.pool.mean_waste_ratio for pair in own if pair.quire.pool), ".1%"),
         )
     return table
 
 
-def _middle(values_ms: Iterator[float]) -> str:
-    return f"{median(values_ms):.1f}"
+def _middle(values: Iterator[float], form: str = ".1f") -> str:
+    known = list(values)
+    return format(median(known), form) if known else "-"
 
 
 def as_values(pairs: Sequence[Pair], info: ServerInfo) -> dict[str, Any]:
