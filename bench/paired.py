@@ -11,12 +11,11 @@ median of its rounds' ratios.
 
 import argparse
 import asyncio
-import json
 import os
 import shlex
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,7 +29,7 @@ from bench.command import BenchError, parse_concurrencies
 from bench.load import LoadError
 from bench.machine import describe_machine
 from bench.openai_peer import peer_process, peer_sender, peer_session
-from bench.report import RunSummary, summarize
+from bench.report import RunSummary, save, summarize
 from bench.serve import BenchSettings, Engine, Observed, quire_engine, server_engine, trace_settings, warmup_trace
 from bench.spawned import beside_services
 from bench.trace import TraceRequest, make_trace
@@ -68,41 +67,21 @@ async def measure(
     settings: BenchSettings, num_rounds: int, info: ServerInfo, quire: Engine, peer: Engine, process_group: int
 ) -> list[Pair]:
     """All rounds, one pair for each number of clients and round. Raises LoadError."""
-
-    async def quires_turn(settings: BenchSettings, concurrency: int) -> RunSummary:
-        with stopped(process_group):
-            return await _run("quire", quire, settings, info, concurrency)
-
-    async def peers_turn(settings: BenchSettings, concurrency: int) -> RunSummary:
-        return await _run("peer", peer, settings, info, concurrency)
-
-    warm_up = warmup_trace(settings, info)
-    await quire(warm_up, 1)
-    await peer(warm_up, 1)
+    engines = {"quire": quire, "peer": peer}
+    for engine in engines.values():
+        await engine(warmup_trace(settings, info), 1)
     pairs = []
     for index in range(num_rounds):
         drawn = replace(settings, seed=settings.seed + index)
         for concurrency in settings.concurrencies:
-            runs = await _in_turn((quires_turn, peers_turn), index % 2 == 1, drawn, concurrency)
-            pairs.append(Pair(runs[0], runs[1]))
+            trace = make_trace(trace_settings(drawn, info, concurrency))
+            runs = {}
+            for name in engines if index % 2 == 0 else reversed(engines):
+                with stopped(process_group) if name == "quire" else nullcontext():
+                    observed = await engines[name](trace, concurrency)
+                runs[name] = summarize(name, observed.load, observed.pool, observed.steps)
+            pairs.append(Pair(**runs))
     return pairs
-
-
-_Turn = Callable[[BenchSettings, int], Awaitable[RunSummary]]
-
-
-async def _in_turn(
-    turns: Sequence[_Turn], second_begins: bool, settings: BenchSettings, concurrency: int
-) -> list[RunSummary]:
-    """In the order of the turns, whoever began."""
-    order = reversed(turns) if second_begins else turns
-    done = {turn: await turn(settings, concurrency) for turn in order}
-    return [done[turn] for turn in turns]
-
-
-async def _run(name: str, engine: Engine, settings: BenchSettings, info: ServerInfo, concurrency: int) -> RunSummary:
-    observed = await engine(make_trace(trace_settings(settings, info, concurrency)), concurrency)
-    return summarize(name, observed.load, observed.pool, observed.steps)
 
 
 def by_concurrency(pairs: Sequence[Pair]) -> dict[int, list[Pair]]:
@@ -200,7 +179,7 @@ def main() -> None:
         raise SystemExit(f"bench.paired: {error}") from error
     console.print(render(pairs))
     if given.json is not None:
-        given.json.write_text(json.dumps(as_values(pairs, info), indent=2) + "\n", encoding="utf-8")
+        save(given.json, as_values(pairs, info))
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ class Audience:
                 self.leave(request_id)
 
     def _tell_sink(self, sequence: Sequence, tell: Callable[..., None], *news: object) -> None:
-        """A sink that breaks costs its own request, and nobody else's."""
+        """One piece of news, and what follows if the sink breaks."""
         try:
             tell(*news)
         except Exception:

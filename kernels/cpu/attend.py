@@ -181,6 +181,12 @@ def _prefetch(address: int, num_bytes: int) -> None:
 
 
 @inlined
+def _to_values(job: Any) -> int:
+    """From the keys of a head to its values, in one block."""
+    return int(job.num_kv_heads * job.block_size * job.head_dim * job.number_bytes)
+
+
+@inlined
 def _distance(job: Any, num_rows: int) -> int:
     """How many blocks ahead the next one to ask for is; 0: rows are so many that each block is waited for less than it
     is worked on, and asking along the way would cost more than it brings."""
@@ -196,8 +202,7 @@ def _stream(job: Any, table: Any, keys: int, first_block: int, num_blocks: int, 
         return 0
     if index < num_blocks:
         return keys + int(table[first_block + index] * job.kv_block_bytes)
-    to_values = job.num_kv_heads * job.block_size * job.head_dim * job.number_bytes
-    return keys + int(table[first_block + index - num_blocks] * job.kv_block_bytes + to_values)
+    return keys + int(table[first_block + index - num_blocks] * job.kv_block_bytes) + _to_values(job)
 
 
 @inlined
@@ -216,7 +221,6 @@ def _walk_keys(
     distance = _distance(job, num_rows)
     for index in range(min(distance, 2 * num_blocks)):
         _prefetch(_stream(job, table, heads, first_block, num_blocks, index), job.block_size * token_bytes)
-    to_values = job.num_kv_heads * job.block_size * token_bytes
     token, offset = start, start - block * job.block_size
     while token < stop:
         before = offset % columns
@@ -227,7 +231,7 @@ def _walk_keys(
         if distance > 0:
             ahead = _stream(job, table, heads, first_block, num_blocks, block - first_block + distance)
         else:
-            _prefetch(keys + to_values, (before + count) * token_bytes)
+            _prefetch(keys + _to_values(job), (before + count) * token_bytes)
             following = min(job.block_size, stop - token - count)
             if following > 0:
                 _prefetch(heads + table[block + 1] * job.kv_block_bytes, following * token_bytes)
@@ -243,11 +247,10 @@ def _walk_values(
     block, token_bytes = start // job.block_size, job.head_dim * job.number_bytes
     first_block, num_blocks = block, (stop - 1) // job.block_size + 1 - block
     distance = _distance(job, num_rows)
-    to_values = job.num_kv_heads * job.block_size * token_bytes
     token, offset = start, start - block * job.block_size
     while token < stop:
         count = min(job.block_size - offset, stop - token)
-        values = heads + table[block] * job.kv_block_bytes + to_values + offset * token_bytes
+        values = heads + table[block] * job.kv_block_bytes + _to_values(job) + offset * token_bytes
         ahead = 0
         if distance > 0:
             ahead = _stream(job, table, heads, first_block, num_blocks, num_blocks + block - first_block + distance)

@@ -1,5 +1,6 @@
 """A response stream and the engine's side of it, over a small tokenizer."""
 
+import asyncio
 from typing import Any
 
 from quire.v1 import generation_pb2 as wire
@@ -56,6 +57,21 @@ class Rig:
         async for message in self.stream.messages():
             received.append(message)
         return received
+
+
+async def read_now_and_then(rig: Rig, token_ids: list[int], reads: list[bool]) -> list[wire.GenerateResponse]:
+    """Samples the tokens one by one; where `reads` says so, the reader has its turn before the next. All messages."""
+    num_logprobs = rig.stream._settings.num_logprobs
+    reader = asyncio.create_task(rig.messages())
+    for token_id, is_read in zip(token_ids, reads, strict=False):
+        if not rig.stops:
+            rig.stream.tokens(0, [token_id], [made_up_logprobs(token_id, num_logprobs)] if num_logprobs else None)
+        if is_read:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+    if not rig.stops:
+        rig.stream.finished(0, FinishReason.LENGTH, 0)
+    return await reader
 
 
 def started_rig(**settings: Any) -> Rig:

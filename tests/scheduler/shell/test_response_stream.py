@@ -11,7 +11,16 @@ from quire.v1 import generation_pb2 as wire
 from scheduler.core import FinishReason
 from scheduler.status import DeadlineExceeded, RequestCancelled, RequestFailed
 from scheduler.turnstile import MIN_GROUP, Turnstile
-from tests.scheduler.shell.stream_rig import EOS, TOKENIZER, Rig, ids, started_rig, text_of, tokens_of
+from tests.scheduler.shell.stream_rig import (
+    EOS,
+    TOKENIZER,
+    Rig,
+    ids,
+    read_now_and_then,
+    started_rig,
+    text_of,
+    tokens_of,
+)
 
 
 async def test_the_order_of_messages() -> None:
@@ -267,17 +276,7 @@ async def test_min_tokens_hold_for_stop_strings() -> None:
 )
 def test_however_it_is_read_the_text_is_the_same(token_ids: list[int], stops: list[str], reads: list[bool]) -> None:
     async def run() -> list[wire.GenerateResponse]:
-        rig = started_rig(stop=tuple(stops))
-        reader = asyncio.create_task(rig.messages())
-        for token_id, is_read in zip(token_ids, reads, strict=False):
-            if not rig.stops:
-                rig.stream.tokens(0, [token_id])
-            if is_read:
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-        if not rig.stops:
-            rig.stream.finished(0, FinishReason.LENGTH, 0)
-        return await reader
+        return await read_now_and_then(started_rig(stop=tuple(stops)), token_ids, reads)
 
     messages = asyncio.run(run())
     whole = TOKENIZER.decode(token_ids)

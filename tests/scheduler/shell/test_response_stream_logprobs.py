@@ -12,7 +12,7 @@ from scheduler.core import FinishReason
 from scheduler.response_stream import MAX_LOGPROBS
 from scheduler.status import RequestFailed
 from tests.scheduler.shell.fake_engine import made_up_logprobs
-from tests.scheduler.shell.stream_rig import EOS, TOKENIZER, ids, started_rig, text_of, tokens_of
+from tests.scheduler.shell.stream_rig import EOS, TOKENIZER, ids, read_now_and_then, started_rig, text_of, tokens_of
 
 
 def expected_logprobs(token_ids: list[int], num_logprobs: int) -> list[wire.TokenLogprobs]:
@@ -161,16 +161,6 @@ def test_logprobs_are_aligned_however_it_is_read(
     token_ids: list[int], stops: list[str], reads: list[bool], num_logprobs: int
 ) -> None:
     async def run() -> list[wire.GenerateResponse]:
-        rig = started_rig(stop=tuple(stops), num_logprobs=num_logprobs)
-        reader = asyncio.create_task(rig.messages())
-        for token_id, is_read in zip(token_ids, reads, strict=False):
-            if not rig.stops:
-                rig.stream.tokens(0, [token_id], [made_up_logprobs(token_id, num_logprobs)])
-            if is_read:
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-        if not rig.stops:
-            rig.stream.finished(0, FinishReason.LENGTH, 0)
-        return await reader
+        return await read_now_and_then(started_rig(stop=tuple(stops), num_logprobs=num_logprobs), token_ids, reads)
 
     assert_aligned(asyncio.run(run()), num_logprobs)
