@@ -29,7 +29,7 @@ class Draft:
 
     budget: int
     decodes: list[Sequence] = field(default_factory=list)
-    prefills: list[tuple[Sequence, int]] = field(default_factory=list)
+    prefills: dict[Sequence, int] = field(default_factory=dict)
     completed: list[Sequence] = field(default_factory=list)  # whose prefill ends here: they sample, forked ones too
     admitted: list[tuple[Sequence, int]] = field(default_factory=list)
     ending: list[Sequence] = field(default_factory=list)
@@ -64,12 +64,13 @@ class Draft:
         beam.num_planned_tokens += 1
 
     def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
+        """So many tokens more."""
         if sequence.params.num_prompt_logprobs:
             first = sequence.num_planned_tokens
             num_rows = min(first + num_tokens, sequence.num_prompt_tokens - 1) - first
             if num_rows > 0:
                 self.prompt_reports.append((sequence, first, num_rows))
-        self.prefills.append((sequence, num_tokens))
+        self.prefills[sequence] = self.prefills.get(sequence, 0) + num_tokens
         self.budget -= num_tokens
         sequence.num_planned_tokens += num_tokens
 
@@ -107,12 +108,12 @@ class Draft:
             forks=self.forks,
             branches=self.branches,
             num_sequences=len(self.decodes) + len(self.branched) + len(self.prefills),
-            num_tokens=len(self.decodes) + len(self.branched) + sum(num_tokens for _, num_tokens in self.prefills),
+            num_tokens=len(self.decodes) + len(self.branched) + sum(self.prefills.values()),
         )
         step = Step(
             step_id,
             sampled,
-            self.prefills,
+            list(self.prefills.items()),
             self.admitted,
             self.ending,
             beams=sorted(self.branched + self.leaders, key=by_slot),

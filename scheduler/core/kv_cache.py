@@ -101,6 +101,11 @@ class KVCache:
         num_held = max(self.num_blocks_for(sequence.num_tokens), self.run_length(sequence.request), num_promised)
         return num_held - len(prefix) + num_revived
 
+    def num_blocks_to_prefill(self, sequence: Sequence) -> int:
+        """Free blocks it takes to compute the rest of its known tokens, beyond those it holds or is promised."""
+        num_held = len(sequence.block_table) + sequence.purse.num_reserved_blocks
+        return max(0, self.num_blocks_for(sequence.num_tokens) - num_held)
+
     def has_run_for(self, sequence: Sequence) -> bool:
         """Whether its run is free in one piece. Under paging any block will do."""
         return self.pool.find_run(self.run_length(sequence.request)) is not None

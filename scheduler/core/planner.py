@@ -3,6 +3,8 @@
 Batching is rebuilt at every step (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative
 Models", OSDI 2022), under a budget of tokens: sequences that lack one token (decodes) first, then admitted ones that
 lack more (prefills, in chunks if need be), then the head of the waiting queue. So long prompts never hold up decodes.
+Nor do they hold up other prompts: of what decodes leave, a prompt that is computed in part has half, and newcomers the
+rest.
 Other batching modes take in less (batching.py); what runs is planned in the same way.
 
 Nobody is preempted while plans are in flight: a short pool first waits for their results, which may end somebody.
@@ -30,7 +32,6 @@ class Planner:
         self._plan_decodes(draft, growing)
         self._plan_beams(draft)
         self._plan_prefills(draft)
-        self._admit(draft)
         if draft.has_rows:
             return self._seal(draft)
         if books.batch.running and not books.in_flight:
@@ -87,14 +88,29 @@ class Planner:
         books.batch.decided = []
 
     def _plan_prefills(self, draft: Draft) -> None:
+        """Half of what is left is for the first of those that are computed already, then it is the turn of newcomers: a
+        short prompt does not wait for a long one, and a long one takes at most twice the steps that it takes alone.
+
+        What nobody has taken goes to those that are computed already, in order. Where the first cannot go on, nobody
+        comes in behind it.
+        """
+        prefilling = sorted(self._books.batch.prefilling, key=self._books.policy.order)
+        for first in prefilling[:1]:
+            self._continue_prefill(draft, first, -(-draft.budget // 2))
+        if not prefilling or prefilling[0] in draft.prefills:
+            self._admit(draft)
+        for sequence in prefilling:
+            self._continue_prefill(draft, sequence, draft.budget)
+
+    def _continue_prefill(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
+        """Up to so many tokens more, as far as there is room."""
         cache = self._books.cache
-        for sequence in list(self._books.batch.prefilling):
-            num_room = len(sequence.block_table) * cache.block_size - sequence.num_planned_tokens
-            num_room += cache.num_available_blocks(sequence) * cache.block_size
-            num_tokens = min(sequence.num_uncomputed_tokens, draft.budget, num_room)
-            if num_tokens > 0:
-                draft.add_allocation(sequence, self._allocate(sequence, num_tokens))
-                self._plan_chunk(draft, sequence, num_tokens)
+        num_room = len(sequence.block_table) * cache.block_size - sequence.num_planned_tokens
+        num_room += cache.num_available_blocks(sequence) * cache.block_size
+        num_tokens = min(sequence.num_uncomputed_tokens, num_tokens, num_room)
+        if num_tokens > 0:
+            draft.add_allocation(sequence, self._allocate(sequence, num_tokens))
+            self._plan_chunk(draft, sequence, num_tokens)
 
     def _plan_chunk(self, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
         """A row of `num_tokens` for a prefilling sequence; if it lacks no more, it samples and goes on to decode, or
@@ -127,8 +143,7 @@ class Planner:
     # --- who waits comes in -----------------------------------------------------------------------------------
 
     def _admit(self, draft: Draft) -> None:
-        """A prompt that is still being computed comes before new ones, so at most one is computed in part."""
-        while not self._books.batch.prefilling and (entry := self.next_to_admit(draft)) is not None:
+        while (entry := self.next_to_admit(draft)) is not None:
             self._enter_batch(draft, *entry)
 
     def next_to_admit(self, draft: Draft) -> tuple[Sequence, list[int]] | None:
@@ -162,16 +177,18 @@ class Planner:
         digest = sequence.digests[num_found]
         return any(
             cache.is_computing(other, num_found, digest)
-            for prefills in (draft.prefills, *(step.prefills for step in self._books.in_flight))
+            for prefills in (draft.prefills.items(), *(step.prefills for step in self._books.in_flight))
             for other, _ in prefills
             if not other.is_finished
         )
 
     def has_room_to_admit(self, sequence: Sequence, prefix: list[int]) -> bool:
-        """Room for all tokens it has now; and, if it was preempted too often, for all it can ever have."""
+        """Room for all tokens it has now, beside those that running ones have and lack blocks for; and, if it was
+        preempted too often, for all it can ever have."""
         books = self._books
         num_promised = self._num_worst_case_blocks(sequence) if self._needs_guarantee(sequence) else 0
         num_needed = books.cache.num_blocks_to_admit(sequence, prefix, num_promised)
+        num_needed += sum(books.cache.num_blocks_to_prefill(other) for other in books.batch.prefilling)
         if books.batch.running:
             num_needed += books.num_watermark_blocks
         return num_needed <= books.cache.num_available_blocks() and books.cache.has_run_for(sequence)
@@ -214,11 +231,10 @@ class Planner:
 
     def _seal(self, draft: Draft) -> StepPlan:
         books, batch = self._books, self._books.batch
-        scheduled = dict(draft.prefills)
-        for sequence, num_tokens in draft.prefills:
+        for sequence, num_tokens in draft.prefills.items():
             draft.set_row_count(sequence, num_tokens)
         for sequence in batch.prefilling:
-            if sequence not in scheduled:
+            if sequence not in draft.prefills:
                 draft.set_row_count(sequence, 0)
         books.step_id += 1
         plan, step = draft.seal(books.epoch, books.step_id, batch.retired_slots, has_reporting=batch.num_reporting > 0)

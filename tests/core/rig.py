@@ -338,10 +338,10 @@ class Rig:
     def _first_in_line_has_row(self, before: tuple[int, ...]) -> bool:
         """Whether the first sequence in order, if it comes before this key, computes something in the newest plan."""
         assert self.executor is not None
-        order = self.scheduler.policy.order
-        seated = [sequence for sequence in self.scheduler.running_sequences() if sequence.slot >= 0]
+        order, sampled = self.scheduler.policy.order, self.scheduler.books.in_flight[-1].sampled
+        seated = [s for s in self.scheduler.running_sequences() if s.slot >= 0 or s in sampled]
         first = min(seated, key=order, default=None)
-        if first is None or order(first) >= before:
+        if first is None or order(first) >= before or first in sampled:
             return True
         slot = self.executor.slots[first.slot]
         return slot.row_count > 0 or slot.is_undecided  # beams go on when their results are in
