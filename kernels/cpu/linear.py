@@ -9,8 +9,18 @@ import numpy as np
 import torch
 
 from kernels.cpu.compiler import SOURCES, compiled, inlined
-from kernels.cpu.native import FLOAT32, LINE_BYTES, array, count_up, read, storage_of, write
-from kernels.cpu.panels import MAX_ROWS, PANEL, Panels, multiply_rows
+from kernels.cpu.native import (
+    BFLOAT16,
+    FLOAT32,
+    HAS_BFLOAT16_DOTS,
+    LINE_BYTES,
+    array,
+    count_up,
+    read,
+    storage_of,
+    write,
+)
+from kernels.cpu.panels import MAX_ROWS, PANEL, Panels, inputs_at_once, multiply_rows
 from kernels.cpu.team import Job, Kernel, job_dtype
 
 if TYPE_CHECKING:
@@ -27,33 +37,47 @@ _job = Job(LINEAR_JOB)
 
 @inlined
 def _multiply(
-    num_rows: int, storage: Any, rows: int, row_bytes: int, panel: int, in_size: int, sums: int, ahead: int
+    num_rows: int,
+    row_storage: Any,
+    storage: Any,
+    rows: int,
+    row_bytes: int,
+    panel: int,
+    num_steps: int,
+    sums: int,
+    ahead: int,
 ) -> None:
     """One tile of one to MAX_ROWS rows."""
     if num_rows == 6:
-        multiply_rows(6, storage, rows, row_bytes, panel, in_size, sums, ahead)
+        multiply_rows(6, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
     elif num_rows == 5:
-        multiply_rows(5, storage, rows, row_bytes, panel, in_size, sums, ahead)
+        multiply_rows(5, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
     elif num_rows == 4:
-        multiply_rows(4, storage, rows, row_bytes, panel, in_size, sums, ahead)
+        multiply_rows(4, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
     elif num_rows == 3:
-        multiply_rows(3, storage, rows, row_bytes, panel, in_size, sums, ahead)
+        multiply_rows(3, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
     elif num_rows == 2:
-        multiply_rows(2, storage, rows, row_bytes, panel, in_size, sums, ahead)
+        multiply_rows(2, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
     else:
-        multiply_rows(1, storage, rows, row_bytes, panel, in_size, sums, ahead)
+        multiply_rows(1, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
 
 
 @cache
 def linear_kernel(storage: int, weight_storage: int) -> Kernel:
     """x Wᵀ + b; a panel with up to UNIT_ROWS rows is a unit. Inputs and outputs are stored alike."""
     sources = SOURCES
+    # How a tile takes its rows: as they are, or widened first.
+    takes_pairs = HAS_BFLOAT16_DOTS and storage == weight_storage == BFLOAT16
+    row_storage = BFLOAT16 if takes_pairs else FLOAT32
+    widens = storage != row_storage
+    width = inputs_at_once(weight_storage)
 
     def linear(address: int) -> None:
         _ = sources
         job = array(address, 1, LINEAR_JOB)[0]
         in_size = job.in_size
-        scratch = np.empty(MAX_ROWS * (PANEL + (0 if storage == FLOAT32 else in_size)) + 16, np.float32)
+        num_steps = in_size // width
+        scratch = np.empty(MAX_ROWS * (PANEL + (in_size if widens else 0)) + 16, np.float32)
         sums_address = (scratch.ctypes.data + 63) // 64 * 64
         widened = sums_address + MAX_ROWS * PANEL * 4
         sums = array(sums_address, MAX_ROWS * PANEL, np.float32)
@@ -75,13 +99,13 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
             for first in range(piece * UNIT_ROWS, stop, MAX_ROWS):
                 num_rows = min(MAX_ROWS, stop - first)
                 rows, row_bytes = job.x + first * job.x_row_bytes, job.x_row_bytes
-                if storage != FLOAT32:
+                if widens:
                     for row in range(num_rows):
                         for i in range(in_size):
                             write(FLOAT32, widened, row * in_size + i, read(storage, rows + row * row_bytes, i))
                     rows, row_bytes = widened, in_size * 4
-                _multiply(num_rows, weight_storage, rows, row_bytes, panel, in_size, sums_address, ahead)
-                ahead = min(ahead + in_size * LINE_BYTES, ahead_stop)
+                _multiply(num_rows, row_storage, weight_storage, rows, row_bytes, panel, num_steps, sums_address, ahead)
+                ahead = min(ahead + num_steps * LINE_BYTES, ahead_stop)
                 for row in range(num_rows):
                     out = job.out + (first + row) * job.out_row_bytes
                     if job.bias != 0:

@@ -11,7 +11,7 @@ import platform
 from typing import TYPE_CHECKING, Any
 
 import torch
-from llvmlite import ir  # type: ignore[import-untyped]
+from llvmlite import binding, ir  # type: ignore[import-untyped]
 from numba import carray  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
@@ -29,7 +29,14 @@ _STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FL
 LINE_BYTES = 64
 """Of a cache line."""
 
+_FEATURES = binding.get_host_cpu_features()
+
+HAS_BFLOAT16_DOTS = bool(_FEATURES.get("avx512bf16", False))
+"""Whether the processor multiplies bfloat16 as they are."""
+
 _F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+
+binding.initialize_native_asmparser()  # for emit_dot_pairs
 
 codegen: Any = cgutils  # see compiler.types
 
@@ -96,6 +103,31 @@ def emit_widen(builder: Builder, stored: Value, storage: int) -> Value:
     # A bfloat16 is the upper half of the float32 of the same value.
     wide = builder.zext(stored, shaped(_I32, lanes))
     return builder.bitcast(builder.shl(wide, constant(_I32, 16, lanes)), shaped(_F32, lanes))
+
+
+def emit_widen_pairs(builder: Builder, pairs: Value) -> tuple[Value, Value]:
+    """Pairs of bfloat16, as loaded: the first ones and the second ones, as float32."""
+    lanes = lanes_of(pairs)
+    first = builder.shl(pairs, constant(_I32, 16, lanes))
+    second = builder.and_(pairs, constant(_I32, 0xFFFF0000, lanes))
+    return builder.bitcast(first, shaped(_F32, lanes)), builder.bitcast(second, shaped(_F32, lanes))
+
+
+def emit_load_pairs(builder: Builder, address: Value, lanes: int) -> Value:
+    """`lanes` pairs of 16-bit numbers, each pair as an int32."""
+    pointer = builder.inttoptr(address, shaped(_I32, lanes).as_pointer())
+    return builder.load(pointer, align=2)
+
+
+def emit_dot_pairs(builder: Builder, a: Value, b: Value, sums: Value) -> Value:
+    """sums + a · b for 16 pairs of bfloat16 each, where HAS_BFLOAT16_DOTS.
+
+    Products are exact; each of the two sums is rounded to nearest, and denormals count as zero.
+    """
+    vector, pairs = sums.type, shaped(_I32, 16)
+    kind = ir.FunctionType(vector, [vector, pairs, pairs])
+    # LLVM's own name for it takes other types from version to version.
+    return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, a, b], side_effect=False)
 
 
 def emit_load(builder: Builder, address: Value, storage: int, lanes: int) -> Value:

@@ -50,9 +50,7 @@ def test_it_has_what_they_leave_and_never_less_than_half() -> None:
     rig.add(make_request(4, "uvw", 1))
     assert chunks(rig) == {1: 13, 4: 3}, "not so a short one behind it"
     rig.run()
-    assert rig.scheduler.counters.num_steps == -(-(90 + 3 + 30 + 3) // BUDGET), (
-        "all steps but the last are full"
-    )
+    assert rig.scheduler.counters.num_steps == -(-(90 + 3 + 30 + 3) // BUDGET), "all steps but the last are full"
 
 
 def test_it_ends_after_twice_the_steps_whoever_comes() -> None:

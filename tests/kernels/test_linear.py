@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 
 from kernels import cpu, reference
+from kernels.cpu import linear
 from kernels.cpu.panels import MAX_ROWS, PANEL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 HOMES = {"cpu": cpu, "reference": reference}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -38,10 +44,43 @@ def test_memory_is_what_the_weights_take() -> None:
         assert home.pack_linear([weight], [bias]).num_bytes == weight.nbytes + bias.nbytes
 
 
+@pytest.fixture
+def no_bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As on a processor that does not multiply bfloat16 itself."""
+    linear.linear_kernel.cache_clear()
+    monkeypatch.setattr(linear, "HAS_BFLOAT16_DOTS", False)
+    yield
+    linear.linear_kernel.cache_clear()
+
+
+@pytest.mark.parametrize("num_rows", [1, MAX_ROWS, 50])
+@pytest.mark.parametrize("in_size", [2, 48, 49, 334])
+def test_bfloat16_is_widened_where_the_processor_does_not_multiply_it(no_bfloat16_dots, num_rows, in_size) -> None:
+    weight, x = torch.randn(PANEL + 5, in_size).bfloat16(), torch.randn(num_rows, in_size).bfloat16()
+    torch.testing.assert_close(cpu.pack_linear([weight])(x), exact(x, [weight], None), atol=0.07, rtol=1e-2)
+
+
+@pytest.mark.parametrize("in_size", [1, 2, 47, 333, 1408])
+def test_bfloat16_of_any_number_of_inputs(in_size) -> None:
+    """An odd number makes no pairs."""
+    weight, x = torch.randn(PANEL + 5, in_size).bfloat16(), torch.randn(13, in_size).bfloat16()
+    expected = x.double() @ weight.double().T
+    error = (cpu.pack_linear([weight])(x).double() - expected).abs()
+    assert bool((error <= 2**-8 * expected.abs() + 1e-5 * in_size).all()), "more than rounding the sum once"
+
+
+def test_what_is_no_number_stays_none() -> None:
+    x = torch.ones(3, 48).bfloat16()
+    x[1, 7] = torch.nan
+    y = cpu.pack_linear([torch.ones(4, 48).bfloat16()])(x)
+    assert torch.equal(y.isnan().all(dim=1), torch.tensor([False, True, False]))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_a_row_is_the_same_in_any_batch(dtype) -> None:
-    layer = cpu.pack_linear([torch.randn(100, 333).to(dtype)])
-    x = torch.randn(97, 333).to(dtype)
+@pytest.mark.parametrize("in_size", [333, 334])
+def test_a_row_is_the_same_in_any_batch(dtype, in_size) -> None:
+    layer = cpu.pack_linear([torch.randn(100, in_size).to(dtype)])
+    x = torch.randn(97, in_size).to(dtype)
     whole = layer(x)
     for first, count in [(0, 1), (5, 2), (17, 5), (3, 6), (40, 7), (1, 95)]:
         assert torch.equal(layer(x[first : first + count]), whole[first : first + count])
