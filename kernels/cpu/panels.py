@@ -17,8 +17,8 @@ MAX_ROWS rows × PANEL outputs keeps its sums in registers from the first input 
 Goto and van de Geijn, 2008, without its packing of the left side: rows are few and stay in the cache).
 
 Each output of each row is one running sum over the inputs, in their order, whatever the tile: a row has the same bits
-in any batch. Weights may be stored in 16 bits; sums are float32. Where weights and inputs are bfloat16 and the processor
-multiplies those itself, a sum takes two inputs at a time; elsewhere both are widened.
+in any batch. Weights may be stored in 16 bits; sums are float32. Where weights and inputs are bfloat16, on a processor
+that multiplies those itself, a sum takes two inputs at a time; elsewhere both are widened.
 """
 
 from __future__ import annotations
