@@ -1,8 +1,9 @@
 """Quire beside another server in turns of seconds, so that both meet the same machine.
 
     python -m bench.paired --model DIR --peer-url http://127.0.0.1:8000 --peer-model NAME --peer-command 'COMMAND'
+    python -m bench.paired --model DIR --baseline
 
-A machine that is shared with others changes its speed from minute to minute: a server that is measured minutes after
+The second form takes static batches of `transformers.generate` in this process for the other server. A machine that is shared with others changes its speed from minute to minute: a server that is measured minutes after
 another one meets a different machine. Here both are up all the time: for each number of clients they take turns on one
 trace, and change who begins from round to round. While Quire has its turn, the peer's processes are stopped. Each round
 has a trace of its own, so that nobody finds the last one's prompts cached. The ratio of a number of clients is the
@@ -14,8 +15,8 @@ import asyncio
 import os
 import shlex
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,12 +31,23 @@ from bench.load import LoadError
 from bench.machine import describe_machine
 from bench.openai_peer import peer_process, peer_sender, peer_session
 from bench.report import RunSummary, save, summarize
-from bench.serve import BenchSettings, Engine, Observed, quire_engine, server_engine, trace_settings, warmup_trace
+from bench.serve import (
+    BenchSettings,
+    Engine,
+    Observed,
+    quire_engine,
+    server_engine,
+    static_engine,
+    trace_settings,
+    warmup_trace,
+)
 from bench.spawned import beside_services
+from bench.static_baseline import StaticBatches
 from bench.trace import TraceRequest, make_trace
 from quire.async_client import AsyncClient
 from quire.block_map import ServerInfo
 from quire.errors import QuireError
+from quire.model_path import resolved_model
 from quire.services import on_free_ports, service_pair
 from quire.supervisor import ChildFailed
 
@@ -54,8 +66,11 @@ class Pair:
 
 
 @contextmanager
-def stopped(process_group: int) -> Iterator[None]:
-    """None of its processes runs meanwhile."""
+def stopped(process_group: int | None) -> Iterator[None]:
+    """None of its processes runs meanwhile. None: there are none, the peer runs here, when it is asked to."""
+    if process_group is None:
+        yield
+        return
     os.killpg(process_group, signal.SIGSTOP)
     try:
         yield
@@ -64,7 +79,7 @@ def stopped(process_group: int) -> Iterator[None]:
 
 
 async def measure(
-    settings: BenchSettings, num_rounds: int, info: ServerInfo, quire: Engine, peer: Engine, process_group: int
+    settings: BenchSettings, num_rounds: int, info: ServerInfo, quire: Engine, peer: Engine, process_group: int | None
 ) -> list[Pair]:
     """All rounds, one pair for each number of clients and round. Raises LoadError."""
     engines = {"quire": quire, "peer": peer}
@@ -141,20 +156,27 @@ def _peer_engine(url: str, model: str) -> Engine:
     return run
 
 
+@asynccontextmanager
+async def _started_peer(given: argparse.Namespace, info: ServerInfo) -> AsyncIterator[tuple[Engine, int | None]]:
+    """What Quire is measured beside, and its processes."""
+    if given.baseline:
+        yield static_engine(StaticBatches(resolved_model(given.model), info.dtype)), None
+        return
+    async with peer_process(shlex.split(given.peer_command), given.peer_url) as process_group:
+        yield _peer_engine(given.peer_url, given.peer_model), process_group
+
+
 async def run(given: argparse.Namespace, console: Console) -> tuple[list[Pair], ServerInfo]:
     """Starts both, measures, ends both. Raises LoadError, QuireError and ChildFailed."""
     services = service_pair(on_free_ports({"model": given.model, "dtype": given.dtype}))
     settings = BenchSettings(services.scheduler.listen, parse_concurrencies(given.concurrency), seed=given.seed)
 
     async def beside() -> tuple[list[Pair], ServerInfo]:
-        async with (
-            AsyncClient(settings.address) as client,
-            peer_process(shlex.split(given.peer_command), given.peer_url) as process_group,
-        ):
+        async with AsyncClient(settings.address) as client:
             info = await client.server_info()
-            await asyncio.sleep(given.rest_s)
-            peer = _peer_engine(given.peer_url, given.peer_model)
-            return await measure(settings, given.rounds, info, quire_engine(client), peer, process_group), info
+            async with _started_peer(given, info) as (peer, process_group):
+                await asyncio.sleep(given.rest_s)
+                return await measure(settings, given.rounds, info, quire_engine(client), peer, process_group), info
 
     return await beside_services(services, beside, console)
 
@@ -163,15 +185,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory or hub id that Quire serves")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--peer-url", required=True, help="of an OpenAI-compatible server")
-    parser.add_argument("--peer-model", required=True, help="the name it serves the model by")
-    parser.add_argument("--peer-command", required=True, help="starts it")
+    parser.add_argument("--peer-url", help="of an OpenAI-compatible server")
+    parser.add_argument("--peer-model", help="the name it serves the model by")
+    parser.add_argument("--peer-command", help="starts it")
+    parser.add_argument("--baseline", action="store_true", help="static batches of generate() instead of a server")
     parser.add_argument("--concurrency", default="1,4,8,16,32,64", help="numbers of clients, with commas between them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--rest-s", type=float, default=10.0, help="between `ready` and the first round")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
+    if given.baseline == all((given.peer_url, given.peer_model, given.peer_command)):
+        parser.error("name a server by --peer-url, --peer-model and --peer-command, or ask for the --baseline")
     console = Console()
     try:
         pairs, info = asyncio.run(run(given, console))

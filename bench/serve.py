@@ -117,7 +117,7 @@ async def measure_others(settings: BenchSettings, subject: Subject, console: Con
             batches = StaticBatches(settings.baseline_model, subject.info.dtype)
         if batches.vocab_size != subject.info.vocab_size:
             raise LoadError(f"{settings.baseline_model} is not the model that the server serves")
-        runs += await _run_all("transformers", _static(batches), settings, subject, console)
+        runs += await _run_all("transformers", static_engine(batches), settings, subject, console)
     return runs
 
 
@@ -192,7 +192,9 @@ def server_engine(send: Send) -> Engine:
     return run
 
 
-def _static(batches: StaticBatches) -> Engine:
+def static_engine(batches: StaticBatches) -> Engine:
+    """Static batches in this process."""
+
     async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
         return Observed(await asyncio.to_thread(batches.run, trace, concurrency))
 

@@ -48,6 +48,11 @@ def test_stopped_and_gone_on(sleeper: int) -> None:
     assert is_soon(sleeper, stopped=False)
 
 
+def test_a_peer_that_runs_here_is_not_stopped() -> None:
+    with stopped(None):
+        pass
+
+
 @linux_only
 def test_turns(sleeper: int) -> None:
     happened: list[tuple[str, int, tuple[int, ...]]] = []

@@ -46,6 +46,7 @@ COVERED = {
     "make bench": "test_make_bench",
     "make serve": "test_make_serve",
     ".venv/bin/python -m bench.scheduler_cost": "test_scheduler_cost",
+    ".venv/bin/python -m bench.paired --model models/tiny --baseline --concurrency 1,4,16,64": "test_bench_paired",
     '.venv/bin/quire generate "Once upon a time"': "test_commands_against_a_server",
     ".venv/bin/quire kv": "test_commands_against_a_server",
     '.venv/bin/quire generate "Once upon a time" --n 4 --seed 7 --max-tokens 40': "test_commands_against_a_server",
@@ -99,6 +100,14 @@ def test_make_bench(tmp_path: Path) -> None:
     output = tmp_path / "bench.json"
     run(*make_command("bench", f"ARGS=--concurrency 1,2 --num-requests 2 --num-blocks 512 --output {output}"))
     assert output.exists()
+
+
+def test_bench_paired(tmp_path: Path) -> None:
+    """As the README has it, only shorter."""
+    results = tmp_path / "paired.json"
+    short = ("--concurrency", "2", "--rounds", "1", "--rest-s", "0", "--json", str(results))
+    run(sys.executable, "-m", "bench.paired", "--model", "models/tiny", "--baseline", *short)
+    assert json.loads(results.read_text())["ratios"].keys() == {"2"}
 
 
 def test_make_claims(tmp_path: Path) -> None:
