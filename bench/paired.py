@@ -3,7 +3,9 @@
     python -m bench.paired --model DIR --peer-url http://127.0.0.1:8000 --peer-model NAME --peer-command 'COMMAND'
     python -m bench.paired --model DIR --baseline
 
-The second form takes static batches of `transformers.generate` in this process for the other server. A machine that is shared with others changes its speed from minute to minute: a server that is measured minutes after
+The second form takes static batches of `transformers.generate`, in this process, for the other server.
+
+A machine that is shared with others changes its speed from minute to minute: a server that is measured minutes after
 another one meets a different machine. Here both are up all the time: for each number of clients they take turns on one
 trace, and change who begins from round to round. While Quire has its turn, the peer's processes are stopped. Each round
 has a trace of its own, so that nobody finds the last one's prompts cached. The ratio of a number of clients is the
