@@ -6,11 +6,14 @@ Prompts have different lengths, so that in each step a sixteenth of the sequence
 repetitions, in this process, on this machine; compare only within one run.
 """
 
+import argparse
+import platform
 import statistics
-import sys
 import time
 from collections import deque
+from pathlib import Path
 
+from bench.report import save
 from scheduler.core import Limits, Request, Scheduler, SequenceParams, StepPlan, StepResult
 
 BLOCK_SIZE = 16
@@ -60,10 +63,18 @@ def measure(num_running: int) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("running", type=int, nargs="*", default=[16, 64, 256, 1024, 4096])
+    parser.add_argument("--json", type=Path, help="where the figures go as well")
+    given = parser.parse_args()
+    rows = []
     print(f"{'running':>8} {'µs a step':>10} {'µs a request':>13}")
-    for num_running in [int(word) for word in sys.argv[1:]] or [16, 64, 256, 1024, 4096]:
-        step_s = measure(num_running)
-        print(f"{num_running:>8} {step_s * 1e6:>10.0f} {step_s / num_running * 1e6:>13.2f}")
+    for num_running in given.running:
+        step_us = measure(num_running) * 1e6
+        rows.append({"running": num_running, "us_a_step": step_us, "us_a_request": step_us / num_running})
+        print(f"{num_running:>8} {step_us:>10.0f} {step_us / num_running:>13.2f}")
+    if given.json is not None:
+        save(given.json, {"python": platform.python_version(), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -121,9 +121,11 @@ def test_make_claims(tmp_path: Path) -> None:
     assert "<svg" in (tmp_path / "report.html").read_text()
 
 
-def test_scheduler_cost() -> None:
+def test_scheduler_cost(tmp_path: Path) -> None:
     """With few sequences instead of thousands."""
-    table = run(sys.executable, "-m", "bench.scheduler_cost", "4", "8").splitlines()
+    results = tmp_path / "cost.json"
+    table = run(sys.executable, "-m", "bench.scheduler_cost", "4", "8", "--json", str(results)).splitlines()
+    assert [row["running"] for row in json.loads(results.read_text())["rows"]] == [4, 8]
     assert [line.split()[0] for line in table] == ["running", "4", "8"]
     assert all(float(line.split()[2]) > 0 for line in table[1:])
 
