@@ -1,21 +1,32 @@
 """When requests have to have ended."""
 
-from collections.abc import Container, Iterator
-from heapq import heappop, heappush
+from collections.abc import Collection, Iterator
+from heapq import heapify, heappop, heappush
 
 from scheduler.core.request import Request
 
+SPARE_ENTRIES = 1024
+"""Of requests that have ended: so many, and one for each that has not, are not worth looking for."""
+
 
 class Deadlines:
-    """A heap. Requests that end early stay in it until their turn comes: `unfinished` says whose counts."""
+    """A heap. Requests that end early stay in it until their turn comes, or until they are the greater part of it:
+    `unfinished` says whose counts."""
 
-    def __init__(self, unfinished: Container[int]) -> None:
+    def __init__(self, unfinished: Collection[int]) -> None:
         self._unfinished = unfinished
         self._entries: list[tuple[float, int]] = []
 
     def add(self, request: Request) -> None:
         if request.deadline_s is not None:
+            if len(self._entries) > 2 * len(self._unfinished) + SPARE_ENTRIES:
+                self._entries = [entry for entry in self._entries if entry[1] in self._unfinished]
+                heapify(self._entries)
             heappush(self._entries, (request.deadline_s, request.request_id))
+
+    def __len__(self) -> int:
+        """Entries, also of requests that have ended."""
+        return len(self._entries)
 
     def take_due(self, now_s: float) -> Iterator[int]:
         """Requests whose deadline is not after `now_s`, each once. The caller ends them."""
