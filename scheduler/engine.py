@@ -384,6 +384,7 @@ class Engine:
             batching=options.batching,
             memory=options.memory,
             model_name=description.model_name,
+            vocab_size=description.vocab_size,
             enable_prefix_caching=options.enable_prefix_caching,
         )
 

@@ -6,13 +6,21 @@ from scheduler.core.books import Books
 from scheduler.core.draft import Step
 from scheduler.core.errors import InvariantViolation, ResultMismatch
 from scheduler.core.plan import Events, StepResult
-from scheduler.core.reports import add_logprobs, add_prompt_logprobs, candidates_by_beam, check_counts, check_reports
+from scheduler.core.reports import (
+    add_logprobs,
+    add_prompt_logprobs,
+    candidates_by_beam,
+    check_counts,
+    check_reports,
+    check_token_ids,
+)
 from scheduler.core.sequence import FinishReason, Sequence, State
 
 
 class Committer:
-    def __init__(self, books: Books) -> None:
+    def __init__(self, books: Books, vocab_size: int) -> None:
         self._books = books
+        self._vocab_size = vocab_size
 
     def commit(self, result: StepResult) -> Events:
         """Takes in what the oldest plan in flight came to. Raises ResultMismatch, changing nothing, if it cannot be."""
@@ -46,6 +54,7 @@ class Committer:
             )
         check_counts(step, result)
         check_reports(step, result)
+        check_token_ids(result, self._vocab_size)
         return step
 
     def _note_start(self, sequence: Sequence, num_cached: int, events: Events) -> None:

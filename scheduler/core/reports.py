@@ -1,4 +1,4 @@
-"""What a result reports beside tokens: log-probabilities and candidates, cut into pieces for those who asked.
+"""What a result reports: checked against its plan, and cut into pieces for those who asked.
 
 The arrays of a result are flat. Whose turn it is follows from the plan: by slot, so many entries each.
 """
@@ -18,6 +18,16 @@ def check_counts(step: Step, result: StepResult) -> None:
         if values is not None and len(values) != len(step.sampled):
             raise ResultMismatch(
                 f"step {step.step_id} sampled {len(step.sampled)} sequences, its result has {len(values)} {name}"
+            )
+
+
+def check_token_ids(result: StepResult, vocab_size: int) -> None:
+    """Raises ResultMismatch unless every token id is one of the vocabulary."""
+    for part in (result, result.candidates, result.logprobs, result.prompt_logprobs):
+        token_ids = part.token_ids if part else ()
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+            raise ResultMismatch(
+                f"step {result.step_id} names tokens {min(token_ids)} to {max(token_ids)} of {vocab_size}"
             )
 
 

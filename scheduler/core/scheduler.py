@@ -42,6 +42,7 @@ from scheduler.core.stats import Counters
 class Scheduler:
     """See the module. Not thread-safe; no clock, no I/O; every method returns at once.
 
+    vocab_size        a result with a token id that is not below it is refused; the default is what int32 can hold
     batching, memory  other than the default: for measurement only (batching.py, memory.py)
 
     `books` and `planner` are for the core's own modules and its tests.
@@ -57,6 +58,7 @@ class Scheduler:
         batching: Batching = CONTINUOUS,
         memory: Memory = PAGED,
         model_name: str = "",
+        vocab_size: int = 1 << 31,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.books = Books(
@@ -70,7 +72,7 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
         )
         self.planner = Planner(self.books)
-        self._committer = Committer(self.books)
+        self._committer = Committer(self.books, vocab_size)
         self.is_attached = False
 
     # --- a step -----------------------------------------------------------------------------------------------

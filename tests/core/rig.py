@@ -122,6 +122,7 @@ class Rig:
             policy=policy,
             batching=batching,
             memory=memory,
+            vocab_size=vocab_size,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.executor: FakeExecutor | None = None

@@ -1,16 +1,22 @@
 """The scheduler's verbs, one by one: what each refuses, and what it leaves behind."""
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler.core import (
+    BeamParams,
     BlockState,
     CapacityExceeded,
     FinishReason,
     InvariantViolation,
     Limits,
+    Logprobs,
     QueueFull,
+    Request,
     ResultMismatch,
     Scheduler,
+    SequenceParams,
     StepPlan,
     StepResult,
     block_map,
@@ -246,6 +252,26 @@ def test_a_result_that_answers_no_plan_is_refused_and_changes_nothing() -> None:
     ):
         with pytest.raises(ResultMismatch):
             rig.scheduler.commit(result)
+    assert take_snapshot(rig.scheduler) == before
+    rig.run()
+
+
+@pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
+def test_a_result_with_a_token_beyond_the_vocabulary_is_refused_and_changes_nothing(token_id: int) -> None:
+    """Wherever it stands: as an id it would be hashed, looked up and sent."""
+    rig = build_rig()
+    params = SequenceParams(max_total_tokens=8, num_logprobs=2, num_prompt_logprobs=2)
+    rig.add(Request(1, (0, 1, 2, 3), params))
+    rig.add(Request(2, (4, 5), SequenceParams(max_total_tokens=6), beam=BeamParams(2, 1)))
+    rig.schedule()
+    before, right = take_snapshot(rig.scheduler), rig.in_flight[0].result
+    lies = [replace(right, token_ids=[token_id])]
+    for part in ("logprobs", "prompt_logprobs", "candidates"):
+        told: Logprobs = getattr(right, part)
+        lies.append(replace(right, **{part: replace(told, token_ids=[*told.token_ids[:-1], token_id])}))
+    for lie in lies:
+        with pytest.raises(ResultMismatch, match=f" {token_id}"):
+            rig.scheduler.commit(lie)
     assert take_snapshot(rig.scheduler) == before
     rig.run()
 

@@ -225,7 +225,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 pass
 
     @precondition(lambda self: self.rig.in_flight)
-    @rule(kind=st.sampled_from(("epoch", "step", "short", "long")))
+    @rule(kind=st.sampled_from(("epoch", "step", "short", "long", "negative", "unknown")))
     def wrong_result(self, kind: str) -> None:
         """I17: refused, and nothing has changed."""
         right = self.rig.in_flight[0].result
@@ -235,6 +235,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             "step": StepResult(right.epoch, right.step_id + 1, tokens),
             "short": StepResult(right.epoch, right.step_id, tokens[1:] if tokens else [0]),
             "long": StepResult(right.epoch, right.step_id, tokens, [None] * (len(tokens) + 1)),
+            "negative": StepResult(right.epoch, right.step_id, [*tokens[:-1], -1]),
+            "unknown": StepResult(right.epoch, right.step_id, [*tokens[:-1], self.rig.clients.vocab_size]),
         }
         self._assert_refused(wrong[kind])
 

@@ -29,12 +29,14 @@ DESCRIPTION = ExecutorDescription(
 
 
 class FakeClient:
-    """`is_up` False: nobody is there. `is_hanging`: nobody answers. `lose()` cuts the open stream."""
+    """`is_up` False: nobody is there. `is_hanging`: nobody answers. `lose()` cuts the open stream. `lie` is what
+    becomes of each result before it arrives."""
 
     def __init__(self, description: ExecutorDescription = DESCRIPTION) -> None:
         self.description = description
         self.is_up = True
         self.is_hanging = False
+        self.lie: Callable[[StepResult], StepResult] = lambda result: result
         self.num_streams = 0
         self.num_asked = 0
         self.stream: FakeStream | None = None
@@ -104,5 +106,5 @@ class FakeStream:
 
     def _arrive(self, result: StepResult) -> None:
         if not self._error:
-            self._results.append(Arrival(result, time.monotonic_ns(), ExecutorTimings()))
+            self._results.append(Arrival(self._client.lie(result), time.monotonic_ns(), ExecutorTimings()))
             self._on_arrival()

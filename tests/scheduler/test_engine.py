@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from typing import ClassVar
 
 import pytest
@@ -15,6 +16,7 @@ from scheduler.core import (
     QueueFull,
     Request,
     SequenceParams,
+    StepResult,
     TokenLogprobs,
     Unavailable,
 )
@@ -164,6 +166,24 @@ async def test_every_stream_survives_the_loss_of_the_executor_at_any_moment() ->
         for sink in sinks:
             await sink.check()
         assert client.num_streams == 6
+
+
+@pytest.mark.parametrize("token_id", [-1, DESCRIPTION.vocab_size])
+async def test_every_stream_survives_an_executor_that_names_no_token(token_id: int) -> None:
+    """Each epoch of it goes well for a few steps. The blocks are small, so it would soon be hashed."""
+    client = FakeClient()
+    results = count(1)
+
+    def lie(result: StepResult) -> StepResult:
+        is_right = next(results) % 7 or client.num_streams > 4
+        return result if is_right else replace(result, token_ids=[token_id] * len(result.token_ids))
+
+    client.lie = lie
+    async with running_engine(client) as engine:
+        sinks = [submit(engine, [i, 2, 3, 4, 5], 30, seeds=(i, i + 1)) for i in range(12)]
+        for sink in sinks:
+            await sink.check()
+        assert client.num_streams == 5
 
 
 async def test_requests_queue_while_the_executor_is_away() -> None:
