@@ -6,10 +6,12 @@ import logging
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from scheduler.core import FinishReason
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from scheduler.core import Events, FinishReason, Sequence, TokenLogprobs
+    from scheduler.core import Events, Sequence, TokenLogprobs
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +30,8 @@ class Sink(Protocol):
         """`logprobs` is as long as `token_ids`, where asked for."""
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
-        """Beams come with a score, the best one first, each with all its tokens just before."""
+        """Beams come with a score, the best one first, each with all its tokens just before. An ERROR is the request's,
+        whichever sequence it comes with."""
 
 
 class Audience:
@@ -100,6 +103,15 @@ class Audience:
                     self._give_up(sequence.request.request_id)
         self._tell_beams(events)
         self.tell_finished(events)
+
+    def fail_all(self) -> None:
+        """Every request ends with ERROR, whatever its sequences have come to."""
+        for request_id, sink in list(self._sinks.items()):
+            try:
+                sink.finished(0, FinishReason.ERROR, 0)
+            except Exception:
+                log.exception("a sink failed as its request did", extra=_log_fields(sink))
+            self.leave(request_id)
 
     def _tell_beams(self, events: Events) -> None:
         for sequence, results in events.beams:

@@ -217,7 +217,8 @@ class Engine:
                     await stream.close()
             except (ExecutorLost, InvariantViolation) as error:
                 if isinstance(error, InvariantViolation):
-                    log.critical("the core's books do not balance: %s; every sequence is computed anew", error)
+                    log.critical("the core's books do not balance: %s; all requests fail, and it begins anew", error)
+                    self._begin_anew()
                 elif self._is_attached:
                     log.warning("executor lost: %s", error)
                 else:
@@ -228,9 +229,6 @@ class Engine:
 
     async def _attach(self) -> PlanStream:
         description = await self._client.describe(self._options.describe_timeout_s)
-        if self._scheduler is None:
-            self._scheduler = self._build_core(description)
-        core = self._scheduler
         wanted = self._narrowed(description)
         if self._description is not None and wanted.identity != self._description.identity:
             raise ExecutorLost(
@@ -238,6 +236,9 @@ class Engine:
                 "restart the scheduler to take it"
             )
         self._description = wanted
+        if self._scheduler is None:
+            self._scheduler = self._build_core(wanted)
+        core = self._scheduler
         events = core.executor_attached(max(core.epoch, description.epoch) + 1, description.num_blocks)
         self._described.set()
         log.info("executor attached: %s, epoch %d", self._description, core.epoch)
@@ -253,6 +254,12 @@ class Engine:
         if self._scheduler is not None:
             self._audience.tell(self._scheduler.executor_lost())
         self._update_state()
+
+    def _begin_anew(self) -> None:
+        """After a bug of ours. What the core still holds to be true may not be, and what came of its last step may have
+        reached it and no client: no request goes on with either (I11)."""
+        self._scheduler = self._build_core(self.description)
+        self._audience.fail_all()
 
     async def _serve(self, stream: PlanStream) -> None:
         while True:
@@ -367,8 +374,8 @@ class Engine:
         timeout_s = self._options.step_timeout_s
         return Progress(lambda: self._client.describe(timeout_s), self._wake.set, timeout_s)
 
-    def _build_core(self, description: ExecutorDescription) -> Scheduler:
-        options, model = self._options, self._narrowed(description)
+    def _build_core(self, model: ModelDescription) -> Scheduler:
+        options = self._options
         return Scheduler(
             Limits(
                 max_num_seqs=model.max_num_seqs,
@@ -378,13 +385,13 @@ class Engine:
                 max_waiting_requests=options.max_waiting_requests,
                 max_waiting_prompt_tokens=options.max_waiting_prompt_tokens,
             ),
-            num_blocks=description.num_blocks,
-            block_size=description.block_size,
+            num_blocks=model.num_blocks + 1,  # the null block
+            block_size=model.block_size,
             policy=options.policy,
             batching=options.batching,
             memory=options.memory,
-            model_name=description.model_name,
-            vocab_size=description.vocab_size,
+            model_name=model.model_name,
+            vocab_size=model.vocab_size,
             enable_prefix_caching=options.enable_prefix_caching,
         )
 

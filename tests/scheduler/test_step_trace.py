@@ -2,8 +2,8 @@
 
 import asyncio
 
+from tests.scheduler.engine_rig import running_engine, submit, until
 from tests.scheduler.fake_client import FakeClient
-from tests.scheduler.test_engine import running_engine, submit, until
 
 
 async def test_a_request_is_one_prompt_and_decodes_with_growing_contexts() -> None:

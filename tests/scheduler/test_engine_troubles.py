@@ -1,0 +1,61 @@
+"""The engine when something is wrong: with the core, with the executor, or with who else uses it."""
+
+import asyncio
+
+import pytest
+
+from scheduler.core import Events, FinishReason, InvariantViolation, StepResult
+from scheduler.core.committer import Committer
+from scheduler.core.draft import Step
+from tests.core.fake_executor import expected_output
+from tests.scheduler.engine_rig import RecordingSink, running_engine, submit
+from tests.scheduler.fake_client import DESCRIPTION, FakeClient
+
+
+def break_a_commit(patch: pytest.MonkeyPatch, number: int) -> None:
+    """The commit of this number breaks off when its tokens are in the books, and before anybody heard of them."""
+    end_sequences, num_commits = Committer._end_sequences, 0
+
+    def broken(committer: Committer, step: Step, result: StepResult, events: Events) -> None:
+        nonlocal num_commits
+        num_commits += 1
+        if num_commits == number:
+            raise InvariantViolation("on purpose")
+        end_sequences(committer, step, result, events)
+
+    patch.setattr(Committer, "_end_sequences", broken)
+
+
+def check_no_gap(sink: RecordingSink) -> None:
+    """Each sequence has all its tokens, or the first of them and an error."""
+    for index, seed in enumerate(sink.request.seeds):
+        prompt = list(sink.request.prompt_token_ids)
+        token_ids, reason = expected_output(prompt, sink.request.params, seed, DESCRIPTION.vocab_size)
+        output = sink.outputs.get(index, [])
+        assert output == token_ids[: len(output)]
+        if not sink.has_failed:
+            assert (output, sink.reasons[index]) == (token_ids, reason)
+
+
+@pytest.mark.parametrize("number", [1, 4, 10, 20])
+async def test_no_stream_goes_on_with_a_gap_after_a_bug_of_ours(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """It fails, and at once: who runs, who waits, and who ended with what was not told."""
+    break_a_commit(monkeypatch, number)
+    async with running_engine(FakeClient(), max_num_seqs=6) as engine:
+        sinks = [submit(engine, [i, 2, 3], 8 + i, seeds=(i, i + 1)) for i in range(8)]
+        for sink in sinks:
+            await asyncio.wait_for(sink.done.wait(), 10)
+            check_no_gap(sink)
+        assert any(sink.has_failed for sink in sinks)
+        await submit(engine, [1, 2, 3]).check()
+        await asyncio.wait_for(engine.drain(), 10)
+
+
+async def test_a_sample_that_has_ended_stays_ended_when_its_request_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_engine(FakeClient()) as engine:
+        sink = submit(engine, [1, 2, 3], 50, seeds=(1, 2))
+        await sink.first_token.wait()
+        engine.stop(sink.request.request_id, 0)
+        break_a_commit(monkeypatch, 1)
+        await asyncio.wait_for(sink.done.wait(), 10)
+        assert (sink.reasons[0], sink.has_failed) == (FinishReason.STOP, True)
