@@ -14,7 +14,7 @@ import logging
 import time
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.audience import Audience
 from scheduler.core import (
@@ -44,7 +44,7 @@ from scheduler.progress import Progress
 from scheduler.step_trace import StepTrace, StepTraces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from scheduler.audience import Sink
     from scheduler.core import StepPlan
@@ -55,6 +55,12 @@ log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 10.0
 """An idle engine checks the core's invariants at most this often."""
+
+
+MIN_BACKOFF_S = 0.05
+"""Before an executor that was lost is looked for again; twice as long after each failure."""
+
+T = TypeVar("T")
 
 
 class ServerState(Enum):
@@ -205,11 +211,13 @@ class Engine:
 
     async def run(self) -> None:
         """Serves until cancelled: an executor that is lost is looked for again, and what ran is computed again."""
-        backoff_s = 0.05
+        pause_s = 0.0
         while True:
             try:
+                await self._meanwhile(asyncio.sleep(pause_s))
+                pause_s = min(max(2 * pause_s, MIN_BACKOFF_S), self._options.max_backoff_s)
                 stream = await self._attach()
-                backoff_s = 0.05
+                pause_s = MIN_BACKOFF_S
                 try:
                     await self._serve(stream)
                 finally:
@@ -224,11 +232,9 @@ class Engine:
                 else:
                     log.info("%s", error)
                 self._detach()
-            await self._pause(backoff_s)
-            backoff_s = min(2 * backoff_s, self._options.max_backoff_s)
 
     async def _attach(self) -> PlanStream:
-        description = await self._client.describe(self._options.describe_timeout_s)
+        description = await self._meanwhile(self._client.describe(self._options.describe_timeout_s))
         wanted = self._narrowed(description)
         if self._description is not None and wanted.identity != self._description.identity:
             raise ExecutorLost(
@@ -322,14 +328,21 @@ class Engine:
             self._checked_at_s = now_s
         await self._wait_for_wake(min(due_s) - now_s if due_s else None)
 
-    async def _pause(self, duration_s: float) -> None:
-        """Between two executors: nothing can run, deadlines still pass."""
-        until_s = time.monotonic() + duration_s
-        while (remaining_s := until_s - time.monotonic()) > 0:
-            self._wake.clear()
-            if self._scheduler is not None:
-                self._audience.tell(self._scheduler.expire(time.monotonic()))
-            await self._wait_for_wake(min(remaining_s, 0.1))
+    async def _meanwhile(self, awaited: Coroutine[None, None, T]) -> T:
+        """What it comes to. Between two executors nothing can run, but deadlines still pass."""
+        task = asyncio.create_task(awaited)
+        task.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not task.done():
+                self._wake.clear()
+                due_s = None
+                if self._scheduler is not None:
+                    self._audience.tell(self._scheduler.expire(time.monotonic()))
+                    due_s = self._scheduler.next_deadline_s
+                await self._wait_for_wake(None if due_s is None else due_s - time.monotonic())
+            return task.result()
+        finally:
+            task.cancel()
 
     async def _wait_for_wake(self, timeout_s: float | None) -> None:
         if timeout_s is None:

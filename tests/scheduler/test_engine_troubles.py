@@ -1,14 +1,16 @@
 """The engine when something is wrong: with the core, with the executor, or with who else uses it."""
 
 import asyncio
+import time
 
 import pytest
 
 from scheduler.core import Events, FinishReason, InvariantViolation, StepResult
 from scheduler.core.committer import Committer
 from scheduler.core.draft import Step
+from scheduler.engine import ServerState
 from tests.core.fake_executor import expected_output
-from tests.scheduler.engine_rig import RecordingSink, running_engine, submit
+from tests.scheduler.engine_rig import RecordingSink, running_engine, submit, until
 from tests.scheduler.fake_client import DESCRIPTION, FakeClient
 
 
@@ -59,3 +61,16 @@ async def test_a_sample_that_has_ended_stays_ended_when_its_request_fails(monkey
         break_a_commit(monkeypatch, 1)
         await asyncio.wait_for(sink.done.wait(), 10)
         assert (sink.reasons[0], sink.has_failed) == (FinishReason.STOP, True)
+
+
+async def test_deadlines_pass_while_an_executor_is_asked_and_says_nothing() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        client.is_hanging = True
+        client.lose()
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        num_asked = client.num_asked
+        await until(lambda: client.num_asked > num_asked)
+        sink = submit(engine, [1], deadline_s=time.monotonic() + 0.1)
+        await asyncio.wait_for(sink.done.wait(), 2)
+        assert sink.reasons == {0: FinishReason.DEADLINE}
