@@ -12,24 +12,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.audience import Audience
 from scheduler.core import (
-    CONTINUOUS,
-    FCFS,
-    PAGED,
-    Batching,
     BlockMap,
     Events,
     ExecutorLost,
     InvariantViolation,
     KVUsage,
-    Limits,
-    Memory,
-    Policy,
     QueueFull,
     Request,
     Scheduler,
@@ -39,7 +31,7 @@ from scheduler.core import (
     kv_usage,
 )
 from scheduler.core.step_load import LoadTracker
-from scheduler.model_description import ModelDescription
+from scheduler.engine_options import EngineOptions
 from scheduler.progress import Progress
 from scheduler.step_trace import StepTrace, StepTraces
 
@@ -49,13 +41,12 @@ if TYPE_CHECKING:
     from scheduler.audience import Sink
     from scheduler.core import StepPlan
     from scheduler.executor_client import Arrival, ExecutorClient, PlanStream
-    from scheduler.wire import ExecutorDescription
+    from scheduler.model_description import ModelDescription
 
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 10.0
 """An idle engine checks the core's invariants at most this often."""
-
 
 MIN_BACKOFF_S = 0.05
 """Before an executor that was lost is looked for again; twice as long after each failure."""
@@ -67,29 +58,6 @@ class ServerState(Enum):
     WAITING_FOR_EXECUTOR = "waiting for executor"
     SERVING = "serving"
     DRAINING = "draining"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """The operator's side of the scheduler's limits; None leaves the executor's own.
-
-    step_timeout_s     an executor that owes a result, or while idle an answer, for longer than this is given up
-    describe_timeout_s how long one attempt to reach the executor may take
-    max_backoff_s      longest pause between two attempts
-    """
-
-    policy: Policy = FCFS
-    batching: Batching = CONTINUOUS
-    memory: Memory = PAGED
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_in_flight: int = 2
-    max_waiting_requests: int = 4096
-    max_waiting_prompt_tokens: int = 4_000_000
-    enable_prefix_caching: bool = True
-    step_timeout_s: float = 60.0
-    describe_timeout_s: float = 5.0
-    max_backoff_s: float = 2.0
 
 
 class Engine:
@@ -235,7 +203,7 @@ class Engine:
 
     async def _attach(self) -> PlanStream:
         description = await self._meanwhile(self._client.describe(self._options.describe_timeout_s))
-        wanted = self._narrowed(description)
+        wanted = self._options.narrowed(description)
         if self._description is not None and wanted.identity != self._description.identity:
             raise ExecutorLost(
                 f"the executor now serves {wanted.identity}, not {self._description.identity}: "
@@ -243,7 +211,7 @@ class Engine:
             )
         self._description = wanted
         if self._scheduler is None:
-            self._scheduler = self._build_core(wanted)
+            self._scheduler = self._options.new_core(wanted)
         core = self._scheduler
         events = core.executor_attached(max(core.epoch, description.epoch) + 1, description.num_blocks)
         self._described.set()
@@ -264,7 +232,7 @@ class Engine:
     def _begin_anew(self) -> None:
         """After a bug of ours. What the core still holds to be true may not be, and what came of its last step may have
         reached it and no client: no request goes on with either (I11)."""
-        self._scheduler = self._build_core(self.description)
+        self._scheduler = self._options.new_core(self.description)
         self._audience.fail_all()
 
     async def _serve(self, stream: PlanStream) -> None:
@@ -386,27 +354,3 @@ class Engine:
     def _watched(self) -> Progress:
         timeout_s = self._options.step_timeout_s
         return Progress(lambda: self._client.describe(timeout_s), self._wake.set, timeout_s)
-
-    def _build_core(self, model: ModelDescription) -> Scheduler:
-        options = self._options
-        return Scheduler(
-            Limits(
-                max_num_seqs=model.max_num_seqs,
-                max_num_batched_tokens=model.max_num_batched_tokens,
-                max_model_len=model.max_model_len,
-                max_in_flight=options.max_in_flight,
-                max_waiting_requests=options.max_waiting_requests,
-                max_waiting_prompt_tokens=options.max_waiting_prompt_tokens,
-            ),
-            num_blocks=model.num_blocks + 1,  # the null block
-            block_size=model.block_size,
-            policy=options.policy,
-            batching=options.batching,
-            memory=options.memory,
-            model_name=model.model_name,
-            vocab_size=model.vocab_size,
-            enable_prefix_caching=options.enable_prefix_caching,
-        )
-
-    def _narrowed(self, description: ExecutorDescription) -> ModelDescription:
-        return ModelDescription.narrowed(description, self._options.max_num_seqs, self._options.max_num_batched_tokens)

@@ -18,7 +18,8 @@ from scheduler.chat import ChatRenderer, load_template
 from scheduler.checkpoint import Checkpoint, CheckpointError
 from scheduler.config import ConfigError, SchedulerConfig
 from scheduler.core import BATCHING, MEMORY, POLICIES, Batching, StepPlan
-from scheduler.engine import Engine, EngineOptions, ServerState
+from scheduler.engine import Engine, ServerState
+from scheduler.engine_options import EngineOptions
 from scheduler.executor_client import ExecutorClient
 from scheduler.generation_defaults import GenerationDefaults
 from scheduler.generation_server import GenerationServer

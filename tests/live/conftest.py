@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from scheduler.checkpoint import Checkpoint
-from scheduler.engine import Engine, EngineOptions
+from scheduler.engine import Engine
+from scheduler.engine_options import EngineOptions
 from scheduler.generation_defaults import GenerationDefaults
 from scheduler.http_server import HttpServer
 from scheduler.intake import Intake, ServedModel

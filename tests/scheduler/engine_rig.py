@@ -5,7 +5,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 from scheduler.core import FinishReason, Request, SequenceParams, TokenLogprobs
-from scheduler.engine import Engine, EngineOptions
+from scheduler.engine import Engine
+from scheduler.engine_options import EngineOptions
 from tests.core.fake_executor import expected_output
 from tests.scheduler.fake_client import DESCRIPTION, FakeClient
 

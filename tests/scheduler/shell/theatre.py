@@ -15,7 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.v1 import generation_pb2 as wire
 from scheduler.checkpoint import Checkpoint
 from scheduler.core import QuireError, StepPlan
-from scheduler.engine import Engine, EngineOptions
+from scheduler.engine import Engine
+from scheduler.engine_options import EngineOptions
 from scheduler.generation_defaults import GenerationDefaults
 from scheduler.incoming import IncomingRequest, Sampling, Stopping
 from scheduler.intake import Intake, ServedModel
