@@ -20,6 +20,7 @@ from scheduler.core import (
     BlockMap,
     Events,
     ExecutorLost,
+    ExecutorNotOurs,
     InvariantViolation,
     KVUsage,
     QueueFull,
@@ -90,6 +91,7 @@ class Engine:
         self._num_requests = 0
         self._state_callbacks: list[Callable[[ServerState], None]] = []
         self._state = ServerState.WAITING_FOR_EXECUTOR
+        self._trouble = ""  # why there is no executor, where somebody has to act
         self._progress = self._watched()
         self._checked_at_s = 0.0
 
@@ -103,6 +105,11 @@ class Engine:
     @property
     def is_ready(self) -> bool:
         return self._state is ServerState.SERVING
+
+    @property
+    def readiness(self) -> str:
+        """The state in words, and the reason where somebody has to act."""
+        return f"{self._state.value}: {self._trouble}" if self._trouble else self._state.value
 
     @property
     def description(self) -> ModelDescription:
@@ -191,24 +198,28 @@ class Engine:
                 finally:
                     self._progress.close()
                     await stream.close()
-            except (ExecutorLost, InvariantViolation) as error:
-                if isinstance(error, InvariantViolation):
-                    log.critical("the core's books do not balance: %s; all requests fail, and it begins anew", error)
-                    self._begin_anew()
-                elif self._is_attached:
+            except ExecutorNotOurs as error:
+                pause_s = self._options.max_backoff_s
+                if str(error) != self._trouble:
+                    log.error("%s", error)
+                self._detach(str(error))
+            except ExecutorLost as error:
+                if self._is_attached:
                     log.warning("executor lost: %s", error)
                 else:
                     log.info("%s", error)
+                self._detach()
+            except InvariantViolation as error:
+                log.critical("the core's books do not balance: %s; all requests fail, and it begins anew", error)
+                self._begin_anew()
                 self._detach()
 
     async def _attach(self) -> PlanStream:
         description = await self._meanwhile(self._client.describe(self._options.describe_timeout_s))
         wanted = self._options.narrowed(description)
-        if self._description is not None and wanted.identity != self._description.identity:
-            raise ExecutorLost(
-                f"the executor now serves {wanted.identity}, not {self._description.identity}: "
-                "restart the scheduler to take it"
-            )
+        if self._description is not None and (differences := self._description.differences(wanted)):
+            changes = ", and ".join(differences)
+            raise ExecutorNotOurs(f"the executor now has {changes}: restart the scheduler to take it")
         self._description = wanted
         if self._scheduler is None:
             self._scheduler = self._options.new_core(wanted)
@@ -220,10 +231,12 @@ class Engine:
         stream = self._client.open_stream(self._wake.set)
         self._progress = self._watched()
         self._audience.tell(events)
+        self._trouble = ""
         self._update_state()
         return stream
 
-    def _detach(self) -> None:
+    def _detach(self, trouble: str = "") -> None:
+        self._trouble = trouble
         self.traces.lost()
         if self._scheduler is not None:
             self._audience.tell(self._scheduler.executor_lost())

@@ -13,7 +13,7 @@ import grpc
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from scheduler import wire
-from scheduler.core import ExecutorLost, PlanRejected, StepPlan, StepResult
+from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,4 +123,9 @@ class PlanStream:
 def _blame(error: grpc.aio.AioRpcError) -> ExecutorLost:
     if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
         return PlanRejected(f"the executor refused a plan: {error.details()}")
+    if error.code() is grpc.StatusCode.ABORTED:
+        return ExecutorNotOurs(
+            f"another scheduler has taken the executor ({error.details()}): while both live they take it from each "
+            "other again and again; end one of them, or give it an executor of its own"
+        )
     return ExecutorLost(f"the plan stream broke ({error.code().name}): {error.details()}")

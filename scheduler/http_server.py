@@ -116,7 +116,7 @@ class HttpServer:
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, request: web.Request) -> web.Response:
-        return web.Response(text=f"{self._engine.state.value}\n", status=200 if self._engine.is_ready else 503)
+        return web.Response(text=f"{self._engine.readiness}\n", status=200 if self._engine.is_ready else 503)
 
 
 def _call_soon(

@@ -8,6 +8,16 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from scheduler.wire import ExecutorDescription
 
+_IDENTITY = (
+    "model_name",
+    "dtype",
+    "vocab_size",
+    "max_model_len",
+    "block_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
@@ -43,15 +53,10 @@ class ModelDescription:
             max_num_batched_tokens=num_tokens,
         )
 
-    @property
-    def identity(self) -> tuple[str, str, int, int, int, int, int]:
-        """What must stay the same when an executor is replaced under running requests."""
-        return (
-            self.model_name,
-            self.dtype,
-            self.vocab_size,
-            self.max_model_len,
-            self.block_size,
-            self.max_num_seqs,
-            self.max_num_batched_tokens,
-        )
+    def differences(self, other: ModelDescription) -> list[str]:
+        """Of what must stay the same when an executor is replaced under running requests: what does not."""
+        return [
+            f"{name} {getattr(other, name)}, not {getattr(self, name)}"
+            for name in _IDENTITY
+            if getattr(other, name) != getattr(self, name)
+        ]

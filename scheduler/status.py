@@ -18,6 +18,7 @@ from google.rpc.status_pb2 import Status
 from scheduler.core import (
     CapacityExceeded,
     ExecutorLost,
+    ExecutorNotOurs,
     InvalidRequest,
     InvariantViolation,
     PlanRejected,
@@ -60,6 +61,7 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     RequestCancelled: grpc.StatusCode.CANCELLED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
     ExecutorLost: grpc.StatusCode.UNAVAILABLE,
+    ExecutorNotOurs: grpc.StatusCode.UNAVAILABLE,
     PlanRejected: grpc.StatusCode.INTERNAL,
     ResultMismatch: grpc.StatusCode.INTERNAL,
     InvariantViolation: grpc.StatusCode.INTERNAL,

@@ -4,6 +4,7 @@ from scheduler.core.batching import BATCHING, CONTINUOUS, DYNAMIC, STATIC, Batch
 from scheduler.core.errors import (
     CapacityExceeded,
     ExecutorLost,
+    ExecutorNotOurs,
     InvalidRequest,
     InvariantViolation,
     PlanRejected,
@@ -49,6 +50,7 @@ __all__ = [
     "Counters",
     "Events",
     "ExecutorLost",
+    "ExecutorNotOurs",
     "FinishReason",
     "Fork",
     "InvalidRequest",

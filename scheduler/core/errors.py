@@ -33,6 +33,10 @@ class ExecutorLost(QuireError):
     """The executor or the connection to it is gone."""
 
 
+class ExecutorNotOurs(ExecutorLost):
+    """There is one, and it cannot be had until somebody acts: it has another model, or another scheduler."""
+
+
 class PlanRejected(ExecutorLost):
     """The executor refused a plan: a bug in one of the two. The epoch is over."""
 

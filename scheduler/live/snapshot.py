@@ -86,7 +86,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
     core = engine.core
     if core is None:
         nothing = np.zeros(0, np.int32)
-        return Snapshot(engine.state.value, None, nothing, {}, [], 0, 0, 0.0, None, Contiguous(0, 0, 0), *[0] * 6)
+        return Snapshot(engine.readiness, None, nothing, {}, [], 0, 0, 0.0, None, Contiguous(0, 0, 0), *[0] * 6)
     model, counters = engine.description, core.counters
     sequences = {sequence_key(sequence): sequence_view(sequence) for sequence in core.running_sequences()}
     waiting = [
@@ -95,7 +95,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
     ]
     num_pool_slots = core.cache.pool.num_usable_blocks * core.cache.block_size
     return Snapshot(
-        state=engine.state.value,
+        state=engine.readiness,
         model=model,
         blocks=_block_values(core),
         sequences=sequences,
@@ -118,9 +118,9 @@ def mark(engine: Engine) -> tuple[object, ...]:
     """Equal marks: nothing has happened in between that a page would show. Costs next to nothing."""
     core = engine.core
     if core is None:
-        return (engine.state,)
+        return (engine.readiness,)
     return (
-        engine.state,
+        engine.readiness,
         core.epoch,
         core.step_id,
         core.num_in_flight,

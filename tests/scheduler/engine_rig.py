@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager, suppress
 from scheduler.core import FinishReason, Request, SequenceParams, TokenLogprobs
 from scheduler.engine import Engine
 from scheduler.engine_options import EngineOptions
+from scheduler.executor_client import ExecutorClient
 from tests.core.fake_executor import expected_output
 from tests.scheduler.fake_client import DESCRIPTION, FakeClient
 
@@ -68,7 +69,7 @@ class RecordingSink:
 
 
 @asynccontextmanager
-async def running_engine(client: FakeClient, **options: object) -> AsyncIterator[Engine]:
+async def running_engine(client: FakeClient | ExecutorClient, **options: object) -> AsyncIterator[Engine]:
     engine = Engine(client, EngineOptions(**options))  # type: ignore[arg-type]
     task = asyncio.create_task(engine.run())
     try:

@@ -160,20 +160,6 @@ async def test_a_busy_executor_is_not_asked() -> None:
         client.is_hanging = False
 
 
-async def test_an_executor_with_another_model_is_not_taken() -> None:
-    client = FakeClient()
-    async with running_engine(client) as engine:
-        client.description = replace(DESCRIPTION, vocab_size=51)
-        client.lose()
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        await asyncio.sleep(0.2)
-        assert engine.state is ServerState.WAITING_FOR_EXECUTOR
-        client.description = replace(DESCRIPTION, epoch=7)
-        await until(lambda: engine.state is ServerState.SERVING)
-        assert engine.core is not None
-        assert engine.core.epoch == 8
-
-
 async def test_a_smaller_pool_fails_only_what_cannot_fit_it() -> None:
     client = FakeClient()
     async with running_engine(client) as engine:

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -74,3 +75,29 @@ async def test_deadlines_pass_while_an_executor_is_asked_and_says_nothing() -> N
         sink = submit(engine, [1], deadline_s=time.monotonic() + 0.1)
         await asyncio.wait_for(sink.done.wait(), 2)
         assert sink.reasons == {0: FinishReason.DEADLINE}
+
+
+async def test_an_executor_with_another_model_is_not_taken_and_everybody_can_know_why(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = FakeClient()
+    async with running_engine(client, max_backoff_s=0.02) as engine:
+        client.description = replace(DESCRIPTION, vocab_size=51, max_model_len=300)
+        client.lose()
+        sink = submit(engine, [1, 2, 3])
+        num_asked = client.num_asked
+        await until(lambda: client.num_asked >= num_asked + 4)
+        assert engine.state is ServerState.WAITING_FOR_EXECUTOR
+        changes = "vocab_size 51, not 50, and max_model_len 300, not 200"
+        why = f"the executor now has {changes}: restart the scheduler to take it"
+        assert engine.readiness == f"waiting for executor: {why}"
+        assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [why], "said once"
+
+        client.is_up = False
+        await until(lambda: engine.readiness == "waiting for executor")
+        client.is_up, client.description = True, replace(DESCRIPTION, epoch=7)
+        await until(lambda: engine.state is ServerState.SERVING)
+        assert engine.readiness == "serving"
+        assert engine.core is not None
+        assert engine.core.epoch == 8
+        await sink.check()

@@ -102,6 +102,7 @@ class FakeEngine:
         self._arrived: asyncio.Queue[Submitted] = asyncio.Queue()
         self.refusal: Exception | None = None
         self.num_cancels = 0
+        self.trouble = ""
         self.oldest_waiting_s = 0.0
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
         self.core: Scheduler | None = Scheduler(limits, num_blocks=4, block_size=16) if model else None
@@ -115,6 +116,10 @@ class FakeEngine:
     @property
     def is_ready(self) -> bool:
         return self._state is ServerState.SERVING
+
+    @property
+    def readiness(self) -> str:
+        return f"{self._state.value}: {self.trouble}" if self.trouble else self._state.value
 
     @property
     def description(self) -> ModelDescription:

@@ -51,6 +51,13 @@ async def test_readiness_gives_its_reason(server: HttpServer, engine: FakeEngine
     assert (await get(server, "/healthz"))[0] == 200
 
 
+async def test_readiness_says_what_somebody_has_to_act_upon(server: HttpServer, engine: FakeEngine) -> None:
+    engine.become(ServerState.WAITING_FOR_EXECUTOR)
+    engine.trouble = "the executor has another model"
+    status, _, text = await get(server, "/readyz")
+    assert (status, text) == (503, "waiting for executor: the executor has another model\n")
+
+
 def ask(server: HttpServer, *pieces: bytes) -> bytes:
     """Blocks whoever calls it until the answer is complete: the event loop, for one."""
     host, port = server.address.split(":")
