@@ -93,5 +93,5 @@ class BeamGroup:
         beam.state = State.RUNNING
         beam.row_count = 1
         beam.is_guaranteed = parent.is_guaranteed
-        beam.purse = self.leader
+        beam.leader = self.leader
         return beam

@@ -125,7 +125,7 @@ class Books:
         in flight."""
         if self.in_flight:
             raise InvariantViolation("preemption while plans are in flight")
-        sequence = victim.purse
+        sequence = victim.leader
         self.counters.num_preemptions += 1
         self.counters.num_preempted_tokens += self._give_all_back(sequence)
         sequence.num_preemptions += 1
@@ -137,7 +137,7 @@ class Books:
         under them."""
         ends: Ends = []
         self.in_flight.clear()
-        for sequence in dict.fromkeys(running.purse for running in self.batch.running):
+        for sequence in dict.fromkeys(running.leader for running in self.batch.running):
             self._give_all_back(sequence)
             sequence.count_loss()
             sequence.become(State.WAITING)
@@ -198,7 +198,7 @@ class Books:
             self.cache.release(beam.block_table)
             beam.state = State.FINISHED
             if beam.is_guaranteed and beam.num_planned_tokens % self._block_size:
-                self.cache.reserve(beam.purse, 1)  # the last block was its own: a child of another beam will copy one
+                self.cache.reserve(beam.leader, 1)  # the last block was its own: a child of another beam will copy one
 
     def _forget_beams(self, group: BeamGroup) -> None:
         if group in self.batch.decided:
@@ -208,7 +208,7 @@ class Books:
     def _drop_from_batch(self, sequence: Sequence) -> None:
         """Out of the running set and its slot; what it holds in blocks is the caller's to release."""
         self.batch.drop(sequence)
-        self.cache.cancel_reservation(sequence.purse)
+        self.cache.cancel_reservation(sequence.leader)
         active = self.active(sequence)
         for slot in active.child_slots:
             self.batch.return_slot(slot)

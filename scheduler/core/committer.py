@@ -96,7 +96,7 @@ class Committer:
             beam.num_computed_tokens = beam.num_planned_tokens
             if beam.num_computed_tokens >= beam.publish_at:
                 self._books.cache.publish(beam)
-        for leader in dict.fromkeys(beam.purse for beam in step.beams if not beam.is_finished):
+        for leader in dict.fromkeys(beam.leader for beam in step.beams if not beam.is_finished):
             leader.show_progress()
             self._decide(self._books.active(leader), candidates, events)
 

@@ -108,8 +108,8 @@ def _groups_are_consistent(scheduler: Scheduler) -> Iterator[str]:
 
 def _reservations_are_covered(scheduler: Scheduler) -> Iterator[str]:
     cache = scheduler.cache
-    purses = {sequence.purse for sequence in scheduler.running_sequences()}
-    promised = sum(purse.num_reserved_blocks for purse in purses)
+    leaders = {sequence.leader for sequence in scheduler.running_sequences()}
+    promised = sum(leader.num_reserved_blocks for leader in leaders)
     if promised != cache.num_reserved_blocks or promised > cache.pool.num_free_blocks:
         yield f"I10: {promised} blocks promised, {cache.num_reserved_blocks} booked, {cache.pool.num_free_blocks} free"
 

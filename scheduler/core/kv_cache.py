@@ -67,7 +67,7 @@ class KVCache:
 
     def num_available_blocks(self, sequence: Sequence | None = None) -> int:
         """Free blocks that are not promised to a sequence other than this one."""
-        own = sequence.purse.num_reserved_blocks if sequence else 0
+        own = sequence.leader.num_reserved_blocks if sequence else 0
         return self.pool.num_free_blocks - self.num_reserved_blocks + own
 
     # --- prefix hits ------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class KVCache:
 
     def num_blocks_to_prefill(self, sequence: Sequence) -> int:
         """Free blocks it takes to compute the rest of its known tokens, beyond those it holds or is promised."""
-        num_held = len(sequence.block_table) + sequence.purse.num_reserved_blocks
+        num_held = len(sequence.block_table) + sequence.leader.num_reserved_blocks
         return max(0, self.num_blocks_for(sequence.num_tokens) - num_held)
 
     def has_run_for(self, sequence: Sequence) -> bool:
@@ -218,8 +218,8 @@ class KVCache:
     def _take(self, sequence: Sequence) -> int:
         block = self.pool.take()
         self.index.forget(block)
-        if sequence.purse.num_reserved_blocks:
-            sequence.purse.num_reserved_blocks -= 1
+        if sequence.leader.num_reserved_blocks:
+            sequence.leader.num_reserved_blocks -= 1
             self.num_reserved_blocks -= 1
         return block
 

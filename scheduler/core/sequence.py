@@ -61,6 +61,7 @@ class Sequence:
         "digests",
         "index",
         "is_guaranteed",
+        "leader",
         "loss_mark",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -72,7 +73,6 @@ class Sequence:
         "num_reserved_blocks",
         "params",
         "publish_at",
-        "purse",
         "request",
         "row_count",
         "slot",
@@ -87,7 +87,7 @@ class Sequence:
         self.arrival = arrival
         self.params = _params_of(request, index)
         self.num_prompt_reported = 0  # prompt tokens whose log-probabilities, and those of all before, were told
-        self.purse = self  # who holds the reservation that its blocks are drawn on: a beam's is its group's leader
+        self.leader = self  # of a beam its group's: who waits, is preempted, ends and holds the reservation for it
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.state = State.WAITING

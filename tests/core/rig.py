@@ -355,7 +355,7 @@ class Rig:
 
     def _check_beams(self, plan: StepPlan) -> None:
         """I19: a group that is decided has a row for each of its beams, in the next plan."""
-        beams = [sequence for sequence in self.scheduler.running_sequences() if sequence.purse is not sequence]
+        beams = [sequence for sequence in self.scheduler.running_sequences() if sequence.leader is not sequence]
         branched = set(plan.branches[::3])
         assert not self.scheduler.books.batch.decided, "I19: a decided group was not planned"
         self.coverage.num_beam_steps += bool(branched)
@@ -385,7 +385,7 @@ class Rig:
             assert usage.num_external_slots == 0
 
     def _num_group_preemptions(self) -> int:
-        leaders = {sequence.purse for sequence in self.scheduler.unfinished_sequences() if sequence.is_beam}
+        leaders = {sequence.leader for sequence in self.scheduler.unfinished_sequences() if sequence.is_beam}
         return sum(leader.num_preemptions for leader in leaders)
 
     def _sampling_slots(self) -> set[int]:
