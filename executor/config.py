@@ -5,12 +5,12 @@ from dataclasses import dataclass, fields
 from typing import Self, get_type_hints
 
 from executor.errors import ConfigError
+from quire import logs
+from quire.addresses import UNIX, AddressError, HostPort
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "reference")
 LOAD_FORMATS = ("safetensors", "random")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("console", "json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class ExecutorConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
         _check_choice("load_format", self.load_format, LOAD_FORMATS)
-        _check_choice("log_level", self.log_level, LOG_LEVELS)
-        _check_choice("log_format", self.log_format, LOG_FORMATS)
+        _check_choice("log_level", self.log_level, logs.LEVELS)
+        _check_choice("log_format", self.log_format, logs.FORMATS)
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -78,9 +78,10 @@ class ExecutorConfig:
             raise ConfigError(f"memory_fraction: must be in (0, 1], is {self.memory_fraction}")
         if not self.step_timeout_s > 0.0:
             raise ConfigError(f"step_timeout_s: must be above 0, is {self.step_timeout_s}")
-        _check_address("listen_address", self.listen_address)
+        if not self.listen_address.startswith(UNIX):
+            _check_address("listen_address", self.listen_address, '"host:port" or "unix:/path"')
         if self.metrics_address:
-            _check_address("metrics_address", self.metrics_address)
+            _check_address("metrics_address", self.metrics_address, '"host:port"')
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
@@ -119,9 +120,8 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{name}: must be one of {', '.join(choices)}, is {value!r}")
 
 
-def _check_address(name: str, address: str) -> None:
-    if address.startswith("unix:"):
-        return
-    host, colon, port = address.rpartition(":")
-    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 65536):
-        raise ConfigError(f'{name}: expected "host:port" or "unix:/path", found {address!r}')
+def _check_address(name: str, address: str, expected: str) -> None:
+    try:
+        HostPort.parse(address)
+    except AddressError:
+        raise ConfigError(f"{name}: expected {expected}, found {address!r}") from None

@@ -17,10 +17,6 @@ class OutOfMemory(ExecutorError):
     """The device has too little free memory for a KV pool."""
 
 
-class AddressInUse(ExecutorError):
-    """Another process listens where we should."""
-
-
 class PlanRejected(ExecutorError):
     """The scheduler: a plan is malformed or breaks a rule of the plan stream. Nothing of it was run."""
 

@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
-from executor.addresses import check_free
 from executor.config import ExecutorConfig
-from executor.errors import AddressInUse, CheckpointError, ConfigError, OutOfMemory
+from executor.errors import CheckpointError, ConfigError, OutOfMemory
 from executor.loading import load_model
 from executor.server import serve
 from quire import logs
+from quire.addresses import AddressInUse, AddressUnusable, check_free
 
 EXIT_OK = 0
 EXIT_DEVICE_LOST = 1
@@ -35,7 +35,7 @@ def run(config: ExecutorConfig) -> int:
             ended_well = _load_and_serve(config)
     except KeyboardInterrupt:
         return EXIT_OK
-    except (ConfigError, CheckpointError, OutOfMemory) as error:
+    except (ConfigError, CheckpointError, OutOfMemory, AddressUnusable) as error:
         print(f"executor: {error}", file=sys.stderr, flush=True)
         return EXIT_CONFIG
     except AddressInUse as error:
@@ -53,7 +53,7 @@ def _leave() -> NoReturn:
 
 
 def _load_and_serve(config: ExecutorConfig) -> bool:
-    """False if the device was lost, or hangs."""
+    """False if the device was lost, or hangs. Addresses are tried before minutes are spent on loading a model."""
     for address in (config.listen_address, config.metrics_address):
         if address:
             check_free(address)

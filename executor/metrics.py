@@ -7,17 +7,17 @@ scheduler can be told apart, and a new process in an old one's place is the same
 import math
 import socket
 import time
-from bisect import bisect_left
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from executor.errors import AddressInUse
 from executor.plan import StepTimings
+from quire.addresses import UNIX, HostPort, listen_error
+from quire.histogram import Histogram
+from quire.version import build_version
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
@@ -27,7 +27,7 @@ _STEP_BUCKETS_S = (
 )  # fmt: skip
 _IDLE_WINDOW_S = 10.0
 _PHASES = ("queue", "prepare", "forward", "sample")
-_ANY_HOST = ("0.0.0.0", "[::]", "")
+_ANY_HOST = ("0.0.0.0", "::")
 
 
 class Metrics(Collector):
@@ -37,7 +37,7 @@ class Metrics(Collector):
         """`address`: what the executor was told to listen on."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "executor": executor_label(address)}
-        self._phases = {phase: _Durations() for phase in _PHASES}
+        self._phases = {phase: Histogram(_STEP_BUCKETS_S) for phase in _PHASES}
         self._started_s = time.time()
         self._last_step_s = self._started_s
         self._memory_bytes: dict[str, int] = {}
@@ -61,7 +61,7 @@ class Metrics(Collector):
     def observe_step(self, timings: StepTimings) -> None:
         durations_ns = (timings.queue_ns, timings.prepare_ns, timings.forward_ns, timings.sample_ns)
         for durations, duration_ns in zip(self._phases.values(), durations_ns, strict=True):
-            durations.add(duration_ns * 1e-9)
+            durations.observe(duration_ns * 1e-9)
         self._last_step_s = time.time()
         self._idle.add(timings.idle_ns * 1e-9, timings.busy_ns * 1e-9)
 
@@ -76,18 +76,18 @@ class Metrics(Collector):
         self._labels["executor"] = executor_label(address)
 
     def serve(self, address: str) -> None:
-        """Serves /metrics at "host:port" from a thread of its own until `close`. Raises AddressInUse."""
-        host, _, port = address.rpartition(":")
+        """Serves /metrics at "host:port", from a thread, until `close`. Raises AddressInUse and AddressUnusable."""
+        wanted = HostPort.parse(address)
         try:
-            self._http, _ = start_http_server(int(port), addr=host, registry=self.registry)
+            self._http, _ = start_http_server(wanted.port, addr=wanted.host, registry=self.registry)
         except OSError as error:
-            raise AddressInUse(f"metrics cannot listen on {address}: {error.strerror or error}") from None
+            raise listen_error(address, error) from None
 
     def describe(self) -> list[Metric]:
         return []  # asked for when registering; the names are known to be ours
 
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge("quire_build_info", "Always 1", ("service", "version"), {("executor", _build_version()): 1.0})
+        yield self._gauge("quire_build_info", "Always 1", ("service", "version"), {("executor", build_version()): 1.0})
         durations = HistogramMetricFamily(
             "quire_executor_step_duration_seconds", "Time of one step by phase", labels=[*self._labels, "phase"]
         )
@@ -125,40 +125,10 @@ class Metrics(Collector):
 
 def executor_label(address: str) -> str:
     """An address that tells executors apart: where it names no host, this machine's."""
-    if address.startswith("unix:"):
+    if address.startswith(UNIX):
         return address
-    host, _, port = address.rpartition(":")
-    return f"{socket.gethostname()}:{port}" if host in _ANY_HOST else address
-
-
-class _Durations:
-    """Counts by upper bound."""
-
-    __slots__ = ("_counts", "sum")
-
-    def __init__(self) -> None:
-        self._counts = [0] * (len(_STEP_BUCKETS_S) + 1)
-        self.sum = 0.0
-
-    def add(self, duration_s: float) -> None:
-        self._counts[bisect_left(_STEP_BUCKETS_S, duration_s)] += 1
-        self.sum += duration_s
-
-    def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, durations up to it), the last of them "+Inf"."""
-        buckets, total = [], 0
-        for bound, count in zip([*map(str, _STEP_BUCKETS_S), "+Inf"], self._counts, strict=True):
-            total += count
-            buckets.append((bound, float(total)))
-        return buckets
-
-
-def _build_version() -> str:
-    """Of the installed package; "unknown" where it runs from a bare checkout."""
-    try:
-        return version("quire")
-    except PackageNotFoundError:
-        return "unknown"
+    listens = HostPort.parse(address)
+    return f"{socket.gethostname()}:{listens.port}" if listens.host in _ANY_HOST else address
 
 
 class IdleRatio:

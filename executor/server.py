@@ -19,10 +19,10 @@ from executor import wire
 from executor.config import ExecutorConfig
 from executor.device import device_is_sane, prepare_compute_thread, resolve_num_threads
 from executor.device_thread import DeviceThread
-from executor.errors import AddressInUse
 from executor.loading import LoadedModel
 from executor.metrics import Metrics
 from executor.servicer import ExecutorServicer
+from quire.addresses import AddressInUse, at_port
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
 
@@ -157,7 +157,7 @@ def _bind(server: grpc.aio.Server, address: str) -> str:
         port = 0
     if not port:
         raise AddressInUse(f"cannot listen on {address}: in use, or not ours to take")
-    return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
+    return at_port(address, port)
 
 
 def _metrics(model: LoadedModel, address: str) -> Metrics:

@@ -7,7 +7,7 @@ from typing import Any
 
 from executor.config import ExecutorConfig
 from executor.errors import ConfigError as ExecutorConfigError
-from quire.addresses import AddressError, AddressInUse, with_port
+from quire.addresses import AddressError, AddressInUse, AddressUnusable, with_port
 from quire.config_flags import arguments
 from quire.supervisor import ChildSpec
 from scheduler.config import ConfigError as SchedulerConfigError
@@ -69,7 +69,7 @@ def on_free_ports(values: Mapping[str, Any]) -> dict[str, Any]:
 def _decided(name: str, address: str) -> str:
     try:
         return with_port(address)
-    except AddressError as error:
+    except (AddressError, AddressUnusable) as error:
         raise ConfigError(f"{name}: {error}") from None
     except AddressInUse as error:
         raise AddressInUse(f"{name}: {error}") from None

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from quire.v1 import admin_pb2 as wire
 from quire.v1.admin_pb2_grpc import AdminServicer
+from quire.version import build_version
 from scheduler.core import BlockState, QuireError
 from scheduler.engine import ServerState
 from scheduler.status import abort
-from scheduler.version import build_version
 
 if TYPE_CHECKING:
     from typing import Any

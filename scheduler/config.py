@@ -6,10 +6,9 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 from urllib.parse import urlsplit
 
+from quire import logs
+from quire.addresses import UNIX, AddressError, HostPort
 from scheduler.core import BATCHING, MEMORY, POLICIES, QuireError
-
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("console", "json")
 
 
 class ConfigError(QuireError):
@@ -80,11 +79,13 @@ class SchedulerConfig:
         _check_choice("policy", self.policy, POLICIES)
         _check_choice("batching", self.batching, BATCHING)
         _check_choice("memory", self.memory, MEMORY)
-        _check_choice("log_level", self.log_level, LOG_LEVELS)
-        _check_choice("log_format", self.log_format, LOG_FORMATS)
+        _check_choice("log_level", self.log_level, logs.LEVELS)
+        _check_choice("log_format", self.log_format, logs.FORMATS)
         if self.otlp_endpoint is not None and not _is_url(self.otlp_endpoint):
             raise ConfigError(f"otlp_endpoint must be http://host:port or https://…, not {self.otlp_endpoint!r}")
-        split_address("http_listen", self.http_listen)
+        if not self.listen.startswith(UNIX):
+            _check_address("listen", self.listen, "host:port or unix:path")
+        _check_address("http_listen", self.http_listen, "host:port")
 
     @property
     def allowed_hosts(self) -> list[str]:
@@ -102,12 +103,11 @@ class SchedulerConfig:
         return cls(**values)
 
 
-def split_address(name: str, address: str) -> tuple[str, int]:
-    """host and port of "host:port" ("[::1]:80" as well). Raises ConfigError."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"{name} must be host:port, not {address!r}")
-    return host.removeprefix("[").removesuffix("]"), int(port)
+def _check_address(name: str, address: str, expected: str) -> None:
+    try:
+        HostPort.parse(address)
+    except AddressError:
+        raise ConfigError(f"{name} must be {expected}, not {address!r}") from None
 
 
 def _check_choice(name: str, value: str, choices: Collection[str]) -> None:

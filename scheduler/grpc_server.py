@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import errno
-import os
-import socket
 from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from quire.addresses import AddressUnusable, at_port, check_free
 from quire.v1 import admin_pb2, generation_pb2
 from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-from scheduler.config import split_address
-from scheduler.core import QuireError
 
 if TYPE_CHECKING:
     from scheduler.admin_server import AdminServer
@@ -25,7 +21,6 @@ if TYPE_CHECKING:
 
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
-UNIX = "unix:"
 
 OPTIONS = [
     # Otherwise two servers can share a port, and each gets half of the clients.
@@ -42,19 +37,11 @@ OPTIONS = [
 ]
 
 
-class AddressInUse(QuireError):
-    """Somebody else listens there. The message names the address."""
-
-
-class AddressUnusable(QuireError):
-    """Nobody could listen there."""
-
-
 class GrpcServer:
     """`start` it, read its `address`, `stop` it."""
 
     def __init__(self, engine: Engine, generation: GenerationServer, admin: AdminServer, listen: str) -> None:
-        """Binds the address. Raises AddressInUse or AddressUnusable."""
+        """Binds the address. Raises AddressError, AddressInUse and AddressUnusable."""
         self._server = grpc.aio.server(options=OPTIONS)
         add_GenerationServicer_to_server(generation, self._server)
         add_AdminServicer_to_server(admin, self._server)
@@ -109,34 +96,10 @@ class HealthReporter:
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:
-    """The address with its real port. Raises AddressInUse or AddressUnusable."""
-    _try(listen)
+    """The address with its real port. Raises AddressError, AddressInUse and AddressUnusable."""
+    check_free(listen)
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
         raise AddressUnusable(f"cannot listen on {listen}: {error}") from error
-    return listen if listen.startswith(UNIX) else f"{listen.rpartition(':')[0]}:{port}"
-
-
-def _try(listen: str) -> None:
-    """Finds out why an address cannot be had: gRPC does not say, and takes the socket file of a living server."""
-    try:
-        if listen.startswith(UNIX):
-            with socket.socket(socket.AF_UNIX) as probe:
-                if probe.connect_ex(os.fspath(listen.removeprefix(UNIX))) == 0:
-                    raise AddressInUse(f"the address {listen} is in use")
-            return
-        host, port = split_address("listen", listen)
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise address_error(listen, error) from error
-
-
-def address_error(address: str, error: OSError) -> AddressInUse | AddressUnusable:
-    """What a failure to bind means."""
-    if error.errno == errno.EADDRINUSE:
-        return AddressInUse(f"the address {address} is in use")
-    return AddressUnusable(f"cannot listen on {address}: {error.strerror or error}")
+    return at_port(listen, port)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from aiohttp import web
 
-from scheduler.config import split_address
-from scheduler.grpc_server import address_error
+from quire.addresses import HostPort, at_port, listen_error
 from scheduler.live.browser_safety import HEADERS, AllowedHosts
 from scheduler.liveness import Door, Pulse, listen
 
@@ -70,14 +69,14 @@ class HttpServer:
 
     async def start(self, address: str) -> None:
         """Binds it (host:port) and serves. Raises AddressInUse or AddressUnusable."""
-        host, port = split_address("http_listen", address)
-        self._hosts = AllowedHosts(host, *self._allowed_hosts)
+        wanted = HostPort.parse(address)
+        self._hosts = AllowedHosts(wanted.host, *self._allowed_hosts)
         await self._runner.setup()
         try:
-            listeners = listen(host, port)
+            listeners = listen(wanted.host, wanted.port)
         except OSError as error:
-            raise address_error(address, error) from error
-        self.address = f"{address.rpartition(':')[0]}:{listeners[0].getsockname()[1]}"
+            raise listen_error(address, error) from error
+        self.address = at_port(address, listeners[0].getsockname()[1])
         self._pulse.start()
         loop = asyncio.get_running_loop()
         self._door = Door(listeners, self._pulse, lambda connection: _call_soon(loop, self._let_in, connection))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire import logs
+from quire.addresses import AddressInUse, AddressUnusable
 from scheduler.admin_server import AdminServer
 from scheduler.chat import ChatRenderer, load_template
 from scheduler.checkpoint import Checkpoint, CheckpointError
@@ -23,7 +24,7 @@ from scheduler.engine_options import EngineOptions
 from scheduler.executor_client import ExecutorClient
 from scheduler.generation_defaults import GenerationDefaults
 from scheduler.generation_server import GenerationServer
-from scheduler.grpc_server import AddressInUse, AddressUnusable, GrpcServer
+from scheduler.grpc_server import GrpcServer
 from scheduler.http_server import HttpServer
 from scheduler.intake import Intake, ServedModel
 from scheduler.live.feed import LiveFeed

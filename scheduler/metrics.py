@@ -16,11 +16,11 @@ from prometheus_client.core import CounterMetricFamily, Exemplar, GaugeMetricFam
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from quire.histogram import NO_LABELS, ExemplarLabels, Histogram
+from quire.version import build_version
 from scheduler.core import FinishReason, KVUsage, Scheduler, Sequence, State, StepPlan
 from scheduler.engine import ServerState
-from scheduler.histogram import NO_LABELS, ExemplarLabels, Histogram
 from scheduler.request_metrics import RequestMetrics, RequestSummary
-from scheduler.version import build_version
 
 if TYPE_CHECKING:
     from scheduler.engine import Engine

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from quire.histogram import ExemplarLabels
     from scheduler.core import FinishReason
-    from scheduler.histogram import ExemplarLabels
     from scheduler.metrics import SchedulerMetrics
 
 

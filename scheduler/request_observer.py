@@ -10,8 +10,8 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quire.histogram import exemplar_labels
 from quire.logs import log_as, printable
-from scheduler.histogram import exemplar_labels
 from scheduler.trace_context import TraceContext, parse_trace_context
 
 if TYPE_CHECKING:

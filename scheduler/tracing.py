@@ -20,9 +20,9 @@ import time
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from quire.version import build_version
 from scheduler.config import ConfigError
 from scheduler.core import FinishReason
-from scheduler.version import build_version
 
 try:
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter

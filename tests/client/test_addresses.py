@@ -1,8 +1,9 @@
 import socket
+from pathlib import Path
 
 import pytest
 
-from quire.addresses import AddressError, AddressInUse, HostPort, with_port
+from quire.addresses import AddressError, AddressInUse, AddressUnusable, HostPort, at_port, check_free, with_port
 
 
 def test_port_0_becomes_a_free_port() -> None:
@@ -29,6 +30,29 @@ def test_ipv6_hosts_are_in_brackets() -> None:
 
 def test_unix_paths_stay_as_they_are() -> None:
     assert with_port("unix:/run/x.sock") == "unix:/run/x.sock"
+
+
+def test_the_port_that_was_really_taken() -> None:
+    assert at_port("127.0.0.1:0", 7) == "127.0.0.1:7"
+    assert at_port("[::1]:0", 7) == "[::1]:7"
+    assert at_port("unix:/run/x.sock", 1) == "unix:/run/x.sock"
+
+
+def test_socket_files(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    check_free(f"unix:{path}")
+    with socket.socket(socket.AF_UNIX) as taken:
+        taken.bind(path)
+        taken.listen()
+        with pytest.raises(AddressInUse, match=f"{path}.*in use"):
+            check_free(f"unix:{path}")
+    check_free(f"unix:{path}")
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1:0", "no-such-host.invalid:80", f"unix:/{'x' * 200}"])
+def test_nobody_could_listen_there(address: str) -> None:
+    with pytest.raises(AddressUnusable, match=f"cannot listen on {address}"):
+        check_free(address)
 
 
 @pytest.mark.parametrize("address", ["", "localhost", ":80", "host:", "host:x", "host:70000", "host:-1", "host:²"])

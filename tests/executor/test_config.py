@@ -40,6 +40,7 @@ def test_from_a_dict() -> None:
         ({"model": "m", "listen_address": "50052"}, 'listen_address: expected "host:port"'),
         ({"model": "m", "listen_address": "localhost:99999"}, "listen_address: expected"),
         ({"model": "m", "metrics_address": "localhost:"}, "metrics_address: expected"),
+        ({"model": "m", "metrics_address": "unix:/tmp/x"}, 'metrics_address: expected "host:port", found'),
     ],
 )
 def test_mistakes(values, message) -> None:

@@ -11,9 +11,7 @@ import sys
 import grpc
 import pytest
 
-from executor.addresses import check_free
 from executor.config import ExecutorConfig
-from executor.errors import AddressInUse
 from executor.main import EXIT_ADDRESS_IN_USE, EXIT_CONFIG, EXIT_DEVICE_LOST, EXIT_OK, run
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
@@ -125,17 +123,7 @@ def test_a_port_in_use_is_found_before_loading(which, checkpoint, capfd) -> None
     assert output.out == ""
 
 
-def test_socket_files(tmp_path) -> None:
-    path = str(tmp_path / "socket")
-    check_free(f"unix:{path}")
-    with socket.socket(socket.AF_UNIX) as taken:
-        taken.bind(path)
-        taken.listen()
-        with pytest.raises(AddressInUse, match="another process does"):
-            check_free(f"unix:{path}")
-    check_free(f"unix:{path}")
-
-
-def test_addresses_that_are_not_ours() -> None:
-    with pytest.raises(AddressInUse, match=r"cannot listen on 192\.0\.2\.1:0"):
-        check_free("192.0.2.1:0")
+def test_an_address_that_is_not_ours_is_a_mistake_in_the_configuration(capfd) -> None:
+    config = ExecutorConfig(model="/no/such/model", listen_address="192.0.2.1:1", metrics_address="")
+    assert run(config) == EXIT_CONFIG
+    assert "cannot listen on 192.0.2.1:1: " in capfd.readouterr().err

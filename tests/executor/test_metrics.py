@@ -67,6 +67,18 @@ def test_steps_by_phase() -> None:
     assert samples["start_timestamp_seconds"] <= samples["last_step_timestamp_seconds"]
 
 
+def test_brackets_are_the_address_s_and_not_the_host_s(monkeypatch) -> None:
+    served = []
+
+    def start(port, addr, registry):
+        served.append((addr, port))
+        return None, None
+
+    monkeypatch.setattr("executor.metrics.start_http_server", start)
+    Metrics("m", "[::1]:50052").serve("[::1]:9102")
+    assert served == [("::1", 9102)]
+
+
 def test_an_executor_is_its_address() -> None:
     assert executor_label("127.0.0.1:50052") == "127.0.0.1:50052"
     assert executor_label("unix:/run/executor.sock") == "unix:/run/executor.sock"

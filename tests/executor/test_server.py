@@ -18,10 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from executor.config import ExecutorConfig
-from executor.errors import AddressInUse
 from executor.loading import load_model
 from executor.plan import Admission, SequenceParams, StepPlan
 from executor.server import Server
+from quire.addresses import AddressInUse
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from tests.executor.conductor import ints, tuples

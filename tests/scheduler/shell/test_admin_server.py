@@ -9,11 +9,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from quire.addresses import AddressError, AddressInUse, AddressUnusable
 from quire.v1 import admin_pb2 as wire
 from quire.v1 import generation_pb2
-from scheduler.core import QuireError
 from scheduler.engine import ServerState
-from scheduler.grpc_server import AddressInUse, AddressUnusable
 
 from .conftest import Served, Servers, until
 from .fake_engine import MODEL, FakeEngine
@@ -150,7 +149,7 @@ async def test_reflection_names_all_services(servers: Servers) -> None:
     ("listen", "error"),
     [
         ("192.0.2.1:1234", AddressUnusable),
-        ("nonsense", QuireError),
+        ("nonsense", AddressError),
         ("unix:/no/such/dir/x.sock", AddressUnusable),
     ],
 )

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 
-from scheduler.config import ConfigError, SchedulerConfig, split_address
+from quire.addresses import HostPort
+from scheduler.config import ConfigError, SchedulerConfig
 
 
 def test_defaults_listen_to_this_machine_only() -> None:
     config = SchedulerConfig.from_dict({"model": "m"})
-    assert split_address("", config.listen)[0] == split_address("", config.http_listen)[0] == "127.0.0.1"
+    assert HostPort.parse(config.listen).host == HostPort.parse(config.http_listen).host == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,7 @@ def test_defaults_listen_to_this_machine_only() -> None:
         ({"model": "m", "enable_prefix_caching": 1}, "enable_prefix_caching must be bool"),
         ({"model": "m", "http_listen": "8080"}, "http_listen must be host:port"),
         ({"model": "m", "http_listen": "localhost:99999"}, "http_listen must be host:port"),
+        ({"model": "m", "listen": "nonsense"}, "listen must be host:port or unix:path"),
     ],
 )
 def test_nonsense_is_refused_by_name(values: dict[str, Any], words: str) -> None:
@@ -53,5 +55,4 @@ def test_every_field_is_documented() -> None:
 
 
 def test_addresses() -> None:
-    assert split_address("", "[::1]:80") == ("::1", 80)
-    assert split_address("", "localhost:0") == ("localhost", 0)
+    SchedulerConfig(model="m", listen="unix:/tmp/x", http_listen="[::1]:80")

@@ -8,8 +8,8 @@ from typing import cast
 import aiohttp
 import pytest
 
+from quire.addresses import AddressInUse
 from scheduler.engine import Engine, ServerState
-from scheduler.grpc_server import AddressInUse
 from scheduler.http_server import HttpServer
 from scheduler.metrics import SchedulerMetrics
 

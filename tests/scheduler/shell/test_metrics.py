@@ -10,10 +10,10 @@ from prometheus_client.core import Exemplar
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics_families
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.histogram import Histogram, exemplar_labels
 from quire.v1 import generation_pb2 as wire
 from scheduler.core import FinishReason, Limits, Request, Scheduler, SequenceParams, StepPlan, StepResult
 from scheduler.engine import ServerState
-from scheduler.histogram import Histogram, exemplar_labels
 from scheduler.metrics import OPEN_METRICS, TEXT, SchedulerMetrics
 
 from .conftest import Servers
