@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from executor.errors import CheckpointError
+from quire.model_path import ModelNotFound, local_directory
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
@@ -23,14 +23,11 @@ _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
 
 def locate(model: str, revision: str | None = None) -> Path:
     """The directory of a model: `model` itself, or the local snapshot of a hub id (downloaded where needed)."""
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        return directory
-    if directory.exists():
-        raise CheckpointError(f"{model}: a file; expected a directory with config.json and safetensors")
-    if not _HUB_ID.fullmatch(model):
-        raise CheckpointError(f"{model}: no such directory (and not a hub id, namespace/name)")
-    return _download(model, revision)
+    try:
+        directory = local_directory(model)
+    except ModelNotFound as error:
+        raise CheckpointError(str(error)) from None
+    return directory or _download(model, revision)
 
 
 def _download(model: str, revision: str | None) -> Path:

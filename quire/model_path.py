@@ -1,10 +1,31 @@
-"""Which model is meant."""
+"""Which model is meant: a local directory, or a repository on the Hugging Face hub ("organisation/name").
 
+The services and the command line ask here, so that all of them mean the same by a name.
+"""
+
+import re
 from pathlib import Path
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class ModelNotFound(Exception):
-    """There is no such model directory."""
+    """What is neither a directory nor a hub id."""
+
+
+def local_directory(model: str) -> Path | None:
+    """The directory of that name; None for a hub id. A directory comes first. Raises ModelNotFound.
+
+    That a hub id exists only the hub can tell.
+    """
+    directory = Path(model).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.exists():
+        raise ModelNotFound(f"{model}: a file; expected the directory that holds config.json")
+    if not _HUB_ID.fullmatch(model):
+        raise ModelNotFound(f"{model}: no such directory, and no hub id (organisation/name)")
+    return None
 
 
 def embedded_model() -> str:
@@ -19,20 +40,12 @@ def embedded_model() -> str:
 
 
 def resolved_model(model: str | None) -> str:
-    """A directory as an absolute path, a hub id as it is, the embedded model for None.
-
-    Raises ModelNotFound for what can be neither. That a hub id exists only the services can tell.
-    """
+    """A directory as an absolute path, a hub id as it is, the embedded model for None. Raises ModelNotFound."""
     if model is None:
         return embedded_model()
-    directory = Path(model).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise ModelNotFound(f"the model directory {model} has no config.json")
-        return str(directory.resolve())
-    if directory.exists():
-        raise ModelNotFound(f"the model {model} is a file: name the directory that holds config.json")
-    is_hub_id = len(directory.parts) == 2 and not directory.is_absolute() and not model.startswith((".", "~"))
-    if not is_hub_id:
-        raise ModelNotFound(f"unknown model directory: {model}")
-    return model
+    directory = local_directory(model)
+    if directory is None:
+        return model
+    if not (directory / "config.json").is_file():
+        raise ModelNotFound(f"the model directory {model} has no config.json")
+    return str(directory.resolve())

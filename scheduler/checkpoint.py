@@ -1,17 +1,13 @@
-"""The small files of a checkpoint that the scheduler reads. The weights are the executor's business.
-
-`model` is a local directory, or the id of a repository on the Hugging Face hub ("organisation/name").
-"""
+"""The small files of a checkpoint that the scheduler reads. The weights are the executor's business."""
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.model_path import ModelNotFound, local_directory
 from scheduler.core.errors import QuireError
 
-HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -36,14 +32,11 @@ class Checkpoint:
     @classmethod
     def find(cls, model: str) -> "Checkpoint":
         """Raises CheckpointError if `model` is neither a directory nor a hub id that can be fetched."""
-        directory = Path(model).expanduser()
-        if directory.is_dir():
-            return cls(directory)
-        if directory.exists():
-            raise CheckpointError(f"the model {model!r} is a file; give the directory that holds tokenizer.json")
-        if HUB_ID.fullmatch(model):
-            return cls(_fetch(model))
-        raise CheckpointError(f"the model {model!r} is neither a directory nor a hub id (organisation/name)")
+        try:
+            directory = local_directory(model)
+        except ModelNotFound as error:
+            raise CheckpointError(str(error)) from None
+        return cls(directory or _fetch(model))
 
     def text(self, name: str) -> str | None:
         """The file's text; None where there is no such file. Raises CheckpointError if it is unreadable."""

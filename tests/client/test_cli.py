@@ -177,14 +177,16 @@ def test_kv_draws_the_pool_or_says_it_as_json(server: ScriptedServer) -> None:
 def test_an_unknown_model_directory_is_said_before_anything_starts(command: str) -> None:
     result = invoke(command, "--model", "./no/such/place")
     assert result.exit_code == 2
-    assert result.stderr.splitlines() == ["quire: unknown model directory: ./no/such/place"]
+    assert result.stderr.splitlines() == [
+        "quire: ./no/such/place: no such directory, and no hub id (organisation/name)"
+    ]
 
 
 def test_a_directory_without_a_model_and_a_file_are_no_models(tmp_path: Path) -> None:
     assert "has no config.json" in invoke("serve", "--model", str(tmp_path)).stderr
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
-    assert "is a file" in invoke("serve", "--model", str(file)).stderr
+    assert "a file; expected" in invoke("serve", "--model", str(file)).stderr
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--http-listen", "--executor", "--metrics-address"])

@@ -66,7 +66,7 @@ def taken_address() -> Iterator[str]:
 @pytest.mark.parametrize("service", ["serve", "scheduler", "executor"])
 def test_an_unknown_model_directory(service: str, tmp_path: Path) -> None:
     found = ended(service, f"--model={tmp_path}/absent")
-    found.check(exit_codes.USAGE, "unknown model directory", f"{tmp_path}/absent")
+    found.check(exit_codes.USAGE, f"{tmp_path}/absent: no such directory")
     assert len(found.stderr.splitlines()) == 1
 
 

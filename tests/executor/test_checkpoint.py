@@ -51,7 +51,7 @@ def test_unknown_directory(model, tmp_path, monkeypatch) -> None:
 
 
 def test_a_file_is_no_directory(directory) -> None:
-    with pytest.raises(CheckpointError, match="a file; expected a directory"):
+    with pytest.raises(CheckpointError, match="a file; expected the directory"):
         locate(str(directory / "config.json"))
 
 

@@ -19,13 +19,13 @@ def test_nothing_of_that_name(model: str, monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.chdir(tmp_path)
     if model == "":
         return  # the working directory; the configuration refuses it
-    with pytest.raises(CheckpointError, match="neither a directory nor a hub id"):
+    with pytest.raises(CheckpointError, match="no such directory, and no hub id"):
         Checkpoint.find(model)
 
 
 def test_a_file(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_text("")
-    with pytest.raises(CheckpointError, match="is a file"):
+    with pytest.raises(CheckpointError, match="a file; expected the directory"):
         Checkpoint.find(str(tmp_path / "model.gguf"))
 
 
