@@ -135,20 +135,20 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
     outer, inner, num_inner = _rows(x, number_bytes)
     residual_outer, residual_inner, _ = (0, 0, 0) if residual is None else _rows(residual, number_bytes)
     job = _norm_job.fill(
-        x.data_ptr(),
-        outer,
-        inner,
-        0 if residual is None else residual.data_ptr(),
-        residual_outer,
-        residual_inner,
-        weight.data_ptr(),
-        out.data_ptr(),
-        num_inner,
-        num_vectors // num_inner,
-        width,
-        unit_rows(width),
-        number_bytes,
-        eps,
+        x=x.data_ptr(),
+        x_outer_bytes=outer,
+        x_inner_bytes=inner,
+        residual=0 if residual is None else residual.data_ptr(),
+        residual_outer_bytes=residual_outer,
+        residual_inner_bytes=residual_inner,
+        weight=weight.data_ptr(),
+        out=out.data_ptr(),
+        num_inner=num_inner,
+        num_rows=num_vectors // num_inner,
+        width=width,
+        unit_rows=unit_rows(width),
+        number_bytes=number_bytes,
+        eps=eps,
     )
     _run(norm_kernel(storage_of(dtype)), job, num_vectors * width)
     return out
@@ -194,13 +194,13 @@ def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     out = gate_up.new_empty(num_rows, width)
     number_bytes = gate_up.element_size()
     job = _silu_job.fill(
-        gate_up.data_ptr(),
-        strides[0] * number_bytes,
-        out.data_ptr(),
-        num_rows,
-        width,
-        unit_rows(width),
-        number_bytes,
+        gate_up=gate_up.data_ptr(),
+        row_bytes=strides[0] * number_bytes,
+        out=out.data_ptr(),
+        num_rows=num_rows,
+        width=width,
+        unit_rows=unit_rows(width),
+        number_bytes=number_bytes,
     )
     _run(silu_kernel(storage_of(gate_up.dtype)), job, num_rows * width)
     return out

@@ -126,28 +126,28 @@ def rotate_and_store(
     _, _, num_kv_heads, block_size, _ = kv.shape
     number_bytes = query.element_size()
     job = _store_job.fill(
-        query.data_ptr(),
-        query_strides[0] * number_bytes,
-        query_strides[1] * number_bytes,
-        key.data_ptr(),
-        key_strides[0] * number_bytes,
-        key_strides[1] * number_bytes,
-        value.data_ptr(),
-        value_strides[0] * number_bytes,
-        value_strides[1] * number_bytes,
-        cos.data_ptr(),
-        sin.data_ptr(),
-        cos.stride(0) * 4,
-        positions.data_ptr(),
-        slot_mapping.data_ptr(),
-        kv.data_ptr(),
-        kv.stride(0) * number_bytes,
-        num_tokens,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        number_bytes,
+        query=query.data_ptr(),
+        query_token_bytes=query_strides[0] * number_bytes,
+        query_head_bytes=query_strides[1] * number_bytes,
+        key=key.data_ptr(),
+        key_token_bytes=key_strides[0] * number_bytes,
+        key_head_bytes=key_strides[1] * number_bytes,
+        value=value.data_ptr(),
+        value_token_bytes=value_strides[0] * number_bytes,
+        value_head_bytes=value_strides[1] * number_bytes,
+        cos=cos.data_ptr(),
+        sin=sin.data_ptr(),
+        table_bytes=cos.stride(0) * 4,
+        positions=positions.data_ptr(),
+        slots=slot_mapping.data_ptr(),
+        kv=kv.data_ptr(),
+        kv_block_bytes=kv.stride(0) * number_bytes,
+        num_rows=num_tokens,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        number_bytes=number_bytes,
     )
     kernel = store_kernel(storage_of(dtype))
     if num_tokens * (num_heads + 2 * num_kv_heads) < _MIN_TEAM_HEADS:
@@ -167,13 +167,13 @@ def copy_blocks(pool: torch.Tensor, source_blocks: torch.Tensor, destination_blo
     number_bytes = pool.element_size()
     block_bytes = pool.stride(1) * number_bytes
     job = _copy_job.fill(
-        pool.data_ptr(),
-        pool.stride(0) * number_bytes,
-        block_bytes,
-        num_layers,
-        num_copies,
-        source_blocks.data_ptr(),
-        destination_blocks.data_ptr(),
+        pool=pool.data_ptr(),
+        layer_bytes=pool.stride(0) * number_bytes,
+        block_bytes=block_bytes,
+        num_layers=num_layers,
+        num_copies=num_copies,
+        sources=source_blocks.data_ptr(),
+        destinations=destination_blocks.data_ptr(),
     )
     if num_layers * num_copies * block_bytes < _MIN_TEAM_BYTES:
         copy_kernel().run_brief(job)

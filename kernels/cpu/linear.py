@@ -158,10 +158,9 @@ class PackedLinear:
         if in_size != self.panels.in_size or x.stride(1) != 1:
             raise ValueError(f"x must have {self.panels.in_size} contiguous columns, not {in_size}")
         out = x.new_empty(num_rows, self.panels.out_size)
-        fields = self.job(x.stride(0) * x.element_size(), out.stride(0) * x.element_size())
-        fields |= {"x": x.data_ptr(), "out": out.data_ptr(), "num_rows": num_rows}
-        names = LINEAR_JOB.names or ()
-        self.kernel(x.dtype).run_in_team(_job.fill(*(fields[name] for name in names[1:])))
+        weights = self.job(x.stride(0) * x.element_size(), out.stride(0) * x.element_size())
+        job = _job.fill(x=x.data_ptr(), out=out.data_ptr(), num_rows=num_rows, **weights)
+        self.kernel(x.dtype).run_in_team(job)
         return out
 
 

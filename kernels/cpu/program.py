@@ -106,8 +106,13 @@ class Program:
         for records in self._records.values():
             records["ticket"] = 0
         self._presence[:] = 0
-        addresses = self._entries.ctypes.data, len(self._entries), self._presence.ctypes.data
-        program_kernel().run_in_team(self._job.fill(*addresses, sleep_function()))
+        job = self._job.fill(
+            entries=self._entries.ctypes.data,
+            num_entries=len(self._entries),
+            presence=self._presence.ctypes.data,
+            sleep=sleep_function(),
+        )
+        program_kernel().run_in_team(job)
 
 
 def _lined_up(dtype: np.dtype[np.void], count: int) -> NDArray[np.void]:

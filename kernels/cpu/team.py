@@ -14,6 +14,7 @@ import ctypes
 import struct
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,13 +61,25 @@ class Job(threading.local):
 
     def __init__(self, dtype: np.dtype[np.void]) -> None:
         kinds = [field[0] for field in (dtype.fields or {}).values()]
+        self._num_fields = len(kinds) - 1
+        self._in_order = itemgetter(*(dtype.names or ()))
         self._struct = struct.Struct("".join("q" if kind == np.int64 else "d" for kind in kinds))
         self._memory = ctypes.create_string_buffer(self._struct.size)
         self._address = ctypes.addressof(self._memory)
 
-    def fill(self, *values: float) -> int:
-        """Writes the fields after `ticket`, which starts at 0; returns the address."""
-        self._struct.pack_into(self._memory, 0, 0, *values)
+    def fill(self, **fields: float) -> int:
+        """Writes the fields, each of them by its name; `ticket` starts at 0. Returns the address.
+
+        Compiled code believes every number: an address in the place of a count writes anywhere. Names cost some 1.5 µs
+        for the largest job. Raises TypeError unless exactly the fields of the layout are given.
+        """
+        if len(fields) != self._num_fields:
+            raise TypeError(f"a job of {self._num_fields} fields, and {len(fields)} are given: {', '.join(fields)}")
+        fields["ticket"] = 0
+        try:
+            self._struct.pack_into(self._memory, 0, *self._in_order(fields))
+        except KeyError as error:
+            raise TypeError(f"a job without its field {error}") from None
         return self._address
 
 
