@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +11,7 @@ from rich.console import Console
 from bench.load import LoadError
 from bench.report import RunSummary, save
 from bench.serve import BenchSettings, Subject, finish, measure_others, measure_quire
-from bench.spawned import beside_services
-from quire.services import ServicePair, on_free_ports, service_pair
+from bench.spawned import measured
 
 if TYPE_CHECKING:
     from bench.ceilings import Ceilings
@@ -40,10 +39,8 @@ async def run(settings: BenchSettings, spawn: Mapping[str, Any] | None, output: 
     Raises BenchError, QuireError, and ChildFailed where a service that was started fails.
     """
     try:
-        if spawn is None:
-            subject, runs = await measure_quire(settings, console)
-        else:
-            subject, runs = await _measure_spawned(settings, service_pair(on_free_ports(spawn)), console)
+        measure = measure_quire if spawn is None else _measure_after_a_rest
+        subject, runs = await measured(settings, spawn, measure, console)
         runs += await measure_others(settings, subject, console)
         values = finish(subject, runs, console)
         if spawn is not None:
@@ -66,11 +63,7 @@ def _ceilings() -> "Ceilings":
     )
 
 
-async def _measure_spawned(
-    settings: BenchSettings, pair: ServicePair, console: Console
-) -> tuple[Subject, list[RunSummary]]:
-    async def measure() -> tuple[Subject, list[RunSummary]]:
-        await asyncio.sleep(settings.rest_s)
-        return await measure_quire(replace(settings, address=pair.scheduler.listen), console)
-
-    return await beside_services(pair, measure, console)
+async def _measure_after_a_rest(settings: BenchSettings, console: Console) -> tuple[Subject, list[RunSummary]]:
+    """Of a server that has just been started."""
+    await asyncio.sleep(settings.rest_s)
+    return await measure_quire(settings, console)

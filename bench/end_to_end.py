@@ -17,19 +17,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from bench.load import LoadResult, closed_loop, quire_sender
 from bench.random_models import phase_arguments, write_model
 from bench.report import save, summarize
+from bench.spawned import beside_services
 from bench.step_traces import StepRecorder, idle_ratio
 from bench.trace import TraceRequest, TraceSettings, describe, make_trace
 from quire.async_client import AsyncClient
 from quire.block_map import ServerInfo, StepTrace
-from quire.restarts import RestartPolicy
-from quire.serve import serving_probe
 from quire.services import ServicePair, on_free_ports, service_pair
-from quire.supervisor import Supervisor
-
-_NO_RESTARTS = RestartPolicy(max_restarts=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +74,18 @@ async def measure(pair: ServicePair, scale: Scale, keep: Callable[[dict[str, Any
     """
     report: dict[str, Any] = {}
     started_s = time.monotonic()
-    async with Supervisor(pair.children(), log=_print_line, policy=_NO_RESTARTS) as supervisor:
+
+    async def all_parts() -> None:
+        report["start_to_ready_s"] = time.monotonic() - started_s
         async with AsyncClient(pair.scheduler.listen) as client:
-            await supervisor.until_ready(serving_probe(client))
             info = await client.server_info()
-            report |= {"start_to_ready_s": time.monotonic() - started_s, "server": asdict(info)}
+            report["server"] = asdict(info)
             keep(report)
             for name, part in (("single", _single), ("batch", _batch), ("closed_loop", _closed_loop)):
-                report[name] = await supervisor.beside(part(client, info, scale))
+                report[name] = await part(client, info, scale)
                 keep(report)
+
+    await beside_services(pair, all_parts, Console(quiet=True), log=_print_line)
     return report
 
 

@@ -1,7 +1,7 @@
 """`quire bench prediction` as a function: measures, predicts, prints, saves."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from bench.command import BenchError
 from bench.load import LoadError
 from bench.prediction import Prediction, PredictionSettings, measure_and_predict, render_table
 from bench.report import save
-from bench.spawned import beside_services
+from bench.spawned import measured
 from planning.errors import PlanningError
-from quire.services import on_free_ports, service_pair
 
 
 async def run(
@@ -25,12 +24,7 @@ async def run(
     Raises BenchError, QuireError, and ChildFailed where a service that was started fails.
     """
     try:
-        if spawn is None:
-            prediction = await measure_and_predict(settings, console)
-        else:
-            pair = service_pair(on_free_ports(spawn))
-            placed = replace(settings, address=pair.scheduler.listen)
-            prediction = await beside_services(pair, lambda: measure_and_predict(placed, console), console)
+        prediction = await measured(settings, spawn, measure_and_predict, console)
         console.print(render_table(prediction))
         if output is not None:
             save(output, asdict(prediction))

@@ -1,7 +1,7 @@
 """`quire bench sharing` as a function: measures, prints, saves and draws."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ from bench.load import LoadError
 from bench.report import save
 from bench.sharing import SharingSettings, measure
 from bench.sharing_report import PlotUnavailable, render_table, report, save_plot
-from bench.spawned import beside_services
-from quire.services import on_free_ports, service_pair
+from bench.spawned import measured
 
 
 async def run(settings: SharingSettings, spawn: Mapping[str, Any] | None, output: Path, console: Console) -> None:
@@ -23,12 +22,7 @@ async def run(settings: SharingSettings, spawn: Mapping[str, Any] | None, output
     Raises BenchError, QuireError, and ChildFailed where a service that was started fails.
     """
     try:
-        if spawn is None:
-            info, results = await measure(settings, console)
-        else:
-            pair = service_pair(on_free_ports(spawn))
-            placed = replace(settings, address=pair.scheduler.listen)
-            info, results = await beside_services(pair, lambda: measure(placed, console), console)
+        info, results = await measured(settings, spawn, measure, console)
         console.print(render_table(results))
         save(output, report(results, asdict(info)))
         console.print(f"saved to {output}")

@@ -47,17 +47,11 @@ class Batch:
 def build_batch(slots: Slots) -> Batch | None:
     """The batch of the slots' row counts; None if no slot computes anything."""
     counters, block_size = slots.counters, slots.limits.block_size
-    computing = slots.computing
+    computing, num_decodes = decodes_first(slots)
     if not computing.size:
         return None
     counts = counters.row_count[computing]
-    num_decodes = len(computing)
-    if counts.max() > 1:
-        is_decode = counts == 1
-        num_decodes = int(np.count_nonzero(is_decode))
-        computing = np.concatenate((computing[is_decode], computing[~is_decode]))
-        counts = counters.row_count[computing]
-    query_starts = _starts(counts)
+    query_starts = row_starts(counts)
     positions, row_slots = counters.num_computed_tokens[computing], computing
     if num_decodes < len(computing):
         row_slots = np.repeat(computing, counts)
@@ -76,6 +70,16 @@ def build_batch(slots: Slots) -> Batch | None:
     )
 
 
+def decodes_first(slots: Slots) -> tuple[Ints, int]:
+    """(slots that compute, in the order of their rows; how many of them are decodes)."""
+    computing = slots.computing
+    is_decode = slots.counters.row_count[computing] == 1
+    num_decodes = int(np.count_nonzero(is_decode))
+    if num_decodes < len(computing):
+        computing = np.concatenate((computing[is_decode], computing[~is_decode]))
+    return computing, num_decodes
+
+
 def _sample_rows(slots: Slots, computing: Ints, query_starts: Ints) -> Ints:
     """computing[S] in the order of the rows."""
     last_row = np.empty(int(computing.max()) + 1, dtype=np.int32)
@@ -87,7 +91,7 @@ def _sample_rows(slots: Slots, computing: Ints, query_starts: Ints) -> Ints:
     return np.concatenate((rows, spans.following(first_rows)))
 
 
-def _starts(counts: Ints) -> Ints:
+def row_starts(counts: Ints) -> Ints:
     """[0, c0, c0 + c1, …]."""
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])

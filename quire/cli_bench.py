@@ -2,6 +2,8 @@
 
 import asyncio
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +34,18 @@ class Baseline(StrEnum):
     TRANSFORMERS = "transformers"
 
 
+@contextmanager
+def _measuring() -> Iterator[None]:
+    """As `reported`, and a measurement that fails is a line too."""
+    from bench.command import BenchError
+
+    with reported():
+        try:
+            yield
+        except BenchError as error:
+            fail(str(error), exit_codes.FAILED)
+
+
 def bench_serve(
     url: Annotated[str | None, typer.Option(help=f"gRPC address of a server [default: {DEFAULT_ADDRESS}]")] = None,
     spawn: Annotated[bool, typer.Option("--spawn", help="start one, with the services' flags below")] = False,
@@ -51,33 +65,30 @@ def bench_serve(
     **values: Any,
 ) -> None:
     """Closed-loop load with a seeded trace of mixed lengths; prints a table and saves JSON."""
-    from bench.command import BenchError, parse_concurrencies, run
+    from bench.command import parse_concurrencies, run
     from bench.serve import BenchSettings, Peer
 
     if bool(peer_url) != bool(peer_model):
         fail("--peer-url and --peer-model go together", exit_codes.USAGE)
     if peer_command and not peer_url:
         fail("--peer-command needs --peer-url", exit_codes.USAGE)
-    with reported():
-        try:
-            settings = BenchSettings(
-                address=url or DEFAULT_ADDRESS,
-                concurrencies=parse_concurrencies(concurrency),
-                num_requests=num_requests,
-                seed=seed,
-                num_shared_tokens=num_shared_tokens,
-                lengths=lengths.value,
-                peer=Peer(peer_url, peer_model, tuple(shlex.split(peer_command or "")))
-                if peer_url and peer_model
-                else None,
-                chrome_trace=chrome_trace,
-                rest_s=rest_s,
-                baseline_model=resolved_model(values.get("model")) if baseline else None,
-            )
-            results = output or Path("bench") / "results" / f"{name}.json"
-            asyncio.run(run(settings, with_model(values) if spawn else None, results, Console()))
-        except BenchError as error:
-            fail(str(error), exit_codes.FAILED)
+    with _measuring():
+        settings = BenchSettings(
+            address=url or DEFAULT_ADDRESS,
+            concurrencies=parse_concurrencies(concurrency),
+            num_requests=num_requests,
+            seed=seed,
+            num_shared_tokens=num_shared_tokens,
+            lengths=lengths.value,
+            peer=Peer(peer_url, peer_model, tuple(shlex.split(peer_command or "")))
+            if peer_url and peer_model
+            else None,
+            chrome_trace=chrome_trace,
+            rest_s=rest_s,
+            baseline_model=resolved_model(values.get("model")) if baseline else None,
+        )
+        results = output or Path("bench") / "results" / f"{name}.json"
+        asyncio.run(run(settings, with_model(values) if spawn else None, results, Console()))
 
 
 app.command(name="serve")(with_flags(bench_serve, SERVICE_FLAGS))
@@ -93,23 +104,20 @@ def bench_sharing(
     **values: Any,
 ) -> None:
     """Blocks saved by sharing, for samples, beams and a system prompt; prints a table, saves JSON and a plot."""
-    from bench.command import BenchError, parse_concurrencies
+    from bench.command import parse_concurrencies
     from bench.sharing import SharingSettings
     from bench.sharing_command import run
     from bench.sharing_work import all_cases
 
-    with reported():
-        try:
-            settings = SharingSettings(
-                address=url or DEFAULT_ADDRESS,
-                cases=tuple(all_cases(parse_concurrencies(numbers))),
-                num_requests=num_requests,
-                seed=seed,
-                num_system_tokens=num_system_tokens,
-            )
-            asyncio.run(run(settings, None if url else with_model(values), output, Console()))
-        except BenchError as error:
-            fail(str(error), exit_codes.FAILED)
+    with _measuring():
+        settings = SharingSettings(
+            address=url or DEFAULT_ADDRESS,
+            cases=tuple(all_cases(parse_concurrencies(numbers))),
+            num_requests=num_requests,
+            seed=seed,
+            num_system_tokens=num_system_tokens,
+        )
+        asyncio.run(run(settings, None if url else with_model(values), output, Console()))
 
 
 app.command(name="sharing")(with_flags(bench_sharing, SERVICE_FLAGS))
@@ -129,24 +137,18 @@ def bench_claims(
     **values: Any,
 ) -> None:
     """Measures what is claimed of paged KV memory and continuous batching; writes a report with verdicts and plots."""
-    from bench.command import BenchError
-
-    with reported():
+    with _measuring():
         try:
             from bench.claims.command import EVIDENCE, OUTPUT, ClaimsRun, measure, rewrite
         except ModuleNotFoundError as error:
             fail(f"{error}; pip install 'quire[executor,bench,dev]' brings all that is measured", exit_codes.FAILED)
         page = evidence or (output / "evidence.md" if output else EVIDENCE)
-        try:
-            if source is not None:
-                rewrite(source, output or OUTPUT, page, Console())
-                return
-            flags = with_model(values)
-            run = ClaimsRun(flags.pop("model"), tuple(only or ()), quick, seed, output or OUTPUT, page, flags)
-            is_complete = measure(run, Console())
-        except BenchError as error:
-            fail(str(error), exit_codes.FAILED)
-        if not is_complete:
+        if source is not None:
+            rewrite(source, output or OUTPUT, page, Console())
+            return
+        flags = with_model(values)
+        run = ClaimsRun(flags.pop("model"), tuple(only or ()), quick, seed, output or OUTPUT, page, flags)
+        if not measure(run, Console()):
             fail("a measurement failed; the report says which, and why", exit_codes.FAILED)
 
 
@@ -164,23 +166,20 @@ def bench_prediction(
     **values: Any,
 ) -> None:
     """Throughput as simulated beside throughput as measured: a cost model fitted to some runs, tried on others."""
-    from bench.command import BenchError, parse_concurrencies
+    from bench.command import parse_concurrencies
     from bench.prediction import PredictionSettings
     from bench.prediction_command import run
 
-    with reported():
-        try:
-            settings = PredictionSettings(
-                address=url or DEFAULT_ADDRESS,
-                fitted=parse_concurrencies(fitted),
-                predicted=parse_concurrencies(predicted),
-                num_requests=num_requests,
-                seed=seed,
-                lengths=lengths.value,
-            )
-            asyncio.run(run(settings, None if url else with_model(values), output, Console()))
-        except BenchError as error:
-            fail(str(error), exit_codes.FAILED)
+    with _measuring():
+        settings = PredictionSettings(
+            address=url or DEFAULT_ADDRESS,
+            fitted=parse_concurrencies(fitted),
+            predicted=parse_concurrencies(predicted),
+            num_requests=num_requests,
+            seed=seed,
+            lengths=lengths.value,
+        )
+        asyncio.run(run(settings, None if url else with_model(values), output, Console()))
 
 
 app.command(name="prediction")(with_flags(bench_prediction, SERVICE_FLAGS))

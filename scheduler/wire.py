@@ -124,22 +124,23 @@ def decode_timings(message: pb.StepResult) -> ExecutorTimings:
 
 def pack(values: SequenceOf[int]) -> bytes:
     """Little-endian int32, without padding."""
-    packed = array("i", values)
-    if byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return _to_bytes("i", values)
 
 
 def pack_floats(values: SequenceOf[float]) -> bytes:
     """Little-endian float32, without padding."""
-    packed = array("f", values)
-    if byteorder == "big":
-        packed.byteswap()
-    return packed.tobytes()
+    return _to_bytes("f", values)
 
 
 def unpack(data: bytes) -> list[int]:
     return _to_array("i", data).tolist()
+
+
+def _to_bytes(typecode: str, values: SequenceOf[float]) -> bytes:
+    packed = array(typecode, values)
+    if byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def _to_array(typecode: str, data: bytes) -> "array[Any]":

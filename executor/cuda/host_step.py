@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from executor.batch import decodes_first, row_starts
 from executor.plan import Fork, Ints
 from executor.sampling_table import Draw
 from executor.slots import Slots
@@ -62,9 +63,7 @@ class HostStep:
     @property
     def starts(self) -> Ints:
         """[S + 1]: rows of order[s] are [starts[s], starts[s + 1])."""
-        starts = np.zeros(len(self.counts) + 1, dtype=np.int32)
-        np.cumsum(self.counts, out=starts[1:])
-        return starts
+        return row_starts(self.counts)
 
 
 def take_step(slots: Slots, forks: tuple[Fork, ...]) -> HostStep:
@@ -73,9 +72,8 @@ def take_step(slots: Slots, forks: tuple[Fork, ...]) -> HostStep:
     Appends nothing in a step with reports: its tokens will be known.
     """
     counters, has_reports = slots.counters, slots.wants_reports
-    computing, reaching = slots.computing, slots.sampling
-    is_decode = counters.row_count[computing] == 1
-    order = np.concatenate((computing[is_decode], computing[~is_decode]))
+    reaching = slots.sampling
+    order, num_decodes = decodes_first(slots)
     counts = counters.row_count[order]
     first_positions = counters.num_computed_tokens[order]
     children = np.array([fork.child_slot for fork in forks], dtype=np.int32)
@@ -99,7 +97,7 @@ def take_step(slots: Slots, forks: tuple[Fork, ...]) -> HostStep:
         order=order,
         counts=counts,
         first_positions=first_positions,
-        num_decodes=int(is_decode.sum()),
+        num_decodes=num_decodes,
         reporting=reporting,
         sampling=sampling,
         sample_rows=last_row[sampling],
