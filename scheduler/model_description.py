@@ -21,7 +21,11 @@ _IDENTITY = (
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """`num_blocks` are those that sequences can use: the null block is not counted."""
+    """`num_blocks` are those that sequences can use: the null block is not counted.
+
+    Not the `ExecutorDescription` with other numbers, though most fields are the same: there the null block counts, and
+    bounds are the executor's, so a mix-up of the two is one that the type checker finds.
+    """
 
     model_name: str
     dtype: str

@@ -81,10 +81,10 @@ class Tokenizer:
             self._num_pending_characters + len(text) > self._limits.max_pending_characters
         ):
             raise QueueFull("too much text is waiting to be tokenised")
-        self._release(-len(text))
+        self._add_pending(len(text))
         work = self._threads.submit(self._encode, text, add_special_tokens)
         # The thread's own future: a caller that gives up does not stop a thread, which holds the text until it is done.
-        work.add_done_callback(lambda _: self._release(len(text)))
+        work.add_done_callback(lambda _: self._add_pending(-len(text)))
         return await asyncio.wrap_future(work)
 
     def detokenizer(self, *, continues_text: bool = False) -> Detokenizer:
@@ -102,9 +102,9 @@ class Tokenizer:
             raise InvalidRequest({"prompt": f"cannot be tokenised: {error}"}) from error
         return list(encoding.ids)
 
-    def _release(self, num_characters: int) -> None:
+    def _add_pending(self, num_characters: int) -> None:
         with self._lock:  # called by the threads
-            self._num_pending_characters -= num_characters
+            self._num_pending_characters += num_characters
 
 
 def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
