@@ -1,7 +1,6 @@
 """Both clients against a scripted server. What they share is tested once, through whichever client `calls` is."""
 
 import asyncio
-import gc
 import socket
 import threading
 import time
@@ -269,51 +268,6 @@ def test_admin_calls(server: ScriptedServer, kind: type[SyncCalls]) -> None:
     assert calls.call("reset_prefix_cache") == 5
 
 
-def test_closing_a_stream_cancels_the_request(server: ScriptedServer) -> None:
-    server.script = endless
-    with quire.Client(server.address) as client:
-        events = client.generate("p")
-        assert next(events) == quire.Started("r", 3, 0)
-        events.close()
-        assert server.saw_cancellation()
-        assert list(events) == []
-        events.close()
-
-
-def test_closing_from_another_thread_ends_an_iteration_that_waits(server: ScriptedServer) -> None:
-    server.script = endless
-    with quire.Client(server.address) as client:
-        events = client.generate("p")
-        timer = threading.Timer(0.2, events.close)
-        timer.start()
-        assert len(list(events)) == 2
-        timer.join()
-
-
-def test_leaving_the_with_block_cancels_the_request(server: ScriptedServer) -> None:
-    server.script = endless
-    with quire.Client(server.address) as client:
-        with client.generate("p") as events:
-            next(events)
-        assert server.saw_cancellation()
-
-
-def test_dropping_a_stream_cancels_the_request(server: ScriptedServer) -> None:
-    server.script = endless
-    with quire.Client(server.address) as client:
-        for _ in client.generate("p"):
-            break
-        gc.collect()
-        assert server.saw_cancellation()
-
-
-def test_a_stream_that_ended_is_not_cancelled(server: ScriptedServer) -> None:
-    with quire.Client(server.address) as client:
-        with client.generate("p") as events:
-            list(events)
-    assert not server.cancelled.is_set()
-
-
 def test_requests_of_one_client_run_side_by_side(server: ScriptedServer) -> None:
     async def echo(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
         yield started(request.request_id)
@@ -326,50 +280,6 @@ def test_requests_of_one_client_run_side_by_side(server: ScriptedServer) -> None
         streams = [client.generate(text, request_id=text) for text in "abc"]
         texts = ["".join(event.text for event in stream if isinstance(event, quire.Delta)) for stream in streams]
     assert texts == ["a", "b", "c"]
-
-
-async def test_async_close_cancels_and_ends_the_iteration(server: ScriptedServer) -> None:
-    server.script = endless
-    async with quire.AsyncClient(server.address) as client:
-        events = client.generate("p")
-        seen = []
-        async for event in events:
-            seen.append(event)
-            if len(seen) == 2:
-                # From another task, while the iteration waits for the next event.
-                asyncio.get_running_loop().call_later(0.05, events.close)
-        assert len(seen) == 2
-        assert await asyncio.to_thread(server.saw_cancellation)
-
-
-async def test_async_drop_cancels(server: ScriptedServer) -> None:
-    server.script = endless
-    async with quire.AsyncClient(server.address) as client:
-        async for _ in client.generate("p"):
-            break
-        gc.collect()
-        assert await asyncio.to_thread(server.saw_cancellation)
-
-
-async def test_cancelling_the_task_cancels_the_request(server: ScriptedServer) -> None:
-    server.script = endless
-    async with quire.AsyncClient(server.address) as client:
-        task = asyncio.create_task(client.complete("p"))
-        await until(lambda: len(server.requests) == 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert await asyncio.to_thread(server.saw_cancellation)
-
-
-async def test_closing_the_client_ends_its_requests(server: ScriptedServer) -> None:
-    server.script = endless
-    client = quire.AsyncClient(server.address)
-    task = asyncio.create_task(client.complete("p"))
-    await until(lambda: len(server.requests) == 1)
-    await client.close()
-    with pytest.raises(quire.QuireError):
-        await task
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """A test rig: the real scheduler, a fake executor and fake clients, with every invariant checked after every move."""
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 
 from scheduler.core import (
@@ -9,7 +9,6 @@ from scheduler.core import (
     FCFS,
     PAGED,
     Batching,
-    BlockMap,
     Events,
     FinishReason,
     InvariantViolation,
@@ -21,12 +20,12 @@ from scheduler.core import (
     Sequence,
     StepPlan,
     StepResult,
-    block_map,
     check_invariants,
     kv_usage,
 )
 from tests.core.fake_clients import FakeClients
 from tests.core.fake_executor import FakeExecutor
+from tests.core.step_bound import StepBound, most_blocks, most_preemptions
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,41 +61,6 @@ class Coverage:
     num_external: int = 0  # results after which free blocks were of no use to the head of the queue
     num_batches: int = 0  # closed ones
     num_waits_for_batch: int = 0  # nothing planned, until a batch is full or has waited long enough
-
-
-@dataclass(slots=True)
-class StepBound:
-    """I12: the number of plans in which every request that was added must have ended.
-
-    Every plan computes at least one token. A sequence needs the KV of max_total_tokens - 1 tokens, and computes it once
-    in each of its lives: the first, and one more after each preemption and each loss of the executor.
-    """
-
-    max_preemptions: int
-    num_losses: int = 0
-    sizes: list[tuple[int, int]] = field(default_factory=list)  # (lives but for losses, tokens) of each sequence
-
-    def add(self, request: Request) -> None:
-        for index in range(request.num_sequences):
-            self.sizes.append((1 + most_preemptions(self.max_preemptions, index), request.params.max_total_tokens - 1))
-
-    @property
-    def max_steps(self) -> int:
-        return sum((num_lives + self.num_losses) * num_tokens for num_lives, num_tokens in self.sizes)
-
-
-def most_preemptions(max_preemptions: int, index: int) -> int:
-    """I14: how often a sequence can be preempted. A forked sample is born without a guarantee, so once at least."""
-    return max_preemptions if index == 0 else max(1, max_preemptions)
-
-
-def most_blocks(request: Request, scheduler: Scheduler) -> int:
-    """Of a beam search, if its beams share nothing but the full blocks of the prompt; 0 for another request."""
-    if request.beam is None:
-        return 0
-    size = scheduler.cache.block_size
-    num_shared = len(request.prompt_token_ids) // size
-    return num_shared + request.beam.width * (-(-(request.params.max_total_tokens - 1) // size) - num_shared)
 
 
 class Rig:
@@ -412,28 +376,3 @@ class Rig:
         self.clients.hear(events)
         self.check()
         return events
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """All that the scheduler shows of itself: equal snapshots, unchanged scheduler."""
-
-    block_map: BlockMap
-    free_blocks: tuple[int, ...]
-    waiting: tuple[Sequence, ...]
-    num_in_flight: int
-    num_free_slots: int
-    num_reserved_blocks: int
-    progress: tuple[tuple[int, int, int], ...]
-
-
-def take_snapshot(scheduler: Scheduler) -> Snapshot:
-    return Snapshot(
-        block_map(scheduler),
-        tuple(scheduler.cache.pool.free_blocks()),
-        tuple(scheduler.waiting_sequences()),
-        scheduler.num_in_flight,
-        scheduler.num_free_slots,
-        scheduler.cache.num_reserved_blocks,
-        tuple((s.num_tokens, s.num_computed_tokens, s.num_planned_tokens) for s in scheduler.unfinished_sequences()),
-    )

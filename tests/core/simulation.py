@@ -35,7 +35,8 @@ from scheduler.core import (
     ResultMismatch,
     SequenceParams,
 )
-from tests.core.rig import Flight, Rig, take_snapshot
+from tests.core.rig import Flight, Rig
+from tests.core.snapshot import take_snapshot
 
 VOCAB_SIZE = 2
 """So that prefixes collide at once."""

@@ -22,7 +22,7 @@ from scheduler.core import (
 )
 from scheduler.core.policy import POLICIES
 from tests.core.letters import make_request
-from tests.core.rig import take_snapshot
+from tests.core.snapshot import take_snapshot
 
 TOKEN = 1
 

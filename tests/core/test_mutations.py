@@ -9,16 +9,14 @@ from dataclasses import replace
 import pytest
 
 from scheduler.core import Events, FinishReason, QuireError, Sequence, StepResult
-from scheduler.core.active_request import ActiveRequest
-from scheduler.core.beam_group import BeamGroup
 from scheduler.core.block_pool import BlockPool
 from scheduler.core.books import Books
-from scheduler.core.cohort import Cohort
 from scheduler.core.committer import Committer
 from scheduler.core.draft import Draft, Step
 from scheduler.core.kv_cache import Allocation, KVCache
 from scheduler.core.planner import Planner
 from scheduler.core.waiting_queue import WaitingQueue
+from tests.core import beam_mutations, mode_mutations
 from tests.core.fake_executor import PlanError
 from tests.core.simulation import simulate
 
@@ -167,87 +165,6 @@ def end_a_sequence_one_token_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Committer, "_end_sequences", mutant)
 
 
-def forget_the_copy_when_beams_branch(patch: pytest.MonkeyPatch) -> None:
-    plan_beams = Planner._plan_beams
-
-    def mutant(planner: Planner, draft: Draft) -> None:
-        copies = list(draft.block_copies)
-        plan_beams(planner, draft)
-        draft.block_copies[:] = copies
-
-    patch.setattr(Planner, "_plan_beams", mutant)
-
-
-def count_no_blocks_for_branches(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(BeamGroup, "num_blocks_to_branch", lambda group, cache: 0)
-
-
-def plan_beams_ahead(patch: pytest.MonkeyPatch) -> None:
-    """With what was decided last, before the candidates of the step in flight are in."""
-    plan_beams = Planner._plan_beams
-
-    def mutant(planner: Planner, draft: Draft) -> None:
-        groups = list(planner._books.batch.decided)
-        plan_beams(planner, draft)
-        for group in groups:
-            group.branches = [(beam, 0) for beam in group.beams]
-            planner._books.batch.decided.append(group)
-
-    patch.setattr(Planner, "_plan_beams", mutant)
-
-
-def keep_the_blocks_of_dropped_beams(patch: pytest.MonkeyPatch) -> None:
-    drop_beams = Books.drop_beams
-
-    def mutant(books: Books, active: ActiveRequest, dropped: list[Sequence]) -> None:
-        for beam in dropped:
-            beam.block_table = []
-        drop_beams(books, active, dropped)
-
-    patch.setattr(Books, "drop_beams", mutant)
-
-
-def give_up_the_slots_of_dropped_beams(patch: pytest.MonkeyPatch) -> None:
-    drop_beams = Books.drop_beams
-
-    def mutant(books: Books, active: ActiveRequest, dropped: list[Sequence]) -> None:
-        drop_beams(books, active, dropped)
-        for _ in dropped:
-            books.batch.return_slot(active.child_slots.pop())
-
-    patch.setattr(Books, "drop_beams", mutant)
-
-
-def free_blocks_of_beams_in_flight(patch: pytest.MonkeyPatch) -> None:
-    release = Books._release_after_flight
-
-    def mutant(books: Books, block_table: list[int]) -> None:
-        in_flight = [beam.block_table for step in books.in_flight for beam in step.beams]
-        if any(block_table is table for table in in_flight):
-            books.cache.release(block_table)
-        else:
-            release(books, block_table)
-
-    patch.setattr(Books, "_release_after_flight", mutant)
-
-
-def keep_beams_when_preempting(patch: pytest.MonkeyPatch) -> None:
-    """Their scores, that is: the search goes on where it was, from the prompt."""
-    restart = BeamGroup.restart
-
-    def mutant(group: BeamGroup) -> None:
-        search = getattr(group, "search", None)
-        restart(group)
-        group.search = search or group.search
-
-    patch.setattr(BeamGroup, "restart", mutant)
-
-
-def promise_a_group_too_little(patch: pytest.MonkeyPatch) -> None:
-    worst_case = BeamGroup.num_worst_case_blocks
-    patch.setattr(BeamGroup, "num_worst_case_blocks", lambda group, cache: worst_case(group, cache) // 2)
-
-
 def report_on_the_prompt_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
     forget_kv = Sequence.forget_kv
 
@@ -268,85 +185,6 @@ def wait_for_prefixes_that_nobody_computes(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def let_anybody_join_a_closed_batch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Cohort, "next_up", lambda cohort: cohort._waiting.first())
-
-
-def form_the_next_batch_before_the_last_has_ended(patch: pytest.MonkeyPatch) -> None:
-    """As soon as one of its members has."""
-    members = Cohort.members
-
-    def mutant(cohort: Cohort) -> list[ActiveRequest]:
-        unfinished = members(cohort)
-        return unfinished if len(unfinished) == len(cohort._members) else []
-
-    patch.setattr(Cohort, "members", mutant)
-
-
-def drop_members_when_they_are_preempted(patch: pytest.MonkeyPatch) -> None:
-    """Or lose their executor: they wait then, and are taken for others."""
-    members = Cohort.members
-
-    def mutant(cohort: Cohort) -> list[ActiveRequest]:
-        unfinished = members(cohort)
-        return [
-            active for active in unfinished if active.sequences[0].num_preemptions + active.sequences[0].num_losses < 1
-        ]
-
-    patch.setattr(Cohort, "members", mutant)
-
-
-def form_a_batch_of_more_than_fit_at_once(patch: pytest.MonkeyPatch) -> None:
-    head = Cohort._head
-
-    def mutant(cohort: Cohort) -> tuple[list[ActiveRequest], bool]:
-        return [cohort._unfinished[s.request.request_id] for s in cohort._waiting], head(cohort)[1]
-
-    patch.setattr(Cohort, "_head", mutant)
-
-
-def do_not_wait_for_a_full_batch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Cohort, "_is_due", lambda cohort: bool(cohort._head()[0]))
-
-
-def wait_for_a_full_batch_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Cohort, "_is_due", lambda cohort: cohort._head()[1])
-
-
-def never_ask_to_be_woken_for_a_batch(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Cohort, "due_s", None)
-
-
-def admit_to_a_run_that_is_in_pieces(patch: pytest.MonkeyPatch) -> None:
-    """It counts free blocks, and takes them where they are."""
-
-    def take_anywhere(pool: BlockPool, length: int) -> list[int]:
-        return [pool.take() for _ in range(length)]
-
-    patch.setattr(KVCache, "has_run_for", lambda cache, sequence: True)
-    patch.setattr(BlockPool, "take_run", take_anywhere)
-
-
-def forget_that_a_release_makes_room_for_runs(patch: pytest.MonkeyPatch) -> None:
-    release = BlockPool.release
-
-    def mutant(pool: BlockPool, block: int, *, findable: bool) -> None:
-        missing_run = pool._missing_run
-        release(pool, block, findable=findable)
-        pool._missing_run = missing_run
-
-    patch.setattr(BlockPool, "release", mutant)
-
-
-def reserve_a_token_too_few(patch: pytest.MonkeyPatch) -> None:
-    run_length = KVCache.run_length
-    patch.setattr(KVCache, "run_length", lambda cache, request: max(0, run_length(cache, request) - 1))
-
-
-def share_runs_between_samples(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("scheduler.core.capacity._check_fits_run", lambda request, cache: None)
-
-
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (skip_one_ref_count_decrement, "I2: block"),
     (publish_blocks_when_they_are_planned, "I5: block .* is published, its KV is not computed"),
@@ -363,28 +201,11 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (give_away_promised_blocks, "I10: .* blocks promised|every running sequence has its blocks promised"),
     (take_results_of_lost_executors, "I17: a result"),
     (end_a_sequence_one_token_early, "I11: .* ended by"),
-    (forget_the_copy_when_beams_branch, "KV that was never written is read|I11: .* got"),
-    (count_no_blocks_for_branches, "no blocks for"),
-    (plan_beams_ahead, "I19: a decided group was not planned|I19: .* is in flight"),
-    (keep_the_blocks_of_dropped_beams, "I2: block"),
-    (give_up_the_slots_of_dropped_beams, "I9: the group"),
-    (free_blocks_of_beams_in_flight, "I6: plan"),
-    (keep_beams_when_preempting, "I11: .* got"),
-    (promise_a_group_too_little, "no blocks for|I10: .* blocks promised|would fit"),
     (report_on_the_prompt_again_after_a_preemption, "I18: .* is told of prompt token"),
     (read_prefixes_that_are_to_be_reported_on, "I18: wrong log-probabilities"),
     (wait_for_prefixes_that_nobody_computes, "I12: .* never ended|I12: nothing is in flight"),
-    (let_anybody_join_a_closed_batch, "I20: (no batch was formed|.* runs beside the batch)"),
-    (form_the_next_batch_before_the_last_has_ended, "I20: .* runs beside the batch"),
-    (drop_members_when_they_are_preempted, "I20: "),
-    (form_a_batch_of_more_than_fit_at_once, "I20: the batch .* is not the head of the queue"),
-    (do_not_wait_for_a_full_batch, "I20: the batch .* was formed too early"),
-    (wait_for_a_full_batch_for_ever, "I20: no batch was formed of .* waited"),
-    (never_ask_to_be_woken_for_a_batch, "I12: nothing is in flight"),
-    (admit_to_a_run_that_is_in_pieces, "I21: .* which are no run"),
-    (forget_that_a_release_makes_room_for_runs, "I12: nothing is in flight"),
-    (reserve_a_token_too_few, "I21: somebody was preempted|I8: "),
-    (share_runs_between_samples, "I3: |I8: |I21: |no blocks for|preempted|a run of"),
+    *beam_mutations.MUTATIONS,
+    *mode_mutations.MUTATIONS,
 ]
 
 

@@ -23,7 +23,8 @@ from scheduler.core import (
     kv_usage,
 )
 from tests.core.letters import VOCAB_SIZE, make_request
-from tests.core.rig import Rig, take_snapshot
+from tests.core.rig import Rig
+from tests.core.snapshot import take_snapshot
 
 LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20)
 

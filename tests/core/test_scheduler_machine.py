@@ -40,7 +40,8 @@ from scheduler.core import (
     SequenceParams,
     StepResult,
 )
-from tests.core.rig import Rig, take_snapshot
+from tests.core.rig import Rig
+from tests.core.snapshot import take_snapshot
 
 T = TypeVar("T")
 

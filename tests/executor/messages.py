@@ -1,8 +1,11 @@
-"""The scheduler's side of the wire, for tests: plans as messages."""
+"""The scheduler's side of the wire, for tests: plans as messages, and results as they come."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
+
+import grpc
 
 from quire.executor.v1 import executor_pb2 as pb
 
@@ -59,3 +62,10 @@ def plan_message(plan: StepPlan) -> pb.StepPlan:
 
 def _bytes(values: np.ndarray) -> bytes:
     return values.astype("<i4").tobytes()
+
+
+async def read(call) -> pb.StepResult:
+    """The next result of a stream, which has not ended."""
+    result = await asyncio.wait_for(call.read(), 10)
+    assert result is not grpc.aio.EOF
+    return result

@@ -4,29 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import mmap
-import sys
 import urllib.request
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import grpc
-import numpy as np
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from executor.config import ExecutorConfig
-from executor.loading import load_model
-from executor.plan import Admission, SequenceParams, StepPlan
 from executor.server import Server
 from quire.addresses import AddressInUse
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from tests.executor.conductor import ints, tuples
+from tests.executor.conductor import ints
 from tests.executor.fake_runner import FakeRunner, loaded
-from tests.executor.messages import plan_message
+from tests.executor.messages import read
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -61,12 +55,6 @@ def stub(channel) -> ExecutorStub:
 
 def plan(epoch: int, step_id: int, **fields) -> pb.StepPlan:
     return pb.StepPlan(epoch=epoch, step_id=step_id, **fields)
-
-
-async def read(call) -> pb.StepResult:
-    result = await asyncio.wait_for(call.read(), 10)
-    assert result is not grpc.aio.EOF
-    return result
 
 
 async def status(call) -> tuple[grpc.StatusCode, str]:
@@ -361,62 +349,3 @@ async def test_metrics_over_http(stub, server) -> None:
     assert 'quire_executor_startup_seconds{model_name="fake",phase="weights"} 0.5' in page
     assert 'quire_executor_last_step_timestamp_seconds{model_name="fake"} 1' in page
     assert 'quire_executor_idle_ratio{model_name="fake"}' in page
-
-
-async def test_a_real_model_from_end_to_end(checkpoint) -> None:
-    source = checkpoint("llama")
-    config = replace(
-        CONFIG, model=str(source.directory), kernels="reference", device="cpu", block_size=4, num_blocks=20
-    )
-    server = Server(config, load_model(config, lambda line: None))
-    address = await server.start()
-    prompt = source.prompt(6)
-    first = StepPlan(
-        1,
-        1,
-        admissions=(Admission(3, ints(*prompt), 0, ints(7, 3, 9), SequenceParams(max_total_tokens=11)),),
-        row_counts=tuples(2, (3, 6)),
-    )
-    plans = [first, StepPlan(1, 2, row_counts=tuples(2, (3, 1))), *(StepPlan(1, step) for step in (3, 4, 5))]
-    async with grpc.aio.insecure_channel(address) as channel:
-        call = ExecutorStub(channel).Run()
-        for message in map(plan_message, plans):
-            await call.write(message)
-        results = [await read(call) for _ in plans]
-        call.cancel()
-    await server.stop()
-    assert [int(np.frombuffer(result.token_ids, "<i4")[0]) for result in results] == source.greedy(prompt, 5)
-    assert [result.end_reasons for result in results] == [b"", b"", b"", b"", bytes([pb.END_REASON_LENGTH])]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked for memory ahead")
-async def test_the_pool_takes_its_memory_while_there_is_nothing_to_do(checkpoint) -> None:
-    config = replace(
-        CONFIG, model=str(checkpoint("llama").directory), kernels="reference", device="cpu", block_size=16,
-        num_blocks=4000,
-    )  # fmt: skip
-    model = load_model(config, lambda line: None)
-    pool = model.runner.model.pool
-    assert pool.nbytes > 16 << 20
-    server = Server(config, model)
-    assert num_resident_pages(pool) < 10
-    await server.start()
-    for _ in range(3000):
-        if num_resident_pages(pool) == pool.nbytes // mmap.PAGESIZE:
-            break
-        await asyncio.sleep(0.02)
-    else:
-        pytest.fail("it takes no memory")
-    await server.stop()
-    assert not pool.any()
-
-
-def num_resident_pages(tensor) -> int:
-    """Of those that lie within it."""
-    start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    num_pages = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE
-    flags = np.zeros(num_pages, np.uint8)
-    mincore = ctypes.CDLL(None, use_errno=True).mincore
-    size = ctypes.c_size_t(num_pages * mmap.PAGESIZE)
-    assert mincore(ctypes.c_void_p(start), size, ctypes.c_void_p(flags.ctypes.data)) == 0
-    return int((flags & 1).sum())
