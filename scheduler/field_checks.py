@@ -1,5 +1,6 @@
 """Checks of single fields, each of which may be of any type: what is wrong is collected, by field path."""
 
+import struct
 from collections.abc import Mapping, Sequence
 
 from scheduler.core import InvalidRequest
@@ -36,15 +37,21 @@ class FieldChecks:
         *,
         above: bool = False,
     ) -> float:
-        """`above`: it must be greater than `least`. NaN is in no range."""
+        """Returns the float32 that goes to the executor: a door that reads doubles lets in what becomes 0 there.
+
+        The bounds are float32 numbers themselves, so that none is rounded past them. `above`: it must be greater than
+        `least`, once rounded. NaN is in no range.
+        """
         if value is None:
             return default
         is_number = type(value) is float or type(value) is int
-        if not is_number or not least <= value <= most or (above and value == least):
-            words = f"above {least} and at most {most}" if above else f"from {least} to {most}"
-            self.add(field, f"must be a number {words}, not {_shown(value)}")
-            return default
-        return float(value)
+        if is_number and least <= value <= most:
+            rounded = _as_float32(value)
+            if not (above and rounded == least):
+                return rounded
+        words = f"above {least} and at most {most}" if above else f"from {least} to {most}"
+        self.add(field, f"must be a number {words}, not {_shown(value)}")
+        return default
 
     def flag(self, field: str, value: bool | None) -> bool:
         if value is None or isinstance(value, bool):
@@ -125,6 +132,10 @@ class FieldChecks:
             else:
                 biases[token_id] = self.number(path, value, -bound, bound, 0.0)
         return biases
+
+
+def _as_float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
 def _shown(value: object) -> str:

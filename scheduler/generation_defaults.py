@@ -40,8 +40,9 @@ class GenerationDefaults:
             eos_token_ids = () if tokenizer_eos_token_id is None else (tokenizer_eos_token_id,)
         return cls(
             temperature=float(config.number("temperature", 0, 100, default=1.0)),
-            # A top_p of 0 is how some files write "the most probable token only".
-            top_p=float(config.number("top_p", 0, 1, default=1.0)) or 1e-6,
+            # A top_p of 0 is how some files write "the most probable token only". So is what a float32 takes for 0, and
+            # an executor would refuse.
+            top_p=max(float(config.number("top_p", 0, 1, default=1.0)), 1e-6),
             top_k=max(0, int(config.number("top_k", -1, 2**31 - 1, default=0))),
             min_p=float(config.number("min_p", 0, 1, default=0.0)),
             repetition_penalty=float(

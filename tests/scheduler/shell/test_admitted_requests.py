@@ -3,13 +3,15 @@
 from dataclasses import fields
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.core import BeamParams, CapacityExceeded, InvalidRequest
+from scheduler.core import Admission, BeamParams, CapacityExceeded, InvalidRequest, SequenceParams, StepPlan
 from scheduler.generation_defaults import GenerationDefaults
 from scheduler.incoming import Sampling
 from scheduler.validation import check, sample_seed
+from scheduler.wire import encode_plan
 from tests.scheduler.shell.asked import BOUNDS, DEFAULTS, LIMITS, V, admit, request
 
 
@@ -115,8 +117,34 @@ def test_seeds_have_64_bits(seed: int, index: int) -> None:
     assert 0 <= sample_seed(seed, index) < 2**64
 
 
+NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+)  # fmt: skip
+
+
+def is_sent_as_checked(params: SequenceParams) -> bool:
+    """The plan stream has float32."""
+    plan = StepPlan(1, 1, admissions=[Admission(2, [1, 2, 3], 2, 0, [1], params)])
+    sent = encode_plan(plan).admissions[0].params
+    return all(getattr(sent, name) == getattr(params, name) for name in NUMBERS)
+
+
+def test_numbers_are_those_that_the_executor_gets() -> None:
+    """Rounded before they are checked: a double just above 0 is none there."""
+    values = {"temperature": 0.7, "top_p": 1e-45, "min_p": 1e-50, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
+    params = admit(request(values)).params
+    assert is_sent_as_checked(params)
+    assert (params.min_p, params.temperature) == (0.0, pytest.approx(0.7))
+    assert params.top_p > 0
+    beam = admit(request({"beam_width": 2, "length_penalty": 0.1})).beam
+    assert beam is not None
+    assert beam.length_penalty == pytest.approx(0.1), "as a client of gRPC would have sent it"
+    assert beam.length_penalty != 0.1
+
+
 VALUES = (
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.integers(), max_size=3)
+    st.none() | st.booleans() | st.integers() | st.floats() | st.floats(0, 1) | st.text(max_size=3)
+    | st.lists(st.integers(), max_size=3)
     | st.integers(0, 4) | st.dictionaries(st.integers(0, V), st.floats(), max_size=2)
 )  # fmt: skip
 SAMPLING = sorted(field.name for field in fields(Sampling))
@@ -142,6 +170,7 @@ def test_anything_is_admitted_or_refused_but_never_an_accident(
     params = admitted.params
     assert 0 <= params.temperature <= 100
     assert 0 < params.top_p <= 1
+    assert is_sent_as_checked(params)
     assert 0 <= params.top_k < V
     assert 1 <= len(admitted.seeds) <= 8
     assert len(admitted.prompt_token_ids) < params.max_total_tokens <= 64

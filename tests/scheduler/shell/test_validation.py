@@ -20,7 +20,7 @@ NOT_WHOLE = [-1, 2**64, 10**5000, 1.0, NAN, True, "1", [1]]
     ("field", "values"),
     [
         ("temperature", [-0.1, -1e-45, 100.5, *NOT_NUMBERS]),
-        ("top_p", [0, 0.0, -0.5, 1.0000001, 2, *NOT_NUMBERS]),
+        ("top_p", [0, 0.0, 7e-46, 1e-50, -0.5, 1.0000001, 2, *NOT_NUMBERS]),
         ("min_p", [-0.001, 1.5, *NOT_NUMBERS]),
         ("top_k", [2**32, *NOT_WHOLE]),
         ("seed", NOT_WHOLE),
