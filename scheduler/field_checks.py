@@ -1,19 +1,27 @@
 """Checks of single fields, each of which may be of any type: what is wrong is collected, by field path."""
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 from scheduler.core import InvalidRequest
 
+MAX_VIOLATIONS = 64
+"""Of one request. They do not tell more by being more."""
+
+MAX_SHOWN = 40
+"""Characters of a value."""
+
 
 class FieldChecks:
-    """Collects what is wrong. Each check returns the value if it is right, and something harmless if it is not."""
+    """Collects what is wrong, up to MAX_VIOLATIONS. Each check returns the value if it is right, and something harmless
+    if it is not."""
 
     def __init__(self) -> None:
         self.violations: dict[str, str] = {}
 
     def add(self, field: str, problem: str) -> None:
-        self.violations.setdefault(field, problem)
+        if len(self.violations) < MAX_VIOLATIONS:
+            self.violations.setdefault(field, problem)
 
     def finish(self) -> None:
         if self.violations:
@@ -139,9 +147,14 @@ def _as_float32(value: float) -> float:
 
 
 def _shown(value: object) -> str:
-    """A value as a message can carry it. Numbers of more than 4300 digits have no decimal form in Python."""
+    """A value as a message can carry it, made without a look at all of it. Numbers of more than 4300 digits have no
+    decimal form in Python."""
+    if isinstance(value, str | bytes):
+        value = value[:MAX_SHOWN]
+    elif isinstance(value, Sized):
+        return f"a {type(value).__name__} of {len(value)}"
     try:
         text = repr(value)
     except ValueError:
         return "a number beyond all bounds"
-    return text if len(text) <= 40 else f"{text[:37]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}…"

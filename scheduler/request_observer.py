@@ -87,7 +87,8 @@ class ObservedRequest:
         else:
             self._trace_id = "" if parent is None else parent.trace_id
         self._client = incoming.client
-        self._request_id = printable(str(incoming.request_id or "")[:MAX_LOGGED_ID])
+        request_id = incoming.request_id  # not checked yet: of any type, and of any size
+        self._request_id = printable(request_id[:MAX_LOGGED_ID]) if isinstance(request_id, str) else ""
         self._facts: RequestFacts | None = None
         log_as(request_id=self._request_id, trace_id=self._trace_id)
 

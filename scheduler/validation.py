@@ -3,7 +3,7 @@
     incoming ── check ──► CheckedRequest ── tokenise (outside) ── complete ──► core Request
 
 Both are pure: no clock, no I/O, no randomness but the seed that is passed in. `check` raises InvalidRequest with *all*
-that is wrong, by field path; it looks at sizes before contents, so a hostile request costs no more than an honest one.
+that is wrong, up to 64 fields; it looks at sizes before contents: a hostile request costs no more than an honest one.
 `complete` raises CapacityExceeded for what can never fit.
 """
 

@@ -14,6 +14,7 @@ import json
 import logging
 from dataclasses import fields, replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -21,10 +22,12 @@ from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 
 from scheduler.core import InvalidRequest, QueueFull, QuireError
+from scheduler.field_checks import MAX_VIOLATIONS, FieldChecks
 from scheduler.incoming import ChatMessage, IncomingRequest, Sampling, Stopping
 from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
 from scheduler.patience import deliver
 from scheduler.status import code_of, status_of
+from scheduler.validation import RequestLimits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,6 +41,9 @@ T = TypeVar("T", Sampling, Stopping)
 
 MAX_BODY_BYTES = 8 * 2**20
 """Above the validator's bound of the prompt, which says more clearly what is too long."""
+
+MAX_CHAT_MESSAGES = RequestLimits().max_chat_messages
+"""The validator's bound, asked here as well: before a look at each message."""
 
 HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -98,16 +104,15 @@ async def _write(response: web.StreamResponse, message: wire.GenerateResponse) -
 
 
 def read_request(body: object) -> IncomingRequest:
-    """Plain JSON to plain data. Raises InvalidRequest with every key that is no field; values are the validator's."""
-    violations: dict[str, str] = {}
+    """Plain JSON to plain data. Raises InvalidRequest with the keys that are no fields; values are the validator's."""
     if not isinstance(body, dict):
         raise InvalidRequest({"": "must be a JSON object"})
-    values = _known(body, "", {"text", "chat", "request_id", "sampling", "stopping"}, violations)
-    sampling = _read(Sampling, values.get("sampling"), "sampling", violations)
-    stopping = _read(Stopping, values.get("stopping"), "stopping", violations)
-    chat = _read_chat(values.get("chat"), violations)
-    if violations:
-        raise InvalidRequest(violations)
+    checks = FieldChecks()
+    values = _known(body, "", {"text", "chat", "request_id", "sampling", "stopping"}, checks)
+    sampling = _read(Sampling, values.get("sampling"), "sampling", checks)
+    stopping = _read(Stopping, values.get("stopping"), "stopping", checks)
+    chat = _read_chat(values.get("chat"), checks)
+    checks.finish()
     return IncomingRequest(
         request_id=values.get("request_id"), text=values.get("text"), chat=chat, sampling=sampling, stopping=stopping
     )
@@ -153,36 +158,38 @@ async def _body(request: web.Request) -> object:
         raise InvalidRequest({"": "must be JSON"}) from error
 
 
-def _read_chat(value: object, violations: dict[str, str]) -> list[ChatMessage] | None:
+def _read_chat(value: object, checks: FieldChecks) -> list[ChatMessage] | None:
     """None where there is no chat. Roles and contents are the validator's to look at, whatever they are."""
     if value is None:
         return None
     messages = value.get("messages") if isinstance(value, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        violations["chat.messages"] = "must be a list of JSON objects"
+    if isinstance(messages, list) and len(messages) > MAX_CHAT_MESSAGES:
+        checks.add("chat.messages", f"must be at most {MAX_CHAT_MESSAGES}, not {len(messages)}")
         return None
-    known = [
-        _known(message, f"chat.messages[{i}].", {"role", "content"}, violations) for i, message in enumerate(messages)
-    ]
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        checks.add("chat.messages", "must be a list of JSON objects")
+        return None
+    known = [_known(message, f"chat.messages[{i}].", {"role", "content"}, checks) for i, message in enumerate(messages)]
     return [ChatMessage(message.get("role", ""), message.get("content", "")) for message in known]
 
 
-def _read(kind: type[T], value: object, path: str, violations: dict[str, str]) -> T:
+def _read(kind: type[T], value: object, path: str, checks: FieldChecks) -> T:
     if value is None:
         return kind()
     if not isinstance(value, dict):
-        violations[path] = "must be a JSON object"
+        checks.add(path, "must be a JSON object")
         return kind()
     names = {field.name for field in fields(kind)} - NOT_IN_JSON
-    return kind(**_known(value, f"{path}.", names, violations))
+    return kind(**_known(value, f"{path}.", names, checks))
 
 
-def _known(values: Mapping[str, Any], prefix: str, names: set[str], violations: dict[str, str]) -> dict[str, Any]:
+def _known(values: Mapping[str, Any], prefix: str, names: set[str], checks: FieldChecks) -> dict[str, Any]:
     """Those that are fields; null is absence."""
-    for key in values:
+    # Of so many keys, enough are no fields: the rest, however long, need no look.
+    for key in islice(values, len(names) + MAX_VIOLATIONS):
         if key not in names:
-            violations[f"{prefix}{key[:40]}"] = "is not a field"
-    return {key: value for key, value in values.items() if key in names and value is not None}
+            checks.add(f"{prefix}{key[:40]}", "is not a field")
+    return {name: values[name] for name in names if values.get(name) is not None}
 
 
 def _message(message: wire.GenerateResponse) -> dict[str, Any]:

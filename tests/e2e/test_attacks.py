@@ -1,12 +1,15 @@
 """Requests that broke other servers: each gets the right status, neighbours notice nothing, nothing is left."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import grpc
 import pytest
+from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -76,6 +79,30 @@ async def status_of(stub: GenerationStub, request: wire.GenerateRequest) -> tupl
     return grpc.StatusCode.OK, ""
 
 
+async def status_of_json(session: aiohttp.ClientSession, body: dict[str, Any]) -> tuple[grpc.StatusCode, str]:
+    """The same, of the door that reads JSON."""
+    async with session.post("/live/completions", json=body) as response:
+        *_, last = (await response.text()).splitlines()
+    error = json.loads(last).get("error")
+    return (grpc.StatusCode.OK, "") if error is None else (grpc.StatusCode[error["code"]], last)
+
+
+def as_json(message: Any) -> dict[str, Any]:
+    """NaN and the infinities as Python writes them, and reads."""
+    return {field.name: _json_value(value) for field, value in message.ListFields()}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Message):
+        return as_json(value)
+    return value if isinstance(value, str | int | float) else [_json_value(item) for item in value]
+
+
+def can_be_json(request: wire.GenerateRequest) -> bool:
+    fields = {field.name for field, _ in request.ListFields()}
+    return fields <= {"text", "chat", "request_id", "sampling", "stopping"} and not request.sampling.logit_bias
+
+
 def sampling(**fields: Any) -> wire.GenerateRequest:
     return wire.GenerateRequest(text="A fox", sampling=wire.SamplingParams(**fields))
 
@@ -141,6 +168,27 @@ HARMLESS: list[wire.GenerateRequest] = [
     ),
 ]  # fmt: skip
 
+# What a message of protobuf cannot say: numbers that are no float32, values of any type, keys that are no fields.
+JSON_ATTACKS: list[dict[str, Any]] = [
+    *({"sampling": {"top_p": value}} for value in (1e-50, 7e-46, 1e300, -1e-50, "0.5", True, [0.5], {})),
+    *({"sampling": {"temperature": value}} for value in (1e300, 10**400, "hot", [[[0.5]]])),
+    *({"sampling": {"seed": value}} for value in (2**64, -1, 1.5)),
+    {"sampling": {"n": 1.0}},
+    {"sampling": {"allowed_token_ids": [-1]}},
+    {"stopping": {"stop_token_ids": [2**64]}},
+    {"stopping": {"stop": [{}]}},
+    {"request_id": [0] * 1_000_000},
+    {"sampling": {"seed": [{}] * 1_000_000}},
+    {"sampling": {f"{number}": number for number in range(100_000)}},
+    {"text": None, "chat": {"messages": [{}] * 1_000_000}},
+    {"text": None, "chat": {"messages": [{f"{number}": 1 for number in range(100)}] * 1000}},
+]
+HARMLESS_JSON: list[dict[str, Any]] = [
+    {"sampling": {"temperature": 1e-50, "min_p": 1e-50, "repetition_penalty": 1.1, "frequency_penalty": -1e-50}},
+    {"sampling": {"top_p": 1e-45, "presence_penalty": 0.1}},
+    {"sampling": {"beam_width": 2, "length_penalty": 0.1}},
+]
+
 
 async def test_every_attack_is_refused(small_server: Stack, client: AsyncClient) -> None:
     async with neighbours(client), grpc.aio.insecure_channel(small_server.grpc) as channel:
@@ -151,6 +199,21 @@ async def test_every_attack_is_refused(small_server: Stack, client: AsyncClient)
             assert len(words) < 10_000
         for request in HARMLESS:
             assert await status_of(stub, request) == (grpc.StatusCode.OK, ""), str(request)[:200]
+
+
+async def test_every_attack_is_refused_by_the_door_of_the_page(small_server: Stack, client: AsyncClient) -> None:
+    attacks = [as_json(attack) for attack in ATTACKS if can_be_json(attack)]
+    attacks += [{"text": "A fox"} | attack for attack in JSON_ATTACKS]
+    harmless = [as_json(request) for request in HARMLESS if can_be_json(request)]
+    harmless += [{"text": "A fox", "stopping": {"max_tokens": 3}} | request for request in HARMLESS_JSON]
+    timeout = aiohttp.ClientTimeout(60)
+    async with neighbours(client), aiohttp.ClientSession(f"http://{small_server.http}", timeout=timeout) as session:
+        for attack in attacks:
+            code, words = await status_of_json(session, attack)
+            assert code in REFUSED, (str(attack)[:200], code)
+            assert len(words) < 10_000
+        for request in harmless:
+            assert await status_of_json(session, request) == (grpc.StatusCode.OK, ""), str(request)[:200]
 
 
 def test_negative_ids_cannot_be_sent() -> None:

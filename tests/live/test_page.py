@@ -9,11 +9,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from scheduler.core import BlockState
+from scheduler.core import BlockState, InvalidRequest
+from scheduler.incoming import Sampling
 from scheduler.live.browser_safety import HEADERS
+from scheduler.live.completions import read_request
 from scheduler.live.page import STATIC
 from tests.live.conftest import Served
 from tests.live.picture import Picture
+from tests.scheduler.shell.asked import Unread
 from tests.scheduler.shell.conftest import until
 
 
@@ -196,6 +199,31 @@ async def test_what_is_wrong_is_said_by_field(
         assert has_safe_headers(response)
     assert {violation["field"] for violation in error["violations"]} == fields
     assert all(violation["problem"] for violation in error["violations"])
+
+
+async def test_an_answer_does_not_grow_with_what_is_wrong(served: Served, session: aiohttp.ClientSession) -> None:
+    keys = {f"{number}": number for number in range(10_000)}
+    many = {"text": "x"}, {"sampling": keys}, {"stopping": keys}, keys, chat([keys] * 1000), chat([{}] * 10_000)
+    for sent in many[1:]:
+        async with session.post(f"{served.url}/live/completions", json=many[0] | sent) as response:
+            answer = await response.text()
+            assert response.status == 400
+            assert len(answer) < 10_000
+        assert 1 <= len(json.loads(answer)["error"]["violations"]) <= 64
+
+
+def test_what_is_too_large_is_not_looked_into() -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        read_request(chat(Unread([{}] * 1025)))
+    assert refused.value.violations == {"chat.messages": "must be at most 1024, not 1025"}
+
+
+def test_keys_that_are_fields_are_found_among_any_others() -> None:
+    keys = {f"{'k' * 40}{number}": number for number in range(200)}  # all told by the same 40 characters
+    with pytest.raises(InvalidRequest) as refused:
+        read_request({"text": "x", "sampling": {"n": 2, "seed": None}, **keys})
+    assert list(refused.value.violations) == ["k" * 40]
+    assert read_request({"text": "x", "sampling": {"n": 2, "seed": None}}).sampling == Sampling(n=2)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[" * 100_000, b"\xff", b'{"text": "a" * 3}'])

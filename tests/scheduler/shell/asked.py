@@ -1,6 +1,6 @@
 """What is asked for, as the checks see it: a model of a thousand tokens, eight sequences of 64 tokens."""
 
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -45,3 +45,12 @@ def admit(incoming: IncomingRequest, defaults: GenerationDefaults = DEFAULTS, nu
     prompt = checked.token_ids if num_prompt is None else [5] * num_prompt
     assert prompt is not None
     return complete(checked, prompt, BOUNDS, request_id=1, deadline_s=None)
+
+
+class Unread(list[Any]):
+    """A list that nobody may look into: its length has to tell enough."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise AssertionError("was looked into")
+
+    __iter__ = __getitem__ = __contains__ = __repr__ = __str__ = _refuse

@@ -13,7 +13,11 @@ import pytest
 from quire.logs import configure
 from quire.v1 import generation_pb2 as wire
 from scheduler.core import FinishReason, QueueFull
+from scheduler.incoming import IncomingRequest
+from scheduler.metrics import SchedulerMetrics
+from scheduler.request_observer import RequestObserver
 
+from .asked import Unread
 from .conftest import Served, Servers
 from .theatre import Theatre, ended
 
@@ -124,6 +128,12 @@ async def test_refused_requests(servers: Servers, log: Log) -> None:
     assert await refusal(served, wire.GenerateRequest(text="x")) is grpc.StatusCode.RESOURCE_EXHAUSTED
     refused = log.of("request refused")[1]
     assert (refused["status"], refused["request_id"]) == ("resource_exhausted", "quire-1")
+
+
+def test_an_id_that_is_none_is_not_written_out(log: Log) -> None:
+    """JSON has ids of any type, and of any size; that one is wrong is told later."""
+    RequestObserver(SchedulerMetrics()).arrived(IncomingRequest(request_id=Unread([0]))).refused("invalid_argument")
+    assert "request_id" not in log.of("request refused")[0]
 
 
 async def test_a_bug_of_ours_is_logged_with_the_request(servers: Servers, log: Log) -> None:

@@ -8,7 +8,7 @@ import pytest
 from scheduler.core import BeamParams, CapacityExceeded, InvalidRequest
 from scheduler.incoming import ChatMessage
 from scheduler.validation import check, complete
-from tests.scheduler.shell.asked import BOUNDS, DEFAULTS, LIMITS, V, admit, request, violations
+from tests.scheduler.shell.asked import BOUNDS, DEFAULTS, LIMITS, Unread, V, admit, request, violations
 
 NAN, INF = float("nan"), float("inf")
 BAD_IDS = [-1, V, V + 1, 2**32 - 1, 2**64, True, 1.0, "1", None]
@@ -220,6 +220,28 @@ def test_all_violations_at_once() -> None:
 def test_messages_do_not_grow_with_the_value() -> None:
     found = violations(request(token_ids=["x" * 10_000], sampling={"seed": 10**5000}))
     assert all(len(problem) < 200 for problem in found.values())
+    assert violations(request({"seed": "x" * 10_000}))["sampling.seed"].endswith(
+        "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx…"
+    )
+
+
+def test_what_is_too_large_is_not_looked_into() -> None:
+    large = Unread([0] * 70_000)
+    for name in ("temperature", "top_p", "seed", "n", "beam_width", "logit_bias", "allowed_token_ids"):
+        assert list(violations(request(sampling={name: large}))) == [f"sampling.{name}"]
+    for name in ("max_tokens", "stop", "stop_token_ids", "ignore_eos"):
+        assert list(violations(request(stopping={name: large}))) == [f"stopping.{name}"]
+    assert list(violations(request(output={"logprobs": large}))) == ["output.logprobs"]
+    for name in ("text", "request_id", "cache_salt", "priority"):
+        assert list(violations(request(**{name: large}))) == [name]
+    assert list(violations(request(chat=large))) == ["chat.messages"]
+    with pytest.raises(CapacityExceeded):
+        admit(request(token_ids=large))
+
+
+def test_not_everything_is_said_of_what_is_wrong_everywhere() -> None:
+    found = violations(request(sampling={"logit_bias": dict.fromkeys(range(1000), NAN)}))
+    assert len(found) == 64
 
 
 # --- what fits, and what does not ---
