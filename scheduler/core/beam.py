@@ -4,9 +4,11 @@ The rules are those of `generate(num_beams=…)` in Hugging Face transformers 5 
 that both find the same beams with the same scores.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
 from math import inf
 
 from scheduler.core.plan import BeamResult
@@ -52,23 +54,24 @@ class BeamSearch:
 
         A candidate of probability 0 (-inf) is none; so there may be fewer survivors than beams are wanted.
         """
-        best = self._rank(candidates)
         self._num_tokens += 1
         is_last = self._num_tokens == self._max_new_tokens
+        width = self._params.width
         survivors: list[Survivor] = []
         beams: list[_Beam] = []
         ended: list[BeamResult] = []
-        for place, (score, parent, token_id) in enumerate(best):
-            token_ids = (*self._beams[parent].token_ids, token_id)
+        for place, (score, parent, token_id) in enumerate(islice(self._ranked(candidates), self._num_candidates)):
+            if place >= width and (is_last or len(beams) == width):
+                break  # from here on nobody may end, or go on
             reason = self._end_reasons.get(token_id, FinishReason.LENGTH if is_last else None)
-            if reason is None:
-                if len(beams) < self._params.width:
-                    survivors.append(Survivor(parent, token_id))
-                    beams.append(_Beam(token_ids, score))
-            elif place < self._params.width:  # the others are there to replace those that end, not to end
-                ended.append(BeamResult(list(token_ids), self._penalised(score), reason))
+            if reason is None and len(beams) < width:
+                survivors.append(Survivor(parent, token_id))
+                beams.append(_Beam((*self._beams[parent].token_ids, token_id), score))
+            elif reason is not None and place < width:  # others are there to replace those that end, not to end
+                token_ids = [*self._beams[parent].token_ids, token_id]
+                ended.append(BeamResult(token_ids, self._penalised(score), reason))
         self._beams = beams
-        self._ended = sorted(self._ended + ended, key=lambda result: -result.score)[: self._params.width]
+        self._ended = sorted(self._ended + ended, key=lambda result: -result.score)[:width]
         return survivors if self._goes_on() else []
 
     def results(self) -> list[BeamResult]:
@@ -77,17 +80,20 @@ class BeamSearch:
         missing = [BeamResult([], -inf, FinishReason.LENGTH)] * (self._params.num_returned - len(self._ended))
         return self._ended[: self._params.num_returned] + missing
 
-    def _rank(self, candidates: SequenceOf[Candidates]) -> list[tuple[float, int, int]]:
-        """(score, beam, token) of the best continuations of all beams; among equals the lower beam, then the lower
-        rank, comes first."""
-        ranked = [
-            (self._beams[beam].score + value, beam, token_id)
-            for beam, (token_ids, values) in enumerate(candidates)
-            for token_id, value in zip(token_ids, values, strict=True)
-            if value > -inf
-        ]
-        ranked.sort(key=lambda candidate: -candidate[0])
-        return ranked[: self._num_candidates]
+    def _ranked(self, candidates: SequenceOf[Candidates]) -> Iterator[tuple[float, int, int]]:
+        """(score, beam, token) of the continuations of all beams, the best first; among equals the lower beam, then the
+        lower rank, comes first. Made one by one: there are many more of them than are looked at."""
+        of_each_beam = (self._continuations(beam, *found) for beam, found in enumerate(candidates))
+        return merge(*of_each_beam, key=lambda candidate: -candidate[0])
+
+    def _continuations(
+        self, beam: int, token_ids: SequenceOf[int], values: SequenceOf[float]
+    ) -> Iterator[tuple[float, int, int]]:
+        score = self._beams[beam].score
+        for token_id, value in zip(token_ids, values, strict=True):
+            if not value > -inf:
+                return  # nor are those after it any
+            yield score + value, beam, token_id
 
     def _goes_on(self) -> bool:
         if not self._beams:

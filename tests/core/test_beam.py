@@ -1,5 +1,6 @@
 """The beam search decides as transformers does: the same beams, the same scores, on models that know nothing."""
 
+from collections.abc import Iterator
 from math import inf
 from random import Random
 
@@ -134,3 +135,66 @@ def test_what_has_no_probability_is_no_candidate() -> None:
     lonely = BeamSearch(BeamParams(2, 2), {}, 1)
     assert lonely.decide([([3, 0, 1, 2], [0.0, -inf, -inf, -inf])]) == []
     assert lonely.results() == [BeamResult([3], 0.0, LENGTH), BeamResult([], -inf, LENGTH)]
+
+
+def by_sorting_everything(
+    scores: list[float], candidates: list[Candidates], width: int, num_candidates: int, end_ids: set[int]
+) -> tuple[list[Survivor], list[float]]:
+    """One step, said plainly: the beams that go on, and their scores."""
+    best = [
+        (scores[beam] + value, beam, token_id)
+        for beam, (token_ids, values) in enumerate(candidates)
+        for token_id, value in zip(token_ids, values, strict=True)
+    ]
+    best = sorted(best, key=lambda candidate: -candidate[0])[:num_candidates]
+    going_on = [candidate for candidate in best if candidate[2] not in end_ids][:width]
+    return [Survivor(beam, token_id) for _, beam, token_id in going_on], [score for score, _, _ in going_on]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_looks_no_further_than_it_has_to_and_finds_the_same(seed: int) -> None:
+    """Sums of quarters: scores are often equal, and always exact."""
+    random = Random(seed)
+    params = BeamParams(random.randint(1, 8), 1, length_penalty=0.0)
+    end_ids = set(range(random.randint(0, 6)))
+    num_candidates = params.num_candidates(len(end_ids))
+    beams, scores = BeamSearch(params, dict.fromkeys(end_ids, EOS), 99), [0.0]
+    for _ in range(6):
+        candidates: list[Candidates] = [
+            (
+                random.sample(range(60), num_candidates),
+                sorted((-random.randint(0, 12) / 4 for _ in range(num_candidates)), reverse=True),
+            )
+            for _ in scores
+        ]
+        expected, scores = by_sorting_everything(scores, candidates, params.width, num_candidates, end_ids)
+        survivors = beams.decide(candidates)
+        if not survivors:  # enough have ended, and nothing better is to be found
+            break
+        assert survivors == expected
+
+
+class Counting(list[float]):
+    """Knows how many of its values were looked at."""
+
+    num_read = 0
+
+    def __iter__(self) -> Iterator[float]:
+        for value in super().__iter__():
+            self.num_read += 1
+            yield value
+
+
+def test_the_widest_search_with_most_stop_ids_looks_at_a_few_of_its_candidates() -> None:
+    """Of a quarter of a million, which would hold up every other request for as long as that takes."""
+    params = BeamParams(64, 64)
+    num_candidates = params.num_candidates(64)
+    beams = BeamSearch(params, dict.fromkeys(range(64), STOP), 99)
+    token_ids = range(100, 100 + num_candidates)
+    start = Counting(-float(rank) for rank in range(num_candidates))
+    assert len(beams.decide([(token_ids, start)])) == 64
+    reports = [Counting(-float(rank) for rank in range(num_candidates)) for _ in range(64)]
+    assert len(beams.decide([(token_ids, report) for report in reports])) == 64
+    hopeless = Counting([-1.0] + [-inf] * (num_candidates - 1))
+    assert len(beams.decide([(token_ids, report) for report in [hopeless] * 64])) == 64
+    assert start.num_read + sum(report.num_read for report in reports) + hopeless.num_read < 400
