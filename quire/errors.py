@@ -43,16 +43,23 @@ class CapacityExceededError(QuireError):
 
 
 class QueueFullError(QuireError):
-    """RESOURCE_EXHAUSTED: the queue is full.
+    """RESOURCE_EXHAUSTED, with a time to try again: the queue is full.
 
-    retry_after_s  when the server suggests to try again; None where it said nothing
+    retry_after_s  when the server suggests to try again
     """
 
     code = "RESOURCE_EXHAUSTED"
 
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class LimitExceededError(QuireError):
+    """RESOURCE_EXHAUSTED for any other reason: a message is larger than gRPC takes, or nobody took the output for so
+    long that the server gave the stream up. The same again would end the same way."""
+
+    code = "RESOURCE_EXHAUSTED"
 
 
 class DeadlineExceededError(QuireError):

@@ -10,6 +10,7 @@ from quire.errors import (
     DeadlineExceededError,
     InternalError,
     InvalidRequestError,
+    LimitExceededError,
     QueueFullError,
     QuireError,
     RequestCancelledError,
@@ -19,6 +20,7 @@ from quire.status_details import TRAILER, StatusDetails, status_details
 
 _PLAIN: dict[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.OUT_OF_RANGE: CapacityExceededError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: LimitExceededError,  # unless it comes with RetryInfo
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.CANCELLED: RequestCancelledError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
@@ -39,7 +41,7 @@ def from_status(
     details = _details(trailers)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError(message, details.violations)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and details.retry_after_s is not None:
         return QueueFullError(message, details.retry_after_s)
     if code in _PLAIN:
         return _PLAIN[code](message)

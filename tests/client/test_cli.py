@@ -133,18 +133,21 @@ def test_generate_as_json(server: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "exit_code"),
+    ("code", "retry_after_s", "exit_code"),
     [
-        (grpc.StatusCode.INVALID_ARGUMENT, 2),
-        (grpc.StatusCode.OUT_OF_RANGE, 2),
-        (grpc.StatusCode.UNAVAILABLE, 69),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, 75),
-        (grpc.StatusCode.DEADLINE_EXCEEDED, 75),
-        (grpc.StatusCode.INTERNAL, 1),
+        (grpc.StatusCode.INVALID_ARGUMENT, None, 2),
+        (grpc.StatusCode.OUT_OF_RANGE, None, 2),
+        (grpc.StatusCode.UNAVAILABLE, None, 69),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, 0.5, 75),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, None, 1),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, None, 75),
+        (grpc.StatusCode.INTERNAL, None, 1),
     ],
 )
-def test_a_refusal_is_one_line_and_an_exit_code(server: ScriptedServer, code: grpc.StatusCode, exit_code: int) -> None:
-    server.script = refusal(code, "for a reason")
+def test_a_refusal_is_one_line_and_an_exit_code(
+    server: ScriptedServer, code: grpc.StatusCode, retry_after_s: float | None, exit_code: int
+) -> None:
+    server.script = refusal(code, "for a reason", retry_after_s=retry_after_s)
     result = invoke("generate", "p", "--address", server.address)
     assert result.exit_code == exit_code
     assert result.stderr.splitlines() == ["quire: for a reason"]

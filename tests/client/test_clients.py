@@ -125,7 +125,7 @@ def test_an_answer_that_breaks_the_protocol_is_an_internal_error(
     [
         (grpc.StatusCode.INVALID_ARGUMENT, quire.InvalidRequestError),
         (grpc.StatusCode.OUT_OF_RANGE, quire.CapacityExceededError),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, quire.QueueFullError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, quire.LimitExceededError),
         (grpc.StatusCode.DEADLINE_EXCEEDED, quire.DeadlineExceededError),
         (grpc.StatusCode.CANCELLED, quire.RequestCancelledError),
         (grpc.StatusCode.UNAVAILABLE, quire.UnavailableError),

@@ -8,6 +8,8 @@ import grpc.aio
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
+from quire import LimitExceededError
+from quire.status import from_rpc_error
 from quire.v1 import generation_pb2 as wire
 
 from .calls import collect, failure, text_request
@@ -133,6 +135,7 @@ async def test_a_reader_that_takes_nothing_loses_its_stream(servers: Servers) ->
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(call)
     assert caught.value.code() is Code.RESOURCE_EXHAUSTED
+    assert type(from_rpc_error(caught.value)) is LimitExceededError, "the queue has room: this is no time to try again"
 
 
 async def test_a_stream_that_waits_for_tokens_is_not_stalled(servers: Servers) -> None:
