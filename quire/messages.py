@@ -155,7 +155,9 @@ def _set_field(target: Any, name: str, value: Any, path: str, violations: dict[s
             getattr(target, name).extend(value)
         else:
             setattr(target, name, value)
-    except (TypeError, ValueError) as error:
+    except AttributeError:  # one where a list or a map belongs, or the other way round
+        violations[path] = f"cannot be of type {type(value).__name__}"
+    except (TypeError, ValueError, OverflowError) as error:
         violations[path] = str(error)
 
 

@@ -130,6 +130,15 @@ def test_an_unknown_option_is_a_type_error() -> None:
         ("p", {"max_tokens": 1.5}, "stopping.max_tokens"),
         ("p", {"stop": [b"\xff"]}, "stopping.stop"),
         ("p", {"cache_salt": 7}, "cache_salt"),
+        ("p", {"cache_salt": b"salt"}, "cache_salt"),
+        ("p", {"temperature": [0.5]}, "sampling.temperature"),
+        ("p", {"temperature": {}}, "sampling.temperature"),
+        ("p", {"temperature": 10**400}, "sampling.temperature"),
+        ("p", {"stop_token_ids": 5}, "stopping.stop_token_ids"),
+        ("p", {"stop_token_ids": {5: 1}}, "stopping.stop_token_ids"),
+        ("p", {"logit_bias": 1.0}, "sampling.logit_bias"),
+        ("p", {"logit_bias": [(5, 1.0)]}, "sampling.logit_bias"),
+        ([{"role": "user", "content": ["x"]}], {}, "chat.messages[0].content"),
     ],
 )
 def test_values_that_cannot_be_sent_are_violations_by_field(prompt: Any, options: dict[str, Any], field: str) -> None:
