@@ -126,9 +126,10 @@ class RequestMetrics:
     def finished(self, index: int, reason: FinishReason, num_tokens: int, num_preemptions: int = 0) -> None:
         """A sequence of `num_tokens` has ended with a result."""
         if num_tokens > 1:
-            last_s = self._last_token_s[index]
-            per_token_s = (last_s - self._first_token_s[index]) / (num_tokens - 1)
-            self._observe("quire_time_per_output_token_seconds", last_s, per_token_s)
+            first_s, last_s = self._first_token_s[index], self._last_token_s[index]
+            if last_s > first_s:  # tokens that all leave together, as a beam's do, took longer than nothing
+                per_token_s = (last_s - first_s) / (num_tokens - 1)
+                self._observe("quire_time_per_output_token_seconds", last_s, per_token_s)
         self._reasons[index] = reason
         self._num_preemptions += num_preemptions
         self._num_open -= 1

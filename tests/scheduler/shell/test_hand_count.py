@@ -271,7 +271,7 @@ async def beams(theatre: Theatre) -> Counts:
     """Two beams of 2 tokens, the better one returned. Its tokens count, and not those of beams that came to nothing.
 
     The first step computes the 6 prompt tokens, the second a row for each beam; both write into the half block that
-    they share, so one of them copies it. All tokens come at once, with the end: they have no gaps between them.
+    they share, so one of them copies it. All tokens come at once, with the end: they have no gaps, and no mean of gaps.
     """
     client = await theatre.ask([18, 6, 6, 6, 6, 6], 2, sampling=Sampling(beam_width=2))
     await theatre.step(2)
@@ -285,7 +285,6 @@ async def beams(theatre: Theatre) -> Counts:
         times("request_queue_time", 0),
         times("time_to_first_token", 2),
         times("request_prefill_time", 2),
-        times("time_per_output_token", 0),
         times("request_decode_time", 0),
         times("e2e_request_latency", 2),
     )
