@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 from quire.v1 import admin_pb2 as wire
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from scheduler.step_trace import StepTrace
 
     Context = grpc.aio.ServicerContext[Any, Any]
+
+log = logging.getLogger(__name__)
 
 SERVER_STATES = {
     ServerState.WAITING_FOR_EXECUTOR: wire.SERVER_STATE_WAITING_FOR_EXECUTOR,
@@ -102,7 +105,8 @@ class AdminServer(AdminServicer):
         return wire.GetStepTraceResponse(steps=[_step_trace(trace) for trace in steps])
 
     async def Drain(self, request: wire.DrainRequest, context: Context) -> wire.DrainResponse:  # noqa: N802
-        """A caller that goes away does not take it back."""
+        """A caller that goes away does not take it back, nor does anything but a new process."""
+        log.warning("asked to drain: no new requests until a restart", extra={"client": context.peer()})
         await self._engine.drain()
         return wire.DrainResponse()
 

@@ -99,7 +99,9 @@ async def test_reset_prefix_cache(servers: Servers) -> None:
     assert (await served.admin.ResetPrefixCache(wire.ResetPrefixCacheRequest())).num_blocks == 9
 
 
-async def test_drain_waits_for_what_runs_and_refuses_the_rest(servers: Servers) -> None:
+async def test_drain_waits_for_what_runs_and_refuses_the_rest(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
     served = await servers.start()
     running = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
     submitted = (await served.engine.next_request()).start()
@@ -108,6 +110,8 @@ async def test_drain_waits_for_what_runs_and_refuses_the_rest(servers: Servers) 
     refused = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
     assert await refused.code() is grpc.StatusCode.UNAVAILABLE
     assert not drain.done()
+    (asked,) = [record for record in caplog.records if "asked to drain" in record.getMessage()]
+    assert vars(asked)["client"].startswith(("ipv4:127.0.0.1:", "ipv6:")), "whoever it was"
     submitted.finish()
     assert [message async for message in running][-1].HasField("finished")
     await drain
