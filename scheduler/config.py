@@ -21,8 +21,8 @@ class SchedulerConfig:
 
     model                      local directory, or hub id, with tokenizer.json; the executor's is not asked for
     listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
-    http_listen                host:port of metrics, readiness, and the live page, whose prompt box generates for whoever
-                               reaches it: like the gRPC port, this one asks nobody who they are
+    http_listen                host:port of metrics, readiness, and the live page, whose prompt box generates for
+                               whoever reaches it: like the gRPC port, this one asks nobody who they are
     http_allowed_hosts         names, separated by commas, under which browsers may ask for the live page, beside that
                                of http_listen, localhost and addresses; for a reverse proxy. "*": any
     executor                   address of the executor: host:port, or unix:path
