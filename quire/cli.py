@@ -158,7 +158,7 @@ def generate(
 def kv(
     address: _Address = DEFAULT_ADDRESS,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="redraw until Ctrl-C")] = False,
-    interval_s: Annotated[float, typer.Option(min=0.02, help="between two drawings")] = 0.25,
+    interval_s: Annotated[float, typer.Option(min=0.02, help="between two drawings, at least")] = 0.25,
     as_json: Annotated[bool, typer.Option("--json", help="once, as JSON")] = False,
 ) -> None:
     """Shows the block pool: who owns which block, what is shared, what is cached."""

@@ -2,13 +2,20 @@
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from typing import NoReturn
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 
 from quire.block_map_view import RequestColours, block_map_view
 from quire.client import Client
+
+MAX_SHARE = 0.02
+"""Of the time that may go into answers: a server makes them between its steps, and a large pool's take a while."""
+MAX_PAUSE_S = 2.0
+"""A server that is slow for other reasons is still looked at."""
 
 
 def show(client: Client, console: Console) -> None:
@@ -23,12 +30,17 @@ def show_json(client: Client, console: Console) -> None:
 
 def watch(client: Client, console: Console, interval_s: float) -> None:
     """Redraws it until interrupted; without a terminal to redraw on, prints one after the other."""
-    colours = RequestColours()
     if not console.is_terminal:
-        while True:
-            console.print(block_map_view(client.block_map(), colours))
-            time.sleep(interval_s)
+        _draw_again(client, console.print, interval_s)
     with Live(console=console, auto_refresh=False) as live:
-        while True:
-            live.update(block_map_view(client.block_map(), colours), refresh=True)
-            time.sleep(interval_s)
+        _draw_again(client, lambda view: live.update(view, refresh=True), interval_s)
+
+
+def _draw_again(client: Client, draw: Callable[[Group], None], interval_s: float) -> NoReturn:
+    colours = RequestColours()
+    while True:
+        asked_s = time.monotonic()
+        block_map = client.block_map()
+        pause_s = (time.monotonic() - asked_s) / MAX_SHARE
+        draw(block_map_view(block_map, colours))
+        time.sleep(max(interval_s, min(pause_s, MAX_PAUSE_S)))

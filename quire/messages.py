@@ -1,8 +1,9 @@
 """Between Python values and protobuf messages: pure functions, shared by the sync and the async client."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from enum import StrEnum
+from itertools import chain, repeat
 from typing import Any, TypedDict, TypeVar
 
 from quire.block_map import (
@@ -287,10 +288,7 @@ def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
     return BlockMap(
         summary=pool_summary(message),
         block_size=message.block_size,
-        blocks=tuple(
-            Block(_known(_BLOCK_STATES, block.state, "block state"), block.ref_count, block.num_hits)
-            for block in message.blocks
-        ),
+        blocks=tuple(chain.from_iterable(map(_alike, message.blocks))),
         sequences=tuple(
             RunningSequence(
                 request_id=sequence.request_id,
@@ -309,6 +307,10 @@ def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
         num_preemptions=message.num_preemptions,
         num_cow_copies=message.num_cow_copies,
     )
+
+
+def _alike(run: admin_pb2.BlockInfo) -> Iterator[Block]:
+    return repeat(Block(_known(_BLOCK_STATES, run.state, "block state"), run.ref_count, run.num_hits), run.length or 1)
 
 
 def pool_summary(message: admin_pb2.GetBlockMapResponse) -> PoolSummary:

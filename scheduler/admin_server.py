@@ -78,8 +78,10 @@ class AdminServer(AdminServicer):
         return wire.GetBlockMapResponse(
             block_size=block_map.block_size,
             blocks=[
-                wire.BlockInfo(state=BLOCK_STATES[block.state], ref_count=block.ref_count, num_hits=block.num_hits)
-                for block in block_map.blocks
+                wire.BlockInfo(
+                    state=BLOCK_STATES[run.state], ref_count=run.ref_count, num_hits=run.num_hits, length=run.length
+                )
+                for run in block_map.blocks
             ],
             sequences=[self._sequence_info(sequence) for sequence in block_map.sequences],
             summary=wire.PoolSummary(

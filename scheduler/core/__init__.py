@@ -23,7 +23,7 @@ from scheduler.core.request import BeamParams, Request, SequenceParams
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
 from scheduler.core.stats import Counters
-from scheduler.core.views import BlockMap, BlockState, BlockView, KVUsage, SequenceView, block_map, kv_usage
+from scheduler.core.views import BlockMap, BlockRun, BlockState, KVUsage, SequenceView, block_map, kv_usage
 
 __all__ = [
     "BATCHING",
@@ -44,8 +44,8 @@ __all__ = [
     "BeamParams",
     "BeamResult",
     "BlockMap",
+    "BlockRun",
     "BlockState",
-    "BlockView",
     "CapacityExceeded",
     "Counters",
     "Events",

@@ -5,7 +5,7 @@ answers "is the KV of this whole prefix in the pool?", and equal digests mean eq
 """
 
 from array import array
-from collections.abc import KeysView
+from collections.abc import KeysView, Mapping
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
@@ -35,9 +35,10 @@ class PrefixIndex:
     def items(self) -> list[tuple[bytes, int]]:
         return list(self._block_by_digest.items())
 
-    def num_hits(self, block: int) -> int:
-        """How often lookups found this block since it was published."""
-        return self._num_hits.get(block, 0)
+    @property
+    def hits(self) -> Mapping[int, int]:
+        """How often lookups found each published block since it was published."""
+        return self._num_hits
 
     def extend_chain(
         self, chain: list[bytes], token_ids: SequenceOf[int], num_full_blocks: int, salt: bytes

@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby, repeat
 
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import Sequence
+
+_NOT_PUBLISHED = -1
+"""In the place of a number of hits."""
 
 
 class BlockState(Enum):
@@ -14,10 +18,13 @@ class BlockState(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class BlockView:
+class BlockRun:
+    """So many blocks in a row that are alike: a pool is large, and most of it is free or holds old prefixes."""
+
     state: BlockState
     ref_count: int
     num_hits: int
+    length: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +40,10 @@ class SequenceView:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The pool block by block (index 0 is the null block), and who holds what; or, as a summary, neither."""
+    """The pool from the null block (0) to the last, in runs, and who holds what; or, as a summary, neither."""
 
     block_size: int
-    blocks: list[BlockView]
+    blocks: list[BlockRun]
     sequences: list[SequenceView]
     num_waiting: int
     num_waiting_prompt_tokens: int
@@ -85,7 +92,7 @@ def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
     """Costs time in the size of the pool, unless only the summary is wanted."""
     return BlockMap(
         block_size=scheduler.cache.block_size,
-        blocks=[] if summary_only else _block_views(scheduler),
+        blocks=[] if summary_only else _block_runs(scheduler),
         sequences=[] if summary_only else [sequence_view(sequence) for sequence in scheduler.running_sequences()],
         num_waiting=scheduler.num_waiting,
         num_waiting_prompt_tokens=scheduler.num_waiting_prompt_tokens,
@@ -97,13 +104,16 @@ def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
     )
 
 
-def _block_views(scheduler: Scheduler) -> list[BlockView]:
+def _block_runs(scheduler: Scheduler) -> list[BlockRun]:
+    """Python objects for runs alone: one or two for each block took 45 ms of the event loop for 29,000 blocks."""
     pool, index = scheduler.cache.pool, scheduler.cache.index
-    blocks = []
-    for block, ref_count in enumerate(pool.ref_counts):
-        cached = BlockState.CACHED if block in index else BlockState.FREE
-        blocks.append(BlockView(BlockState.ACTIVE if ref_count else cached, ref_count, index.num_hits(block)))
-    return blocks
+    hits = map(index.hits.get, range(pool.num_blocks), repeat(_NOT_PUBLISHED))
+    runs = []
+    for (ref_count, num_hits), alike in groupby(zip(pool.ref_counts, hits, strict=True)):
+        unreferenced = BlockState.FREE if num_hits == _NOT_PUBLISHED else BlockState.CACHED
+        state = BlockState.ACTIVE if ref_count else unreferenced
+        runs.append(BlockRun(state, ref_count, max(num_hits, 0), sum(1 for _ in alike)))
+    return runs
 
 
 def sequence_view(sequence: Sequence) -> SequenceView:

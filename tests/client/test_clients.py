@@ -213,7 +213,7 @@ def test_admin_calls(server: ScriptedServer, kind: type[SyncCalls]) -> None:
         blocks=[
             admin_pb2.BlockInfo(state=admin_pb2.BLOCK_STATE_FREE),
             admin_pb2.BlockInfo(state=admin_pb2.BLOCK_STATE_ACTIVE, ref_count=2, num_hits=1),
-            admin_pb2.BlockInfo(state=admin_pb2.BLOCK_STATE_CACHED, num_hits=3),
+            admin_pb2.BlockInfo(state=admin_pb2.BLOCK_STATE_CACHED, num_hits=3, length=2),
         ],
         sequences=[
             admin_pb2.SequenceInfo(
@@ -240,6 +240,7 @@ def test_admin_calls(server: ScriptedServer, kind: type[SyncCalls]) -> None:
         blocks=(
             quire.Block(quire.BlockState.FREE, 0, 0),
             quire.Block(quire.BlockState.ACTIVE, 2, 1),
+            quire.Block(quire.BlockState.CACHED, 0, 3),
             quire.Block(quire.BlockState.CACHED, 0, 3),
         ),
         sequences=(quire.RunningSequence("a", 1, 2, 5, 4, 3, (1,)),),

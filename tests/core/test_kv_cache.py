@@ -144,7 +144,7 @@ def test_a_hit_is_shared_and_only_the_rest_is_computed() -> None:
     assert second.block_table == [1, 2]
     assert (second.num_computed_tokens, second.num_planned_tokens, second.write_limit) == (8, 8, 8)
     assert cache.pool.ref_counts[1:4] == [2, 2, 1]
-    assert (cache.index.num_hits(1), cache.index.num_hits(3)) == (1, 0)
+    assert cache.index.hits == {1: 1, 2: 1}
 
 
 def test_a_hit_leaves_the_last_token_to_compute() -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from scheduler.core import (
     BeamParams,
+    BlockRun,
     BlockState,
     CapacityExceeded,
     FinishReason,
@@ -321,16 +322,12 @@ def test_the_block_map_shows_who_holds_what() -> None:
     rig.add(make_request(2, "abcdxy", 6, seeds=range(2)))
     rig.schedule()
     picture = block_map(rig.scheduler)
-    assert [block.state for block in picture.blocks] == [
-        BlockState.FREE,  # the null block
-        BlockState.ACTIVE,  # "abcd", found again
-        BlockState.ACTIVE,  # "xy", shared by both samples
-        BlockState.FREE,
-        BlockState.FREE,
-        BlockState.FREE,
+    assert picture.blocks == [
+        BlockRun(BlockState.FREE, 0, 0),  # the null block
+        BlockRun(BlockState.ACTIVE, 2, 1),  # "abcd", found again
+        BlockRun(BlockState.ACTIVE, 2, 0),  # "xy", shared by both samples
+        BlockRun(BlockState.FREE, 0, 0, length=3),
     ]
-    assert [block.ref_count for block in picture.blocks] == [0, 2, 2, 0, 0, 0]
-    assert picture.blocks[1].num_hits == 1
     assert [(view.index, view.slot, view.block_table) for view in picture.sequences] == [(0, 0, (1, 2)), (1, 1, (1, 2))]
     assert (picture.block_size, picture.num_waiting, picture.step_id) == (4, 0, 2)
 

@@ -53,8 +53,8 @@ async def follow(viewer: Viewer, picture: Picture, until: Callable[[], bool]) ->
 
 def as_values(served: Served) -> list[int]:
     """The block map of the Admin service, as the page has it."""
-    cached = BlockState.CACHED
-    return [CACHED if block.state is cached else block.ref_count for block in served.engine.block_map().blocks]
+    runs = served.engine.block_map().blocks
+    return [CACHED if run.state is BlockState.CACHED else run.ref_count for run in runs for _ in range(run.length)]
 
 
 async def test_whoever_follows_has_the_block_map(served: Served) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from scheduler.audience import Sink
 from scheduler.core import (
     BlockMap,
+    BlockRun,
     BlockState,
-    BlockView,
     CapacityExceeded,
     FinishReason,
     KVUsage,
@@ -157,9 +157,9 @@ class FakeEngine:
     def block_map(self, *, summary_only: bool = False) -> BlockMap:
         _ = self.description
         blocks = [
-            BlockView(BlockState.ACTIVE, 2, 0),
-            BlockView(BlockState.CACHED, 0, 3),
-            BlockView(BlockState.FREE, 0, 0),
+            BlockRun(BlockState.ACTIVE, 2, 0),
+            BlockRun(BlockState.CACHED, 0, 3),
+            BlockRun(BlockState.FREE, 0, 0, length=40),
         ]
         sequences = [
             SequenceView(

@@ -63,10 +63,10 @@ async def test_block_map(servers: Servers) -> None:
     unnamed = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
     await served.engine.next_request()
     block_map = await served.admin.GetBlockMap(wire.GetBlockMapRequest())
-    assert [(block.state, block.ref_count, block.num_hits) for block in block_map.blocks] == [
-        (wire.BLOCK_STATE_ACTIVE, 2, 0),
-        (wire.BLOCK_STATE_CACHED, 0, 3),
-        (wire.BLOCK_STATE_FREE, 0, 0),
+    assert [(run.state, run.ref_count, run.num_hits, run.length) for run in block_map.blocks] == [
+        (wire.BLOCK_STATE_ACTIVE, 2, 0, 1),
+        (wire.BLOCK_STATE_CACHED, 0, 3, 1),
+        (wire.BLOCK_STATE_FREE, 0, 0, 40),
     ]
     assert [sequence.request_id for sequence in block_map.sequences] == ["mine", "quire-2"]
     sequence = block_map.sequences[0]
