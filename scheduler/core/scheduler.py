@@ -27,6 +27,7 @@ from scheduler.core.beam_group import BeamGroup
 from scheduler.core.books import Books
 from scheduler.core.capacity import check_fits, check_queue_takes, fits, max_tokens_per_sequence
 from scheduler.core.committer import Committer
+from scheduler.core.draft import Step
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.kv_cache import KVCache
 from scheduler.core.limits import Limits
@@ -248,6 +249,11 @@ class Scheduler:
 
     def waiting_sequences(self) -> Iterator[Sequence]:
         return iter(self.books.waiting)
+
+    @property
+    def newest_step(self) -> Step:
+        """The newest plan in flight, with the sequences that it is about."""
+        return self.books.in_flight[-1]
 
     def newly_admitted(self) -> Iterator[Sequence]:
         """Of each request that the newest plan admits for the first time, the first sequence."""

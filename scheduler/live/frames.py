@@ -12,8 +12,8 @@ this contract is `static/model.js`. Fields that have nothing to say are left out
     sequences   [[key, slot, num_tokens, num_computed_tokens, kept, block, …], …]: those that changed. The block table
                 is the old one's first `kept` entries, and then these
     rows        [[slot, key, num_tokens], …]: the batch before `steps`, in a key frame or after lost steps
-    steps       [[step_id, num_tokens, retired, entered, row_counts, forked], …]: `plan_log.LoggedStep`; empty lists at
-                the end are left out
+    steps       [[step_id, num_tokens, retired, entered, row_counts, forked, paused], …]: `plan_log.LoggedStep`; empty
+                lists at the end are left out
     durations   [[step_id, microseconds], …]: what the executor took for steps that are done
     waiting     [[key, name, num_tokens, is_preempted], …]: the head of the queue
     numbers     {…}, always
@@ -112,6 +112,7 @@ def _step(step: LoggedStep) -> list[Any]:
         [item for pair in step.entered for item in pair],
         list(step.row_counts),
         [item for pair in step.forked for item in pair],
+        list(step.paused),
     ]
     while changes and not changes[-1]:
         changes.pop()

@@ -4,12 +4,17 @@ A plan says only what changed since the last one, and so does this log. Whoever 
 the step changed, knows what each slot computed in it; a step of an unchanged batch costs two numbers.
 """
 
-from collections import deque
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
-from typing import NamedTuple
+from __future__ import annotations
 
-from scheduler.core import Scheduler, Sequence, StepPlan
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from collections.abc import Sequence as SequenceOf
+
+    from scheduler.core import Scheduler, Sequence, StepPlan
+    from scheduler.core.draft import Step
 
 MAX_STEPS = 512
 """Steps kept until they are taken; of more, the oldest are lost."""
@@ -22,9 +27,10 @@ class LoggedStep(NamedTuple):
     """What a step changed, in the order in which it applies. Flat lists, as in a plan.
 
     retired     slots that are empty now
-    entered     (slot, sequence): admitted
+    entered     (slot, sequence): admitted, or a beam that goes on there
     row_counts  (slot, tokens a step)
     forked      (slot, sequence): computes one token a step, from the *next* step on
+    paused      slots of beams: they compute in this step, and from the next one on nothing, until they are decided
 
     Step 1 is an epoch's first: every slot was empty before it.
     """
@@ -35,10 +41,11 @@ class LoggedStep(NamedTuple):
     entered: SequenceOf[tuple[int, str]] = ()
     row_counts: SequenceOf[int] = ()
     forked: SequenceOf[tuple[int, str]] = ()
+    paused: SequenceOf[int] = ()
 
     @property
     def changes_rows(self) -> bool:
-        return bool(self.retired or self.entered or self.row_counts or self.forked or self.step_id == 1)
+        return self.step_id == 1 or any((self.retired, self.entered, self.row_counts, self.forked, self.paused))
 
     def apply(self, rows: Rows) -> None:
         """Makes the rows before this step those before the next."""
@@ -53,6 +60,8 @@ class LoggedStep(NamedTuple):
                 rows[slot] = (rows[slot][0], num_tokens)
         for slot, sequence in self.forked:
             rows[slot] = (sequence, 1)
+        for slot in self.paused:
+            rows[slot] = (rows[slot][0], 0)
 
 
 class PlanLog:
@@ -70,7 +79,7 @@ class PlanLog:
         if self._core is not core:
             self.unwatch()
             self._core = core
-            self.rows = {s.slot: (sequence_key(s), s.row_count) for s in core.running_sequences() if s.slot >= 0}
+            self.rows = {s.slot: (sequence_key(s), _next_row_count(s)) for s in core.running_sequences() if s.slot >= 0}
 
     def unwatch(self) -> None:
         self._core = None
@@ -79,10 +88,12 @@ class PlanLog:
         self.rows = {}
 
     def planned(self, plan: StepPlan) -> None:
+        """The newest plan; the core still has it in flight."""
         if self._core is None:
             return
-        if plan.retired_slots or plan.admissions or plan.row_counts or plan.forks:
-            self._steps.append(_changing_step(plan, self._core))
+        step = self._core.newest_step
+        if plan.retired_slots or plan.admissions or plan.row_counts or plan.forks or step.beams:
+            self._steps.append(_changing_step(plan, step, self._core.running_sequences()))
         else:
             self._steps.append(LoggedStep(plan.step_id, plan.num_tokens))
         if len(self._steps) > MAX_STEPS:
@@ -106,21 +117,26 @@ def sequence_key(sequence: Sequence) -> str:
     return f"{sequence.request.request_id}.{sequence.index}"
 
 
-def _changing_step(plan: StepPlan, core: Scheduler) -> LoggedStep:
+def _next_row_count(sequence: Sequence) -> int:
+    """Beams pause: they get a row with each branch. So does their leader, once it has computed the prompt."""
+    return 0 if sequence.is_beam and not sequence.num_uncomputed_tokens else sequence.row_count
+
+
+def _changing_step(plan: StepPlan, step: Step, running: Iterable[Sequence]) -> LoggedStep:
+    """A plan knows slots, the core's record of it the sequences."""
+    branched = set(plan.branches[::3])
+    beams = [(beam.slot, sequence_key(beam)) for beam in step.beams if beam.slot in branched]
+    # One that computes its only row in this plan has no slot any more.
+    admitted = zip(plan.admissions, step.admitted, strict=True)
     return LoggedStep(
         step_id=plan.step_id,
         num_tokens=plan.num_tokens,
         retired=plan.retired_slots,
-        entered=_entered(plan, core.running_sequences()) if plan.admissions else (),
-        row_counts=plan.row_counts,
-        forked=_forked(plan, core.running_sequences()) if plan.forks else (),
+        entered=[(admission.slot, sequence_key(sequence)) for admission, (sequence, _) in admitted] + beams,
+        row_counts=plan.row_counts + [number for slot, _ in beams for number in (slot, 1)],
+        forked=_forked(plan, running) if plan.forks else (),
+        paused=[beam.slot for beam in step.beams],
     )
-
-
-def _entered(plan: StepPlan, running: Iterable[Sequence]) -> list[tuple[int, str]]:
-    """A plan names no sequence, and one that computes its only row in it has no slot any more: its parameters tell."""
-    keys = {id(sequence.params): sequence_key(sequence) for sequence in running}
-    return [(entry.slot, keys[id(entry.params)]) for entry in plan.admissions if id(entry.params) in keys]
 
 
 def _forked(plan: StepPlan, running: Iterable[Sequence]) -> list[tuple[int, str]]:

@@ -70,6 +70,7 @@ class Picture:
         entered: tuple[Any, ...] = (),
         row_counts: tuple[int, ...] = (),
         forked: tuple[Any, ...] = (),
+        paused: tuple[int, ...] = (),
     ) -> None:
         if step_id == 1:
             self.rows.clear()
@@ -83,3 +84,5 @@ class Picture:
         assert sum(count for _, count in self.rows.values()) == num_tokens, "the rows are not those of the step"
         for slot, key in zip(forked[::2], forked[1::2], strict=True):
             self.rows[slot] = (key, 1)
+        for slot in paused:
+            self.rows[slot] = (self.rows[slot][0], 0)

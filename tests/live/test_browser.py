@@ -224,6 +224,22 @@ async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") ->
     print(f"drawn in {found['drawnMs']:.0f} ms")
 
 
+async def test_beams_have_a_column_where_they_compute_and_none_while_they_wait(page: "playwright_api.Page") -> None:
+    """Two chunks of a prompt beside a decode, a branch into two slots, and the decode alone."""
+    columns = await page.evaluate(
+        """async () => {
+            const { Batch } = await import("/live/batch.js");
+            const batch = new Batch();
+            batch.apply({ is_key: true, rows: [[0, "1.0", 1]], steps: [
+                [2, 16, [], [1, "2.0"], [1, 15]], [3, 16, [], [], [], [], [1]],
+                [4, 3, [], [1, "2.0", 2, "2.1"], [1, 1, 2, 1], [], [1, 2]], [5, 1] ] });
+            return batch.columns.map(({ cells }) => cells.map(({ slot, key, tokens }) => [slot, key, tokens]));
+        }"""
+    )
+    decode, chunk = [0, "1.0", 1], [1, "2.0", 15]
+    assert columns == [[decode, chunk], [decode, chunk], [decode, [1, "2.0", 1], [2, "2.1", 1]], [decode]]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
 async def test_it_fits(stack: Stack, browser: "playwright_api.Browser", width: int, scheme: str) -> None:

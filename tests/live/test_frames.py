@@ -119,6 +119,7 @@ def test_steps_leave_out_empty_lists_at_their_end() -> None:
         LoggedStep(2, 1, [], [], [0, 1], [(1, "1.1")]),
         LoggedStep(3, 2, [], [], [], []),
         LoggedStep(4, 1, [1], [], [], []),
+        LoggedStep(5, 2, [], [(1, "2.0")], [1, 1], [], [1]),
     ]
     found = snapshot([1])
     frame = make_frame(found, found, name_of, steps=steps, durations=[(1, 700)])
@@ -127,11 +128,12 @@ def test_steps_leave_out_empty_lists_at_their_end() -> None:
         [2, 1, [], [], [0, 1], [1, "1.1"]],
         [3, 2],
         [4, 1, [1]],
+        [5, 2, [], [1, "2.0"], [1, 1], [], [1]],
     ]
     assert frame["durations"] == [(1, 700)]
     picture = Picture()
     picture.take(frame)
-    assert picture.rows == {0: ("1.0", 1)}
+    assert picture.rows == {0: ("1.0", 1), 1: ("2.0", 0)}
 
 
 def test_the_head_of_the_queue() -> None:

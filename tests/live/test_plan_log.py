@@ -2,8 +2,8 @@
 
 import random
 
-from scheduler.core import Limits, Request, Scheduler, SequenceParams
-from scheduler.live.plan_log import MAX_STEPS, PlanLog, Rows
+from scheduler.core import BeamParams, Limits, Request, Scheduler, SequenceParams
+from scheduler.live.plan_log import MAX_STEPS, LoggedStep, PlanLog, Rows
 from tests.core.fake_executor import FakeExecutor
 
 
@@ -19,12 +19,12 @@ class Bench:
         self.log = PlanLog()
         self.num_requests = 0
 
-    def add(self, num_prompt_tokens: int, max_tokens: int, n: int = 1) -> None:
+    def add(self, num_prompt_tokens: int, max_tokens: int, n: int = 1, beam: BeamParams | None = None) -> None:
         self.num_requests += 1
         # Prompts of its own, lest a prefix hit makes them short.
         prompt = [(self.num_requests * 7 + i) % 50 for i in range(num_prompt_tokens)]
         params = SequenceParams(max_total_tokens=num_prompt_tokens + max_tokens)
-        self.core.add(Request(self.num_requests, prompt, params, seeds=tuple(range(n))))
+        self.core.add(Request(self.num_requests, prompt, params, seeds=tuple(range(n)), beam=beam))
 
     def step(self) -> bool:
         plan = self.core.schedule()
@@ -42,22 +42,78 @@ def counts(rows: Rows) -> dict[int, int]:
     return {slot: num_tokens for slot, (_, num_tokens) in rows.items()}
 
 
-def test_rows_are_those_of_the_executor_through_chunks_forks_and_preemptions() -> None:
+def computed(step: LoggedStep, before: Rows) -> Rows:
+    """Who computes how much in a step, and who nothing."""
+    rows = dict(before)
+    step._replace(forked=(), paused=()).apply(rows)
+    return rows
+
+
+def test_rows_are_those_of_the_executor_through_chunks_forks_beams_and_preemptions() -> None:
     bench = Bench(num_blocks=24)
     bench.log.watch(bench.core)
     numbers = random.Random(5)
-    num_forks = 0
-    for _ in range(300):
+    num_forks = num_beams = 0
+    for _ in range(600):
         if numbers.random() < 0.3 and bench.core.num_waiting < 4:
-            bench.add(numbers.randint(1, 30), numbers.randint(2, 20), n=numbers.choice((1, 1, 2)))
+            beam = BeamParams(3, 1) if numbers.random() < 0.3 else None
+            n = 1 if beam else numbers.choice((1, 1, 2))
+            bench.add(numbers.randint(1, 30), numbers.randint(2, 20), n, beam)
+        before = dict(bench.log.rows)
         if bench.step():
             lost_rows, (step,) = bench.log.take()
             assert lost_rows is None
             num_forks += len(step.forked)
+            num_beams += len(step.paused)
             assert counts(bench.log.rows) == bench.executor_rows()
-            assert step.num_tokens == bench.executor.num_tokens
+            assert step.num_tokens == bench.executor.num_tokens == sum(counts(computed(step, before)).values())
     assert bench.core.counters.num_preemptions > 0
     assert num_forks > 0
+    assert num_beams > 0
+
+
+def test_beams_compute_a_token_when_they_branch_and_nothing_while_they_wait() -> None:
+    """A prompt in two chunks that are alike, beside a decode; then two beams, which the first one's slot and one more
+    hold. Steps of the decode alone come in between: a beam waits for the result of its last step."""
+    bench = Bench()
+    bench.log.watch(bench.core)
+    bench.add(1, 20)
+    bench.step()
+    bench.add(30, 4, beam=BeamParams(2, 1))
+    seen = list[Rows]()
+    for _ in range(4):
+        bench.step()
+    for _ in range(2):  # two plans in flight
+        plan = bench.core.schedule()
+        assert plan is not None
+        bench.log.planned(plan)
+    rows: Rows = {}
+    for step in bench.log.take()[1]:
+        seen.append({slot: row for slot, row in computed(step, rows).items() if row[1]})
+        step.apply(rows)
+    decode = {0: ("1.0", 1)}
+    assert seen == [
+        decode,
+        decode | {1: ("2.0", 15)},
+        decode | {1: ("2.0", 15)},
+        decode | {1: ("2.0", 1), 2: ("2.1", 1)},
+        decode | {1: ("2.0", 1), 2: ("2.1", 1)},
+        decode | {1: ("2.0", 1), 2: ("2.1", 1)},
+        decode,
+    ]
+
+
+def test_watching_begins_among_beams() -> None:
+    for num_steps in range(1, 6):
+        bench = Bench()
+        bench.add(30, 6, beam=BeamParams(2, 1))
+        for _ in range(num_steps):
+            bench.step()
+        bench.log.watch(bench.core)
+        assert counts(bench.log.rows) == {s: n for s, n in bench.executor_rows().items() if s in bench.log.rows}
+        bench.step()
+        bench.log.take()
+        assert counts(bench.log.rows) == bench.executor_rows()
 
 
 def test_who_is_in_a_slot() -> None:

@@ -21,7 +21,7 @@ export class Batch {
     if (this.columns.length > MAX_COLUMNS) this.columns.splice(0, this.columns.length - MAX_COLUMNS);
   }
 
-  #add(step, tokens, retired = [], entered = [], rowCounts = [], forked = []) {
+  #add(step, tokens, retired = [], entered = [], rowCounts = [], forked = [], paused = []) {
     const rows = this.#rows;
     if (step === 1) rows.clear(); // a new executor: every slot is empty
     for (const slot of retired) rows.delete(slot);
@@ -34,7 +34,8 @@ export class Batch {
     this.columns.push({ step, tokens, micros: 0, cells: this.#cells });
     // Samples are born of this step's logits, and compute their first token in the next.
     for (let i = 0; i < forked.length; i += 2) rows.set(forked[i], { key: forked[i + 1], tokens: 1 });
-    if (forked.length) this.#cells = this.#cellsNow();
+    for (const slot of paused) rows.set(slot, { key: rows.get(slot).key, tokens: 0 }); // beams, until they are decided
+    if (forked.length || paused.length) this.#cells = this.#cellsNow();
   }
 
   #cellsNow() {
