@@ -50,7 +50,8 @@ def idle_ratio(steps: Sequence[StepTrace]) -> float | None:
 def chrome_trace(steps: Sequence[StepTrace]) -> dict[str, object]:
     """Complete events ("X") of the scheduler and of the executor.
 
-    The executor sends durations, not times; its spans are laid so that they end when the result arrived.
+    The executor sends durations, not times; its spans are laid so that they end when the result arrived, and so that
+    what was prepared beside another step is in a lane of its own.
     """
     events: list[dict[str, object]] = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in _PROCESSES.items()
@@ -71,11 +72,14 @@ def chrome_trace(steps: Sequence[StepTrace]) -> dict[str, object]:
             _span(f"{name} in flight", _SCHEDULER, lane, step.sent_ns, step.received_ns, details),
             _span(f"{name} commit", _SCHEDULER, lane, step.received_ns, step.committed_ns, details),
         ]
-        start_ns = step.received_ns - step.busy_ns
-        for phase in ("prepare", "forward", "sample"):
-            end_ns = start_ns + getattr(step, f"{phase}_ns")
-            events.append(_span(f"{name} {phase}", _EXECUTOR, 0, start_ns, end_ns, details))
-            start_ns = end_ns
+        sample_ns = step.received_ns - step.sample_ns
+        forward_ns = sample_ns - step.forward_ns
+        prepare_lane = int(step.prepare_overlaps)
+        events += [
+            _span(f"{name} prepare", _EXECUTOR, prepare_lane, forward_ns - step.prepare_ns, forward_ns, details),
+            _span(f"{name} forward", _EXECUTOR, 0, forward_ns, sample_ns, details),
+            _span(f"{name} sample", _EXECUTOR, 0, sample_ns, step.received_ns, details),
+        ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -113,12 +113,12 @@ class StepTimings:
     sample_ns: int
     queue_ns: int = 0
     idle_ns: int = 0
-    overlaps: bool = False
+    prepare_overlaps: bool = False
 
     @property
     def busy_ns(self) -> int:
         """What the step took of the time that is not idle."""
-        return self.forward_ns + self.sample_ns + (0 if self.overlaps else self.prepare_ns)
+        return self.forward_ns + self.sample_ns + (0 if self.prepare_overlaps else self.prepare_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,7 @@ def output_to_message(output: StepOutput) -> pb.StepResult:
             forward_ns=timings.forward_ns,
             sample_ns=timings.sample_ns,
             idle_ns=timings.idle_ns,
+            prepare_overlaps=timings.prepare_overlaps,
         ),
         logprobs=_logprobs(reports.logprobs),
         prompt_logprobs=_logprobs(reports.prompt_logprobs),

@@ -133,6 +133,7 @@ class StepTrace:
 
     queue_ns  the plan waited for the device
     idle_ns   the device had waited for the plan
+    prepare_overlaps  prepare_ns went by while the device computed another step
 
     num_decodes are those of the sequences that computed the one token they had sampled last; a pair is a token that was
     computed and a token that it attends to, of decodes and of the others.
@@ -154,10 +155,12 @@ class StepTrace:
     num_decodes: int = 0
     num_decode_pairs: int = 0
     num_prefill_pairs: int = 0
+    prepare_overlaps: bool = False
 
     @property
     def busy_ns(self) -> int:
-        return self.prepare_ns + self.forward_ns + self.sample_ns
+        """What the step took of the time that is not idle."""
+        return self.forward_ns + self.sample_ns + (0 if self.prepare_overlaps else self.prepare_ns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,7 +104,7 @@ class AdminServer(AdminServicer):
         self, request: wire.GetStepTraceRequest, context: Context
     ) -> wire.GetStepTraceResponse:
         steps = [trace for trace in self._engine.traces if trace.planned_ns > request.after_ns]
-        return wire.GetStepTraceResponse(steps=[_step_trace(trace) for trace in steps])
+        return wire.GetStepTraceResponse(steps=[step_trace_message(trace) for trace in steps])
 
     async def Drain(self, request: wire.DrainRequest, context: Context) -> wire.DrainResponse:  # noqa: N802
         """A caller that goes away does not take it back, nor does anything but a new process."""
@@ -133,7 +133,7 @@ class AdminServer(AdminServicer):
         )
 
 
-def _step_trace(trace: StepTrace) -> wire.StepTrace:
+def step_trace_message(trace: StepTrace) -> wire.StepTrace:
     return wire.StepTrace(
         epoch=trace.epoch,
         step_id=trace.step_id,
@@ -148,6 +148,7 @@ def _step_trace(trace: StepTrace) -> wire.StepTrace:
         forward_ns=trace.timings.forward_ns,
         sample_ns=trace.timings.sample_ns,
         idle_ns=trace.timings.idle_ns,
+        prepare_overlaps=trace.timings.prepare_overlaps,
         num_decodes=trace.num_decodes,
         num_decode_pairs=trace.num_decode_pairs,
         num_prefill_pairs=trace.num_prefill_pairs,

@@ -14,17 +14,20 @@ MAX_STEPS = 8192
 
 @dataclass(frozen=True, slots=True)
 class ExecutorTimings:
-    """Nanoseconds. `idle_ns` is how long the device had nothing to do before it took this step."""
+    """Nanoseconds. `idle_ns` is how long the device had nothing to do before it took this step. Where
+    `prepare_overlaps`, it computed another step while this one was prepared."""
 
     queue_ns: int = 0
     prepare_ns: int = 0
     forward_ns: int = 0
     sample_ns: int = 0
     idle_ns: int = 0
+    prepare_overlaps: bool = False
 
     @property
     def busy_ns(self) -> int:
-        return self.prepare_ns + self.forward_ns + self.sample_ns
+        """What the step took of the time that is not idle."""
+        return self.forward_ns + self.sample_ns + (0 if self.prepare_overlaps else self.prepare_ns)
 
 
 @dataclass(slots=True)

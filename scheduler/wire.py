@@ -119,6 +119,7 @@ def decode_timings(message: pb.StepResult) -> ExecutorTimings:
         forward_ns=timings.forward_ns,
         sample_ns=timings.sample_ns,
         idle_ns=timings.idle_ns,
+        prepare_overlaps=timings.prepare_overlaps,
     )
 
 

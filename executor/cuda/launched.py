@@ -104,5 +104,5 @@ class LaunchedStep:
             forward_ns=marks.forwarded.ns_since(marks.start),
             sample_ns=marks.end.ns_since(marks.forwarded),
             idle_ns=0 if marks.previous_end is None else max(0, marks.start.ns_since(marks.previous_end)),
-            overlaps=True,
+            prepare_overlaps=True,
         )

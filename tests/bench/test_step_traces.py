@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,15 @@ def test_idle_share_leaves_out_the_wait_before_the_first_step() -> None:
     assert idle_ratio([]) is None
     assert idle_ratio([step(1, 1000, 10**9)]) is None
     assert idle_ratio([step(1, 1000, 10**9), step(2, 2000, 0), step(3, 4000, 1000)]) == pytest.approx(1000 / 4000)
+
+
+def test_what_is_prepared_beside_another_step_is_not_busy() -> None:
+    steps = [replace(step(i, 1000 * i, 100 * (i - 1)), prepare_overlaps=True) for i in (1, 2)]
+    assert [one.busy_ns for one in steps] == [900, 900]
+    assert idle_ratio(steps) == pytest.approx(100 / 1900)
+    spans = [event for event in chrome_trace(steps)["traceEvents"] if event["ph"] == "X" and event["pid"] == 2]  # type: ignore[attr-defined]
+    lanes = {(event["name"].split()[-1], event["tid"]) for event in spans}
+    assert lanes == {("prepare", 1), ("forward", 0), ("sample", 0)}
 
 
 def test_spans_of_a_step(tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_results() -> None:
         step_id=4,
         token_ids=np.array([7, 70000], dtype=np.int32),
         end_reasons=np.array([0, 0], dtype=np.uint8),
-        timings=StepTimings(prepare_ns=1, forward_ns=2, sample_ns=3, queue_ns=4, idle_ns=5),
+        timings=StepTimings(prepare_ns=1, forward_ns=2, sample_ns=3, queue_ns=4, idle_ns=5, prepare_overlaps=True),
     )
     message = output_to_message(output)
     assert (message.epoch, message.step_id) == (3, 4)
@@ -121,7 +121,7 @@ def test_results() -> None:
     assert message.end_reasons == b"", "absent if all go on"
     timings = message.timings
     assert [timings.prepare_ns, timings.forward_ns, timings.sample_ns] == [1, 2, 3]
-    assert [timings.queue_ns, timings.idle_ns] == [4, 5]
+    assert [timings.queue_ns, timings.idle_ns, timings.prepare_overlaps] == [4, 5, True]
     ended = dataclasses.replace(output, end_reasons=np.array([0, 2], dtype=np.uint8))
     assert output_to_message(ended).end_reasons == b"\0\2"
 

@@ -2,6 +2,16 @@
 
 import asyncio
 
+import numpy as np
+import pytest
+
+from executor.plan import StepOutput, StepTimings
+from executor.wire import output_to_message
+from quire import messages
+from quire.v1 import admin_pb2
+from scheduler.admin_server import step_trace_message
+from scheduler.step_trace import StepTrace
+from scheduler.wire import decode_timings
 from tests.scheduler.engine_rig import running_engine, submit, until
 from tests.scheduler.fake_client import FakeClient
 
@@ -29,3 +39,13 @@ async def test_a_lost_executor_begins_anew() -> None:
     assert (first.num_decodes, first.num_sequences) == (0, 1)
     assert first.num_prefill_pairs == first.num_tokens * (first.num_tokens + 1) // 2
     assert [step.num_decode_pairs for step in steps[1:]] == list(range(first.num_tokens + 1, 153))
+
+
+@pytest.mark.parametrize(("prepare_overlaps", "busy_ns"), [(False, 7 + 20 + 3), (True, 20 + 3)])
+def test_what_was_busy_is_the_same_on_the_executor_and_at_the_client(prepare_overlaps: bool, busy_ns: int) -> None:
+    """From the executor's account over both protocols."""
+    timings = StepTimings(7, 20, 3, prepare_overlaps=prepare_overlaps)
+    output = StepOutput(1, 1, np.zeros(0, np.int32), np.zeros(0, np.uint8), timings)
+    trace = StepTrace(1, 1, 1, 1, 1, timings=decode_timings(output_to_message(output)))
+    (seen,) = messages.step_trace(admin_pb2.GetStepTraceResponse(steps=[step_trace_message(trace)]))
+    assert timings.busy_ns == trace.timings.busy_ns == seen.busy_ns == busy_ns
