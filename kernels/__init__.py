@@ -4,6 +4,7 @@ Every operation has one signature and several homes:
 
 * `kernels.reference`  plain torch on any device: the specification, and the oracle of every test
 * `kernels.cpu`        numba, reading KV blocks where they lie
+* `kernels.triton`     GPUs; in Triton's interpreter also without one
 
 `select(device)` picks the home for a device. A home is a module with the functions of `Kernels`.
 

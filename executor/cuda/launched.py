@@ -26,7 +26,7 @@ class Marks:
 
 
 class LaunchedStep:
-    """See `executor.device_thread.LaunchedStep`."""
+    """See `executor.results_thread.LaunchedStep`."""
 
     def __init__(
         self,
