@@ -46,11 +46,6 @@ class Metrics(Collector):
         self._http: WSGIServer | None = None
         self.registry.register(self)
 
-    @property
-    def http_port(self) -> int | None:
-        """Where /metrics is served; None before `serve`."""
-        return None if self._http is None else self._http.server_port
-
     def close(self) -> None:
         """Stops serving. No error if nothing is served."""
         if self._http is not None:

@@ -1,18 +1,13 @@
 """When requests come. Open loops do not wait for answers, a closed loop does nothing else.
 
-An open loop is a stream of gaps; nothing about it depends on the server. All times are virtual, in seconds.
+An open loop is a stream of ascending times without end (`times_s`); nothing about it depends on the server. All times
+are virtual, in seconds.
 """
 
 import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
-
-
-class OpenLoop(Protocol):
-    def times_s(self, rng: random.Random) -> Iterator[float]:
-        """Ascending times of arrival, without end."""
 
 
 @dataclass(frozen=True, slots=True)

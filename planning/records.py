@@ -88,7 +88,7 @@ class Records:
 
     # --- requests ---------------------------------------------------------------------------------------------
 
-    def refused(self, job: Job, *, is_too_long: bool) -> None:
+    def refused(self, *, is_too_long: bool) -> None:
         if is_too_long:
             self.num_too_long += 1
         else:

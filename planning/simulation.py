@@ -161,7 +161,7 @@ class Simulation:
         try:
             self.scheduler.add(self._request(request_id, job), self.now_s)
         except (CapacityExceeded, QueueFull) as error:
-            self.records.refused(job, is_too_long=isinstance(error, CapacityExceeded))
+            self.records.refused(is_too_long=isinstance(error, CapacityExceeded))
             self._expect(self._sources[job.tenant].after_end(self.now_s + _REFUSAL_S))
         else:
             self.records.arrived(request_id, job)

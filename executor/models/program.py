@@ -44,7 +44,7 @@ class ProgramModel:
     def __init__(self, decoder: Decoder, pool: Tensor, max_num_rows: int, max_num_seqs: int) -> None:
         self._decoder = decoder
         self.pool = pool
-        self._buffers = _Buffers(decoder, pool, max_num_rows, max_num_seqs)
+        self._buffers = _Buffers(decoder, max_num_rows, max_num_seqs)
         self._block_tables: Ints | None = None
         self._program = _build(decoder, pool, self._buffers)
 
@@ -102,7 +102,7 @@ class _Inputs:
 class _Buffers:
     """What passes from job to job. Sizes are those of the largest step."""
 
-    def __init__(self, decoder: Decoder, pool: Tensor, max_num_rows: int, max_num_seqs: int) -> None:
+    def __init__(self, decoder: Decoder, max_num_rows: int, max_num_seqs: int) -> None:
         config, dtype = decoder.config, decoder.dtype
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.residual = zeros((max_num_rows, config.hidden_size), dtype)

@@ -24,7 +24,7 @@ from kernels.triton.greedy import choose_greedily
 from kernels.triton.kv import copy_blocks, rotate_and_store
 from kernels.triton.prefill import PrefillWork, attend_prefill, attention_prefill, list_tiles, plan_prefill
 from kernels.triton.rows import RESULT_FIELDS, STATE_FIELDS, StateField, close_rows, open_rows
-from kernels.triton.tables import map_slots, update_tables
+from kernels.triton.tables import update_tables
 from kernels.triton.warmup import warm_up
 
 __all__ = [
@@ -43,7 +43,6 @@ __all__ = [
     "close_rows",
     "copy_blocks",
     "list_tiles",
-    "map_slots",
     "open_rows",
     "pack_linear",
     "plan_prefill",

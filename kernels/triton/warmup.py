@@ -14,7 +14,7 @@ from kernels.triton.greedy import choose_greedily
 from kernels.triton.kv import copy_blocks, rotate_and_store
 from kernels.triton.prefill import attend_prefill, plan_prefill
 from kernels.triton.rows import STATE_FIELDS, close_rows, open_rows
-from kernels.triton.tables import map_slots, update_tables
+from kernels.triton.tables import update_tables
 from kernels.triton.tuning import decode_tuning
 
 if TYPE_CHECKING:
@@ -121,8 +121,6 @@ class _Model:
 
     def update(self) -> None:
         update_tables(self._table, self._integers([[0, 0, 1]]))
-        slots = torch.empty(_TOKENS, dtype=torch.int64, device=self._device)
-        map_slots(self._table, self._rows, self._positions, slots, self._shape.block_size)
 
     def rows(self) -> None:
         """Rows that know their tokens and rows that do not; both slots have ended."""

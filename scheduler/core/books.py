@@ -109,7 +109,6 @@ class Books:
         child = Sequence(parent.request, index=len(active.sequences), arrival=parent.arrival)
         self.cache.fork(parent, child)
         child.state = State.RUNNING
-        self.counters.num_forks += 1
         child.row_count = 1
         active.sequences.append(child)
         self.batch.enter(child, active.child_slots.pop(0))

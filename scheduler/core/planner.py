@@ -81,7 +81,6 @@ class Planner:
             for beam, _, _ in placed:
                 if beam.slot < 0:
                     books.batch.enter(beam, active.child_slots.pop(0))
-                    books.counters.num_branches += 1
             for beam, parent, token_id in placed:
                 draft.add_allocation(beam, self._allocate(beam, 1))
                 draft.add_branch(beam, parent, token_id)
@@ -157,7 +156,6 @@ class Planner:
             return None
         prefix = books.cache.find_prefix(sequence)
         if self._awaits_prefix(draft, sequence, prefix):
-            books.counters.num_prefix_waits += 1
             return None
         return (sequence, prefix) if self.has_room_to_admit(sequence, prefix) else None
 

@@ -108,10 +108,6 @@ class LiveFeed:
         self._key_event: bytes | None = None
         self.num_frames = 0
 
-    @property
-    def num_viewers(self) -> int:
-        return len(self._viewers)
-
     @contextmanager
     def viewer(self) -> Iterator[Viewer]:
         """A seat, as long as it is held. Raises QueueFull when all are taken."""

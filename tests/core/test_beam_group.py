@@ -34,7 +34,7 @@ def test_eight_samples_copy_the_block_they_share_when_they_first_write() -> None
     assert num_in_use(rig) == 3
     assert sorted(rig.scheduler.cache.pool.ref_counts, reverse=True)[:4] == [8, 8, 8, 0]
     counters = rig.scheduler.counters
-    assert (counters.num_forks, counters.num_cow_copies) == (7, 0)
+    assert counters.num_cow_copies == 0
     step(rig)
     assert num_in_use(rig) == 2 + 8
     assert sorted(rig.scheduler.cache.pool.ref_counts, reverse=True)[:11] == [8, 8, *[1] * 8, 0]
@@ -56,7 +56,7 @@ def test_four_beams_copy_the_block_they_share_when_they_first_write() -> None:
     assert rig.scheduler.num_held_slots == 3
     rig.schedule()
     assert num_in_use(rig) == 2 + 4
-    assert (rig.scheduler.counters.num_branches, rig.scheduler.counters.num_cow_copies) == (3, 3)
+    assert rig.scheduler.counters.num_cow_copies == 3
     assert rig.scheduler.num_held_slots == 0
     rig.commit()
     rig.run()

@@ -130,7 +130,6 @@ def run_world(seed: int) -> Counter[str]:
         now_s += 0.01
         scheduler.expire(now_s)
     happened["preemptions"] = scheduler.counters.num_preemptions
-    happened["forks"] = scheduler.counters.num_forks
     happened["hits"] = scheduler.counters.num_prefix_hit_tokens
     return happened
 
@@ -158,8 +157,9 @@ def live(scheduler: Scheduler, random: Random, happened: Counter[str]) -> None:
     if random.random() < 0.5:
         happened["steps"] += step(scheduler)
         return
-    while scheduler.schedule() is not None and random.random() < 0.7:
+    while (plan := scheduler.schedule()) is not None and random.random() < 0.7:
         happened["steps"] += 1
+        happened["forks"] += len(plan.forks)
     for _ in range(random.randint(1, max(1, scheduler.num_in_flight))):
         if scheduler.num_in_flight:
             commit(scheduler)

@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from executor.config import ExecutorConfig
 from executor.server import Server
-from quire.addresses import AddressInUse
+from quire.addresses import AddressInUse, with_port
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from tests.executor.conductor import ints
@@ -340,9 +340,9 @@ async def test_metrics_over_http(stub, server) -> None:
     await call.write(plan(1, 1))
     await read(call)
     call.cancel()
-    server.metrics.serve("127.0.0.1:0")
-    port = server.metrics.http_port
-    page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode())
+    address = with_port("127.0.0.1:0")
+    server.metrics.serve(address)
+    page = await asyncio.to_thread(lambda: urllib.request.urlopen(f"http://{address}/metrics").read().decode())
     page = page.replace(f'executor="{server.address}",', "")
     assert 'quire_executor_step_duration_seconds_count{model_name="fake",phase="forward"} 1.0' in page
     assert 'quire_executor_memory_bytes{kind="kv_pool",model_name="fake"} 20.0' in page

@@ -103,17 +103,3 @@ def test_update_tables(num_updates: int) -> None:
     home.update_tables(tables, updates.int().to(DEVICE))
     assert torch.equal(tables, expected)
     assert (wide[:, 30:] == -1).all()
-
-
-@pytest.mark.parametrize("block_size", [8, 16, 5])
-def test_map_slots(block_size: int) -> None:
-    num_tokens = 300
-    tables = torch.randint(1, 2**28, (40, 30), dtype=torch.int32)
-    rows = torch.randint(0, 40, (num_tokens,), dtype=torch.int32)
-    positions = torch.randint(-1, 30 * block_size, (num_tokens,), dtype=torch.int32)
-    positions[:3] = -1
-    slots = torch.full((num_tokens + 1,), -7, dtype=torch.int64, device=DEVICE)
-    home.map_slots(tables.to(DEVICE), rows.to(DEVICE), positions.to(DEVICE), slots[:num_tokens], block_size)
-    blocks = tables[rows.long(), positions.clamp(min=0).long() // block_size].long()
-    expected = torch.where(positions < 0, 0, blocks * block_size + positions % block_size)
-    assert slots.tolist() == [*expected.tolist(), -7]

@@ -149,7 +149,7 @@ async def test_seats_are_bounded(served: Served) -> None:
     viewers[-1].__enter__()
     for viewer in viewers:
         viewer.__exit__(None, None, None)
-    assert served.feed.num_viewers == 0
+    assert not served.feed._viewers
 
 
 async def test_a_lost_executor_is_seen(served: Served) -> None:

@@ -101,7 +101,7 @@ async def test_events(served: Served, session: aiohttp.ClientSession) -> None:
             picture.take_event(await response.content.readuntil(b"\n\n"))
     assert set(picture.names.values()) == {"me"}
     assert picture.server["num_blocks"] == 300
-    await until(lambda: served.feed.num_viewers == 0)  # it was noticed that nobody looks any more
+    await until(lambda: not served.feed._viewers)  # it was noticed that nobody looks any more
 
 
 async def test_a_server_that_stops_ends_the_stream(served: Served, session: aiohttp.ClientSession) -> None:
