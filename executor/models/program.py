@@ -14,7 +14,6 @@ that score a prompt of all its rows.
 """
 
 import math
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +25,23 @@ from executor.models.weights import LayerWeights
 from executor.plan import Ints
 from kernels import Linear, cpu
 from kernels.cpu.attend import ATTENTION_JOB, attend_kernel
-from kernels.cpu.elementwise import NORM_JOB, SILU_JOB, TAKE_JOB, norm_kernel, silu_kernel, take_kernel, unit_rows
-from kernels.cpu.kv import STORE_JOB, store_kernel
+from kernels.cpu.attention import attention_fields
+from kernels.cpu.elementwise import (
+    NORM_JOB,
+    SILU_JOB,
+    TAKE_JOB,
+    norm_fields,
+    norm_kernel,
+    silu_fields,
+    silu_kernel,
+    take_fields,
+    take_kernel,
+)
+from kernels.cpu.kv import STORE_JOB, store_fields, store_kernel
 from kernels.cpu.linear import LINEAR_JOB, PackedLinear
 from kernels.cpu.native import storage_of
 from kernels.cpu.program import Program
-from kernels.cpu.tiles import CHUNK, tile_columns, tiles_kernel
+from kernels.cpu.tiles import CHUNK
 from kernels.memory import zeros
 
 # Parts of the program: jobs over all rows of a step, and those over the rows that are sampled.
@@ -175,7 +185,6 @@ class _Builder:
         self._decoder = decoder
         self._buffers = buffers
         self._storage = storage_of(decoder.dtype)
-        self._number_bytes = decoder.dtype.itemsize
 
     def embed(self, embedding: Tensor) -> None:
         """residual = the embeddings of the tokens."""
@@ -189,61 +198,22 @@ class _Builder:
         self.attended, self._residual = self._buffers.sampled_attended, self._buffers.sampled_residual
 
     def _take(self, source: Tensor, out: Tensor) -> None:
-        self.program.add(
-            take_kernel(),
-            TAKE_JOB,
-            self._part,
-            source=source.data_ptr(),
-            row_bytes=self._row_bytes(source),
-            out=out.data_ptr(),
-        )
+        self.program.add(take_kernel(), TAKE_JOB, self._part, **take_fields(source, out))
 
     def norm(self, added: Tensor | None, weight: Tensor) -> None:
         """residual += added; hidden is its norm."""
-        residual = self._residual
-        row_bytes, width = self._row_bytes(residual), residual.shape[1]
-        source = residual if added is None else added
-        self.program.add(
-            norm_kernel(self._storage),
-            NORM_JOB,
-            self._part,
-            x=source.data_ptr(),
-            x_outer_bytes=row_bytes,
-            residual=0 if added is None else residual.data_ptr(),
-            residual_outer_bytes=row_bytes,
-            num_inner=1,
-            **self._norm_of(weight, width, self._buffers.hidden),
-        )
+        x, residual = (self._residual, None) if added is None else (added, self._residual)
+        self._norm(self._part, x, residual, weight, self._buffers.hidden)
 
-    def _norm_heads(self, heads: Tensor, weight: Tensor, out: Tensor) -> None:
-        self.program.add(
-            norm_kernel(self._storage),
-            NORM_JOB,
-            _ROWS,
-            x=heads.data_ptr(),
-            x_outer_bytes=self._row_bytes(heads),
-            x_inner_bytes=heads.stride(1) * self._number_bytes,
-            num_inner=heads.shape[1],
-            **self._norm_of(weight, heads.shape[2], out),
-        )
-
-    def _norm_of(self, weight: Tensor, width: int, out: Tensor) -> dict[str, Any]:
-        return {
-            "weight": weight.data_ptr(),
-            "out": out.data_ptr(),
-            "width": width,
-            "unit_rows": unit_rows(width),
-            "number_bytes": self._number_bytes,
-            "eps": self._decoder.config.rms_norm_eps,
-        }
+    def _norm(self, part: str, x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor) -> None:
+        fields = norm_fields(x, residual, weight, out, self._decoder.config.rms_norm_eps)
+        self.program.add(norm_kernel(self._storage), NORM_JOB, part, **fields)
 
     def linear(self, x: Tensor, layer: Linear, out: Tensor) -> None:
         """out = the layer of x."""
         if not isinstance(layer, PackedLinear):
             raise TypeError("a program multiplies packed weights")
-        fields = layer.job(self._row_bytes(x), self._row_bytes(out))
-        kernel = layer.kernel(self._decoder.dtype)
-        self.program.add(kernel, LINEAR_JOB, self._part, x=x.data_ptr(), out=out.data_ptr(), **fields)
+        self.program.add(layer.kernel(self._decoder.dtype), LINEAR_JOB, self._part, **layer.fields(x, out))
 
     def attend(self, layer: LayerWeights, kv: Tensor, window: int) -> None:
         """Rotates what `fused` holds, stores keys and values, and attends: `attended`."""
@@ -251,85 +221,17 @@ class _Builder:
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         query, key, value = torch.split(buffers.fused, heads, dim=1)
         if layer.query_norm is not None and buffers.query is not None:
-            self._norm_heads(query, layer.query_norm, buffers.query)
+            self._norm(_ROWS, query, None, layer.query_norm, buffers.query)
             query = buffers.query
         if layer.key_norm is not None and buffers.key is not None:
-            self._norm_heads(key, layer.key_norm, buffers.key)
+            self._norm(_ROWS, key, None, layer.key_norm, buffers.key)
             key = buffers.key
-        self._store(query, key, value, kv)
-        self._attention(query, kv, window)
-
-    def _store(self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor) -> None:
-        cos, sin = self._decoder.cos, self._decoder.sin
-        _, num_heads, head_dim = query.shape
-        _, _, num_kv_heads, block_size, _ = kv.shape
-        self.program.add(
-            store_kernel(self._storage),
-            STORE_JOB,
-            _ROWS,
-            **self._strided("query", query),
-            **self._strided("key", key),
-            **self._strided("value", value),
-            cos=cos.data_ptr(),
-            sin=sin.data_ptr(),
-            table_bytes=cos.stride(0) * cos.element_size(),
-            kv=kv.data_ptr(),
-            kv_block_bytes=self._row_bytes(kv),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            number_bytes=self._number_bytes,
-        )
-
-    def _attention(self, query: Tensor, kv: Tensor, window: int) -> None:
-        _, num_heads, head_dim = query.shape
-        _, _, num_kv_heads, block_size, _ = kv.shape
-        columns = tile_columns(block_size)
-        score_rows, weigh_rows = tiles_kernel(head_dim, self._storage, columns)
-        self.program.add(
-            attend_kernel(),
-            ATTENTION_JOB,
-            _ROWS,
-            score_rows=score_rows,
-            weigh_rows=weigh_rows,
-            columns=columns,
-            **self._strided("query", query),
-            **self._strided("out", self._buffers.attended),
-            kv=kv.data_ptr(),
-            kv_block_bytes=self._row_bytes(kv),
-            storage=self._storage,
-            number_bytes=self._number_bytes,
-            num_kv_heads=num_kv_heads,
-            group=num_heads // num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            window=window,
-            scale=head_dim**-0.5 * math.log2(math.e),
-        )
+        stored = store_fields(query, key, value, self._decoder.cos, self._decoder.sin, kv)
+        self.program.add(store_kernel(self._storage), STORE_JOB, _ROWS, **stored)
+        attended = attention_fields(query, kv, buffers.attended, config.head_dim**-0.5, window)
+        self.program.add(attend_kernel(), ATTENTION_JOB, _ROWS, **attended)
 
     def activate(self) -> None:
         """activated = silu(gate) * up."""
-        gate_up, activated = self._buffers.gate_up, self._buffers.activated
-        self.program.add(
-            silu_kernel(self._storage),
-            SILU_JOB,
-            self._part,
-            gate_up=gate_up.data_ptr(),
-            row_bytes=self._row_bytes(gate_up),
-            out=activated.data_ptr(),
-            width=activated.shape[1],
-            unit_rows=unit_rows(activated.shape[1]),
-            number_bytes=self._number_bytes,
-        )
-
-    def _strided(self, name: str, heads: Tensor) -> dict[str, int]:
-        """Where the heads [rows, heads, head_dim] of each row lie."""
-        return {
-            name: heads.data_ptr(),
-            f"{name}_token_bytes": self._row_bytes(heads),
-            f"{name}_head_bytes": heads.stride(1) * self._number_bytes,
-        }
-
-    def _row_bytes(self, tensor: Tensor) -> int:
-        return tensor.stride(0) * self._number_bytes
+        fields = silu_fields(self._buffers.gate_up, self._buffers.activated)
+        self.program.add(silu_kernel(self._storage), SILU_JOB, self._part, **fields)

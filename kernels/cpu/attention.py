@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kernels.cpu.attend import ATTENTION_JOB, attend_kernel
-from kernels.cpu.native import storage_of
+from kernels.cpu.native import storage_of, strided
 from kernels.cpu.team import Job
 from kernels.cpu.tiles import CHUNK, tile_columns, tiles_kernel
 
@@ -48,58 +48,63 @@ def _run(
     window: int,
 ) -> None:
     dtype, int32 = query.dtype, torch.int32
-    query_strides, out_strides, table_strides = query.stride(), out.stride(), block_tables.stride()
     if kv.dtype is not dtype or out.dtype is not dtype:
         raise TypeError("query, kv and out must have one dtype")
     if block_tables.dtype is not int32 or context_lens.dtype is not int32:
         raise TypeError("block_tables and context_lens must be int32")
     if query_starts is not None and (query_starts.dtype is not int32 or not query_starts.is_contiguous()):
         raise TypeError("query_starts must be int32 and contiguous")
-    if query_strides[2] != 1 or out_strides[2] != 1 or table_strides[1] != 1:
+    if query.stride(2) != 1 or out.stride(2) != 1 or block_tables.stride(1) != 1:
         raise ValueError("the last dimension of query, out and block_tables must be contiguous")
     if not (kv.is_contiguous() and context_lens.is_contiguous()):
         raise ValueError("kv and context_lens must be contiguous")
 
     num_sequences, num_columns = block_tables.shape
-    _, _, num_kv_heads, block_size, head_dim = kv.shape
-    storage, number_bytes = storage_of(dtype), query.element_size()
-    group, columns = query.shape[1] // num_kv_heads, tile_columns(block_size)
-    score, weigh = tiles_kernel(head_dim, storage, columns)
+    num_kv_heads, block_size = kv.shape[2:4]
     max_chunks = -(-num_columns * block_size // CHUNK)
     if max_chunks > 1:
         num_arrivals = num_sequences * num_kv_heads
-        _workspace.reserve(num_arrivals * max_chunks * group * (head_dim + 2), num_arrivals)
+        rows_of_part = query.shape[1] // num_kv_heads
+        _workspace.reserve(num_arrivals * max_chunks * rows_of_part * (query.shape[2] + 2), num_arrivals)
     job = _job.fill(
-        score_rows=score,
-        weigh_rows=weigh,
-        columns=columns,
-        query=query.data_ptr(),
-        query_token_bytes=query_strides[0] * number_bytes,
-        query_head_bytes=query_strides[1] * number_bytes,
-        out=out.data_ptr(),
-        out_token_bytes=out_strides[0] * number_bytes,
-        out_head_bytes=out_strides[1] * number_bytes,
-        kv=kv.data_ptr(),
-        kv_block_bytes=kv.stride(0) * number_bytes,
-        storage=storage,
-        number_bytes=number_bytes,
-        num_kv_heads=num_kv_heads,
-        group=group,
-        head_dim=head_dim,
-        block_size=block_size,
         block_tables=block_tables.data_ptr(),
-        table_width=table_strides[0],
+        table_width=block_tables.stride(0),
         table_rows=0,
         context_lens=context_lens.data_ptr(),
         query_starts=0 if query_starts is None else query_starts.data_ptr(),
         num_sequences=num_sequences,
-        window=window,
         parts=_workspace.parts_address,
         arrivals=_workspace.arrivals_address,
         max_chunks=max_chunks,
-        scale=scale * _LOG2_E,
+        **attention_fields(query, kv, out, scale, window),
     )
     attend_kernel().run_in_team(job)
+
+
+def attention_fields(
+    query: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, scale: float, window: int
+) -> dict[str, float]:
+    """An ATTENTION_JOB; what tells the sequences apart is left, and the workspace."""
+    _, num_kv_heads, block_size, head_dim = kv.shape[1:]
+    storage, columns = storage_of(query.dtype), tile_columns(block_size)
+    score_rows, weigh_rows = tiles_kernel(head_dim, storage, columns)
+    return {
+        "score_rows": score_rows,
+        "weigh_rows": weigh_rows,
+        "columns": columns,
+        **strided("query", query),
+        **strided("out", out),
+        "kv": kv.data_ptr(),
+        "kv_block_bytes": kv.stride(0) * kv.element_size(),
+        "storage": storage,
+        "number_bytes": kv.element_size(),
+        "num_kv_heads": num_kv_heads,
+        "group": query.shape[1] // num_kv_heads,
+        "head_dim": head_dim,
+        "block_size": block_size,
+        "window": window,
+        "scale": scale * _LOG2_E,
+    }
 
 
 def attention_decode(

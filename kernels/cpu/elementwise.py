@@ -115,7 +115,7 @@ def take_kernel() -> Kernel:
     return Kernel(compiled(take))
 
 
-def unit_rows(width: int) -> int:
+def _unit_rows(width: int) -> int:
     """How many rows of `width` numbers a thread takes at a time."""
     return max(1, _UNIT_NUMBERS // width)
 
@@ -128,30 +128,55 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
     if weight.numel() != x.shape[-1] or (residual is not None and residual.shape != x.shape):
         raise ValueError("residual must have the shape of x, and weight its last dimension")
 
-    width = x.shape[-1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    number_bytes = x.element_size()
-    num_vectors = out.numel() // width
+    fields = norm_fields(x, residual, weight, out, eps)
+    num_vectors = out.numel() // x.shape[-1]
+    job = _norm_job.fill(num_rows=num_vectors // int(fields["num_inner"]), **fields)
+    _run(norm_kernel(storage_of(dtype)), job, out.numel())
+    return out
+
+
+def norm_fields(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
+) -> dict[str, float]:
+    """A NORM_JOB over the last dimension of x; num_rows is left."""
+    number_bytes, width = x.element_size(), x.shape[-1]
     outer, inner, num_inner = _rows(x, number_bytes)
     residual_outer, residual_inner, _ = (0, 0, 0) if residual is None else _rows(residual, number_bytes)
-    job = _norm_job.fill(
-        x=x.data_ptr(),
-        x_outer_bytes=outer,
-        x_inner_bytes=inner,
-        residual=0 if residual is None else residual.data_ptr(),
-        residual_outer_bytes=residual_outer,
-        residual_inner_bytes=residual_inner,
-        weight=weight.data_ptr(),
-        out=out.data_ptr(),
-        num_inner=num_inner,
-        num_rows=num_vectors // num_inner,
-        width=width,
-        unit_rows=unit_rows(width),
-        number_bytes=number_bytes,
-        eps=eps,
-    )
-    _run(norm_kernel(storage_of(dtype)), job, num_vectors * width)
-    return out
+    return {
+        "x": x.data_ptr(),
+        "x_outer_bytes": outer,
+        "x_inner_bytes": inner,
+        "residual": 0 if residual is None else residual.data_ptr(),
+        "residual_outer_bytes": residual_outer,
+        "residual_inner_bytes": residual_inner,
+        "weight": weight.data_ptr(),
+        "out": out.data_ptr(),
+        "num_inner": num_inner,
+        "width": width,
+        "unit_rows": _unit_rows(width),
+        "number_bytes": number_bytes,
+        "eps": eps,
+    }
+
+
+def silu_fields(gate_up: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
+    """A SILU_JOB; num_rows is left."""
+    number_bytes, width = gate_up.element_size(), out.shape[1]
+    return {
+        "gate_up": gate_up.data_ptr(),
+        "row_bytes": gate_up.stride(0) * number_bytes,
+        "out": out.data_ptr(),
+        "width": width,
+        "unit_rows": _unit_rows(width),
+        "number_bytes": number_bytes,
+    }
+
+
+def take_fields(source: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
+    """A TAKE_JOB of dense rows; indices and num_rows are left."""
+    row_bytes = source.stride(0) * source.element_size()
+    return {"source": source.data_ptr(), "row_bytes": row_bytes, "out": out.data_ptr()}
 
 
 def _rows(x: torch.Tensor, number_bytes: int) -> tuple[int, int, int]:
@@ -187,20 +212,10 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
     """See `kernels.Kernels.silu_multiply`."""
     num_rows, double_width = gate_up.shape
-    strides = gate_up.stride()
-    if strides[1] != 1:
+    if gate_up.stride(1) != 1:
         raise ValueError("the last dimension of gate_up must be contiguous")
     width = double_width // 2
     out = gate_up.new_empty(num_rows, width)
-    number_bytes = gate_up.element_size()
-    job = _silu_job.fill(
-        gate_up=gate_up.data_ptr(),
-        row_bytes=strides[0] * number_bytes,
-        out=out.data_ptr(),
-        num_rows=num_rows,
-        width=width,
-        unit_rows=unit_rows(width),
-        number_bytes=number_bytes,
-    )
+    job = _silu_job.fill(num_rows=num_rows, **silu_fields(gate_up, out))
     _run(silu_kernel(storage_of(gate_up.dtype)), job, num_rows * width)
     return out

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kernels.cpu.compiler import SOURCES, compiled
-from kernels.cpu.native import FLOAT32, array, count_up, read, storage_of, write
+from kernels.cpu.native import FLOAT32, array, count_up, read, storage_of, strided, write
 from kernels.cpu.team import Job, Kernel, job_dtype
 
 # One thread rotates fewer heads, or copies fewer bytes, in some ten microseconds.
@@ -116,44 +116,46 @@ def rotate_and_store(
         raise TypeError("cos and sin must be float32")
     if positions.dtype is not torch.int32 or slot_mapping.dtype is not torch.int64:
         raise TypeError("positions must be int32, slot_mapping int64")
-    query_strides, key_strides, value_strides = query.stride(), key.stride(), value.stride()
-    if query_strides[2] != 1 or key_strides[2] != 1 or value_strides[2] != 1:
+    if query.stride(2) != 1 or key.stride(2) != 1 or value.stride(2) != 1:
         raise ValueError("the last dimension of query, key and value must be contiguous")
     if not all(tensor.is_contiguous() for tensor in (kv, cos, sin, positions, slot_mapping)):
         raise ValueError("kv, cos, sin, positions and slot_mapping must be contiguous")
 
-    num_tokens, num_heads, head_dim = query.shape
-    _, _, num_kv_heads, block_size, _ = kv.shape
-    number_bytes = query.element_size()
+    num_tokens = query.shape[0]
     job = _store_job.fill(
-        query=query.data_ptr(),
-        query_token_bytes=query_strides[0] * number_bytes,
-        query_head_bytes=query_strides[1] * number_bytes,
-        key=key.data_ptr(),
-        key_token_bytes=key_strides[0] * number_bytes,
-        key_head_bytes=key_strides[1] * number_bytes,
-        value=value.data_ptr(),
-        value_token_bytes=value_strides[0] * number_bytes,
-        value_head_bytes=value_strides[1] * number_bytes,
-        cos=cos.data_ptr(),
-        sin=sin.data_ptr(),
-        table_bytes=cos.stride(0) * 4,
         positions=positions.data_ptr(),
         slots=slot_mapping.data_ptr(),
-        kv=kv.data_ptr(),
-        kv_block_bytes=kv.stride(0) * number_bytes,
         num_rows=num_tokens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        number_bytes=number_bytes,
+        **store_fields(query, key, value, cos, sin, kv),
     )
     kernel = store_kernel(storage_of(dtype))
-    if num_tokens * (num_heads + 2 * num_kv_heads) < _MIN_TEAM_HEADS:
+    if num_tokens * (query.shape[1] + 2 * key.shape[1]) < _MIN_TEAM_HEADS:
         kernel.run_brief(job)
     else:
         kernel.run_in_team(job)
+
+
+def store_fields(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: torch.Tensor
+) -> dict[str, int]:
+    """A STORE_JOB; positions, slots and num_rows are left."""
+    _, num_kv_heads, block_size, head_dim = kv.shape[1:]
+    number_bytes = query.element_size()
+    return {
+        **strided("query", query),
+        **strided("key", key),
+        **strided("value", value),
+        "cos": cos.data_ptr(),
+        "sin": sin.data_ptr(),
+        "table_bytes": cos.stride(0) * cos.element_size(),
+        "kv": kv.data_ptr(),
+        "kv_block_bytes": kv.stride(0) * number_bytes,
+        "num_heads": query.shape[1],
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "block_size": block_size,
+        "number_bytes": number_bytes,
+    }
 
 
 def copy_blocks(pool: torch.Tensor, source_blocks: torch.Tensor, destination_blocks: torch.Tensor) -> None:

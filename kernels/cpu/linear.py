@@ -138,15 +138,17 @@ class PackedLinear:
         """For inputs of this dtype. Raises TypeError where there is none."""
         return linear_kernel(storage_of(dtype), storage_of(self.panels.panels.dtype))
 
-    def job(self, x_row_bytes: int, out_row_bytes: int) -> dict[str, int]:
-        """The fields of a job that say what to multiply with; x, out and num_rows are left."""
-        own = self.panels
+    def fields(self, x: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
+        """A LINEAR_JOB; num_rows is left."""
+        own, number_bytes = self.panels, x.element_size()
         return {
-            "x_row_bytes": x_row_bytes,
+            "x": x.data_ptr(),
+            "x_row_bytes": x.stride(0) * number_bytes,
             "panels": own.panels.data_ptr(),
             "panel_bytes": own.panels.stride(0) * own.panels.element_size(),
             "bias": 0 if own.bias is None else own.bias.data_ptr(),
-            "out_row_bytes": out_row_bytes,
+            "out": out.data_ptr(),
+            "out_row_bytes": out.stride(0) * number_bytes,
             "in_size": own.in_size,
             "out_size": own.out_size,
             "num_panels": len(own.panels),
@@ -158,9 +160,7 @@ class PackedLinear:
         if in_size != self.panels.in_size or x.stride(1) != 1:
             raise ValueError(f"x must have {self.panels.in_size} contiguous columns, not {in_size}")
         out = x.new_empty(num_rows, self.panels.out_size)
-        weights = self.job(x.stride(0) * x.element_size(), out.stride(0) * x.element_size())
-        job = _job.fill(x=x.data_ptr(), out=out.data_ptr(), num_rows=num_rows, **weights)
-        self.kernel(x.dtype).run_in_team(job)
+        self.kernel(x.dtype).run_in_team(_job.fill(num_rows=num_rows, **self.fields(x, out)))
         return out
 
 

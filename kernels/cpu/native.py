@@ -66,6 +66,16 @@ def storage_bytes(storage: int) -> int:
     return 4 if storage == FLOAT32 else 2
 
 
+def strided(name: str, heads: torch.Tensor) -> dict[str, int]:
+    """Where heads[rows, heads, head_dim] lie, as fields of a job: `name`, `name_token_bytes` and `name_head_bytes`."""
+    number_bytes = heads.element_size()
+    return {
+        name: heads.data_ptr(),
+        f"{name}_token_bytes": heads.stride(0) * number_bytes,
+        f"{name}_head_bytes": heads.stride(1) * number_bytes,
+    }
+
+
 def shaped(scalar: Any, lanes: int) -> Any:
     """The LLVM type of `lanes` scalars; one lane is the scalar itself."""
     return scalar if lanes == 1 else ir.VectorType(scalar, lanes)
