@@ -50,7 +50,7 @@ def computed(step: LoggedStep, before: Rows) -> Rows:
 
 
 def test_rows_are_those_of_the_executor_through_chunks_forks_beams_and_preemptions() -> None:
-    bench = Bench(num_blocks=24)
+    bench = Bench(num_blocks=28)
     bench.log.watch(bench.core)
     numbers = random.Random(5)
     num_forks = num_beams = 0
