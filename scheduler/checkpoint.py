@@ -30,13 +30,16 @@ class Checkpoint:
     directory: Path
 
     @classmethod
-    def find(cls, model: str) -> "Checkpoint":
-        """Raises CheckpointError if `model` is neither a directory nor a hub id that can be fetched."""
+    def find(cls, model: str, revision: str | None = None) -> "Checkpoint":
+        """Raises CheckpointError if `model` is neither a directory nor a hub id that can be fetched.
+
+        revision: of a hub id; None: its default branch. A directory has none.
+        """
         try:
             directory = local_directory(model)
         except ModelNotFound as error:
             raise CheckpointError(str(error)) from None
-        return cls(directory or _fetch(model))
+        return cls(directory or _fetch(model, revision))
 
     def text(self, name: str) -> str | None:
         """The file's text; None where there is no such file. Raises CheckpointError if it is unreadable."""
@@ -62,7 +65,7 @@ class Checkpoint:
         return value
 
 
-def _fetch(repository: str) -> Path:
+def _fetch(repository: str, revision: str | None) -> Path:
     # The scheduler installs without huggingface_hub: a scheduler host often has the checkpoint on disk.
     try:
         from huggingface_hub import snapshot_download
@@ -71,6 +74,6 @@ def _fetch(repository: str) -> Path:
             f"{repository!r} is no directory here, and fetching it from the hub needs the package huggingface_hub"
         ) from error
     try:
-        return Path(snapshot_download(repository, allow_patterns=list(FILES)))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FILES)))
     except Exception as error:  # the client's own errors, those of its HTTP library, OSError: one meaning for us
         raise CheckpointError(f"{repository!r} cannot be fetched from the hub: {error}") from error

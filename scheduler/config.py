@@ -20,6 +20,7 @@ class SchedulerConfig:
     """Field by field:
 
     model                      local directory, or hub id, with tokenizer.json; the executor's is not asked for
+    revision                   of the hub id: branch, tag or commit, as for the executor; None: the default branch
     listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
     http_listen                host:port of metrics, readiness, and the live page, whose prompt box generates for
                                whoever reaches it: like the gRPC port, this one asks nobody who they are
@@ -48,6 +49,7 @@ class SchedulerConfig:
     """
 
     model: str
+    revision: str | None = None
     listen: str = "127.0.0.1:50051"
     http_listen: str = "127.0.0.1:8080"
     http_allowed_hosts: str = ""

@@ -55,7 +55,7 @@ def run(config: SchedulerConfig) -> int:
     """
     logs.configure("scheduler", config.log_level, config.log_format)
     try:
-        model = load_model(config.model)
+        model = load_model(config)
         return asyncio.run(serve(config, model))
     except AddressInUse as error:
         return _give_up(error, EXIT_ADDRESS_IN_USE)
@@ -63,9 +63,9 @@ def run(config: SchedulerConfig) -> int:
         return _give_up(error, EXIT_BAD_CONFIG)
 
 
-def load_model(model: str) -> ServedModel:
+def load_model(config: SchedulerConfig) -> ServedModel:
     """What requests need of a checkpoint. Raises CheckpointError."""
-    checkpoint = Checkpoint.find(model)
+    checkpoint = Checkpoint.find(config.model, config.revision)
     tokenizer = Tokenizer.load(checkpoint)
     template = load_template(checkpoint)
     return ServedModel(

@@ -130,9 +130,10 @@ def other_value(name: str, default: Any) -> Any:
 
 
 def test_one_command_line_speaks_to_both_services() -> None:
-    values = {"model": MODEL, "max_num_seqs": 3, "policy": "priority", "num_blocks": 40}
+    values = {"model": MODEL, "revision": "v2", "max_num_seqs": 3, "policy": "priority", "num_blocks": 40}
     pair = service_pair(on_free_ports(values))
     assert (pair.scheduler.model, pair.executor.model) == (MODEL, MODEL)
+    assert (pair.scheduler.revision, pair.executor.revision) == ("v2", "v2")
     assert (pair.scheduler.max_num_seqs, pair.executor.max_num_seqs) == (3, 3)
     assert (pair.scheduler.policy, pair.executor.num_blocks) == ("priority", 40)
     assert pair.scheduler.executor == pair.executor.listen_address

@@ -8,6 +8,10 @@ from typing import Any
 import pytest
 
 from scheduler.checkpoint import FILES, Checkpoint, CheckpointError
+from scheduler.config import SchedulerConfig
+from scheduler.main import load_model
+
+TINY = Path(__file__).parents[3] / "models" / "tiny"
 
 
 def test_a_directory(tmp_path: Path) -> None:
@@ -38,13 +42,25 @@ def test_a_hub_id_without_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: dict[str, Any] = {}
 
-    def snapshot_download(repository: str, allow_patterns: list[str]) -> str:
-        asked.update(repository=repository, allow_patterns=allow_patterns)
+    def snapshot_download(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.update(repository=repository, revision=revision, allow_patterns=allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
     assert Checkpoint.find("some/model-1.5").directory == tmp_path
-    assert asked == {"repository": "some/model-1.5", "allow_patterns": list(FILES)}
+    assert asked == {"repository": "some/model-1.5", "revision": None, "allow_patterns": list(FILES)}
+
+
+def test_a_pinned_revision_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str | None] = []
+
+    def snapshot_download(repository: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(revision)
+        return str(TINY)
+
+    monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
+    load_model(SchedulerConfig(model="some/model", revision="v2")).tokenizer.close()
+    assert asked == ["v2"]
 
 
 def test_a_hub_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
