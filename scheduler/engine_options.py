@@ -35,7 +35,7 @@ class EngineOptions:
     max_backoff_s: float = 2.0
 
     def narrowed(self, description: ExecutorDescription) -> ModelDescription:
-        """What is served with this executor."""
+        """What is served with this executor. Raises ExecutorNotOurs where that would be nothing."""
         return ModelDescription.narrowed(description, self.max_num_seqs, self.max_num_batched_tokens)
 
     def new_core(self, model: ModelDescription) -> Scheduler:

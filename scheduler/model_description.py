@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from scheduler.core import ExecutorNotOurs
+
 if TYPE_CHECKING:
     from scheduler.wire import ExecutorDescription
 
@@ -17,6 +19,16 @@ _IDENTITY = (
     "max_num_seqs",
     "max_num_batched_tokens",
 )
+
+_LEAST = {
+    "vocab_size": 1,
+    "max_model_len": 2,  # a token of the prompt, and one to follow it
+    "block_size": 1,
+    "num_blocks": 2,  # the null block, and one to use
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+}
+_LAST_EPOCH = 2**64 - 1  # what the plan stream's field holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +54,12 @@ class ModelDescription:
         cls, executor: ExecutorDescription, max_num_seqs: int | None, max_num_batched_tokens: int | None
     ) -> ModelDescription:
         """None leaves the executor's own bound. A token budget narrows the batch too: each sequence that runs needs
-        one token a step."""
+        one token a step.
+
+        Raises ExecutorNotOurs for an executor that by its own word can serve nothing.
+        """
+        if faults := _faults(executor):
+            raise ExecutorNotOurs(f"the executor cannot be used, by what it says of itself: {', and '.join(faults)}")
         num_tokens = min(max_num_batched_tokens or executor.max_num_batched_tokens, executor.max_num_batched_tokens)
         num_seqs = min(max_num_seqs or executor.max_num_seqs, executor.max_num_seqs)
         return cls(
@@ -64,3 +81,14 @@ class ModelDescription:
             for name in _IDENTITY
             if getattr(other, name) != getattr(self, name)
         ]
+
+
+def _faults(executor: ExecutorDescription) -> list[str]:
+    faults = [
+        f"{name} {getattr(executor, name)}, where at least {least} is needed"
+        for name, least in _LEAST.items()
+        if getattr(executor, name) < least
+    ]
+    if executor.epoch >= _LAST_EPOCH:
+        faults.append(f"epoch {executor.epoch}, after which there is none")
+    return faults

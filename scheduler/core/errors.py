@@ -34,7 +34,8 @@ class ExecutorLost(QuireError):
 
 
 class ExecutorNotOurs(ExecutorLost):
-    """There is one, and it cannot be had until somebody acts: it has another model, or another scheduler."""
+    """There is one, and it cannot be had until somebody acts: it has another model, or another scheduler,
+    or nothing that could be used."""
 
 
 class PlanRejected(ExecutorLost):

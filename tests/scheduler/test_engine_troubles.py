@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.core import Events, FinishReason, InvariantViolation, StepResult
+from scheduler.core import Events, FinishReason, InvariantViolation, StepResult, Unavailable
 from scheduler.core.committer import Committer
 from scheduler.core.draft import Step
-from scheduler.engine import ServerState
+from scheduler.engine import Engine, EngineOptions, ServerState
 from tests.core.fake_executor import expected_output
 from tests.scheduler.engine_rig import RecordingSink, running_engine, submit, until
 from tests.scheduler.fake_client import DESCRIPTION, FakeClient
@@ -101,3 +101,67 @@ async def test_an_executor_with_another_model_is_not_taken_and_everybody_can_kno
         assert engine.core is not None
         assert engine.core.epoch == 8
         await sink.check()
+
+
+NONSENSE = pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("vocab_size", 0, "vocab_size 0, where at least 1 is needed"),
+        ("max_model_len", 0, "max_model_len 0, where at least 2 is needed"),
+        ("max_model_len", 1, "max_model_len 1, where at least 2 is needed"),
+        ("block_size", 0, "block_size 0, where at least 1 is needed"),
+        ("num_blocks", 0, "num_blocks 0, where at least 2 is needed"),
+        ("num_blocks", 1, "num_blocks 1, where at least 2 is needed"),
+        ("max_num_seqs", 0, "max_num_seqs 0, where at least 1 is needed"),
+        ("max_num_batched_tokens", 0, "max_num_batched_tokens 0, where at least 1 is needed"),
+        ("epoch", 2**64 - 1, "epoch 18446744073709551615, after which there is none"),
+    ],
+)
+
+
+@NONSENSE
+async def test_an_executor_that_describes_itself_with_nonsense_is_asked_again_later(
+    field: str, value: int, complaint: str
+) -> None:
+    client = FakeClient(replace(DESCRIPTION, **{field: value}))
+    engine = Engine(client, EngineOptions(max_backoff_s=0.3))
+    running = asyncio.create_task(engine.run())
+    await until(lambda: running.done() or (client.num_asked == 1 and engine.readiness != "waiting for executor"))
+    assert not running.done()
+    why = f"the executor cannot be used, by what it says of itself: {complaint}"
+    assert engine.readiness == f"waiting for executor: {why}"
+    with pytest.raises(Unavailable):
+        submit(engine, [1, 2, 3])
+    await asyncio.sleep(0.1)
+    assert client.num_asked == 1, "after the longest pause, not the shortest"
+    client.description = DESCRIPTION
+    await until(lambda: engine.state is ServerState.SERVING)
+    await submit(engine, [1, 2, 3]).check()
+    running.cancel()
+
+
+@NONSENSE
+async def test_requests_outlive_an_executor_that_describes_itself_with_nonsense(
+    field: str, value: int, complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = FakeClient()
+    async with running_engine(client, max_backoff_s=0.02) as engine:
+        sink = submit(engine, [1, 2, 3])
+        await sink.first_token.wait()
+        client.description = replace(client.description, **{field: value})
+        client.lose()
+        num_asked = client.num_asked
+        await until(lambda: client.num_asked >= num_asked + 3)
+        assert engine.readiness.endswith(complaint)
+        (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert said.endswith(complaint), "once"
+        client.description = replace(DESCRIPTION, epoch=7)
+        await sink.check()
+
+
+async def test_all_that_is_wrong_with_a_description_is_said_at_once() -> None:
+    async with running_engine(client := FakeClient()) as engine:
+        client.description = replace(DESCRIPTION, block_size=0, num_blocks=1)
+        client.lose()
+        both = "block_size 0, where at least 1 is needed, and num_blocks 1, where at least 2 is needed"
+        await until(lambda: engine.readiness.endswith(f": {both}"))
