@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 
@@ -16,9 +16,11 @@ from scheduler import wire
 from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from scheduler.step_trace import ExecutorTimings
+
+T = TypeVar("T")
 
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -81,6 +83,10 @@ class PlanStream:
         self._on_arrival = on_arrival
         self._arrivals: deque[Arrival] = deque()
         self._error: ExecutorLost | None = None
+        # gRPC puts INTERNAL in the place of the executor's own status when a plan is being written as the stream ends
+        # (grpc/grpc#36066). The first status that the call has is the executor's.
+        self._first_status: tuple[grpc.StatusCode, str] | None = None
+        call.add_done_callback(self._keep_status)
         self._reader = asyncio.create_task(self._read(), name="plan stream reader")
 
     async def send(self, plan: StepPlan) -> None:
@@ -111,7 +117,8 @@ class PlanStream:
                 self._on_arrival()
             self._error = ExecutorLost("the executor ended the plan stream")
         except grpc.aio.AioRpcError as error:
-            self._error = _blame(error)
+            code, details = self._first_status or (error.code(), error.details() or "")
+            self._error = _blame(code, details)
         except ExecutorLost as error:  # a result that is none
             self._call.cancel()
             self._error = error
@@ -119,13 +126,25 @@ class PlanStream:
             self._error = ExecutorLost("the plan stream was closed")
         self._on_arrival()
 
+    def _keep_status(self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult]) -> None:
+        self._first_status = (_without_waiting(call.code()), _without_waiting(call.details()))
 
-def _blame(error: grpc.aio.AioRpcError) -> ExecutorLost:
-    if error.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
-        return PlanRejected(f"the executor refused a plan: {error.details()}")
-    if error.code() is grpc.StatusCode.ABORTED:
+
+def _without_waiting(ready: Coroutine[None, None, T]) -> T:
+    """What a coroutine comes to that has nothing to wait for. A task would come too late for what is true only now."""
+    try:
+        ready.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise RuntimeError("it waits")
+
+
+def _blame(code: grpc.StatusCode, details: str) -> ExecutorLost:
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+        return PlanRejected(f"the executor refused a plan: {details}")
+    if code is grpc.StatusCode.ABORTED:
         return ExecutorNotOurs(
-            f"another scheduler has taken the executor ({error.details()}): while both live they take it from each "
+            f"another scheduler has taken the executor ({details}): while both live they take it from each "
             "other again and again; end one of them, or give it an executor of its own"
         )
-    return ExecutorLost(f"the plan stream broke ({error.code().name}): {error.details()}")
+    return ExecutorLost(f"the plan stream broke ({code.name}): {details}")
