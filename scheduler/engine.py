@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
@@ -37,7 +38,7 @@ from scheduler.progress import Progress
 from scheduler.step_trace import StepTrace, StepTraces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Iterator
 
     from scheduler.audience import Sink
     from scheduler.core import StepPlan
@@ -92,6 +93,7 @@ class Engine:
         self._state_callbacks: list[Callable[[ServerState], None]] = []
         self._state = ServerState.WAITING_FOR_EXECUTOR
         self._trouble = ""  # why there is no executor, where somebody has to act
+        self._bug: InvariantViolation | None = None  # found outside the loop, which has yet to hear of it
         self._progress = self._watched()
         self._checked_at_s = 0.0
 
@@ -146,12 +148,14 @@ class Engine:
     def cancel(self, request_id: int) -> None:
         """Ends a request in any state; its sink hears nothing more. An unknown id is no error."""
         if self._audience.leave(request_id):
-            self._core.cancel(request_id)
+            with self._leaving_bugs_to_the_loop():
+                self._core.cancel(request_id)
 
     def stop(self, request_id: int, index: int) -> None:
         """Ends one sequence because its text is complete; its sink gets `finished` at once."""
         if request_id in self._audience:
-            self._audience.tell_finished(self._core.stop(request_id, index))
+            with self._leaving_bugs_to_the_loop():
+                self._audience.tell_finished(self._core.stop(request_id, index))
 
     def block_map(self, *, summary_only: bool = False) -> BlockMap:
         return block_map(self._core, summary_only=summary_only)
@@ -239,18 +243,35 @@ class Engine:
         self._trouble = trouble
         self.traces.lost()
         if self._scheduler is not None:
-            self._audience.tell(self._scheduler.executor_lost())
+            with self._leaving_bugs_to_the_loop():
+                self._audience.tell(self._scheduler.executor_lost())
         self._update_state()
 
     def _begin_anew(self) -> None:
         """After a bug of ours. What the core still holds to be true may not be, and what came of its last step may have
         reached it and no client: no request goes on with either (I11)."""
+        self._bug = None
         self._scheduler = self._options.new_core(self.description)
         self._audience.fail_all()
+
+    @contextmanager
+    def _leaving_bugs_to_the_loop(self) -> Iterator[None]:
+        """A bug of ours that shows here is no business of the caller's: the loop has to know, at once."""
+        try:
+            yield
+        except InvariantViolation as error:
+            self._bug = error
+            self._wake.set()
+
+    def _raise_bug(self) -> None:
+        """To be called after every wait, before the core is asked for anything."""
+        if self._bug is not None:
+            raise self._bug
 
     async def _serve(self, stream: PlanStream) -> None:
         while True:
             self._wake.clear()
+            self._raise_bug()
             self._audience.tell(self._core.expire(time.monotonic()))
             arrival = stream.take()
             if arrival is None:
@@ -289,6 +310,7 @@ class Engine:
             trace.sent_ns = time.monotonic_ns()
 
     def _schedule(self) -> StepPlan | None:
+        self._raise_bug()
         started_s = time.perf_counter()
         plan = self._core.schedule()
         if plan is not None:
@@ -314,14 +336,16 @@ class Engine:
         task = asyncio.create_task(awaited)
         task.add_done_callback(lambda _: self._wake.set())
         try:
-            while not task.done():
+            while True:
                 self._wake.clear()
+                self._raise_bug()
+                if task.done():
+                    return task.result()
                 due_s = None
                 if self._scheduler is not None:
                     self._audience.tell(self._scheduler.expire(time.monotonic()))
                     due_s = self._scheduler.next_deadline_s
                 await self._wait_for_wake(None if due_s is None else due_s - time.monotonic())
-            return task.result()
         finally:
             task.cancel()
 

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.core import Events, FinishReason, InvariantViolation, StepResult, Unavailable
+from scheduler.core import (
+    Events,
+    FinishReason,
+    InvariantViolation,
+    Request,
+    SequenceParams,
+    StepResult,
+    TokenLogprobs,
+    Unavailable,
+)
+from scheduler.core.books import Books
 from scheduler.core.committer import Committer
 from scheduler.core.draft import Step
 from scheduler.engine import Engine, EngineOptions, ServerState
@@ -62,6 +72,86 @@ async def test_a_sample_that_has_ended_stays_ended_when_its_request_fails(monkey
         break_a_commit(monkeypatch, 1)
         await asyncio.wait_for(sink.done.wait(), 10)
         assert (sink.reasons[0], sink.has_failed) == (FinishReason.STOP, True)
+
+
+def break_the_books(patch: pytest.MonkeyPatch, verb: str) -> None:
+    """The next call of this method of the books changes nothing, and raises."""
+    whole = getattr(Books, verb)
+
+    def broken(books: Books, *arguments: object) -> object:
+        patch.setattr(Books, verb, whole)
+        raise InvariantViolation("on purpose")
+
+    patch.setattr(Books, verb, broken)
+
+
+async def check_all_fail_and_it_begins_anew(engine: Engine, sinks: list[RecordingSink]) -> None:
+    broken_core = engine.core
+    for sink in sinks:
+        await asyncio.wait_for(sink.done.wait(), 10)
+        assert sink.has_failed
+        check_no_gap(sink)
+    await submit(engine, [1, 2, 3]).check()
+    assert engine.core is not broken_core
+    await asyncio.wait_for(engine.drain(), 10)
+
+
+async def test_a_bug_that_a_cancel_finds_fails_all_requests_and_not_its_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_engine(FakeClient()) as engine:
+        gone, *others = [submit(engine, [i, 2, 3], 150) for i in range(3)]
+        await gone.first_token.wait()
+        break_the_books(monkeypatch, "end_request")
+        engine.cancel(gone.request.request_id)
+        await check_all_fail_and_it_begins_anew(engine, others)
+        assert not gone.done.is_set(), "it hears nothing more"
+
+
+class StoppingSink(RecordingSink):
+    """As a stream with a stop string, which its first token completes: told of a step, it ends its sequence."""
+
+    engine: Engine
+
+    def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+        super().tokens(index, token_ids, logprobs)
+        self.engine.stop(self.request.request_id, index)
+
+
+async def test_a_bug_that_a_stop_string_finds_fails_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_engine(FakeClient()) as engine:
+        other = submit(engine, [1, 2, 3], 150)
+        await other.first_token.wait()
+        break_the_books(monkeypatch, "finish")
+        params = SequenceParams(max_total_tokens=150)
+        stopping = StoppingSink(Request(engine.new_request_id(), [4, 5], params))
+        stopping.engine = engine
+        engine.submit(stopping.request, stopping)
+        await check_all_fail_and_it_begins_anew(engine, [other, stopping])
+
+
+async def test_a_bug_that_is_found_while_there_is_no_executor_fails_all_requests_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    client = FakeClient()
+    async with running_engine(client, max_backoff_s=60.0) as engine:
+        client.is_up = False
+        client.lose()
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        gone, other = submit(engine, [1]), submit(engine, [2])
+        await asyncio.sleep(0.3)  # it pauses longer and longer by now
+        break_the_books(monkeypatch, "end_request")
+        engine.cancel(gone.request.request_id)
+        await asyncio.wait_for(other.done.wait(), 0.2)
+        assert other.has_failed
+
+
+async def test_a_bug_that_is_found_as_the_executor_goes_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        sink = submit(engine, [1, 2, 3], 150)
+        await sink.first_token.wait()
+        break_the_books(monkeypatch, "lose_executor")
+        client.lose()
+        await check_all_fail_and_it_begins_anew(engine, [sink])
 
 
 async def test_deadlines_pass_while_an_executor_is_asked_and_says_nothing() -> None:
