@@ -75,11 +75,12 @@ class Echo:
 class Runner(Protocol):
     """`executor.runner.ModelRunner` or `executor.cuda.runner.CudaRunner`, as far as this thread cares.
 
-    execute  raises PlanRejected, and then nothing has changed
+    execute  raises PlanRejected, and then nothing has changed; may call `computing` when it has nothing left to do but
+             compute
     """
 
     def reset(self) -> None: ...
-    def execute(self, plan: StepPlan) -> StepOutput | LaunchedStep: ...
+    def execute(self, plan: StepPlan, computing: Callable[[], None]) -> StepOutput | LaunchedStep: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ class DeviceThread:
         self._patience_s = _PATIENCE_S
         self._work: queue.SimpleQueue[Step | Echo | Question | _Inspection | None] = queue.SimpleQueue()
         self._results = ResultsThread()
+        self._untold: Callable[[], None] | None = None
         self._epoch = 0
         # Written by both threads, each time to the greater of two: under the lock.
         self._failed_epoch = 0
@@ -167,24 +169,31 @@ class DeviceThread:
         self._prepare()
         idle_since_ns = time.monotonic_ns()
         while (work := self._next_work()) is not None:
+            if not isinstance(work, Step):
+                self._tell()
             if isinstance(work, _Inspection):
                 if not self._survives(work.failure):
                     return
             elif isinstance(work, Question):
                 self._results.put(work.answered)
             elif isinstance(work, Echo):
-                self._deliver(work.deliver, work.outcome)
+                self._results.put(partial(work.deliver, work.outcome))
             elif work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
                 outcome = self._step(work, time.monotonic_ns(), idle_since_ns)
                 self._patience_s = _PATIENCE_S
                 self._moved_ns = idle_since_ns = time.monotonic_ns()
+                self._tell()
                 if outcome is not None:
-                    self._deliver(work.deliver, outcome)
+                    self._untold = partial(work.deliver, outcome)
                 if isinstance(outcome, Failure):
+                    self._tell()
                     self._results.put(partial(self._work.put, _Inspection(outcome)))
+        self._tell()
 
     def _next_work(self) -> Step | Echo | Question | _Inspection | None:
         """Waits for it. Between two steps of a busy time nothing else is begun: it would make the second one wait."""
+        if self._work.empty():
+            self._tell()
         while self._idle_work is not None:
             try:
                 return self._work.get(timeout=self._patience_s)
@@ -199,10 +208,15 @@ class DeviceThread:
         except StopIteration:
             self._idle_work = None
 
-    def _deliver(self, deliver: Deliver, outcome: Outcome) -> None:
-        """In order, and on the results thread, also where nothing is left to wait for: whoever is told wakes up and
-        takes Python's lock at once, which this thread needs to begin the next step."""
-        self._results.put(partial(deliver, outcome))
+    def _tell(self) -> None:
+        """Has the last step's outcome delivered, by the results thread, if it was not yet.
+
+        Whoever is told wakes up, and wants a processor and Python's lock at once. While another step waits, this thread
+        needs both to begin it: so the outcome is told when that one computes, which needs no lock.
+        """
+        if self._untold is not None:
+            self._results.put(self._untold)
+            self._untold = None
 
     def _step(self, work: Step, taken_ns: int, idle_since_ns: int) -> Outcome | None:
         """None if the step was launched: its outcome is delivered when there is one."""
@@ -211,7 +225,7 @@ class DeviceThread:
             self._epoch = plan.epoch
             self._runner.reset()
         try:
-            output = self._runner.execute(plan)
+            output = self._runner.execute(plan, self._tell)
         except PlanRejected as error:
             self._fail_epoch(plan.epoch)
             return Failure(FailureKind.PLAN_REJECTED, f"step {plan.step_id}: {error}")

@@ -1,6 +1,7 @@
 """One step: a plan goes in, sampled tokens come out."""
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -47,12 +48,16 @@ class ModelRunner:
         self.slots.clear()
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepOutput:
-        """Runs one step. Raises PlanRejected, and then nothing has changed."""
+    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
+        """Runs one step. Raises PlanRejected, and then nothing has changed.
+
+        computing  called when the batch is ready, and the model next
+        """
         started_ns = time.monotonic_ns()
         self.slots.apply(plan)
         batch = build_batch(self.slots)
         prepared_ns = time.monotonic_ns()
+        computing()
         logits = self._forward(plan, batch)
         forwarded_ns = time.monotonic_ns()
         token_ids, end_reasons, reports = self._sample(plan, logits)

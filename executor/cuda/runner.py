@@ -11,7 +11,7 @@ those before it, and for its own result.
 
 import time
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -115,12 +115,13 @@ class CudaRunner:
         self._lives += 1
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> LaunchedStep:
-        """Launches one step. Raises PlanRejected, and then nothing has changed."""
+    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> LaunchedStep:
+        """Launches one step. Raises PlanRejected, and then nothing has changed. computing: called before the launch."""
         started_ns = time.monotonic_ns()
         with self._accelerator.working():
             self._accept(plan)
             step = take_step(self.slots, plan.forks)
+            computing()
             launched = self._launch(plan, step, started_ns)
             if step.has_reports:
                 self.slots.append(step.sampling, launched.sampled())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from executor.errors import PlanRejected
 from executor.limits import Limits
 from executor.loading import LoadedModel
 from executor.plan import StepOutput, StepPlan, StepTimings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LIMITS = Limits(
     vocab_size=100, max_model_len=64, block_size=4, num_blocks=33, max_num_seqs=4, max_num_batched_tokens=32
@@ -37,7 +41,8 @@ class FakeRunner:
     def reset(self) -> None:
         self.num_resets += 1
 
-    def execute(self, plan: StepPlan) -> StepOutput:
+    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
+        computing()
         self.entered.set()
         self.gate.wait(30)
         if plan.step_id in self.errors:

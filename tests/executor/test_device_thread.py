@@ -15,7 +15,7 @@ from executor.plan import StepOutput, StepPlan
 from tests.executor.fake_runner import FakeRunner
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class Bench:
@@ -72,6 +72,60 @@ def test_steps_run_in_order(bench) -> None:
         assert outcome.timings.queue_ns > 0
         assert outcome.timings.idle_ns >= 0
         assert outcome.timings.forward_ns == 2_000
+
+
+class Pausing(FakeRunner):
+    """Says that it computes when it is let."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prepared = threading.Event()
+
+    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
+        self.entered.set()
+        assert self.prepared.wait(10)
+        return super().execute(plan, computing)
+
+
+def test_an_outcome_is_told_when_the_next_step_computes() -> None:
+    """Whoever is told wakes up, and would take the processor that prepares the next step."""
+    runner = Pausing()
+    bench = Bench(runner)
+    try:
+        bench.put(1, 1)
+        bench.put(1, 2)
+        assert runner.entered.wait(10)
+        runner.entered.clear()
+        runner.gate.clear()
+        runner.prepared.set()  # the first one goes up to its gate …
+        runner.entered.wait(10)
+        runner.prepared.clear()
+        runner.entered.clear()
+        runner.gate.set()  # … and through it; the second one is held before it computes
+        assert runner.entered.wait(10)
+        with pytest.raises(queue.Empty):
+            bench.outcomes.get(timeout=0.1)
+        runner.gate.clear()
+        runner.prepared.set()
+        assert bench.outcomes.get(timeout=10).step_id == 1, "while the second one computes"
+        assert bench.outcomes.empty()
+        runner.gate.set()
+        assert bench.outcomes.get(timeout=10).step_id == 2, "at once: nothing waits"
+    finally:
+        runner.prepared.set()
+        runner.gate.set()
+        bench.thread.stop()
+
+
+def test_an_outcome_is_told_before_the_thread_ends(bench) -> None:
+    bench.runner.gate.clear()
+    bench.put(1, 1)
+    assert bench.runner.entered.wait(10)
+    stopping = threading.Thread(target=bench.thread.stop)
+    stopping.start()
+    bench.runner.gate.set()
+    stopping.join(10)
+    assert bench.outcomes.get(timeout=10).step_id == 1
 
 
 def test_a_newer_epoch_empties_the_slots_and_drops_older_plans(bench) -> None:
@@ -161,8 +215,8 @@ class LateRunner(FakeRunner):
         self.late_errors: dict[int, Exception] = {}
         self.gates: dict[int, threading.Event] = {step_id: threading.Event() for step_id in range(1, 6)}
 
-    def execute(self, plan: StepPlan) -> LateStep:
-        return LateStep(self, super().execute(plan))
+    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> LateStep:
+        return LateStep(self, super().execute(plan, computing))
 
 
 class LateStep:
@@ -308,9 +362,9 @@ def test_steps_do_not_wait_for_idle_work() -> None:
             yield
 
     class Recording(FakeRunner):
-        def execute(self, plan: StepPlan) -> StepOutput:
+        def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
             done.append("step")
-            return super().execute(plan)
+            return super().execute(plan, computing)
 
     bench = Bench(Recording(), idle_work())
     try:

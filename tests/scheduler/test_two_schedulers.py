@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -23,9 +23,9 @@ MAX_BACKOFF_S = 1.5
 class SlowRunner(FakeRunner):
     """Of 40 tokens: a fifth of a second. So the one that was lost would be back before they are done."""
 
-    def execute(self, plan: StepPlan) -> StepOutput:
+    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
         time.sleep(0.005)
-        return super().execute(plan)
+        return super().execute(plan, computing)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from kernels import triton as home
 from tests.kernels_triton.conftest import IS_INTERPRETED
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from executor.cuda.accelerator import Accelerator
@@ -44,8 +45,8 @@ class Finished:
     def reset(self) -> None:
         self.runner.reset()
 
-    def execute(self, plan: StepPlan) -> StepOutput:
-        return self.runner.execute(plan).finish()
+    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
+        return self.runner.execute(plan, computing).finish()
 
 
 def make_pair(
