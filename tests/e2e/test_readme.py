@@ -46,6 +46,7 @@ COVERED = {
     "make bench": "test_make_bench",
     "make serve": "test_make_serve",
     ".venv/bin/python -m bench.scheduler_cost": "test_scheduler_cost",
+    ".venv/bin/python -m bench.shell_cost": "tests/bench/test_shell_cost.py measures with few clients",
     ".venv/bin/python -m bench.paired --model models/tiny --baseline --concurrency 1,4,16,64": "test_bench_paired",
     '.venv/bin/quire generate "Once upon a time"': "test_commands_against_a_server",
     ".venv/bin/quire kv": "test_commands_against_a_server",
