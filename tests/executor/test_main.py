@@ -62,7 +62,7 @@ def test_a_process_whose_device_hangs_ends_with_its_traces(checkpoint) -> None:
     )
     hangs = (
         "import threading, executor.runner\n"
-        "def hang(runner, plan): threading.Event().wait()\n"
+        "def hang(runner, plan, computing): threading.Event().wait()\n"
         "executor.runner.ModelRunner.execute = hang\n"
     )
     process = subprocess.Popen(
