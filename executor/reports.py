@@ -22,6 +22,23 @@ def report_tokens(slots: Slots, sampling: Ints, logits: Tensor, token_ids: Ints)
     return score(logits[torch.from_numpy(rows).to(logits.device)], token_ids[rows], nums[rows])
 
 
+def with_overrun(slots: Slots, reporting: Ints, is_live: np.ndarray, logprobs: Logprobs | None) -> Logprobs | None:
+    """The log-probabilities of reporting[is_live], among places for the others: slots that had ended. Theirs mean as
+    little as their tokens do, but whoever made the plan did not know of the end, and counts on them."""
+    if not slots.reports.has_logprobs:
+        return logprobs
+    nums = slots.reports.num_logprobs[reporting]
+    if not nums[~is_live].any():
+        return logprobs
+    num_places = int(nums.sum())
+    token_ids, values = np.zeros(num_places, np.int32), np.zeros(num_places, np.float32)
+    ranks = np.ones(num_places, np.int32)
+    if logprobs is not None and logprobs.ranks is not None:
+        told = np.repeat(is_live, nums)
+        token_ids[told], values[told], ranks[told] = logprobs.token_ids, logprobs.values, logprobs.ranks
+    return Logprobs(token_ids, values, ranks)
+
+
 def report_prompts(slots: Slots, logits: Tensor, rows: slice | None = None) -> Logprobs | None:
     """Of prompt tokens: logits of all rows of `slots.prompt_spans`, or of these rows among them."""
     spans = slots.prompt_spans

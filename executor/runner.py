@@ -12,7 +12,7 @@ from torch import Tensor
 from executor.batch import Batch, build_batch
 from executor.limits import Limits
 from executor.plan import Fork, Ints, Logprobs, Reports, StepOutput, StepPlan, StepTimings
-from executor.reports import report_candidates, report_prompts, report_tokens
+from executor.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.sampler import sample
 from executor.slots import Slots
 
@@ -89,9 +89,9 @@ class ModelRunner:
 
         token_ids = np.zeros(len(reporting), dtype=np.int32)
         end_reasons = np.zeros(len(reporting), dtype=np.uint8)
-        if logits is None:
-            return token_ids, end_reasons, Reports()
         is_live = ~slots.counters.has_ended[reporting]
+        if logits is None:
+            return token_ids, end_reasons, Reports(with_overrun(slots, reporting, is_live, None))
         live = reporting[is_live]
         logprobs: Logprobs | None = None
         if live.size:
@@ -99,6 +99,7 @@ class ModelRunner:
             own_ids = sample(own_logits, slots.draw(live))
             logprobs = report_tokens(slots, live, own_logits, own_ids)
             token_ids[is_live], end_reasons[is_live] = own_ids, slots.append(live, own_ids)
+        logprobs = with_overrun(slots, reporting, is_live, logprobs)
         return token_ids, end_reasons, Reports(logprobs, *self._report(logits))
 
     def _report(self, logits: Tensor) -> tuple[Logprobs | None, Logprobs | None]:

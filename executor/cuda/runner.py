@@ -12,7 +12,7 @@ those before it, and for its own result.
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import numpy as np
@@ -32,7 +32,7 @@ from executor.limits import Limits
 from executor.logprobs import join, row_pieces
 from executor.models.decoder import Decoder
 from executor.plan import EndReason, Ints, Logprobs, Reports, StepPlan
-from executor.reports import report_candidates, report_prompts, report_tokens
+from executor.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.sampling_table import Draw
 from executor.slots import Slots
 from kernels import AttentionShape
@@ -186,6 +186,8 @@ class CudaRunner:
         else:
             forwarded = self._accelerator.mark()
             self._buffers.on_device.fork(sent)
+        is_live = np.isin(step.reporting, step.sampling)
+        reports = replace(reports, logprobs=with_overrun(self.slots, step.reporting, is_live, reports.logprobs))
         return self._finishing(plan, step, start, forwarded, prepared_ns - started_ns, reports)
 
     def _changed_rows(self, step: HostStep, bucket: int) -> Arrays:

@@ -325,6 +325,19 @@ REQUESTS = st.builds(
 )
 
 
+async def test_requests_with_logprobs_end_by_a_token_while_the_next_plan_is_out(client: AsyncClient) -> None:
+    """The executor ends them; the scheduler had planned one step more, and counts on its log-probabilities."""
+    prompt, settings = "Once upon a time", {"max_tokens": 30, "temperature": 0.0}
+    whole = await client.complete(prompt, ignore_eos=True, **settings)
+    tokens = list(whole.sequences[0].token_ids)
+    for at in (5, 6, 7):
+        alone = await client.complete(prompt, stop_token_ids=[tokens[at]], logprobs=2, **settings)
+        assert list(alone.sequences[0].token_ids) == tokens[: tokens.index(tokens[at]) + 1]
+    await asyncio.gather(
+        *(client.complete(prompt, stop_token_ids=[tokens[8 + i]], logprobs=i, **settings) for i in range(4))
+    )
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(batch=st.lists(REQUESTS, min_size=1, max_size=6))
 def test_anything_is_served_or_refused(small_server: Stack, batch: list[wire.GenerateRequest]) -> None:

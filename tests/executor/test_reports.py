@@ -79,6 +79,22 @@ def test_who_asks_gets_by_slot(source, runner) -> None:
     assert len({seat.output[0] for seat in (parent, *children)}) > 1
 
 
+def test_an_overrun_has_places_for_what_it_asked(source, runner) -> None:
+    """It ended, and the plan did not know: whoever reads the result counts on its entries, alone and beside others."""
+    conductor = Conductor(runner)
+    ended = conductor.admit(source.prompt(4), 9, num_logprobs=2, stop_token_ids=ints(*range(300)))
+    conductor.step()
+    assert ended.reason
+    alone = conductor.step()
+    assert len(alone.reports.logprobs.token_ids) == 2
+    other = conductor.admit(source.prompt(7), 9, num_logprobs=3)
+    beside = conductor.step()
+    expected = expected_of(source, other.tokens, range(7, 8), 2)
+    assert_near(entries(beside.reports.logprobs)[2:], expected)
+    conductor.retire(ended)
+    assert len(conductor.step().reports.logprobs.token_ids) == 3
+
+
 @pytest.mark.parametrize("max_chunk", [100, 5, 1])
 def test_prompts(max_chunk, source, runner) -> None:
     """In one chunk or many, beside others; the row of the last prompt token speaks of output."""
