@@ -2,8 +2,9 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -190,15 +191,21 @@ HARMLESS_JSON: list[dict[str, Any]] = [
 ]
 
 
+async def check_all(
+    status: Callable[[Any], Awaitable[tuple[grpc.StatusCode, str]]], attacks: Iterable[Any], harmless: Iterable[Any]
+) -> None:
+    """Attacks are refused in few words; what is harmless is served."""
+    for attack in attacks:
+        code, words = await status(attack)
+        assert code in REFUSED, (str(attack)[:200], code)
+        assert len(words) < 10_000
+    for request in harmless:
+        assert await status(request) == (grpc.StatusCode.OK, ""), str(request)[:200]
+
+
 async def test_every_attack_is_refused(small_server: Stack, client: AsyncClient) -> None:
     async with neighbours(client), grpc.aio.insecure_channel(small_server.grpc) as channel:
-        stub = GenerationStub(channel)
-        for attack in ATTACKS:
-            code, words = await status_of(stub, attack)
-            assert code in REFUSED, (str(attack)[:200], code)
-            assert len(words) < 10_000
-        for request in HARMLESS:
-            assert await status_of(stub, request) == (grpc.StatusCode.OK, ""), str(request)[:200]
+        await check_all(partial(status_of, GenerationStub(channel)), ATTACKS, HARMLESS)
 
 
 async def test_every_attack_is_refused_by_the_door_of_the_page(small_server: Stack, client: AsyncClient) -> None:
@@ -208,12 +215,7 @@ async def test_every_attack_is_refused_by_the_door_of_the_page(small_server: Sta
     harmless += [{"text": "A fox", "stopping": {"max_tokens": 3}} | request for request in HARMLESS_JSON]
     timeout = aiohttp.ClientTimeout(60)
     async with neighbours(client), aiohttp.ClientSession(f"http://{small_server.http}", timeout=timeout) as session:
-        for attack in attacks:
-            code, words = await status_of_json(session, attack)
-            assert code in REFUSED, (str(attack)[:200], code)
-            assert len(words) < 10_000
-        for request in harmless:
-            assert await status_of_json(session, request) == (grpc.StatusCode.OK, ""), str(request)[:200]
+        await check_all(partial(status_of_json, session), attacks, harmless)
 
 
 def test_negative_ids_cannot_be_sent() -> None:
