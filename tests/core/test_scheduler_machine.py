@@ -52,7 +52,7 @@ tokens = st.integers(0, 1)
 
 @st.composite
 def limits(draw: st.DrawFn) -> Limits:
-    max_num_seqs = draw(st.sampled_from((4, 3, 2, 1)))
+    max_num_seqs = draw(st.sampled_from((4, 6, 3, 2, 1)))
     return Limits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 6)),
@@ -300,7 +300,8 @@ def test_scheduler_keeps_its_promises(search: settings) -> None:
     happened.clear()
     thorough = settings(search, max_examples=2 * search.max_examples)
     run_state_machine_as_test(SchedulerMachine, settings=thorough)
-    # Too rare for so few examples; the simulation sees groups of beams preempted, and test_beam_group.py does.
-    rare = {"num_preempted_beams"}
+    # Too rare for so few examples, which change with every constant in the code (Hypothesis draws from those, too): the
+    # simulation has to see them, and test_beam_group.py does.
+    rare = {"num_preempted_beams", "num_beams_behind"}
     missing = [name for name, number in happened.items() if not number and name not in rare]
     assert not missing, f"the search never saw {missing}"
