@@ -4,7 +4,7 @@ What a step took is not what the executor worked for it. A server under load has
 transport and clients share the machine with the executor; so a step takes from the result before it to its own:
 
     received   n-1          n            n+1
-                │◄─ step n ─►│◄─ step n+1 ►│          planned long before: the pipeline was full
+                │◄─ step n ─►│◄─ step n+1 ►│          planned before that: the pipeline was full
 
 Only where no decode goes on (the server had run dry, or just started) it begins with its plan.
 """

@@ -2,9 +2,9 @@
 
     arrival ─► core.add       core.schedule ─► [ executor: one step after the other, cost.step_s each ] ─► core.commit
 
-What takes time is an event on the clock: a request arrives, a step is done. Between them everything is as in the
-engine: plans leave as soon as the core has one, up to `max_in_flight` are out, a result is committed before the next
-plan is made, and a plan is made before a client can have heard of the result. Requests end by their number of tokens;
+What takes time is an event on the clock: a request arrives, a step is done, a plan that was held back is due. Between
+them everything is as in the engine: up to `max_in_flight` plans are out, a result is committed before the next plan is
+made, and a plan is made before a client can have heard of the result. Requests end by their number of tokens;
 nobody samples.
 
 Where everybody decodes and nobody comes or goes, many steps are taken at once (`leap`): the same states, sooner.
@@ -23,6 +23,7 @@ from planning.server import Server
 from planning.workload import Job
 from scheduler.core import CapacityExceeded, Events, QueueFull, Request, SequenceParams, StepResult, leap
 from scheduler.core.step_load import LoadTracker, StepLoad
+from scheduler.pace import lead_s, waits_for_company
 
 _SHARED_TOKENS_FROM = 1 << 31
 """Token ids of system prompts; below are those that only one request has."""
@@ -111,12 +112,15 @@ class Simulation:
 
     def _advance(self) -> bool:
         """One event; False: there is none left."""
-        if len(self._in_flight) < self._max_in_flight:
-            if self._tells_time:
-                self.scheduler.expire(self.now_s)
-            self._send_plans()
         arrival_s = self._arrivals[0][0] if self._arrivals else inf
         done_s = self._in_flight[0].done_s if self._in_flight else inf
+        due_s = self._due_s()
+        if len(self._in_flight) < self._max_in_flight and due_s <= min(arrival_s, done_s):
+            self.now_s = max(self.now_s, due_s)
+            if self._tells_time:
+                self.scheduler.expire(self.now_s)
+            if self._send_plan():
+                return True
         if self._tells_time and self._wake(min(arrival_s, done_s)):
             return True
         if done_s <= arrival_s and self._in_flight:
@@ -179,12 +183,23 @@ class Simulation:
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    def _send_plans(self) -> None:
-        while (plan := self.scheduler.schedule()) is not None:
-            load = self._loads.follow(plan)
-            self._free_s = max(self.now_s, self._free_s) + self._cost.step_s(load)
-            has_first_tokens = load.num_sampled > load.num_decodes
-            self._in_flight.append(_Flight(plan.step_id, self.now_s, self._free_s, load, has_first_tokens))
+    def _due_s(self) -> float:
+        """When the engine makes its next plan (scheduler/pace.py)."""
+        if not self._in_flight or not waits_for_company(self.scheduler):
+            return self.now_s
+        newest = self._in_flight[-1]
+        return newest.done_s - lead_s(self._cost.step_s(newest.load))
+
+    def _send_plan(self) -> bool:
+        """Whether there was one."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return False
+        load = self._loads.follow(plan)
+        self._free_s = max(self.now_s, self._free_s) + self._cost.step_s(load)
+        has_first_tokens = load.num_sampled > load.num_decodes
+        self._in_flight.append(_Flight(plan.step_id, self.now_s, self._free_s, load, has_first_tokens))
+        return True
 
     def _commit(self) -> None:
         flight = self._in_flight.popleft()

@@ -1,10 +1,10 @@
 """The engine loop: drives the core with an executor, and tells the clients' sinks what happened.
 
-    wake up → commit a result that is in → send the plans there are → tell the clients → sleep
+    wake up → commit a result that is in → send the plans that are due → tell the clients → sleep
 
 Plans come first: the clients are told while the plan is on its way, so that the executor never waits for them.
-One event wakes it: a result, a new or cancelled request, a deadline, a batch that is waited for no longer, a stream
-that ended. What is in flight is the core's knowledge; the loop keeps none.
+One event wakes it: a result, a new or cancelled request, a deadline, a plan that was held back (pace.py), a batch that
+is waited for no longer, a stream that ended. What is in flight is the core's knowledge; the loop keeps none.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from scheduler.core import (
 )
 from scheduler.core.step_load import LoadTracker
 from scheduler.engine_options import EngineOptions
+from scheduler.pace import Pace
 from scheduler.progress import Progress
 from scheduler.step_trace import StepTrace, StepTraces
 
@@ -85,7 +86,7 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._description: ModelDescription | None = None
         self.traces = StepTraces()
-        self._loads = LoadTracker()  # of this epoch's plans
+        self._loads, self._pace = LoadTracker(), Pace()  # of this epoch's plans
         self._audience = Audience(
             give_up=self.cancel, is_open=lambda number: self._core.has_request(number), ended=self._ended
         )
@@ -231,7 +232,7 @@ class Engine:
         events = core.executor_attached(max(core.epoch, description.epoch) + 1, description.num_blocks)
         self._described.set()
         log.info("executor attached: %s, epoch %d", self._description, core.epoch)
-        self._loads = LoadTracker()
+        self._loads, self._pace = LoadTracker(), Pace()
         stream = self._client.open_stream(self._wake.set)
         self._progress = self._watched()
         self._audience.tell(events)
@@ -288,7 +289,7 @@ class Engine:
 
     def _commit(self, arrival: Arrival) -> Events:
         events = self._core.commit(arrival.result)
-        self.traces.committed(arrival.received_ns, time.monotonic_ns(), arrival.timings)
+        self._pace.learn(self.traces.committed(arrival.received_ns, time.monotonic_ns(), arrival.timings))
         self._progress.moved()
         return events
 
@@ -297,10 +298,7 @@ class Engine:
         while (plan := self._schedule()) is not None:
             if core.num_in_flight == 1:
                 self._progress.moved()
-            load = self._loads.follow(plan)
-            trace = StepTrace(plan.epoch, plan.step_id, plan.num_sequences, plan.num_tokens, time.monotonic_ns())
-            trace.num_decodes, trace.num_decode_pairs = load.num_decodes, load.num_decode_pairs
-            trace.num_prefill_pairs = load.num_prefill_pairs
+            trace = StepTrace.planned(plan, self._loads.follow(plan))
             self.traces.planned(trace)
             try:
                 async with asyncio.timeout(self._options.step_timeout_s):
@@ -311,6 +309,8 @@ class Engine:
 
     def _schedule(self) -> StepPlan | None:
         self._raise_bug()
+        if self._pace.due_s(self._core, self.traces) > time.monotonic():
+            return None
         started_s = time.perf_counter()
         plan = self._core.schedule()
         if plan is not None:
@@ -322,6 +322,8 @@ class Engine:
         core, now_s = self._core, time.monotonic()
         self._progress.check(core.num_in_flight)
         due_s = [at_s for at_s in (core.next_wake_s, self._progress.due_s(core.num_in_flight)) if at_s is not None]
+        if (plan_due_s := self._pace.due_s(core, self.traces)) > now_s:
+            due_s.append(plan_due_s)
         if (
             not core.num_in_flight
             and not core.num_unfinished_requests

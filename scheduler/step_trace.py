@@ -5,9 +5,18 @@
 Times of the scheduler are readings of time.monotonic_ns(); the executor sends durations, because its clock is its own.
 """
 
+from __future__ import annotations
+
+import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from scheduler.core import StepPlan
+    from scheduler.core.step_load import StepLoad
 
 MAX_STEPS = 8192
 
@@ -47,6 +56,20 @@ class StepTrace:
     num_prefill_pairs: int = 0
     timings: ExecutorTimings = ExecutorTimings()
 
+    @classmethod
+    def planned(cls, plan: StepPlan, load: StepLoad) -> StepTrace:
+        """Of a plan that is made now."""
+        return cls(
+            plan.epoch,
+            plan.step_id,
+            plan.num_sequences,
+            plan.num_tokens,
+            time.monotonic_ns(),
+            num_decodes=load.num_decodes,
+            num_decode_pairs=load.num_decode_pairs,
+            num_prefill_pairs=load.num_prefill_pairs,
+        )
+
 
 class StepTraces:
     """The last steps, oldest first; a few microseconds and a few hundred bytes a step."""
@@ -58,15 +81,29 @@ class StepTraces:
     def planned(self, trace: StepTrace) -> None:
         self._in_flight.append(trace)
 
-    def committed(self, received_ns: int, committed_ns: int, timings: ExecutorTimings) -> None:
-        """The oldest step in flight is done."""
+    def committed(self, received_ns: int, committed_ns: int, timings: ExecutorTimings) -> StepTrace:
+        """The oldest step in flight is done; returns its trace."""
         trace = self._in_flight.popleft()
         trace.received_ns, trace.committed_ns, trace.timings = received_ns, committed_ns, timings
         self._committed.append(trace)
+        return trace
 
     def lost(self) -> None:
         """What is in flight will never be done."""
         self._in_flight.clear()
+
+    @property
+    def in_flight(self) -> Sequence[StepTrace]:
+        """Steps that are not done, oldest first."""
+        return self._in_flight
+
+    @property
+    def begun_ns(self) -> int:
+        """When the oldest step in flight began to compute, as far as the scheduler can tell; 0 if there is none."""
+        if not self._in_flight:
+            return 0
+        planned_ns = self._in_flight[0].planned_ns
+        return max(planned_ns, self._committed[-1].received_ns) if self._committed else planned_ns
 
     def __iter__(self) -> Iterator[StepTrace]:
         """Steps that are done."""

@@ -26,13 +26,12 @@ def ideal_run(num_clients: int) -> Run:
     """A server whose steps take what COST says, driven by a simulation that writes its steps down."""
 
     class Watched(Simulation):
-        def _send_plans(self) -> None:
-            before = len(self._in_flight)
-            super()._send_plans()
-            steps.extend(
-                MeasuredStep(1, flight.planned_s, flight.done_s, flight.load)
-                for flight in list(self._in_flight)[before:]
-            )
+        def _send_plan(self) -> bool:
+            has_sent = super()._send_plan()
+            if has_sent:
+                flight = self._in_flight[-1]
+                steps.append(MeasuredStep(1, flight.planned_s, flight.done_s, flight.load))
+            return has_sent
 
     steps: list[MeasuredStep] = []
     server = Server(Limits(64, 512, 512), num_blocks=501)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from math import inf
 from random import Random
 
 import pytest
@@ -18,6 +19,7 @@ from planning.summary import Summary, summarize, timeline
 from planning.workload import Job, ListedJobs, Source, Tenant
 from scheduler.core import BATCHING, FCFS, MEMORY, PRIORITY, Limits, Request, Scheduler, SequenceParams, StepResult
 from scheduler.core.step_load import StepLoad
+from scheduler.pace import lead_s, waits_for_company
 
 COST = FittedCost(
     overhead_s=5e-3,
@@ -84,13 +86,28 @@ def test_one_client_waits_for_the_sum_of_its_steps() -> None:
     assert (times.num_prompt_tokens, times.num_output_tokens) == (30, 12)
 
 
-def test_who_comes_while_two_plans_are_out_is_in_the_third() -> None:
-    """Steps of a second each. Request 1 is planned at 0 (prefill, done at 1) and at once again (decode, done at 2);
-    request 2 comes at 0.5, is planned with the result at 1, and its step is done at 3."""
+def test_who_comes_while_a_plan_is_held_back_is_in_it() -> None:
+    """Steps of a second each. Request 1 is planned at 0 (prefill, done at 1), its decode is held back until 0.75;
+    request 2 comes at 0.5, is planned with it, and its first step is done at 2."""
     records = run([Job(0.0, 0, 4, 10), Job(0.5, 0, 4, 10)], Steady(1.0))
+    assert list(records.requests.planned_s) == [0.0, 0.5]
+    assert list(records.requests.first_token_s) == [1.0, 2.0]
+    assert list(records.requests.end_s) == [10.0, 11.0]
+
+
+def test_who_comes_while_two_plans_are_out_is_in_the_third() -> None:
+    """Request 1's decode was planned at 0.75, and is done at 2; request 2 comes at 0.8, is planned with the result at
+    1, and its step is done at 3."""
+    records = run([Job(0.0, 0, 4, 10), Job(0.8, 0, 4, 10)], Steady(1.0))
     assert list(records.requests.planned_s) == [0.0, 1.0]
     assert list(records.requests.first_token_s) == [1.0, 3.0]
     assert list(records.requests.end_s) == [10.0, 12.0]
+
+
+def test_in_short_steps_no_plan_is_held_back() -> None:
+    """Steps of a hundredth of a second: request 1's decode is planned at 0, and request 2 is in the third."""
+    records = run([Job(0.0, 0, 4, 10), Job(0.005, 0, 4, 10)], Steady(0.01))
+    assert list(records.requests.planned_s) == [0.0, 0.01]
 
 
 def test_with_one_plan_out_a_request_is_in_the_next_step() -> None:
@@ -125,9 +142,17 @@ def by_hand(jobs: Sequence[Job], server: Server, duration_s: float) -> tuple[lis
     first: dict[int, float] = {}
     ended: list[tuple[int, float, float]] = []
     while todo or out or core.num_unfinished_requests:
-        while (plan := core.schedule()) is not None:
+        next_s = min(todo[0][1].arrival_s if todo else inf, out[0][0] if out else inf)
+        while len(out) < 2:
+            held_s = free_s - lead_s(duration_s) if out and waits_for_company(core) else now_s
+            if held_s > next_s:
+                break
+            now_s = max(now_s, held_s)
+            if (plan := core.schedule()) is None:
+                break
             free_s = max(now_s, free_s) + duration_s
             out.append((free_s, plan.step_id, len(core.books.in_flight[-1].sampled)))
+            next_s = min(next_s, free_s)
         if todo and (not out or todo[0][1].arrival_s < out[0][0]):
             request_id, job = todo.pop(0)
             now_s = job.arrival_s

@@ -30,13 +30,14 @@ DESCRIPTION = ExecutorDescription(
 
 class FakeClient:
     """`is_up` False: nobody is there. `is_hanging`: nobody answers. `lose()` cuts the open stream. `lie` is what
-    becomes of each result before it arrives."""
+    becomes of each result before it arrives. `step_s` is what each step takes, one after the other."""
 
     def __init__(self, description: ExecutorDescription = DESCRIPTION) -> None:
         self.description = description
         self.is_up = True
         self.is_hanging = False
         self.lie: Callable[[StepResult], StepResult] = lambda result: result
+        self.step_s = 0.0
         self.num_streams = 0
         self.num_asked = 0
         self.stream: FakeStream | None = None
@@ -72,7 +73,8 @@ class FakeStream:
         self._on_arrival = on_arrival
         self._results: deque[Arrival] = deque()
         self._error: ExecutorLost | None = None
-        self.num_plans = 0
+        self.plans: list[StepPlan] = []
+        self._free_s = 0.0  # when the steps that have begun are done
         self.executor = FakeExecutor(
             description.num_blocks,
             description.block_size,
@@ -85,10 +87,15 @@ class FakeStream:
     async def send(self, plan: StepPlan) -> None:
         if self._error:
             raise self._error
-        self.num_plans += 1
+        self.plans.append(plan)
         if not self._client.is_hanging:
             result = self.executor.execute(plan)
-            asyncio.get_running_loop().call_soon(self._arrive, result)
+            loop = asyncio.get_running_loop()
+            if self._client.step_s:
+                self._free_s = max(self._free_s, loop.time()) + self._client.step_s
+                loop.call_at(self._free_s, self._arrive, result)
+            else:
+                loop.call_soon(self._arrive, result)
 
     def take(self) -> Arrival | None:
         if self._results:
@@ -106,5 +113,6 @@ class FakeStream:
 
     def _arrive(self, result: StepResult) -> None:
         if not self._error:
-            self._results.append(Arrival(self._client.lie(result), time.monotonic_ns(), ExecutorTimings()))
+            timings = ExecutorTimings(forward_ns=int(self._client.step_s * 1e9))
+            self._results.append(Arrival(self._client.lie(result), time.monotonic_ns(), timings))
             self._on_arrival()

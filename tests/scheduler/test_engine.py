@@ -246,7 +246,7 @@ async def test_plans_leave_before_the_clients_are_told() -> None:
         def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
             super().tokens(index, token_ids, logprobs)
             assert client.stream is not None
-            self.num_plans.append((len(self.outputs[0]), client.stream.num_plans))
+            self.num_plans.append((len(self.outputs[0]), len(client.stream.plans)))
 
     client = FakeClient()
     async with running_engine(client, max_in_flight=2) as engine:

@@ -1,0 +1,176 @@
+"""When plans are made: late enough for who comes, early enough for the executor."""
+
+import pytest
+
+from scheduler.core import Limits, Request, Scheduler, SequenceParams, TokenLogprobs
+from scheduler.pace import LEAD_SHARE, MIN_LEAD_S, Pace, lead_s, waits_for_company
+from scheduler.step_trace import ExecutorTimings, StepTrace, StepTraces
+from tests.scheduler.engine_rig import RecordingSink, running_engine, submit, until
+from tests.scheduler.fake_client import FakeClient
+
+
+def step(num_decodes: int, num_prompt_tokens: int = 0, busy_s: float = 0.0, planned_s: float = 1.0) -> StepTrace:
+    return StepTrace(
+        epoch=1,
+        step_id=1,
+        num_sequences=num_decodes + 1,
+        num_tokens=num_decodes + num_prompt_tokens,
+        planned_ns=int(planned_s * 1e9),
+        num_decodes=num_decodes,
+        timings=ExecutorTimings(forward_ns=int(busy_s * 1e9)),
+    )
+
+
+def taught(*steps: StepTrace) -> Pace:
+    pace = Pace()
+    for each in steps:
+        pace.learn(each)
+    return pace
+
+
+def in_flight(*steps: StepTrace) -> StepTraces:
+    traces = StepTraces()
+    for each in steps:
+        traces.planned(each)
+    return traces
+
+
+def core(max_num_seqs: int = 4) -> Scheduler:
+    scheduler = Scheduler(Limits(max_num_seqs, 64, 64), num_blocks=65, block_size=4)
+    scheduler.executor_attached(1, 65)
+    return scheduler
+
+
+# --- what a step takes ------------------------------------------------------------------------------------------------
+
+
+def test_a_step_takes_what_its_decodes_took_and_its_prompt_tokens_on_top() -> None:
+    pace = taught(step(8, busy_s=0.1), step(8, 50, busy_s=0.3))
+    assert pace.expected_s(step(8)) == pytest.approx(0.1)
+    assert pace.expected_s(step(8, 25)) == pytest.approx(0.2)
+    assert pace.expected_s(step(0, 25)) == pytest.approx(0.1)
+
+
+def test_many_prompt_tokens_say_more_of_one_than_few_do() -> None:
+    """A millisecond of noise on a prompt of two tokens is half a millisecond for each of them."""
+    pace = taught(step(8, busy_s=0.1), step(8, 200, busy_s=0.3), step(8, 2, busy_s=0.103))
+    assert pace.expected_s(step(0, 100)) == pytest.approx(0.1, rel=0.02)
+
+
+def test_a_machine_that_becomes_faster_is_believed_within_some_steps() -> None:
+    pace = taught(*[step(8, busy_s=0.1)] * 50, *[step(8, busy_s=0.02)] * 12)
+    assert pace.expected_s(step(8)) == pytest.approx(0.02, rel=0.15)
+
+
+def test_what_nothing_is_known_of_is_due_at_once() -> None:
+    pace = Pace()
+    assert pace.expected_s(step(8, 100)) == 0.0
+    assert pace.due_s(core(), in_flight(step(8, 100, planned_s=5.0))) < 5.0
+
+
+# --- when the next plan is made ---------------------------------------------------------------------------------------
+
+
+def test_the_first_plan_is_made_at_once() -> None:
+    assert taught(step(8, busy_s=0.1)).due_s(core(), StepTraces()) == 0.0
+
+
+def test_the_next_plan_is_made_a_lead_before_the_step_ends() -> None:
+    pace = taught(step(8, busy_s=0.1))
+    assert pace.due_s(core(), in_flight(step(8, planned_s=5.0))) == pytest.approx(5.1 - 0.1 * LEAD_SHARE)
+
+
+def test_a_step_begins_when_the_one_before_it_is_done() -> None:
+    pace = taught(step(8, busy_s=0.1))
+    traces = in_flight(step(8, planned_s=5.0), step(8, planned_s=5.0))
+    traces.committed(int(5.12e9), int(5.13e9), ExecutorTimings())
+    assert pace.due_s(core(), traces) == pytest.approx(5.22 - 0.1 * LEAD_SHARE)
+
+
+def test_behind_two_steps_a_third_plan_waits_for_the_end_of_the_second() -> None:
+    pace = taught(step(8, busy_s=0.1))
+    traces = in_flight(step(8, planned_s=5.0), step(8, planned_s=5.0))
+    assert pace.due_s(core(), traces) == pytest.approx(5.2 - 0.1 * LEAD_SHARE)
+
+
+def test_after_a_short_step_the_next_plan_is_made_at_once() -> None:
+    pace = taught(step(8, busy_s=MIN_LEAD_S))
+    assert pace.due_s(core(), in_flight(step(8, planned_s=5.0))) <= 5.0
+    assert lead_s(0.001) == MIN_LEAD_S
+
+
+def test_nothing_is_held_back_where_nobody_could_be_taken_in_or_somebody_waits() -> None:
+    scheduler = core(max_num_seqs=2)
+    pace, traces = taught(step(1, busy_s=0.1)), in_flight(step(1, planned_s=5.0))
+
+    def add(number: int) -> None:
+        scheduler.add(Request(number, [1, 2, 3], SequenceParams(max_total_tokens=9)))
+
+    add(1)
+    assert not waits_for_company(scheduler)
+    assert pace.due_s(scheduler, traces) == 0.0
+    assert scheduler.schedule() is not None
+    assert waits_for_company(scheduler)
+    assert pace.due_s(scheduler, traces) > 5.0
+    add(2)
+    assert scheduler.schedule() is not None
+    assert not waits_for_company(scheduler)
+    assert pace.due_s(scheduler, traces) == 0.0
+
+
+# --- in the engine ----------------------------------------------------------------------------------------------------
+
+
+async def test_who_comes_while_a_step_computes_is_in_the_next_one() -> None:
+    """Steps of 0.4 s, of which plans are held back for 0.3: the second request comes at the beginning of one."""
+    client = FakeClient()
+    client.step_s = 0.4
+    async with running_engine(client) as engine:
+        first = submit(engine, [1, 2, 3], 6)
+        await until(lambda: len(first.outputs.get(0, [])) == 3)
+        assert client.stream is not None
+        num_plans = len(client.stream.plans)
+        assert engine.core is not None
+        assert engine.core.num_in_flight == 1
+        second = submit(engine, [4, 5, 6], 2)
+        await until(lambda: len(client.stream.plans) > num_plans)  # type: ignore[union-attr]
+        assert len(client.stream.plans[num_plans].admissions) == 1
+        assert engine.core.num_in_flight == 2
+        await first.check()
+        await second.check()
+
+
+async def test_a_plan_that_nobody_comes_for_is_out_before_the_step_ends() -> None:
+    client = FakeClient()
+    client.step_s = 0.4
+    async with running_engine(client) as engine:
+        sink = submit(engine, [1, 2, 3], 5)
+        await until(lambda: len(sink.outputs.get(0, [])) == 3)
+        assert client.stream is not None
+        num_plans = len(client.stream.plans)
+        await until(lambda: len(client.stream.plans) > num_plans)  # type: ignore[union-attr]
+        assert len(sink.outputs[0]) == 3, "the plan waited for the result"
+        await sink.check()
+
+
+async def test_a_step_that_ends_early_is_followed_before_anybody_is_told() -> None:
+    """The machine is suddenly a hundred times faster: the executor does not wait until the plan would have been due."""
+
+    class PlanCountingSink(RecordingSink):
+        def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+            super().tokens(index, token_ids, logprobs)
+            assert client.stream is not None
+            num_plans.append(len(client.stream.plans))
+
+    num_plans: list[int] = []
+    client = FakeClient()
+    client.step_s = 0.5
+    async with running_engine(client) as engine:
+        request = Request(engine.new_request_id(), [1, 2, 3], SequenceParams(max_total_tokens=13))
+        sink = PlanCountingSink(request)
+        engine.submit(request, sink)
+        await until(lambda: len(num_plans) == 3)
+        client.step_s = 0.005
+        await sink.check()
+    assert all(number >= min(n + 1, 10) for n, number in enumerate(num_plans, start=1))
+    assert num_plans[2:5] == [4, 5, 6]
