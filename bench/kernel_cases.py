@@ -262,7 +262,7 @@ def copy(model: ModelShape, dtype: torch.dtype, num_copies: int) -> Case:
 
 
 def greedy(model: ModelShape, dtype: torch.dtype, num_rows: int) -> Case:
-    """Of the Triton home only; elsewhere greedy sampling is torch's."""
+    """Of the Triton home only."""
     num_bytes = num_rows * model.vocab_size * dtype.itemsize
 
     def prepare(home: Kernels, device: torch.device) -> Prepared:
@@ -277,6 +277,28 @@ def greedy(model: ModelShape, dtype: torch.dtype, num_rows: int) -> Case:
         return Prepared(run, len(buffers))
 
     return Case("choose_greedily", f"{model.name} S={num_rows}", dtype, num_bytes, 0, "read", prepare)
+
+
+def sampling(model: ModelShape, dtype: torch.dtype, num_rows: int, top_p: float) -> Case:
+    """Of the CPU home only. Logits spread as 3.3 standard normal ones, about as much as a language model's."""
+    num_bytes = num_rows * model.vocab_size * dtype.itemsize
+    label = f"{model.name} S={num_rows}" + (f" top-p {top_p}" if top_p < 1 else "")
+
+    def prepare(home: Kernels, device: torch.device) -> Prepared:
+        cpu: Any = home
+        buffers = [_normal(device, dtype, num_rows, model.vocab_size) for _ in range(_num_buffers(num_bytes, device))]
+        rows = np.arange(num_rows)
+        temperatures, top_ps = np.full(num_rows, 0.3, np.float32), np.full(num_rows, top_p, np.float32)
+        top_ks, min_ps = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
+        uniforms = np.random.default_rng(5).random(num_rows, np.float32)
+
+        def run() -> None:
+            for logits in buffers:
+                cpu.sample(logits, rows, temperatures, top_ks, top_ps, min_ps, uniforms)
+
+        return Prepared(run, len(buffers))
+
+    return Case("sample", label, dtype, num_bytes, 0, "read", prepare)
 
 
 def gpu_cases() -> list[Case]:
@@ -315,6 +337,7 @@ def cpu_cases(dtype: torch.dtype, *, is_quick: bool) -> list[Case]:
         cases += _elementwise(model, dtype, 64)
         cases += [linear(model, dtype, num_tokens) for num_tokens in ((1, 64) if is_quick else (1, 8, 64, 512))]
         cases.append(copy(model if model is SMALL else replace(model, num_layers=4), dtype, 4))
+        cases += [sampling(model, dtype, 16, top_p) for top_p in (1.0, 0.95)]
     return cases
 
 

@@ -1,15 +1,16 @@
-"""What it costs a batch that one of its requests uses every feature of sampling.
+"""What sampling costs a batch.
 
     python -m bench.sampling_cost              # the embedded model; --model DIRECTORY for another
 
-64 sequences decode in this process: all greedy; then one of them with a temperature, every cut, every penalty, a bias,
-a list of allowed tokens, a minimum length, log-probabilities and several stop ids; then a quarter of them so. The
-steps of the batches alternate, so that all meet the same machine; medians.
+64 sequences decode in this process: all greedy; all with a temperature; all with a temperature and top-p, as most
+clients ask; then one of them with a temperature, every cut, every penalty, a bias, a list of allowed tokens, a minimum
+length, log-probabilities and several stop ids, the others greedy; then a quarter of them so. The steps of the batches
+alternate, so that all meet the same machine; medians.
 """
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,9 +33,10 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Median milliseconds of one decode step, and of its sampling, with so many sequences that use every feature."""
+    """Median milliseconds of a decode step, and of its sampling: so many sequences of a kind, the others greedy."""
 
-    num_featured: int
+    kind: str
+    num_sequences: int
     step_ms: float
     sample_ms: float
 
@@ -62,21 +64,37 @@ def every_feature(vocab_size: int, max_total_tokens: int) -> SequenceParams:
     )
 
 
-class Batch:
-    """A runner whose slots decode. All run on one machine, turn by turn."""
+def with_temperature(vocab_size: int, max_total_tokens: int) -> SequenceParams:
+    return SequenceParams(max_total_tokens=max_total_tokens, temperature=0.8, seed=7)
 
-    def __init__(self, runner: ModelRunner, num_featured: int, num_steps: int) -> None:
+
+def with_top_p(vocab_size: int, max_total_tokens: int) -> SequenceParams:
+    return SequenceParams(max_total_tokens=max_total_tokens, temperature=0.8, top_p=0.95, seed=7)
+
+
+KINDS: dict[str, Callable[[int, int], SequenceParams]] = {
+    "temperature": with_temperature,
+    "temperature, top-p": with_top_p,
+    "every feature": every_feature,
+}
+"""Parameters for a size of the vocabulary and a number of tokens."""
+
+
+class Batch:
+    """A runner whose slots decode, some of them by parameters of a kind. All run on one machine, turn by turn."""
+
+    def __init__(self, runner: ModelRunner, kind: str, num_sampled: int, num_steps: int) -> None:
         self._runner = runner
         self._step_id = 0
-        self.num_featured = num_featured
+        self.kind, self.num_sampled = kind, num_sampled
         max_total_tokens = NUM_PROMPT_TOKENS + num_steps + 2  # the prompt gives one, and nobody reaches the last
         num_blocks = -(-max_total_tokens // BLOCK_SIZE)
-        rng = np.random.default_rng(num_featured)
+        rng = np.random.default_rng(num_sampled)
         limits, admissions = runner.limits, []
         for slot in range(limits.max_num_seqs):
             params = SequenceParams(max_total_tokens=max_total_tokens)
-            if slot < num_featured:
-                params = every_feature(limits.vocab_size, max_total_tokens)
+            if slot < num_sampled:
+                params = KINDS[kind](limits.vocab_size, max_total_tokens)
             prompt = rng.integers(0, limits.vocab_size, NUM_PROMPT_TOKENS, dtype=np.int32)
             table = np.arange(1 + slot * num_blocks, 1 + (slot + 1) * num_blocks, dtype=np.int32)
             admissions.append(Admission(slot, prompt, 0, table, params))
@@ -100,8 +118,8 @@ def _pairs(slots: np.ndarray, count: int) -> np.ndarray:
     return np.stack((slots, np.full_like(slots, count)), axis=1)
 
 
-def measure(model: str, featured: Sequence[int], num_sequences: int, num_steps: int) -> list[Cost]:
-    """One cost for each number of sequences that use every feature."""
+def measure(model: str, wanted: Sequence[tuple[str, int]], num_sequences: int, num_steps: int) -> list[Cost]:
+    """One cost for each kind and number of sequences."""
     torch.set_num_threads(resolve_num_threads(None))
     total_steps = NUM_WARM_UP_STEPS + num_steps
     num_blocks = 1 + num_sequences * -(-(NUM_PROMPT_TOKENS + total_steps + 2) // BLOCK_SIZE)
@@ -114,14 +132,14 @@ def measure(model: str, featured: Sequence[int], num_sequences: int, num_steps: 
         max_num_batched_tokens=num_sequences * NUM_PROMPT_TOKENS,
     )
     batches = []
-    for num_featured in featured:
+    for kind, num_sampled in wanted:
         runner = load_model(config, lambda line: None).runner
         if not isinstance(runner, ModelRunner):
             raise TypeError("measured on the CPU only")
-        batches.append(Batch(runner, num_featured, total_steps))
+        batches.append(Batch(runner, kind, num_sampled, total_steps))
     times = [[batch.step() for batch in batches] for _ in range(total_steps)][NUM_WARM_UP_STEPS:]
     return [
-        Cost(batch.num_featured, *(statistics.median(values) for values in zip(*steps, strict=True)))
+        Cost(batch.kind, batch.num_sampled, *(statistics.median(values) for values in zip(*steps, strict=True)))
         for batch, steps in zip(batches, zip(*times, strict=True), strict=True)
     ]
 
@@ -133,11 +151,14 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=NUM_STEPS)
     parser.add_argument("--json", type=Path, help="where the numbers go")
     given = parser.parse_args()
-    featured = sorted({0, 1, max(1, given.num_sequences // 4)})
-    costs = measure(given.model, featured, given.num_sequences, given.num_steps)
-    print(f"{'every feature':>14} {'ms a step':>10} {'of it sampling':>15}")
+    everybody, few = given.num_sequences, max(1, given.num_sequences // 4)
+    wanted = [("every feature", 0), ("temperature", everybody), ("temperature, top-p", everybody)]
+    wanted += [("every feature", number) for number in sorted({1, few})]
+    costs = measure(given.model, wanted, given.num_sequences, given.num_steps)
+    print(f"{'':>18} {'sequences':>9} {'ms a step':>10} {'of it sampling':>15}")
     for cost in costs:
-        print(f"{cost.num_featured:>14} {cost.step_ms:>10.2f} {cost.sample_ms:>15.2f}")
+        kind = cost.kind if cost.num_sequences else "greedy"
+        print(f"{kind:>18} {cost.num_sequences:>9} {cost.step_ms:>10.2f} {cost.sample_ms:>15.2f}")
     if given.json is not None:
         save(given.json, {"num_sequences": given.num_sequences, "costs": [asdict(cost) for cost in costs]})
 

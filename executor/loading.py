@@ -21,7 +21,6 @@ from executor.models.decoder import Decoder
 from executor.models.eager import EagerModel
 from executor.models.weights import expected_shapes, load_weights
 from executor.random_weights import RandomCheckpoint
-from executor.runner import Model, ModelRunner
 from kernels import reference
 from kernels.memory import populate
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from executor.cuda.runner import CudaRunner
+    from executor.runner import Model, ModelRunner
 
 Say = Callable[[str], None]
 """Tells a person what goes on."""
@@ -108,16 +108,18 @@ def _make_runner(
     pool: "Tensor",
     limits: Limits,
     progress: kernels.Progress,
-) -> ModelRunner:
+) -> "ModelRunner":
+    from executor.runner import ModelRunner  # loads numba, which a GPU host does without
+
     home.warm_up(shape, progress)
     return ModelRunner(_model(decoder, home, pool, limits), limits)
 
 
-def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: Limits) -> Model:
+def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: Limits) -> "Model":
     """On the CPU a program of compiled kernels, elsewhere one operation after the other."""
     if pool.device.type != "cpu" or home is reference:
         return EagerModel(decoder, home, pool)
-    from executor.models.program import ProgramModel  # loads numba, which a GPU host does without
+    from executor.models.program import ProgramModel  # likewise
 
     return ProgramModel(decoder, pool, limits.max_num_batched_tokens, limits.max_num_seqs)
 

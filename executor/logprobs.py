@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor.likeliest import likeliest
 from executor.plan import Ints, Logprobs
-from executor.sampler import likeliest
 
 # Numbers handled at once.
 _CHUNK = 1 << 22

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from executor.cuda.device_slots import DeviceSlots, SamplingField
 from executor.cuda.upload import Arrays
-from executor.sampler import Cut, choose_among_all, invert, likeliest, mass_kept, weigh
+from executor.likeliest import likeliest
 from executor.sampling_table import Draw
 from kernels.triton import choose_greedily
 
@@ -95,7 +95,7 @@ def sample(
         return
     num_candidates = min(recipe.num_candidates, logits.shape[1])
     for name, choose in (
-        ("plain", choose_among_all),
+        ("plain", _choose_among_all),
         ("top_k", lambda some, cut: _choose_among_the_likeliest(some, cut, num_candidates)),
         ("top_p", _choose_among_the_sorted),
     ):
@@ -114,6 +114,17 @@ def _ban(logits: Tensor, slots: Tensor, on_device: DeviceSlots, rows: Tensor) ->
         logits.index_copy_(0, some, logits.index_select(0, some).masked_fill(ends, -torch.inf))
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The parameters of some rows, as columns [rows, 1] on the device."""
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+
+
 def _cut(states: Tensor, slots: Tensor, uniforms: Tensor) -> Cut:
     own = states.index_select(0, slots)
 
@@ -129,10 +140,18 @@ def _cut(states: Tensor, slots: Tensor, uniforms: Tensor) -> Cut:
     )
 
 
+def _choose_among_all(logits: Tensor, cut: Cut) -> Tensor:
+    """No order needed: the cumulative weights run over the ids."""
+    weights = _weigh(logits, logits.amax(dim=-1, keepdim=True), cut)
+    weights = weights.masked_fill_(weights < cut.min_p, 0.0)
+    cumulative = weights.cumsum(dim=-1)
+    return _invert(cumulative, cumulative[:, -1:], cut)
+
+
 def _choose_among_the_likeliest(logits: Tensor, cut: Cut, num_candidates: int) -> Tensor:
     """Rows with top-k, each at most num_candidates."""
     ids = likeliest(logits, num_candidates)
-    weights = weigh(logits.gather(1, ids), logits.amax(dim=-1, keepdim=True), cut)
+    weights = _weigh(logits.gather(1, ids), logits.amax(dim=-1, keepdim=True), cut)
     ranks = torch.arange(num_candidates, device=logits.device)
     weights = weights.masked_fill_(ranks >= cut.top_k, 0.0)
     cumulative = weights.cumsum(dim=-1)
@@ -144,11 +163,37 @@ def _choose_among_the_sorted(logits: Tensor, cut: Cut) -> Tensor:
     # Adding zero turns -0.0 into 0.0: equal logits must have equal bits.
     ordered, ids = torch.sort(logits.float() + 0.0, dim=-1, descending=True, stable=True)
     peaks = ordered[:, :1]
-    weights = weigh(ordered, peaks, cut)
-    total = weigh(logits, peaks, cut).sum(dim=-1, keepdim=True)
+    weights = _weigh(ordered, peaks, cut)
+    total = _weigh(logits, peaks, cut).sum(dim=-1, keepdim=True)
     return _picked(ids, weights, weights.cumsum(dim=-1), total, cut)
 
 
 def _picked(ids: Tensor, weights: Tensor, cumulative: Tensor, total: Tensor, cut: Cut) -> Tensor:
-    picks = invert(cumulative, mass_kept(weights, cumulative, total, cut), cut)
+    picks = _invert(cumulative, _mass_kept(weights, cumulative, total, cut), cut)
     return ids.gather(1, picks.unsqueeze(1)).squeeze(1)
+
+
+def _mass_kept(weights: Tensor, cumulative: Tensor, total: Tensor, cut: Cut) -> Tensor:
+    """Cumulative weight [rows, 1] of the candidates that stay. Weights descend, so those are the first few.
+
+    weights     ▇ ▆ ▅ ▃ ▂ ▁ 0 0          zero beyond top_k
+    before      0 ▇ …                    the cumulative weight without the candidate itself
+    top_p       before < top_p * total   keeps the candidate that crosses
+    """
+    before = torch.nn.functional.pad(cumulative[:, :-1], (1, 0))
+    in_top_p = (before < cut.top_p * total) | (cut.top_p >= 1)
+    stays = in_top_p & (weights >= cut.min_p)
+    num_kept = stays.sum(dim=-1, keepdim=True).clamp(min=1)
+    return cumulative.gather(1, num_kept - 1)
+
+
+def _invert(cumulative: Tensor, mass: Tensor, cut: Cut) -> Tensor:
+    """The first index [rows] whose cumulative weight exceeds the uniform's share of the mass."""
+    picks = torch.searchsorted(cumulative, cut.uniform * mass, right=True).squeeze(1)
+    return picks.clamp_(max=cumulative.shape[1] - 1)
+
+
+def _weigh(logits: Tensor, peaks: Tensor, cut: Cut) -> Tensor:
+    """exp((logit - peak) / temperature) [rows, n]: 1 for the likeliest token, and never an overflow."""
+    finite_peaks = peaks.float().clamp(min=torch.finfo(torch.float32).min)
+    return logits.float().sub(finite_peaks).div_(cut.temperature).exp_()

@@ -9,6 +9,7 @@ from kernels.cpu.attention import attention_decode, attention_prefill
 from kernels.cpu.elementwise import add_rms_norm, rms_norm, silu_multiply
 from kernels.cpu.kv import copy_blocks, rotate_and_store
 from kernels.cpu.linear import pack_linear
+from kernels.cpu.sampling import sample
 from kernels.cpu.warmup import warm_up
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "pack_linear",
     "rms_norm",
     "rotate_and_store",
+    "sample",
     "silu_multiply",
     "warm_up",
 ]

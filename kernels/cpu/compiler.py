@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numba
 
@@ -20,13 +20,23 @@ types: Any = numba.types  # so that a checker does not mind how few of numba's f
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
+_REORDER = {"reassoc", "contract", "nsz"}
+
 JOB = types.void(types.int64)
 """The signature of a kernel: the address of its job, a record in memory."""
 
 
-def inlined(function: _Function) -> _Function:
-    """For functions that kernels call: compiled into their callers, floats as IEEE has them."""
-    return cast("_Function", numba.njit(nogil=True, error_model="numpy")(function))
+@overload
+def inlined(function: _Function) -> _Function: ...
+@overload
+def inlined(*, reorder: bool) -> Callable[[_Function], _Function]: ...
+def inlined(function: _Function | None = None, *, reorder: bool = False) -> Any:
+    """For functions that kernels call: compiled into their callers, floats as IEEE has them.
+
+    reorder as in `compiled`, which says nothing of what its function calls.
+    """
+    compile_it = numba.njit(nogil=True, error_model="numpy", fastmath=_REORDER if reorder else False)
+    return compile_it if function is None else compile_it(function)
 
 
 def compiled(function: Callable[..., Any], signature: Any = JOB, *, reorder: bool = False) -> Any:
@@ -34,8 +44,7 @@ def compiled(function: Callable[..., Any], signature: Any = JOB, *, reorder: boo
 
     reorder lets LLVM add numbers in another order, which loops that sum need to run on vectors.
     """
-    fastmath = {"reassoc", "contract", "nsz"} if reorder else False
-    make = numba.cfunc(signature, cache=True, fastmath=fastmath, error_model="numpy")
+    make = numba.cfunc(signature, cache=True, fastmath=_REORDER if reorder else False, error_model="numpy")
     return make(function)
 
 

@@ -10,6 +10,7 @@ from kernels.cpu.kv import copy_kernel, store_kernel
 from kernels.cpu.linear import linear_kernel
 from kernels.cpu.native import BFLOAT16, FLOAT16, storage_of
 from kernels.cpu.program import program_kernel
+from kernels.cpu.sampling import sample_kernel
 from kernels.cpu.tiles import tile_columns, tiles_kernel
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
         ("activation", lambda: silu_kernel(storage)),
         ("embedding", take_kernel),
         ("linear layers", lambda: [linear_kernel(storage, own) for own in {storage, BFLOAT16, FLOAT16}]),
+        ("sampling", lambda: sample_kernel(storage)),
         ("programs", program_kernel),
     ]
     for done, (name, make) in enumerate(variants):

@@ -13,7 +13,19 @@ from rich.console import Console
 
 from bench import kernel_cases, kernels
 from bench.ceilings import measure_ceilings
-from bench.kernel_cases import Case, ModelShape, copy, decode, linear, mixed_contexts, norm, prefill, rotate, silu
+from bench.kernel_cases import (
+    Case,
+    ModelShape,
+    copy,
+    decode,
+    linear,
+    mixed_contexts,
+    norm,
+    prefill,
+    rotate,
+    sampling,
+    silu,
+)
 from bench.machine import describe_machine, device_name, slug
 from bench.stopwatch import time_rounds
 from kernels import reference, select
@@ -72,7 +84,9 @@ def test_a_round_calls_the_operation_as_often_as_it_says(case: Case) -> None:
     assert prepared.num_calls == 3
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(sampling(TINY, F32, 3, top_p) for top_p in (1.0, 0.9))], ids=lambda case: case.name
+)
 def test_the_cpu_home_takes_the_cases(case: Case) -> None:
     case.prepare(select(CPU), CPU).run()
 

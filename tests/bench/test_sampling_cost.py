@@ -1,9 +1,11 @@
-"""The cost of one request that uses every feature, in small: who is in the batch, not how long it takes."""
+"""The cost of sampling, in small: who is in the batch, not how long it takes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from bench import sampling_cost
 from executor.plan import SequenceParams
@@ -23,18 +25,21 @@ def test_every_feature_is_one_that_differs_from_the_default() -> None:
 
 
 def test_batches_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever uses every feature reports; and nobody ends while time is taken."""
-    reports: dict[int, set[bool]] = {0: set(), 1: set(), 2: set()}
+    """Whoever uses every feature reports, who has a temperature draws; and nobody ends while time is taken."""
+    wanted = [("every feature", 0), ("temperature, top-p", 4), ("every feature", 2)]
+    seen: dict[tuple[str, int], set[tuple[bool, int, int]]] = {which: set() for which in wanted}
     step = sampling_cost.Batch.step
 
     def watched(batch: sampling_cost.Batch) -> tuple[float, float]:
         times, slots = step(batch), batch._runner.slots
         assert not slots.counters.has_ended.any()
-        reports[batch.num_featured].add(slots.wants_reports)
+        draw = slots.draw(np.arange(4, dtype=np.int32))
+        num_drawn, num_cut = int((draw.temperatures > 0).sum()), int((draw.top_ps < 1).sum())
+        seen[batch.kind, batch.num_sampled].add((slots.wants_reports, num_drawn, num_cut))
         return times
 
     monkeypatch.setattr(sampling_cost.Batch, "step", watched)
-    costs = sampling_cost.measure(TINY, [0, 1, 2], num_sequences=4, num_steps=3)
-    assert [cost.num_featured for cost in costs] == [0, 1, 2]
-    assert reports == {0: {False}, 1: {True}, 2: {True}}
+    costs = sampling_cost.measure(TINY, wanted, num_sequences=4, num_steps=3)
+    assert [(cost.kind, cost.num_sequences) for cost in costs] == wanted
+    assert list(seen.values()) == [{(False, 0, 0)}, {(False, 4, 4)}, {(True, 2, 2)}]
     assert all(0 < cost.sample_ms < cost.step_ms for cost in costs)
