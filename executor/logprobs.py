@@ -6,10 +6,14 @@ stay within some 100 MB however large the vocabulary is.
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.likeliest import likeliest
-from executor.plan import Ints, Logprobs
+from executor.plan import Floats, Ints, Logprobs
+
+Longs = NDArray[np.int64]
+Doubles = NDArray[np.float64]
 
 # Numbers handled at once.
 _CHUNK = 1 << 22
@@ -34,26 +38,42 @@ def row_pieces(num_rows: int, vocab_size: int) -> list[slice]:
 
 
 def _score(logits: Tensor, token_ids: Ints, nums: Ints) -> Logprobs:
-    logits = logits.float()
-    own_ids = torch.from_numpy(token_ids).to(logits.device).long().unsqueeze(1)
-    own = logits.gather(1, own_ids)
-    ids = torch.arange(logits.shape[1], device=logits.device)
-    num_before = ((logits > own) | ((logits == own) & (ids < own_ids))).sum(dim=-1)
     num_likeliest = int(nums.max()) - 1
-    all_ids = torch.cat((own_ids, likeliest(logits, num_likeliest)), dim=1) if num_likeliest else own_ids
-    values = torch.log_softmax(logits, dim=-1).gather(1, all_ids)
-    ranks = np.broadcast_to(np.arange(num_likeliest + 1, dtype=np.int32), all_ids.shape).copy()
-    ranks[:, 0] = num_before.cpu().numpy() + 1
+    likeliest_ids, log_sums, own_ranks = _rank(logits, token_ids, num_likeliest)
+    ids = np.concatenate((token_ids[:, None].astype(np.int64), likeliest_ids), axis=1)
+    ranks = np.broadcast_to(np.arange(num_likeliest + 1, dtype=np.int32), ids.shape).copy()
+    ranks[:, 0] = own_ranks
     asked = np.arange(num_likeliest + 1) < nums[:, None]
-    return Logprobs(all_ids.cpu().numpy().astype(np.int32)[asked], values.cpu().numpy()[asked], ranks[asked])
+    return Logprobs(ids[asked].astype(np.int32), _logprobs(logits, ids, log_sums)[asked], ranks[asked])
 
 
 def _most_probable(logits: Tensor, nums: Ints) -> Logprobs:
-    logits = logits.float()
-    ids = likeliest(logits, int(nums.max()))
-    values = torch.log_softmax(logits, dim=-1).gather(1, ids)
+    ids, log_sums, _ = _rank(logits, None, int(nums.max()))
     asked = np.arange(ids.shape[1]) < nums[:, None]
-    return Logprobs(ids.cpu().numpy().astype(np.int32)[asked], values.cpu().numpy()[asked], None)
+    return Logprobs(ids[asked].astype(np.int32), _logprobs(logits, ids, log_sums)[asked], None)
+
+
+def _logprobs(logits: Tensor, ids: Longs, log_sums: Doubles) -> Floats:
+    """Of ids[num_rows, n]."""
+    chosen = logits.gather(1, torch.from_numpy(ids).to(logits.device)).cpu().double().numpy()
+    return (chosen - log_sums[:, None]).astype(np.float32)
+
+
+def _rank(logits: Tensor, token_ids: Ints | None, count: int) -> tuple[Longs, Doubles, Ints]:
+    """See `kernels.cpu.rank`."""
+    if logits.device.type == "cpu":
+        from kernels import cpu  # loads numba, which a GPU host does without
+
+        return cpu.rank(logits, token_ids, count)
+    logits = logits.float()
+    log_sums = torch.logsumexp(logits, dim=-1).cpu().double().numpy()
+    ids = likeliest(logits, count).cpu().numpy()
+    if token_ids is None:
+        return ids, log_sums, np.zeros(len(logits), np.int32)
+    own_ids = torch.from_numpy(token_ids).to(logits.device).long().unsqueeze(1)
+    own, everybody = logits.gather(1, own_ids), torch.arange(logits.shape[1], device=logits.device)
+    num_before = ((logits > own) | ((logits == own) & (everybody < own_ids))).sum(dim=-1)
+    return ids, log_sums, (num_before + 1).cpu().numpy().astype(np.int32)
 
 
 def join(pieces: list[Logprobs]) -> Logprobs:

@@ -6,8 +6,8 @@ Every operation has one signature and several homes:
 * `kernels.cpu`        numba, reading KV blocks where they lie
 * `kernels.triton`     GPUs; in Triton's interpreter also without one
 
-`select(device)` picks the home for a device. A home is a module with the functions of `Kernels`. Of sampling each device
-has what suits it: `kernels.cpu.sample` draws whole rows, `kernels.triton.choose_greedily` takes the likeliest tokens.
+`select(device)` picks the home for a device. A home is a module with the functions of `Kernels`. Of sampling each
+device has what suits it: `kernels.cpu.sample` and `rank` do all of it, `kernels.triton.choose_greedily` the likeliest.
 
 The KV pool is one tensor::
 

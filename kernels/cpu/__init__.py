@@ -9,6 +9,7 @@ from kernels.cpu.attention import attention_decode, attention_prefill
 from kernels.cpu.elementwise import add_rms_norm, rms_norm, silu_multiply
 from kernels.cpu.kv import copy_blocks, rotate_and_store
 from kernels.cpu.linear import pack_linear
+from kernels.cpu.ranking import rank
 from kernels.cpu.sampling import sample
 from kernels.cpu.warmup import warm_up
 
@@ -18,6 +19,7 @@ __all__ = [
     "attention_prefill",
     "copy_blocks",
     "pack_linear",
+    "rank",
     "rms_norm",
     "rotate_and_store",
     "sample",

@@ -223,6 +223,16 @@ def exp2(typingctx: Any, x: Any) -> Any:
 
 
 @instruction
+def bits_of(typingctx: Any, x: Any) -> Any:
+    """The bits of a float32, as an int32."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        return builder.bitcast(arguments[0], _I32)
+
+    return types.int32(types.float32), generate
+
+
+@instruction
 def read(typingctx: Any, storage: Any, address: Any, index: Any) -> Any:
     """Number `index` of the stored numbers at `address`, as float32. storage is a literal."""
 

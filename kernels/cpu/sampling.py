@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from kernels.cpu.compiler import SOURCES, compiled, inlined
+from kernels.cpu.heap import drop, heapify, id_of, key_of, ordered
 from kernels.cpu.native import LINE_BYTES, array, count_up, exp2, read, storage_of
 from kernels.cpu.team import Job, Kernel, job_dtype
 
@@ -43,9 +44,7 @@ _MAX_DISTANCE = 32.0
 # One thread does so many logits in some ten microseconds.
 _MIN_TEAM_NUMBERS = 16384
 _BLOCK = 256
-_MAX_ID = (1 << 32) - 1
 _MINUS_LOG2_E = np.float32(-math.log2(math.e))
-_SIGN = np.int32(0x7FFFFFFF)
 
 _job = Job(SAMPLE_JOB)
 
@@ -109,19 +108,13 @@ def _column_bytes(size: int) -> int:
 
 
 @inlined
-def _ordered(bits: Any) -> Any:
-    """An integer that orders as the float32 with these bits does."""
-    return bits ^ ((bits >> np.int32(31)) & _SIGN)
-
-
-@inlined
 def _likeliest(bits: Any) -> int:
     """The lowest index of the greatest logit."""
     greatest = np.int32(-(2**31))
     for i in range(len(bits)):
-        greatest = max(greatest, np.int32(_ordered(bits[i])))
+        greatest = max(greatest, ordered(bits[i]))
     for i in range(len(bits)):
-        if np.int32(_ordered(bits[i])) == greatest:
+        if ordered(bits[i]) == greatest:
             return i
     return 0
 
@@ -131,9 +124,9 @@ def _least(bits: Any, values: Any) -> Any:
     """The least logit."""
     least = np.int32(2**31 - 1)
     for i in range(len(bits)):
-        least = min(least, np.int32(_ordered(bits[i])))
+        least = min(least, ordered(bits[i]))
     for i in range(len(bits)):
-        if np.int32(_ordered(bits[i])) == least:
+        if ordered(bits[i]) == least:
             return values[i]
     return values[0]
 
@@ -271,7 +264,7 @@ def _walk(
             break
         _pile(bits, places, place, heap, count)
         for left in range(count, 0, -1):
-            index = _MAX_ID - (heap[0] & _MAX_ID)
+            index = id_of(heap[0])
             weight = weights[index]
             if num_passed > 0 and (num_passed >= most or np.float32(passed) >= limit or weight < min_p):
                 return passed, num_passed, last
@@ -280,46 +273,19 @@ def _walk(
             last = index
             if np.float32(passed) > target:
                 return passed, num_passed, last
-            _drop(heap, left)
+            drop(heap, left)
     return passed, num_passed, last
 
 
 @inlined
 def _pile(bits: Any, places: Any, place: int, heap: Any, count: int) -> None:
-    """The tokens of a bucket as a heap, the likeliest one on top, lower ids first among equals: (logit, not id) as one
-    integer each."""
+    """The tokens of a bucket as a heap, the likeliest one on top, lower ids first among equals."""
     found = 0
     for i in range(len(places)):
         if places[i] == place:
-            heap[found] = (np.int64(_ordered(bits[i])) << 32) | (_MAX_ID - i)
+            heap[found] = key_of(bits[i], i)
             found += 1
-    for top in range(count // 2 - 1, -1, -1):
-        _sink(heap, top, count)
-
-
-@inlined
-def _drop(heap: Any, count: int) -> None:
-    """Takes the top off a heap of so many."""
-    heap[0] = heap[count - 1]
-    _sink(heap, 0, count - 1)
-
-
-@inlined
-def _sink(heap: Any, top: int, count: int) -> None:
-    """Lets heap[top] sink to where nothing below it is greater."""
-    value = heap[top]
-    at = top
-    while True:
-        below = 2 * at + 1
-        if below >= count:
-            break
-        if below + 1 < count and heap[below + 1] > heap[below]:
-            below += 1
-        if heap[below] <= value:
-            break
-        heap[at] = heap[below]
-        at = below
-    heap[at] = value
+    heapify(heap, count)
 
 
 @inlined(reorder=True)

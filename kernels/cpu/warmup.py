@@ -8,8 +8,9 @@ from kernels.cpu.attend import attend_kernel
 from kernels.cpu.elementwise import norm_kernel, silu_kernel, take_kernel
 from kernels.cpu.kv import copy_kernel, store_kernel
 from kernels.cpu.linear import linear_kernel
-from kernels.cpu.native import BFLOAT16, FLOAT16, storage_of
+from kernels.cpu.native import BFLOAT16, FLOAT16, FLOAT32, storage_of
 from kernels.cpu.program import program_kernel
+from kernels.cpu.ranking import rank_kernel
 from kernels.cpu.sampling import sample_kernel
 from kernels.cpu.tiles import tile_columns, tiles_kernel
 
@@ -32,6 +33,7 @@ def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
         ("embedding", take_kernel),
         ("linear layers", lambda: [linear_kernel(storage, own) for own in {storage, BFLOAT16, FLOAT16}]),
         ("sampling", lambda: sample_kernel(storage)),
+        ("log-probabilities", lambda: [rank_kernel(own) for own in {storage, FLOAT32}]),
         ("programs", program_kernel),
     ]
     for done, (name, make) in enumerate(variants):
