@@ -65,9 +65,14 @@ def _rank(logits: Tensor, token_ids: Ints | None, count: int) -> tuple[Longs, Do
         from kernels import cpu  # loads numba, which a GPU host does without
 
         return cpu.rank(logits, token_ids, count)
+    return rank_on_device(logits, token_ids, count)
+
+
+def rank_on_device(logits: Tensor, token_ids: Ints | None, count: int) -> tuple[Longs, Doubles, Ints]:
+    """The same in torch, on any device."""
     logits = logits.float()
     log_sums = torch.logsumexp(logits, dim=-1).cpu().double().numpy()
-    ids = likeliest(logits, count).cpu().numpy()
+    ids = likeliest(logits, count).cpu().numpy() if count else np.empty((len(logits), 0), np.int64)
     if token_ids is None:
         return ids, log_sums, np.zeros(len(logits), np.int32)
     own_ids = torch.from_numpy(token_ids).to(logits.device).long().unsqueeze(1)

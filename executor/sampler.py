@@ -9,9 +9,9 @@ top-p, min-p; then one draw by inverse CDF.
   reaches p: the token that crosses p is kept
 * min-p keeps tokens at least min_p times as likely as the most likely one
 
-"Most likely first" is ordered by logit, then by lower id, so that ties are cut in one way everywhere.
-All of it is float32. A row's token depends on that row's logits, parameters and uniform number alone. Rows that change
-logits are taken apart; all others are looked at where they are.
+"Most likely first" is ordered by logit, then by lower id, so that ties are cut in one way everywhere. Weights are
+float32, and sums of them are compared as float32. A row's token depends on that row's logits, parameters and uniform
+number alone. Rows that change logits are taken apart; all others are looked at where they are.
 """
 
 from collections.abc import Iterator

@@ -23,7 +23,7 @@ from planning.server import Server
 from planning.workload import Job
 from scheduler.core import CapacityExceeded, Events, QueueFull, Request, SequenceParams, StepResult, leap
 from scheduler.core.step_load import LoadTracker, StepLoad
-from scheduler.pace import lead_s, waits_for_company
+from scheduler.pace import Arrivals, could_join, lead_s
 
 _SHARED_TOKENS_FROM = 1 << 31
 """Token ids of system prompts; below are those that only one request has."""
@@ -95,6 +95,7 @@ class Simulation:
         self._num_requests = 0
         self._num_jobs = 0
         self._arrivals: list[tuple[float, int, Job]] = []
+        self._seen = Arrivals()
         self._zeros: list[int] = []
         self._params: dict[int, SequenceParams] = {}
 
@@ -114,8 +115,7 @@ class Simulation:
         """One event; False: there is none left."""
         arrival_s = self._arrivals[0][0] if self._arrivals else inf
         done_s = self._in_flight[0].done_s if self._in_flight else inf
-        due_s = self._due_s()
-        if len(self._in_flight) < self._max_in_flight and due_s <= min(arrival_s, done_s):
+        if len(self._in_flight) < self._max_in_flight and (due_s := self._due_s()) <= min(arrival_s, done_s):
             self.now_s = max(self.now_s, due_s)
             if self._tells_time:
                 self.scheduler.expire(self.now_s)
@@ -160,6 +160,7 @@ class Simulation:
     def _arrive(self) -> None:
         self.now_s, _, job = heappop(self._arrivals)
         self.records.pass_until(self.now_s, self.scheduler)
+        self._seen.add(self.now_s)
         self._num_requests += 1
         request_id = self._num_requests
         try:
@@ -185,10 +186,12 @@ class Simulation:
 
     def _due_s(self) -> float:
         """When the engine makes its next plan (scheduler/pace.py)."""
-        if not self._in_flight or not waits_for_company(self.scheduler):
+        if not self._in_flight or not could_join(self.scheduler):
             return self.now_s
         newest = self._in_flight[-1]
-        return newest.done_s - lead_s(self._cost.step_s(newest.load))
+        step_s = self._cost.step_s(newest.load)
+        hold_s = step_s - lead_s(step_s)
+        return newest.done_s - lead_s(step_s) if self._seen.are_likely(self.now_s, hold_s) else self.now_s
 
     def _send_plan(self) -> bool:
         """Whether there was one."""

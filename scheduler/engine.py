@@ -97,6 +97,7 @@ class Engine:
         self._bug: InvariantViolation | None = None  # found outside the loop, which has yet to hear of it
         self._progress = self._watched()
         self._checked_at_s = 0.0
+        self._held_until_s: float | None = None  # the plan that was asked for last
 
     # --- what the front door asks -----------------------------------------------------------------------------
 
@@ -142,6 +143,7 @@ class Engine:
             self._core.add(request, time.monotonic())
         except QueueFull as error:
             raise QueueFull(str(error), retry_after_s=min(30.0, max(0.1, self._audience.finish_interval_s))) from error
+        self._pace.arrivals.add(time.monotonic())
         self._audience.join(request.request_id, sink)
         self._idle.clear()
         self._wake.set()
@@ -309,7 +311,8 @@ class Engine:
 
     def _schedule(self) -> StepPlan | None:
         self._raise_bug()
-        if self._pace.due_s(self._core, self.traces) > time.monotonic():
+        self._held_until_s = self._pace.held_until_s(self._core, self.traces)
+        if self._held_until_s is not None:
             return None
         started_s = time.perf_counter()
         plan = self._core.schedule()
@@ -321,9 +324,8 @@ class Engine:
         """Until something happens, or is due."""
         core, now_s = self._core, time.monotonic()
         self._progress.check(core.num_in_flight)
-        due_s = [at_s for at_s in (core.next_wake_s, self._progress.due_s(core.num_in_flight)) if at_s is not None]
-        if (plan_due_s := self._pace.due_s(core, self.traces)) > now_s:
-            due_s.append(plan_due_s)
+        reasons = (core.next_wake_s, self._progress.due_s(core.num_in_flight), self._held_until_s)
+        due_s = [at_s for at_s in reasons if at_s is not None]
         if (
             not core.num_in_flight
             and not core.num_unfinished_requests

@@ -99,9 +99,7 @@ class StepTraces:
 
     @property
     def begun_ns(self) -> int:
-        """When the oldest step in flight began to compute, as far as the scheduler can tell; 0 if there is none."""
-        if not self._in_flight:
-            return 0
+        """When the oldest step in flight began to compute, as far as the scheduler can tell."""
         planned_ns = self._in_flight[0].planned_ns
         return max(planned_ns, self._committed[-1].received_ns) if self._committed else planned_ns
 

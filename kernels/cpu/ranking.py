@@ -112,6 +112,8 @@ def rank(
         raise ValueError("the last dimension of logits must be contiguous")
     if not 0 <= count <= vocab_size:
         raise ValueError(f"{count} of {vocab_size} logits")
+    if token_ids is not None and len(token_ids) != num_rows:
+        raise ValueError(f"{len(token_ids)} tokens of {num_rows} rows")
     ids = np.empty((num_rows, count), np.int64)
     log_sums, ranks = np.empty(num_rows, np.float64), np.zeros(num_rows, np.int32)
     own = None if token_ids is None else np.ascontiguousarray(token_ids, np.int32)

@@ -10,13 +10,16 @@ and their weights added up, in buckets of equal distance from the greatest logit
                                └─ the place lies in here: these tokens go on a heap, and leave it in their order
 
 Whole buckets are passed by their sums; only the one in which something is cut, or drawn, is put in order, as far as is
-needed. So a row costs the same whether top-k is 5 or 5,000.
+needed. So a row costs much the same whether top-k is 5 or 5,000. Tokens beyond all buckets weigh nothing that shows in
+a sum: they are passed over.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from functools import cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,10 +34,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # rows: int64, which rows of logits; temperatures and the following: one a row of logits; token_ids: one of `rows`.
-# seats: how many threads have come in; each has seat_bytes of scratch for itself.
+# seats: how many threads have come in; each has seat_bytes of scratch for itself: its logits as float32, and at these
+# offsets what is worked out of them.
 SAMPLE_JOB = job_dtype(
     """logits row_bytes vocab_size rows num_rows temperatures top_ks top_ps min_ps uniforms token_ids
-    seats scratch seat_bytes"""
+    seats scratch seat_bytes weights places heap masses counts"""
 )
 
 NUM_BUCKETS = 1024
@@ -44,6 +48,7 @@ _MAX_DISTANCE = 32.0
 # One thread does so many logits in some ten microseconds.
 _MIN_TEAM_NUMBERS = 16384
 _BLOCK = 256
+_ORDERED_MINUS_INF = np.int32(-0x7F800001)
 _MINUS_LOG2_E = np.float32(-math.log2(math.e))
 
 _job = Job(SAMPLE_JOB)
@@ -59,13 +64,12 @@ def sample_kernel(storage: int) -> Kernel:
         job = array(address, 1, SAMPLE_JOB)[0]
         size = job.vocab_size
         seat = job.scratch + count_up(job.seats) * job.seat_bytes
-        column_bytes = _column_bytes(size)
-        values = array(seat, size, np.float32)
-        weights = array(seat + column_bytes, size, np.float32)
-        places = array(seat + 2 * column_bytes, size, np.int32)
-        heap = array(seat + 3 * column_bytes, size, np.int64)
-        masses = array(seat + 5 * column_bytes, NUM_BUCKETS, np.float64)
-        counts = array(seat + 5 * column_bytes + NUM_BUCKETS * 8, NUM_BUCKETS, np.int64)
+        values, bits = array(seat, size, np.float32), array(seat, size, np.int32)
+        weights = array(seat + job.weights, size, np.float32)
+        places = array(seat + job.places, size, np.int32)
+        heap = array(seat + job.heap, size, np.int64)
+        masses = array(seat + job.masses, NUM_BUCKETS, np.float64)
+        counts = array(seat + job.counts, NUM_BUCKETS, np.int64)
         while True:
             unit = count_up(address)
             if unit >= job.num_rows:
@@ -79,17 +83,15 @@ def sample_kernel(storage: int) -> Kernel:
             top_p = array(job.top_ps, row + 1, np.float32)[row]
             min_p = array(job.min_ps, row + 1, np.float32)[row]
             uniform = array(job.uniforms, row + 1, np.float32)[row]
-            bits = array(seat, size, np.int32)
             chosen = _likeliest(bits)
             if temperature > 0:
                 if top_k > 0 or top_p < 1:
                     least = _least(bits, values)
                     _weigh(values, values[chosen], temperature, weights)
-                    scale = _place(values, values[chosen], least, temperature, places)
+                    scale, num_buckets = _place(values, values[chosen], least, temperature, places)
                     _count(places, weights, masses, counts)
-                    chosen = _draw_likely(
-                        bits, weights, places, heap, masses, counts, top_k, top_p, min_p, scale, uniform
-                    )
+                    buckets = (bits, weights, places, heap, masses, counts)
+                    chosen = _draw_likely(buckets, num_buckets, scale, top_k, top_p, min_p, uniform)
                 else:
                     _weigh(values, values[chosen], temperature, weights)
                     chosen = _draw(weights, min_p, uniform, chosen)
@@ -99,12 +101,6 @@ def sample_kernel(storage: int) -> Kernel:
 
 
 # --- a row: what it holds ---------------------------------------------------------------------------------------------
-
-
-@inlined
-def _column_bytes(size: int) -> int:
-    """Of one scratch column of so many 32-bit numbers."""
-    return -(-size * 4 // LINE_BYTES) * LINE_BYTES
 
 
 @inlined
@@ -121,10 +117,11 @@ def _likeliest(bits: Any) -> int:
 
 @inlined
 def _least(bits: Any, values: Any) -> Any:
-    """The least logit."""
+    """The least logit above -inf, or the first one if there is none."""
     least = np.int32(2**31 - 1)
     for i in range(len(bits)):
-        least = min(least, ordered(bits[i]))
+        rank = ordered(bits[i])
+        least = min(least, rank if rank > _ORDERED_MINUS_INF else np.int32(2**31 - 1))
     for i in range(len(bits)):
         if ordered(bits[i]) == least:
             return values[i]
@@ -140,15 +137,19 @@ def _weigh(values: Any, peak: Any, temperature: Any, weights: Any) -> None:
 
 @inlined
 def _place(values: Any, peak: Any, least: Any, temperature: Any, places: Any) -> Any:
-    """Each token's bucket. All steps keep the order of the logits, equal ones included. Returns buckets a distance."""
-    width = min((peak - least) / temperature, np.float32(_MAX_DISTANCE))
+    """Each token's bucket. All steps keep the order of the logits, equal ones included.
+
+    Returns buckets a distance, and how many buckets have weight: the last one has none if it holds all beyond.
+    """
+    distance = (peak - least) / temperature
+    width = min(distance, np.float32(_MAX_DISTANCE))
     scale = np.float32(0)
     if width > 0:
         scale = min(np.float32(NUM_BUCKETS) / width, np.float32(1e30))
     for i in range(len(values)):
         at = (peak - values[i]) / temperature * scale
         places[i] = np.int32(at if at < np.float32(_LAST) else np.float32(_LAST))  # NaN is in the last one
-    return scale
+    return scale, NUM_BUCKETS if distance <= _MAX_DISTANCE else _LAST
 
 
 @inlined
@@ -195,61 +196,30 @@ def _draw(weights: Any, min_p: Any, uniform: Any, likeliest: int) -> int:
 
 
 @inlined
-def _draw_likely(
-    bits: Any,
-    weights: Any,
-    places: Any,
-    heap: Any,
-    masses: Any,
-    counts: Any,
-    top_k: int,
-    top_p: Any,
-    min_p: Any,
-    scale: Any,
-    uniform: Any,
-) -> Any:
+def _draw_likely(buckets: Any, num_buckets: int, scale: Any, top_k: int, top_p: Any, min_p: Any, uniform: Any) -> Any:
     """Among the likeliest: top-k of all, of these the fewest that reach top-p, of these those of min_p and more."""
-    most = len(bits) if top_k <= 0 else min(top_k, len(bits))
-    everything, nothing = NUM_BUCKETS, np.float32(np.inf)
-    if top_k > 0:
-        mass, _, _ = _walk(
-            bits, weights, places, heap, masses, counts, most, nothing, np.float32(0), everything, nothing
-        )
-    else:
-        mass = masses.sum()
+    masses = buckets[4]
+    most = len(buckets[0]) if top_k <= 0 else min(top_k, len(buckets[0]))
+    zero, nothing = np.float32(0), np.float32(np.inf)
+    mass = masses.sum() if top_k <= 0 else _walk(buckets, num_buckets, most, nothing, zero, num_buckets, nothing)[0]
     limit = np.float32(mass) * top_p if top_p < 1 else nothing
-    # A bucket of tokens that are all likely enough, whatever rounding has done at its borders.
-    num_likely = int(min(-np.log(min_p) * scale, np.float32(NUM_BUCKETS))) - 1 if min_p > 0 else everything
-    kept, num_kept, _ = _walk(bits, weights, places, heap, masses, counts, most, limit, min_p, num_likely, nothing)
-    target = uniform * np.float32(kept)
-    _, _, chosen = _walk(
-        bits, weights, places, heap, masses, counts, num_kept, nothing, np.float32(0), everything, target
-    )
-    return chosen
+    # Buckets of tokens that are all likely enough, whatever rounding has done at their borders.
+    num_likely = int(min(-np.log(min_p) * scale, np.float32(num_buckets))) - 1 if min_p > 0 else num_buckets
+    kept, num_kept, _ = _walk(buckets, num_buckets, most, limit, min_p, num_likely, nothing)
+    return _walk(buckets, num_buckets, num_kept, nothing, zero, num_buckets, uniform * np.float32(kept))[2]
 
 
 @inlined
-def _walk(
-    bits: Any,
-    weights: Any,
-    places: Any,
-    heap: Any,
-    masses: Any,
-    counts: Any,
-    most: int,
-    limit: Any,
-    min_p: Any,
-    num_likely: int,
-    target: Any,
-) -> Any:
+def _walk(buckets: Any, num_buckets: int, most: int, limit: Any, min_p: Any, num_likely: int, target: Any) -> Any:
     """Passes tokens in the order of likelihood, one at least, while they are fewer than `most`, what was passed weighs
     less than `limit`, and the next one at least min_p (all of the first num_likely buckets do); but not beyond the
     token with which it exceeds `target`.
 
     Returns the weight and the number of those that were passed, and the last one, if there is a target.
     """
+    bits, weights, places, heap, masses, counts = buckets
     passed, num_passed, last = 0.0, 0, 0
-    for place in range(NUM_BUCKETS):
+    for place in range(num_buckets):
         count = counts[place]
         if count == 0:
             continue
@@ -260,7 +230,7 @@ def _walk(
             passed += masses[place]
             num_passed += count
             continue
-        if num_passed >= most or np.float32(passed) >= limit:
+        if num_passed > 0 and (num_passed >= most or np.float32(passed) >= limit):
             break
         _pile(bits, places, place, heap, count)
         for left in range(count, 0, -1):
@@ -299,22 +269,33 @@ def _sum(numbers: Any) -> Any:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-class _Scratch:
-    """Memory for the threads of a team, which stays."""
+class _Scratch(threading.local):
+    """Memory for the threads of a team, which stays; each caller has its own."""
 
     def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+        self.memory = np.empty(0, np.uint8)
         self._seats = np.zeros(1, np.int64)
 
     def fields(self, vocab_size: int) -> dict[str, int]:
-        """seats, scratch and seat_bytes of a SAMPLE_JOB."""
+        """What a SAMPLE_JOB says of it."""
         column_bytes = -(-vocab_size * 4 // LINE_BYTES) * LINE_BYTES
-        seat_bytes = 5 * column_bytes + NUM_BUCKETS * 16 + LINE_BYTES
+        sizes = {
+            "values": column_bytes,
+            "weights": column_bytes,
+            "places": column_bytes,
+            "heap": 2 * column_bytes,
+            "masses": NUM_BUCKETS * 8,
+            "counts": NUM_BUCKETS * 8,
+        }
+        ends = dict(zip(sizes, accumulate(sizes.values()), strict=True))
+        seat_bytes = ends["counts"]
         num_bytes = seat_bytes * torch.get_num_threads()
-        if len(self._memory) < num_bytes:
-            self._memory = np.empty(num_bytes, np.uint8)
+        if len(self.memory) < num_bytes:
+            self.memory = np.empty(num_bytes, np.uint8)
         self._seats[0] = 0
-        return {"seats": self._seats.ctypes.data, "scratch": self._memory.ctypes.data, "seat_bytes": seat_bytes}
+        offsets = {name: ends[name] - sizes[name] for name in sizes if name != "values"}
+        memory = {"seats": self._seats.ctypes.data, "scratch": self.memory.ctypes.data, "seat_bytes": seat_bytes}
+        return memory | offsets
 
 
 _scratch = _Scratch()
@@ -332,8 +313,7 @@ def sample(
     """Token ids[len(rows)], one for each of these rows of logits[S, V], which has one contiguous row after the other.
 
     The other arrays are [S]: temperature 0 takes the likeliest token, the lowest id among equals. top_k 0, top_p 1 and
-    min_p 0 cut nothing; a uniform, in [0, 1), decides. What cuts mean is said in `executor.sampler`. One thread at a
-    time.
+    min_p 0 cut nothing; a uniform, in [0, 1), decides. What cuts mean is said in `executor.sampler`.
     """
     token_ids = np.empty(len(rows), np.int32)
     if not len(rows):
@@ -341,6 +321,8 @@ def sample(
     vocab_size = logits.shape[1]
     if logits.stride(1) != 1:
         raise ValueError("the last dimension of logits must be contiguous")
+    if rows.min() < 0 or rows.max() >= len(logits):
+        raise ValueError(f"rows {rows.min()} to {rows.max()} of {len(logits)}")
     columns = {
         "rows": (rows, np.int64),
         "temperatures": (temperatures, np.float32),
@@ -350,6 +332,8 @@ def sample(
         "uniforms": (uniforms, np.float32),
     }
     held = {name: np.ascontiguousarray(column, dtype) for name, (column, dtype) in columns.items()}
+    if any(len(column) != len(logits) for name, column in held.items() if name != "rows"):
+        raise ValueError(f"parameters of {len(logits)} rows are needed")
     job = _job.fill(
         logits=logits.data_ptr(),
         row_bytes=logits.stride(0) * logits.element_size(),

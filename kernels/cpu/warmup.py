@@ -32,7 +32,7 @@ def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
         ("activation", lambda: silu_kernel(storage)),
         ("embedding", take_kernel),
         ("linear layers", lambda: [linear_kernel(storage, own) for own in {storage, BFLOAT16, FLOAT16}]),
-        ("sampling", lambda: sample_kernel(storage)),
+        ("sampling", lambda: [sample_kernel(own) for own in {storage, FLOAT32}]),
         ("log-probabilities", lambda: [rank_kernel(own) for own in {storage, FLOAT32}]),
         ("programs", program_kernel),
     ]

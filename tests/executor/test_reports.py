@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from executor import logprobs
-from executor.logprobs import most_probable, score
+from executor.logprobs import most_probable, rank_on_device, score
 from executor.plan import Fork, Logprobs
+from kernels import cpu
 from tests.executor import oracle
 from tests.executor.conductor import Conductor, ints
 
@@ -206,6 +207,17 @@ def test_a_beam_that_nobody_continues_rests(source, runner) -> None:
         output = conductor.step()
         assert output.reports.candidates is None
         assert len(output.token_ids) == 0
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 90])
+def test_a_device_ranks_as_the_cpu_does(count) -> None:
+    logits = (torch.randn(12, 90, generator=torch.Generator().manual_seed(2)) * 2).round()
+    token_ids = np.arange(12, dtype=np.int32)
+    for given in (token_ids, None):
+        found, expected = rank_on_device(logits, given, count), cpu.rank(logits, given, count)
+        assert found[0].tolist() == expected[0].tolist()
+        assert found[1] == pytest.approx(expected[1], rel=1e-6)
+        assert found[2].tolist() == expected[2].tolist()
 
 
 def test_ranks_among_equals_and_pieces(monkeypatch) -> None:

@@ -120,8 +120,7 @@ def test_extreme_temperatures(temperature) -> None:
         assert token_ids == {1} if temperature < 1 else token_ids <= {0, 1, 2}
 
 
-def test_many_candidates_are_sorted_only_as_far_as_needed() -> None:
-    """A flat distribution over a large vocabulary needs more than the first candidates; the answer is the same."""
+def test_nearly_all_of_a_large_vocabulary_can_be_likely() -> None:
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 0.1, (40, 5000)).astype(np.float32))
     token_ids = sample(logits.clone(), draw(40, top_p=0.95))
     for row, token_id in enumerate(token_ids):
@@ -155,13 +154,6 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     assert np.concatenate([pick(np.array([row])) for row in range(24)]).tolist() == together.tolist()
     order = generator.permutation(24)
     assert pick(order).tolist() == together[order].tolist()
-
-
-def test_large_batches_are_cut_into_chunks(monkeypatch) -> None:
-    logits = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
-    whole = [sample(logits.clone(), draw(50, **cut)).tolist() for cut in ({}, {"top_k": 9})]
-    monkeypatch.setattr("executor.sampler._CHUNK", 64 * 7)
-    assert [sample(logits.clone(), draw(50, **cut)).tolist() for cut in ({}, {"top_k": 9})] == whole
 
 
 def test_the_table_hands_out_what_was_set() -> None:

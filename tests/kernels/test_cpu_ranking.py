@@ -50,7 +50,7 @@ def test_a_team_says_the_same_of_rows_that_lie_apart(two_threads: None) -> None:
         assert [part.tolist() for part in alone] == [[ids[row].tolist()], [log_sums[row]], [ranks[row]]]
 
 
-def test_numbers_that_are_none_touch_nothing_outside() -> None:
+def test_numbers_that_are_none_give_some_tokens() -> None:
     logits = torch.full((3, 700), torch.nan)
     logits[1] = -torch.inf
     logits[2, ::3] = torch.inf
@@ -64,4 +64,6 @@ def test_what_cannot_be_is_refused() -> None:
         rank(torch.zeros(3, 4), None, 5)
     with pytest.raises(ValueError, match="contiguous"):
         rank(torch.zeros(4, 3).T, None, 1)
+    with pytest.raises(ValueError, match="2 tokens of 3"):
+        rank(torch.zeros(3, 4), np.zeros(2, np.int32), 1)
     assert rank(torch.zeros(0, 4), None, 2)[0].shape == (0, 2)

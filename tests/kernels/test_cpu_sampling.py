@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
 import numpy as np
@@ -82,7 +83,7 @@ def columns(num_rows: int, temperature: float, top_k: int, top_p: float, min_p: 
 
 @pytest.fixture(autouse=True)
 def _poisoned_scratch() -> None:
-    sampling._scratch._memory[:] = 0xFF
+    sampling._scratch.memory[:] = 0xFF
 
 
 @pytest.mark.parametrize("kind", ["random", "ties", "flat", "one peak", "holes", "wide"])
@@ -140,17 +141,38 @@ def test_numbers_that_are_none_give_some_token(size: int) -> None:
     logits[1] = -torch.inf
     logits[2] = torch.inf
     logits[3, ::2] = torch.inf
+    scratch = sampling._scratch
+    fields = scratch.fields(size)
+    scratch.memory = np.full(fields["seat_bytes"] + 4096, 0xA5, np.uint8)
     for temperature, top_k, top_p, min_p in product((0.0, 1e-40, 1.0, 3e38), (0, 3), (1.0, 0.5), (0.0, 0.5)):
         chosen = sample(logits, np.arange(4), *columns(4, temperature, top_k, top_p, min_p))
         assert ((chosen >= 0) & (chosen < size)).all()
+    assert (scratch.memory[-4096:] == 0xA5).all()
+
+
+def test_callers_on_two_threads_have_scratch_of_their_own() -> None:
+    logits = torch.randn(20, 3000)
+    given = columns(20, 1.0, 40, 0.9, 0.0)
+    expected = sample(logits, np.arange(20), *given).tolist()
+
+    def again(size: int) -> bool:
+        found = [sample(logits[:, :size], np.arange(20), *given).tolist() for _ in range(40)]
+        return all(each == found[0] for each in found) and (size < 3000 or found[0] == expected)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(again, [3000, 17, 3000, 900]))
 
 
 def test_no_rows_no_tokens() -> None:
     assert sample(torch.zeros(3, 4), np.empty(0, np.int64), *columns(3, 1.0, 0, 1.0, 0.0)).size == 0
 
 
-def test_logits_have_to_lie_side_by_side() -> None:
+def test_what_cannot_be_read_is_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         sample(torch.zeros(4, 3).T, np.arange(3), *columns(3, 1.0, 0, 1.0, 0.0))
+    with pytest.raises(ValueError, match="rows 1 to 3 of 3"):
+        sample(torch.zeros(3, 4), np.array([1, 3]), *columns(3, 1.0, 0, 1.0, 0.0))
+    with pytest.raises(ValueError, match="parameters of 3 rows"):
+        sample(torch.zeros(3, 4), np.arange(3), *columns(2, 1.0, 0, 1.0, 0.0))
     with pytest.raises(TypeError, match="float64"):
         sample(torch.zeros(3, 4, dtype=torch.float64), np.arange(3), *columns(3, 1.0, 0, 1.0, 0.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,6 +17,8 @@ from kernels.cpu.compiler import SOURCES
 from kernels.cpu.elementwise import norm_kernel, silu_kernel
 from kernels.cpu.kv import copy_kernel, store_kernel
 from kernels.cpu.native import FLOAT32
+from kernels.cpu.ranking import rank_kernel
+from kernels.cpu.sampling import sample_kernel
 from tests.kernels.paged import paged, poisoned
 
 if TYPE_CHECKING:
@@ -24,14 +27,19 @@ if TYPE_CHECKING:
 SHAPE = AttentionShape(torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
 
 SECOND_START = """
+import numpy as np
 import torch
 from numba.core import event
 from kernels import AttentionShape, select
-home = select(torch.device("cpu"))
+home, dtype = select(torch.device("cpu")), torch.DTYPE
 with event.install_recorder("numba:run_pass") as passes:
-    home.warm_up(AttentionShape(torch.float32, 4, 2, 64, 16))
-    home.rms_norm(torch.ones(1, 64), torch.ones(64), 1e-5)
-    home.silu_multiply(torch.ones(1, 64))
+    home.warm_up(AttentionShape(dtype, 4, 2, 64, 16))
+    home.rms_norm(torch.ones(1, 64, dtype=dtype), torch.ones(64, dtype=dtype), 1e-5)
+    home.silu_multiply(torch.ones(1, 64, dtype=dtype))
+    half = np.full(1, 0.5, np.float32)
+    for logits in (torch.ones(1, 50, dtype=dtype), torch.ones(1, 50)):  # as the model made them, and changed
+        home.sample(logits, np.zeros(1, np.int64), half, np.ones(1, np.int32), half, half, half)
+        home.rank(logits, np.zeros(1, np.int32), 3)
 print(len(passes.buffer))
 """
 
@@ -55,15 +63,25 @@ def test_warm_up_refuses_what_cannot_be_compiled() -> None:
         cpu.warm_up(AttentionShape(torch.float32, 4, 2, 62, 16))
 
 
-def test_a_second_start_compiles_nothing() -> None:
-    cpu.warm_up(SHAPE)
-    result = subprocess.run([sys.executable, "-c", SECOND_START], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_second_start_compiles_nothing(dtype: str) -> None:
+    cpu.warm_up(replace(SHAPE, dtype=getattr(torch, dtype)))
+    program = SECOND_START.replace("DTYPE", dtype)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["0"]
 
 
 @pytest.mark.parametrize(
     "kernel",
-    [attend_kernel(), norm_kernel(FLOAT32), silu_kernel(FLOAT32), store_kernel(FLOAT32), copy_kernel()],
+    [
+        attend_kernel(),
+        norm_kernel(FLOAT32),
+        silu_kernel(FLOAT32),
+        store_kernel(FLOAT32),
+        copy_kernel(),
+        sample_kernel(FLOAT32),
+        rank_kernel(FLOAT32),
+    ],
     ids=lambda kernel: kernel._compiled.__name__,
 )
 def test_a_kernel_is_compiled_again_when_any_source_has_changed(kernel: Kernel) -> None:

@@ -19,7 +19,7 @@ from planning.summary import Summary, summarize, timeline
 from planning.workload import Job, ListedJobs, Source, Tenant
 from scheduler.core import BATCHING, FCFS, MEMORY, PRIORITY, Limits, Request, Scheduler, SequenceParams, StepResult
 from scheduler.core.step_load import StepLoad
-from scheduler.pace import lead_s, waits_for_company
+from scheduler.pace import Arrivals, could_join, lead_s
 
 COST = FittedCost(
     overhead_s=5e-3,
@@ -138,13 +138,15 @@ def by_hand(jobs: Sequence[Job], server: Server, duration_s: float) -> tuple[lis
     """Request, time of the first token, time of the end: a plain loop over a clock, one step at a time."""
     core = server.scheduler(has_shared_prefixes=False)
     now_s, free_s, todo = 0.0, 0.0, list(enumerate(jobs, start=1))
+    seen = Arrivals()
     out: list[tuple[float, int, int]] = []
     first: dict[int, float] = {}
     ended: list[tuple[int, float, float]] = []
     while todo or out or core.num_unfinished_requests:
         next_s = min(todo[0][1].arrival_s if todo else inf, out[0][0] if out else inf)
         while len(out) < 2:
-            held_s = free_s - lead_s(duration_s) if out and waits_for_company(core) else now_s
+            is_held = out and could_join(core) and seen.are_likely(now_s, duration_s - lead_s(duration_s))
+            held_s = free_s - lead_s(duration_s) if is_held else now_s
             if held_s > next_s:
                 break
             now_s = max(now_s, held_s)
@@ -156,6 +158,7 @@ def by_hand(jobs: Sequence[Job], server: Server, duration_s: float) -> tuple[lis
         if todo and (not out or todo[0][1].arrival_s < out[0][0]):
             request_id, job = todo.pop(0)
             now_s = job.arrival_s
+            seen.add(now_s)
             prompt = [1000 + request_id] * job.num_prompt_tokens
             total = job.num_prompt_tokens + job.num_output_tokens
             core.add(Request(request_id, prompt, SequenceParams(max_total_tokens=total), priority=job.priority))
