@@ -281,16 +281,14 @@ def greedy(model: ModelShape, dtype: torch.dtype, num_rows: int) -> Case:
 
 def sampling(model: ModelShape, dtype: torch.dtype, num_rows: int, top_p: float) -> Case:
     """Of the CPU home only. Logits spread as 3.3 standard normal ones, about as much as a language model's."""
-    num_bytes = num_rows * model.vocab_size * dtype.itemsize
-    label = f"{model.name} S={num_rows}" + (f" top-p {top_p}" if top_p < 1 else "")
+    num_bytes, cut = num_rows * model.vocab_size * dtype.itemsize, f" top-p {top_p}" if top_p < 1 else ""
 
     def prepare(home: Kernels, device: torch.device) -> Prepared:
         cpu: Any = home
         buffers = [_normal(device, dtype, num_rows, model.vocab_size) for _ in range(_num_buffers(num_bytes, device))]
-        rows = np.arange(num_rows)
         temperatures, top_ps = np.full(num_rows, 0.3, np.float32), np.full(num_rows, top_p, np.float32)
         top_ks, min_ps = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
-        uniforms = np.random.default_rng(5).random(num_rows, np.float32)
+        rows, uniforms = np.arange(num_rows), np.random.default_rng(5).random(num_rows, np.float32)
 
         def run() -> None:
             for logits in buffers:
@@ -298,7 +296,7 @@ def sampling(model: ModelShape, dtype: torch.dtype, num_rows: int, top_p: float)
 
         return Prepared(run, len(buffers))
 
-    return Case("sample", label, dtype, num_bytes, 0, "read", prepare)
+    return Case("sample", f"{model.name} S={num_rows}{cut}", dtype, num_bytes, 0, "read", prepare)
 
 
 def gpu_cases() -> list[Case]:

@@ -84,7 +84,7 @@ class Pace:
         return self._decodes_s(step) + (step.num_tokens - step.num_decodes) * self._prompts.value
 
     def held_until_s(self, core: Scheduler, traces: StepTraces) -> float | None:
-        """How long the next plan is held back, on time.monotonic(); None: it is not, or none may leave anyway."""
+        """Until when the next plan is held back, on time.monotonic(); None: it is not, or none may leave anyway."""
         if not 0 < len(traces.in_flight) < core.limits.max_in_flight or not could_join(core):
             return None
         expected_s = [self.expected_s(step) for step in traces.in_flight]

@@ -2,10 +2,13 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
-from scheduler.core import Limits, Request, Scheduler, SequenceParams, TokenLogprobs
+from scheduler.core import Limits, Request, Scheduler, SequenceParams, StepPlan, TokenLogprobs
+from scheduler.engine import Engine
 from scheduler.pace import LEAD_SHARE, MIN_ARRIVALS, MIN_LEAD_S, Arrivals, Pace, could_join, lead_s
 from scheduler.step_trace import ExecutorTimings, StepTrace, StepTraces
 from tests.scheduler.engine_rig import RecordingSink, running_engine, submit, until
@@ -154,34 +157,36 @@ def test_nothing_is_held_back_where_hardly_anybody_comes() -> None:
 # --- in the engine ----------------------------------------------------------------------------------------------------
 
 
-async def test_who_comes_while_a_step_computes_is_in_the_next_one() -> None:
-    """Steps of 0.4 s, of which plans are held back for 0.3: the second request comes at the beginning of one."""
+@asynccontextmanager
+async def decoding() -> AsyncIterator[tuple[Engine, RecordingSink, list[StepPlan]]]:
+    """Steps of 0.4 s, of which plans are held back for 0.3: a request has just got its third of six tokens. With it the
+    plans so far, and those to come."""
     client = FakeClient()
     client.step_s = 0.4
     async with running_engine(client) as engine:
-        first = submit(engine, [1, 2, 3], 6)
-        await until(lambda: len(first.outputs.get(0, [])) == 3)
+        sink = submit(engine, [1, 2, 3], 6)
+        await until(lambda: len(sink.outputs.get(0, [])) == 3)
         assert client.stream is not None
-        num_plans = len(client.stream.plans)
+        yield engine, sink, client.stream.plans
+
+
+async def test_who_comes_while_a_step_computes_is_in_the_next_one() -> None:
+    async with decoding() as (engine, first, plans):
+        num_plans = len(plans)
         assert engine.core is not None
         assert engine.core.num_in_flight == 1
         second = submit(engine, [4, 5, 6], 2)
-        await until(lambda: len(client.stream.plans) > num_plans)  # type: ignore[union-attr]
-        assert len(client.stream.plans[num_plans].admissions) == 1
+        await until(lambda: len(plans) > num_plans)
+        assert len(plans[num_plans].admissions) == 1
         assert engine.core.num_in_flight == 2
         await first.check()
         await second.check()
 
 
 async def test_a_plan_that_nobody_comes_for_is_out_before_the_step_ends() -> None:
-    client = FakeClient()
-    client.step_s = 0.4
-    async with running_engine(client) as engine:
-        sink = submit(engine, [1, 2, 3], 5)
-        await until(lambda: len(sink.outputs.get(0, [])) == 3)
-        assert client.stream is not None
-        num_plans = len(client.stream.plans)
-        await until(lambda: len(client.stream.plans) > num_plans)  # type: ignore[union-attr]
+    async with decoding() as (_, sink, plans):
+        num_plans = len(plans)
+        await until(lambda: len(plans) > num_plans)
         assert len(sink.outputs[0]) == 3, "the plan waited for the result"
         await sink.check()
 
