@@ -160,6 +160,29 @@ async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwr
         assert not (await client.block_map()).sequences
 
 
+async def test_many_deltas_are_laid_out_together(page: "playwright_api.Page") -> None:
+    """Long paragraphs laid out for every delta took the page's only thread, and with it the button that cancels."""
+    num_samples, num_deltas = 4, 4000
+    deltas = [{"delta": {"index": i % num_samples, "text": f" {i}"}} for i in range(num_deltas)]
+    usage = {"prompt_tokens": 1, "completion_tokens": num_deltas}
+    ends = [{"finished": {"index": i, "reason": "FINISH_REASON_LENGTH", "usage": usage}} for i in range(num_samples)]
+    body = "".join(json.dumps(message) + "\n" for message in deltas + ends)
+    await page.route("**/live/completions", lambda route: route.fulfill(body=body, content_type="application/x-ndjson"))
+    devtools = await page.context.new_cdp_session(page)
+    await devtools.send("Performance.enable")
+
+    async def num_layouts() -> float:
+        metrics = (await devtools.send("Performance.getMetrics"))["metrics"]
+        return next(metric["value"] for metric in metrics if metric["name"] == "LayoutCount")
+
+    before = await num_layouts()
+    await page.click("#prompt-send")
+    await playwright_api.expect(page.locator("#prompt-status")).to_contain_text("done: 4000 tokens")
+    assert await num_layouts() - before < num_deltas / 4
+    outputs = await page.locator("#prompt-output p").all_text_contents()
+    assert [text.split()[-2:] for text in outputs] == [[str(3992 + i), str(3996 + i)] for i in range(num_samples)]
+
+
 async def test_what_is_wrong_stands_at_its_field(page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     await page.fill("[data-field='sampling.temperature']", "hot")

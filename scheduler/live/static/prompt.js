@@ -11,7 +11,8 @@ export class Prompt {
   #output = document.getElementById("prompt-output");
   #chat = document.getElementById("prompt-chat");
   #abort = null;
-  #samples = []; // by index: {element, tokens, reason}
+  #samples = []; // by index: {words, unpainted}
+  #frame = 0; // the animation frame that will paint what came, or 0
 
   constructor() {
     this.#form.addEventListener("submit", (event) => {
@@ -57,6 +58,7 @@ export class Prompt {
       if (error.name === "AbortError") this.#status.textContent = "cancelled; its blocks are free";
       else this.#refuse({ message: "the server cannot be reached", violations: [] });
     } finally {
+      this.#paint();
       this.#abort = null;
       this.#setBusy(false);
     }
@@ -80,17 +82,32 @@ export class Prompt {
       const cached = started.cached_tokens ? `, ${started.cached_tokens} of them from the prefix cache` : "";
       this.#status.textContent = `${started.request_id}: ${started.prompt_tokens} prompt tokens${cached}`;
     } else if (delta) {
-      const { element } = this.#sample(delta.index);
-      const isAtEnd = this.#output.scrollTop + this.#output.clientHeight >= this.#output.scrollHeight - 4;
-      element.append(delta.text);
-      if (isAtEnd) this.#output.scrollTop = this.#output.scrollHeight;
+      this.#sample(delta.index).unpainted += delta.text;
+      this.#frame ||= requestAnimationFrame(() => this.#paint());
     } else if (finished) {
       const reason = finished.reason.replace("FINISH_REASON_", "").toLowerCase();
       this.#sample(finished.index);
+      this.#paint();
       this.#status.textContent = `done: ${finished.usage.completion_tokens} tokens, ended by ${reason}`;
     } else if (error) {
       this.#refuse(error);
     }
+  }
+
+  /**
+   * Shows what came since the last frame. Tokens come faster than frames, and each change lays out whole paragraphs: done
+   * for every delta, a fast server would keep the page so busy that nobody could cancel.
+   */
+  #paint() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = 0;
+    const isAtEnd = this.#output.scrollTop + this.#output.clientHeight >= this.#output.scrollHeight - 4;
+    for (const sample of this.#samples) {
+      if (!sample?.unpainted) continue;
+      sample.words.appendData(sample.unpainted);
+      sample.unpainted = "";
+    }
+    if (isAtEnd) this.#output.scrollTop = this.#output.scrollHeight;
   }
 
   #sample(index) {
@@ -99,8 +116,9 @@ export class Prompt {
       const given = element.appendChild(document.createElement("span"));
       given.className = "given";
       given.textContent = this.#chat.checked ? `${this.#field("text").value}\n` : this.#field("text").value;
+      const words = element.appendChild(document.createTextNode(""));
       this.#output.append(element);
-      this.#samples[index] = { element };
+      this.#samples[index] = { words, unpainted: "" };
     }
     return this.#samples[index];
   }
