@@ -115,6 +115,11 @@ class Crowd:
         return sum(not outcome.has_ended for outcome in self.outcomes)
 
     @property
+    def most_run(self) -> bool:
+        """At least half of the jobs have not ended, so that there is something to disturb."""
+        return 2 * self.num_running >= len(self.outcomes)
+
+    @property
     def num_tokens(self) -> int:
         return sum(outcome.num_tokens for outcome in self.outcomes)
 
