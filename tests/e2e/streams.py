@@ -161,7 +161,7 @@ def differences(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> list[
 
 
 def mixed_jobs(num_jobs: int) -> list[Job]:
-    """Greedy and seeded, short and long prompts, one and two samples, stop strings; each some 60 tokens or more."""
+    """Greedy and seeded, short and long prompts, one and two samples, stop strings; each a hundred tokens or more."""
     return [_mixed_job(number) for number in range(num_jobs)]
 
 
@@ -169,7 +169,7 @@ def _mixed_job(number: int) -> Job:
     prompt = OPENINGS[number % len(OPENINGS)]
     if number % 5 == 0:  # some blocks long, its head shared with others
         prompt = " ".join(OPENINGS[: 2 + number % 7]) + f" Number {number}. {prompt}"
-    options: dict[str, Any] = {"max_tokens": 80 + number % 33, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": 140 + number % 33, "ignore_eos": True}
     if number % 2:
         options |= {"temperature": 0.7 + number % 4 / 10, "seed": 1000 + number}
         options |= ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {})[number // 2 % 4]
@@ -178,7 +178,7 @@ def _mixed_job(number: int) -> Job:
     if number % 8 == 3:
         options["n"] = 2
     if number % 8 == 6:
-        options |= {"stop": ["The end", "she said", "."], "min_tokens": 50, "include_stop": number % 16 == 6}
+        options |= {"stop": ["The end", "she said", "."], "min_tokens": 110, "include_stop": number % 16 == 6}
     if number % 8 == 1:
-        options |= {"ignore_eos": False, "max_tokens": 200}
+        options |= {"ignore_eos": False, "min_tokens": 100, "max_tokens": 200}
     return Job(prompt, options)
