@@ -24,6 +24,7 @@ _CACHES_TO_FILL = 3
 _MAX_BUFFERS = 1024
 _MAX_POSITIONS = 16384
 _EPS = 1e-5
+_TEMPERATURE = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,63 +281,40 @@ def greedy(model: ModelShape, dtype: torch.dtype, num_rows: int) -> Case:
 
 
 def sampling(model: ModelShape, dtype: torch.dtype, num_rows: int, top_p: float) -> Case:
-    """Of the CPU home only. Logits spread as 3.3 standard normal ones, about as much as a language model's."""
+    """Not of the reference. Logits spread as 3.3 standard normal ones, about as much as a language model's."""
     num_bytes, cut = num_rows * model.vocab_size * dtype.itemsize, f" top-p {top_p}" if top_p < 1 else ""
 
     def prepare(home: Kernels, device: torch.device) -> Prepared:
-        cpu: Any = home
         buffers = [_normal(device, dtype, num_rows, model.vocab_size) for _ in range(_num_buffers(num_bytes, device))]
-        temperatures, top_ps = np.full(num_rows, 0.3, np.float32), np.full(num_rows, top_p, np.float32)
-        top_ks, min_ps = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
-        rows, uniforms = np.arange(num_rows), np.random.default_rng(5).random(num_rows, np.float32)
+        draw = (_draw_on_device if is_triton(home) else _draw_on_host)(home, num_rows, top_p, device)
 
         def run() -> None:
             for logits in buffers:
-                cpu.sample(logits, rows, temperatures, top_ks, top_ps, min_ps, uniforms)
+                draw(logits)
 
         return Prepared(run, len(buffers))
 
     return Case("sample", f"{model.name} S={num_rows}{cut}", dtype, num_bytes, 0, "read", prepare)
 
 
-def gpu_cases() -> list[Case]:
-    """What the targets name first, then the rest."""
-    dtype = torch.bfloat16
-    shapes = [(64, 4096), (64, 1024), (1, 1024), (1, 16384), (16, 1024), (256, 1024)]
-    shapes += [(1, 4096), (16, 4096), (256, 4096)]
-    cases = [decode(LARGE, dtype, [context] * rows, f"D128 b={rows} {context}") for rows, context in shapes]
-    cases[4:4] = [prefill(LARGE, dtype, queries, queries, f"D128 {queries}") for queries in (4096, 1024, 8192)]
-    cases += [
-        decode(LARGE, dtype, [1024] * 64, "D128 b=64 1024 launched", in_graph=False),
-        decode(LARGE, dtype, [1024], "D128 b=1 1024 launched", in_graph=False),
-        decode(LARGE, dtype, mixed_contexts(64, 64, 8192), "D128 b=64 mixed 64-8192"),
-        decode(LARGE_D64, dtype, [1024] * 64, "D64 b=64 1024"),
-        decode(LARGE_D256, dtype, [1024] * 64, "D256 b=64 1024"),
-        prefill(LARGE, dtype, 2048, 8192, "D128 2048 of 8192"),
-        prefill(LARGE_D64, dtype, 4096, 4096, "D64 4096"),
-        prefill(LARGE_D256, dtype, 4096, 4096, "D256 4096"),
-    ]
-    for num_tokens in (64, 8192):
-        cases += _elementwise(LARGE, dtype, num_tokens)
-    return [*cases, copy(LARGE, dtype, 16), greedy(LARGE, dtype, 1), greedy(LARGE, dtype, 64)]
+def _draw_on_host(home: Any, num_rows: int, top_p: float, device: torch.device) -> Callable[[torch.Tensor], Any]:
+    temperatures, top_ps = np.full(num_rows, _TEMPERATURE, np.float32), np.full(num_rows, top_p, np.float32)
+    top_ks, min_ps = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
+    rows, uniforms = np.arange(num_rows), np.random.default_rng(5).random(num_rows, np.float32)
+    return lambda logits: home.sample(logits, rows, temperatures, top_ks, top_ps, min_ps, uniforms)
 
 
-def cpu_cases(dtype: torch.dtype, *, is_quick: bool) -> list[Case]:
-    """Of both shapes; a large one is measured on what a CPU would be given of it."""
-    models = (SMALL,) if is_quick else (SMALL, LARGE)
-    cases = []
-    for model in models:
-        shapes = [(1, 1024), (16, 256)] if is_quick or model is LARGE else [(1, 1024), (1, 4096), (16, 256), (64, 256)]
-        name = model.name
-        cases += [decode(model, dtype, [context] * rows, f"{name} b={rows} {context}") for rows, context in shapes]
-        cases.append(decode(model, dtype, mixed_contexts(16, 16, 512), f"{name} b=16 mixed 16-512"))
-        cases.append(prefill(model, dtype, 256, 256, f"{name} 256"))
-        cases.append(prefill(model, dtype, 64, 512, f"{name} 64 of 512"))
-        cases += _elementwise(model, dtype, 64)
-        cases += [linear(model, dtype, num_tokens) for num_tokens in ((1, 64) if is_quick else (1, 8, 64, 512))]
-        cases.append(copy(model if model is SMALL else replace(model, num_layers=4), dtype, 4))
-        cases += [sampling(model, dtype, 16, top_p) for top_p in (1.0, 0.95)]
-    return cases
+def _draw_on_device(home: Any, num_rows: int, top_p: float, device: torch.device) -> Callable[[torch.Tensor], Any]:
+    states = torch.zeros((num_rows, home.STATE_FIELDS), dtype=torch.float32, device=device)
+    states[:, home.StateField.TEMPERATURE], states[:, home.StateField.TOP_P] = _TEMPERATURE, top_p
+    slots = torch.arange(num_rows, dtype=torch.int32, device=device)
+    uniforms, token_ids = torch.rand(num_rows, device=device), torch.empty_like(slots)
+
+    def draw(logits: torch.Tensor) -> None:
+        home.choose_greedily(logits, token_ids)
+        home.draw_tokens(logits, states.view(torch.int32), slots, uniforms, token_ids)
+
+    return draw
 
 
 def mixed_contexts(num_rows: int, shortest: int, longest: int) -> list[int]:
@@ -349,15 +327,6 @@ def mixed_contexts(num_rows: int, shortest: int, longest: int) -> list[int]:
 def is_triton(home: Kernels) -> bool:
     """Triton's home has more than `Kernels`: what the layers of a step share is planned once."""
     return isinstance(home, ModuleType) and home.__name__ == "kernels.triton"
-
-
-def _elementwise(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> list[Case]:
-    return [
-        rotate(model, dtype, num_tokens),
-        norm(model, dtype, num_tokens, adds=False),
-        norm(model, dtype, num_tokens, adds=True),
-        silu(model, dtype, num_tokens),
-    ]
 
 
 @dataclass(frozen=True, slots=True)

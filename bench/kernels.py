@@ -21,7 +21,8 @@ from rich.table import Table
 
 import kernels
 from bench.ceilings import Ceilings, measure_ceilings
-from bench.kernel_cases import Case, cpu_cases, gpu_cases
+from bench.kernel_cases import Case
+from bench.kernel_grid import cpu_cases, gpu_cases
 from bench.machine import describe_machine
 from bench.report import save
 from bench.stopwatch import time_rounds

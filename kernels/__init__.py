@@ -7,7 +7,7 @@ Every operation has one signature and several homes:
 * `kernels.triton`     GPUs; in Triton's interpreter also without one
 
 `select(device)` picks the home for a device. A home is a module with the functions of `Kernels`. Of sampling each
-device has what suits it: `kernels.cpu.sample` and `rank` do all of it, `kernels.triton.choose_greedily` the likeliest.
+device has what suits it: `kernels.cpu.sample` and `rank`; `kernels.triton.choose_greedily` and `draw_tokens`.
 
 The KV pool is one tensor::
 

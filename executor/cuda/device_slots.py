@@ -3,8 +3,6 @@
 One row a slot, and one more that is nobody's: it has ended, its table is all null blocks, and padding rows name it.
 """
 
-from enum import IntEnum
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,15 +11,6 @@ from executor.cuda.upload import Arrays
 from executor.limits import Limits
 from executor.plan import Admission, EndReason, Fork, Ints, StepPlan
 from kernels.triton import STATE_FIELDS, StateField, update_tables
-
-
-class SamplingField(IntEnum):
-    """Columns of the states that the sampler reads. All but TOP_K hold the bits of a float32."""
-
-    TEMPERATURE = 4
-    TOP_K = 5
-    TOP_P = 6
-    MIN_P = 7
 
 
 class DeviceSlots:
@@ -108,11 +97,11 @@ def _state(admission: Admission, limits: Limits) -> Ints:
     state[StateField.LAST_TOKEN] = admission.token_ids[-1]
     state[StateField.NUM_TOKENS] = len(admission.token_ids)
     state[StateField.MAX_TOTAL_TOKENS] = params.max_total_tokens
-    state[SamplingField.TOP_K] = params.top_k if params.top_k < limits.vocab_size else 0
+    state[StateField.TOP_K] = params.top_k if params.top_k < limits.vocab_size else 0
     floats = state.view(np.float32)
-    floats[SamplingField.TEMPERATURE] = params.temperature
-    floats[SamplingField.TOP_P] = params.top_p
-    floats[SamplingField.MIN_P] = params.min_p
+    floats[StateField.TEMPERATURE] = params.temperature
+    floats[StateField.TOP_P] = params.top_p
+    floats[StateField.MIN_P] = params.min_p
     return state
 
 

@@ -24,6 +24,7 @@ from kernels.triton.greedy import choose_greedily
 from kernels.triton.kv import copy_blocks, rotate_and_store
 from kernels.triton.prefill import PrefillWork, attend_prefill, attention_prefill, list_tiles, plan_prefill
 from kernels.triton.rows import RESULT_FIELDS, STATE_FIELDS, StateField, close_rows, open_rows
+from kernels.triton.sampling import draw_tokens
 from kernels.triton.tables import update_tables
 from kernels.triton.warmup import warm_up
 
@@ -42,6 +43,7 @@ __all__ = [
     "choose_greedily",
     "close_rows",
     "copy_blocks",
+    "draw_tokens",
     "list_tiles",
     "open_rows",
     "pack_linear",

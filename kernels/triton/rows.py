@@ -2,7 +2,7 @@
 
 What a step has to know of a sequence stays on the device, one row of int32 numbers a slot::
 
-    states[num_slots, STATE_FIELDS]    last token │ num tokens │ has ended │ max total tokens │ the caller's own …
+    states[num_slots, STATE_FIELDS]    last token │ num tokens │ has ended │ max total tokens │ how it samples: 4
 
 The last known token stands at position `num tokens - 1`, and its KV is what a decode computes. So a step can follow
 another without anybody having looked at what the first one sampled. A slot that has ended is left alone: its rows have
@@ -17,19 +17,23 @@ import triton.language as tl
 from kernels.triton.jit import kernel
 
 STATE_FIELDS = 8
-"""int32 numbers a slot: half of them are the caller's, and all of them a sector of 32 bytes."""
+"""int32 numbers a slot, together a sector of 32 bytes."""
 
 RESULT_FIELDS = 3
 """int32 numbers a result: token id, reason of its end or 0, whether the slot had ended before."""
 
 
 class StateField(IntEnum):
-    """Columns of `states` that are read here."""
+    """Columns of `states`. TEMPERATURE, TOP_P and MIN_P hold the bits of a float32."""
 
     LAST_TOKEN = 0
     NUM_TOKENS = 1
     HAS_ENDED = 2
     MAX_TOTAL_TOKENS = 3
+    TEMPERATURE = 4
+    TOP_K = 5
+    TOP_P = 6
+    MIN_P = 7
 
 
 _TILE = 256

@@ -14,6 +14,7 @@ from kernels.triton.greedy import choose_greedily
 from kernels.triton.kv import copy_blocks, rotate_and_store
 from kernels.triton.prefill import attend_prefill, plan_prefill
 from kernels.triton.rows import STATE_FIELDS, close_rows, open_rows
+from kernels.triton.sampling import draw_tokens
 from kernels.triton.tables import update_tables
 from kernels.triton.tuning import decode_tuning
 
@@ -36,7 +37,7 @@ def warm_up(
 ) -> None:
     """See `kernels.Kernels.warm_up`. Triton keeps what it compiled on disk: later starts only load it.
 
-    hidden_size and vocab_size: without them the norms of hidden states and greedy sampling are left out. max_num_seqs:
+    hidden_size and vocab_size: without them the norms of hidden states and sampling are left out. max_num_seqs:
     as planners will be made with. device: the current GPU, or the CPU where there is none (in the interpreter).
     """
     device = device or _current_device()
@@ -56,6 +57,7 @@ def warm_up(
         variants.append(("norms", lambda: model.norm(hidden_size)))
     if vocab_size is not None:
         variants.append(("greedy sampling", lambda: model.choose(vocab_size)))
+        variants.append(("sampling", lambda: model.draw(vocab_size)))
     for done, (name, launch) in enumerate(variants):
         if progress is not None:
             progress(name, done, len(variants))
@@ -150,3 +152,10 @@ class _Model:
             logits = torch.zeros((_TOKENS, vocab_size), dtype=dtype, device=self._device)
             for token_dtype in (torch.int32, torch.int64):
                 choose_greedily(logits, torch.empty(_TOKENS, dtype=token_dtype, device=self._device))
+
+    def draw(self, vocab_size: int) -> None:
+        states = torch.zeros((_TOKENS, STATE_FIELDS), dtype=torch.int32, device=self._device)
+        uniforms = torch.zeros(_TOKENS, dtype=torch.float32, device=self._device)
+        for dtype in {self._shape.dtype, torch.float32}:
+            logits = torch.zeros((_TOKENS, vocab_size), dtype=dtype, device=self._device)
+            draw_tokens(logits, states, self._rows, uniforms, torch.zeros_like(self._rows))

@@ -138,7 +138,7 @@ def test_the_triton_home_takes_the_cases() -> None:
         "        original(query, kv, work, out, scale)\n"
         "        attended.append(out.clone())\n"
         "    setattr(triton, name, keep)\n"
-        "for case in [*CASES, greedy(TINY, F32, 3)]:\n"
+        "for case in [*CASES, greedy(TINY, F32, 3), sampling(TINY, F32, 3, 0.9)]:\n"
         "    torch.manual_seed(1)\n"
         "    case.prepare(triton, CPU).run()\n"
         "expected = []\n"

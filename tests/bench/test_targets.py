@@ -6,7 +6,7 @@ import pytest
 
 from bench.correctness import counts, is_correct, pytest_arguments
 from bench.gpu_check import gpu_phases, small_phases
-from bench.kernel_cases import gpu_cases
+from bench.kernel_grid import gpu_cases
 from bench.random_models import SHAPES
 from bench.targets import TARGETS, outcomes, render_table
 

@@ -38,7 +38,7 @@ def test_every_variant_compiles_fits_and_keeps_its_registers(shape: str, tmp_pat
     variants = [json.loads(line) for line in finished.stdout.splitlines()]
     names = {variant["name"] for variant in variants}
     assert {"_attend_chunks", "_merge_parts", "_attend_tiles", "_rotate_and_store", "_norm_rows"} <= names
-    assert {"_open_rows", "_close_rows"} <= names
+    assert {"_open_rows", "_close_rows", "_draw_rows"} <= names
     for variant in variants:
         assert variant["spilled"] == 0, variant
         assert variant["shared_memory"] <= SHARED_MEMORY, variant

@@ -10,6 +10,6 @@ from tests.interpreted import run_interpreted
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("names", ["attention", "elementwise kv work"])
+@pytest.mark.parametrize("names", ["attention", "elementwise kv work", "sampling"])
 def test_in_the_interpreter(names: str) -> None:
     run_interpreted(Path(__file__).parent, names)

@@ -18,7 +18,7 @@ from executor.sampling_table import SamplingTable
 from tests.executor.conductor import ints
 from tests.executor.cuda.places import DEVICE
 
-NUM_ROWS, VOCAB_SIZE = 40, 700
+NUM_ROWS, VOCAB_SIZE = 24, 700
 LIMITS = Limits(
     vocab_size=VOCAB_SIZE,
     max_model_len=64,
@@ -57,17 +57,15 @@ def logits_of(kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["random", "ties", "flat", "mostly -inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("chunk", [1 << 23, 3 * VOCAB_SIZE])
-def test_equals_the_sampler_of_the_host(kind, dtype, chunk, monkeypatch) -> None:
-    monkeypatch.setattr(device_sampler, "MAX_NUMBERS", chunk)
+def test_equals_the_sampler_of_the_host(kind, dtype, monkeypatch) -> None:
+    monkeypatch.setattr(device_sampler, "MAX_NUMBERS", 3 * VOCAB_SIZE)
     random = np.random.default_rng(11)
     logits = logits_of(kind).to(dtype)
     table, upload = SamplingTable(NUM_ROWS, VOCAB_SIZE), Upload(accelerator_for(DEVICE))
     on_device = DeviceSlots(NUM_ROWS, LIMITS.max_blocks_per_seq, VOCAB_SIZE, DEVICE)
     num_tokens = random.integers(1, 50, NUM_ROWS).astype(np.int32)
     slots = random.permutation(NUM_ROWS).astype(np.int32)
-    num_groups = set()
-    for _ in range(3):
+    for _ in range(2):
         admissions = tuple(
             Admission(slot, ints(*[1] * int(num_tokens[slot])), 0, ints(1), random_params(random, slot))
             for slot in range(NUM_ROWS)
@@ -81,8 +79,7 @@ def test_equals_the_sampler_of_the_host(kind, dtype, chunk, monkeypatch) -> None
         sent = upload.send(recipe.arrays() | {"slots": slots})
         sample(logits.clone().to(DEVICE), sent["slots"], on_device, recipe, sent, token_ids)
         assert token_ids.tolist() == expected.tolist()
-        num_groups.add(tuple(sorted(recipe.arrays())))
-    assert num_groups == {("banned", "plain", "top_k", "top_p", "uniforms")}
+        assert sorted(recipe.arrays()) == ["banned", "uniforms"]
 
 
 def test_a_greedy_step_sends_nothing() -> None:
