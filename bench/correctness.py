@@ -9,6 +9,7 @@ import argparse
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,13 @@ def is_correct(device: str, found: dict[str, Any], return_code: int) -> bool:
     return return_code == 0 and found["passed"] > 0 and found["failed"] == 0 and has_dtypes
 
 
+def _run(command: list[str]) -> int:
+    """Where this process is told to end, pytest is interrupted: it still reports the tests that have run by then."""
+    process = subprocess.Popen(command, cwd=_ROOT, process_group=0)  # signals to our group are not for pytest
+    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(signal.SIGINT))
+    return process.wait()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
@@ -81,7 +89,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         junit = Path(directory) / "junit.xml"
         command = [sys.executable, "-m", "pytest", *pytest_arguments(given.device, junit)]
-        return_code = subprocess.run(command, cwd=_ROOT, check=False).returncode
+        return_code = _run(command)
         if not junit.is_file():
             return 1
         found = counts(junit)

@@ -123,6 +123,7 @@ class DeviceThread:
         self._work: queue.SimpleQueue[Step | Echo | Question | _Inspection | None] = queue.SimpleQueue()
         self._results = ResultsThread()
         self._untold: Callable[[], None] | None = None
+        self._is_stopping = False
         self._epoch = 0
         # Written by both threads, each time to the greater of two: under the lock.
         self._failed_epoch = 0
@@ -140,6 +141,7 @@ class DeviceThread:
     def stop(self) -> None:
         """Returns when the threads have ended. Work that was not begun is dropped, its callbacks are not called; what
         was launched is finished."""
+        self._is_stopping = True
         self._work.put(None)
         self._thread.join()
         self._results.stop()
@@ -178,7 +180,7 @@ class DeviceThread:
                 self._results.put(work.answered)
             elif isinstance(work, Echo):
                 self._results.put(partial(work.deliver, work.outcome))
-            elif work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
+            elif not self._is_stopping and work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
                 outcome = self._step(work, time.monotonic_ns(), idle_since_ns)
                 self._patience_s = _PATIENCE_S
                 self._moved_ns = idle_since_ns = time.monotonic_ns()

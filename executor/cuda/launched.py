@@ -14,7 +14,7 @@ from kernels.triton import RESULT_FIELDS
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Points of a step on the device: before its first work, between model and sampler, after its last.
+    """Points of a step on the device: once all it needs is there, between model and sampler, after its last work.
 
     previous_end: where the step before was done, if there was one.
     """

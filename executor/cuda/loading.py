@@ -18,12 +18,10 @@ if TYPE_CHECKING:
     from executor.models.decoder import Decoder
     from kernels import AttentionShape, Progress
 
-# Each group of the sampler once: greedy, plain, top-k, top-p; and a step with reports, of changed logits.
+# What each kind of step launches: a greedy one, one that draws, and one with reports, of changed logits.
 _REHEARSED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0},
-    {"temperature": 1.0, "top_k": 1},
-    {"temperature": 1.0, "top_p": 0.5},
     {"repetition_penalty": 1.1, "num_logprobs": 2, "num_prompt_logprobs": 2, "num_prompt_tokens": 2},
 )
 
@@ -36,21 +34,23 @@ def make_runner(
     model: Decoder, shape: AttentionShape, buffers: StepBuffers, pool: Tensor, limits: Limits, progress: Progress
 ) -> CudaRunner:
     """Compiles all kernels, and runs some steps: what libraries prepare on first use, they prepare now."""
-    warm_up(
-        shape,
-        progress,
-        hidden_size=model.config.hidden_size,
-        vocab_size=limits.vocab_size,
-        max_num_seqs=limits.max_num_seqs,
-        device=model.device,
-    )
-    runner = CudaRunner(model, shape, buffers, pool, limits, accelerator_for(model.device))
-    rehearse(runner)
+    accelerator = accelerator_for(model.device)
+    with accelerator.working():  # Triton launches on the current device, which else is the first
+        warm_up(
+            shape,
+            progress,
+            hidden_size=model.config.hidden_size,
+            vocab_size=limits.vocab_size,
+            max_num_seqs=limits.max_num_seqs,
+            device=model.device,
+        )
+        runner = CudaRunner(model, shape, buffers, pool, limits, accelerator)
+        rehearse(runner)
     return runner
 
 
 def rehearse(runner: CudaRunner) -> None:
-    """A prompt and a decode for each group of the sampler: captures the smallest graphs. Writes to block 1 alone.
+    """A prompt and a decode of each kind: captures the smallest graphs. Writes to block 1 alone.
 
     Nothing is left behind but that. Does nothing where a sequence of three tokens does not fit.
     """

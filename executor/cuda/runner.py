@@ -112,6 +112,7 @@ class CudaRunner:
         """A new epoch: all slots are empty. The KV pool keeps what it holds; steps under way are finished by others."""
         self.slots.clear()
         self._launched.clear()
+        self._rows_there = None  # a step that failed may have noted rows that were never sent
         self._lives += 1
 
     @torch.inference_mode()
@@ -174,8 +175,9 @@ class CudaRunner:
 
         arrays |= recipe.arrays()
 
-        start = self._accelerator.mark()
         sent = self._upload.send(arrays) if arrays else {}
+        # Not before: a device that has nothing to do reaches a mark at once, and what we do until then is its idleness.
+        start = self._accelerator.mark()
         prepared_ns = time.monotonic_ns()
         self._buffers.on_device.apply(sent)
         if "copied_blocks" in sent:

@@ -7,9 +7,9 @@ wants its own numbers, that is one line here.
 
 Decode is bound by memory, and lives from bytes under way: Little's law asks for about 3 TB/s x 0.7 µs / 132
 multiprocessors = 16 KB each, and what a program waits at its barriers has to be covered by others. A tile of keys and
-values of 32 KB, two of them loading while one is computed from, needs 70 KB of shared memory and about 110 registers in
-each of 128 threads: three programs a multiprocessor, up to 190 KB under way. Larger tiles leave one program, smaller
-ones pay for more barriers.
+values of 32 KB, one of them loading while another is computed from, needs 70 KB of shared memory and about 110
+registers in each of 128 threads: three programs a multiprocessor, up to 96 KB under way. Larger tiles leave one
+program, smaller ones pay for more barriers.
 
 Chunks of 256 tokens cost 1/64 more bytes where a kv head has 4 heads (256 tokens are 128 KB, a part is 2 KB), and at
 batch 1 and 1k tokens still keep 32 programs busy. A part weighs as many bytes as `group` float32 rows, so eight heads

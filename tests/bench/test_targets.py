@@ -1,6 +1,11 @@
 """The targets find their numbers where the phases put them."""
 
 import importlib.util
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -114,6 +119,28 @@ ALL_WELL = {"passed": 9, "failed": 0, "passed_by_dtype": {"float16": 4, "bfloat1
 )
 def test_what_is_correct(device: str, change: dict[str, object], return_code: int, expected: bool) -> None:
     assert is_correct(device, ALL_WELL | change, return_code) is expected
+
+
+def test_what_had_passed_counts_when_time_is_up(tmp_path) -> None:
+    tests = tmp_path / "test_two.py"
+    tests.write_text("import time\ndef test_a(): pass\ndef test_b(): open('begun', 'w').close(); time.sleep(60)\n")
+    program = (
+        "import sys; from pathlib import Path; from bench import correctness\n"
+        f"correctness._ROOT = Path({str(tmp_path)!r})\n"
+        "correctness.pytest_arguments = lambda device, junit: [f'--junitxml={junit}', 'test_two.py']\n"
+        "sys.exit(correctness.main())\n"
+    )
+    command = [sys.executable, "-c", program, "--device", "cpu", "--json", str(tmp_path / "counts.json")]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
+    try:
+        while not (tmp_path / "begun").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(20) == 1
+    finally:
+        process.kill()
+    assert json.loads((tmp_path / "counts.json").read_text())["passed"] == 1
 
 
 def test_on_a_device_all_tests_of_kernels_run_on_it(tmp_path) -> None:

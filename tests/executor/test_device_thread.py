@@ -329,6 +329,21 @@ def test_stop_finishes_what_was_launched(late) -> None:
     opener.join()
 
 
+def test_stop_drops_what_was_not_begun(bench) -> None:
+    bench.runner.gate.clear()
+    for step_id in (1, 2, 3):
+        bench.put(1, step_id)
+    assert bench.runner.entered.wait(10)
+    stopping = threading.Thread(target=bench.thread.stop)
+    stopping.start()
+    while not bench.thread._is_stopping:
+        time.sleep(0.001)
+    bench.runner.gate.set()
+    stopping.join(10)
+    assert steps([bench.outcomes.get_nowait()]) == bench.runner.executed == [(1, 1)]
+    assert bench.outcomes.empty()
+
+
 def test_idle_work_is_done_to_its_end_between_steps() -> None:
     turns: list[int] = []
     done = threading.Event()

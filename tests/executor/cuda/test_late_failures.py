@@ -35,11 +35,20 @@ class LateCopy:
 
 
 class LateDevice(EagerAccelerator):
-    """Its results are on the host when the gate opens. errors: of the next copies, None for those that succeed."""
+    """Its results are on the host when the gate opens.
+
+    errors, send_errors: of the next copies to the host and from it, None for those that succeed.
+    """
 
     def __init__(self) -> None:
         self.gate = threading.Event()
         self.errors: list[Exception | None] = []
+        self.send_errors: list[Exception | None] = []
+
+    def send(self, host: torch.Tensor) -> torch.Tensor:
+        if self.send_errors and (error := self.send_errors.pop(0)) is not None:
+            raise error
+        return super().send(host)
 
     def fetch(self, source: torch.Tensor, target: torch.Tensor, after: object) -> LateCopy:
         target.fill_(0x55)
@@ -127,6 +136,21 @@ def test_a_step_that_fails_late_ends_its_epoch(bench, checkpoint) -> None:
             assert [second.step_id, bench.outcome().step_id] == [2, 3]
     assert bench.outcomes.empty()
     assert not bench.lost.is_set()
+
+
+def test_what_was_never_sent_is_sent_again(bench, checkpoint) -> None:
+    """The decode of the first epoch fails before its rows are on the device; that of the second has the same rows."""
+    bench.device.gate.set()
+    bench.device.send_errors = [None, torch.OutOfMemoryError("no room")]
+    for epoch in (1, 2):
+        for plan in plans(bench, checkpoint("llama").prompt(5), epoch):
+            bench.put(plan)
+            if epoch == 2 or plan.step_id == 1:
+                assert_same(bench.outcome(), bench.reference.execute(plan))
+            elif plan.step_id == 2:
+                assert bench.outcome().kind is FailureKind.INTERNAL
+        bench.reference.reset()
+    assert bench.device.send_errors == []
 
 
 def test_a_late_failure_asks_for_the_device(bench, checkpoint) -> None:
