@@ -15,7 +15,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from bench.report import save
 
@@ -30,7 +29,7 @@ _TEST_TIMEOUT_S = 100
 _MAX_FAILURES = 25
 
 
-def pytest_arguments(device: str, junit: Path) -> list[str]:
+def pytest_arguments(device: str, outcomes: Path) -> list[str]:
     """On a GPU all of them; elsewhere, in the interpreter, those that take seconds."""
     own = [
         "-o",
@@ -40,7 +39,9 @@ def pytest_arguments(device: str, junit: Path) -> list[str]:
         "-o",
         f"timeout={_TEST_TIMEOUT_S}",
         f"--maxfail={_MAX_FAILURES}",
-        f"--junitxml={junit}",
+        "-p",
+        "bench.outcomes",
+        f"--outcomes={outcomes}",
     ]
     own += ["-p", "no:cacheprovider"]
     if device != "cuda":
@@ -52,18 +53,15 @@ def pytest_arguments(device: str, junit: Path) -> list[str]:
     return [*own, *skipped, _KERNELS, *([_EXECUTOR] if (_ROOT / _EXECUTOR).is_dir() else [])]
 
 
-def counts(junit: Path) -> dict[str, Any]:
-    """Of a report in JUnit's format: passed, failed, skipped; passed by dtype in the test's name; names of failures."""
+def counts(outcomes: Path) -> dict[str, Any]:
+    """Of a file of `bench.outcomes`: passed, failed, skipped; passed by dtype in the name; names of failures."""
     found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "passed_by_dtype": {}, "failures": []}
-    for case in ElementTree.parse(junit).iter("testcase"):
-        name = case.get("name", "")
-        if case.find("failure") is not None or case.find("error") is not None:
-            found["failed"] += 1
-            found["failures"].append(f"{case.get('classname', '')}::{name}")
-        elif case.find("skipped") is not None:
-            found["skipped"] += 1
-        else:
-            found["passed"] += 1
+    for line in outcomes.read_text(encoding="utf-8").splitlines():
+        outcome, name = line.split(" ", 1)
+        found[outcome] += 1
+        if outcome == "failed":
+            found["failures"].append(name)
+        if outcome == "passed":
             for dtype in set(_DTYPE.findall(name)):
                 found["passed_by_dtype"][dtype] = found["passed_by_dtype"].get(dtype, 0) + 1
     return found
@@ -75,9 +73,9 @@ def is_correct(device: str, found: dict[str, Any], return_code: int) -> bool:
 
 
 def _run(command: list[str]) -> int:
-    """Where this process is told to end, pytest is interrupted: it still reports the tests that have run by then."""
-    process = subprocess.Popen(command, cwd=_ROOT, process_group=0)  # signals to our group are not for pytest
-    signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(signal.SIGINT))
+    """Where this process is told to end, the tests end, and those that have run by then count."""
+    process = subprocess.Popen(command, cwd=_ROOT)
+    signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
     return process.wait()
 
 
@@ -87,12 +85,10 @@ def main() -> int:
     parser.add_argument("--json", type=Path, required=True, help="where the counts go")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        junit = Path(directory) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", *pytest_arguments(given.device, junit)]
-        return_code = _run(command)
-        if not junit.is_file():
-            return 1
-        found = counts(junit)
+        outcomes = Path(directory) / "outcomes"
+        outcomes.touch()
+        return_code = _run([sys.executable, "-m", "pytest", *pytest_arguments(given.device, outcomes)])
+        found = counts(outcomes)
     save(given.json, {"device": given.device, **found})
     return 0 if is_correct(given.device, found, return_code) else 1
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -81,25 +82,25 @@ def test_nothing_measured_is_nothing_reached() -> None:
     assert {outcome.is_met for outcome in outcomes({})} == {None}
 
 
-JUNIT = """<testsuites><testsuite>
-<testcase classname="tests.a" name="test_decode[128-bfloat16-0]"/>
-<testcase classname="tests.a" name="test_decode[64-float16-100]"/>
-<testcase classname="tests.a" name="test_decode[float32]"><skipped message="no"/></testcase>
-<testcase classname="tests.a" name="test_prefill[80-bfloat16-0]"><failure message="far off"/></testcase>
-<testcase classname="tests.b" name="test_other[dtype0]"><error message="broken"/></testcase>
-<testcase classname="tests.b" name="test_last"/>
-</testsuite></testsuites>"""
+OUTCOMES = """\
+passed tests/a.py::test_decode[128-bfloat16-0]
+passed tests/a.py::test_decode[64-float16-100]
+skipped tests/a.py::test_decode[float32]
+failed tests/a.py::test_prefill[80-bfloat16-0]
+failed tests/b.py::test_other[of two words]
+passed tests/b.py::test_last
+"""
 
 
-def test_counts_of_a_report(tmp_path) -> None:
-    path = tmp_path / "junit.xml"
-    path.write_text(JUNIT)
+def test_counts_of_outcomes(tmp_path) -> None:
+    path = tmp_path / "outcomes"
+    path.write_text(OUTCOMES)
     assert counts(path) == {
         "passed": 3,
         "failed": 2,
         "skipped": 1,
         "passed_by_dtype": {"bfloat16": 1, "float16": 1},
-        "failures": ["tests.a::test_prefill[80-bfloat16-0]", "tests.b::test_other[dtype0]"],
+        "failures": ["tests/a.py::test_prefill[80-bfloat16-0]", "tests/b.py::test_other[of two words]"],
     }
 
 
@@ -121,17 +122,28 @@ def test_what_is_correct(device: str, change: dict[str, object], return_code: in
     assert is_correct(device, ALL_WELL | change, return_code) is expected
 
 
-def test_what_had_passed_counts_when_time_is_up(tmp_path) -> None:
-    tests = tmp_path / "test_two.py"
-    tests.write_text("import time\ndef test_a(): pass\ndef test_b(): open('begun', 'w').close(); time.sleep(60)\n")
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_what_had_run_counts_when_time_is_up(workers: str, tmp_path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pathlib, pytest, time\n"
+        "@pytest.fixture\n"
+        "def broken(): raise OSError\n"
+        "def test_passes(): pass\n"
+        "def test_skips(): pytest.skip()\n"
+        "def test_fails(): assert False\n"
+        "def test_is_not_called(broken): pass\n"
+        "def test_lasts(): pathlib.Path('begun').touch(); time.sleep(60)\n"
+    )
     program = (
         "import sys; from pathlib import Path; from bench import correctness\n"
+        f"own = ['-p', 'bench.outcomes', '-n', '{workers}', 'test_it.py']\n"
         f"correctness._ROOT = Path({str(tmp_path)!r})\n"
-        "correctness.pytest_arguments = lambda device, junit: [f'--junitxml={junit}', 'test_two.py']\n"
+        "correctness.pytest_arguments = lambda device, outcomes: [*own, f'--outcomes={outcomes}']\n"
         "sys.exit(correctness.main())\n"
     )
+    root = Path(__file__).parents[2]
     command = [sys.executable, "-c", program, "--device", "cpu", "--json", str(tmp_path / "counts.json")]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL)
     try:
         while not (tmp_path / "begun").exists():
             assert process.poll() is None
@@ -140,11 +152,12 @@ def test_what_had_passed_counts_when_time_is_up(tmp_path) -> None:
         assert process.wait(20) == 1
     finally:
         process.kill()
-    assert json.loads((tmp_path / "counts.json").read_text())["passed"] == 1
+    found = json.loads((tmp_path / "counts.json").read_text())
+    assert {name: found[name] for name in ("passed", "failed", "skipped")} == {"passed": 1, "failed": 2, "skipped": 1}
 
 
 def test_on_a_device_all_tests_of_kernels_run_on_it(tmp_path) -> None:
-    arguments = pytest_arguments("cuda", tmp_path / "junit.xml")
+    arguments = pytest_arguments("cuda", tmp_path / "outcomes")
     assert "tests/kernels_triton" in arguments
     ignored = [argument for argument in arguments if argument.startswith("--ignore-glob=")]
     assert [path.rpartition("_")[2] for path in ignored] == ["interpreted.py", "compiles.py"]
