@@ -17,6 +17,7 @@ from kernels.cpu.native import (
     array,
     count_up,
     read,
+    storage_bytes,
     storage_of,
     write,
 )
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
 # Rows of a unit: enough that a panel, once in the cache, is used well; few enough that a prompt makes many units.
 UNIT_ROWS = 8 * MAX_ROWS
+# Inputs that all rows of a unit go through before the next ones: this span of a panel, which each tile of rows reads
+# again, and the next one, asked for ahead, fit into a second-level cache of 1 MiB.
+SPAN_INPUTS = 1024
 
 # bias: null where there is none.
 LINEAR_JOB = job_dtype("x x_row_bytes panels panel_bytes bias out out_row_bytes num_rows in_size out_size num_panels")
@@ -71,16 +75,17 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
     row_storage = BFLOAT16 if takes_pairs else FLOAT32
     widens = storage != row_storage
     width = inputs_at_once(weight_storage)
+    step_bytes, panel_step_bytes = width * storage_bytes(storage), width * PANEL * storage_bytes(weight_storage)
 
     def linear(address: int) -> None:
         _ = sources
         job = array(address, 1, LINEAR_JOB)[0]
         in_size = job.in_size
         num_steps = in_size // width
-        scratch = np.empty(MAX_ROWS * (PANEL + (in_size if widens else 0)) + 16, np.float32)
+        scratch = np.empty(UNIT_ROWS * PANEL + (MAX_ROWS * in_size if widens else 0) + 16, np.float32)
         sums_address = (scratch.ctypes.data + 63) // 64 * 64
-        widened = sums_address + MAX_ROWS * PANEL * 4
-        sums = array(sums_address, MAX_ROWS * PANEL, np.float32)
+        widened = sums_address + UNIT_ROWS * PANEL * 4
+        sums = array(sums_address, UNIT_ROWS * PANEL, np.float32)
         num_pieces = (job.num_rows + UNIT_ROWS - 1) // UNIT_ROWS
         num_units = job.num_panels * num_pieces
         unit = count_up(address)
@@ -89,32 +94,41 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
             next_unit = count_up(address)
             which, piece = unit // num_pieces, unit % num_pieces
             panel = job.panels + which * job.panel_bytes
-            ahead, ahead_stop = panel, panel
+            next_panel = panel
             if next_unit < num_units:
-                ahead = job.panels + next_unit // num_pieces * job.panel_bytes
-                ahead_stop = ahead + job.panel_bytes
+                next_panel = job.panels + next_unit // num_pieces * job.panel_bytes
+            start, stop = piece * UNIT_ROWS, min(job.num_rows, (piece + 1) * UNIT_ROWS)
+            sums[: (stop - start) * PANEL] = 0
+            # One tile reads the panel once: no reason to halt.
+            most_steps = num_steps if stop - start <= MAX_ROWS else SPAN_INPUTS // width
+            for step in range(0, num_steps, most_steps):
+                span_steps = min(most_steps, num_steps - step)
+                span = panel + step * panel_step_bytes
+                ahead = span + span_steps * panel_step_bytes if step + span_steps < num_steps else next_panel
+                ahead_stop = ahead + span_steps * panel_step_bytes
+                for first in range(start, stop, MAX_ROWS):
+                    num_rows = min(MAX_ROWS, stop - first)
+                    rows = job.x + first * job.x_row_bytes + step * step_bytes
+                    row_bytes = job.x_row_bytes
+                    if widens:
+                        for row in range(num_rows):
+                            for i in range(span_steps * width):
+                                write(FLOAT32, widened, row * in_size + i, read(storage, rows + row * row_bytes, i))
+                        rows, row_bytes = widened, in_size * 4
+                    own_sums = sums_address + (first - start) * PANEL * 4
+                    _multiply(num_rows, row_storage, weight_storage, rows, row_bytes, span, span_steps, own_sums, ahead)
+                    ahead = min(ahead + span_steps * LINE_BYTES, ahead_stop)
             first_column = which * PANEL
             num_columns = min(PANEL, job.out_size - first_column)
-            stop = min(job.num_rows, (piece + 1) * UNIT_ROWS)
-            for first in range(piece * UNIT_ROWS, stop, MAX_ROWS):
-                num_rows = min(MAX_ROWS, stop - first)
-                rows, row_bytes = job.x + first * job.x_row_bytes, job.x_row_bytes
-                if widens:
-                    for row in range(num_rows):
-                        for i in range(in_size):
-                            write(FLOAT32, widened, row * in_size + i, read(storage, rows + row * row_bytes, i))
-                    rows, row_bytes = widened, in_size * 4
-                _multiply(num_rows, row_storage, weight_storage, rows, row_bytes, panel, num_steps, sums_address, ahead)
-                ahead = min(ahead + num_steps * LINE_BYTES, ahead_stop)
-                for row in range(num_rows):
-                    out = job.out + (first + row) * job.out_row_bytes
-                    if job.bias != 0:
-                        bias = job.bias + first_column * 4
-                        for i in range(num_columns):
-                            write(storage, out, first_column + i, sums[row * PANEL + i] + read(FLOAT32, bias, i))
-                    else:
-                        for i in range(num_columns):
-                            write(storage, out, first_column + i, sums[row * PANEL + i])
+            for row in range(stop - start):
+                out = job.out + (start + row) * job.out_row_bytes
+                if job.bias != 0:
+                    bias = job.bias + first_column * 4
+                    for i in range(num_columns):
+                        write(storage, out, first_column + i, sums[row * PANEL + i] + read(FLOAT32, bias, i))
+                else:
+                    for i in range(num_columns):
+                        write(storage, out, first_column + i, sums[row * PANEL + i])
             unit = next_unit
         scratch[0] = 0  # an array is freed after its last mention: this one is not to be freed earlier
 

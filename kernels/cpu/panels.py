@@ -12,9 +12,9 @@ Weights in bfloat16 lie in pairs of inputs, which is how processors multiply the
     panels[num_panels, in_size / 2, PANEL, 2]
       panel 0   in 0 and 1: PANEL outputs, a pair each │ in 2 and 3: PANEL outputs, a pair each │ …
 
-One row streams a panel once, as fast as memory gives it. Several rows share what is streamed: a tile of up to
-MAX_ROWS rows × PANEL outputs keeps its sums in registers from the first input to the last (the register blocking of
-Goto and van de Geijn, 2008, without its packing of the left side: rows are few and stay in the cache).
+One row streams a panel once, as fast as memory gives it. Several rows share what is streamed: a tile of up to MAX_ROWS
+rows × PANEL outputs keeps its sums in registers over a span of inputs (the register blocking of Goto and van de Geijn,
+2008, without its packing of the left side: rows are few and stay in the cache).
 
 Each output of each row is one running sum over the inputs, in their order, whatever the tile: a row has the same bits
 in any batch. Weights may be stored in 16 bits; sums are float32. Where weights and inputs are bfloat16, on a processor
@@ -137,7 +137,7 @@ def multiply_rows(
     sums: Any,
     ahead: Any,
 ) -> Any:
-    """sums[row, :] = rows[row] · panel, for the literal num_rows, in num_steps steps of `inputs_at_once(storage)`.
+    """sums[row, :] += rows[row] · panel, for the literal num_rows, in num_steps steps of `inputs_at_once(storage)`.
 
     rows[num_rows, inputs], row_bytes apart: float32, or bfloat16 where HAS_BFLOAT16_DOTS and storage is BFLOAT16 too;
     panel[num_steps, PANEL, inputs_at_once] stored; sums[num_rows, PANEL] float32. Meanwhile asks for the num_steps
@@ -153,8 +153,11 @@ def multiply_rows(
         rows, row_bytes, panel, num_steps, sums, ahead = arguments[3:]
         starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(count)]
         held = {at: codegen.alloca_once_value(builder, constant(_F32, 0.0, _LANES)) for at in places}
+        homes = {
+            (row, part): builder.add(sums, ir.Constant(_I64, (row * PANEL + part * _LANES) * 4)) for row, part in places
+        }
         for at in places:
-            builder.store(constant(_F32, 0.0, _LANES), held[at])
+            builder.store(emit_load(builder, homes[at], FLOAT32, _LANES), held[at])
         with codegen.for_range(builder, num_steps) as loop:
             line = builder.add(panel, builder.mul(loop.index, ir.Constant(_I64, _VECTORS * vector_bytes)))
             emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, ir.Constant(_I64, LINE_BYTES))))
@@ -168,9 +171,8 @@ def multiply_rows(
                 for part in range(_VECTORS):
                     home = held[row, part]
                     builder.store(_emit_sum(builder, numbers, weights[part], builder.load(home)), home)
-        for row, part in places:
-            place = builder.add(sums, ir.Constant(_I64, (row * PANEL + part * _LANES) * 4))
-            emit_store(builder, builder.load(held[row, part]), place, FLOAT32)
+        for at in places:
+            emit_store(builder, builder.load(held[at]), homes[at], FLOAT32)
         return context.get_dummy_value()
 
     return signature, generate

@@ -9,6 +9,7 @@ import torch
 
 from kernels import cpu, reference
 from kernels.cpu import linear
+from kernels.cpu.linear import SPAN_INPUTS
 from kernels.cpu.panels import MAX_ROWS, PANEL
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def test_bfloat16_is_widened_where_the_processor_does_not_multiply_it(no_bfloat1
     torch.testing.assert_close(cpu.pack_linear([weight])(x), exact(x, [weight], None), atol=0.07, rtol=1e-2)
 
 
-@pytest.mark.parametrize("in_size", [1, 2, 47, 333, 1408])
+@pytest.mark.parametrize("in_size", [1, 2, 47, 333, SPAN_INPUTS, SPAN_INPUTS + 1, 2 * SPAN_INPUTS + 66])
 def test_bfloat16_of_any_number_of_inputs(in_size) -> None:
     """An odd number makes no pairs."""
     weight, x = torch.randn(PANEL + 5, in_size).bfloat16(), torch.randn(13, in_size).bfloat16()
@@ -77,7 +78,7 @@ def test_what_is_no_number_stays_none() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("in_size", [333, 334])
+@pytest.mark.parametrize("in_size", [333, 334, 2 * SPAN_INPUTS + 66])
 def test_a_row_is_the_same_in_any_batch(dtype, in_size) -> None:
     layer = cpu.pack_linear([torch.randn(100, in_size).to(dtype)])
     x = torch.randn(97, in_size).to(dtype)
