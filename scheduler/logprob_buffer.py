@@ -13,17 +13,18 @@ from scheduler.core import TokenLogprobs
 class LogprobBuffer:
     """First in, first out. `width` is how many entries each token has: its own, then those of the most probable."""
 
-    __slots__ = ("_ids", "_ranks", "_values", "_width")
+    __slots__ = ("_ids", "_ranks", "_start", "_values", "_width")
 
     def __init__(self, width: int) -> None:
         self._width = width
+        self._start = 0  # entries before it were taken
         self._ids = array("I")
         self._values = array("f")
         self._ranks = array("I")
 
     def __len__(self) -> int:
         """Tokens."""
-        return len(self._ids) // self._width
+        return (len(self._ids) - self._start) // self._width
 
     def extend(self, tokens: Sequence[TokenLogprobs]) -> None:
         """Raises ValueError for a token that has not `width` entries."""
@@ -36,12 +37,19 @@ class LogprobBuffer:
 
     def take(self, num_tokens: int) -> list[wire.TokenLogprobs]:
         """The first so many; they are in the buffer no more."""
-        end = num_tokens * self._width
+        start, end = self._start, min(self._start + num_tokens * self._width, len(self._ids))
         entries = [
             wire.TokenLogprob(token_id=token_id, logprob=value, rank=rank)
-            for token_id, value, rank in zip(self._ids[:end], self._values[:end], self._ranks[:end], strict=True)
+            for token_id, value, rank in zip(
+                self._ids[start:end], self._values[start:end], self._ranks[start:end], strict=True
+            )
         ]
-        del self._ids[:end], self._values[:end], self._ranks[:end]
+        self._start = end
+        if 2 * end >= len(
+            self._ids
+        ):  # what is left moves to the front: each entry once, however many messages there are
+            del self._ids[:end], self._values[:end], self._ranks[:end]
+            self._start = 0
         return [
             wire.TokenLogprobs(chosen=entries[first], top=entries[first + 1 : first + self._width])
             for first in range(0, len(entries), self._width)

@@ -270,7 +270,7 @@ async def test_failures_on_the_way(servers: Servers, reason: FinishReason, code:
 async def test_pathological_messages(servers: Servers) -> None:
     served = await servers.start()
     for request in (
-        text_request("x" * 10_000_000),
+        text_request("x" * 4_000_000),
         wire.GenerateRequest(chat=wire.ChatPrompt(messages=[wire.ChatMessage()] * 200_000)),
         wire.GenerateRequest(chat=wire.ChatPrompt(messages=[wire.ChatMessage(role="user", content="x" * 3_000_000)])),
         text_request(stopping=wire.StoppingParams(stop_token_ids=[1] * 1_000_000)),
@@ -279,7 +279,7 @@ async def test_pathological_messages(servers: Servers) -> None:
         assert (await failure(served, request)).code() is Code.INVALID_ARGUMENT
     many = wire.GenerateRequest(token_ids=wire.TokenIds(ids=[1] * 1_000_000))
     assert (await failure(served, many)).code() is Code.OUT_OF_RANGE
-    too_many = text_request("x" * (17 * 2**20))
+    too_many = text_request("x" * (5 * 2**20))
     assert (await failure(served, too_many)).code() is Code.RESOURCE_EXHAUSTED  # gRPC's own bound
 
 
