@@ -7,12 +7,9 @@ Attention may treat the two kinds differently; every other layer sees rows only.
 """
 
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from executor.plan import Ints
 from executor.slots import Slots
@@ -96,77 +93,3 @@ def row_starts(counts: Ints) -> Ints:
     starts = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=starts[1:])
     return starts
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """block_tables[S, M] int32, context_lens[S] int32, one row a sequence."""
-
-    block_tables: Tensor
-    context_lens: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRows:
-    """block_tables[S, M], query_starts[S + 1], context_lens[S], all int32. Starts count from the first prefill row."""
-
-    block_tables: Tensor
-    query_starts: Tensor
-    context_lens: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceBatch:
-    """A `Batch` on a device, decodes and prefills apart. sample_rows[num_samples] int64; None: all rows, in order."""
-
-    token_ids: Tensor
-    positions: Tensor
-    slot_mapping: Tensor
-    num_decode_rows: int
-    decode: DecodeRows | None
-    prefill: PrefillRows | None
-    sample_rows: Tensor | None
-
-    @classmethod
-    def of(cls, batch: Batch, block_tables: Ints, device: torch.device) -> Self:
-        """block_tables[max_num_seqs, max_blocks_per_seq]: those of all slots."""
-        num_decodes = batch.num_decodes
-        rows = batch.sample_rows
-        is_every_row = len(rows) == batch.num_rows and bool((rows == np.arange(len(rows))).all())
-        return cls(
-            token_ids=_tensor(batch.token_ids, device),
-            positions=_tensor(batch.positions, device),
-            slot_mapping=_tensor(batch.slot_mapping, device),
-            num_decode_rows=num_decodes,
-            decode=_decode_rows(batch, block_tables, device) if num_decodes else None,
-            prefill=_prefill_rows(batch, block_tables, device) if num_decodes < len(batch.slots) else None,
-            sample_rows=None if is_every_row else _tensor(rows.astype(np.int64), device),
-        )
-
-
-def _decode_rows(batch: Batch, block_tables: Ints, device: torch.device) -> DecodeRows:
-    own = slice(0, batch.num_decodes)
-    return DecodeRows(
-        block_tables=_tensor(_tables(batch, own, block_tables), device),
-        context_lens=_tensor(batch.context_lens[own], device),
-    )
-
-
-def _prefill_rows(batch: Batch, block_tables: Ints, device: torch.device) -> PrefillRows:
-    own = slice(batch.num_decodes, None)
-    starts = batch.query_starts[batch.num_decodes :]
-    return PrefillRows(
-        block_tables=_tensor(_tables(batch, own, block_tables), device),
-        query_starts=_tensor(starts - starts[0], device),
-        context_lens=_tensor(batch.context_lens[own], device),
-    )
-
-
-def _tables(batch: Batch, own: slice, block_tables: Ints) -> Ints:
-    """Rows of the block tables, as wide as the longest context needs. Beyond a row's own context: anything."""
-    num_columns = -(-int(batch.context_lens[own].max()) // batch.block_size)
-    return block_tables[batch.slots[own], :num_columns]
-
-
-def _tensor(array: NDArray[np.int32] | NDArray[np.int64], device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -116,8 +116,8 @@ def _make_runner(
 
 
 def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: Limits) -> "Model":
-    """On the CPU a program of compiled kernels, elsewhere one operation after the other."""
-    if pool.device.type != "cpu" or home is reference:
+    """On the CPU a program of compiled kernels; with the reference kernels, one operation after the other."""
+    if home is reference:
         return EagerModel(decoder, home, pool)
     from executor.models.program import ProgramModel  # likewise
 

@@ -7,11 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.batch import DeviceBatch
 from executor.cuda.device_slots import DeviceSlots
 from executor.cuda.host_step import HostStep
 from executor.cuda.upload import Arrays
-from executor.models.decoder import Decoder
+from executor.models.decoder import Decoder, Rows
 from executor.slots import Slots
 from kernels import AttentionShape
 from kernels.triton import (
@@ -68,8 +67,8 @@ class Forward:
             self.shape.block_size,
         )
         work = self.planner.plan(tables, context_lens, slots)
-        batch = _batch(token_ids, positions, slot_mapping, num_rows, None)
-        return self.model.forward(batch, self.pool, partial(_attend, work, None, num_rows))
+        own = Rows(token_ids, positions, slot_mapping)
+        return self.model.forward(own, self.pool, partial(_attend, work, None, num_rows))
 
     def mixed(self, num_decodes: int, sent: dict[str, Tensor]) -> Tensor:
         """What logits are made of, [rows, hidden_size], of rows of any step, with the arrays of `mixed_rows` there: of
@@ -92,8 +91,8 @@ class Forward:
         prefills = None
         if "tiles" in sent:
             prefills = PrefillWork(tables, sent["tiles"], prefill_tuning(self.shape, tables.device))
-        batch = _batch(token_ids, positions, slot_mapping, num_decodes, sent["sample_rows"])
-        return self.model.hidden(batch, self.pool, partial(_attend, decodes, prefills, num_decodes))
+        rows = Rows(token_ids, positions, slot_mapping, sent["sample_rows"])
+        return self.model.hidden(rows, self.pool, partial(_attend, decodes, prefills, num_decodes))
 
     def mixed_rows(self, step: HostStep, slots: Slots) -> Arrays:
         """What the device has to be sent of a step that has prefills, or children."""
@@ -128,17 +127,3 @@ def _attend(
         attend_decode(query[:num_decodes], kv, decodes, out[:num_decodes], scale, window)
     if prefills is not None:
         attend_prefill(query[num_decodes:], kv, prefills, out[num_decodes:], scale, window)
-
-
-def _batch(
-    token_ids: Tensor, positions: Tensor, slot_mapping: Tensor, num_decodes: int, sample_rows: Tensor | None
-) -> DeviceBatch:
-    return DeviceBatch(
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=slot_mapping,
-        num_decode_rows=num_decodes,
-        decode=None,
-        prefill=None,
-        sample_rows=sample_rows,
-    )

@@ -4,16 +4,29 @@ One implementation serves all families; they differ in `ModelConfig` only. Vaswa
 (Llama), 2023; Jiang et al. (Mistral: sliding window), 2023; the Qwen2 and Qwen3 reports (bias, qk-norm).
 """
 
-from functools import partial
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from executor.batch import DeviceBatch
 from executor.model_config import ModelConfig
 from executor.models.weights import DecoderWeights, LayerWeights
 from kernels import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a step computes, on the device, one row a token.
+
+    token_ids[T], positions[T] int32; slot_mapping[T] int64, where each row's KV goes. sample_rows[num_samples] int64
+    names the rows that logits are made of; None: all of them, in order.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    sample_rows: Tensor | None = None
 
 
 class Attend(Protocol):
@@ -43,32 +56,30 @@ class Decoder:
     def device(self) -> torch.device:
         return self.weights.embedding.device
 
-    def forward(self, batch: DeviceBatch, pool: Tensor, attend: Attend | None = None) -> Tensor:
-        """Logits[num_samples, vocab_size] of the batch's sample rows; writes the KV of all its tokens to the pool.
+    def forward(self, rows: Rows, pool: Tensor, attend: Attend) -> Tensor:
+        """Logits[num_samples, vocab_size] of the sample rows; writes the KV of all rows to the pool.
 
-        pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]. attend: of a step that was planned for all
-        layers at once; without it, each layer attends to the batch's decodes and prefills by itself.
+        pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim].
         """
-        return self.logits(self.hidden(batch, pool, attend))
+        return self.logits(self.hidden(rows, pool, attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, vocab_size] of hidden[n, hidden_size]."""
         return self.weights.head(hidden) if len(hidden) else hidden.new_empty((0, self.config.vocab_size))
 
-    def hidden(self, batch: DeviceBatch, pool: Tensor, attend: Attend | None = None) -> Tensor:
+    def hidden(self, rows: Rows, pool: Tensor, attend: Attend) -> Tensor:
         """What logits are made of, [num_samples, hidden_size]; all else is as in `forward`."""
-        attend = attend or partial(self._attend, batch)
         kernels, eps = self._kernels, self.config.rms_norm_eps
         layers = self.weights.layers
-        residual = torch.nn.functional.embedding(batch.token_ids, self.weights.embedding)
+        residual = torch.nn.functional.embedding(rows.token_ids, self.weights.embedding)
         hidden = kernels.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
-            attended = self._attention(hidden, layer, batch, pool[index], self.config.windows[index], attend)
-            if index + 1 == len(layers) and batch.sample_rows is not None:
+            attended = self._attention(hidden, layer, rows, pool[index], self.config.windows[index], attend)
+            if index + 1 == len(layers) and rows.sample_rows is not None:
                 # Behind the last attention only the rows count that logits are made of: of a prompt one, or none.
-                if not len(batch.sample_rows):
+                if not len(rows.sample_rows):
                     return residual[:0]
-                attended, residual = attended[batch.sample_rows], residual[batch.sample_rows]
+                attended, residual = attended[rows.sample_rows], residual[rows.sample_rows]
             hidden = kernels.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
             hidden = layer.down(kernels.silu_multiply(layer.gate_up(hidden)))
             if index + 1 < len(layers):
@@ -76,40 +87,14 @@ class Decoder:
         return kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps)
 
     def _attention(
-        self, hidden: Tensor, layer: LayerWeights, batch: DeviceBatch, kv: Tensor, window: int, attend: Attend
+        self, hidden: Tensor, layer: LayerWeights, rows: Rows, kv: Tensor, window: int, attend: Attend
     ) -> Tensor:
         """hidden[T, hidden_size] → what the heads have attended to, [T, Hq * D]."""
         query, key, value = self._project(hidden, layer)
-        self._kernels.rotate_and_store(query, key, value, self.cos, self.sin, batch.positions, kv, batch.slot_mapping)
+        self._kernels.rotate_and_store(query, key, value, self.cos, self.sin, rows.positions, kv, rows.slot_mapping)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         attend(query, kv, out, self._scale, window)
         return out.flatten(1)
-
-    def _attend(self, batch: DeviceBatch, query: Tensor, kv: Tensor, out: Tensor, scale: float, window: int) -> None:
-        """Rows of decodes come first, then those of prefills."""
-        if batch.decode is not None:
-            rows = slice(0, batch.num_decode_rows)
-            self._kernels.attention_decode(
-                query[rows],
-                kv,
-                batch.decode.block_tables,
-                batch.decode.context_lens,
-                out[rows],
-                scale,
-                window,
-            )
-        if batch.prefill is not None:
-            rows = slice(batch.num_decode_rows, None)
-            self._kernels.attention_prefill(
-                query[rows],
-                kv,
-                batch.prefill.block_tables,
-                batch.prefill.query_starts,
-                batch.prefill.context_lens,
-                out[rows],
-                scale,
-                window,
-            )
 
     def _project(self, hidden: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
         """query[T, Hq, D], key[T, Hkv, D] and value[T, Hkv, D], normed per head where the model does so."""
