@@ -97,8 +97,17 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         kv_bytes_per_token=kv_bytes_per_token(model_config, decoder.dtype),
         memory_bytes=memory_bytes | {"kv_pool": pool.nbytes},
         startup_s=startup_s,
-        idle_work=populate(pool) if pool.device.type == "cpu" else None,
+        idle_work=_idle_work(runner, pool),
     )
+
+
+def _idle_work(runner: "ModelRunner | CudaRunner", pool: torch.Tensor) -> "Iterator[None] | None":
+    """What the first steps would else do on their way."""
+    if pool.device.type == "cpu":
+        return populate(pool)
+    from executor.cuda.runner import CudaRunner  # loads Triton, which a CPU host does without
+
+    return runner.captures() if isinstance(runner, CudaRunner) else None
 
 
 def _make_runner(

@@ -1,6 +1,7 @@
 """Decode steps as CUDA graphs: one launch for all of a step, in buckets of batch size.
 
-A graph is captured when a step first needs it. How many there can be is known beforehand: one of each kind a bucket.
+A graph is captured when a step first needs it, or before, while there is nothing else to do. How many there can be is
+known beforehand: one of each kind a bucket.
 """
 
 from bisect import bisect_left

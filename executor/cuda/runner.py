@@ -9,9 +9,10 @@ device. The exception are steps in which logits are changed, or more is reported
 those before it, and for its own result.
 """
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -37,6 +38,8 @@ from executor.sampling_table import Draw
 from executor.slots import Slots
 from kernels import AttentionShape
 from kernels.triton import RESULT_FIELDS, DecodePlanner, choose_greedily, close_rows, copy_blocks
+
+_log = logging.getLogger(__name__)
 
 
 class StepKind(Enum):
@@ -114,6 +117,24 @@ class CudaRunner:
         self._launched.clear()
         self._rows_there = None  # a step that failed may have noted rows that were never sent
         self._lives += 1
+
+    def captures(self) -> Iterator[None]:
+        """Captures the graphs that no step has needed yet, one a turn: steps that come later do not wait for it.
+
+        The largest first, in whose memory the others find room. Where the device has no more of it, the rest is left
+        to the steps that need it.
+        """
+        for bucket in reversed(self.graphs.buckets):
+            for kind in StepKind:
+                if not self.graphs.needs_capture(kind, bucket):
+                    continue
+                try:
+                    with torch.inference_mode(), self._accelerator.working():
+                        self._capture(kind, bucket)
+                except torch.OutOfMemoryError as error:
+                    _log.warning("no memory for a graph of %d sequences ahead of time: %s", bucket, error)
+                    return
+                yield
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> LaunchedStep:

@@ -75,3 +75,7 @@ def test_loading_gives_the_gpus_runner(checkpoint) -> None:
     assert len(loaded.runner.graphs) == 2
     prompts = [source.prompt(length) for length in (3, 40)]
     assert generate(Finished(loaded.runner), prompts, 8) == [source.greedy(prompt, 8) for prompt in prompts]
+    num_left = len(list(loaded.idle_work))
+    assert len(loaded.runner.graphs) == 2 * len(loaded.runner.graphs.buckets) >= num_left > 0
+    loaded.runner.reset()
+    assert generate(Finished(loaded.runner), prompts, 8) == [source.greedy(prompt, 8) for prompt in prompts]

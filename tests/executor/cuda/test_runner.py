@@ -133,6 +133,38 @@ def test_the_number_of_graphs_is_bounded(pair, checkpoint) -> None:
     assert len(both.cuda.graphs) == 4, "two kinds, two buckets"
 
 
+def test_all_graphs_ahead_of_time(pair, checkpoint) -> None:
+    """In the middle of a generation, whose rows they leave alone."""
+    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+    outputs, captures = [], both.cuda.captures()
+    for runner in (Finished(both.cuda), both.reference):
+        conductor = Conductor(runner)
+        seats = [conductor.admit(prompt, 9) for _ in range(2)]
+        for _ in range(4):
+            conductor.step()
+            if runner is not both.reference:
+                next(captures)
+        conductor.run()
+        outputs.append([seat.output for seat in seats])
+    assert outputs[0] == outputs[1]
+    assert len(both.cuda.graphs) == 5, "of two sequences, and four for more"
+    assert len(list(captures)) == 3
+    assert len(both.cuda.graphs) == 2 * len(both.cuda.graphs.buckets)
+
+
+def test_graphs_that_find_no_memory_are_left_for_later(pair, checkpoint, monkeypatch, caplog) -> None:
+    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+
+    def full(kind: object, bucket: int) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    with monkeypatch.context() as context:
+        context.setattr(both.cuda.graphs, "capture", full)
+        assert list(both.cuda.captures()) == []
+    assert "no memory for a graph of 6 sequences" in caplog.text
+    assert generate(Finished(both.cuda), [prompt], 5) == generate(both.reference, [prompt], 5)
+
+
 def test_a_step_of_another_kind_finds_its_rows(pair, checkpoint) -> None:
     """Too short to end, then long enough: the rows are the same, the graph is another, and captured on padding."""
     both, prompt = pair("llama"), checkpoint("llama").prompt(5)
