@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.text import Text
 
 from planning.settings import DeploymentSettings, SimulateSettings
 from quire import exit_codes
@@ -16,6 +15,7 @@ from quire.cli_outcome import fail, reported
 from quire.client import Client
 from quire.config_flags import flag_parameters, given, with_flags
 from quire.events import ChatMessage, Prompt
+from quire.serve_output import lines_to
 from quire.service_flags import EXECUTOR_FLAGS, SCHEDULER_FLAGS, SERVICE_FLAGS, with_model
 from quire.services import (
     executor_config,
@@ -24,7 +24,7 @@ from quire.services import (
     scheduler_config,
     service_pair,
 )
-from quire.supervisor import LogSink
+from quire.supervisor import ChildFailed
 
 app = typer.Typer(
     name="quire",
@@ -56,7 +56,15 @@ def serve(**values: Any) -> None:
 
     with reported():
         pair = service_pair(with_model(values))
-        raise typer.Exit(asyncio.run(run(pair, _say, _log_to_stderr(pair.scheduler.log_format))))
+        with lines_to(sys.stdout, sys.stderr, pair.scheduler.log_format) as (say, log):
+            try:
+                code = asyncio.run(run(pair, say, log))
+            except (
+                ChildFailed
+            ) as failure:  # said in the log: whoever does not read that gets the exit code all the same
+                log("supervisor", str(failure))
+                code = failure.exit_code
+    raise typer.Exit(code)
 
 
 def scheduler(**values: Any) -> None:
@@ -234,25 +242,6 @@ def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
         return text
     before = [ChatMessage("system", system)] if system is not None else []
     return [*before, ChatMessage("user", text)]
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _log_to_stderr(log_format: str) -> LogSink:
-    """Prints each line behind the name of the child that wrote it; where children log as JSON, as JSON too."""
-    if log_format == "json":
-        from quire.logs import as_json_line
-
-        return lambda name, line: print(as_json_line(name, line), file=sys.stderr, flush=True)
-    console = Console(stderr=True, highlight=False)
-    styles = {"scheduler": "cyan", "executor": "magenta", "supervisor": "yellow"}
-
-    def log(name: str, line: str) -> None:
-        console.print(Text.assemble((f"{name:>10} | ", styles.get(name, "")), line), soft_wrap=True)
-
-    return log
 
 
 if __name__ == "__main__":

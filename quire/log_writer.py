@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
@@ -20,13 +21,16 @@ INTERVAL_S = 0.05
 FLUSH_TIMEOUT_S = 1.0
 
 
-class WritingHandler(logging.Handler):
-    """Formats where a record is made, so that it knows its task; writes elsewhere, all lines there are at once."""
+class LineWriter:
+    """Takes lines; its thread writes them, all there are at once. `put` neither blocks nor raises, whoever reads."""
 
-    def __init__(self, stream: TextIO, max_lines: int = MAX_LINES) -> None:
-        super().__init__()
+    def __init__(
+        self, stream: TextIO, format_loss: Callable[[str], str] | None = None, max_lines: int = MAX_LINES
+    ) -> None:
+        """format_loss: given the line that tells how many lines were lost, for it to look like the others."""
         self._stream = stream
         self._file_descriptor = _file_descriptor(stream)
+        self._format_loss = format_loss
         self._max_lines = max_lines
         self._lines: deque[str] = deque()
         self._num_lost = 0
@@ -36,12 +40,7 @@ class WritingHandler(logging.Handler):
         self._thread = threading.Thread(target=self._write, name="log", daemon=True)
         self._thread.start()
 
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            line = self.format(record)
-        except Exception:  # noqa: BLE001  (what a handler must do: a bad record is reported, and breaks nothing)
-            self.handleError(record)
-            return
+    def put(self, line: str) -> None:
         if len(self._lines) >= self._max_lines:
             self._num_lost += 1
             return
@@ -50,7 +49,7 @@ class WritingHandler(logging.Handler):
             self._has_lines.set()
 
     def flush(self) -> None:
-        """Waits until all is written, FLUSH_TIMEOUT_S at most. Called when the process ends."""
+        """Waits until all is written, FLUSH_TIMEOUT_S at most."""
         until_s = time.monotonic() + FLUSH_TIMEOUT_S
         while (self._lines or self._is_writing) and time.monotonic() < until_s:
             time.sleep(0.002)
@@ -60,7 +59,6 @@ class WritingHandler(logging.Handler):
             self.flush()
             self._is_closing = True
             self._has_lines.set()
-        super().close()
 
     def _write(self) -> None:
         while not self._is_closing:
@@ -74,7 +72,8 @@ class WritingHandler(logging.Handler):
     def _write_lines(self, lines: list[str]) -> None:
         if self._num_lost:
             num_lost, self._num_lost = self._num_lost, 0
-            lines.append(self._format_loss(num_lost))
+            loss = f"{num_lost} lines of the log were lost: it was not read"
+            lines.append(loss if self._format_loss is None else self._format_loss(loss))
         with suppress(OSError, ValueError):  # whoever read it has gone; there is nobody to tell
             self._put("".join(f"{line}\n" for line in lines))
 
@@ -87,9 +86,32 @@ class WritingHandler(logging.Handler):
         while rest:
             rest = rest[os.write(self._file_descriptor, rest) :]
 
-    def _format_loss(self, num_lost: int) -> str:
-        text = "%d lines of the log were lost: it was not read"
-        return self.format(logging.LogRecord("quire.log_writer", logging.WARNING, __file__, 0, text, (num_lost,), None))
+
+class WritingHandler(logging.Handler):
+    """Formats where a record is made, so that it knows its task; a LineWriter writes."""
+
+    def __init__(self, stream: TextIO, max_lines: int = MAX_LINES) -> None:
+        super().__init__()
+        self._writer = LineWriter(stream, self._format_loss, max_lines)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:  # noqa: BLE001  (what a handler must do: a bad record is reported, and breaks nothing)
+            self.handleError(record)
+            return
+        self._writer.put(line)
+
+    def flush(self) -> None:
+        """Called when the process ends."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+        super().close()
+
+    def _format_loss(self, loss: str) -> str:
+        return self.format(logging.LogRecord("quire.log_writer", logging.WARNING, __file__, 0, loss, (), None))
 
 
 def _file_descriptor(stream: TextIO) -> int | None:

@@ -81,11 +81,11 @@ def _stop_signals(told_to_stop: asyncio.Event, supervisor: Supervisor, log: LogS
         nonlocal first_s
         if not told_to_stop.is_set():
             first_s = loop.time()
-            log("supervisor", "draining; once more to kill")
             told_to_stop.set()
+            log("supervisor", "draining; once more to kill")
         elif loop.time() - first_s > _SAME_SIGNAL_S:
-            log("supervisor", "killing both services")
             supervisor.kill()
+            log("supervisor", "killing both services")
 
     signals = (signal.SIGTERM, signal.SIGINT)
     for number in signals:

@@ -22,7 +22,8 @@ from quire.restarts import RestartBudget, RestartPolicy
 _LIFELINE = str(Path(__file__).with_name("lifeline.py"))
 _MAX_LINE_BYTES = 1 << 16
 
-# Called with a child's name and one line of its output, or a line about it (name "supervisor").
+# Called with a child's name and one line of its output, or a line about it (name "supervisor"). It neither blocks nor
+# raises: a supervisor that waits for whoever reads the log restarts nobody.
 LogSink: TypeAlias = Callable[[str, str], None]
 
 _T = TypeVar("_T")
@@ -145,10 +146,10 @@ class Supervisor:
 
     def kill_hung(self, name: str, silent_s: float) -> None:
         """SIGKILL to a child that runs and does nothing, whatever it does; it is restarted like one that died."""
-        self._log("supervisor", f"{name} has not served for {silent_s:g} s: killed")
         for child in self._children:
             if child.name == name:
                 child.kill()
+        self._log("supervisor", f"{name} has not served for {silent_s:g} s: killed")
 
     async def stop(self) -> list[ChildExit]:
         """SIGTERM to one child after the other, each waited for. Returns how those ended that were not gone yet."""
@@ -161,8 +162,8 @@ class Supervisor:
             child.terminate()
             await asyncio.wait({keeper}, timeout=child.grace_s)
             if not keeper.done():
-                self._log("supervisor", f"{child.name} did not end within {child.grace_s:g} s: killed")
                 child.kill()
+                self._log("supervisor", f"{child.name} did not end within {child.grace_s:g} s: killed")
             await keeper
             if was_running and child.last_exit is not None:
                 exits.append(child.last_exit)

@@ -22,8 +22,8 @@ IDLE = (sys.executable, "-c", "import time; time.sleep(600)")
 class FakePair:
     """What `serve` uses of a ServicePair, with other processes in it."""
 
-    def __init__(self, *children: tuple[str, ...]) -> None:
-        self._pair = service_pair(on_free_ports({"model": str(HERE)}))
+    def __init__(self, *children: tuple[str, ...], **values: Any) -> None:
+        self._pair = service_pair(on_free_ports({"model": str(HERE), **values}))
         names = ("scheduler", "executor")
         self._specs = [ChildSpec(name, command) for name, command in zip(names, children, strict=True)]
 
