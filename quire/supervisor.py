@@ -44,10 +44,11 @@ class ChildSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChildExit:
-    """How a child ended. `return_code` as in subprocess: negative is the signal that killed it."""
+    """How a child ended. `return_code` as in subprocess: negative is the signal that killed it; None: there was no
+    process, because the system had none to give, or no memory."""
 
     name: str
-    return_code: int
+    return_code: int | None
     last_line: str
 
     @property
@@ -58,11 +59,15 @@ class ChildExit:
     @property
     def exit_code(self) -> int:
         """What a supervisor that cannot go on should exit with: never 0, and 128 + n after signal n."""
+        if self.return_code is None:
+            return 1
         if self.return_code < 0:
             return 128 - self.return_code
         return self.return_code or 1
 
     def __str__(self) -> str:
+        if self.return_code is None:
+            return f"{self.name} could not be started"
         if self.return_code < 0:
             return f"{self.name} was killed by {signal.Signals(-self.return_code).name}"
         return f"{self.name} exited with status {self.return_code}"
@@ -237,20 +242,26 @@ class _Child:
         return self._has_said_ready and self.pid is not None
 
     async def start(self) -> None:
+        """Where the system has no process to give, `wait` says so: that is an end like others, and may pass."""
         self._last_lines.clear()
         self._has_said_ready = False
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-I",
-            "-S",
-            _LIFELINE,
-            str(os.getpid()),
-            *self._command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-        )
+        self._process = None
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                _LIFELINE,
+                str(os.getpid()),
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._emit(str(error).encode())
+            return
         if self.is_stopping:  # told so while the process was being made
             self._process.terminate()
 
@@ -258,7 +269,7 @@ class _Child:
         """Passes on the output until the process ends."""
         process = self._process
         if process is None or process.stdout is None:
-            raise RuntimeError(f"{self.name} has not been started")
+            return ChildExit(self.name, None, self._last_lines[-1] if self._last_lines else "")
         output = asyncio.create_task(self._pump(process.stdout))
         return_code = await process.wait()
         # The rest of the output; bounded, because a grandchild could hold the pipe open.

@@ -1,12 +1,14 @@
 """The supervisor with small Python programs as children."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import WAIT_S, until
@@ -138,6 +140,59 @@ async def test_a_crash_loop_is_a_failure_with_the_childs_last_words() -> None:
     assert failure.exit_code == 7
     assert "again and again: boom" in str(failure)
     assert log.of("executor") == ["boom"] * 3
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether the next tries to start a process succeed; those after them do."""
+    outcomes: list[bool] = []
+    start = asyncio.create_subprocess_exec
+
+    async def start_or_fail(*command: str, **options: Any) -> asyncio.subprocess.Process:
+        if outcomes and not outcomes.pop(0):
+            raise BlockingIOError(errno.EAGAIN, "no more processes")
+        return await start(*command, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start_or_fail)
+    return outcomes
+
+
+async def test_a_restart_for_which_there_is_no_process_is_tried_again(forks: list[bool]) -> None:
+    log = Log()
+    policy = RestartPolicy(first_delay_s=0.01)
+    async with Supervisor([child("executor", SLEEP)], log=log, policy=policy) as supervisor:
+        await supervisor.until_ready(yes)
+        await log.until("executor", "up")
+        forks[:] = [False, False]
+        os.kill(supervisor.pid("executor") or 0, signal.SIGKILL)
+        await log.until("executor", "up", count=2)
+    assert [line for line in log.of("supervisor") if "could not be started" in line] == [
+        "executor could not be started; restarting it in 0.02 s",
+        "executor could not be started; restarting it in 0.04 s",
+    ]
+
+
+async def test_a_child_for_which_there_never_is_a_process_is_a_failure(forks: list[bool]) -> None:
+    log = Log()
+    policy = RestartPolicy(first_delay_s=0.001, max_restarts=2)
+    supervisor = Supervisor([child("executor", SLEEP), child("other", SLEEP)], log=log, policy=policy)
+    await supervisor.start()
+    await supervisor.until_ready(yes)
+    await log.until("other", "up")
+    forks[:] = [False] * 9
+    os.kill(supervisor.pid("executor") or 0, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        failure = await supervisor.failure()
+    assert str(failure) == f"executor could not be started, again and again: [Errno {errno.EAGAIN}] no more processes"
+    assert failure.exit_code == 1
+    assert [ended.name for ended in await supervisor.stop()] == ["other"]
+
+
+async def test_no_process_at_the_start_is_a_failure(forks: list[bool]) -> None:
+    forks[:] = [True, False]
+    async with Supervisor([child("scheduler", SLEEP), child("executor", SLEEP)], log=Log()) as supervisor:
+        with pytest.raises(ChildFailed, match=r"executor could not be started before it was ready: .*no more"):
+            await supervisor.until_ready(never)
 
 
 async def test_children_end_one_after_the_other_in_order() -> None:
