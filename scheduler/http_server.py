@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
 
 from aiohttp import web
@@ -23,6 +24,9 @@ Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
 MACHINES_PATHS = ("/metrics", "/healthz", "/readyz")
 """Asked for by machines, under whatever name they know, and no secret."""
+
+SHUTDOWN_TIMEOUT_S = 0.01
+"""After the grace, if any: a completion may wait for tokens that never come. Not 0, which is no limit to aiohttp."""
 
 
 class HttpServer:
@@ -61,7 +65,9 @@ class HttpServer:
         if live_page is not None:
             live_page.add_to(app)
         # A handler whose client has gone is cancelled: a completion that nobody reads is not computed.
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
+        )
         self._pulse = Pulse()
         self._door: Door | None = None
         self._entering: set[asyncio.Task[None]] = set()
@@ -82,10 +88,18 @@ class HttpServer:
         self._door = Door(listeners, self._pulse, lambda connection: _call_soon(loop, self._let_in, connection))
         self._door.open()
 
-    async def stop(self) -> None:
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no new requests; those that are open have `grace_s` to end, then they are cancelled."""
         if self._door is not None:
             self._door.close()
         self._pulse.stop()
+        server = self._runner.server
+        if server is not None and grace_s:
+            server.pre_shutdown()
+            await self._runner.shutdown()  # those who watch the live page need no grace
+            with suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await server.shutdown(None)
         await self._runner.cleanup()
 
     def _let_in(self, connection: socket.socket) -> None:

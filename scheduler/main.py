@@ -116,7 +116,8 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         running = asyncio.create_task(engine.run(), name="engine")
         cleanup.push_async_callback(_cancelled, running)
         exit_code = await _until_done(engine, running, signals, config.drain_timeout_s)
-        await grpc_server.stop(GRACE_S if exit_code == EXIT_DRAINED else 0)
+        grace_s = GRACE_S if exit_code == EXIT_DRAINED else 0
+        await asyncio.gather(grpc_server.stop(grace_s), http_server.stop(grace_s))
     return exit_code
 
 

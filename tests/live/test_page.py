@@ -104,10 +104,14 @@ async def test_events(served: Served, session: aiohttp.ClientSession) -> None:
     await until(lambda: not served.feed._viewers)  # it was noticed that nobody looks any more
 
 
-async def test_a_server_that_stops_ends_the_stream(served: Served, session: aiohttp.ClientSession) -> None:
+@pytest.mark.parametrize("grace_s", [0, 600])
+async def test_a_server_that_stops_ends_the_stream(
+    served: Served, session: aiohttp.ClientSession, grace_s: float
+) -> None:
     async with session.get(f"{served.url}/live/events") as response:
         await response.content.readuntil(b"\n\n")
-        await served.http.stop()
+        async with asyncio.timeout(20):
+            await served.http.stop(grace_s)
         while not response.content.at_eof():
             await response.content.readany()
 

@@ -3,10 +3,12 @@
 import asyncio
 import socket
 from collections.abc import AsyncIterator
-from typing import cast
+from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from quire.addresses import AddressInUse
 from scheduler.engine import Engine, ServerState
@@ -143,6 +145,55 @@ async def test_names_that_a_page_may_be_asked_for_by(
 async def get_as(server: HttpServer, host: str, path: str) -> int:
     request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
     return int((await asyncio.to_thread(ask, server, request)).split()[1])
+
+
+class SlowPage:
+    """In the place of the live page: an answer that waits for `go_on`, as a completion waits for tokens."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    def add_to(self, app: web.Application) -> None:
+        app.add_routes([web.get("/slow", self._show)])
+
+    async def _show(self, request: web.Request) -> web.Response:
+        self.entered.set()
+        await self.go_on.wait()
+        return web.Response(text="all of it")
+
+
+@asynccontextmanager
+async def in_the_middle(engine: FakeEngine) -> AsyncIterator[tuple[HttpServer, SlowPage, asyncio.Task[Any]]]:
+    """A server that is answering somebody, who waits."""
+    page = SlowPage()
+    server = HttpServer(cast("Engine", engine), SchedulerMetrics(), cast("Any", page))
+    await server.start("127.0.0.1:0")
+    asking = asyncio.create_task(get(server, "/slow"))
+    await page.entered.wait()
+    yield server, page, asking
+    await server.stop()
+    await asyncio.wait({asking})
+
+
+@pytest.mark.parametrize("grace_s", [0.0, 0.1])
+async def test_who_has_not_ended_after_the_grace_is_cancelled(engine: FakeEngine, grace_s: float) -> None:
+    async with in_the_middle(engine) as (server, _, asking):
+        async with asyncio.timeout(20):
+            await server.stop(grace_s)
+        with pytest.raises(aiohttp.ClientError):
+            await asking
+
+
+async def test_who_ends_within_the_grace_gets_all_of_it(engine: FakeEngine) -> None:
+    async with in_the_middle(engine) as (server, page, asking):
+        stopping = asyncio.create_task(server.stop(600))
+        await asyncio.sleep(0.1)
+        assert not stopping.done()
+        page.go_on.set()
+        async with asyncio.timeout(20):
+            await stopping
+        assert (await asking)[2] == "all of it"
 
 
 async def test_nothing_else(server: HttpServer) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import grpc
 import grpc.aio
 import pytest
@@ -151,6 +152,19 @@ async def test_a_second_signal_stops_at_once(launcher: Launcher) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest_of(running)
         assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+async def test_a_second_signal_waits_for_no_completion_of_the_prompt_box(launcher: Launcher) -> None:
+    process = await launcher.scheduler(await launcher.executor(step_s=0.2))
+    await process.ready()
+    url = f"http://{process.addresses['http']}/live/completions"
+    body = {"text": "hello fox", "stopping": {"max_tokens": 1900, "ignore_eos": True}}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        await response.content.readline()
+        process.signal(signal.SIGINT)
+        process.signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await process.ended() == (1, False)
 
 
 async def test_drain_has_a_time_limit(launcher: Launcher) -> None:
