@@ -92,6 +92,10 @@ class Intake:
         finally:
             self._num_streams -= 1
 
+    def refused(self, incoming: IncomingRequest, error: Exception) -> None:
+        """Counts and logs a request that its door could not read; `incoming` is what is known of it all the same."""
+        self._observer.arrived(incoming).refused(code_of(error).name.lower())
+
     @property
     def has_chat_template(self) -> bool:
         """Whether a prompt may be a chat."""

@@ -74,13 +74,7 @@ class CompletionDoor:
             headers=HEADERS | {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
         )
         try:
-            incoming = replace(
-                read_request(await _body(request)),
-                client=request.remote or "",
-                traceparent=request.headers.get("traceparent"),
-                tracestate=request.headers.get("tracestate"),
-            )
-            async with self._intake.open(incoming, None) as stream:
+            async with self._intake.open(await self._read(request), None) as stream:
                 await response.prepare(request)
                 write = partial(_write, response)
                 await deliver(stream, write, self._stalled_reader_timeout_s)
@@ -98,13 +92,27 @@ class CompletionDoor:
         await response.write(_line({"error": describe_error(failure)}))
         return response
 
+    async def _read(self, request: web.Request) -> IncomingRequest:
+        """Raises InvalidRequest, of which the intake then knows."""
+        unread = IncomingRequest(
+            client=request.remote or "",
+            traceparent=request.headers.get("traceparent"),
+            tracestate=request.headers.get("tracestate"),
+        )
+        try:
+            return read_request(await _body(request), unread)
+        except InvalidRequest as error:
+            self._intake.refused(unread, error)
+            raise
+
 
 async def _write(response: web.StreamResponse, message: wire.GenerateResponse) -> None:
     await response.write(_line(_message(message)))
 
 
-def read_request(body: object) -> IncomingRequest:
-    """Plain JSON to plain data. Raises InvalidRequest with the keys that are no fields; values are the validator's."""
+def read_request(body: object, unread: IncomingRequest | None = None) -> IncomingRequest:
+    """Plain JSON to plain data, beside what is known without. Raises InvalidRequest with the keys that are no fields;
+    values are the validator's."""
     if not isinstance(body, dict):
         raise InvalidRequest({"": "must be a JSON object"})
     checks = FieldChecks()
@@ -113,8 +121,13 @@ def read_request(body: object) -> IncomingRequest:
     stopping = _read(Stopping, values.get("stopping"), "stopping", checks)
     chat = _read_chat(values.get("chat"), checks)
     checks.finish()
-    return IncomingRequest(
-        request_id=values.get("request_id"), text=values.get("text"), chat=chat, sampling=sampling, stopping=stopping
+    return replace(
+        unread or IncomingRequest(),
+        request_id=values.get("request_id"),
+        text=values.get("text"),
+        chat=chat,
+        sampling=sampling,
+        stopping=stopping,
     )
 
 

@@ -249,6 +249,29 @@ async def test_a_body_that_nobody_needs(served: Served, session: aiohttp.ClientS
         assert "at most" in (await response.json())["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    "data", [b"{", b'{"text": "x", "tempreature": 1}', b" " * (2**23 + 1), json.dumps(chat([{}] * 1025)).encode()]
+)
+async def test_what_the_door_refuses_is_counted_and_logged_as_what_the_intake_does(
+    served: Served, session: aiohttp.ClientSession, data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"Content-Type": "application/json", "traceparent": f"00-{'a' * 32}-{'b' * 16}-01"}
+    with caplog.at_level("INFO", "scheduler.requests"):
+        async with session.post(f"{served.url}/live/completions", data=data, headers=headers) as response:
+            assert response.status == 400
+    (record,) = (vars(record) for record in caplog.records if record.name == "scheduler.requests")
+    told = {name: record[name] for name in ("msg", "status", "client", "trace_id")}
+    assert told == {
+        "msg": "request refused",
+        "status": "invalid_argument",
+        "client": "127.0.0.1",
+        "trace_id": "a" * 32,
+    }
+    async with session.get(f"{served.url}/metrics") as response:
+        counts = [line for line in (await response.text()).splitlines() if "requests_rejected_total{" in line]
+    assert [line for line in counts if 'reason="invalid_argument"' in line and line.endswith(" 1.0")]
+
+
 async def test_what_can_never_fit_and_who_is_not_there(served: Served, session: aiohttp.ClientSession) -> None:
     async with session.post(f"{served.url}/live/completions", json=body(max_tokens=5000)) as response:
         assert (response.status, (await response.json())["error"]["code"]) == (400, "OUT_OF_RANGE")
