@@ -59,10 +59,8 @@ def serve(**values: Any) -> None:
         with lines_to(sys.stdout, sys.stderr, pair.scheduler.log_format) as (say, log):
             try:
                 code = asyncio.run(run(pair, say, log))
-            except (
-                ChildFailed
-            ) as failure:  # said in the log: whoever does not read that gets the exit code all the same
-                log("supervisor", str(failure))
+            except ChildFailed as failure:
+                log("supervisor", str(failure))  # and whoever does not read that gets the exit code all the same
                 code = failure.exit_code
     raise typer.Exit(code)
 
