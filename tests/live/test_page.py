@@ -207,13 +207,16 @@ async def test_what_is_wrong_is_said_by_field(
 
 async def test_an_answer_does_not_grow_with_what_is_wrong(served: Served, session: aiohttp.ClientSession) -> None:
     keys = {f"{number}": number for number in range(10_000)}
-    many = {"text": "x"}, {"sampling": keys}, {"stopping": keys}, keys, chat([keys] * 1000), chat([{}] * 10_000)
+    some = dict.fromkeys(list(keys)[:300], 0)  # a thousand of these are still a body that is looked into
+    many = {"text": "x"}, {"sampling": keys}, {"stopping": keys}, keys, chat([some] * 1000), chat([{}] * 10_000)
     for sent in many[1:]:
         async with session.post(f"{served.url}/live/completions", json=many[0] | sent) as response:
             answer = await response.text()
             assert response.status == 400
             assert len(answer) < 10_000
-        assert 1 <= len(json.loads(answer)["error"]["violations"]) <= 64
+        violations = json.loads(answer)["error"]["violations"]
+        assert 1 <= len(violations) <= 64
+        assert all(violation["field"] for violation in violations), "refused as a whole"
 
 
 def test_what_is_too_large_is_not_looked_into() -> None:
@@ -238,13 +241,15 @@ async def test_what_is_no_json(served: Served, session: aiohttp.ClientSession, d
         assert (await response.json())["error"]["violations"][0]["problem"] == "must be JSON"
 
 
-async def test_a_body_that_nobody_needs(served: Served, session: aiohttp.ClientSession) -> None:
+@pytest.mark.parametrize("tells_its_length", [False, True])
+async def test_a_body_that_nobody_needs(served: Served, session: aiohttp.ClientSession, tells_its_length: bool) -> None:
     async def endless() -> AsyncIterator[bytes]:
         for _ in range(9):
             yield b" " * 2**20
 
+    data = b" " * (9 * 2**20) if tells_its_length else endless()
     headers = {"Content-Type": "application/json"}
-    async with session.post(f"{served.url}/live/completions", data=endless(), headers=headers) as response:
+    async with session.post(f"{served.url}/live/completions", data=data, headers=headers) as response:
         assert response.status == 400
         assert "at most" in (await response.json())["error"]["message"]
 
