@@ -3,11 +3,13 @@
 import asyncio
 import shutil
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation import GenerateBeamDecoderOnlyOutput
 
 from quire import AsyncClient, BlockState, Completion
 from tests.e2e.stack import TINY, Stack
@@ -60,9 +62,11 @@ async def run(client: AsyncClient, search: Search) -> Completion:
     )
 
 
-def check(model: PreTrainedModel, search: Search, completion: Completion) -> None:
+@cache
+def expected_of(model: PreTrainedModel, search: Search) -> GenerateBeamDecoderOnlyOutput:
+    """Several tests ask for the same."""
     tokens = torch.tensor([search.prompt])
-    expected = model.generate(
+    return model.generate(
         tokens,
         attention_mask=torch.ones_like(tokens),
         num_beams=search.width,
@@ -76,6 +80,10 @@ def check(model: PreTrainedModel, search: Search, completion: Completion) -> Non
         return_dict_in_generate=True,
         output_scores=True,
     )
+
+
+def check(model: PreTrainedModel, search: Search, completion: Completion) -> None:
+    expected = expected_of(model, search)
     assert [sequence.index for sequence in completion.sequences] == list(range(search.width))
     scores = [sequence.score for sequence in completion.sequences]
     assert scores == sorted(scores, key=lambda score: -(score or 0.0))
