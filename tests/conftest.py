@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pytest
 
 # Before torch is imported, here and in the processes that tests start: one thread each. The suite's workers, and the
 # services they start, share the cores; of two threads that meet at each operator's end, one always waits for a core
 # while the other spins on its own, and what takes a second alone takes many. Executors set the number they are given.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where workers share the suite, what may take longer than others comes first: the last worker to end is waited
+    for, and nobody can take over a test that has begun."""
+    if not hasattr(config, "workerinput"):
+        return
+    default_s = float(config.getini("timeout"))
+
+    def may_take_long(item: pytest.Item) -> bool:
+        mark = item.get_closest_marker("timeout")
+        return mark is not None and mark.args[0] > default_s
+
+    items.sort(key=may_take_long, reverse=True)
