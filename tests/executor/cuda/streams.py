@@ -121,7 +121,9 @@ class RandomStream:
             num_prompt_tokens=len(prompt),
         )
         if self.extras:
-            params = replace(params, **chance.choice(self.extras))
+            which = chance.randrange(len(self.extras))
+            params = replace(params, **self.extras[which])
+            self.seen[f"extra {which}"] += 1
         sequence = Sequence(
             slot=self._free_slots.pop(0),
             num_tokens=len(prompt),

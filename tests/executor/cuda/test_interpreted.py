@@ -10,6 +10,6 @@ from tests.interpreted import run_interpreted
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("names", ["runner", "reports", "device_sampler rows late_failures"])
+@pytest.mark.parametrize("names", ["runner rows", "reports device_sampler late_failures"])
 def test_in_the_interpreter(names: str) -> None:
     run_interpreted(Path(__file__).parent, names)

@@ -13,7 +13,7 @@ from executor.plan import Reports
 from tests.executor.conductor import Conductor, ints
 from tests.executor.cuda.places import DEVICE, Finished
 from tests.executor.cuda.streams import RandomStream
-from tests.executor.cuda.test_runner import NoLooking, assert_same
+from tests.executor.cuda.test_runner import NUM_STEPS, NoLooking, assert_same
 
 pytestmark = pytest.mark.timeout(300)
 CHANGES: list[dict[str, object]] = [
@@ -51,7 +51,7 @@ def assert_same_run(one: Conductor, other: Conductor) -> None:
 @pytest.mark.parametrize("kinds", [CHANGES, REPORTS], ids=["changes", "reports"])
 def test_beside_others(kinds, pair, checkpoint) -> None:
     """Each in turn comes and goes beside sequences that ask for nothing; prompts in chunks."""
-    both, source = pair("llama"), checkpoint("llama")
+    both, source = pair("llama-biases"), checkpoint("llama-biases")
     conductors = [Conductor(Finished(both.cuda)), Conductor(both.reference)]
     for conductor in conductors:
         plain = conductor.admit(source.prompt(3), 60)
@@ -91,16 +91,16 @@ def test_beams(pair, checkpoint) -> None:
     assert_same_run(*conductors)
 
 
-@pytest.mark.parametrize(("num_ahead", "seed"), [(1, 5), (2, 6)])
-def test_random_streams(num_ahead, seed, pair) -> None:
+@pytest.mark.parametrize(("name", "num_ahead", "seed"), [("llama", 1, 27), ("llama-biases", 2, 59)])
+def test_random_streams(name, num_ahead, seed, pair) -> None:
     """Some sequences ask, most do not, several plans are out: a step with reports waits, the others do not."""
-    both = pair("llama")
+    both = pair(name)
     stream = RandomStream(both.reference.limits, seed, extras=(*CHANGES, *REPORTS, {}, {}, {}, {}))
     for runner in (both.reference, both.cuda):
         runner.reset()
     launched: deque = deque()
     num_plain = num_reporting = 0
-    for _ in range(50):
+    for _ in range(NUM_STEPS):
         plan = stream.plan()
         expected = both.reference.execute(plan)
         launched.append((both.cuda.execute(plan), expected))
@@ -112,7 +112,7 @@ def test_random_streams(num_ahead, seed, pair) -> None:
             assert_same_reports(step.finish().reports, expected.reports)
             stream.learn(expected)
     assert min(num_plain, num_reporting) > 5
-    assert min(stream.seen["fork"], stream.seen["EOS"], stream.seen["copy"]) > 0
+    assert min(stream.seen[kind] for kind in ("fork", "EOS", "copy", *(f"extra {which}" for which in range(8)))) > 0
 
 
 def test_nobody_waits_for_who_asked_before(pair, checkpoint) -> None:
