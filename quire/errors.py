@@ -37,7 +37,8 @@ class InvalidRequestError(QuireError):
 
 
 class CapacityExceededError(QuireError):
-    """OUT_OF_RANGE: prompt and max_tokens can never fit this model or this pool. Trying again is of no use."""
+    """OUT_OF_RANGE: prompt and max_tokens can never fit this model or its pool, of which a smaller one may have come.
+    Trying again is of no use."""
 
     code = "OUT_OF_RANGE"
 

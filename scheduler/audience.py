@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_MISFIT = "%r: its request is given up, a prompt of %d tokens and up to %d in all never fit the pool that has come"
 _BROKEN_SINK = "%r: its request is given up, its sink failed"
 
 
@@ -130,9 +131,12 @@ class Audience:
         for sequence, reason in events.finished:
             if (sink := self._sinks.get(sequence.request.request_id)) is not None:
                 self._tell_sink(sequence, sink.finished, sequence.index, reason, sequence.num_preemptions)
-        for sequence, _ in events.finished:  # afterwards: several samples of one request may have ended at once
+        for sequence, reason in events.finished:  # afterwards: several samples of one request may have ended at once
             request_id = sequence.request.request_id
             if not self._is_open(request_id):
+                if reason is FinishReason.CAPACITY and (sink := self._sinks.get(request_id)) is not None:
+                    num_tokens = sequence.num_prompt_tokens, sequence.params.max_total_tokens
+                    log.warning(_MISFIT, sequence, *num_tokens, extra=_log_fields(sink))
                 self.leave(request_id)
 
     def _tell_sink(self, sequence: Sequence, tell: Callable[..., None], *news: object) -> None:

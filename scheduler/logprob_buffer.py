@@ -9,6 +9,9 @@ from collections.abc import Sequence
 from quire.v1 import generation_pb2 as wire
 from scheduler.core import TokenLogprobs
 
+MAX_LOGPROBS = 2048
+"""In a message. To make one takes some 2 µs, in which nobody else gets a token: 5 ms for a full message."""
+
 
 class LogprobBuffer:
     """First in, first out. `width` is how many entries each token has: its own, then those of the most probable."""
@@ -54,3 +57,26 @@ class LogprobBuffer:
             wire.TokenLogprobs(chosen=entries[first], top=entries[first + 1 : first + self._width])
             for first in range(0, len(entries), self._width)
         ]
+
+
+class PromptLogprobs:
+    """Those of a prompt that have not been taken, in order of position."""
+
+    __slots__ = ("_buffer", "_first_position", "_most")
+
+    def __init__(self, width: int) -> None:
+        self._buffer = LogprobBuffer(width)
+        self._first_position = 0
+        self._most = MAX_LOGPROBS // width
+
+    def add(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
+        if not self._buffer:
+            self._first_position = first_position
+        self._buffer.extend(tokens)
+
+    def take(self) -> wire.PromptLogprobs | None:
+        if not self._buffer:
+            return None
+        message = wire.PromptLogprobs(first_position=self._first_position, tokens=self._buffer.take(self._most))
+        self._first_position += len(message.tokens)
+        return message

@@ -24,9 +24,9 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from quire.v1 import generation_pb2 as wire
-from scheduler.core import FinishReason, TokenLogprobs
+from scheduler.core import CapacityExceeded, FinishReason, TokenLogprobs
 from scheduler.detokenizer import Detokenizer
-from scheduler.logprob_buffer import LogprobBuffer
+from scheduler.logprob_buffer import MAX_LOGPROBS, LogprobBuffer, PromptLogprobs
 from scheduler.request_metrics import RequestMetrics
 from scheduler.status import DeadlineExceeded, RequestCancelled, RequestFailed
 from scheduler.stop_strings import StopMatcher
@@ -40,11 +40,9 @@ FINISH_REASONS = {
 FAILURES = {
     FinishReason.CANCELLED: (RequestCancelled, "the request was cancelled"),
     FinishReason.DEADLINE: (DeadlineExceeded, "the request's deadline passed"),
+    FinishReason.CAPACITY: (CapacityExceeded, "a smaller pool has come, which can never hold prompt and output"),
     FinishReason.ERROR: (RequestFailed, "the request was given up; the server's log says why"),
 }
-
-MAX_LOGPROBS = 2048
-"""In a message. To make one takes some 2 µs, in which nobody else gets a token: 5 ms for a full message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +89,9 @@ class ResponseStream:
         self._metrics = metrics
         self._turnstile = turnstile
         self._completions = [_Completion(index, settings, new_detokenizer()) for index in range(settings.num_sequences)]
-        self._prompt_logprobs: _PromptLogprobs | None = None
+        self._prompt_logprobs: PromptLogprobs | None = None
         if settings.num_prompt_logprobs:
-            self._prompt_logprobs = _PromptLogprobs(settings.num_prompt_logprobs)
+            self._prompt_logprobs = PromptLogprobs(settings.num_prompt_logprobs)
         self._num_cached_tokens: int | None = None
         self._has_sent_started = False
         self._num_unsent = settings.num_sequences  # Finished messages
@@ -183,8 +181,8 @@ class ResponseStream:
     async def messages(self) -> AsyncGenerator[wire.GenerateResponse, None]:
         """Started, PromptLogprobs, Deltas, a Finished for each sequence; ends after the last of these.
 
-        Raises RequestCancelled, DeadlineExceeded or RequestFailed if the engine ended the request without a result;
-        all that was ready before has then been sent.
+        Raises RequestCancelled, DeadlineExceeded, CapacityExceeded or RequestFailed if the engine ended the request
+        without a result; all that was ready before has then been sent.
         """
         while True:
             group = await self._turn()
@@ -258,29 +256,6 @@ class ResponseStream:
             usage=usage,
             score=completion.score,
         )
-
-
-class _PromptLogprobs:
-    """Those of a prompt that have not been taken, in order of position."""
-
-    __slots__ = ("_buffer", "_first_position", "_most")
-
-    def __init__(self, width: int) -> None:
-        self._buffer = LogprobBuffer(width)
-        self._first_position = 0
-        self._most = MAX_LOGPROBS // width
-
-    def add(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
-        if not self._buffer:
-            self._first_position = first_position
-        self._buffer.extend(tokens)
-
-    def take(self) -> wire.PromptLogprobs | None:
-        if not self._buffer:
-            return None
-        message = wire.PromptLogprobs(first_position=self._first_position, tokens=self._buffer.take(self._most))
-        self._first_position += len(message.tokens)
-        return message
 
 
 class _Completion:

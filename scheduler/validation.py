@@ -15,8 +15,8 @@ from scheduler.core import BeamParams, CapacityExceeded, InvalidRequest, Request
 from scheduler.field_checks import FieldChecks
 from scheduler.generation_defaults import MAX_REPETITION_PENALTY, MIN_REPETITION_PENALTY, GenerationDefaults
 from scheduler.incoming import ChatMessage, IncomingRequest, MessageLike, Sampling, Stopping
+from scheduler.seeds import MASK_64, sample_seed
 
-MASK_64 = 2**64 - 1
 T = TypeVar("T")
 
 
@@ -178,19 +178,8 @@ def complete(
         cache_salt=checked.cache_salt,
         deadline_s=deadline_s,
         beam=checked.beam,
+        is_open_ended=checked.max_tokens is None,
     )
-
-
-def sample_seed(seed: int, index: int) -> int:
-    """Seed of sequence `index`: the request's own for the first, so that n = 1 and the first of n agree; for the
-    others output number `index` of SplitMix64 started at it (Steele, Lea and Flood, OOPSLA 2014).
-    """
-    if index == 0:
-        return seed
-    mixed = (seed + index * 0x9E3779B97F4A7C15) & MASK_64
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & MASK_64
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & MASK_64
-    return mixed ^ (mixed >> 31)
 
 
 def _too_long(num_prompt_tokens: int, num_output_tokens: int, bounds: ModelBounds) -> CapacityExceeded:

@@ -10,6 +10,7 @@ Every change of a sequence's state is one method, and leaves the books balanced 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from scheduler.core.active_request import ActiveRequest
@@ -145,6 +146,24 @@ class Books:
                 self.finish(sequence, FinishReason.ERROR)
                 ends.append((sequence, FinishReason.ERROR))
         self.start_epoch(self.epoch, self.cache.pool.num_blocks)
+        return ends
+
+    def narrow(self, active: ActiveRequest, max_total_tokens: int) -> Ends:
+        """A request that waits may reach no more than so many tokens. Returns the sequences that have got so far, and
+        as far as they have to: they have ended."""
+        params = replace(active.request.params, max_total_tokens=max_total_tokens)
+        active.request = replace(active.request, params=params)
+        num_enough = max(max_total_tokens, params.min_total_tokens)
+        ends: Ends = []
+        for sequence in active.sequences:
+            sequence.request = active.request
+            sequence.params = replace(sequence.params, max_total_tokens=max_total_tokens)
+            has_output = sequence.num_tokens > sequence.num_prompt_tokens
+            if not sequence.is_finished and has_output and sequence.num_tokens >= num_enough:
+                self.finish(sequence, FinishReason.LENGTH)
+                ends.append((sequence, FinishReason.LENGTH))
+        if active.group:
+            active.group.restart()
         return ends
 
     def _give_all_back(self, sequence: Sequence) -> int:

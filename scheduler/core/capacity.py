@@ -17,13 +17,16 @@ def max_tokens_per_sequence(limits: Limits, cache: KVCache) -> int:
 def check_fits(request: Request, limits: Limits, cache: KVCache) -> None:
     """Raises CapacityExceeded if this request could not even run alone. Beams must fit together: they are preempted
     together, so nothing else makes sure that they end."""
-    max_total, most_tokens = request.params.max_total_tokens, max_tokens_per_sequence(limits, cache)
+    min_total, max_total = request.params.min_total_tokens, request.params.max_total_tokens
+    most_tokens = max_tokens_per_sequence(limits, cache)
     if max_total <= len(request.prompt_token_ids):
         raise CapacityExceeded(
             f"the prompt has {len(request.prompt_token_ids)} tokens, which leaves no room for output in {max_total}"
         )
     if max_total > most_tokens:
         raise CapacityExceeded(f"prompt and output may reach {max_total} tokens, one sequence can hold {most_tokens}")
+    if request.is_open_ended and min_total > max_total:
+        raise CapacityExceeded(f"prompt and output are to reach {min_total} tokens, one sequence can hold {max_total}")
     num_sequences = request.beam.width if request.beam else request.num_sequences
     if num_sequences > limits.max_num_seqs:
         raise CapacityExceeded(f"{num_sequences} sequences in one request, at most {limits.max_num_seqs} can run")

@@ -63,6 +63,7 @@ class Request:
     params           of sequence 0; sequence i differs in its seed only
     seeds            one for each sequence; their number is the request's `n`
     beam             not None: a beam search, with seeds (0,) and greedy parameters
+    is_open_ended    its client named no bound: params.max_total_tokens is the room there was, and shrinks with the pool
     priority         lower runs earlier, under the priority policy
     cache_salt       prefixes are shared between requests of equal salt only
     deadline_s       on the clock whose readings are passed to `Scheduler.expire`; None: no deadline
@@ -76,6 +77,7 @@ class Request:
     cache_salt: bytes = b""
     deadline_s: float | None = None
     beam: BeamParams | None = None
+    is_open_ended: bool = False
 
     @property
     def num_sequences(self) -> int:

@@ -149,7 +149,8 @@ class Scheduler:
     def executor_attached(self, epoch: int, num_blocks: int) -> Events:
         """An executor with an empty pool of `num_blocks` takes part from now on, in a new epoch.
 
-        Returns the requests that have to fail: this pool is smaller than the last, and they can never fit it.
+        If this pool is smaller than the last, open-ended requests get the bound that it leaves. Returns the sequences
+        that are beyond it, which have ended, and the requests that can never fit, which fail with CAPACITY.
         """
         if epoch <= self.epoch:
             raise ValueError(f"epoch {epoch} is not after {self.epoch}")
@@ -158,9 +159,12 @@ class Scheduler:
         self.books.start_epoch(epoch, num_blocks)
         self.is_attached = True
         events = Events()
-        for sequence in list(self.books.waiting):
-            if not sequence.is_finished and not fits(sequence.request, self.limits, self.cache):
-                events.finished += self.books.end_request(sequence.request.request_id, FinishReason.ERROR)
+        for active in list(self.books.requests.values()):
+            request = active.request
+            if request.is_open_ended and request.params.max_total_tokens > self.max_tokens_per_sequence:
+                events.finished += self.books.narrow(active, self.max_tokens_per_sequence)
+            if not active.has_ended and not fits(active.request, self.limits, self.cache):
+                events.finished += self.books.end_request(request.request_id, FinishReason.CAPACITY)
         return events
 
     def executor_lost(self) -> Events:

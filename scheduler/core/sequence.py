@@ -21,12 +21,13 @@ class FinishReason(Enum):
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
+    CAPACITY = "capacity"
 
 
 TRANSITIONS: dict[State, dict[State, str]] = {
     State.WAITING: {
         State.RUNNING: "admitted: has a slot and the blocks of its first chunk",
-        State.FINISHED: "cancelled, its deadline passed, it fits the pool no more, or executors kept dying under it",
+        State.FINISHED: "cancelled, its deadline passed, a smaller pool came, or executors kept dying under it",
     },
     State.RUNNING: {
         State.PREEMPTED: "gave its blocks to another sequence; its tokens stay",
@@ -35,7 +36,7 @@ TRANSITIONS: dict[State, dict[State, str]] = {
     },
     State.PREEMPTED: {
         State.RUNNING: "admitted again; its tokens are recomputed",
-        State.FINISHED: "cancelled, its deadline passed, or it fits the pool no more",
+        State.FINISHED: "cancelled, its deadline passed, or a smaller pool came",
     },
     State.FINISHED: {},
 }

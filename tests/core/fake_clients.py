@@ -1,6 +1,6 @@
 """The clients of a test: they know what they must be told, and object to everything else at once."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scheduler.core import BeamResult, Events, FinishReason, Request, Sequence, TokenLogprobs
 from tests.core.fake_executor import context_of, expected_beams, expected_output, token_logprobs
@@ -9,7 +9,7 @@ Key = tuple[int, int]
 """(request_id, index): one sequence, as a client knows it."""
 
 ENDED_BY_EXECUTOR = (FinishReason.EOS, FinishReason.LENGTH)
-FAILED = (FinishReason.DEADLINE, FinishReason.ERROR)
+FAILED = (FinishReason.DEADLINE, FinishReason.ERROR, FinishReason.CAPACITY)
 
 
 @dataclass
@@ -37,6 +37,26 @@ class FakeClients:
             key = (request.request_id, index)
             self.expected[key] = expected_output(prompt, request.params, seed, self.vocab_size)
             self.received[key] = []
+
+    def narrow(self, most_tokens: int) -> int:
+        """A pool has come in which a sequence can reach so many tokens. Who named no bound expects no more than that,
+        or than it has got; returns how many requests are concerned."""
+        open_ended = [self.requests[request_id] for request_id in self.open_requests()]
+        concerned = [r for r in open_ended if r.is_open_ended and r.params.max_total_tokens > most_tokens]
+        for request in concerned:
+            self._narrow(replace(request, params=replace(request.params, max_total_tokens=most_tokens)))
+        return len(concerned)
+
+    def _narrow(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        room = max(1, request.params.max_total_tokens - len(request.prompt_token_ids))
+        if request.beam and request.params.max_total_tokens > len(request.prompt_token_ids):
+            self.beams[request.request_id] = expected_beams(request, self.vocab_size)
+        for key in self.open_keys(request.request_id):
+            output, _ = self.expected.get(key, ([], None))
+            num_tokens = max(room, len(self.received[key]))
+            if len(output) > num_tokens:
+                self.expected[key] = output[:num_tokens], FinishReason.LENGTH
 
     def go_away(self, request_id: int) -> None:
         for key in self.open_keys(request_id):
@@ -130,5 +150,8 @@ class FakeClients:
             if reason in ENDED_BY_EXECUTOR and key[0] not in self.beams:
                 num_prompt_tokens = len(self.requests[key[0]].prompt_token_ids)
                 asked = self.requests[key[0]].params.num_prompt_logprobs
-                assert not asked or self.num_prompt_logprobs.get(key[0], 0) == num_prompt_tokens - 1
+                num_told = self.num_prompt_logprobs.get(key[0], 0)
+                assert not asked or num_told == num_prompt_tokens - 1, (
+                    f"I18: {key} was told of {num_told} prompt tokens"
+                )
                 assert (self.received[key], reason) == self.expected[key]

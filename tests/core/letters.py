@@ -27,6 +27,7 @@ def make_request(
     salt: bytes = b"",
     deadline_s: float | None = None,
     beam: BeamParams | None = None,
+    is_open_ended: bool = False,
 ) -> Request:
     """`max_tokens` bounds the output, as a client says it; `eos` are the letters that end a sequence."""
     return Request(
@@ -38,6 +39,7 @@ def make_request(
         cache_salt=salt,
         deadline_s=deadline_s,
         beam=beam,
+        is_open_ended=is_open_ended,
     )
 
 

@@ -58,6 +58,8 @@ class Coverage:
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
     num_lost_flights: int = 0
+    num_narrowed: int = 0  # requests without a bound of their own to which a smaller pool gave one
+    num_ended_by_pool: int = 0  # sequences that had got beyond that
     num_external: int = 0  # results after which free blocks were of no use to the head of the queue
     num_batches: int = 0  # closed ones
     num_waits_for_batch: int = 0  # nothing planned, until a batch is full or has waited long enough
@@ -144,12 +146,12 @@ class Rig:
         epoch, limits = scheduler.epoch + 1, scheduler.limits
         events = scheduler.executor_attached(epoch, self.num_blocks)
         for sequence, reason in events.finished:
-            assert reason is FinishReason.ERROR
-            too_long = sequence.params.max_total_tokens > scheduler.max_tokens_per_sequence
-            no_run = scheduler.cache.run_length(sequence.request) > self.num_blocks - 1
-            assert no_run or too_long or most_blocks(sequence.request, scheduler) > self.num_blocks - 1, (
-                f"{sequence!r} would fit"
-            )
+            if reason is FinishReason.LENGTH:
+                self._check_is_beyond(sequence)
+            else:
+                assert reason is FinishReason.CAPACITY
+                assert not self._would_fit(sequence.request), f"{sequence!r} would fit"
+        self.coverage.num_narrowed += self.clients.narrow(scheduler.max_tokens_per_sequence)
         self.executor = FakeExecutor(
             self.num_blocks,
             scheduler.cache.block_size,
@@ -232,6 +234,20 @@ class Rig:
         pool = self.scheduler.cache.pool
         assert pool.num_free_blocks == pool.num_usable_blocks, "a block was leaked"
         assert self.scheduler.num_free_slots == self.scheduler.limits.max_num_seqs, "a slot was leaked"
+
+    def _check_is_beyond(self, sequence: Sequence) -> None:
+        """It has got all that its client can expect of this pool."""
+        self.coverage.num_ended_by_pool += 1
+        params = sequence.request.params
+        assert sequence.request.is_open_ended, f"{sequence!r} may have more"
+        assert sequence.num_tokens >= max(self.scheduler.max_tokens_per_sequence, params.min_total_tokens)
+
+    def _would_fit(self, request: Request) -> bool:
+        num_wanted = request.params.max_total_tokens
+        if request.is_open_ended:
+            num_wanted = max(len(request.prompt_token_ids) + 1, request.params.min_total_tokens)
+        num_blocks = max(self.scheduler.cache.run_length(request), most_blocks(request, self.scheduler))
+        return num_wanted <= self.scheduler.max_tokens_per_sequence and num_blocks < self.num_blocks
 
     # --- checks -----------------------------------------------------------------------------------------------
 

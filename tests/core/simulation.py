@@ -95,7 +95,7 @@ def draw_world(random: Random) -> World:
         max_waiting_requests=random.choice((3, 1000)),
         max_waiting_prompt_tokens=random.choice((20, 1000)),
         max_preemptions=random.randint(0, 3),
-        max_losses=1000,
+        max_losses=random.choice((2, 1000)),
         watermark_ratio=random.choice((0.0, 0.1)),
     )
     return World(
@@ -112,7 +112,7 @@ def draw_world(random: Random) -> World:
         arrival_ms=random.choice((0.2, 1.0, 5.0)),
         step_ms=1.0,
         network_ms=random.choice((0.1, 1.0, 3.0)),
-        num_crashes=random.choice((0, 0, 1, 3)),
+        num_crashes=random.choice((0, 0, 1, 5)),
         outage_ms=random.choice((0.1, 5.0)),
         late_share=0.5,
         impatient_share=random.choice((0.0, 0.3)),
@@ -189,11 +189,13 @@ class Simulation:
         width = random.randint(2, 4) if random.random() < world.beam_share else 0
         width = min(width, world.limits.max_num_seqs)
         has_logprobs = not width and random.random() < 0.2
+        max_total_tokens = min(len(prompt) + random.randint(1, 14), most_tokens)
+        is_open_ended = random.random() < 0.3
         return Request(
             request_id,
             prompt,
             SequenceParams(
-                max_total_tokens=min(len(prompt) + random.randint(1, 14), most_tokens),
+                max_total_tokens=most_tokens if is_open_ended else max_total_tokens,
                 min_total_tokens=len(prompt) + random.randint(0, 3),
                 eos_token_ids=(0,) if can_end_early else (),
                 stop_token_ids=(1,) if random.random() < 0.1 else (),
@@ -205,6 +207,7 @@ class Simulation:
             priority=random.randint(0, 2),
             cache_salt=random.choice((b"", b"", b"salt")),
             deadline_s=random.uniform(0.0, 0.03) if has_deadline else None,
+            is_open_ended=is_open_ended,
         )
 
     def _draw_num_samples(self) -> int:

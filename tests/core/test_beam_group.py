@@ -107,7 +107,7 @@ def test_a_smaller_pool_fails_a_group_that_no_longer_fits() -> None:
     rig.add(make_request(1, "abcdef", 9, beam=BeamParams(4, 4)))
     step(rig)
     rig.lose()
-    assert [reason for _, reason in rig.attach(12).finished] == [FinishReason.ERROR]
+    assert [reason for _, reason in rig.attach(12).finished] == [FinishReason.CAPACITY]
 
 
 @pytest.mark.parametrize("max_num_batched_tokens", [4, 64])

@@ -150,4 +150,4 @@ def test_a_smaller_pool_fails_those_whose_run_it_cannot_hold() -> None:
     rig.add(make_request(1))
     rig.lose()
     rig.attach(num_blocks=1 + 3)
-    assert rig.clients.ended == {(1, 0): FinishReason.ERROR}
+    assert rig.clients.ended == {(1, 0): FinishReason.CAPACITY}

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire import AsyncClient, TokenLogprobs
-from scheduler.validation import sample_seed
+from scheduler.seeds import sample_seed
 from tests.e2e.stack import TINY, Stack
 from tests.e2e.streams import OPENINGS, Job, differences, mixed_jobs, outcomes
 

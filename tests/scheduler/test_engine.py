@@ -160,17 +160,34 @@ async def test_a_busy_executor_is_not_asked() -> None:
         client.is_hanging = False
 
 
-async def test_a_smaller_pool_fails_only_what_cannot_fit_it() -> None:
+async def test_a_smaller_pool_fails_only_what_cannot_fit_it(caplog: pytest.LogCaptureFixture) -> None:
     client = FakeClient()
     async with running_engine(client) as engine:
         client.is_up = False
         client.lose()
         await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        large, small = submit(engine, [1] * 100, 20), submit(engine, [1] * 10, 20)
+        large, small = submit(engine, [1] * 100, 20, seeds=(1, 2)), submit(engine, [1] * 10, 20)
         client.description = replace(client.description, num_blocks=12)
         client.is_up = True
         await small.check()
-        assert large.reasons == {0: FinishReason.ERROR}
+        assert large.reasons == {0: FinishReason.CAPACITY}
+    told = [record.message for record in caplog.records if "is given up" in record.message]
+    assert len(told) == 1
+    assert "a prompt of 100 tokens and up to 120 in all never fit" in told[0]
+
+
+async def test_one_block_less_ends_no_request_that_named_no_bound() -> None:
+    """The whole pool is its bound, and an executor that measures its memory anew seldom comes to the same pool."""
+    client = FakeClient(replace(DESCRIPTION, num_blocks=41))
+    async with running_engine(client) as engine:
+        prompt = [1, 2, 3]
+        sink = submit(engine, prompt, engine.max_prompt_and_output - len(prompt), is_open_ended=True)
+        await sink.first_token.wait()
+        client.description = replace(client.description, num_blocks=40)
+        client.lose()
+        await asyncio.wait_for(sink.done.wait(), 20)
+    assert sink.reasons == {0: FinishReason.LENGTH}
+    assert len(prompt) + len(sink.outputs[0]) == 39 * 4 + 1
 
 
 async def test_cancelling_frees_the_blocks_and_silences_the_sink() -> None:

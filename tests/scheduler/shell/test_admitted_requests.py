@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scheduler.core import Admission, BeamParams, CapacityExceeded, InvalidRequest, SequenceParams, StepPlan
 from scheduler.generation_defaults import GenerationDefaults
 from scheduler.incoming import Sampling
-from scheduler.validation import check, sample_seed
+from scheduler.seeds import sample_seed
+from scheduler.validation import check
 from scheduler.wire import encode_plan
 from tests.scheduler.shell.asked import BOUNDS, DEFAULTS, LIMITS, V, admit, request
 
@@ -20,6 +21,8 @@ def test_defaults_of_an_empty_request() -> None:
     params = admitted.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
     assert (params.min_total_tokens, params.max_total_tokens) == (0, 64)
+    assert admitted.is_open_ended
+    assert not admit(request(stopping={"max_tokens": 64 - 3})).is_open_ended
     assert (params.eos_token_ids, params.stop_token_ids) == ((2,), ())
     assert (admitted.seeds, params.seed, admitted.priority, admitted.cache_salt) == ((7,), 7, 0, b"")
 

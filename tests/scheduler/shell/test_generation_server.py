@@ -251,6 +251,7 @@ async def test_requests_wait_while_the_executor_is_away(servers: Servers) -> Non
     [
         (FinishReason.CANCELLED, Code.CANCELLED),
         (FinishReason.DEADLINE, Code.DEADLINE_EXCEEDED),
+        (FinishReason.CAPACITY, Code.OUT_OF_RANGE),
         (FinishReason.ERROR, Code.INTERNAL),
     ],
 )

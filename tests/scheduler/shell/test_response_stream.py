@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.v1 import generation_pb2 as wire
-from scheduler.core import FinishReason
+from scheduler.core import CapacityExceeded, FinishReason
 from scheduler.status import DeadlineExceeded, RequestCancelled, RequestFailed
 from scheduler.turnstile import MIN_GROUP, Turnstile
 from tests.scheduler.shell.stream_rig import (
@@ -193,6 +193,7 @@ async def test_a_character_that_is_never_completed() -> None:
     [
         (FinishReason.CANCELLED, RequestCancelled),
         (FinishReason.DEADLINE, DeadlineExceeded),
+        (FinishReason.CAPACITY, CapacityExceeded),
         (FinishReason.ERROR, RequestFailed),
     ],
 )

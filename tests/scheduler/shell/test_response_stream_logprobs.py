@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from quire.v1 import generation_pb2 as wire
 from scheduler.core import FinishReason
-from scheduler.response_stream import MAX_LOGPROBS
+from scheduler.logprob_buffer import MAX_LOGPROBS
 from scheduler.status import RequestFailed
 from tests.scheduler.shell.fake_engine import made_up_logprobs
 from tests.scheduler.shell.stream_rig import EOS, TOKENIZER, ids, read_now_and_then, started_rig, text_of, tokens_of
