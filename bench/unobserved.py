@@ -52,7 +52,7 @@ def blind_scheduler() -> None:
             pass
 
     class UnrecordedPlans(PlanLog):
-        def planned(self, plan: object) -> None:
+        def planned(self, core: object, plan: object) -> None:
             pass
 
     for module, name, blind in (

@@ -35,6 +35,7 @@ from scheduler.core import (
 from scheduler.core.step_load import LoadTracker
 from scheduler.engine_options import EngineOptions
 from scheduler.pace import Pace
+from scheduler.plan_observer import harmless
 from scheduler.progress import Progress
 from scheduler.step_trace import StepTrace, StepTraces
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from scheduler.core import StepPlan
     from scheduler.executor_client import Arrival, ExecutorClient, PlanStream
     from scheduler.model_description import ModelDescription
+    from scheduler.plan_observer import PlanObserver
 
 log = logging.getLogger(__name__)
 
@@ -66,17 +68,17 @@ class ServerState(Enum):
 class Engine:
     """Owns the core and the executor's stream. All methods belong to the event loop's thread.
 
-    on_plan  told of each plan, and of the seconds that the core took to make it
+    on_plan  told of each plan, with the core that made it and the seconds that this took
     """
 
     def __init__(
         self,
         client: ExecutorClient,
         options: EngineOptions | None = None,
-        on_plan: Callable[[StepPlan, float], None] = lambda plan, duration_s: None,
+        on_plan: PlanObserver = lambda core, plan, duration_s: None,
     ) -> None:
         self._client = client
-        self._on_plan = on_plan
+        self._on_plan = harmless(on_plan)
         self._options = options or EngineOptions()
         self._wake = asyncio.Event()
         self._described = asyncio.Event()
@@ -317,7 +319,7 @@ class Engine:
         started_s = time.perf_counter()
         plan = self._core.schedule()
         if plan is not None:
-            self._on_plan(plan, time.perf_counter() - started_s)
+            self._on_plan(self._core, plan, time.perf_counter() - started_s)
         return plan
 
     async def _sleep(self) -> None:

@@ -18,7 +18,7 @@ from scheduler.admin_server import AdminServer
 from scheduler.chat import ChatRenderer, load_template
 from scheduler.checkpoint import Checkpoint, CheckpointError
 from scheduler.config import ConfigError, SchedulerConfig
-from scheduler.core import BATCHING, MEMORY, POLICIES, Batching, StepPlan
+from scheduler.core import BATCHING, MEMORY, POLICIES, Batching, Scheduler, StepPlan
 from scheduler.engine import Engine, ServerState
 from scheduler.engine_options import EngineOptions
 from scheduler.executor_client import ExecutorClient
@@ -88,9 +88,9 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         metrics = SchedulerMetrics()
         plans = PlanLog()
 
-        def planned(plan: StepPlan, duration_s: float) -> None:
+        def planned(core: Scheduler, plan: StepPlan, duration_s: float) -> None:
             metrics.planned(plan, duration_s)
-            plans.planned(plan)
+            plans.planned(core, plan)
 
         engine = Engine(client, _engine_options(config), on_plan=planned)
         metrics.engine = engine

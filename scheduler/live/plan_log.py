@@ -87,13 +87,17 @@ class PlanLog:
         self._has_lost_steps = False
         self.rows = {}
 
-    def planned(self, plan: StepPlan) -> None:
-        """The newest plan; the core still has it in flight."""
+    def planned(self, core: Scheduler, plan: StepPlan) -> None:
+        """The newest plan of a core, which still has it in flight."""
         if self._core is None:
             return
-        step = self._core.newest_step
+        if self._core is not core:  # the engine has begun anew, and the old one knows nothing of this plan
+            self.watch(core)
+            self._has_lost_steps = True
+            return
+        step = core.newest_step
         if plan.retired_slots or plan.admissions or plan.row_counts or plan.forks or step.beams:
-            self._steps.append(_changing_step(plan, step, self._core.running_sequences()))
+            self._steps.append(_changing_step(plan, step, core.running_sequences()))
         else:
             self._steps.append(LoggedStep(plan.step_id, plan.num_tokens))
         if len(self._steps) > MAX_STEPS:

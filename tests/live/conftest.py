@@ -44,7 +44,7 @@ class Served:
 async def served(checkpoint: Checkpoint) -> AsyncIterator[Served]:
     client = FakeClient(replace(DESCRIPTION, vocab_size=400, max_model_len=400, num_blocks=301))
     plans = PlanLog()
-    engine = Engine(client, EngineOptions(), on_plan=lambda plan, duration_s: plans.planned(plan))
+    engine = Engine(client, EngineOptions(), on_plan=lambda core, plan, duration_s: plans.planned(core, plan))
     metrics = SchedulerMetrics()
     metrics.engine = engine
     tokenizer = Tokenizer.load(checkpoint)

@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.core import BlockState, FinishReason, QueueFull, Request, SequenceParams
+from scheduler.core import BlockState, FinishReason, InvariantViolation, QueueFull, Request, Sequence, SequenceParams
+from scheduler.core.books import Books
 from scheduler.live.feed import MAX_PENDING, MAX_VIEWERS, NOTHING_NEW, Viewer
 from scheduler.live.snapshot import CACHED
 from tests.live.conftest import Served
@@ -173,3 +174,27 @@ async def test_closing_ends_every_stream(served: Served) -> None:
         await viewer.next_event(1)
         served.feed.close()
         assert await viewer.next_event(30) is None
+
+
+async def test_an_open_page_follows_an_engine_that_begins_anew(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its next plans come before the feed's next look: of them the old core knows nothing."""
+
+    def broken(books: Books, sequence: Sequence, reason: FinishReason) -> None:
+        monkeypatch.undo()
+        raise InvariantViolation("on purpose")
+
+    picture = Picture()
+    with served.feed.viewer() as viewer:
+        await follow(viewer, picture, lambda: picture.num_frames > 0)
+        served.feed._interval_s = 0.3
+        monkeypatch.setattr(Books, "finish", broken)
+        old_core = served.engine.core
+        sinks = [submit(served)]
+        await asyncio.wait_for(sinks[0].done.wait(), 10)
+        sinks += [submit(served, num_tokens=200) for _ in range(3)]
+        await follow(viewer, picture, lambda: all(sink.done.is_set() for sink in sinks))
+        served.feed._interval_s = 0.001
+        sinks.append(submit(served))
+        await follow(viewer, picture, sinks[-1].done.is_set)
+        await follow(viewer, picture, lambda: not picture.sequences and picture.blocks == as_values(served))
+    assert served.engine.core is not old_core

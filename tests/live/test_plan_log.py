@@ -30,7 +30,7 @@ class Bench:
         plan = self.core.schedule()
         if plan is None:
             return False
-        self.log.planned(plan)
+        self.log.planned(self.core, plan)
         self.core.commit(self.executor.execute(plan))
         return True
 
@@ -86,7 +86,7 @@ def test_beams_compute_a_token_when_they_branch_and_nothing_while_they_wait() ->
     for _ in range(2):  # two plans in flight
         plan = bench.core.schedule()
         assert plan is not None
-        bench.log.planned(plan)
+        bench.log.planned(bench.core, plan)
     rows: Rows = {}
     for step in bench.log.take()[1]:
         seen.append({slot: row for slot, row in computed(step, rows).items() if row[1]})
@@ -186,3 +186,19 @@ def test_a_new_epoch_begins_with_empty_slots() -> None:
     bench.step()
     bench.log.take()
     assert counts(bench.log.rows) == bench.executor_rows()
+
+
+def test_of_another_core_the_rows_are_told_before_its_next_step() -> None:
+    """An engine that began anew: what the log knew was of the core that it gave up."""
+    old, new = Bench(), Bench()
+    old.log.watch(old.core)
+    old.add(3, 9)
+    old.step()
+    new.log = old.log
+    new.add(5, 9)
+    new.step()
+    new.step()
+    rows, (step,) = new.log.take()
+    assert rows is not None
+    assert (counts(rows), step.step_id) == ({0: 5}, 2)
+    assert counts(new.log.rows) == new.executor_rows() == {0: 1}

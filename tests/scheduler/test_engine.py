@@ -295,13 +295,24 @@ async def test_the_age_of_the_queue() -> None:
 async def test_each_plan_is_reported() -> None:
     plans: list[tuple[int, float]] = []
     client = FakeClient()
-    engine = Engine(client, on_plan=lambda plan, duration_s: plans.append((plan.num_tokens, duration_s)))
+    engine = Engine(client, on_plan=lambda _, plan, duration_s: plans.append((plan.num_tokens, duration_s)))
     task = asyncio.create_task(engine.run())
     await engine.described()
     await submit(engine, [1, 2, 3], 4).check()
     task.cancel()
     assert [num_tokens for num_tokens, _ in plans] == [3, 1, 1, 1]
     assert all(duration_s > 0 for _, duration_s in plans)
+
+
+async def test_an_observer_of_plans_cannot_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    asked = count()
+    engine = Engine(FakeClient(), on_plan=lambda *_: {}[next(asked)])
+    task = asyncio.create_task(engine.run())
+    await engine.described()
+    await submit(engine, [1, 2, 3], 4).check()
+    task.cancel()
+    assert next(asked) == 4
+    assert [record.message for record in caplog.records].count("an observer of plans failed") == 1, "a row of four"
 
 
 async def test_drain_refuses_new_work_and_waits_for_the_admitted() -> None:

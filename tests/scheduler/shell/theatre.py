@@ -213,7 +213,9 @@ async def opened(checkpoint: Checkpoint) -> AsyncIterator[Theatre]:
     client = SteppedClient()
     theatre: Theatre
     metrics = SchedulerMetrics(clock=lambda: theatre.now_s)
-    engine = Engine(client, EngineOptions(max_in_flight=1, max_waiting_requests=2), on_plan=metrics.planned)
+    engine = Engine(
+        client, EngineOptions(max_in_flight=1, max_waiting_requests=2), on_plan=lambda _, *plan: metrics.planned(*plan)
+    )
     metrics.engine = engine
     tokenizer = Tokenizer.load(checkpoint)
     model = ServedModel(tokenizer, None, GenerationDefaults(eos_token_ids=tuple(VOCABULARY)))
