@@ -93,7 +93,10 @@ class PlanStream:
         """Raises ExecutorLost if the stream has ended."""
         try:
             await self._call.write(wire.encode_plan(plan))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            # grpc.aio cancels a write that waits as the reader, which got a result that is none, cancels the call.
+            if isinstance(error, asyncio.CancelledError) and _task_is_being_cancelled():
+                raise
             await self._reader
             raise self._error or ExecutorLost("the plan stream has ended") from error
 
@@ -128,6 +131,11 @@ class PlanStream:
 
     def _keep_status(self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult]) -> None:
         self._first_status = (_without_waiting(call.code()), _without_waiting(call.details()))
+
+
+def _task_is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 def _without_waiting(ready: Coroutine[None, None, T]) -> T:

@@ -140,7 +140,7 @@ async def _until_done(engine: Engine, running: asyncio.Task[None], signals: _Sig
     first = asyncio.create_task(signals.first.wait())
     await asyncio.wait({running, first}, return_when=asyncio.FIRST_COMPLETED)
     if running.done():
-        log.critical("the engine has failed", exc_info=running.exception())
+        log.critical("the engine has failed", exc_info=None if running.cancelled() else running.exception())
         return EXIT_UNFINISHED
     log.info("draining: no new requests, running ones go on; a second signal stops at once")
     drained = asyncio.create_task(engine.drain())

@@ -18,6 +18,9 @@ import pytest
 from quire.v1 import generation_pb2 as wire
 from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.checkpoint import Checkpoint
+from scheduler.engine import Engine
+from scheduler.main import EXIT_UNFINISHED, _Signals, _until_done
+from tests.scheduler.fake_client import FakeClient
 
 from .executor_service import ExecutorService
 
@@ -175,6 +178,14 @@ async def test_drain_has_a_time_limit(launcher: Launcher) -> None:
         await running.read()
         process.signal(signal.SIGTERM)
         assert await process.ended() == (1, False)
+
+
+async def test_an_engine_that_was_cancelled_by_nobody_here_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    running = asyncio.create_task(asyncio.Event().wait())
+    running.cancel()
+    exit_code = await _until_done(Engine(FakeClient()), running, _Signals(), drain_timeout_s=1.0)  # type: ignore[arg-type]
+    assert exit_code == EXIT_UNFINISHED
+    assert "the engine has failed" in caplog.text
 
 
 def run_to_the_end(**config: Any) -> subprocess.CompletedProcess[str]:
