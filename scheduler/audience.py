@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from scheduler.core import FinishReason
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from scheduler.core import Events, Sequence, TokenLogprobs
 
@@ -50,7 +50,6 @@ class Audience:
         self._is_open = is_open
         self._ended = ended
         self._sinks: dict[int, Sink] = {}
-        self._submitted_s: dict[int, float] = {}
         self._ended_at_s = 0.0
         self.finish_interval_s = 1.0
         """Moving average of the time between two requests that end."""
@@ -63,24 +62,17 @@ class Audience:
 
     def join(self, request_id: int, sink: Sink) -> None:
         self._sinks[request_id] = sink
-        self._submitted_s[request_id] = time.monotonic()
 
     def leave(self, request_id: int) -> bool:
         """Its sink hears nothing more. False: it had none."""
         if self._sinks.pop(request_id, None) is None:
             return False
-        del self._submitted_s[request_id]
         now_s = time.monotonic()
         if self._ended_at_s:
             self.finish_interval_s += 0.1 * (now_s - self._ended_at_s - self.finish_interval_s)
         self._ended_at_s = now_s
         self._ended()
         return True
-
-    def longest_wait_s(self, request_ids: Iterable[int]) -> float:
-        """Since the first of these was submitted; 0 where there is none."""
-        now_s = time.monotonic()
-        return now_s - min((self._submitted_s.get(request_id, now_s) for request_id in request_ids), default=now_s)
 
     def tell(self, events: Events) -> None:
         """All that came of a step, request by request; the ends last."""

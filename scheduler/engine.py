@@ -175,9 +175,9 @@ class Engine:
 
     @property
     def oldest_waiting_s(self) -> float:
-        """How long ago the longest waiting request of the queue was submitted; 0 for an empty queue."""
-        waiting = [] if self._scheduler is None else self._scheduler.waiting_sequences()
-        return self._audience.longest_wait_s(sequence.request.request_id for sequence in waiting)
+        """How long the one in the queue that has been there longest has been; 0 for an empty queue."""
+        now_s, waiting = time.monotonic(), () if self._scheduler is None else self._scheduler.waiting_sequences()
+        return now_s - min((sequence.queued_s for sequence in waiting), default=now_s)
 
     def reset_prefix_cache(self) -> int:
         return self._core.reset_prefix_cache()
@@ -249,7 +249,7 @@ class Engine:
         self.traces.lost()
         if self._scheduler is not None:
             with self._leaving_bugs_to_the_loop():
-                self._audience.tell(self._scheduler.executor_lost())
+                self._audience.tell(self._scheduler.executor_lost(time.monotonic()))
         self._update_state()
 
     def _begin_anew(self) -> None:

@@ -125,7 +125,7 @@ class SchedulerMetrics(Collector):
             return
         yield from self._request_families(families)
         yield families.gauge(
-            "quire_queue_oldest_age_seconds", "Since the arrival of the request that waits and arrived first", None,
+            "quire_queue_oldest_age_seconds", "Since the one that waits longest came into the queue, or back", None,
             {"": engine.oldest_waiting_s},
         )  # fmt: skip
         yield from _core_families(families, core)

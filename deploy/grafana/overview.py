@@ -186,7 +186,7 @@ def _reasons(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Age of the oldest",
-                "Since the arrival of the request that waits and arrived first.",
+                "Since the one that waits longest came into the queue; or back, preempted or without an executor.",
                 {"oldest": "max (quire_queue_oldest_age_seconds{m})"},
                 "s",
             )

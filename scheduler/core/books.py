@@ -91,7 +91,7 @@ class Books:
         group = BeamGroup(sequence, request.beam) if request.beam else None
         active = ActiveRequest(request, [sequence], group=group, arrival_s=self.cohort.now_s)
         self.requests[request.request_id] = active
-        self.waiting.add(sequence)
+        self._queue(sequence)
         self.deadlines.add(request)
 
     def admit(self, sequence: Sequence, prefix: list[int]) -> None:
@@ -118,6 +118,10 @@ class Books:
     def tell_time(self, now_s: float) -> None:
         self.cohort.now_s = max(self.cohort.now_s, now_s)
 
+    def _queue(self, sequence: Sequence) -> None:
+        sequence.queued_s = self.cohort.now_s
+        self.waiting.add(sequence)
+
     # --- back into the queue ----------------------------------------------------------------------------------
 
     def preempt(self, victim: Sequence) -> None:
@@ -130,7 +134,7 @@ class Books:
         self.counters.num_preempted_tokens += self._give_all_back(sequence)
         sequence.num_preemptions += 1
         sequence.become(State.PREEMPTED)
-        self.waiting.add(sequence)
+        self._queue(sequence)
 
     def lose_executor(self) -> Ends:
         """What ran waits again, tokens kept. Returns the sequences given up because executor after executor was lost
@@ -141,7 +145,7 @@ class Books:
             self._give_all_back(sequence)
             sequence.count_loss()
             sequence.become(State.WAITING)
-            self.waiting.add(sequence)
+            self._queue(sequence)
             if sequence.num_losses > self.limits.max_losses:
                 self.finish(sequence, FinishReason.ERROR)
                 ends.append((sequence, FinishReason.ERROR))

@@ -167,14 +167,16 @@ class Scheduler:
                 events.finished += self.books.end_request(request.request_id, FinishReason.CAPACITY)
         return events
 
-    def executor_lost(self) -> Events:
+    def executor_lost(self, now_s: float = -inf) -> Events:
         """The executor, or the way to it, is gone, and every KV block with it. What ran waits again, tokens kept.
+        `now_s` as in `add`.
 
         Returns the sequences given up because executor after executor was lost under them.
         """
         if not self.is_attached:
             return Events()
         self.is_attached = False
+        self.books.tell_time(now_s)
         return Events(finished=self.books.lose_executor())
 
     # --- looking in -------------------------------------------------------------------------------------------

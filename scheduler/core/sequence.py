@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from enum import Enum
+from math import inf
 
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.request import Request, SequenceParams
@@ -74,6 +75,7 @@ class Sequence:
         "num_reserved_blocks",
         "params",
         "publish_at",
+        "queued_s",
         "request",
         "row_count",
         "slot",
@@ -93,6 +95,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.state = State.WAITING
         self.num_cached_tokens: int | None = None  # of the prompt, at first admission; first sequences only
+        self.queued_s = -inf  # when it came into the queue, for the last time
         self.num_preemptions = 0
         self.num_losses = 0  # executors lost in a row without a token committed in between
         self.loss_mark = 0  # len(token_ids) at the last loss

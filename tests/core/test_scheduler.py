@@ -294,6 +294,17 @@ def test_no_prefix_survives_its_executor() -> None:
     assert rig.clients.num_cached_tokens == {1: 0, 2: 0}
 
 
+def test_who_was_preempted_has_been_in_the_queue_since_then() -> None:
+    rig = build_rig(num_usable_blocks=4)
+    for request_id in (1, 2):
+        rig.add(make_request(request_id, "abcdefg"[request_id:], 9))
+    rig.expire(10.0)
+    while not rig.scheduler.counters.num_preemptions:
+        assert rig.schedule() is not None
+        rig.commit()
+    assert [sequence.queued_s for sequence in rig.scheduler.waiting_sequences()] == [10.0]
+
+
 # --- results ----------------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ async def test_beams_come_whole_and_the_best_one_first() -> None:
             assert not engine.core.has_request(sink.request.request_id)  # type: ignore[union-attr]
         await other.check()
         assert other.scores == {0: None}
-        assert engine._audience._submitted_s == {}
+        assert len(engine._audience) == 0
         assert engine.kv_usage().num_active_blocks == 0
 
 
@@ -289,7 +289,22 @@ async def test_the_age_of_the_queue() -> None:
         client.is_up = True
         await sinks[1].check()
         assert engine.oldest_waiting_s == 0
-        assert engine._audience._submitted_s == {}
+        assert len(engine._audience) == 0
+
+
+async def test_who_comes_back_into_the_queue_has_waited_from_then_on() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        sink = submit(engine, [1, 2, 3], 150)
+        await sink.first_token.wait()
+        client.is_hanging = True
+        await asyncio.sleep(0.3)
+        client.is_up = False
+        client.lose()
+        await until(lambda: engine.oldest_waiting_s > 0)
+        assert engine.oldest_waiting_s < 0.2
+        client.is_hanging, client.is_up = False, True
+        await sink.check()
 
 
 async def test_each_plan_is_reported() -> None:
