@@ -76,7 +76,7 @@ class RequestCancelledError(QuireError):
 
 
 class UnavailableError(QuireError):
-    """UNAVAILABLE: nobody answers at the address, the server is draining, or it has no executor."""
+    """UNAVAILABLE: nobody answers at the address, the server is draining, or it has had no executor yet."""
 
     code = "UNAVAILABLE"
 

@@ -26,7 +26,7 @@ class QueueFull(QuireError):
 
 
 class Unavailable(QuireError):
-    """The server takes no new work: it is draining."""
+    """The server takes no new work: it is draining, or does not know yet what it serves."""
 
 
 class ExecutorLost(QuireError):
