@@ -17,14 +17,10 @@ from google.rpc.status_pb2 import Status
 
 from scheduler.core import (
     CapacityExceeded,
-    ExecutorLost,
-    ExecutorNotOurs,
     InvalidRequest,
     InvariantViolation,
-    PlanRejected,
     QueueFull,
     QuireError,
-    ResultMismatch,
     Unavailable,
 )
 
@@ -60,10 +56,6 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelled: grpc.StatusCode.CANCELLED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
-    ExecutorLost: grpc.StatusCode.UNAVAILABLE,
-    ExecutorNotOurs: grpc.StatusCode.UNAVAILABLE,
-    PlanRejected: grpc.StatusCode.INTERNAL,
-    ResultMismatch: grpc.StatusCode.INTERNAL,
     InvariantViolation: grpc.StatusCode.INTERNAL,
     RequestFailed: grpc.StatusCode.INTERNAL,
 }

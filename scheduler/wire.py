@@ -34,7 +34,6 @@ _END_REASONS: dict[int, FinishReason | None] = {
 class ExecutorDescription:
     """What an executor says of itself; the scheduler configures itself from it. `num_blocks` counts the null block."""
 
-    incarnation: str
     model_name: str
     dtype: str
     device: str
@@ -44,13 +43,11 @@ class ExecutorDescription:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    kv_bytes_per_token: int
     epoch: int
 
 
 def decode_description(message: pb.DescribeResponse) -> ExecutorDescription:
     return ExecutorDescription(
-        incarnation=message.incarnation,
         model_name=message.model_name,
         dtype=message.dtype,
         device=message.device,
@@ -60,7 +57,6 @@ def decode_description(message: pb.DescribeResponse) -> ExecutorDescription:
         num_blocks=message.num_blocks,
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,
-        kv_bytes_per_token=message.kv_bytes_per_token,
         epoch=message.epoch,
     )
 

@@ -1,4 +1,4 @@
-"""Errors of the core, by blame. The shell maps them to status codes in one table (`scheduler.status`)."""
+"""Errors of the core, by blame. Those that clients meet have a status code, in one table (`scheduler.status`)."""
 
 
 class QuireError(Exception):

@@ -13,7 +13,6 @@ from scheduler.wire import ExecutorDescription
 from tests.core.fake_executor import FakeExecutor
 
 DESCRIPTION = ExecutorDescription(
-    incarnation="1",
     model_name="fake",
     dtype="float32",
     device="none",
@@ -23,7 +22,6 @@ DESCRIPTION = ExecutorDescription(
     num_blocks=101,
     max_num_seqs=16,
     max_num_batched_tokens=64,
-    kv_bytes_per_token=1,
     epoch=0,
 )
 
