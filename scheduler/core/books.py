@@ -208,7 +208,6 @@ class Books:
         else:
             self.waiting.remove(sequence)
         sequence.become(State.FINISHED)
-        self.counters.num_finished[reason] += 1
         if active.has_ended:
             del self.requests[sequence.request.request_id]
 

@@ -115,8 +115,6 @@ class Committer:
             return
         results = group.search.results()
         books.counters.num_generated_tokens += sum(len(result.token_ids) for result in results)
-        for result in results[1:]:
-            books.counters.num_finished[result.reason] += 1
         books.finish(leader, results[0].reason)
         events.beams.append((leader, results))
 

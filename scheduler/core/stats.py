@@ -1,8 +1,6 @@
 """Numbers the core keeps of itself: plain data; the shell knows what a metric is."""
 
-from dataclasses import dataclass, field
-
-from scheduler.core.sequence import FinishReason
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -16,4 +14,3 @@ class Counters:
     num_cow_copies: int = 0
     num_prefix_queried_tokens: int = 0  # prompt tokens, at first admission
     num_prefix_hit_tokens: int = 0  # of these, found in the prefix cache
-    num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))  # sequences

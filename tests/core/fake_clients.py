@@ -1,5 +1,6 @@
 """The clients of a test: they know what they must be told, and object to everything else at once."""
 
+from collections import Counter
 from dataclasses import dataclass, field, replace
 
 from scheduler.core import BeamResult, Events, FinishReason, Request, Sequence, TokenLogprobs
@@ -37,6 +38,11 @@ class FakeClients:
             key = (request.request_id, index)
             self.expected[key] = expected_output(prompt, request.params, seed, self.vocab_size)
             self.received[key] = []
+
+    def count_ends(self) -> dict[str, int]:
+        """By reason, those that never came included."""
+        num_ended = Counter(self.ended.values())
+        return {f"finished: {reason.value}": num_ended[reason] for reason in FinishReason}
 
     def narrow(self, most_tokens: int) -> int:
         """A pool has come in which a sequence can reach so many tokens. Who named no bound expects no more than that,

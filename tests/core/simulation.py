@@ -26,7 +26,6 @@ from scheduler.core import (
     Batching,
     BeamParams,
     CapacityExceeded,
-    FinishReason,
     Limits,
     Memory,
     Policy,
@@ -321,10 +320,7 @@ class Simulation:
         return self.random.expovariate(1 / mean_ms)
 
     def _counted(self) -> dict[str, int]:
-        counters = asdict(self.rig.scheduler.counters)
-        finished: dict[FinishReason, int] = counters.pop("num_finished")
-        ends = {f"finished: {reason.value}": num_sequences for reason, num_sequences in finished.items()}
-        return counters | asdict(self.rig.coverage) | ends
+        return asdict(self.rig.scheduler.counters) | asdict(self.rig.coverage) | self.rig.clients.count_ends()
 
 
 def simulate(seed: int) -> Counter[str]:

@@ -136,7 +136,7 @@ def test_samples_end_one_by_one() -> None:
     rig.run()
 
 
-def test_counts_every_end_once() -> None:
+def test_every_end_has_its_reason() -> None:
     rig = build_rig()
     for request_id in (1, 2, 3):
         rig.add(make_request(request_id, deadline_s=5.0 if request_id == 3 else None))
@@ -144,11 +144,10 @@ def test_counts_every_end_once() -> None:
     rig.cancel(2)
     rig.expire(5.0)
     rig.run()
-    num_finished = rig.scheduler.counters.num_finished
-    assert {reason: number for reason, number in num_finished.items() if number} == {
-        FinishReason.LENGTH: 1,
-        FinishReason.CANCELLED: 1,
-        FinishReason.DEADLINE: 1,
+    assert rig.clients.ended == {
+        (1, 0): FinishReason.LENGTH,
+        (2, 0): FinishReason.CANCELLED,
+        (3, 0): FinishReason.DEADLINE,
     }
 
 

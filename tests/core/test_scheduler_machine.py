@@ -290,8 +290,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.happened["preemptions"] += counters.num_preemptions
             self.happened["copies"] += counters.num_cow_copies
             self.happened["hit tokens"] += counters.num_prefix_hit_tokens
-            for reason, num_sequences in counters.num_finished.items():
-                self.happened[f"finished: {reason.value}"] += num_sequences
+            self.happened.update(self.rig.clients.count_ends())
 
 
 def _pick(choices: list[T], number: int) -> T:
