@@ -8,6 +8,7 @@ and holds for all of the process.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -19,4 +20,6 @@ IN_PROCESSES_OF_THEIR_OWN = ["test_interpreted.py", "test_compiles.py"]
 if IS_INTERPRETED:
     collect_ignore = IN_PROCESSES_OF_THEIR_OWN
 elif not torch.cuda.is_available():
-    collect_ignore = ["test_attention.py", "test_elementwise.py", "test_kv.py", "test_work.py"]
+    collect_ignore = [
+        path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in IN_PROCESSES_OF_THEIR_OWN
+    ]
