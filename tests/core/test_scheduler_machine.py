@@ -303,7 +303,7 @@ def test_scheduler_keeps_its_promises(search: settings) -> None:
     happened = SchedulerMachine.happened
     happened.clear()
     thorough = settings(search, max_examples=2 * search.max_examples)
-    # Too rare for so few examples: the simulation has to see them, and test_beam_group.py, test_scheduler.py and
+    # Too rare for so few examples: the simulation has to see them, and test_beam_group.py, test_smaller_pool.py and
     # test_progress.py do.
     rare = {"num_preempted_beams", "num_beams_behind", "num_narrowed", "num_ended_by_pool", "finished: error"}
     missing: list[str] = []
