@@ -19,7 +19,7 @@ from typing import Any
 from bench.report import save
 
 _ROOT = Path(__file__).resolve().parent.parent
-_KERNELS = "tests/kernels_triton"
+_KERNELS = "tests/kernels/triton"
 _EXECUTOR = "tests/executor/cuda"
 _DEVICE_DTYPES = ("float16", "bfloat16")
 # As the tests of attention, which matter most here, name their cases.

@@ -27,7 +27,7 @@ from bench.step_traces import StepRecorder, idle_ratio
 from bench.trace import TraceRequest, TraceSettings, describe, make_trace
 from quire.async_client import AsyncClient
 from quire.block_map import ServerInfo, StepTrace
-from quire.services import ServicePair, on_free_ports, service_pair
+from quire.cli.services import ServicePair, on_free_ports, service_pair
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,10 +48,10 @@ from bench.static_baseline import StaticBatches
 from bench.trace import TraceRequest, make_trace
 from quire.async_client import AsyncClient
 from quire.block_map import ServerInfo
+from quire.cli.services import on_free_ports, service_pair
+from quire.cli.supervisor import ChildFailed
 from quire.errors import QuireError
 from quire.model_path import resolved_model
-from quire.services import on_free_ports, service_pair
-from quire.supervisor import ChildFailed
 
 
 @dataclass(frozen=True, slots=True)

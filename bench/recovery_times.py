@@ -31,7 +31,7 @@ from quire.async_client import AsyncClient
 from quire.events import Delta
 
 MODEL = Path(__file__).parents[1] / "models" / "tiny"
-LIFELINE = Path(__file__).parents[1] / "quire" / "lifeline.py"
+LIFELINE = Path(__file__).parents[1] / "quire" / "cli" / "lifeline.py"
 NUM_STREAMS = 16
 NUM_TOKENS = 400
 PROMPT = "Once upon a time"

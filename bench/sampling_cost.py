@@ -19,10 +19,10 @@ import torch
 
 from bench.report import save
 from executor.config import ExecutorConfig
-from executor.device import resolve_num_threads
+from executor.device.device import resolve_num_threads
+from executor.device.runner import ModelRunner
 from executor.loading import load_model
-from executor.plan import Admission, SequenceParams, StepPlan
-from executor.runner import ModelRunner
+from executor.plans.plan import Admission, SequenceParams, StepPlan
 
 NUM_SEQUENCES = 64
 NUM_PROMPT_TOKENS = 24

@@ -8,14 +8,14 @@ replaced here, by ones that do nothing, so that the product needs no switch that
 
 import sys
 
-from quire.cli import main
+from quire.cli.main import main
 
 
 def blind_scheduler() -> None:
-    from scheduler import intake
     from scheduler import main as scheduler_main
     from scheduler.live.plan_log import PlanLog
-    from scheduler.metrics import SchedulerMetrics
+    from scheduler.requests import intake
+    from scheduler.telemetry.metrics import SchedulerMetrics
 
     class Unseen:
         """Of a request: no line, no trace, no exemplar; its metrics are no recorder."""

@@ -15,11 +15,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import quire
 from executor.config import ExecutorConfig
-from quire.config_flags import field_texts
+from quire.cli.config_flags import field_texts
+from quire.cli.serve import serving_probe
+from quire.cli.services import on_free_ports, service_pair
+from quire.cli.supervisor import Supervisor
 from quire.model_path import embedded_model
-from quire.serve import serving_probe
-from quire.services import on_free_ports, service_pair
-from quire.supervisor import Supervisor
 from scheduler.config import SchedulerConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operations.md"

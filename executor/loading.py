@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import torch
 
 import kernels
-from executor.checkpoint import Checkpoint, TensorSource, locate, torch_dtype
+from executor.checkpoints.checkpoint import Checkpoint, TensorSource, locate, torch_dtype
+from executor.checkpoints.model_config import ModelConfig, read_model_config
+from executor.checkpoints.random_weights import RandomCheckpoint
 from executor.config import ExecutorConfig
-from executor.device import resolve_device
-from executor.kv_pool import allocate_pool, choose_num_blocks, kv_bytes_per_token
-from executor.limits import Limits, resolve_limits, resolve_max_model_len, resolve_max_num_seqs
-from executor.model_config import ModelConfig, read_model_config
+from executor.device.device import resolve_device
+from executor.memory.kv_pool import allocate_pool, choose_num_blocks, kv_bytes_per_token
 from executor.models.decoder import Decoder
 from executor.models.eager import EagerModel
 from executor.models.weights import expected_shapes, load_weights
-from executor.random_weights import RandomCheckpoint
+from executor.plans.limits import Limits, resolve_limits, resolve_max_model_len, resolve_max_num_seqs
 from kernels import reference
 from kernels.memory import populate
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from executor.cuda.runner import CudaRunner
-    from executor.runner import Model, ModelRunner
+    from executor.device.runner import Model, ModelRunner
 
 Say = Callable[[str], None]
 """Tells a person what goes on."""
@@ -118,7 +118,7 @@ def _make_runner(
     limits: Limits,
     progress: kernels.Progress,
 ) -> "ModelRunner":
-    from executor.runner import ModelRunner  # loads numba, which a GPU host does without
+    from executor.device.runner import ModelRunner  # loads numba, which a GPU host does without
 
     home.warm_up(shape, progress)
     return ModelRunner(_model(decoder, home, pool, limits), limits)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from executor.plan import StepTimings
+from executor.plans.plan import StepTimings
 from quire.addresses import UNIX, HostPort, listen_error
 from quire.histogram import Histogram
 from quire.version import build_version

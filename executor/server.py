@@ -15,13 +15,13 @@ from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from executor import wire
 from executor.config import ExecutorConfig
-from executor.device import device_is_sane, prepare_compute_thread, resolve_num_threads
-from executor.device_thread import DeviceThread
+from executor.device.device import device_is_sane, prepare_compute_thread, resolve_num_threads
+from executor.device.device_thread import DeviceThread
 from executor.loading import LoadedModel
 from executor.metrics import Metrics
-from executor.servicer import ExecutorServicer
+from executor.plans import plan_wire as wire
+from executor.stream.servicer import ExecutorServicer
 from quire.addresses import AddressInUse, at_port
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc

@@ -23,7 +23,7 @@ from planning.server import Server
 from planning.workload import Job
 from scheduler.core import CapacityExceeded, Events, QueueFull, Request, SequenceParams, StepResult, leap
 from scheduler.core.step_load import LoadTracker, StepLoad
-from scheduler.pace import Arrivals, could_join, lead_s
+from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
 
 _SHARED_TOKENS_FROM = 1 << 31
 """Token ids of system prompts; below are those that only one request has."""
@@ -185,7 +185,7 @@ class Simulation:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def _due_s(self) -> float:
-        """When the engine makes its next plan (scheduler/pace.py)."""
+        """When the engine makes its next plan (scheduler/engine/plan_timing.py)."""
         if not self._in_flight or not could_join(self.scheduler):
             return self.now_s
         newest = self._in_flight[-1]

@@ -1,5 +1,5 @@
 """`python -m quire` is `quire`."""
 
-from quire.cli import main
+from quire.cli.main import main
 
 main()

@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING
 
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable
-from scheduler.admin_server import AdminServer
-from scheduler.chat import ChatRenderer, load_template
-from scheduler.checkpoint import Checkpoint, CheckpointError
 from scheduler.config import ConfigError, SchedulerConfig
 from scheduler.core import BATCHING, MEMORY, POLICIES, Batching, Scheduler, StepPlan
-from scheduler.engine import Engine, ServerState
-from scheduler.engine_options import EngineOptions
-from scheduler.executor_client import ExecutorClient
-from scheduler.generation_defaults import GenerationDefaults
-from scheduler.generation_server import GenerationServer
-from scheduler.grpc_server import GrpcServer
-from scheduler.http_server import HttpServer
-from scheduler.intake import Intake, ServedModel
+from scheduler.engine.engine import Engine, ServerState
+from scheduler.engine.executor_client import ExecutorClient
+from scheduler.engine.options import EngineOptions
 from scheduler.live.feed import LiveFeed
 from scheduler.live.page import LivePage
 from scheduler.live.plan_log import PlanLog
-from scheduler.metrics import SchedulerMetrics
-from scheduler.tokenizer import Tokenizer
+from scheduler.requests.generation_defaults import GenerationDefaults
+from scheduler.requests.intake import Intake, ServedModel
+from scheduler.servers.admin_server import AdminServer
+from scheduler.servers.generation_server import GenerationServer
+from scheduler.servers.grpc_server import GrpcServer
+from scheduler.servers.http_server import HttpServer
+from scheduler.telemetry.metrics import SchedulerMetrics
+from scheduler.text.chat import ChatRenderer, load_template
+from scheduler.text.checkpoint import Checkpoint, CheckpointError
+from scheduler.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from scheduler.tracing import OtlpTracer
+    from scheduler.telemetry.tracing import OtlpTracer
 
 EXIT_DRAINED = 0
 EXIT_UNFINISHED = 1
@@ -170,7 +170,7 @@ def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
 
 def _tracer(endpoint: str) -> "OtlpTracer":
     """Raises ConfigError where OpenTelemetry is not installed: it is loaded if it is wanted, and not before."""
-    from scheduler.tracing import OtlpTracer
+    from scheduler.telemetry.tracing import OtlpTracer
 
     return OtlpTracer(endpoint)
 

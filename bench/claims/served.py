@@ -19,7 +19,7 @@ from bench.step_traces import StepRecorder
 from bench.trace import TraceRequest, TraceSettings, make_trace
 from quire.async_client import AsyncClient
 from quire.block_map import ServerInfo, StepTrace
-from quire.services import on_free_ports, service_pair
+from quire.cli.services import on_free_ports, service_pair
 
 T = TypeVar("T")
 

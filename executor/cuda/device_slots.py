@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from executor.cuda.upload import Arrays
-from executor.limits import Limits
-from executor.plan import Admission, EndReason, Fork, Ints, StepPlan
+from executor.plans.limits import Limits
+from executor.plans.plan import Admission, EndReason, Fork, Ints, StepPlan
 from kernels.triton import STATE_FIELDS, StateField, update_tables
 
 

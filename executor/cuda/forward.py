@@ -11,7 +11,7 @@ from executor.cuda.device_slots import DeviceSlots
 from executor.cuda.host_step import HostStep
 from executor.cuda.upload import Arrays
 from executor.models.decoder import Decoder, Rows
-from executor.slots import Slots
+from executor.slots.slots import Slots
 from kernels import AttentionShape
 from kernels.triton import (
     DecodePlanner,

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.batch import decodes_first, row_starts
-from executor.plan import Fork, Ints
-from executor.sampling_table import Draw
-from executor.slots import Slots
+from executor.plans.plan import Fork, Ints
+from executor.slots.batch import decodes_first, row_starts
+from executor.slots.sampling_table import Draw
+from executor.slots.slots import Slots
 
 # Stands in the books for a token that only the device knows. It is negative, as `open_rows` wants it, and in nobody's
 # set of end ids, so a sequence that gets it ends for its length or not at all.
@@ -25,7 +25,7 @@ _UNKNOWN_TOKEN = -2
 
 @dataclass(frozen=True, slots=True)
 class HostStep:
-    """Rows of decodes first, then those of prefills, as in `executor.batch`.
+    """Rows of decodes first, then those of prefills, as in `executor.slots.batch`.
 
     order[S]            slots that compute: decodes, each with one row, then prefills
     counts[S]           rows of each

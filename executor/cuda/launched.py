@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.cuda.accelerator import Mark
-from executor.plan import Ints, Reports, StepOutput, StepPlan, StepTimings
+from executor.plans.plan import Ints, Reports, StepOutput, StepPlan, StepTimings
 from kernels.triton import RESULT_FIELDS
 
 
@@ -26,7 +26,7 @@ class Marks:
 
 
 class LaunchedStep:
-    """See `executor.results_thread.LaunchedStep`."""
+    """See `executor.device.results_thread.LaunchedStep`."""
 
     def __init__(
         self,

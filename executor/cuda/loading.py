@@ -8,14 +8,14 @@ import numpy as np
 
 from executor.cuda.accelerator import accelerator_for
 from executor.cuda.runner import CudaRunner, StepBuffers
-from executor.plan import Admission, SequenceParams, StepPlan
+from executor.plans.plan import Admission, SequenceParams, StepPlan
 from kernels.triton import warm_up
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from executor.limits import Limits
     from executor.models.decoder import Decoder
+    from executor.plans.limits import Limits
     from kernels import AttentionShape, Progress
 
 # What each kind of step launches: a greedy one, one that draws, and one with reports, of changed logits.

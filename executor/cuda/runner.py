@@ -29,13 +29,13 @@ from executor.cuda.launched import LaunchedStep, Marks
 from executor.cuda.sampler import MAX_NUMBERS, Recipe, sample
 from executor.cuda.upload import Arrays, Upload
 from executor.errors import PlanRejected
-from executor.limits import Limits
-from executor.logprobs import join, row_pieces
 from executor.models.decoder import Decoder
-from executor.plan import EndReason, Ints, Logprobs, Reports, StepPlan
-from executor.reports import report_candidates, report_prompts, report_tokens, with_overrun
-from executor.sampling_table import Draw
-from executor.slots import Slots
+from executor.plans.limits import Limits
+from executor.plans.plan import EndReason, Ints, Logprobs, Reports, StepPlan
+from executor.sampling.logprobs import join, row_pieces
+from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
+from executor.slots.sampling_table import Draw
+from executor.slots.slots import Slots
 from kernels import AttentionShape
 from kernels.triton import RESULT_FIELDS, DecodePlanner, choose_greedily, close_rows, copy_blocks
 

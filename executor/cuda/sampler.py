@@ -1,4 +1,4 @@
-"""Sampling on the device: the tokens that `executor.sampler` would choose, without a look at any number on the way.
+"""Sampling on the device: chooses the tokens that `executor.sampling.sampler` would choose, without a host read.
 
 Every row gets its likeliest token; rows that are to draw get another one. Which parameters a row has is on the device,
 in its slot: nothing but the uniform numbers is sent, and nothing has a shape that depends on them.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from executor.cuda.device_slots import DeviceSlots
 from executor.cuda.upload import Arrays
-from executor.sampling_table import Draw
+from executor.slots.sampling_table import Draw
 from kernels.triton import choose_greedily, draw_tokens
 
 # Numbers handled at once: bounds the temporaries of large batches over large vocabularies to some 300 MB.

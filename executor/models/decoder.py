@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from executor.model_config import ModelConfig
+from executor.checkpoints.model_config import ModelConfig
 from executor.models.weights import DecoderWeights, LayerWeights
 from kernels import Kernels
 

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from executor.batch import Batch
 from executor.models.decoder import Decoder, Rows
-from executor.plan import Ints
+from executor.plans.plan import Ints
+from executor.slots.batch import Batch
 from kernels import Kernels
 
 
 class EagerModel:
-    """See `executor.runner.Model`. pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+    """See `executor.device.runner.Model`. pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]."""
 
     def __init__(self, decoder: Decoder, kernels: Kernels, pool: Tensor) -> None:
         self.decoder = decoder

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from executor.batch import Batch
 from executor.models.decoder import Decoder
 from executor.models.weights import LayerWeights
-from executor.plan import Ints
+from executor.plans.plan import Ints
+from executor.slots.batch import Batch
 from kernels import Linear, cpu
 from kernels.cpu.attend import ATTENTION_JOB, attend_kernel
 from kernels.cpu.attention import attention_fields
@@ -49,7 +49,10 @@ _ROWS, _SAMPLES = "rows", "samples"
 
 
 class ProgramModel:
-    """See `executor.runner.Model`. pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim], on the CPU."""
+    """Implements `executor.device.runner.Model` on the CPU.
+
+    pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
+    """
 
     def __init__(self, decoder: Decoder, pool: Tensor, max_num_rows: int, max_num_seqs: int) -> None:
         self._decoder = decoder

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from executor.checkpoint import TensorSource
-from executor.model_config import ModelConfig
+from executor.checkpoints.checkpoint import TensorSource
+from executor.checkpoints.model_config import ModelConfig
 from kernels import Kernels, Linear
 
 Progress = Callable[[int, int], None]

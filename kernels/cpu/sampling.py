@@ -313,7 +313,7 @@ def sample(
     """Token ids[len(rows)], one for each of these rows of logits[S, V], which has one contiguous row after the other.
 
     The other arrays are [S]: temperature 0 takes the likeliest token, the lowest id among equals. top_k 0, top_p 1 and
-    min_p 0 cut nothing; a uniform, in [0, 1), decides. What cuts mean is said in `executor.sampler`.
+    min_p 0 cut nothing; a uniform, in [0, 1), decides. What cuts mean is said in `executor.sampling.sampler`.
     """
     token_ids = np.empty(len(rows), np.int32)
     if not len(rows):

@@ -37,7 +37,7 @@ def draw_tokens(
 
     token_ids[R] int32: the likeliest ids, as `choose_greedily` leaves them. Mutates those of rows that sample and have
     any logit above -inf; NaN counts as -inf. slots[R] int32; uniforms[R] float32 in [0, 1) decide. What cuts mean is
-    said in `executor.sampler`; weights and their sums are float32. Launches one kernel, and waits for nothing.
+    said in `executor.sampling.sampler`; weights and their sums are float32. Launches one kernel, and waits for nothing.
     """
     num_rows, vocab_size = logits.shape
     if not num_rows:

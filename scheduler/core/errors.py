@@ -1,4 +1,4 @@
-"""Errors of the core, by blame. Those that clients meet have a status code, in one table (`scheduler.status`)."""
+"""Defines the core's errors, by blame. `scheduler.requests.status` maps those that clients see to status codes."""
 
 
 class QuireError(Exception):

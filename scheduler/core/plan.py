@@ -1,7 +1,7 @@
 """What leaves the core and what comes back: plain data, one plan and one result a step.
 
-The meaning of each field is that of the plan stream (protos/quire/executor/v1/executor.proto); `scheduler.wire`
-translates. Lists of tuples are flat: (a, b), (a, b), … is [a, b, a, b, …].
+The meaning of each field is that of the plan stream (protos/quire/executor/v1/executor.proto);
+`scheduler.engine.plan_wire` translates. Lists of tuples are flat: (a, b), (a, b), … is [a, b, a, b, …].
 """
 
 from collections.abc import Sequence as SequenceOf

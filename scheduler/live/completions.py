@@ -1,5 +1,5 @@
 """The prompt box's door: JSON in, a line of JSON for each message out. The checks, and what is refused, are those of
-every door (`scheduler.intake`).
+every door (`scheduler.requests.intake`).
 
     POST {"text": … or "chat": {"messages": [{"role": …, "content": …}, …]},   fields as in quire.v1.GenerateRequest
           "request_id": …, "sampling": {…}, "stopping": {…}}
@@ -22,18 +22,18 @@ from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 
 from scheduler.core import InvalidRequest, QueueFull, QuireError
-from scheduler.field_checks import MAX_VIOLATIONS, FieldChecks
-from scheduler.incoming import ChatMessage, IncomingRequest, Sampling, Stopping
 from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
-from scheduler.patience import deliver
-from scheduler.status import code_of, status_of
-from scheduler.validation import RequestLimits
+from scheduler.requests.field_checks import MAX_VIOLATIONS, FieldChecks
+from scheduler.requests.incoming import ChatMessage, IncomingRequest, Sampling, Stopping
+from scheduler.requests.status import code_of, status_of
+from scheduler.requests.validation import RequestLimits
+from scheduler.requests.write_timeout import deliver
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from quire.v1 import generation_pb2 as wire
-    from scheduler.intake import Intake
+    from scheduler.requests.intake import Intake
 
 log = logging.getLogger(__name__)
 

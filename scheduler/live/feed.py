@@ -22,7 +22,7 @@ from scheduler.live.snapshot import mark, take_snapshot
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from scheduler.engine import Engine
+    from scheduler.engine.engine import Engine
     from scheduler.live.plan_log import PlanLog
     from scheduler.live.snapshot import Snapshot
 

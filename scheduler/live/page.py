@@ -22,8 +22,8 @@ from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
 from scheduler.live.completions import CompletionDoor, error_response
 
 if TYPE_CHECKING:
-    from scheduler.intake import Intake
     from scheduler.live.feed import LiveFeed
+    from scheduler.requests.intake import Intake
 
 STATIC = Path(__file__).parent / "static"
 CONTENT_TYPES = {

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from scheduler.core import KVUsage, Scheduler
-    from scheduler.engine import Engine
-    from scheduler.model_description import ModelDescription
+    from scheduler.engine.engine import Engine
+    from scheduler.engine.model_description import ModelDescription
 
 CACHED = -1
 """In the place of a ref count: unreferenced, but findable by its prefix. 0 is a free block."""

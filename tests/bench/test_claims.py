@@ -32,7 +32,7 @@ from bench.command import BenchError
 from quire.block_map import StepTrace
 from quire.cli import app
 from scheduler.core import Scheduler
-from tests.bench import claims_data as data
+from tests.support.bench import claims_data as data
 
 CORE_ONLY = ("waste-by-kind", "waste-by-length", "timeline", "kv-arithmetic")
 SAMPLES: dict[str, Data] = {

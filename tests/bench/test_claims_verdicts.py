@@ -20,7 +20,7 @@ from bench.claims import (
     waste_by_length,
 )
 from bench.claims.claim import Claim, Word, judged, percent
-from tests.bench import claims_data as data
+from tests.support.bench import claims_data as data
 
 REPRODUCED, PARTLY, NOT = Word.REPRODUCED, Word.PARTLY, Word.NOT_REPRODUCED
 _MOST = {"contiguous": 6, "contiguous-power-of-two": 20, "contiguous-exact": 30}

@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from bench.kernel_cases import (
 from bench.machine import describe_machine, device_name, slug
 from bench.stopwatch import time_rounds
 from kernels import reference, select
+from tests.support.paths import ROOT
 
 CPU = torch.device("cpu")
 TINY = ModelShape("tiny", 4, 2, 16, 32, 48, 100, 2)
@@ -156,7 +156,7 @@ def test_the_triton_home_takes_the_cases() -> None:
     )
     finished = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer
 
 from bench.random_models import SHAPES, make_tokenizer, write_model
-from executor.model_config import read_model_config
+from executor.checkpoints.model_config import read_model_config
 from executor.models.weights import expected_shapes
 
 

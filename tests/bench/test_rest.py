@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 import bench.command
 import bench.serve
 import bench.spawned
-import quire.cli
+import quire.cli.main
 from bench.load import LoadError
 from bench.serve import BenchSettings, Peer, Subject, measure_others
-from quire.services import ServicePair
+from quire.cli.services import ServicePair
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def history(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def bench_serve(*flags: str) -> None:
-    result = CliRunner().invoke(quire.cli.app, ["bench", "serve", *flags])
+    result = CliRunner().invoke(quire.cli.main.app, ["bench", "serve", *flags])
     assert result.stderr.splitlines() == ["quire: enough"]
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench import sampling_cost
-from executor.plan import SequenceParams
+from executor.plans.plan import SequenceParams
+from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
     import pytest
 
-TINY = str(Path(__file__).parents[2] / "models" / "tiny")
+TINY = str(ROOT / "models" / "tiny")
 
 
 def test_every_feature_is_one_that_differs_from_the_default() -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from bench.serving_ceiling import Rates, Work, most_tokens_per_s
 from planning.model_shape import ModelShape
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
+if TYPE_CHECKING:
+    from pathlib import Path
+
 # Layers of 2 × 10 × (2 × 8 + 2 × 4 + 3 × 12) = 1,200 numbers, a head of 500; 16 numbers of KV a token.
 MODEL = ModelShape("hand", 50, 10, 12, 2, 2, 1, 4, 99, tie_word_embeddings=True)
 WORK = Work(num_requests=2, num_prompt_tokens=12, num_output_tokens=4)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -15,6 +14,7 @@ from bench.gpu_check import gpu_phases, small_phases
 from bench.kernel_grid import gpu_cases
 from bench.random_models import SHAPES
 from bench.targets import TARGETS, outcomes, render_table
+from tests.support.paths import ROOT
 
 
 def test_every_target_names_a_phase_and_a_case_that_exist() -> None:
@@ -141,7 +141,7 @@ def test_what_had_run_counts_when_time_is_up(workers: str, tmp_path) -> None:
         "correctness.pytest_arguments = lambda device, outcomes: [*own, f'--outcomes={outcomes}']\n"
         "sys.exit(correctness.main())\n"
     )
-    root = Path(__file__).parents[2]
+    root = ROOT
     command = [sys.executable, "-c", program, "--device", "cpu", "--json", str(tmp_path / "counts.json")]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL)
     try:
@@ -158,6 +158,6 @@ def test_what_had_run_counts_when_time_is_up(workers: str, tmp_path) -> None:
 
 def test_on_a_device_all_tests_of_kernels_run_on_it(tmp_path) -> None:
     arguments = pytest_arguments("cuda", tmp_path / "outcomes")
-    assert "tests/kernels_triton" in arguments
+    assert "tests/kernels/triton" in arguments
     ignored = [argument for argument in arguments if argument.startswith("--ignore-glob=")]
     assert [path.rpartition("_")[2] for path in ignored] == ["interpreted.py", "compiles.py"]

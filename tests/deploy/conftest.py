@@ -5,7 +5,7 @@ import pytest
 
 from deploy.reference import fetched
 from quire import InvalidRequestError
-from tests.e2e.stack import Stack
+from tests.support.e2e.stack import Stack
 
 
 @dataclass(frozen=True, slots=True)

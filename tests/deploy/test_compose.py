@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.process import ROOT
+from tests.support.e2e.process import ROOT
 
 TEXT = (ROOT / "compose.yaml").read_text(encoding="utf-8")
 SERVICES: dict[str, Any] = yaml.safe_load(TEXT)["services"]

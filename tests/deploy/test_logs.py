@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 
-from tests.e2e.stack import Stack
+from tests.support.e2e.stack import Stack
 
 PROMPT = "Once upon a xyzzy"
 

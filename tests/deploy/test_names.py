@@ -6,8 +6,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.reference import PAGE, metric_names
 from tests.deploy.conftest import Observed
-from tests.deploy.panels import NAME, panel_queries, rules
-from tests.e2e.process import ROOT
+from tests.support.deploy.panels import NAME, panel_queries, rules
+from tests.support.e2e.process import ROOT
 
 SHIPPED = {
     "scheduler": {

@@ -7,7 +7,7 @@ from deploy.reference import PAGE, flag_tables, metric_tables, with_tables
 from executor.config import ExecutorConfig
 from scheduler.config import SchedulerConfig
 from tests.deploy.conftest import Observed
-from tests.deploy.panels import rules
+from tests.support.deploy.panels import rules
 
 TEXT = PAGE.read_text(encoding="utf-8")
 

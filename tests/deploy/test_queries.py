@@ -19,9 +19,9 @@ import pytest
 from quire import AsyncClient
 from quire.addresses import with_port
 from tests.deploy.conftest import Observed
-from tests.deploy.panels import RULES, panel_queries, rule_queries
-from tests.e2e.process import Process
-from tests.e2e.waiting import until
+from tests.support.deploy.panels import RULES, panel_queries, rule_queries
+from tests.support.e2e.process import Process
+from tests.support.e2e.waiting import until
 
 NUM_CLIENTS = 12
 

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 import yaml
 
-from tests.deploy.panels import RULES, rules
+from tests.support.deploy.panels import RULES, rules
 
 DIRECTORY = RULES.parent
 promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

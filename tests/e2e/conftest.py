@@ -2,7 +2,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 
-from tests.e2e.stack import Stack
+from tests.support.e2e.stack import Stack
 
 
 @pytest.fixture(scope="session")

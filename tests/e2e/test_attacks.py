@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from quire import AsyncClient, BlockState
 from quire.v1 import generation_pb2 as wire
 from quire.v1.generation_pb2_grpc import GenerationStub
-from tests.e2e.stack import Stack
-from tests.e2e.streams import OPENINGS, Crowd, Job, differences, outcomes
-from tests.e2e.waiting import until
+from tests.support.e2e.stack import Stack
+from tests.support.e2e.streams import OPENINGS, Crowd, Job, differences, outcomes
+from tests.support.e2e.waiting import until
 
 V = 1664  # of the embedded checkpoint
 NAN, INF = float("nan"), float("inf")

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.generation import GenerateBeamDecoderOnlyOutput
 
 from quire import AsyncClient, BlockState, Completion
-from tests.e2e.stack import TINY, Stack
-from tests.e2e.streams import Crowd, differences, mixed_jobs, outcomes
-from tests.e2e.waiting import until
-from tests.executor.checkpoints import make_checkpoint
+from tests.support.e2e.stack import TINY, Stack
+from tests.support.e2e.streams import Crowd, differences, mixed_jobs, outcomes
+from tests.support.e2e.waiting import until
+from tests.support.executor.checkpoints import make_checkpoint
 
 TOLERANCE = 1e-4
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from quire import AsyncClient, BlockMap, BlockState, DeadlineExceededError, QuireError, RunningSequence
-from tests.e2e.process import Process
-from tests.e2e.proxy import Proxy
-from tests.e2e.stack import QUIRE, Stack
-from tests.e2e.streams import OPENINGS, Job, differences, outcomes
-from tests.e2e.waiting import until
+from tests.support.e2e.process import Process
+from tests.support.e2e.proxy import Proxy
+from tests.support.e2e.stack import QUIRE, Stack
+from tests.support.e2e.streams import OPENINGS, Job, differences, outcomes
+from tests.support.e2e.waiting import until
 
 NUM_SLOTS = 8
 MAX_IN_FLIGHT = 2

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire import AsyncClient, Completion
-from tests.e2e.stack import TINY, Stack
-from tests.executor.checkpoints import make_checkpoint
+from tests.support.e2e.stack import TINY, Stack
+from tests.support.executor.checkpoints import make_checkpoint
 
 FAMILIES = ["llama", "llama-llama3", "mistral-window", "qwen2", "qwen3"]
 

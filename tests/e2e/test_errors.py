@@ -23,9 +23,9 @@ from quire.addresses import with_port
 from quire.events import Prompt
 from quire.v1 import generation_pb2
 from quire.v1.generation_pb2_grpc import GenerationStub
-from tests.e2e.stack import TINY, Stack
-from tests.e2e.streams import OPENINGS, Crowd, Job, differences, outcomes
-from tests.e2e.waiting import until
+from tests.support.e2e.stack import TINY, Stack
+from tests.support.e2e.streams import OPENINGS, Crowd, Job, differences, outcomes
+from tests.support.e2e.waiting import until
 
 NUM_SLOTS = 4
 MAX_WAITING = 3

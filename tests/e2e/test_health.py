@@ -9,9 +9,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire import AsyncClient
-from tests.e2e.stack import Stack
-from tests.e2e.streams import Crowd, Job, differences, mixed_jobs, outcomes
-from tests.e2e.waiting import until
+from tests.support.e2e.stack import Stack
+from tests.support.e2e.streams import Crowd, Job, differences, mixed_jobs, outcomes
+from tests.support.e2e.waiting import until
 
 JOBS = mixed_jobs(16)
 SHORT = Job("Once upon a time", {"temperature": 0, "max_tokens": 20})

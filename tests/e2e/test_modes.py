@@ -8,8 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from quire import CapacityExceededError
 from scheduler.core import BATCHING, CONTIGUOUS, MEMORY, PAGED
-from tests.e2e.stack import TINY, Stack
 from tests.e2e.test_equality import check_greedy, complete, has_prefix_hits, mixed_requests
+from tests.support.e2e.stack import TINY, Stack
 
 REQUESTS = mixed_requests(AutoConfig.from_pretrained(TINY).vocab_size, 14, max_prompt=90, max_output=30)
 """More than fit at once, in slots and in blocks; prompts longer than a step."""

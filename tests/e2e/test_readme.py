@@ -16,9 +16,9 @@ import pytest
 
 import quire
 from quire.model_path import resolved_model
-from tests.e2e.process import ROOT, Process
-from tests.e2e.stack import TINY, Stack
-from tests.executor.checkpoints import make_checkpoint
+from tests.support.e2e.process import ROOT, Process
+from tests.support.e2e.stack import TINY, Stack
+from tests.support.executor.checkpoints import make_checkpoint
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FREE_PORTS = [f"--{flag}=127.0.0.1:0" for flag in ("listen", "http-listen", "executor", "metrics-address")]

@@ -9,11 +9,11 @@ import pytest
 from quire import AsyncClient, DeadlineExceededError, FinishReason, ServerState, UnavailableError
 from quire.executor.v1 import executor_pb2
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from tests.e2e.process import is_running
-from tests.e2e.proxy import Proxy
-from tests.e2e.stack import Stack
-from tests.e2e.streams import Crowd, Job, Outcome, differences, mixed_jobs, outcomes
-from tests.e2e.waiting import until
+from tests.support.e2e.process import is_running
+from tests.support.e2e.proxy import Proxy
+from tests.support.e2e.stack import Stack
+from tests.support.e2e.streams import Crowd, Job, Outcome, differences, mixed_jobs, outcomes
+from tests.support.e2e.waiting import until
 
 NUM_STREAMS = 64
 JOBS = mixed_jobs(NUM_STREAMS)

@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quire import AsyncClient, TokenLogprobs
-from scheduler.seeds import sample_seed
-from tests.e2e.stack import TINY, Stack
-from tests.e2e.streams import OPENINGS, Job, differences, mixed_jobs, outcomes
+from scheduler.requests.seeds import sample_seed
+from tests.support.e2e.stack import TINY, Stack
+from tests.support.e2e.streams import OPENINGS, Job, differences, mixed_jobs, outcomes
 
 TOLERANCE = 1e-4
 PROMPT = [1, 300, 301, 302, 500, 501, 502, 40, 41, 42, 43, 44, 600, 601, 602, 603, 604, 605, 606, 607, 608, 70, 71]

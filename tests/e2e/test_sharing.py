@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from quire import AsyncClient, BlockMap, BlockState
-from tests.e2e.stack import Stack
-from tests.e2e.streams import Job, differences, outcomes
-from tests.e2e.waiting import until
+from tests.support.e2e.stack import Stack
+from tests.support.e2e.streams import Job, differences, outcomes
+from tests.support.e2e.waiting import until
 
 BLOCK_SIZE = 16
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 400}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from executor.config import ExecutorConfig
+from executor.device.runner import ModelRunner
 from executor.loading import load_model
-from executor.runner import ModelRunner
-from tests.executor.checkpoints import RandomCheckpoint, make_checkpoint
+from tests.support.executor.checkpoints import RandomCheckpoint, make_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path

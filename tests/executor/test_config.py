@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from executor.config import ExecutorConfig
-from executor.device import resolve_device, resolve_num_threads
+from executor.device.device import resolve_device, resolve_num_threads
 from executor.errors import ConfigError
-from tests.executor.checkpoints import make_checkpoint
+from tests.support.executor.checkpoints import make_checkpoint
 
 
 def test_from_a_dict() -> None:

@@ -61,9 +61,9 @@ def test_a_process_whose_device_hangs_ends_with_its_traces(checkpoint) -> None:
         ' "kernels": "reference", "device": "cpu", "num_threads": 1, "num_blocks": 50, "step_timeout_s": 0.2}'
     )
     hangs = (
-        "import threading, executor.runner\n"
+        "import threading, executor.device.runner\n"
         "def hang(runner, plan, computing): threading.Event().wait()\n"
-        "executor.runner.ModelRunner.execute = hang\n"
+        "executor.device.runner.ModelRunner.execute = hang\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", hangs + _PROGRAM, settings], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -10,7 +10,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from executor.metrics import IdleRatio, Metrics, executor_label
-from executor.plan import StepTimings
+from executor.plans.plan import StepTimings
 
 
 @pytest.fixture

@@ -14,12 +14,12 @@ import pytest
 
 from executor.config import ExecutorConfig
 from executor.loading import load_model
-from executor.plan import Admission, SequenceParams, StepPlan
+from executor.plans.plan import Admission, SequenceParams, StepPlan
 from executor.server import Server
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from tests.executor.conductor import ints, tuples
-from tests.executor.messages import plan_message, read
+from tests.support.executor.conductor import ints, tuples
+from tests.support.executor.messages import plan_message, read
 
 CONFIG = ExecutorConfig(model="unused", listen_address="127.0.0.1:0", metrics_address="", num_threads=1)
 

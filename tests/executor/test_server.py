@@ -18,9 +18,9 @@ from executor.server import Server
 from quire.addresses import AddressInUse, with_port
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from tests.executor.conductor import ints
-from tests.executor.fake_runner import FakeRunner, loaded
-from tests.executor.messages import read
+from tests.support.executor.conductor import ints
+from tests.support.executor.fake_runner import FakeRunner, loaded
+from tests.support.executor.messages import read
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

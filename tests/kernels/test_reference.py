@@ -9,7 +9,7 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from kernels import reference
-from tests.kernels.paged import gathered, paged, poisoned
+from tests.support.kernels.paged import gathered, paged, poisoned
 
 
 def sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int) -> torch.Tensor:

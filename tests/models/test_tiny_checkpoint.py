@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from models.tiny.stories import vocabulary, words
+from tests.support.paths import ROOT
 
-FOLDER = Path(__file__).parents[2] / "models" / "tiny"
+FOLDER = ROOT / "models" / "tiny"
 MAX_FOLDER_BYTES = 12_000_000
 MAX_STORY_TOKENS = 400
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-import quire.cli
+import quire.cli.main
 from bench.step_traces import save_chrome_trace
 from planning.errors import PlanningError
 from planning.request_file import read_jobs
@@ -17,7 +17,7 @@ from quire.block_map import StepTrace
 
 
 def invoke(*words: str) -> Result:
-    return CliRunner().invoke(quire.cli.app, words)
+    return CliRunner().invoke(quire.cli.main.app, words)
 
 
 def simulated(*words: str) -> dict[str, Any]:
@@ -220,7 +220,7 @@ def test_a_cost_model_from_measured_steps(tmp_path: Path) -> None:
 
 def test_help_loads_no_numpy_for_planning() -> None:
     """`quire --help` stays quick: what computes is loaded when it is asked for."""
-    code = "import sys, quire.cli; print(sorted(m for m in sys.modules if m.startswith('planning')))"
+    code = "import sys, quire.cli.main; print(sorted(m for m in sys.modules if m.startswith('planning')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "['planning', 'planning.errors', 'planning.settings']"
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import quire.cli
+import quire.cli.main
 from planning.config_file import read_model_shape
 from planning.errors import PlanningError
 from tests.planning.test_model_shape import LLAMA_3_1_8B, QWEN_3_0_6B
 
-EMBEDDED = Path(quire.cli.__file__).resolve().parent.parent / "models" / "tiny"
+EMBEDDED = Path(quire.cli.__file__).resolve().parents[2] / "models" / "tiny"
 
 
 def written(path: Path, content: Any) -> Path:
@@ -52,7 +52,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(tmp_path: Path, content: Any,
         read_model_shape(tmp_path)
     assert str(path) in str(caught.value)
     assert problem in str(caught.value)
-    result = CliRunner().invoke(quire.cli.app, ["plan", str(path)])
+    result = CliRunner().invoke(quire.cli.main.app, ["plan", str(path)])
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert problem in result.stderr
@@ -63,7 +63,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(PlanningError, match=r"no config\.json"):
         read_model_shape(tmp_path)
     for model in (str(tmp_path), str(tmp_path / "nothing"), "llama-9-1t"):
-        result = CliRunner().invoke(quire.cli.app, ["plan", model])
+        result = CliRunner().invoke(quire.cli.main.app, ["plan", model])
         assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
 
 
@@ -80,7 +80,7 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_settings_that_cannot_be_meant(flags: list[str], problem: str) -> None:
-    result = CliRunner().invoke(quire.cli.app, ["plan", "llama-3.1-8b", *flags])
+    result = CliRunner().invoke(quire.cli.main.app, ["plan", "llama-3.1-8b", *flags])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert problem in result.stderr
 
@@ -95,7 +95,7 @@ def test_a_directory_a_file_and_a_name_are_models(tmp_path: Path) -> None:
         True,
     )
     assert read_model_shape(written(tmp_path / "mine.json", QWEN_3_0_6B)).name == "mine"
-    result = CliRunner().invoke(quire.cli.app, ["plan", "Qwen3-0.6B", "--json"])
+    result = CliRunner().invoke(quire.cli.main.app, ["plan", "Qwen3-0.6B", "--json"])
     assert result.exit_code == 0
     assert json.loads(result.stdout)["model"]["num_parameters"] == 596_049_920
 

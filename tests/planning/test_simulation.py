@@ -19,7 +19,7 @@ from planning.summary import Summary, summarize, timeline
 from planning.workload import Job, ListedJobs, Source, Tenant
 from scheduler.core import BATCHING, FCFS, MEMORY, PRIORITY, Limits, Request, Scheduler, SequenceParams, StepResult
 from scheduler.core.step_load import StepLoad
-from scheduler.pace import Arrivals, could_join, lead_s
+from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
 
 COST = FittedCost(
     overhead_s=5e-3,

@@ -1,4 +1,4 @@
-"""Where these tests run: as those of the Triton kernels do, see `tests.kernels_triton.conftest`."""
+"""Where these tests run: as those of the Triton kernels do, see `tests.kernels.triton.conftest`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.executor.cuda.places import DEVICE, Pair, make_pair
-from tests.kernels_triton.conftest import IS_INTERPRETED
+from tests.kernels.triton.conftest import IS_INTERPRETED
+from tests.support.cuda.places import DEVICE, Pair, make_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable

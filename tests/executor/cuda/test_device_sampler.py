@@ -1,4 +1,4 @@
-"""Sampling on the device against `executor.sampler`, row by row."""
+"""Sampling on the device against `executor.sampling.sampler`, row by row."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from executor.cuda.accelerator import accelerator_for
 from executor.cuda.device_slots import DeviceSlots, slot_deltas
 from executor.cuda.sampler import Recipe, sample
 from executor.cuda.upload import Upload
-from executor.limits import Limits
-from executor.plan import Admission, SequenceParams, StepPlan
-from executor.sampler import sample as sample_on_host
-from executor.sampling_table import SamplingTable
-from tests.executor.conductor import ints
-from tests.executor.cuda.places import DEVICE
+from executor.plans.limits import Limits
+from executor.plans.plan import Admission, SequenceParams, StepPlan
+from executor.sampling.sampler import sample as sample_on_host
+from executor.slots.sampling_table import SamplingTable
+from tests.support.cuda.places import DEVICE
+from tests.support.executor.conductor import ints
 
 NUM_ROWS, VOCAB_SIZE = 24, 700
 LIMITS = Limits(

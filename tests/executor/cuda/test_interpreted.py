@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreted import run_interpreted
+from tests.support.interpreted import run_interpreted
 
 
 @pytest.mark.timeout(900)

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from executor.cuda.accelerator import EagerAccelerator
-from executor.device_thread import DeviceThread, FailureKind, Step
-from executor.plan import StepOutput, StepPlan
-from tests.executor.conductor import Conductor
-from tests.executor.cuda.places import DEVICE, make_pair
-from tests.executor.cuda.streams import RandomStream
+from executor.device.device_thread import DeviceThread, FailureKind, Step
+from executor.plans.plan import StepOutput, StepPlan
 from tests.executor.cuda.test_runner import ALL_KINDS, _counts, _first_plan, assert_same
+from tests.support.cuda.places import DEVICE, make_pair
+from tests.support.cuda.streams import RandomStream
+from tests.support.executor.conductor import Conductor
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="a device of its own, which fails when told to")
 TIMEOUT_S = 60

@@ -11,11 +11,11 @@ from executor.config import ExecutorConfig
 from executor.cuda.accelerator import CudaAccelerator
 from executor.cuda.runner import CudaRunner
 from executor.loading import load_model
-from tests.executor.conductor import generate
-from tests.executor.cuda.places import Finished, Pair, make_pair
-from tests.executor.cuda.streams import RandomStream
 from tests.executor.cuda.test_runner import assert_same, run_stream
-from tests.kernels_triton.conftest import IS_INTERPRETED
+from tests.kernels.triton.conftest import IS_INTERPRETED
+from tests.support.cuda.places import Finished, Pair, make_pair
+from tests.support.cuda.streams import RandomStream
+from tests.support.executor.conductor import generate
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from executor.cuda.loading import rehearse
-from executor.logprobs import Logprobs
-from executor.plan import Reports
-from tests.executor.conductor import Conductor, ints
-from tests.executor.cuda.places import DEVICE, Finished
-from tests.executor.cuda.streams import RandomStream
+from executor.plans.plan import Reports
+from executor.sampling.logprobs import Logprobs
 from tests.executor.cuda.test_runner import NUM_STEPS, NoLooking, assert_same
+from tests.support.cuda.places import DEVICE, Finished
+from tests.support.cuda.streams import RandomStream
+from tests.support.executor.conductor import Conductor, ints
 
 pytestmark = pytest.mark.timeout(300)
 CHANGES: list[dict[str, object]] = [
@@ -132,7 +132,7 @@ def test_nobody_waits_for_who_asked_before(pair, checkpoint) -> None:
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="half precision on a GPU rounds otherwise")
 def test_prompts_in_pieces(pair, checkpoint, monkeypatch) -> None:
-    monkeypatch.setattr("executor.logprobs._CHUNK", 307 * 2)
+    monkeypatch.setattr("executor.sampling.logprobs._CHUNK", 307 * 2)
     monkeypatch.setattr("executor.cuda.runner.MAX_NUMBERS", 307)
     both, source = pair("llama"), checkpoint("llama")
     conductors = [Conductor(Finished(both.cuda)), Conductor(both.reference)]

@@ -9,7 +9,7 @@ from executor.cuda.accelerator import accelerator_for
 from executor.cuda.graphs import bucket_sizes
 from executor.cuda.upload import Upload
 from kernels.triton import RESULT_FIELDS, STATE_FIELDS, close_rows, open_rows
-from tests.executor.cuda.places import DEVICE
+from tests.support.cuda.places import DEVICE
 
 BLOCK_SIZE = 4
 LENGTH = 2

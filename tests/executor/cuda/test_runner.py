@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from executor.cuda.graphs import bucket_sizes
 from executor.cuda.loading import rehearse
 from executor.errors import PlanRejected
-from executor.plan import EndReason, StepPlan
+from executor.plans.plan import EndReason, StepPlan
 from kernels.triton import StateField
-from tests.executor.conductor import Conductor, generate, ints, tuples
-from tests.executor.cuda.places import DEVICE, Finished
-from tests.executor.cuda.streams import RandomStream
+from tests.support.cuda.places import DEVICE, Finished
+from tests.support.cuda.streams import RandomStream
+from tests.support.executor.conductor import Conductor, generate, ints, tuples
 
 # In the interpreter, where a step takes a quarter of a second; the seeds are such that all happens early.
 NUM_STEPS = 60 if DEVICE.type == "cuda" else 25

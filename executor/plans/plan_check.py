@@ -1,0 +1,242 @@
+"""Every rule a plan must keep, checked completely before anything changes.
+
+`project` computes the counters as they stand right before the step's tokens are computed (effects 1 to 6 of the plan
+stream) and raises PlanRejected, naming the offence, if the plan breaks a rule on the way. It mutates nothing: the slots
+then take the projected counters over.
+"""
+
+import math
+
+import numpy as np
+
+from executor.errors import PlanRejected
+from executor.plans.limits import Limits
+from executor.plans.plan import Admission, Fork, Ints, SequenceParams, StepPlan
+from executor.plans.slot_counters import SlotCounters
+
+_SEEDS = 1 << 64
+
+
+def project(plan: StepPlan, now: SlotCounters, limits: Limits) -> SlotCounters:
+    """The counters after retiring, admitting, branching, table updates and row counts. Raises PlanRejected."""
+    after = now.copy()
+    _retire(plan.retired_slots, after, limits)
+    for admission in plan.admissions:
+        _admit(admission, after, limits)
+    _branch(plan.branches, after, limits)
+    _extend_tables(plan.table_updates, after, limits)
+    _check_copies(plan.block_copies, limits)
+    _set_row_counts(plan.row_counts, after, limits)
+    _check_rows(after, limits)
+    _check_forks(plan.forks, after, limits)
+    return after
+
+
+def _retire(slots: Ints, after: SlotCounters, limits: Limits) -> None:
+    if not slots.size:
+        return
+    _check_slots("retired_slots", slots, after, limits)
+    _check_distinct("retired_slots: slot", slots)
+    after.clear(slots)
+
+
+def _admit(admission: Admission, after: SlotCounters, limits: Limits) -> None:
+    slot, where = admission.slot, f"admission to slot {admission.slot}"
+    if not 0 <= slot < limits.max_num_seqs:
+        raise PlanRejected(f"{where}: there are {limits.max_num_seqs} slots")
+    if after.is_admitted[slot]:
+        raise PlanRejected(f"{where}: the slot is taken")
+    num_tokens, num_blocks = len(admission.token_ids), len(admission.block_table)
+    if not num_tokens:
+        raise PlanRejected(f"{where}: no tokens")
+    _check_token_ids(f"{where}: token_ids", admission.token_ids, limits)
+    if not 0 <= admission.num_computed_tokens < num_tokens:
+        raise PlanRejected(
+            f"{where}: {admission.num_computed_tokens} of {num_tokens} tokens computed, but one must be left"
+        )
+    if num_blocks > limits.max_blocks_per_seq:
+        raise PlanRejected(f"{where}: {num_blocks} blocks, more than {limits.max_blocks_per_seq} for a sequence")
+    _check_blocks(f"{where}: block_table", admission.block_table, limits)
+    _check_params(where, admission.params, num_tokens, limits)
+    after.is_admitted[slot] = True
+    after.is_beam[slot] = admission.params.num_candidates > 0
+    after.num_tokens[slot] = num_tokens
+    after.num_computed_tokens[slot] = admission.num_computed_tokens
+    after.num_blocks[slot] = num_blocks
+
+
+def _check_params(where: str, params: SequenceParams, num_tokens: int, limits: Limits) -> None:
+    if not num_tokens < params.max_total_tokens <= limits.max_model_len:
+        raise PlanRejected(
+            f"{where}: max_total_tokens {params.max_total_tokens} is not above its {num_tokens} tokens"
+            f" and within max_model_len {limits.max_model_len}"
+        )
+    if not (math.isfinite(params.temperature) and params.temperature >= 0):
+        raise PlanRejected(f"{where}: temperature {params.temperature}")
+    if not 0 < params.top_p <= 1:
+        raise PlanRejected(f"{where}: top_p {params.top_p} is not in (0, 1]")
+    if not 0 <= params.min_p <= 1:
+        raise PlanRejected(f"{where}: min_p {params.min_p} is not in [0, 1]")
+    if params.top_k < 0:
+        raise PlanRejected(f"{where}: top_k {params.top_k}")
+    if not 0 <= params.seed < _SEEDS:
+        raise PlanRejected(f"{where}: seed {params.seed} is not a 64-bit unsigned integer")
+    _check_token_ids(f"{where}: eos_token_ids", params.eos_token_ids, limits)
+    _check_token_ids(f"{where}: stop_token_ids", params.stop_token_ids, limits)
+    _check_changes(where, params, num_tokens, limits)
+    _check_reports(where, params, limits)
+
+
+def _check_changes(where: str, params: SequenceParams, num_tokens: int, limits: Limits) -> None:
+    """What changes logits."""
+    _check_token_ids(f"{where}: allowed_token_ids", params.allowed_token_ids, limits)
+    _check_token_ids(f"{where}: bias_token_ids", params.bias_token_ids, limits)
+    _check_distinct(f"{where}: bias_token_ids: token id", params.bias_token_ids)
+    if len(params.bias_values) != len(params.bias_token_ids):
+        raise PlanRejected(f"{where}: {len(params.bias_values)} bias_values for {len(params.bias_token_ids)} tokens")
+    if not np.isfinite(params.bias_values).all():
+        raise PlanRejected(f"{where}: bias_values: not all are finite")
+    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
+        raise PlanRejected(f"{where}: repetition_penalty {params.repetition_penalty}")
+    if not math.isfinite(params.frequency_penalty):
+        raise PlanRejected(f"{where}: frequency_penalty {params.frequency_penalty}")
+    if not math.isfinite(params.presence_penalty):
+        raise PlanRejected(f"{where}: presence_penalty {params.presence_penalty}")
+    if not 0 <= params.num_prompt_tokens <= num_tokens:
+        raise PlanRejected(f"{where}: num_prompt_tokens {params.num_prompt_tokens} of {num_tokens} tokens")
+
+
+def _check_reports(where: str, params: SequenceParams, limits: Limits) -> None:
+    for name, num_reported, most in (
+        ("num_logprobs", params.num_logprobs, limits.vocab_size + 1),
+        ("num_prompt_logprobs", params.num_prompt_logprobs, limits.vocab_size + 1),
+        ("num_candidates", params.num_candidates, limits.vocab_size),
+    ):
+        if not 0 <= num_reported <= most:
+            raise PlanRejected(f"{where}: {name} {num_reported} is not in [0, {most}]")
+
+
+def _branch(branches: Ints, after: SlotCounters, limits: Limits) -> None:
+    """Parents are beams that have reported; so are the slots they overwrite, unless those are empty."""
+    if not branches.size:
+        return
+    slots, parents, token_ids = branches.T
+    _check_in_range("branches", slots, limits)
+    _check_slots("branches: parent", parents, after, limits)
+    _check_distinct("branches: slot", slots)
+    _check_token_ids("branches", token_ids, limits)
+    has_reported = after.has_reported
+    if others := parents[~has_reported[parents]].tolist():
+        raise PlanRejected(f"branches: parent slot {others[0]} is no beam that has reported")
+    if others := slots[after.is_admitted[slots] & ~has_reported[slots]].tolist():
+        raise PlanRejected(f"branches: slot {others[0]} is taken")
+    if full := parents[after.num_tokens[parents] >= limits.max_model_len].tolist():
+        raise PlanRejected(f"branches: parent slot {full[0]} has max_model_len {limits.max_model_len} tokens already")
+    after.copy_slots(parents, slots)
+    after.num_tokens[slots] += 1
+    after.row_count[slots] = 1
+
+
+def _extend_tables(updates: Ints, after: SlotCounters, limits: Limits) -> None:
+    """Entries may replace others or extend a table; a table never has holes."""
+    if not updates.size:
+        return
+    slots, logical, physical = updates.T
+    _check_slots("table_updates", slots, after, limits)
+    _check_blocks("table_updates", physical, limits)
+    if ((logical < 0) | (logical >= limits.max_blocks_per_seq)).any():
+        raise PlanRejected(f"table_updates: logical block outside [0, {limits.max_blocks_per_seq})")
+    _check_distinct("table_updates: entry", slots.astype(np.int64) * limits.max_blocks_per_seq + logical)
+    is_new = logical >= after.num_blocks[slots]
+    after.num_blocks += np.bincount(slots[is_new], minlength=limits.max_num_seqs).astype(np.int32)
+    # The new entries of a slot are distinct: unless one lies at or beyond the new length, they fill it exactly.
+    if (logical >= after.num_blocks[slots]).any():
+        slot = slots[np.argmax(logical >= after.num_blocks[slots])]
+        raise PlanRejected(f"table_updates: slot {slot}: the table would have a hole")
+
+
+def _check_copies(copies: Ints, limits: Limits) -> None:
+    if not copies.size:
+        return
+    _check_blocks("block_copies", copies.ravel(), limits)
+    sources, destinations = copies.T
+    _check_distinct("block_copies: destination", destinations)
+    if both := np.intersect1d(sources, destinations).tolist():
+        raise PlanRejected(f"block_copies: block {both[0]} is both a source and a destination")
+
+
+def _set_row_counts(row_counts: Ints, after: SlotCounters, limits: Limits) -> None:
+    if not row_counts.size:
+        return
+    slots, counts = row_counts.T
+    _check_slots("row_counts", slots, after, limits)
+    _check_distinct("row_counts: slot", slots)
+    if (counts < 0).any():
+        raise PlanRejected(f"row_counts: slot {slots[np.argmax(counts < 0)]}: {counts.min()} tokens a step")
+    after.row_count[slots] = counts
+
+
+def _check_rows(after: SlotCounters, limits: Limits) -> None:
+    """Every row has a token to compute and a block to write to; all of them fit into one step."""
+    if (num_batched := int(after.row_count.sum(dtype=np.int64))) > limits.max_num_batched_tokens:
+        raise PlanRejected(f"{num_batched} tokens in one step, more than {limits.max_num_batched_tokens}")
+    planned = after.num_planned_tokens
+    if (beyond := after.has_ended & (after.row_count > 1)).any():
+        raise PlanRejected(f"slot {np.argmax(beyond)}: has ended, but computes more than one token a step")
+    is_computing = (after.row_count > 0) & ~after.has_ended
+    if (beyond := is_computing & (planned > after.num_tokens)).any():
+        slot = np.argmax(beyond)
+        raise PlanRejected(
+            f"slot {slot}: {after.row_count[slot]} tokens to compute after {after.num_computed_tokens[slot]},"
+            f" but only {after.num_tokens[slot]} are known"
+        )
+    if (short := is_computing & (planned > after.num_blocks * limits.block_size)).any():
+        slot = np.argmax(short)
+        raise PlanRejected(
+            f"slot {slot}: a block table of {after.num_blocks[slot]} is too short for {planned[slot]} tokens"
+        )
+
+
+def _check_forks(forks: tuple[Fork, ...], after: SlotCounters, limits: Limits) -> None:
+    """Parents sample in this step (or are overrun); children take slots that nobody has."""
+    children: set[int] = set()
+    for fork in forks:
+        parent, child, where = fork.parent_slot, fork.child_slot, f"fork of slot {fork.parent_slot}"
+        if not (0 <= parent < limits.max_num_seqs and 0 <= child < limits.max_num_seqs):
+            raise PlanRejected(f"{where} to slot {child}: there are {limits.max_num_seqs} slots")
+        if after.is_admitted[child] or child in children:
+            raise PlanRejected(f"{where}: slot {child} is taken")
+        if not after.is_admitted[parent]:
+            raise PlanRejected(f"{where}: the slot is empty")
+        samples = after.num_planned_tokens[parent] == after.num_tokens[parent] or after.has_ended[parent]
+        if not (after.row_count[parent] and samples) or after.is_beam[parent]:
+            raise PlanRejected(f"{where}: it does not sample in this step")
+        if not 0 <= fork.seed < _SEEDS:
+            raise PlanRejected(f"{where}: seed {fork.seed} is not a 64-bit unsigned integer")
+        children.add(child)
+
+
+def _check_slots(where: str, slots: Ints, after: SlotCounters, limits: Limits) -> None:
+    _check_in_range(where, slots, limits)
+    if empty := slots[~after.is_admitted[slots]].tolist():
+        raise PlanRejected(f"{where}: slot {empty[0]} is empty")
+
+
+def _check_in_range(where: str, slots: Ints, limits: Limits) -> None:
+    if outside := slots[(slots < 0) | (slots >= limits.max_num_seqs)].tolist():
+        raise PlanRejected(f"{where}: slot {outside[0]}: there are {limits.max_num_seqs} slots")
+
+
+def _check_blocks(where: str, blocks: Ints, limits: Limits) -> None:
+    if outside := blocks[(blocks < 1) | (blocks >= limits.num_blocks)].tolist():
+        raise PlanRejected(f"{where}: block {outside[0]} is not in [1, {limits.num_blocks})")
+
+
+def _check_token_ids(where: str, token_ids: Ints, limits: Limits) -> None:
+    if outside := token_ids[(token_ids < 0) | (token_ids >= limits.vocab_size)].tolist():
+        raise PlanRejected(f"{where}: token id {outside[0]} is not in [0, {limits.vocab_size})")
+
+
+def _check_distinct(where: str, values: np.ndarray) -> None:
+    if len(np.unique(values)) != len(values):
+        raise PlanRejected(f"{where} named twice")

@@ -1,0 +1,133 @@
+"""Between the plan stream's messages and plain data. Bytes are read where they lie: no object an element."""
+
+import numpy as np
+
+from executor.errors import PlanRejected
+from executor.plans.limits import Limits
+from executor.plans.plan import Admission, Floats, Fork, Ints, Logprobs, SequenceParams, StepOutput, StepPlan
+from quire.executor.v1 import executor_pb2 as pb
+
+_INT32 = np.dtype("<i4")
+_FLOAT32 = np.dtype("<f4")
+
+
+def plan_from_message(message: pb.StepPlan) -> StepPlan:
+    """Raises PlanRejected if packed integers do not come out even."""
+    return StepPlan(
+        epoch=message.epoch,
+        step_id=message.step_id,
+        retired_slots=_ints("retired_slots", message.retired_slots),
+        admissions=tuple(_admission(admission) for admission in message.admissions),
+        table_updates=_tuples("table_updates", message.table_updates, 3),
+        block_copies=_tuples("block_copies", message.block_copies, 2),
+        row_counts=_tuples("row_counts", message.row_counts, 2),
+        forks=tuple(Fork(fork.parent_slot, fork.child_slot, fork.seed) for fork in message.forks),
+        branches=_tuples("branches", message.branches, 3),
+    )
+
+
+def output_to_message(output: StepOutput) -> pb.StepResult:
+    timings, reports = output.timings, output.reports
+    return pb.StepResult(
+        epoch=output.epoch,
+        step_id=output.step_id,
+        token_ids=output.token_ids.astype(_INT32, copy=False).tobytes(),
+        end_reasons=output.end_reasons.tobytes() if output.end_reasons.any() else b"",
+        timings=pb.StepTimings(
+            queue_ns=timings.queue_ns,
+            prepare_ns=timings.prepare_ns,
+            forward_ns=timings.forward_ns,
+            sample_ns=timings.sample_ns,
+            idle_ns=timings.idle_ns,
+            prepare_overlaps=timings.prepare_overlaps,
+        ),
+        logprobs=_logprobs(reports.logprobs),
+        prompt_logprobs=_logprobs(reports.prompt_logprobs),
+        candidates=_logprobs(reports.candidates),
+    )
+
+
+def description_to_message(
+    limits: Limits,
+    *,
+    incarnation: str,
+    model_name: str,
+    dtype: str,
+    kv_bytes_per_token: int,
+    device: str,
+    epoch: int,
+) -> pb.DescribeResponse:
+    return pb.DescribeResponse(
+        incarnation=incarnation,
+        model_name=model_name,
+        dtype=dtype,
+        vocab_size=limits.vocab_size,
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        kv_bytes_per_token=kv_bytes_per_token,
+        device=device,
+        epoch=epoch,
+    )
+
+
+def _admission(message: pb.Admission) -> Admission:
+    params = message.params
+    return Admission(
+        slot=message.slot,
+        token_ids=_ints("admissions.token_ids", message.token_ids),
+        num_computed_tokens=message.num_computed_tokens,
+        block_table=_ints("admissions.block_table", message.block_table),
+        params=SequenceParams(
+            max_total_tokens=params.max_total_tokens,
+            min_total_tokens=params.min_total_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            seed=params.seed,
+            eos_token_ids=_ints("params.eos_token_ids", params.eos_token_ids),
+            stop_token_ids=_ints("params.stop_token_ids", params.stop_token_ids),
+            allowed_token_ids=_ints("params.allowed_token_ids", params.allowed_token_ids),
+            bias_token_ids=_ints("params.bias_token_ids", params.bias_token_ids),
+            bias_values=_floats("params.bias_values", params.bias_values),
+            repetition_penalty=params.repetition_penalty or 1.0,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            num_prompt_tokens=params.num_prompt_tokens,
+            num_logprobs=params.num_logprobs,
+            num_prompt_logprobs=params.num_prompt_logprobs,
+            num_candidates=params.num_candidates,
+        ),
+    )
+
+
+def _logprobs(logprobs: Logprobs | None) -> pb.Logprobs | None:
+    if logprobs is None:
+        return None
+    return pb.Logprobs(
+        token_ids=logprobs.token_ids.astype(_INT32, copy=False).tobytes(),
+        values=logprobs.values.astype(_FLOAT32, copy=False).tobytes(),
+        ranks=b"" if logprobs.ranks is None else logprobs.ranks.astype(_INT32, copy=False).tobytes(),
+    )
+
+
+def _floats(field: str, data: bytes) -> Floats:
+    if len(data) % _FLOAT32.itemsize:
+        raise PlanRejected(f"{field}: {len(data)} bytes are no whole number of float32")
+    return np.frombuffer(data, dtype=_FLOAT32)
+
+
+def _ints(field: str, data: bytes) -> Ints:
+    if len(data) % _INT32.itemsize:
+        raise PlanRejected(f"{field}: {len(data)} bytes are no whole number of int32")
+    return np.frombuffer(data, dtype=_INT32)
+
+
+def _tuples(field: str, data: bytes, width: int) -> Ints:
+    values = _ints(field, data)
+    if len(values) % width:
+        raise PlanRejected(f"{field}: {len(values)} integers are no whole number of {width}-tuples")
+    return values.reshape(-1, width)

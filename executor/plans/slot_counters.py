@@ -1,0 +1,84 @@
+"""The numbers a plan is checked against: a few integers for each slot."""
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor.plans.plan import Ints
+
+
+@dataclass(slots=True)
+class SlotCounters:
+    """One entry a slot, [max_num_seqs] each; all zero for an empty slot.
+
+        token_ids     ├── num_computed_tokens ──┼── row_count ──┼── … num_tokens
+        block table   ├──────── num_blocks entries ─────────┤
+
+    is_admitted, has_ended   bool. has_ended: decided here, the slot is overrun until it is retired
+    is_beam                  bool: reports candidates where others sample
+    row_count                tokens computed a step
+    """
+
+    is_admitted: NDArray[np.bool_]
+    has_ended: NDArray[np.bool_]
+    is_beam: NDArray[np.bool_]
+    num_tokens: Ints
+    num_computed_tokens: Ints
+    num_blocks: Ints
+    row_count: Ints
+
+    @classmethod
+    def empty(cls, max_num_seqs: int) -> Self:
+        return cls(
+            is_admitted=np.zeros(max_num_seqs, dtype=np.bool_),
+            has_ended=np.zeros(max_num_seqs, dtype=np.bool_),
+            is_beam=np.zeros(max_num_seqs, dtype=np.bool_),
+            num_tokens=np.zeros(max_num_seqs, dtype=np.int32),
+            num_computed_tokens=np.zeros(max_num_seqs, dtype=np.int32),
+            num_blocks=np.zeros(max_num_seqs, dtype=np.int32),
+            row_count=np.zeros(max_num_seqs, dtype=np.int32),
+        )
+
+    def copy(self) -> "SlotCounters":
+        return SlotCounters(
+            is_admitted=self.is_admitted.copy(),
+            has_ended=self.has_ended.copy(),
+            is_beam=self.is_beam.copy(),
+            num_tokens=self.num_tokens.copy(),
+            num_computed_tokens=self.num_computed_tokens.copy(),
+            num_blocks=self.num_blocks.copy(),
+            row_count=self.row_count.copy(),
+        )
+
+    def clear(self, slots: Ints) -> None:
+        for array in self._arrays():
+            array[slots] = 0
+
+    def copy_slots(self, sources: Ints, destinations: Ints) -> None:
+        """All at once: a slot may be a source and a destination."""
+        for array in self._arrays():
+            array[destinations] = array[sources]
+
+    def _arrays(self) -> tuple[NDArray[np.bool_] | Ints, ...]:
+        return (
+            self.is_admitted,
+            self.has_ended,
+            self.is_beam,
+            self.num_tokens,
+            self.num_computed_tokens,
+            self.num_blocks,
+            self.row_count,
+        )
+
+    @property
+    def has_reported(self) -> NDArray[np.bool_]:
+        """Beams whose next token is for the scheduler to choose."""
+        has_reported: NDArray[np.bool_] = self.is_beam & (self.num_computed_tokens == self.num_tokens)
+        return has_reported
+
+    @property
+    def num_planned_tokens(self) -> Ints:
+        """Tokens whose KV is in the pool once this step is done."""
+        return self.num_computed_tokens + self.row_count

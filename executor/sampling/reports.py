@@ -1,0 +1,71 @@
+"""What a step has to report besides its tokens, from the logits as the model made them."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from executor.plans.plan import Ints, Logprobs
+from executor.sampling.logprobs import join, most_probable, row_pieces, score
+from executor.slots.sampling_table import Draw
+from executor.slots.slots import Slots
+
+
+def report_tokens(slots: Slots, sampling: Ints, logits: Tensor, token_ids: Ints) -> Logprobs | None:
+    """Of the tokens that slots have sampled from logits[len(sampling), vocab_size], by ascending slot."""
+    if not slots.reports.has_logprobs:
+        return None
+    nums = slots.reports.num_logprobs[sampling]
+    asking = np.flatnonzero(nums)
+    if not asking.size:
+        return None
+    rows = asking[np.argsort(sampling[asking])]
+    return score(logits[torch.from_numpy(rows).to(logits.device)], token_ids[rows], nums[rows])
+
+
+def with_overrun(slots: Slots, reporting: Ints, is_live: np.ndarray, logprobs: Logprobs | None) -> Logprobs | None:
+    """The log-probabilities of reporting[is_live], among places for the others: slots that had ended. Theirs mean as
+    little as their tokens do, but whoever made the plan did not know of the end, and counts on them."""
+    if not slots.reports.has_logprobs:
+        return logprobs
+    nums = slots.reports.num_logprobs[reporting]
+    if not nums[~is_live].any():
+        return logprobs
+    num_places = int(nums.sum())
+    token_ids, values = np.zeros(num_places, np.int32), np.zeros(num_places, np.float32)
+    ranks = np.ones(num_places, np.int32)
+    if logprobs is not None and logprobs.ranks is not None:
+        told = np.repeat(is_live, nums)
+        token_ids[told], values[told], ranks[told] = logprobs.token_ids, logprobs.values, logprobs.ranks
+    return Logprobs(token_ids, values, ranks)
+
+
+def report_prompts(slots: Slots, logits: Tensor, rows: slice | None = None) -> Logprobs | None:
+    """Of prompt tokens: logits of all rows of `slots.prompt_spans`, or of these rows among them."""
+    spans = slots.prompt_spans
+    if spans is None:
+        return None
+    row_slots = spans.row_slots
+    targets = slots.token_ids[row_slots, spans.following(spans.first_positions + 1)]
+    rows = rows or slice(0, len(targets))
+    return score(logits, targets[rows], slots.reports.num_prompt_logprobs[row_slots][rows])
+
+
+def report_candidates(slots: Slots, beams: Ints, logits: Tensor) -> Logprobs | None:
+    """Of beams: the most probable next tokens, given logits[len(beams), vocab_size]."""
+    if not beams.size:
+        return None
+    pieces = []
+    for rows in row_pieces(*logits.shape):
+        nums = slots.reports.num_candidates[beams[rows]]
+        pieces.append(most_probable(_changed(logits[rows], slots.draw(beams[rows])), nums))
+    return join(pieces)
+
+
+def _changed(logits: Tensor, draw: Draw) -> Tensor:
+    """All that comes before a temperature. A new tensor."""
+    changed = logits.to(torch.float32, copy=True)
+    if draw.changes is not None:
+        changed[torch.from_numpy(draw.changes.rows).to(logits.device).long()] = draw.changes.changed(logits)
+    for row, token_ids in draw.banned:
+        changed[row, torch.from_numpy(token_ids).to(logits.device).long()] = -torch.inf
+    return changed

@@ -1,0 +1,222 @@
+"""What sequences change of their logits before a token is chosen, as one list of numbers to change for all rows.
+
+In this order, all in float32: allowed tokens, bias, penalties.
+
+* allowed tokens: all others get -inf
+* bias: added
+* repetition penalty (Keskar et al., 2019) of tokens in prompt or output: positive logits are divided by it, negative
+  ones multiplied
+* frequency and presence penalty of tokens in the output: subtracted for each time, and once
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from executor.plans.plan import Floats, Ints, SequenceParams
+from executor.slots.token_counts import TokenCounts
+
+Places = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitChanges:
+    """The changes of some rows of logits. A place is a number in rows that were taken apart, row * vocab_size + id.
+
+        rows         │ 3 │ 7 │ 8 │          which they are of the batch's, ascending
+        taken apart  │ 0 │ 1 │ 2 │          row numbers in what follows, ascending in each array
+
+    restricted[r]    rows with allowed tokens, whose places are allowed[a]
+    biased[b]        places, and what is added there
+    seen[s]          places of tokens that the sequences have, how often they are in the output, and the penalties
+    """
+
+    vocab_size: int
+    rows: Ints
+    restricted: Places
+    allowed: Places
+    biased: Places
+    biases: Floats
+    seen: Places
+    num_output: Floats
+    repetition: Floats
+    frequency: Floats
+    presence: Floats
+
+    def changed(self, logits: Tensor) -> Tensor:
+        """Rows of logits[num_rows, vocab_size] as the sequences want them: [len(rows), vocab_size] float32, new."""
+        device = logits.device
+
+        def there(array: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        apart = logits[there(self.rows).long()].float()
+        numbers = apart.view(-1)
+        if self.restricted.size:
+            allowed = there(self.allowed)
+            stay = numbers[allowed]
+            apart[there(self.restricted)] = -torch.inf
+            numbers[allowed] = stay
+        if self.biased.size:
+            biased = there(self.biased)
+            numbers[biased] += there(self.biases)
+        if self.seen.size:
+            seen, repetition, num_output = there(self.seen), there(self.repetition), there(self.num_output)
+            scores = numbers[seen]
+            scores = torch.where(scores < 0, scores * repetition, scores / repetition)
+            scores -= there(self.frequency) * num_output
+            scores -= there(self.presence) * (num_output > 0)
+            # The greatest penalties and biases overflow: such a token is the likeliest, but no infinity.
+            numbers[seen] = scores.clamp(max=torch.finfo(torch.float32).max)
+        return apart
+
+    def parts(self, max_numbers: int) -> Iterator["LogitChanges"]:
+        """The same in pieces, each of as many rows as have max_numbers logits, but at least one."""
+        size = max(1, max_numbers // self.vocab_size)
+        for first in range(0, len(self.rows), size):
+            yield self._part(first, min(first + size, len(self.rows)))
+
+    def _part(self, first: int, last: int) -> "LogitChanges":
+        """Of the rows [first, last)."""
+        start, stop = first * self.vocab_size, last * self.vocab_size
+        allowed, biased, seen = (_between(places, start, stop) for places in (self.allowed, self.biased, self.seen))
+        return LogitChanges(
+            vocab_size=self.vocab_size,
+            rows=self.rows[first:last],
+            restricted=self.restricted[_between(self.restricted, first, last)] - first,
+            allowed=self.allowed[allowed] - start,
+            biased=self.biased[biased] - start,
+            biases=self.biases[biased],
+            seen=self.seen[seen] - start,
+            num_output=self.num_output[seen],
+            repetition=self.repetition[seen],
+            frequency=self.frequency[seen],
+            presence=self.presence[seen],
+        )
+
+
+def _between(values: Places, start: int, stop: int) -> slice:
+    """Where the values in [start, stop) lie: one after the other, after all smaller ones."""
+    first = int(np.count_nonzero(values < start))
+    return slice(first, first + int(np.count_nonzero((values >= start) & (values < stop))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """Of one slot. Token ids int64; allowed: None if all are. counts: None without penalties."""
+
+    allowed: Places | None
+    biased: Places
+    biases: Floats
+    repetition: float
+    frequency: float
+    presence: float
+    counts: TokenCounts | None
+
+    def copy(self) -> "_Changes":
+        return (
+            self
+            if self.counts is None
+            else _Changes(
+                self.allowed,
+                self.biased,
+                self.biases,
+                self.repetition,
+                self.frequency,
+                self.presence,
+                self.counts.copy(),
+            )
+        )
+
+
+class ChangeTable:
+    """What each slot changes. Most slots change nothing, and cost nothing but an entry here that says so."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._changes_any = np.zeros(max_num_seqs, dtype=np.bool_)
+        self._by_slot: dict[int, _Changes] = {}
+
+    def set(self, slot: int, params: SequenceParams, token_ids: Ints) -> None:
+        """token_ids: all of the sequence's, prompt and output."""
+        self.drop([slot])
+        if not (params.has_penalties or params.allowed_token_ids.size or params.bias_token_ids.size):
+            return
+        self._changes_any[slot] = True
+        self._by_slot[slot] = _Changes(
+            allowed=np.unique(params.allowed_token_ids).astype(np.int64) if params.allowed_token_ids.size else None,
+            biased=params.bias_token_ids.astype(np.int64),
+            biases=params.bias_values.astype(np.float32),
+            repetition=params.repetition_penalty,
+            frequency=params.frequency_penalty,
+            presence=params.presence_penalty,
+            counts=TokenCounts(token_ids, params.num_prompt_tokens) if params.has_penalties else None,
+        )
+
+    def drop(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._changes_any[slot] = False
+            self._by_slot.pop(slot, None)
+
+    def copy_slots(self, sources: Ints, destinations: Ints) -> None:
+        """All at once: a slot may be a source and a destination."""
+        if not self._by_slot:
+            return
+        pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
+        copies = {destination: self._by_slot[source].copy() for source, destination in pairs if source in self._by_slot}
+        self.drop(destinations.tolist())
+        self._by_slot |= copies
+        self._changes_any[list(copies)] = True
+
+    def count(self, slots: Ints, token_ids: Ints) -> None:
+        """The slots' sequences have got these tokens."""
+        if not self._by_slot:
+            return
+        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+            if (changes := self._by_slot.get(slot)) is not None and changes.counts is not None:
+                changes.counts.add(token_id)
+
+    def clear(self) -> None:
+        self._changes_any[:] = False
+        self._by_slot.clear()
+
+    def change_any(self, slots: Ints) -> bool:
+        """Do any of these slots change their logits?"""
+        return bool(self._by_slot) and bool(self._changes_any[slots].any())
+
+    def of(self, slots: Ints) -> LogitChanges | None:
+        """Of the logits of these slots, one row each; None if there are none."""
+        if not self.change_any(slots):
+            return None
+        rows = np.flatnonzero(self._changes_any[slots]).astype(np.int32)
+        changes = [self._by_slot[slot] for slot in slots[rows].tolist()]
+        bases = [row * self._vocab_size for row in range(len(rows))]
+        restricted = [row for row, own in enumerate(changes) if own.allowed is not None]
+        with_bases = list(zip(bases, changes, strict=True))
+        counted = [(base, own, own.counts) for base, own in with_bases if own.counts is not None]
+        lengths = [len(counts.ids) for _, _, counts in counted]
+
+        def spread(values: list[float]) -> Floats:
+            return np.repeat(np.array(values, dtype=np.float32), lengths)
+
+        return LogitChanges(
+            vocab_size=self._vocab_size,
+            rows=rows,
+            restricted=np.array(restricted, dtype=np.int64),
+            allowed=_joined([base + own.allowed for base, own in with_bases if own.allowed is not None]),
+            biased=_joined([base + own.biased for base, own in with_bases]),
+            biases=np.concatenate([own.biases for own in changes]),
+            seen=_joined([base + counts.ids for base, _, counts in counted]),
+            num_output=np.concatenate([counts.num_output for _, _, counts in counted] or [np.zeros(0, np.float32)]),
+            repetition=spread([own.repetition for _, own, _ in counted]),
+            frequency=spread([own.frequency for _, own, _ in counted]),
+            presence=spread([own.presence for _, own, _ in counted]),
+        )
+
+
+def _joined(places: list[Places]) -> Places:
+    return np.concatenate(places) if places else np.zeros(0, dtype=np.int64)

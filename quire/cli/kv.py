@@ -1,0 +1,46 @@
+"""`quire kv`: the block map in the terminal."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import NoReturn
+
+from rich.console import Console, Group
+from rich.live import Live
+
+from quire.cli.block_map_view import RequestColours, block_map_view
+from quire.client import Client
+
+MAX_SHARE = 0.02
+"""Of the time that may go into answers: a server makes them between its steps, and a large pool's take a while."""
+MAX_PAUSE_S = 2.0
+"""A server that is slow for other reasons is still looked at."""
+
+
+def show(client: Client, console: Console) -> None:
+    """The block map as it is now."""
+    console.print(block_map_view(client.block_map(), RequestColours()))
+
+
+def show_json(client: Client, console: Console) -> None:
+    """All of it as one JSON object."""
+    console.file.write(json.dumps(asdict(client.block_map())) + "\n")
+
+
+def watch(client: Client, console: Console, interval_s: float) -> None:
+    """Redraws it until interrupted; without a terminal to redraw on, prints one after the other."""
+    if not console.is_terminal:
+        _draw_again(client, console.print, interval_s)
+    with Live(console=console, auto_refresh=False) as live:
+        _draw_again(client, lambda view: live.update(view, refresh=True), interval_s)
+
+
+def _draw_again(client: Client, draw: Callable[[Group], None], interval_s: float) -> NoReturn:
+    colours = RequestColours()
+    while True:
+        asked_s = time.monotonic()
+        block_map = client.block_map()
+        pause_s = (time.monotonic() - asked_s) / MAX_SHARE
+        draw(block_map_view(block_map, colours))
+        time.sleep(max(interval_s, min(pause_s, MAX_PAUSE_S)))

@@ -1,0 +1,42 @@
+"""How a command ends: what was to be expected as a line on standard error and an exit code, bugs with a traceback."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+import typer
+
+from planning.errors import PlanningError
+from quire.addresses import AddressInUse
+from quire.cli import exit_codes
+from quire.cli.services import ConfigError
+from quire.cli.supervisor import ChildFailed
+from quire.errors import InvalidRequestError, QuireError
+from quire.model_path import ModelNotFound
+
+
+@contextmanager
+def reported() -> Iterator[None]:
+    """Expected errors become a line on standard error (for wrong fields, one each) and an exit code; bugs keep their
+    traceback."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        listed = "".join(f"\n  {field}: {problem}" for field, problem in error.violations.items())
+        fail(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
+    except QuireError as error:
+        fail(str(error), exit_codes.exit_code(error))
+    except (ConfigError, ModelNotFound, PlanningError) as error:
+        fail(str(error), exit_codes.USAGE)
+    except AddressInUse as error:
+        fail(str(error), exit_codes.ADDRESS_IN_USE)
+    except ChildFailed as failure:
+        fail(str(failure), failure.exit_code)
+    except KeyboardInterrupt:
+        raise typer.Exit(exit_codes.INTERRUPTED) from None
+
+
+def fail(message: str, code: int) -> NoReturn:
+    print(f"quire: {message}", file=sys.stderr, flush=True)
+    raise typer.Exit(code)

@@ -1,0 +1,97 @@
+"""`quire serve`: both services, supervised, until a signal ends them."""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from quire.async_client import AsyncClient
+from quire.block_map import ServerState
+from quire.cli import exit_codes
+from quire.cli.services import ServicePair
+from quire.cli.supervisor import LogSink, Supervisor
+from quire.cli.watch import health_probe, replace_when_hung
+from quire.errors import DeadlineExceededError, UnavailableError
+
+_PROBE_TIMEOUT_S = 5.0
+# Whoever signals a process and its group (timeout(1), some shells) means one signal, and sends two.
+_SAME_SIGNAL_S = 0.5
+
+
+async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> int:
+    """Runs until SIGTERM or SIGINT, which drain: what runs finishes, new requests are refused. A second one kills.
+    Meanwhile a service that dies is restarted, and so is an executor that hangs.
+
+    say  takes the line `ready …`, once, as soon as a completion can be generated
+    Returns the exit code; raises ChildFailed where a service cannot be started or keeps dying.
+    """
+    told_to_stop = asyncio.Event()
+    supervisor = Supervisor(pair.children(), log=log)
+    with _stop_signals(told_to_stop, supervisor, log):
+        async with supervisor:
+            watch = asyncio.create_task(_watch(supervisor, pair))
+            life = asyncio.create_task(_live(supervisor, pair, say))
+            stop = asyncio.create_task(told_to_stop.wait())
+            try:
+                await asyncio.wait({life, stop}, return_when=asyncio.FIRST_COMPLETED)
+                stop.cancel()
+                if life.done():
+                    life.result()
+                life.cancel()
+                exits = await supervisor.stop()
+            finally:
+                watch.cancel()
+    for ended in exits:
+        log("supervisor", str(ended))
+    return exit_codes.OK if all(ended.ended_well for ended in exits) else exit_codes.FAILED
+
+
+def serving_probe(client: AsyncClient) -> Callable[[], Awaitable[bool]]:
+    """Asks the scheduler whether it has an executor; False where nobody answers (yet)."""
+
+    async def is_serving() -> bool:
+        try:
+            info = await client.server_info(timeout_s=_PROBE_TIMEOUT_S)
+        except (UnavailableError, DeadlineExceededError):
+            return False
+        return info.state is ServerState.SERVING
+
+    return is_serving
+
+
+async def _live(supervisor: Supervisor, pair: ServicePair, say: Callable[[str], None]) -> NoReturn:
+    async with AsyncClient(pair.scheduler.listen) as client:
+        await supervisor.until_ready(serving_probe(client))
+    say(pair.ready_line())
+    raise await supervisor.failure()
+
+
+async def _watch(supervisor: Supervisor, pair: ServicePair) -> None:
+    async with health_probe(pair.executor.listen_address) as is_serving:
+        await replace_when_hung(supervisor, "executor", is_serving, pair.executor.step_timeout_s)
+
+
+@contextmanager
+def _stop_signals(told_to_stop: asyncio.Event, supervisor: Supervisor, log: LogSink) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    first_s = 0.0
+
+    def on_signal() -> None:
+        nonlocal first_s
+        if not told_to_stop.is_set():
+            first_s = loop.time()
+            told_to_stop.set()
+            log("supervisor", "draining; once more to kill")
+        elif loop.time() - first_s > _SAME_SIGNAL_S:
+            supervisor.kill()
+            log("supervisor", "killing both services")
+
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

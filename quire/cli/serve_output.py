@@ -1,0 +1,45 @@
+"""What `quire serve` prints: a thread writes it, for the supervisor has to restart and end children whoever reads."""
+
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+from quire.cli.supervisor import LogSink
+from quire.log_writer import LineWriter
+
+_STYLES = {"scheduler": "cyan", "executor": "magenta", "supervisor": "yellow"}
+
+
+@contextmanager
+def lines_to(out: TextIO, err: TextIO, log_format: str) -> Iterator[tuple[Callable[[str], None], LogSink]]:
+    """Yields `say` (writes to `out`) and `log` (writes to `err`) for `quire.cli.serve.serve`.
+
+    A log line starts with the name of the child that wrote it; where children log as JSON, it is JSON too.
+    """
+    render = _json_renderer() if log_format == "json" else _text_renderer(err)
+    with (
+        closing(LineWriter(out)) as said,
+        closing(LineWriter(err, partial(render, "supervisor"))) as logged,
+    ):
+        yield said.put, lambda name, line: logged.put(render(name, line))
+
+
+def _json_renderer() -> Callable[[str, str], str]:
+    from quire.logs import as_json_line
+
+    return as_json_line
+
+
+def _text_renderer(err: TextIO) -> Callable[[str, str], str]:
+    console = Console(file=err, highlight=False)
+
+    def render(name: str, line: str) -> str:
+        with console.capture() as captured:
+            console.print(Text.assemble((f"{name:>10} | ", _STYLES.get(name, "")), line), soft_wrap=True, end="")
+        return captured.get()
+
+    return render

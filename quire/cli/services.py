@@ -1,0 +1,117 @@
+"""The two services as processes: what one command line says to both, and how one of them is run."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from executor.config import ExecutorConfig
+from executor.errors import ConfigError as ExecutorConfigError
+from quire.addresses import AddressError, AddressInUse, AddressUnusable, with_port
+from quire.cli.config_flags import arguments
+from quire.cli.supervisor import ChildSpec
+from scheduler.config import ConfigError as SchedulerConfigError
+from scheduler.config import SchedulerConfig
+
+# Where the executor listens is where the scheduler finds it: one flag says both.
+EXECUTOR_ADDRESS = ("executor", "listen_address")
+_STOP_MARGIN_S = 15.0
+
+
+class ConfigError(Exception):
+    """A value that a service refuses; the message names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServicePair:
+    """Both configurations, checked, with every port decided."""
+
+    scheduler: SchedulerConfig
+    executor: ExecutorConfig
+    scheduler_values: dict[str, Any]
+    executor_values: dict[str, Any]
+
+    def children(self) -> list[ChildSpec]:
+        """In the order in which they end: the scheduler drains, and needs the executor for that."""
+        return [
+            _child("scheduler", self.scheduler_values, self.scheduler.drain_timeout_s + _STOP_MARGIN_S),
+            _child("executor", self.executor_values, _STOP_MARGIN_S),
+        ]
+
+    def ready_line(self) -> str:
+        return (
+            f"ready grpc={self.scheduler.listen} http={self.scheduler.http_listen} "
+            f"executor={self.executor.listen_address} metrics={self.executor.metrics_address or 'off'}"
+        )
+
+
+def service_pair(values: Mapping[str, Any]) -> ServicePair:
+    """Deals the values of one command line to the services that have a field of that name.
+
+    Port 0 becomes a free port here, so that a service that is restarted keeps its address.
+    Raises ConfigError, and AddressInUse where somebody listens there already.
+    """
+    for_scheduler = {name: value for name, value in values.items() if name in _names(SchedulerConfig)}
+    for_executor = {name: value for name, value in values.items() if name in _names(ExecutorConfig)}
+    for name in ("listen", "http_listen", "executor"):
+        for_scheduler[name] = _decided(name, for_scheduler.get(name, _default(SchedulerConfig, name)))
+    metrics_address = for_executor.get("metrics_address", _default(ExecutorConfig, "metrics_address"))
+    for_executor["metrics_address"] = _decided("metrics_address", metrics_address) if metrics_address else ""
+    for_executor[EXECUTOR_ADDRESS[1]] = for_scheduler[EXECUTOR_ADDRESS[0]]
+    return ServicePair(scheduler_config(for_scheduler), executor_config(for_executor), for_scheduler, for_executor)
+
+
+def on_free_ports(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values for services that live as long as one command, out of the way of any others."""
+    return dict.fromkeys(("listen", "http_listen", "executor", "metrics_address"), "127.0.0.1:0") | dict(values)
+
+
+def _decided(name: str, address: str) -> str:
+    try:
+        return with_port(address)
+    except (AddressError, AddressUnusable) as error:
+        raise ConfigError(f"{name}: {error}") from None
+    except AddressInUse as error:
+        raise AddressInUse(f"{name}: {error}") from None
+
+
+def scheduler_config(values: Mapping[str, Any]) -> SchedulerConfig:
+    """Raises ConfigError."""
+    try:
+        return SchedulerConfig.from_dict(values)
+    except SchedulerConfigError as error:
+        raise ConfigError(str(error)) from None
+
+
+def executor_config(values: Mapping[str, Any]) -> ExecutorConfig:
+    """Raises ConfigError."""
+    try:
+        return ExecutorConfig.from_dict(values)
+    except ExecutorConfigError as error:
+        raise ConfigError(str(error)) from None
+
+
+def run_scheduler(config: SchedulerConfig) -> int:
+    """Runs the scheduler in this process until it is told to end; returns the exit code."""
+    from scheduler.main import run
+
+    return run(config)
+
+
+def run_executor(config: ExecutorConfig) -> int:
+    """Runs the executor in this process until it is told to end; returns the exit code."""
+    from executor.main import run
+
+    return run(config)
+
+
+def _child(service: str, values: Mapping[str, Any], grace_s: float) -> ChildSpec:
+    return ChildSpec(service, (sys.executable, "-m", "quire", service, *arguments(values)), grace_s)
+
+
+def _names(config: type[Any]) -> set[str]:
+    return {field.name for field in fields(config)}
+
+
+def _default(config: type[Any], name: str) -> Any:
+    return next(field.default for field in fields(config) if field.name == name)

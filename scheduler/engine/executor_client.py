@@ -1,0 +1,158 @@
+"""The scheduler's end of the plan stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+import grpc
+
+from quire.executor.v1 import executor_pb2 as pb
+from quire.executor.v1.executor_pb2_grpc import ExecutorStub
+from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, StepPlan, StepResult
+from scheduler.engine import plan_wire as wire
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from scheduler.engine.step_trace import ExecutorTimings
+
+T = TypeVar("T")
+
+_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A peer that vanished without closing its connection is found out in seconds, not in TCP's minutes.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # gRPC waits this long, a minute by default, when data goes unanswered as well.
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # Reconnecting is the engine's business; gRPC's own backoff must not get in its way.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    # In spite of its name: what one attempt may take. On a busy machine a tenth of a second is not enough.
+    ("grpc.min_reconnect_backoff_ms", 2_000),
+]
+
+
+class ExecutorClient:
+    """One executor, at one address. Connects when asked, as often as asked."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = ExecutorStub(self._channel)
+
+    async def describe(self, timeout_s: float) -> wire.ExecutorDescription:
+        """Raises ExecutorLost if no executor answers in time."""
+        try:
+            response = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True)
+        except grpc.aio.AioRpcError as error:
+            raise ExecutorLost(f"no executor at {self.address}: {error.details()}") from error
+        return wire.decode_description(response)
+
+    def open_stream(self, on_arrival: Callable[[], None]) -> PlanStream:
+        """A new plan stream. `on_arrival` is called when a result is in or the stream has ended."""
+        return PlanStream(self._stub.Run(), on_arrival)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A result, when it came (time.monotonic_ns), and what the executor says it took."""
+
+    result: StepResult
+    received_ns: int
+    timings: ExecutorTimings
+
+
+class PlanStream:
+    """Plans out, results in. Results queue up until they are taken; so does the error that ended the stream."""
+
+    def __init__(
+        self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult], on_arrival: Callable[[], None]
+    ) -> None:
+        self._call = call
+        self._on_arrival = on_arrival
+        self._arrivals: deque[Arrival] = deque()
+        self._error: ExecutorLost | None = None
+        # gRPC puts INTERNAL in the place of the executor's own status when a plan is being written as the stream ends
+        # (grpc/grpc#36066). The first status that the call has is the executor's.
+        self._first_status: tuple[grpc.StatusCode, str] | None = None
+        call.add_done_callback(self._keep_status)
+        self._reader = asyncio.create_task(self._read(), name="plan stream reader")
+
+    async def send(self, plan: StepPlan) -> None:
+        """Raises ExecutorLost if the stream has ended."""
+        try:
+            await self._call.write(wire.encode_plan(plan))
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
+            # grpc.aio cancels a write that waits as the reader, which got a result that is none, cancels the call.
+            if isinstance(error, asyncio.CancelledError) and _task_is_being_cancelled():
+                raise
+            await self._reader
+            raise self._error or ExecutorLost("the plan stream has ended") from error
+
+    def take(self) -> Arrival | None:
+        """The next result, in order; None: not yet. Raises ExecutorLost once the stream has ended and all are taken."""
+        if self._arrivals:
+            return self._arrivals.popleft()
+        if self._error is not None:
+            raise self._error
+        return None
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await self._reader
+
+    async def _read(self) -> None:
+        try:
+            async for message in self._call:
+                result, timings = wire.decode_result(message), wire.decode_timings(message)
+                self._arrivals.append(Arrival(result, time.monotonic_ns(), timings))
+                self._on_arrival()
+            self._error = ExecutorLost("the executor ended the plan stream")
+        except grpc.aio.AioRpcError as error:
+            code, details = self._first_status or (error.code(), error.details() or "")
+            self._error = _blame(code, details)
+        except ExecutorLost as error:  # a result that is none
+            self._call.cancel()
+            self._error = error
+        except asyncio.CancelledError:  # the call was cancelled by `close`
+            self._error = ExecutorLost("the plan stream was closed")
+        self._on_arrival()
+
+    def _keep_status(self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult]) -> None:
+        self._first_status = (_without_waiting(call.code()), _without_waiting(call.details()))
+
+
+def _task_is_being_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _without_waiting(ready: Coroutine[None, None, T]) -> T:
+    """What a coroutine comes to that has nothing to wait for. A task would come too late for what is true only now."""
+    try:
+        ready.send(None)
+    except StopIteration as end:
+        return end.value  # type: ignore[no-any-return]
+    raise RuntimeError("it waits")
+
+
+def _blame(code: grpc.StatusCode, details: str) -> ExecutorLost:
+    if code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION):
+        return PlanRejected(f"the executor refused a plan: {details}")
+    if code is grpc.StatusCode.ABORTED:
+        return ExecutorNotOurs(
+            f"another scheduler has taken the executor ({details}): while both live they take it from each "
+            "other again and again; end one of them, or give it an executor of its own"
+        )
+    return ExecutorLost(f"the plan stream broke ({code.name}): {details}")

@@ -1,0 +1,155 @@
+"""`quire.v1.Admin` on grpc.aio: what an operator may see and do."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from quire.v1 import admin_pb2 as wire
+from quire.v1.admin_pb2_grpc import AdminServicer
+from quire.version import build_version
+from scheduler.core import BlockState, QuireError
+from scheduler.engine.engine import ServerState
+from scheduler.requests.status import abort
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    import grpc
+
+    from scheduler.core import SequenceView
+    from scheduler.engine.engine import Engine
+    from scheduler.engine.step_trace import StepTrace
+    from scheduler.requests.intake import Intake
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+
+log = logging.getLogger(__name__)
+
+SERVER_STATES = {
+    ServerState.WAITING_FOR_EXECUTOR: wire.SERVER_STATE_WAITING_FOR_EXECUTOR,
+    ServerState.SERVING: wire.SERVER_STATE_SERVING,
+    ServerState.DRAINING: wire.SERVER_STATE_DRAINING,
+}
+BLOCK_STATES = {
+    BlockState.FREE: wire.BLOCK_STATE_FREE,
+    BlockState.CACHED: wire.BLOCK_STATE_CACHED,
+    BlockState.ACTIVE: wire.BLOCK_STATE_ACTIVE,
+}
+
+
+class AdminServer(AdminServicer):
+    """All answers but Drain's are immediate. Before an executor has described the model they are UNAVAILABLE."""
+
+    def __init__(self, engine: Engine, intake: Intake, policy_name: str) -> None:
+        self._engine = engine
+        self._intake = intake
+        self._policy_name = policy_name
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: wire.GetServerInfoRequest, context: Context
+    ) -> wire.GetServerInfoResponse:
+        try:
+            model = self._engine.description
+        except QuireError as error:
+            await abort(context, error)
+        return wire.GetServerInfoResponse(
+            version=build_version(),
+            model_name=model.model_name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=model.block_size,
+            num_blocks=model.num_blocks,
+            max_num_seqs=model.max_num_seqs,
+            max_num_batched_tokens=model.max_num_batched_tokens,
+            policy=self._policy_name,
+            state=SERVER_STATES[self._engine.state],
+            dtype=model.dtype,
+        )
+
+    async def GetBlockMap(  # noqa: N802
+        self, request: wire.GetBlockMapRequest, context: Context
+    ) -> wire.GetBlockMapResponse:
+        try:
+            block_map = self._engine.block_map(summary_only=request.summary_only)
+        except QuireError as error:
+            await abort(context, error)
+        usage = block_map.usage
+        return wire.GetBlockMapResponse(
+            block_size=block_map.block_size,
+            blocks=[
+                wire.BlockInfo(
+                    state=BLOCK_STATES[run.state], ref_count=run.ref_count, num_hits=run.num_hits, length=run.length
+                )
+                for run in block_map.blocks
+            ],
+            sequences=[self._sequence_info(sequence) for sequence in block_map.sequences],
+            summary=wire.PoolSummary(
+                num_free_blocks=usage.num_free_blocks,
+                num_cached_blocks=usage.num_cached_blocks,
+                num_active_blocks=usage.num_active_blocks,
+                num_shared_blocks=usage.num_shared_blocks,
+                num_used_slots=usage.num_used_slots,
+                num_wasted_slots=usage.num_wasted_slots,
+            ),
+            num_running=block_map.num_running,
+            num_waiting=block_map.num_waiting,
+            num_waiting_prompt_tokens=block_map.num_waiting_prompt_tokens,
+            step_id=block_map.step_id,
+            num_preemptions=block_map.num_preemptions,
+            num_cow_copies=block_map.num_cow_copies,
+        )
+
+    async def GetStepTrace(  # noqa: N802
+        self, request: wire.GetStepTraceRequest, context: Context
+    ) -> wire.GetStepTraceResponse:
+        steps = [trace for trace in self._engine.traces if trace.planned_ns > request.after_ns]
+        return wire.GetStepTraceResponse(steps=[step_trace_message(trace) for trace in steps])
+
+    async def Drain(self, request: wire.DrainRequest, context: Context) -> wire.DrainResponse:  # noqa: N802
+        """A caller that goes away does not take it back, nor does anything but a new process."""
+        log.warning("asked to drain: no new requests until a restart", extra={"client": context.peer()})
+        await self._engine.drain()
+        return wire.DrainResponse()
+
+    async def ResetPrefixCache(  # noqa: N802
+        self, request: wire.ResetPrefixCacheRequest, context: Context
+    ) -> wire.ResetPrefixCacheResponse:
+        try:
+            num_blocks = self._engine.reset_prefix_cache()
+        except QuireError as error:
+            await abort(context, error)
+        return wire.ResetPrefixCacheResponse(num_blocks=num_blocks)
+
+    def _sequence_info(self, sequence: SequenceView) -> wire.SequenceInfo:
+        return wire.SequenceInfo(
+            request_id=self._intake.client_request_id(sequence.request_id),
+            index=sequence.index,
+            slot=sequence.slot,
+            num_tokens=sequence.num_tokens,
+            num_computed_tokens=sequence.num_computed_tokens,
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            block_table=sequence.block_table,
+        )
+
+
+def step_trace_message(trace: StepTrace) -> wire.StepTrace:
+    return wire.StepTrace(
+        epoch=trace.epoch,
+        step_id=trace.step_id,
+        num_sequences=trace.num_sequences,
+        num_tokens=trace.num_tokens,
+        planned_ns=trace.planned_ns,
+        sent_ns=trace.sent_ns,
+        received_ns=trace.received_ns,
+        committed_ns=trace.committed_ns,
+        queue_ns=trace.timings.queue_ns,
+        prepare_ns=trace.timings.prepare_ns,
+        forward_ns=trace.timings.forward_ns,
+        sample_ns=trace.timings.sample_ns,
+        idle_ns=trace.timings.idle_ns,
+        prepare_overlaps=trace.timings.prepare_overlaps,
+        num_decodes=trace.num_decodes,
+        num_decode_pairs=trace.num_decode_pairs,
+        num_prefill_pairs=trace.num_prefill_pairs,
+    )

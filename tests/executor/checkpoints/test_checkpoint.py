@@ -1,0 +1,201 @@
+"""Checkpoints that are not there, torn, incomplete or not what config.json says: one clear message each."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.torch import load_file, save_file
+
+from executor.checkpoints.checkpoint import Checkpoint, locate
+from executor.errors import CheckpointError
+from tests.support.executor.checkpoints import make_checkpoint
+from tests.support.executor.conductor import generate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    return make_checkpoint("llama", tmp_path / "model").directory
+
+
+def edit_tensors(directory: Path, change) -> None:
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def edit_config(directory: Path, **changes: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def complaint(make_runner, directory: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        make_runner(directory)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("model", ["no-such-directory", "./nowhere", "/no/such/directory", "a/b/c", "../up"])
+def test_unknown_directory(model, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="no such directory"):
+        locate(model)
+
+
+def test_a_file_is_no_directory(directory) -> None:
+    with pytest.raises(CheckpointError, match="a file; expected the directory"):
+        locate(str(directory / "config.json"))
+
+
+def test_a_hub_id_is_downloaded(directory, monkeypatch) -> None:
+    asked = []
+
+    def snapshot_download(repo_id, revision, allow_patterns):
+        asked.append((repo_id, revision))
+        assert "*.safetensors" in allow_patterns
+        assert not any("bin" in pattern or "py" in pattern for pattern in allow_patterns)
+        return str(directory)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    assert locate("someone/some-model", "v2") == directory
+    assert asked == [("someone/some-model", "v2")]
+
+
+def test_a_hub_id_that_cannot_be_had(monkeypatch) -> None:
+    def snapshot_download(*args, **options):
+        raise LocalEntryNotFoundError("not in the cache, and no network\nsecond line")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError) as error:
+        locate("someone/some-model")
+    assert "someone/some-model: no such directory, and not to be had from the hub" in str(error.value)
+    assert "second line" not in str(error.value)
+
+
+def test_no_config(directory, make_runner) -> None:
+    (directory / "config.json").unlink()
+    assert complaint(make_runner, directory) == f"{directory}: no config.json"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "null"])
+def test_a_broken_config(content, directory, make_runner) -> None:
+    (directory / "config.json").write_text(content)
+    assert str(directory / "config.json") in complaint(make_runner, directory)
+
+
+def test_no_safetensors(directory, make_runner) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert complaint(make_runner, directory) == f"{directory}: no safetensors file"
+
+
+@pytest.mark.parametrize("num_bytes", [0, 5, 1000, 100_000])
+def test_a_torn_file(num_bytes, directory, make_runner) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:num_bytes])
+    assert complaint(make_runner, directory).startswith(f"{path}: broken safetensors file: ")
+
+
+def test_something_else_in_the_file(directory, make_runner) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(b"\x80\x02}q\x00." * 50)
+    assert "broken safetensors file" in complaint(make_runner, directory)
+
+
+def test_missing_tensors(directory, make_runner) -> None:
+    def drop(tensors):
+        for name in [name for name in tensors if "layers.1" in name]:
+            del tensors[name]
+
+    edit_tensors(directory, drop)
+    message = complaint(make_runner, directory)
+    assert "missing tensors: model.layers.1." in message
+    assert message.endswith("and 4 more")
+
+
+def test_a_wrong_shape(directory, make_runner) -> None:
+    edit_config(directory, intermediate_size=96)
+    expected = "model.layers.0.mlp.gate_proj.weight: expected shape (96, 64), found (112, 64)"
+    assert expected in complaint(make_runner, directory)
+
+
+def test_tensors_of_another_architecture(directory, make_runner) -> None:
+    edit_tensors(directory, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}))
+    assert "tensors that this architecture does not have: model.layers.0.self_attn.sinks" in complaint(
+        make_runner, directory
+    )
+
+
+def test_tables_of_older_exporters_are_ignored(directory, make_runner) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(directory, lambda tensors: tensors.update({name: torch.zeros(8)}))
+    assert generate(make_runner(directory), [[1, 2]], 1)
+
+
+def test_a_tied_head_wins_over_a_stored_one(tmp_path, make_runner) -> None:
+    source = make_checkpoint("llama-tied", tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(301, 64)}))
+    prompt = source.prompt(5)
+    assert generate(make_runner(tmp_path), [prompt], 6) == [source.greedy(prompt, 6)]
+
+
+def test_a_single_file_of_another_name(directory, make_runner) -> None:
+    (directory / "model.safetensors").rename(directory / "weights.safetensors")
+    assert make_runner(directory)
+
+
+def test_several_files_without_an_index(directory, make_runner) -> None:
+    path = directory / "model.safetensors"
+    path.rename(directory / "a.safetensors")
+    save_file({"x": torch.zeros(1)}, directory / "b.safetensors")
+    assert "several safetensors files but no model.safetensors.index.json" in complaint(make_runner, directory)
+
+
+@pytest.fixture
+def sharded(tmp_path) -> Path:
+    return make_checkpoint("llama", tmp_path / "sharded", max_shard_size="100KB").directory
+
+
+def test_a_missing_shard(sharded, make_runner) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert complaint(make_runner, sharded) == f"{sharded}: missing shards: {shard.name}"
+
+
+@pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "[]"])
+def test_a_broken_index(index, sharded, make_runner) -> None:
+    (sharded / "model.safetensors.index.json").write_text(index)
+    assert "not an index of safetensors" in complaint(make_runner, sharded)
+
+
+def test_an_index_that_names_the_unknown(sharded, make_runner) -> None:
+    path = sharded / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.extra"] = next(iter(index["weight_map"].values()))
+    path.write_text(json.dumps(index))
+    assert "no shard holds model.extra, which the index lists" in complaint(make_runner, sharded)
+
+
+def test_an_unknown_dtype(directory, make_runner) -> None:
+    edit_config(directory, dtype="float8_e4m3fn")
+    assert "dtype 'float8_e4m3fn' is not supported" in complaint(make_runner, directory)
+
+
+def test_without_a_dtype_the_tensors_decide(directory, make_runner) -> None:
+    edit_tensors(directory, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
+    edit_config(directory, dtype=None)
+    assert make_runner(directory).model.pool.dtype == torch.float16
+
+
+def test_tensors_are_views_of_the_file(directory) -> None:
+    """Memory-mapped: two reads of one tensor are the same bytes."""
+    checkpoint = Checkpoint(directory)
+    first, second = (checkpoint.tensor("model.norm.weight") for _ in range(2))
+    assert first.data_ptr() == second.data_ptr()

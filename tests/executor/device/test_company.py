@@ -1,0 +1,74 @@
+"""A sequence's logits do not depend on what else is in the batch: to the last bit, on the CPU."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.executor.conductor import Conductor, LogitsRecorder
+
+NUM_NEIGHBOURS = 64
+NUM_TOKENS = 12
+
+
+def neighbours(source, conductor: Conductor) -> None:
+    """Of all kinds: lengths, chunks, greedy and random, cut, penalised, biased, reporting; and beams that wait."""
+    for i in range(NUM_NEIGHBOURS):
+        prompt = source.prompt(1 + i % 23, seed=i)
+        params = {
+            "temperature": (0.0, 0.7, 1.3)[i % 3],
+            "top_k": (0, 5)[i % 2],
+            "top_p": (1.0, 0.8)[i % 5 == 0],
+            "min_p": (0.0, 0.05)[i % 7 == 0],
+            "repetition_penalty": (1.0, 1.4)[i % 4 == 1],
+            "frequency_penalty": (0.0, 0.5)[i % 6 == 2],
+            "num_logprobs": (0, 3)[i % 8 == 3],
+            "num_prompt_logprobs": (0, 2)[i % 9 == 4],
+            "num_candidates": (0, 4)[i % 16 == 5],
+            "num_prompt_tokens": len(prompt),
+            "seed": i,
+        }
+        conductor.admit(prompt, 5 + i % 11, max_chunk=3 + i % 7, **params)
+
+
+def logits_of(source, runner, *, has_company: bool) -> list[torch.Tensor]:
+    """Of one sequence, step by step."""
+    conductor, rows = Conductor(runner), []
+    runner.reset()
+    watched = conductor.admit(source.prompt(17, seed=99), NUM_TOKENS, max_chunk=5)
+    if has_company:
+        neighbours(source, conductor)
+    recorder = LogitsRecorder(runner)
+    try:
+        while not watched.reason:
+            num_before = len(watched.tokens)
+            conductor.step()
+            if len(watched.tokens) > num_before:
+                # Slots report in order, and this one has the lowest: prompt rows of others come after the samples.
+                rows.append(recorder.last[0].clone())
+            for seat in [seat for seat in conductor.seats if seat.reason and seat is not watched]:
+                conductor.retire(seat)
+    finally:
+        runner.model = recorder._model
+    assert len(rows) == NUM_TOKENS
+    return rows
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_logits_have_the_same_bits_alone_and_with_64_neighbours(
+    family: str, num_threads: int, checkpoint, make_runner
+) -> None:
+    source = checkpoint(family)
+    settings = {"kernels": "auto", "max_num_seqs": 70, "num_blocks": 1200, "max_num_batched_tokens": 512}
+    runner = make_runner(source.directory, **settings)
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        alone = logits_of(source, runner, has_company=False)
+        together = logits_of(source, runner, has_company=True)
+    finally:
+        torch.set_num_threads(before)
+    for step, (mine, ours) in enumerate(zip(alone, together, strict=True)):
+        assert np.array_equal(mine.numpy(), ours.numpy()), f"token {step}"

@@ -1,0 +1,327 @@
+"""Allowed tokens, bias and penalties against other implementations: alone, combined, and side by side in one batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from executor.plans.plan import Fork, SequenceParams, StepPlan
+from executor.sampling import sampler
+from executor.sampling.sampler import sample
+from executor.slots.logit_changes import ChangeTable
+from executor.slots.sampling_table import SamplingTable
+from executor.slots.token_counts import TokenCounts
+from tests.executor.sampling.test_sampler import draw, expected_probabilities
+from tests.support.executor import oracle
+from tests.support.executor.conductor import Conductor, ints, tuples
+
+VOCAB_SIZE, NUM_TOKENS = 307, 14
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+def some_biases(seed: int, scale: float) -> dict[str, object]:
+    random = np.random.default_rng(seed)
+    ids = random.permutation(VOCAB_SIZE)[:60].astype(np.int32)
+    return {"bias_token_ids": ids, "bias_values": (random.normal(0, scale, 60)).astype(np.float32)}
+
+
+EVERY_SECOND = {"allowed_token_ids": np.arange(0, VOCAB_SIZE, 2, dtype=np.int32)}
+# Few enough to come again.
+FEW = {"allowed_token_ids": np.arange(0, VOCAB_SIZE, 38, dtype=np.int32)}
+CHANGES: dict[str, dict[str, object]] = {
+    "allowed": EVERY_SECOND,
+    "one allowed": {"allowed_token_ids": ints(123)},
+    "bias": some_biases(1, 8.0),
+    "a ban by bias": {
+        "bias_token_ids": np.arange(0, 300, dtype=np.int32),
+        "bias_values": np.full(300, -1e30, np.float32),
+    },
+    "repetition": {"repetition_penalty": 1.7},
+    "repetition below 1": {"repetition_penalty": 0.6},
+    "frequency": {**FEW, "frequency_penalty": 1.3},
+    "frequency below 0": {**FEW, "frequency_penalty": -4.0},
+    "presence": {**FEW, "presence_penalty": 4.0},
+    "presence below 0": {**FEW, "presence_penalty": -6.0},
+    "all": {
+        **EVERY_SECOND,
+        **some_biases(2, 3.0),
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.3,
+    },
+}
+
+
+@pytest.fixture
+def source(checkpoint):
+    return checkpoint("llama")
+
+
+@pytest.fixture(scope="module", params=["reference", "auto"])
+def runner(request, checkpoint, make_runner):
+    return make_runner(checkpoint("llama").directory, kernels=request.param, max_num_seqs=72, num_blocks=900)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_each_alone(name, source, runner) -> None:
+    prompt, changes = source.prompt(12), CHANGES[name]
+    conductor = Conductor(runner)
+    seat = conductor.admit(prompt, NUM_TOKENS, **changes)
+    conductor.run()
+    assert seat.output == oracle.greedy(source, prompt, NUM_TOKENS, seat.params)
+    others = replace(seat.params, frequency_penalty=0.0, presence_penalty=0.0)
+    without = others if name.startswith(("frequency", "presence")) else SequenceParams(max_total_tokens=99)
+    assert seat.output != oracle.greedy(source, prompt, NUM_TOKENS, without)
+
+
+def test_all_in_one_batch(source, runner) -> None:
+    """Beside greedy sequences, sampled ones, and ones that are too short to end; admitted one after the other."""
+    conductor = Conductor(runner)
+    prompt = source.prompt(9)
+    plain = source.greedy(prompt, NUM_TOKENS)
+    seats = []
+    for changes in CHANGES.values():
+        seats.append(conductor.admit(prompt, NUM_TOKENS, **changes))
+        seats.append(conductor.admit(prompt, NUM_TOKENS))
+        conductor.step()
+    ends = {"eos_token_ids": ints(plain[1]), "stop_token_ids": ints(plain[3])}
+    seats.append(conductor.admit(prompt, NUM_TOKENS, min_total_tokens=14, **ends))
+    seats.append(conductor.admit(prompt, NUM_TOKENS, min_total_tokens=14, **ends, **CHANGES["all"]))
+    conductor.admit(prompt, NUM_TOKENS, temperature=1.0, top_p=0.8, seed=3, **CHANGES["bias"])
+    conductor.admit(prompt, NUM_TOKENS, temperature=1.0, seed=4)
+    conductor.run()
+    for seat in seats:
+        assert seat.output == oracle.greedy(source, prompt, NUM_TOKENS, seat.params)
+
+
+def test_penalties_survive_preemption(source, runner) -> None:
+    """The sequence comes back with its output; where the prompt ends is told."""
+    prompt = source.prompt(10)
+    conductor = Conductor(runner)
+    first = conductor.admit(prompt, NUM_TOKENS, **CHANGES["all"])
+    for _ in range(6):
+        conductor.step()
+    conductor.retire(first)
+    conductor.admit(source.prompt(4), 30)
+    again = conductor.admit(
+        first.tokens,
+        NUM_TOKENS - 6,
+        max_chunk=4,
+        **{**CHANGES["all"], "num_prompt_tokens": len(prompt)},
+    )
+    conductor.run()
+    assert again.tokens[len(prompt) :] == oracle.greedy(source, prompt, NUM_TOKENS, first.params)
+
+
+def test_a_slot_forgets(source, runner) -> None:
+    conductor = Conductor(runner)
+    first = conductor.admit(source.prompt(6), 5, **CHANGES["all"])
+    conductor.run()
+    second = conductor.admit(source.prompt(6), 5)
+    assert second.slot == first.slot
+    conductor.run()
+    assert second.output == source.greedy(source.prompt(6), 5)
+
+
+def test_forks_count_for_themselves(source, runner) -> None:
+    """Children get what sequences of their own would have had, with their seeds."""
+    prompt = source.prompt(8)
+    params = {"temperature": 1.5, "frequency_penalty": 1.5, "repetition_penalty": 1.3, "presence_penalty": -0.5}
+    alone = []
+    for seed in range(4):
+        conductor = Conductor(runner)
+        seat = conductor.admit(prompt, 9, seed=seed, **params)
+        conductor.run()
+        alone.append(seat.output)
+    conductor = Conductor(runner)
+    parent = conductor.admit(prompt, 9, seed=0, **params)
+    conductor.step(forks=tuple(Fork(parent.slot, seed, seed=seed) for seed in (3, 1, 2)))
+    seats = sorted(conductor.seats, key=lambda seat: seat.slot)
+    copies, updates = [], []
+    for child in seats[1:]:
+        for index, block in enumerate(child.block_table):
+            copies.append((block, conductor.free_blocks.pop(0)))
+            child.block_table[index] = copies[-1][1]
+            updates.append((child.slot, index, copies[-1][1]))
+    conductor.step(copies=tuple(copies), more=StepPlan(0, 0, table_updates=tuples(3, *updates)))
+    conductor.run()
+    assert [seat.output for seat in seats] == alone
+    assert len({tuple(output) for output in alone}) == 4
+
+
+KINDS: list[dict[str, object]] = [
+    *CHANGES.values(),
+    {},
+    {"temperature": 0.8},
+    {"temperature": 1.2, "top_k": 5},
+    {"temperature": 1.2, "top_p": 0.7},
+    {"temperature": 1.2, "min_p": 0.1},
+    {"num_logprobs": 4},
+    {"num_prompt_logprobs": 6},
+    {"temperature": 1.0, "top_p": 0.9, "num_logprobs": 1, "min_total_tokens": 16, "eos_token_ids": ints(*range(200))},
+    {"num_candidates": 6},
+    {**CHANGES["all"], "temperature": 1.4, "top_k": 20, "num_logprobs": 3, "num_prompt_logprobs": 1},
+]
+
+
+def test_tokens_do_not_depend_on_the_batch(source, runner) -> None:
+    """64 neighbours of all kinds, which come and go; and the same sequences alone."""
+    watched = [{}, {"temperature": 1.0, "top_p": 0.9}, {**CHANGES["all"], "temperature": 1.0}, CHANGES["repetition"]]
+    prompt, alone = source.prompt(7), []
+    for params in watched:
+        conductor = Conductor(runner)
+        seat = conductor.admit(prompt, NUM_TOKENS, seed=5, **params)
+        conductor.run()
+        alone.append(seat.output)
+    conductor = Conductor(runner)
+    for index in range(32):
+        conductor.admit(
+            source.prompt(2 + index % 5, seed=index), 3 + index % 9, seed=index, **KINDS[index % len(KINDS)]
+        )
+    conductor.step()
+    seats = [conductor.admit(prompt, NUM_TOKENS, seed=5, **params) for params in watched]
+    for index in range(32):
+        conductor.admit(
+            source.prompt(1 + index % 6, seed=index), 3 + index % 9, seed=index, **KINDS[index % len(KINDS)]
+        )
+    for _ in range(NUM_TOKENS):
+        conductor.step()
+        for seat in [seat for seat in conductor.seats if seat.reason and seat not in seats]:
+            conductor.retire(seat)
+    assert [seat.output[:NUM_TOKENS] for seat in seats] == alone
+
+
+def random_rows(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return (torch.randn(num_rows, VOCAB_SIZE, generator=generator) * 3).to(dtype)
+
+
+def changes_of(num_rows: int, history: list[int]) -> tuple[ChangeTable, list[SequenceParams]]:
+    table, kinds = ChangeTable(num_rows, VOCAB_SIZE), [{}, *CHANGES.values()]
+    params = [
+        SequenceParams(max_total_tokens=99, num_prompt_tokens=4, **kinds[row % len(kinds)])  # type: ignore[arg-type]
+        for row in range(num_rows)
+    ]
+    for row, own in enumerate(params):
+        table.set(row, own, ints(*history))
+    return table, params
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_numbers", [1 << 23, 3 * VOCAB_SIZE, 1])
+def test_rows_are_changed_as_elsewhere(dtype, max_numbers) -> None:
+    """Some tokens often, some in the prompt alone; all rows at once, and in pieces."""
+    history = [5, 6, 7, 5, 300, 5, 5, 9, 300, 10]
+    logits = random_rows(30, dtype)
+    before = logits.clone()
+    table, params = changes_of(30, history)
+    changes = table.of(np.arange(30, dtype=np.int32))
+    seen = []
+    for part in changes.parts(max_numbers):
+        for row, found in zip(part.rows.tolist(), part.changed(logits), strict=True):
+            expected = oracle.changed_logits(logits[row], history, params[row])
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+            seen.append(row)
+    assert seen == [row for row in range(30) if row % (len(CHANGES) + 1)]
+    assert torch.equal(logits, before)
+
+
+def test_greedy_rows_beside_changed_ones(monkeypatch) -> None:
+    """They get what they get alone; the logits are what they were; in pieces as well."""
+    slots = np.arange(24, dtype=np.int32)
+    logits, (table, _) = random_rows(24), changes_of(24, [1, 2, 3, 4, 1])
+    before, plain = logits.clone(), sample(logits, draw(24, temperature=0.0))
+    for size in (1 << 23, 2 * VOCAB_SIZE):
+        monkeypatch.setattr(sampler, "_CHUNK", size)
+        for temperature in (0.0, 1.0):
+            mixed = draw(24, temperature=temperature)
+            mixed.temperatures[::12] = 0
+            own = SamplingTable(24, VOCAB_SIZE).draw(slots, slots, table.of(slots))
+            both = type(mixed)(
+                mixed.temperatures, mixed.top_ks, mixed.top_ps, mixed.min_ps, mixed.uniforms, (), own.changes
+            )
+            token_ids = sample(logits, both)
+            assert token_ids[::12].tolist() == plain[::12].tolist()
+            for row in range(24):
+                alone = type(mixed)(
+                    *(column[[row]] for column in (both.temperatures, both.top_ks, both.top_ps)),
+                    both.min_ps[[row]],
+                    both.uniforms[[row]],
+                    (),
+                    table.of(slots[[row]]),
+                )
+                assert sample(logits[[row]], alone).tolist() == [token_ids[row]]
+            assert torch.equal(logits, before)
+
+
+def test_distribution_with_penalties_and_bias() -> None:
+    num_draws, vocab_size = 20_000, 30
+    logits = np.random.default_rng(5).normal(0, 1.6, vocab_size).astype(np.float32)
+    params = SequenceParams(
+        max_total_tokens=99,
+        num_prompt_tokens=2,
+        allowed_token_ids=np.arange(3, 28, dtype=np.int32),
+        bias_token_ids=ints(7, 8),
+        bias_values=floats(1.5, -1.0),
+        repetition_penalty=1.4,
+        frequency_penalty=0.3,
+        presence_penalty=0.2,
+    )
+    history = [9, 10, 11, 11, 9]
+    changed = oracle.changed_logits(torch.from_numpy(logits), history, params).double().numpy()
+    expected = expected_probabilities(changed, temperature=1.3, top_k=20, top_p=0.9)
+    table = ChangeTable(1, vocab_size)
+    table.set(0, params, ints(*history))
+    plain = draw(num_draws, temperature=1.3, top_k=20, top_p=0.9)
+    slots = np.zeros(num_draws, dtype=np.int32)
+    columns = (plain.temperatures, plain.top_ks, plain.top_ps, plain.min_ps, plain.uniforms)
+    token_ids = sample(torch.from_numpy(logits).repeat(num_draws, 1), type(plain)(*columns, (), table.of(slots)))
+    counts, possible = np.bincount(token_ids, minlength=vocab_size), expected > 0
+    assert not counts[~possible].any()
+    chi_square = ((counts - num_draws * expected)[possible] ** 2 / (num_draws * expected[possible])).sum()
+    degrees = possible.sum() - 1
+    # The uniforms are fixed: this either holds or does not. Six standard deviations above the mean.
+    assert chi_square <= degrees + 6 * np.sqrt(2 * degrees)
+
+
+def test_the_greatest_penalties_are_no_infinities() -> None:
+    table = ChangeTable(1, 8)
+    params = SequenceParams(max_total_tokens=9, repetition_penalty=1e-38, presence_penalty=-3e38)
+    table.set(0, params, ints(1, 2))
+    changes = table.of(ints(0))
+    changed = changes.changed(torch.tensor([[1.0, 9.0, -9.0, 1.0, 1.0, 1.0, 1.0, 1.0]]))
+    assert not changed.isnan().any()
+    assert not changed.isposinf().any()
+    for temperature in (0.0, 1.0, 1e-30):
+        plain = draw(1, temperature=temperature)
+        columns = (plain.temperatures, plain.top_ks, plain.top_ps, plain.min_ps, plain.uniforms)
+        assert sample(torch.ones(1, 8), type(plain)(*columns, (), changes))[0] in (1, 2)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
+def test_counts(token_ids, data) -> None:
+    num_prompt = data.draw(st.integers(0, len(token_ids)))
+    num_known = data.draw(st.integers(max(1, num_prompt), max(1, len(token_ids))))
+    counts = TokenCounts(ints(*token_ids[:num_known]), num_prompt)
+    copy = counts.copy()
+    for token_id in token_ids[num_known:]:
+        counts.add(token_id)
+    for own, known in ((counts, token_ids), (copy, token_ids[:num_known])):
+        found = dict(zip(own.ids.tolist(), own.num_output.tolist(), strict=True))
+        assert found == {token_id: known[num_prompt:].count(token_id) for token_id in known}
+
+
+def test_counts_grow() -> None:
+    counts = TokenCounts(ints(3), 1)
+    for token_id in range(1000):
+        counts.add(token_id)
+    assert counts.ids.tolist() == [3, *(token_id for token_id in range(1000) if token_id != 3)]
+    assert (counts.num_output == 1).all()

@@ -1,0 +1,256 @@
+"""Attention of `kernels.cpu` against the reference, and the promises about bits that the reference does not make."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from kernels import cpu, reference
+from tests.support.kernels.paged import Paged, assert_close, paged, pairwise, poisoned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kernels import Kernels
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Around the borders of blocks (8, 16, 32), of vectors of scores (16) and of chunks (256); 0 is a padding row.
+CONTEXTS = (1, 0, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 175, 255, 256, 257, 300, 511, 512, 513, 600)
+
+GRID = pairwise(
+    head_dim=(64, 80, 96, 128, 256),
+    group=(1, 2, 4, 8),
+    block_size=(8, 16, 32),
+    dtype=DTYPES,
+    window=(0, 1, 100, 256, 300),
+    num_kv_heads=(1, 2, 3),
+    threads=(1, 2),
+)
+
+
+def name(case: dict[str, Any]) -> str:
+    return "-".join(str(value).removeprefix("torch.") for value in case.values())
+
+
+def decoded(home: Kernels, query: torch.Tensor, pool: Paged, scale: float, window: int = 0) -> torch.Tensor:
+    out = poisoned(*query.shape, dtype=query.dtype)
+    home.attention_decode(query, pool.kv, pool.block_tables, pool.context_lens, out, scale, window)
+    return out
+
+
+def prefilled(
+    home: Kernels, query: torch.Tensor, pool: Paged, num_queries: list[int], scale: float, window: int = 0
+) -> torch.Tensor:
+    starts = torch.tensor([0, *num_queries]).cumsum(0).int()
+    out = poisoned(*query.shape, dtype=query.dtype)
+    home.attention_prefill(query, pool.kv, pool.block_tables, starts, pool.context_lens, out, scale, window)
+    return out
+
+
+@pytest.mark.parametrize("case", GRID, ids=name)
+def test_equals_the_reference(case: dict[str, Any]) -> None:
+    head_dim, group, block_size, dtype, window, num_kv_heads, threads = case.values()
+    pool = paged(CONTEXTS, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim, dtype=dtype)
+    scale = head_dim**-0.5
+    num_heads = num_kv_heads * group
+    # One token, a few, half of the prompt or all of it; two rows of padding at the end, which stay as they are.
+    wanted = [1, 1000, 3, 20]
+    num_queries = [min(wanted[s % 4], context) for s, context in enumerate(CONTEXTS)]
+    one_each = torch.randn(len(CONTEXTS), num_heads, head_dim).to(dtype)
+    several = torch.randn(sum(num_queries) + 2, num_heads, head_dim).to(dtype)
+    expected_decode = decoded(reference, one_each, pool, scale, window)
+    expected_prefill = prefilled(reference, several, pool, num_queries, scale, window)
+
+    torch.set_num_threads(threads)
+    result = decoded(cpu, one_each, pool, scale, window)
+    assert_close(result, expected_decode)
+    result = prefilled(cpu, several, pool, num_queries, scale, window)
+    assert_close(result, expected_prefill)
+    assert result[-2:].isnan().all()
+    assert result[:-2].isfinite().all()
+
+
+@pytest.mark.parametrize("window", [0, 1000])
+def test_long_contexts(window: int) -> None:
+    contexts = [4000, 3, 2305, 1024, 4096]
+    pool = paged(contexts, num_kv_heads=2, block_size=16, head_dim=64)
+    query = torch.randn(len(contexts), 4, 64)
+    expected = decoded(reference, query, pool, 0.125, window)
+    torch.set_num_threads(2)
+    for _ in range(2):  # what the first call leaves behind must not disturb the second
+        assert_close(decoded(cpu, query, pool, 0.125, window), expected)
+    torch.set_num_threads(1)
+    num_queries = [300, 3, 1, 70, 1]
+    query = torch.randn(sum(num_queries), 4, 64)
+    expected = prefilled(reference, query, pool, num_queries, 0.125, window)
+    result = prefilled(cpu, query, pool, num_queries, 0.125, window)
+    assert_close(result, expected)
+
+
+@pytest.mark.parametrize(("head_dim", "block_size", "group"), [(8, 1, 1), (16, 2, 3), (20, 12, 5), (64, 24, 7)])
+def test_odd_shapes(head_dim: int, block_size: int, group: int) -> None:
+    contexts = [1, 5, 12, 13, 100, 263]
+    pool = paged(contexts, num_kv_heads=2, block_size=block_size, head_dim=head_dim)
+    query = torch.randn(len(contexts), 2 * group, head_dim)
+    assert_close(decoded(cpu, query, pool, 0.2, 40), decoded(reference, query, pool, 0.2, 40))
+    num_queries = [1, 5, 1, 13, 7, 200]
+    query = torch.randn(sum(num_queries), 2 * group, head_dim)
+    expected = prefilled(reference, query, pool, num_queries, 0.2, 40)
+    assert_close(prefilled(cpu, query, pool, num_queries, 0.2, 40), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reads_queries_inside_a_fused_projection(dtype: torch.dtype) -> None:
+    pool = paged([40, 9], num_kv_heads=2, block_size=16, head_dim=64, dtype=dtype)
+    fused = torch.randn(2, 8, 64).to(dtype)
+    query = fused[:, :4]
+    wide_out = poisoned(2, 6, 64, dtype=dtype)
+    cpu.attention_decode(query, pool.kv, pool.block_tables, pool.context_lens, wide_out[:, 1:5], 0.125)
+    expected = decoded(reference, query.contiguous(), pool, 0.125)
+    assert_close(wide_out[:, 1:5], expected)
+    assert wide_out[:, [0, 5]].isnan().all()
+
+
+def test_a_layer_of_a_pool_is_read_where_it_lies() -> None:
+    pool = paged([100, 33], num_kv_heads=2, block_size=16, head_dim=64)
+    layers = torch.full((3, *pool.kv.shape), torch.nan)
+    layers[1] = pool.kv
+    query, out = torch.randn(2, 4, 64), poisoned(2, 4, 64)
+    cpu.attention_decode(query, layers[1], pool.block_tables, pool.context_lens, out, 0.125)
+    assert torch.equal(out, decoded(cpu, query, pool, 0.125))
+
+
+def test_shared_blocks() -> None:
+    pool = paged([64, 64], num_kv_heads=1, block_size=16, head_dim=64)
+    pool.block_tables[1, :3] = pool.block_tables[0, :3]
+    query = torch.randn(2, 2, 64)
+    assert_close(decoded(cpu, query, pool, 0.125), decoded(reference, query, pool, 0.125))
+
+
+def test_large_scores_neither_overflow_nor_vanish() -> None:
+    pool = paged([30, 300, 17], num_kv_heads=1, block_size=16, head_dim=64)
+    query = torch.randn(3, 2, 64) * 300
+    result = decoded(cpu, query, pool, 1.0)
+    torch.testing.assert_close(result, decoded(reference, query, pool, 1.0), rtol=1e-3, atol=1e-3)
+
+
+def test_many_small_weights_add_up() -> None:
+    pool = paged([4000], num_kv_heads=1, block_size=16, head_dim=64)
+    first = pool.kv[int(pool.block_tables[0, 0]), :, 0, 0]
+    pool.kv[:, 0] = 0
+    pool.kv[:, 1] = 1
+    first[0, 0], first[1] = 14.5, 0  # of all weight all but 0.2 % is on the first token, whose value is 0
+    query = torch.eye(64)[:1].unsqueeze(0)
+    expected = torch.full((1, 1, 64), 1 / (1 + math.exp(14.5) / 3999))
+    torch.testing.assert_close(decoded(cpu, query, pool, 1.0), expected, rtol=1e-5, atol=0)
+
+
+def test_a_broken_key_breaks_its_own_sequence_only() -> None:
+    pool = paged([300, 300], num_kv_heads=1, block_size=16, head_dim=64)
+    query = torch.randn(2, 2, 64)
+    sound = decoded(cpu, query, pool, 0.125)
+    pool.kv[int(pool.block_tables[0, 4]), 0, 0, 3, 5] = torch.nan
+    broken = decoded(cpu, query, pool, 0.125)
+    assert broken[0].isnan().all()
+    assert torch.equal(broken[1], sound[1])
+
+
+def test_a_broken_query_breaks_its_own_row_only() -> None:
+    pool = paged([300, 20, 300, 600], num_kv_heads=1, block_size=16, head_dim=64)
+    query = torch.randn(4, 2, 64)
+    sound = decoded(cpu, query, pool, 0.125)
+    query[0, 0], query[1, 1] = torch.nan, torch.nan
+    broken = decoded(cpu, query, pool, 0.125)
+    expected = torch.tensor([[True, False], [False, True], [False, False], [False, False]])
+    assert torch.equal(broken.isnan().all(dim=-1), expected)
+    assert torch.equal(broken[~expected], sound[~expected])
+
+
+def test_nothing_to_do() -> None:
+    pool = paged([], num_kv_heads=2, block_size=16, head_dim=64)
+    none = torch.empty(0, 4, 64)
+    assert decoded(cpu, none, pool, 1.0).shape == none.shape
+    assert prefilled(cpu, none, pool, [], 1.0).shape == none.shape
+
+
+@pytest.mark.parametrize("window", [0, 90])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, window: int) -> None:
+    contexts = [1, 33, 256, 257, 700, 0, 1500]
+    pool = paged(contexts, num_kv_heads=2, block_size=16, head_dim=80, dtype=dtype)
+    query = torch.randn(len(contexts), 6, 80).to(dtype)
+    together = decoded(cpu, query, pool, 0.1, window)
+    torch.set_num_threads(2)
+    assert torch.equal(decoded(cpu, query, pool, 0.1, window), together)
+    torch.set_num_threads(1)
+    for s, context_len in enumerate(contexts):
+        width = max(1, -(-context_len // 16))
+        alone = Paged(pool.kv, pool.block_tables[s : s + 1, :width], pool.context_lens[s : s + 1])
+        assert torch.equal(decoded(cpu, query[s : s + 1], alone, 0.1, window)[0], together[s])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "window"),
+    [(64, 2, 16, 0), (80, 3, 8, 70), (128, 8, 32, 300), (64, 1, 16, 0)],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_prompt_has_the_same_bits_however_it_is_cut(
+    head_dim: int, group: int, block_size: int, window: int, dtype: torch.dtype
+) -> None:
+    length = 530
+    pool = paged([length], num_kv_heads=2, block_size=block_size, head_dim=head_dim, dtype=dtype)
+    query = torch.randn(length, 2 * group, head_dim).to(dtype)
+    whole = prefilled(cpu, query, pool, [length], 0.1, window)
+    expected = prefilled(reference, query, pool, [length], 0.1, window)
+    assert_close(whole, expected)
+
+    cuts = [0, 1, 4, 37, 256, 257, 300, 511, 529, 530]
+    for start, stop in itertools.pairwise(cuts):
+        so_far = Paged(pool.kv, pool.block_tables, torch.tensor([stop], dtype=torch.int32))
+        piece = prefilled(cpu, query[start:stop], so_far, [stop - start], 0.1, window)
+        assert torch.equal(piece, whole[start:stop])
+        last = decoded(cpu, query[stop - 1 : stop], so_far, 0.1, window)
+        assert torch.equal(last, whole[stop - 1 : stop])
+
+
+def test_callers_on_several_threads_do_not_meet() -> None:
+    pools = [paged([1500, 40 + i], num_kv_heads=2, block_size=16, head_dim=64) for i in range(3)]
+    queries = [torch.randn(2, 4, 64) for _ in pools]
+    expected = [decoded(cpu, query, pool, 0.125) for query, pool in zip(queries, pools, strict=True)]
+    same: list[bool] = []
+
+    def hammer(i: int) -> None:
+        torch.set_num_threads(2)
+        same.extend(torch.equal(decoded(cpu, queries[i], pools[i], 0.125), expected[i]) for _ in range(20))
+
+    callers = [threading.Thread(target=hammer, args=(i,)) for i in range(3)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert same == [True] * 60
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda p, q, o: (q, p.kv, p.block_tables.long(), p.context_lens, o),
+        lambda p, q, o: (q, p.kv, p.block_tables, p.context_lens.long(), o),
+        lambda p, q, o: (q.half(), p.kv, p.block_tables, p.context_lens, o),
+        lambda p, q, o: (q, p.kv, p.block_tables, p.context_lens, o.bfloat16()),
+        lambda p, q, o: (q, p.kv.transpose(3, 4), p.block_tables, p.context_lens, o),
+        lambda p, q, o: (q.transpose(1, 2), p.kv, p.block_tables, p.context_lens, o),
+        lambda p, q, o: (q.double(), p.kv.double(), p.block_tables, p.context_lens, o.double()),
+    ],
+)
+def test_layouts_that_cannot_be_read_are_refused(spoil: Callable[..., tuple[Any, ...]]) -> None:
+    pool = paged([20], num_kv_heads=2, block_size=64, head_dim=64)
+    query, out = torch.randn(1, 64, 64), poisoned(1, 64, 64)
+    with pytest.raises((TypeError, ValueError)):
+        cpu.attention_decode(*spoil(pool, query, out), 0.125)  # type: ignore[call-arg]

@@ -1,0 +1,109 @@
+"""What happens before the first step: selection, compilation, its cache, and threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from kernels import AttentionShape, cpu, reference, select
+from kernels.cpu import team
+from kernels.cpu.attend import attend_kernel
+from kernels.cpu.compiler import SOURCES
+from kernels.cpu.elementwise import norm_kernel, silu_kernel
+from kernels.cpu.kv import copy_kernel, store_kernel
+from kernels.cpu.native import FLOAT32
+from kernels.cpu.ranking import rank_kernel
+from kernels.cpu.sampling import sample_kernel
+from tests.support.kernels.paged import paged, poisoned
+
+if TYPE_CHECKING:
+    from kernels.cpu.team import Kernel
+
+SHAPE = AttentionShape(torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
+
+SECOND_START = """
+import numpy as np
+import torch
+from numba.core import event
+from kernels import AttentionShape, select
+home, dtype = select(torch.device("cpu")), torch.DTYPE
+with event.install_recorder("numba:run_pass") as passes:
+    home.warm_up(AttentionShape(dtype, 4, 2, 64, 16))
+    home.rms_norm(torch.ones(1, 64, dtype=dtype), torch.ones(64, dtype=dtype), 1e-5)
+    home.silu_multiply(torch.ones(1, 64, dtype=dtype))
+    half = np.full(1, 0.5, np.float32)
+    for logits in (torch.ones(1, 50, dtype=dtype), torch.ones(1, 50)):  # as the model made them, and changed
+        home.sample(logits, np.zeros(1, np.int64), half, np.ones(1, np.int32), half, half, half)
+        home.rank(logits, np.zeros(1, np.int32), 3)
+print(len(passes.buffer))
+"""
+
+
+def test_the_device_decides() -> None:
+    assert select(torch.device("cpu")) is cpu
+    assert select(torch.device("meta")) is reference
+
+
+def test_warm_up_tells_how_far_it_is() -> None:
+    calls: list[tuple[str, int, int]] = []
+    cpu.warm_up(SHAPE, lambda name, done, total: calls.append((name, done, total)))
+    assert [done for _, done, _ in calls] == list(range(calls[0][2]))
+    assert len({name for name, _, _ in calls}) == len(calls)
+
+
+def test_warm_up_refuses_what_cannot_be_compiled() -> None:
+    with pytest.raises(TypeError, match="float64"):
+        cpu.warm_up(AttentionShape(torch.float64, 4, 2, 64, 16))
+    with pytest.raises(ValueError, match="multiple of 4"):
+        cpu.warm_up(AttentionShape(torch.float32, 4, 2, 62, 16))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_second_start_compiles_nothing(dtype: str) -> None:
+    cpu.warm_up(replace(SHAPE, dtype=getattr(torch, dtype)))
+    program = SECOND_START.replace("DTYPE", dtype)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["0"]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        attend_kernel(),
+        norm_kernel(FLOAT32),
+        silu_kernel(FLOAT32),
+        store_kernel(FLOAT32),
+        copy_kernel(),
+        sample_kernel(FLOAT32),
+        rank_kernel(FLOAT32),
+    ],
+    ids=lambda kernel: kernel._compiled.__name__,
+)
+def test_a_kernel_is_compiled_again_when_any_source_has_changed(kernel: Kernel) -> None:
+    python_function = kernel._compiled._pyfunc
+    closure = dict(zip(python_function.__code__.co_freevars, python_function.__closure__, strict=True))
+    assert closure["sources"].cell_contents == SOURCES
+
+
+def test_torch_has_the_runtime_that_is_looked_for() -> None:
+    if sys.platform != "linux":
+        pytest.skip("only Linux builds of torch use GNU OpenMP")
+    assert team._launch is not None
+
+
+def test_python_threads_do_where_there_is_no_such_runtime(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+    pool = paged([1500, 40, 300], num_kv_heads=2, block_size=16, head_dim=64)
+    query = torch.randn(3, 4, 64)
+    results = []
+    for launch in (team._launch, None):
+        monkeypatch.setattr(team, "_launch", launch)
+        out = poisoned(3, 4, 64)
+        cpu.attention_decode(query, pool.kv, pool.block_tables, pool.context_lens, out, 0.125)
+        results.append(out)
+    assert results[0].isfinite().all()
+    assert torch.equal(results[0], results[1])

@@ -1,0 +1,15 @@
+"""The tests of this directory in Triton's interpreter: what kernels compute, on machines without a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.interpreted import run_interpreted
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("names", ["attention", "elementwise kv work", "sampling"])
+def test_in_the_interpreter(names: str) -> None:
+    run_interpreted(Path(__file__).parent, names)

@@ -1,0 +1,179 @@
+"""Flags and configuration classes say the same."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import quire.cli.main
+from executor.config import ExecutorConfig
+from quire.cli.config_flags import arguments, field_texts, flag_parameters, given, with_flags
+from quire.cli.services import ConfigError, on_free_ports, service_pair
+from scheduler.config import SchedulerConfig
+
+CONFIGS = pytest.mark.parametrize("config", [SchedulerConfig, ExecutorConfig])
+MODEL = str(Path(__file__).parent)
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Something to configure.
+
+    model    which one,
+             in two lines
+    amount   how much
+    is_open  whether
+    """
+
+    model: str
+    amount: float | None = None
+    is_open: bool = True
+    undocumented: int = 5
+
+
+def parse(words: list[str]) -> dict[str, Any]:
+    """What a command with the flags of Toy gets."""
+    seen: list[dict[str, Any]] = []
+    app = typer.Typer()
+    app.command()(with_flags(lambda **values: seen.append(values), flag_parameters(Toy)))
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    return given(seen[0])
+
+
+def test_flags_that_are_not_given_stay_out() -> None:
+    assert parse([]) == {}
+
+
+def test_arguments_are_the_inverse_of_parsing() -> None:
+    values = {"model": "a b", "amount": 0.5, "is_open": False, "undocumented": 7}
+    assert parse(arguments(values)) == values
+    assert parse(arguments({"is_open": True})) == {"is_open": True}
+
+
+def test_help_is_the_docstring_with_its_defaults() -> None:
+    app = typer.Typer(rich_markup_mode=None)
+    app.command()(with_flags(lambda **values: None, flag_parameters(Toy)))
+    help_text = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
+    assert "which one, in two lines" in help_text
+    assert "whether [default: True]" in help_text
+    assert "how much --is-open" in help_text  # no default to show
+
+
+def test_own_parameters_of_a_command_stay_beside_the_flags() -> None:
+    seen: list[dict[str, Any]] = []
+
+    def command(own: int = 1, **values: Any) -> None:
+        seen.append({"own": own, **values})
+
+    app = typer.Typer()
+    app.command()(with_flags(command, flag_parameters(Toy, leave_out={"undocumented"})))
+    assert CliRunner().invoke(app, ["--own", "3", "--model", "m"]).exit_code == 0
+    assert given(seen[0]) == {"own": 3, "model": "m"}
+
+
+@CONFIGS
+def test_every_field_of_the_services_has_a_text(config: type[Any]) -> None:
+    assert set(field_texts(config)) == {field.name for field in fields(config)}
+
+
+@pytest.mark.parametrize(
+    ("command", "runner", "config"),
+    [("scheduler", "run_scheduler", SchedulerConfig), ("executor", "run_executor", ExecutorConfig)],
+)
+def test_every_field_can_be_set_by_the_flag_of_its_name(
+    monkeypatch: pytest.MonkeyPatch, command: str, runner: str, config: type[Any]
+) -> None:
+    seen: list[Any] = []
+
+    def run(value: Any) -> int:
+        seen.append(value)
+        return 5
+
+    monkeypatch.setattr(quire.cli.main, runner, run)
+    values = {field.name: other_value(field.name, field.default) for field in fields(config)}
+    result = CliRunner().invoke(quire.cli.main.app, [command, *arguments(values)])
+    assert result.exit_code == 5, result.output
+    assert seen == [config(**values | {"model": str(Path("models/tiny").resolve())})]
+    for field in fields(config):
+        assert getattr(seen[0], field.name) != field.default
+
+
+def other_value(name: str, default: Any) -> Any:
+    """A valid value that is not the default."""
+    chosen = {
+        "model": "models/tiny",
+        "policy": "priority",
+        "batching": "static",
+        "memory": "contiguous",
+        "log_level": "error",
+        "log_format": "json",
+        "otlp_endpoint": "http://127.0.0.1:4318",
+        "dtype": "float32",
+        "device": "cpu",
+        "kernels": "reference",
+        "load_format": "random",
+        "memory_fraction": 0.5,
+        "revision": "main",
+        "model_name": "toy",
+    }
+    if name in chosen:
+        return chosen[name]
+    if isinstance(default, str):
+        return "127.0.0.1:7"
+    if isinstance(default, bool):
+        return not default
+    return 7 if default is None else default + 1
+
+
+def test_one_command_line_speaks_to_both_services() -> None:
+    values = {"model": MODEL, "revision": "v2", "max_num_seqs": 3, "policy": "priority", "num_blocks": 40}
+    pair = service_pair(on_free_ports(values))
+    assert (pair.scheduler.model, pair.executor.model) == (MODEL, MODEL)
+    assert (pair.scheduler.revision, pair.executor.revision) == ("v2", "v2")
+    assert (pair.scheduler.max_num_seqs, pair.executor.max_num_seqs) == (3, 3)
+    assert (pair.scheduler.policy, pair.executor.num_blocks) == ("priority", 40)
+    assert pair.scheduler.executor == pair.executor.listen_address
+    addresses = [
+        pair.scheduler.listen,
+        pair.scheduler.http_listen,
+        pair.executor.listen_address,
+        pair.executor.metrics_address,
+    ]
+    assert len(set(addresses)) == 4
+    assert all(address.startswith("127.0.0.1:") and not address.endswith(":0") for address in addresses)
+    assert pair.ready_line() == "ready grpc={} http={} executor={} metrics={}".format(*addresses)
+
+
+def test_the_executor_may_listen_on_a_unix_socket_and_leave_metrics_out() -> None:
+    pair = service_pair(on_free_ports({"model": MODEL}) | {"executor": "unix:/tmp/x.sock", "metrics_address": ""})
+    assert pair.scheduler.executor == pair.executor.listen_address == "unix:/tmp/x.sock"
+    assert pair.ready_line().endswith("executor=unix:/tmp/x.sock metrics=off")
+
+
+def test_children_get_the_values_as_flags_and_the_scheduler_ends_first() -> None:
+    pair = service_pair(on_free_ports({"model": MODEL, "num_blocks": 40, "drain_timeout_s": 50.0}))
+    scheduler, executor = pair.children()
+    assert (scheduler.name, executor.name) == ("scheduler", "executor")
+    assert scheduler.command[1:4] == ("-m", "quire", "scheduler")
+    assert "--num-blocks" in executor.command
+    assert "--num-blocks" not in scheduler.command
+    assert scheduler.grace_s > 50.0  # the scheduler's own time to drain is never cut short
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"block_size": 0},
+        {"policy": "lottery"},
+        {"listen": "nowhere"},
+        {"max_in_flight": -1},
+        {"dtype": "int3"},
+    ],
+)
+def test_a_wrong_value_is_an_error_that_names_its_field(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        service_pair(on_free_ports({"model": MODEL}) | wrong)

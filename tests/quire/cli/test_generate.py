@@ -1,0 +1,121 @@
+import io
+import json
+
+from quire.cli.generate import write_json, write_text
+from quire.events import (
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Started,
+    TokenLogprob,
+    TokenLogprobs,
+    Usage,
+)
+
+
+def end(index: int, reason: FinishReason, num_tokens: int) -> Finished:
+    return Finished(index, reason, Usage(4, num_tokens, 2, 0))
+
+
+TWO: list[Event] = [
+    Started("r", 4, 2),
+    Delta(0, "On", (1,)),
+    Delta(1, "Ein", (2,)),
+    Delta(0, "ce", (3,)),
+    end(0, FinishReason.EOS, 2),
+    Delta(1, "mal", (4,)),
+    end(1, FinishReason.LENGTH, 2),
+]
+
+
+def test_the_first_sequence_streams_and_the_others_follow() -> None:
+    seen = []
+
+    class Out(io.StringIO):
+        def flush(self) -> None:
+            seen.append(self.getvalue())
+
+    out = Out()
+    write_text(TWO, out)
+    assert out.getvalue() == "Once\n\n--- 1 ---\nEinmal\n"
+    assert seen[:2] == ["On", "Once"]
+
+
+def test_notes_say_what_it_cost() -> None:
+    out, notes = io.StringIO(), io.StringIO()
+    write_text(TWO, out, notes)
+    assert out.getvalue() == "Once\n\n--- 1 ---\nEinmal\n"
+    assert notes.getvalue().splitlines() == [
+        "[4 prompt tokens, 2 of them cached]",
+        "[0: eos, 2 tokens]",
+        "[1: length, 2 tokens]",
+    ]
+
+
+def test_a_sequence_without_text_still_has_its_place() -> None:
+    out = io.StringIO()
+    write_text([Started("r", 1, 0), end(0, FinishReason.EOS, 0), end(1, FinishReason.EOS, 0)], out)
+    assert out.getvalue() == "\n\n--- 1 ---\n\n"
+
+
+def test_json_is_one_event_a_line() -> None:
+    out = io.StringIO()
+    write_json([Started("é", 4, 2), Delta(0, "a\nb", (1, 2)), end(0, FinishReason.STOP, 2)], out)
+    assert [json.loads(line) for line in out.getvalue().splitlines()] == [
+        {"event": "started", "request_id": "é", "prompt_tokens": 4, "cached_tokens": 2},
+        {"event": "delta", "index": 0, "text": "a\nb", "token_ids": [1, 2], "logprobs": []},
+        {
+            "event": "finished",
+            "index": 0,
+            "reason": "stop",
+            "usage": {"prompt_tokens": 4, "completion_tokens": 2, "cached_tokens": 2, "num_preemptions": 0},
+            "score": None,
+        },
+    ]
+
+
+def test_beams_have_a_heading_with_their_score() -> None:
+    usage = Usage(4, 2, 0, 0)
+    out = io.StringIO()
+    events: list[Event] = [
+        Started("r", 4, 0),
+        Delta(0, "best", (1,)),
+        Finished(0, FinishReason.EOS, usage, -0.25),
+        Delta(1, "next", (2,)),
+        Finished(1, FinishReason.LENGTH, usage, -1.5),
+    ]
+    write_text(events, out, are_beams=True)
+    assert out.getvalue() == "\n--- 0, score -0.2500 ---\nbest\n\n--- 1, score -1.5000 ---\nnext\n"
+
+
+def test_logprobs_are_a_small_table() -> None:
+    def entry(token_id: int, *top: int) -> TokenLogprobs:
+        return TokenLogprobs(
+            TokenLogprob(token_id, -token_id / 8, token_id), tuple(TokenLogprob(i, -i / 4, i) for i in top)
+        )
+
+    out = io.StringIO()
+    events = [
+        Started("r", 3, 0),
+        PromptLogprobs(1, (entry(30),)),
+        PromptLogprobs(2, (entry(31),)),
+        Delta(0, "a", (7,), (entry(7, 1, 2),)),
+        Delta(0, "b", (8,), (entry(8, 1, 2),)),
+        end(0, FinishReason.EOS, 2),
+    ]
+    write_text(events, out)
+    assert [line.split() for line in out.getvalue().splitlines()] == [
+        ["ab"],
+        [],
+        ["prompt"],
+        ["token", "logprob", "rank"],
+        ["1", "30", "-3.7500", "30"],
+        ["2", "31", "-3.8750", "31"],
+        [],
+        ["sequence", "0"],
+        ["token", "logprob", "rank", "most", "probable"],
+        ["0", "7", "-0.8750", "7", "1", "-0.250", "2", "-0.500"],
+        ["1", "8", "-1.0000", "8", "1", "-0.250", "2", "-0.500"],
+    ]

@@ -1,0 +1,37 @@
+"""Options of the core's tests.
+
+--regenerate   writes the golden transcripts and the state diagram anew, then compares
+--effort 20    simulates 20 times as many worlds, searches 20 times as long and from elsewhere
+"""
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--regenerate", action="store_true", help="write golden files anew")
+    parser.addoption("--effort", type=int, default=1, help="times as many seeds and examples")
+
+
+@pytest.fixture
+def regenerate(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--regenerate", default=False))
+
+
+@pytest.fixture
+def effort(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--effort", default=1))
+
+
+@pytest.fixture
+def search(effort: int) -> settings:
+    """How Hypothesis searches: the same examples in every run, unless more effort is asked for. No clock decides."""
+    return settings(
+        max_examples=100 * effort,
+        stateful_step_count=50,
+        derandomize=effort == 1,
+        database=None,
+        deadline=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )

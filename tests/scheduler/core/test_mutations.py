@@ -1,0 +1,232 @@
+"""The simulation is worth what it finds: each of these mistakes, made on purpose in the core, is found, and named.
+
+A mutation replaces one method of the product. The same worlds that end well without it must not end well with it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from scheduler.core import Events, FinishReason, QuireError, Sequence, StepResult
+from scheduler.core.block_pool import BlockPool
+from scheduler.core.books import Books
+from scheduler.core.committer import Committer
+from scheduler.core.draft import Draft, Step
+from scheduler.core.kv_cache import Allocation, KVCache
+from scheduler.core.planner import Planner
+from scheduler.core.waiting_queue import WaitingQueue
+from tests.support.core import beam_mutations, mode_mutations
+from tests.support.core.fake_executor import PlanError
+from tests.support.core.simulation import simulate
+
+NUM_SEEDS = 500
+
+
+def skip_one_ref_count_decrement(patch: pytest.MonkeyPatch) -> None:
+    release, calls = BlockPool.release, iter(range(10**9))
+
+    def mutant(pool: BlockPool, block: int, *, findable: bool) -> None:
+        if next(calls) != 20:
+            release(pool, block, findable=findable)
+
+    patch.setattr(BlockPool, "release", mutant)
+
+
+def publish_blocks_when_they_are_planned(patch: pytest.MonkeyPatch) -> None:
+    plan_chunk = Planner._plan_chunk
+
+    def mutant(planner: Planner, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
+        plan_chunk(planner, draft, sequence, num_tokens)
+        num_computed = sequence.num_computed_tokens
+        sequence.num_computed_tokens = sequence.num_planned_tokens
+        if sequence.num_computed_tokens >= sequence.publish_at:
+            planner._books.cache.publish(sequence)
+        sequence.num_computed_tokens = num_computed
+
+    patch.setattr(Planner, "_plan_chunk", mutant)
+
+
+def free_blocks_while_a_plan_in_flight_uses_them(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Books, "_release_after_flight", lambda books, table: books.cache.release(table))
+
+
+def forget_the_copy_of_a_shared_block(patch: pytest.MonkeyPatch) -> None:
+    try_allocate = KVCache.try_allocate
+
+    def mutant(cache: KVCache, sequence: Sequence, num_tokens: int) -> Allocation | None:
+        allocation = try_allocate(cache, sequence, num_tokens)
+        return allocation and replace(allocation, block_copy=None)
+
+    patch.setattr(KVCache, "try_allocate", mutant)
+
+
+def write_to_a_shared_block_in_place(patch: pytest.MonkeyPatch) -> None:
+    fork = KVCache.fork
+
+    def mutant(cache: KVCache, parent: Sequence, child: Sequence) -> None:
+        fork(cache, parent, child)
+        child.write_limit = len(child.block_table) * cache.block_size
+
+    patch.setattr(KVCache, "fork", mutant)
+
+
+def drop_one_queued_request(patch: pytest.MonkeyPatch) -> None:
+    add, calls = WaitingQueue.add, iter(range(10**9))
+
+    def mutant(queue: WaitingQueue, sequence: Sequence) -> None:
+        if next(calls) != 20:
+            add(queue, sequence)
+
+    patch.setattr(WaitingQueue, "add", mutant)
+
+
+def publish_under_another_salt(patch: pytest.MonkeyPatch) -> None:
+    publish = KVCache.publish
+
+    def mutant(cache: KVCache, sequence: Sequence) -> None:
+        request, digests = sequence.request, sequence.digests
+        sequence.request, sequence.digests = replace(request, cache_salt=b"of all"), []
+        publish(cache, sequence)
+        sequence.request, sequence.digests = request, digests
+
+    patch.setattr(KVCache, "publish", mutant)
+
+
+def send_tokens_again_after_a_recompute(patch: pytest.MonkeyPatch) -> None:
+    append_tokens = Committer._append_tokens
+
+    def mutant(committer: Committer, step: Step, result: StepResult, events: Events) -> None:
+        for sequence, _ in step.admitted:
+            for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
+                events.sequences.append(sequence)
+                events.token_ids.append(token_id)
+        append_tokens(committer, step, result, events)
+
+    patch.setattr(Committer, "_append_tokens", mutant)
+
+
+def count_the_token_of_an_overrun(patch: pytest.MonkeyPatch) -> None:
+    append_tokens = Committer._append_tokens
+
+    def mutant(committer: Committer, step: Step, result: StepResult, events: Events) -> None:
+        for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
+            if sequence.is_finished:
+                events.sequences.append(sequence)
+                events.token_ids.append(token_id)
+        append_tokens(committer, step, result, events)
+
+    patch.setattr(Committer, "_append_tokens", mutant)
+
+
+def forget_generated_tokens_when_preempting(patch: pytest.MonkeyPatch) -> None:
+    preempt = Books.preempt
+
+    def mutant(books: Books, sequence: Sequence) -> None:
+        preempt(books, sequence)
+        del sequence.token_ids[sequence.num_prompt_tokens :]
+
+    patch.setattr(Books, "preempt", mutant)
+
+
+def let_the_short_ones_overtake(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WaitingQueue, "first", lambda queue: min(queue, key=lambda s: s.num_tokens, default=None))
+
+
+def preempt_without_end(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Planner, "_needs_guarantee", lambda planner, sequence: False)
+
+
+def give_away_promised_blocks(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCache, "num_available_blocks", lambda cache, sequence=None: cache.pool.num_free_blocks)
+
+
+def take_results_of_lost_executors(patch: pytest.MonkeyPatch) -> None:
+    check_result = Committer._check_result
+
+    def mutant(committer: Committer, result: StepResult) -> Step:
+        if committer._books.in_flight:
+            result = replace(result, epoch=committer._books.epoch, step_id=committer._books.in_flight[0].step_id)
+        return check_result(committer, result)
+
+    patch.setattr(Committer, "_check_result", mutant)
+
+
+def end_a_sequence_one_token_early(patch: pytest.MonkeyPatch) -> None:
+    end_sequences = Committer._end_sequences
+
+    def mutant(committer: Committer, step: Step, result: StepResult, events: Events) -> None:
+        for sequence in step.sampled:
+            if not sequence.is_finished and sequence.num_tokens == sequence.params.max_total_tokens - 1:
+                committer._books.finish(sequence, FinishReason.LENGTH)
+                events.finished.append((sequence, FinishReason.LENGTH))
+        end_sequences(committer, step, result, events)
+
+    patch.setattr(Committer, "_end_sequences", mutant)
+
+
+def report_on_the_prompt_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
+    forget_kv = Sequence.forget_kv
+
+    def mutant(sequence: Sequence) -> None:
+        sequence.num_prompt_reported = 0
+        forget_kv(sequence)
+
+    patch.setattr(Sequence, "forget_kv", mutant)
+
+
+def read_prefixes_that_are_to_be_reported_on(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(KVCache, "reads_prefixes", lambda cache, sequence: cache._enable_prefix_caching)
+
+
+def wait_for_prefixes_that_nobody_computes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Planner, "_awaits_prefix", lambda planner, draft, sequence, prefix: len(prefix) < len(sequence.digests)
+    )
+
+
+def leave_bounds_as_they_were(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Books, "narrow", lambda books, active, max_total_tokens: [])
+
+
+MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
+    (skip_one_ref_count_decrement, "I2: block"),
+    (publish_blocks_when_they_are_planned, "I5: block .* is published, its KV is not computed"),
+    (free_blocks_while_a_plan_in_flight_uses_them, "I6: plan"),
+    (forget_the_copy_of_a_shared_block, "KV that was never written is read|I11: .* got"),
+    (write_to_a_shared_block_in_place, "I3: .* may write to block"),
+    (drop_one_queued_request, "I7: waiting and running"),
+    (publish_under_another_salt, "I5: block .* is published for other tokens"),
+    (send_tokens_again_after_a_recompute, "I11: .* got"),
+    (count_the_token_of_an_overrun, "I11: a token of .* (after its end|before its request started)"),
+    (forget_generated_tokens_when_preempting, "I11: .* got"),
+    (let_the_short_ones_overtake, "I13: .* overtook"),
+    (preempt_without_end, "I14: .* was preempted"),
+    (give_away_promised_blocks, "I10: .* blocks promised|every running sequence has its blocks promised"),
+    (take_results_of_lost_executors, "I17: a result"),
+    (end_a_sequence_one_token_early, "I11: .* ended by"),
+    (report_on_the_prompt_again_after_a_preemption, "I18: .* is told of prompt token"),
+    (read_prefixes_that_are_to_be_reported_on, "I18: (wrong log-probabilities|.* was told of)"),
+    (wait_for_prefixes_that_nobody_computes, "I12: .* never ended|I12: nothing is in flight"),
+    (leave_bounds_as_they_were, "would fit"),
+    *beam_mutations.MUTATIONS,
+    *mode_mutations.MUTATIONS,
+]
+
+
+def simulate_worlds() -> None:
+    for seed in range(NUM_SEEDS):
+        simulate(seed)
+
+
+def test_without_a_mutation_every_world_ends_well() -> None:
+    simulate_worlds()
+
+
+@pytest.mark.parametrize(("mutate", "finding"), MUTATIONS, ids=[mutate.__name__ for mutate, _ in MUTATIONS])
+def test_a_mutation_is_found(
+    monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None], finding: str
+) -> None:
+    mutate(monkeypatch)
+    with pytest.raises((QuireError, PlanError, AssertionError), match=finding):
+        simulate_worlds()

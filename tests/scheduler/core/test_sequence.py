@@ -1,0 +1,87 @@
+"""A sequence: its states, and what it knows of itself."""
+
+from itertools import product
+
+import pytest
+
+from scheduler.core import TRANSITIONS, InvariantViolation, State
+from scheduler.core.sequence import Sequence
+from tests.support.core.letters import make_request, make_sequence, to_ids
+
+
+def sequence_in(state: State) -> Sequence:
+    sequence = make_sequence("abc")
+    sequence.state = state
+    return sequence
+
+
+@pytest.mark.parametrize(("source", "target"), list(product(State, State)))
+def test_changes_state_as_the_table_says_and_not_otherwise(source: State, target: State) -> None:
+    sequence = sequence_in(source)
+    if target in TRANSITIONS[source]:
+        sequence.become(target)
+        assert sequence.state is target
+    else:
+        with pytest.raises(InvariantViolation, match=f"cannot become {target.value}"):
+            sequence.become(target)
+        assert sequence.state is source
+
+
+def test_every_state_can_be_reached_and_only_the_end_is_final() -> None:
+    reachable, frontier = {State.WAITING}, {State.WAITING}
+    while frontier:
+        frontier = {target for source in frontier for target in TRANSITIONS[source]} - reachable
+        reachable |= frontier
+    assert reachable == set(State)
+    assert [state for state in State if not TRANSITIONS[state]] == [State.FINISHED]
+
+
+def test_starts_with_its_prompt_and_nothing_computed() -> None:
+    sequence = make_sequence("abc")
+    assert sequence.state is State.WAITING
+    assert tuple(sequence.token_ids) == to_ids("abc")
+    assert (sequence.num_tokens, sequence.num_prompt_tokens, sequence.num_uncomputed_tokens) == (3, 3, 3)
+    assert (sequence.num_computed_tokens, sequence.num_planned_tokens, sequence.slot) == (0, 0, -1)
+
+
+def test_each_sample_has_its_own_seed_and_its_own_tokens() -> None:
+    request = make_request(1, "ab", seeds=(5, 6))
+    first, second = (Sequence(request, index, arrival=1) for index in range(2))
+    assert (first.params.seed, second.params.seed) == (5, 6)
+    first.token_ids.append(9)
+    assert second.num_tokens == request.num_sequences == 2
+
+
+def test_what_is_planned_ahead_of_the_known_tokens_is_not_negative_work() -> None:
+    sequence = make_sequence("abc")
+    sequence.num_planned_tokens = 5
+    assert sequence.num_uncomputed_tokens == 0
+
+
+def test_forgets_its_kv_and_keeps_its_tokens() -> None:
+    sequence = make_sequence("abc")
+    sequence.token_ids += to_ids("xy")
+    sequence.slot, sequence.block_table, sequence.row_count = 3, [4, 5], 1
+    sequence.num_computed_tokens = sequence.num_planned_tokens = 4
+    sequence.forget_kv()
+    assert (sequence.slot, sequence.block_table, sequence.row_count) == (-1, [], 0)
+    assert (sequence.num_tokens, sequence.num_uncomputed_tokens, sequence.num_computed_tokens) == (5, 5, 0)
+
+
+def test_is_suspect_after_two_losses_in_a_row() -> None:
+    sequence = make_sequence("abc")
+    verdicts = []
+    for _ in range(3):
+        sequence.count_loss()
+        verdicts.append((sequence.num_losses, sequence.is_suspect))
+    assert verdicts == [(1, False), (2, True), (3, True)]
+
+
+def test_one_token_clears_a_suspect() -> None:
+    sequence = make_sequence("abc")
+    sequence.count_loss()
+    sequence.count_loss()
+    sequence.token_ids.append(0)
+    assert not sequence.is_suspect
+    sequence.count_loss()
+    assert (sequence.num_losses, sequence.is_suspect) == (1, False), "the count starts again"

@@ -1,0 +1,102 @@
+"""The scheduler's end of the plan stream over gRPC, with the real executor's at the other, or one that lies."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import grpc
+import pytest
+
+from executor.config import ExecutorConfig
+from executor.server import Server
+from quire.executor.v1 import executor_pb2 as pb
+from quire.executor.v1.executor_pb2_grpc import ExecutorServicer, add_ExecutorServicer_to_server
+from scheduler.core import ExecutorLost, ResultMismatch, StepPlan
+from scheduler.engine.executor_client import ExecutorClient, PlanStream
+from tests.support.executor.fake_runner import FakeRunner, loaded
+
+NUM_STREAMS = 50
+NUM_PLANS = 10
+
+LARGE_PLAN = StepPlan(1, 1, retired_slots=[0] * 500_000)
+
+
+async def end_of_a_stream(client: ExecutorClient, epoch: int) -> ExecutorLost:
+    """Of one whose first plan is refused while the next ones are being written."""
+    has_ended = asyncio.Event()
+    stream = client.open_stream(has_ended.set)
+    with suppress(ExecutorLost):
+        for step_id in range(1, NUM_PLANS + 1):
+            await stream.send(StepPlan(epoch, step_id, retired_slots=[9]))
+    await asyncio.wait_for(has_ended.wait(), 10)
+    try:
+        stream.take()
+    except ExecutorLost as error:
+        return error
+    finally:
+        await stream.close()
+    raise AssertionError("a result of a plan that was refused")
+
+
+async def test_why_a_plan_was_refused_is_known_though_the_next_ones_are_being_written() -> None:
+    config = ExecutorConfig(model="unused", listen_address="127.0.0.1:0", metrics_address="", num_threads=1)
+    server = Server(config, loaded(FakeRunner()))
+    client = ExecutorClient(await server.start())
+    try:
+        ends = [await end_of_a_stream(client, epoch) for epoch in range(1, NUM_STREAMS + 1)]
+    finally:
+        await client.close()
+        await server.stop()
+    why = "PlanRejected: the executor refused a plan: step 1: retired_slots: out of range"
+    assert Counter(f"{type(end).__name__}: {end}" for end in ends) == {why: NUM_STREAMS}
+
+
+class LyingExecutor(ExecutorServicer):
+    """Reads no plan, and sends a result that is none when it is told to."""
+
+    def __init__(self) -> None:
+        self.lies = asyncio.Event()
+
+    async def Run(self, request_iterator: object, context: object) -> AsyncIterator[pb.StepResult]:  # type: ignore[override]  # noqa: N802
+        await self.lies.wait()
+        yield pb.StepResult(epoch=1, step_id=1, token_ids=b"abc")
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def lying_executor() -> AsyncIterator[tuple[LyingExecutor, PlanStream]]:
+    lying, server = LyingExecutor(), grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    add_ExecutorServicer_to_server(lying, server)
+    client = ExecutorClient(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
+    await server.start()
+    stream = client.open_stream(lambda: None)
+    try:
+        yield lying, stream
+    finally:
+        await stream.close()
+        await client.close()
+        await server.stop(0)
+
+
+async def write(stream: PlanStream) -> None:
+    """Soon one write waits: nobody reads."""
+    while True:
+        await stream.send(LARGE_PLAN)
+
+
+async def test_a_result_that_is_none_ends_the_stream_and_not_who_is_writing_to_it() -> None:
+    async with lying_executor() as (executor, stream):
+        writing = asyncio.create_task(write(stream))
+        await asyncio.wait({writing}, timeout=0.5)
+        assert not writing.done()
+        executor.lies.set()
+        with pytest.raises(ResultMismatch, match="3 bytes of token ids"):
+            await asyncio.wait_for(writing, 10)
+
+
+async def test_who_is_cancelled_while_it_writes_is_cancelled() -> None:
+    async with lying_executor() as (_, stream):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await write(stream)

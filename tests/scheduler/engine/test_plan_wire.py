@@ -1,0 +1,54 @@
+"""Plans to bytes and bytes to results: what sampling, beams and log-probabilities need of both."""
+
+from array import array
+
+import pytest
+
+from quire.executor.v1 import executor_pb2 as pb
+from scheduler.core import Admission, ResultMismatch, SequenceParams, StepPlan
+from scheduler.engine.plan_wire import decode_result, encode_plan, pack, pack_floats, unpack
+
+PARAMS = SequenceParams(
+    max_total_tokens=30,
+    allowed_token_ids=(4, 5),
+    bias_token_ids=(7, 8),
+    bias_values=(-1.5, 100.0),
+    repetition_penalty=1.25,
+    frequency_penalty=0.5,
+    presence_penalty=-0.5,
+    num_logprobs=3,
+    num_prompt_logprobs=2,
+    num_candidates=8,
+)
+
+
+def test_an_admission_carries_every_parameter() -> None:
+    (admission,) = encode_plan(StepPlan(1, 1, admissions=[Admission(2, [1, 2, 3], 2, 0, [1], PARAMS)])).admissions
+    params = admission.params
+    assert params.num_prompt_tokens == 2
+    assert (unpack(params.allowed_token_ids), unpack(params.bias_token_ids)) == ([4, 5], [7, 8])
+    assert array("f", params.bias_values).tolist() == [-1.5, 100.0]
+    assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.25, 0.5, -0.5)
+    assert (params.num_logprobs, params.num_prompt_logprobs, params.num_candidates) == (3, 2, 8)
+
+
+def test_branches_are_packed() -> None:
+    assert unpack(encode_plan(StepPlan(1, 1, branches=[0, 1, 7, 1, 1, 8])).branches) == [0, 1, 7, 1, 1, 8]
+
+
+def test_reports_come_as_arrays_or_not_at_all() -> None:
+    candidates = pb.Logprobs(token_ids=pack([5, 6]), values=pack_floats([-0.5, float("-inf")]))
+    result = decode_result(pb.StepResult(epoch=1, step_id=1, candidates=candidates))
+    assert (result.logprobs, result.prompt_logprobs) == (None, None)
+    assert result.candidates is not None
+    assert (list(result.candidates.token_ids), list(result.candidates.values)) == ([5, 6], [-0.5, float("-inf")])
+    logprobs = pb.Logprobs(token_ids=pack([5]), values=pack_floats([-0.5]), ranks=pack([9]))
+    told = decode_result(pb.StepResult(epoch=1, step_id=1, logprobs=logprobs)).logprobs
+    assert told is not None
+    assert list(told.ranks) == [9]
+
+
+@pytest.mark.parametrize("part", ["token_ids", "values", "ranks"])
+def test_half_a_number_is_no_report(part: str) -> None:
+    with pytest.raises(ResultMismatch, match=rf"logprobs\.{part}"):
+        decode_result(pb.StepResult(logprobs=pb.Logprobs(**{part: b"\0\0\0"})))

@@ -1,0 +1,74 @@
+"""Errors become statuses that clients can act upon, and that fit into a trailer."""
+
+import base64
+from urllib.parse import quote
+
+import grpc
+import pytest
+from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from scheduler import core
+from scheduler.core import (
+    CapacityExceeded,
+    InvalidRequest,
+    InvariantViolation,
+    QueueFull,
+)
+from scheduler.requests import status
+from scheduler.requests.status import DETAILS_KEY, code_of, status_of
+
+
+def details_of(error: Exception) -> Status:
+    found = status_of(error)
+    ((key, value),) = found.trailers
+    assert key == DETAILS_KEY
+    details = Status.FromString(value)
+    assert details.code == found.code.value[0]
+    assert details.message == found.message
+    return details
+
+
+def test_bad_request() -> None:
+    details = details_of(InvalidRequest({"sampling.n": "too many", "prompt": "missing"}))
+    bad_request = BadRequest()
+    assert details.details[0].Unpack(bad_request)
+    assert [(v.field, v.description) for v in bad_request.field_violations] == [
+        ("sampling.n", "too many"),
+        ("prompt", "missing"),
+    ]
+
+
+def test_retry_info() -> None:
+    retry = RetryInfo()
+    assert details_of(QueueFull("full", retry_after_s=2.5)).details[0].Unpack(retry)
+    assert retry.retry_delay.ToTimedelta().total_seconds() == 2.5
+
+
+def test_trailers_have_a_bound() -> None:
+    many = {f"field[{i}]": "é" * 500 for i in range(1000)}
+    found = status_of(InvalidRequest(many))
+    assert len(base64.b64encode(found.trailers[0][1])) + len(quote(found.message)) < 8000
+    bad_request = BadRequest()
+    details_of(InvalidRequest(many)).details[0].Unpack(bad_request)
+    assert len(bad_request.field_violations) >= 3
+
+
+def test_the_table() -> None:
+    assert code_of(CapacityExceeded("")) is grpc.StatusCode.OUT_OF_RANGE
+    assert code_of(ValueError("")) is grpc.StatusCode.INTERNAL
+
+
+def test_every_error_of_the_core_is_in_it_but_those_that_the_engine_keeps_to_itself() -> None:
+    """An executor that is lost is looked for again; clients wait."""
+    for name in core.__all__:
+        error = getattr(core, name)
+        if isinstance(error, type) and issubclass(error, Exception) and error is not core.QuireError:
+            assert (error in status.CODES) is not issubclass(error, core.ExecutorLost), name
+
+
+@pytest.mark.parametrize("error", [ValueError("prompt of somebody else"), InvariantViolation("request 5: secret")])
+def test_words_of_bugs_stay_in_the_log(error: Exception) -> None:
+    found = status_of(error)
+    assert found.message == "internal error; the server's log has it"
+    assert found.trailers == ()

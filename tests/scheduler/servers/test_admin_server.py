@@ -1,0 +1,184 @@
+"""What an operator sees, and the standard services beside it."""
+
+import asyncio
+import socket
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from quire.addresses import AddressError, AddressInUse, AddressUnusable
+from quire.v1 import admin_pb2 as wire
+from quire.v1 import generation_pb2
+from scheduler.engine.engine import ServerState
+from tests.scheduler.conftest import Served, Servers, until
+from tests.support.scheduler.fake_engine import MODEL, FakeEngine
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_server_info(servers: Servers) -> None:
+    served = await servers.start()
+    info = await served.admin.GetServerInfo(wire.GetServerInfoRequest())
+    for name in (
+        "model_name",
+        "max_model_len",
+        "vocab_size",
+        "block_size",
+        "num_blocks",
+        "max_num_seqs",
+        "dtype",
+    ):
+        assert getattr(info, name) == getattr(MODEL, name)
+    assert info.max_num_batched_tokens == 64
+    assert info.policy == "fcfs"
+    assert info.version
+    assert info.state == wire.SERVER_STATE_SERVING
+    served.engine.become(ServerState.WAITING_FOR_EXECUTOR)
+    info = await served.admin.GetServerInfo(wire.GetServerInfoRequest())
+    assert info.state == wire.SERVER_STATE_WAITING_FOR_EXECUTOR
+
+
+async def test_before_a_model_is_known(servers: Servers) -> None:
+    served = await servers.start(FakeEngine(model=None))
+    calls = (
+        served.admin.GetServerInfo(wire.GetServerInfoRequest()),
+        served.admin.GetBlockMap(wire.GetBlockMapRequest()),
+        served.admin.ResetPrefixCache(wire.ResetPrefixCacheRequest()),
+    )
+    for call in calls:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_block_map(servers: Servers) -> None:
+    served = await servers.start()
+    named = served.generation.Generate(generation_pb2.GenerateRequest(text="a", request_id="mine"))
+    await served.engine.next_request()
+    unnamed = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
+    await served.engine.next_request()
+    block_map = await served.admin.GetBlockMap(wire.GetBlockMapRequest())
+    assert [(run.state, run.ref_count, run.num_hits, run.length) for run in block_map.blocks] == [
+        (wire.BLOCK_STATE_ACTIVE, 2, 0, 1),
+        (wire.BLOCK_STATE_CACHED, 0, 3, 1),
+        (wire.BLOCK_STATE_FREE, 0, 0, 40),
+    ]
+    assert [sequence.request_id for sequence in block_map.sequences] == ["mine", "quire-2"]
+    sequence = block_map.sequences[0]
+    assert (sequence.slot, sequence.num_tokens, sequence.num_computed_tokens, sequence.num_prompt_tokens) == (
+        -1,
+        5,
+        4,
+        3,
+    )
+    assert list(sequence.block_table) == [2, 1]
+    assert (block_map.num_waiting, block_map.num_waiting_prompt_tokens, block_map.step_id) == (7, 70, 12)
+    assert (block_map.num_preemptions, block_map.num_cow_copies, block_map.block_size) == (5, 6, 16)
+    assert block_map.num_running == 2
+    summary = await served.admin.GetBlockMap(wire.GetBlockMapRequest(summary_only=True))
+    assert not summary.blocks
+    assert not summary.sequences
+    assert (
+        summary.summary
+        == block_map.summary
+        == wire.PoolSummary(
+            num_free_blocks=1, num_cached_blocks=1, num_active_blocks=1, num_used_slots=12, num_wasted_slots=4
+        )
+    )
+    named.cancel()
+    unnamed.cancel()
+
+
+async def test_reset_prefix_cache(servers: Servers) -> None:
+    served = await servers.start()
+    assert (await served.admin.ResetPrefixCache(wire.ResetPrefixCacheRequest())).num_blocks == 9
+
+
+async def test_drain_waits_for_what_runs_and_refuses_the_rest(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = await servers.start()
+    running = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
+    submitted = (await served.engine.next_request()).start()
+    drain = asyncio.ensure_future(served.admin.Drain(wire.DrainRequest()))
+    await until(lambda: served.engine.state is ServerState.DRAINING)
+    refused = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
+    assert await refused.code() is grpc.StatusCode.UNAVAILABLE
+    assert not drain.done()
+    (asked,) = [record for record in caplog.records if "asked to drain" in record.getMessage()]
+    assert vars(asked)["client"].startswith(("ipv4:127.0.0.1:", "ipv6:")), "whoever it was"
+    submitted.finish()
+    assert [message async for message in running][-1].HasField("finished")
+    await drain
+
+
+async def check_health(served: Served, service: str) -> int:
+    stub = health_pb2_grpc.HealthStub(served.channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+    return int(response.status)
+
+
+@pytest.mark.parametrize("service", ["", "quire.v1.Generation"])
+async def test_health_follows_the_engine(servers: Servers, service: str) -> None:
+    engine = FakeEngine()
+    engine.become(ServerState.WAITING_FOR_EXECUTOR)
+    served = await servers.start(engine)
+    assert await check_health(served, service) == NOT_SERVING
+    watch = health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest(service=service))
+    assert (await watch.read()).status == NOT_SERVING
+    engine.become(ServerState.SERVING)
+    assert (await watch.read()).status == SERVING
+    assert await check_health(served, service) == SERVING
+    engine.become(ServerState.DRAINING)
+    assert (await watch.read()).status == NOT_SERVING
+    watch.cancel()
+
+
+async def test_reflection_names_all_services(servers: Servers) -> None:
+    served = await servers.start()
+    call = reflection_pb2_grpc.ServerReflectionStub(served.channel).ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    response = await call.read()
+    await call.done_writing()
+    names = {service.name for service in response.list_services_response.service}
+    assert {"quire.v1.Generation", "quire.v1.Admin", "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize(
+    ("listen", "error"),
+    [
+        ("192.0.2.1:1234", AddressUnusable),
+        ("nonsense", AddressError),
+        ("unix:/no/such/dir/x.sock", AddressUnusable),
+    ],
+)
+async def test_addresses_that_cannot_be_had(servers: Servers, listen: str, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        await servers.start(listen=listen)
+
+
+async def test_an_address_in_use(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        with pytest.raises(AddressInUse, match="in use"):
+            await servers.start(listen=f"127.0.0.1:{taken.getsockname()[1]}")
+    first = await servers.start()
+    with pytest.raises(AddressInUse):  # not shared, as gRPC does by default
+        await servers.start(listen=first.server.address)
+    path = f"unix:{tmp_path_factory.mktemp('s')}/x.sock"
+    await servers.start(listen=path)
+    with pytest.raises(AddressInUse):  # gRPC would take the file from under the first
+        await servers.start(listen=path)
+
+
+async def test_a_socket_file_that_nobody_listens_on_is_taken(
+    servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("s") / "x.sock"
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(path))
+    served = await servers.start(listen=f"unix:{path}")
+    assert await check_health(served, "") == SERVING

@@ -1,0 +1,175 @@
+"""One line of log a request, with what an operator asks for and nothing that a client would not have told."""
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from quire.logs import configure
+from quire.v1 import generation_pb2 as wire
+from scheduler.core import FinishReason, QueueFull
+from scheduler.requests.incoming import IncomingRequest
+from scheduler.telemetry.metrics import SchedulerMetrics
+from scheduler.telemetry.request_observer import RequestObserver
+from tests.scheduler.conftest import Served, Servers
+from tests.support.scheduler.asked import Unread
+from tests.support.scheduler.theatre import Theatre, ended
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+SECRET = "xyzzy"
+
+
+class Log:
+    def __init__(self, stream: io.StringIO) -> None:
+        self._stream = stream
+
+    @property
+    def text(self) -> str:
+        for handler in logging.getLogger().handlers:
+            handler.flush()
+        return self._stream.getvalue()
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        records = [json.loads(line) for line in self.text.splitlines()]
+        return [record for record in records if record["event"] == event]
+
+    def fields(self, event: str) -> dict[str, Any]:
+        """Of the only such line, without what every line has and times."""
+        (record,) = self.of(event)
+        assert record.pop("client").startswith(("ipv4:127.0.0.1:", "ipv6:"))
+        assert record.pop("logger") == "scheduler.requests"
+        for name in ("timestamp", "level", "service", "event"):
+            del record[name]
+        return record
+
+
+@pytest.fixture
+def log() -> Iterator[Log]:
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+    stream = io.StringIO()
+    configure("scheduler", "info", "json", stream)
+    yield Log(stream)
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+async def refusal(served: Served, request: wire.GenerateRequest) -> grpc.StatusCode:
+    code: grpc.StatusCode = await served.generation.Generate(request).code()
+    await served.idle()
+    return code
+
+
+async def test_a_request_that_ends(servers: Servers, log: Log) -> None:
+    served = await servers.start()
+    request = wire.GenerateRequest(
+        request_id="mine", text=f"hello {SECRET}", cache_salt=SECRET, stopping=wire.StoppingParams(stop=[SECRET])
+    )
+    call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
+    submitted = (await served.engine.next_request()).start(num_cached_tokens=2)
+    submitted.emit([60, 61, 62])
+    submitted.finish(FinishReason.LENGTH, num_preemptions=1)
+    assert [message async for message in call]
+    fields = log.fields("request ended")
+    times = {name: fields.pop(name) for name in ("queue_s", "ttft_s", "e2e_s")}
+    assert 0 <= times["queue_s"] <= times["ttft_s"] <= times["e2e_s"] < 60
+    assert fields == {
+        "request_id": "mine",
+        "trace_id": TRACE_ID,
+        "engine_id": 1,
+        "reason": "length",
+        "prompt_tokens": len(submitted.request.prompt_token_ids),
+        "cached_tokens": 2,
+        "generated_tokens": 3,
+        "preemptions": 1,
+    }
+    assert SECRET not in log.text
+    assert "hello" not in log.text
+
+
+async def test_a_request_whose_client_goes(servers: Servers, log: Log) -> None:
+    served = await servers.start()
+    call = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    submitted = (await served.engine.next_request()).start()
+    submitted.emit([60, 61])
+    call.cancel()
+    await served.idle()
+    fields = log.fields("request ended")
+    assert (fields["request_id"], fields["reason"], fields["generated_tokens"]) == ("quire-1", "cancelled", 2)
+
+
+async def test_a_deadline_counts_what_was_computed_before_it(servers: Servers, log: Log) -> None:
+    served = await servers.start()
+    call = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    submitted = (await served.engine.next_request()).start()
+    submitted.emit([60, 61])
+    submitted.finish(FinishReason.DEADLINE)
+    with pytest.raises(grpc.aio.AioRpcError):
+        assert [message async for message in call]
+    await served.idle()
+    fields = log.fields("request ended")
+    assert (fields["reason"], fields["generated_tokens"]) == ("deadline", 2)
+    assert servers.metrics.num_generation_tokens == 2
+    assert servers.metrics.histograms["quire_request_generation_tokens"].sum == 2
+
+
+async def test_refused_requests(servers: Servers, log: Log) -> None:
+    served = await servers.start()
+    assert await refusal(served, wire.GenerateRequest(request_id="a\nb")) is grpc.StatusCode.INVALID_ARGUMENT
+    assert log.fields("request refused") == {"request_id": "a\\nb", "status": "invalid_argument"}
+    served.engine.refusal = QueueFull("no")
+    assert await refusal(served, wire.GenerateRequest(text="x")) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    refused = log.of("request refused")[1]
+    assert (refused["status"], refused["request_id"]) == ("resource_exhausted", "quire-1")
+
+
+def test_an_id_that_is_none_is_not_written_out(log: Log) -> None:
+    """JSON has ids of any type, and of any size; that one is wrong is told later."""
+    RequestObserver(SchedulerMetrics()).arrived(IncomingRequest(request_id=Unread([0]))).refused("invalid_argument")
+    assert "request_id" not in log.of("request refused")[0]
+
+
+async def test_a_bug_of_ours_is_logged_with_the_request(servers: Servers, log: Log) -> None:
+    served = await servers.start()
+    served.engine.refusal = RuntimeError("boom")
+    request = wire.GenerateRequest(request_id="mine", text="x")
+    call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
+    assert await call.code() is grpc.StatusCode.INTERNAL
+    (record,) = log.of("a request failed by a bug of ours")
+    assert (record["request_id"], record["trace_id"]) == ("mine", TRACE_ID)
+    assert "boom" in record["exception"]
+
+
+async def test_exemplars_point_at_requests(servers: Servers) -> None:
+    served = await servers.start()
+    request = wire.GenerateRequest(request_id="mine", text="hello")
+    call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
+    submitted = (await served.engine.next_request()).start()
+    submitted.emit([60])
+    submitted.finish(FinishReason.LENGTH)
+    assert [message async for message in call]
+    for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "e2e_request_latency"):
+        histogram = servers.metrics.histograms[f"quire_{name}_seconds"]
+        assert [last[0] for last in histogram.exemplars if last] == [{"request_id": "mine", "trace_id": TRACE_ID}]
+
+
+async def test_the_engine_names_the_request_whose_stream_breaks(
+    theatre: Theatre, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("boom")
+
+    monkeypatch.setattr("scheduler.requests.response_stream._Completion.add", broken)
+    client = await theatre.ask([1, 2, 3], 5)
+    await theatre.step(2)
+    assert (await ended(client)).messages
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.name == "scheduler.engine.dispatcher"
+    assert vars(record)["request_id"] == "quire-1"
+    assert theatre.metrics.num_finished[FinishReason.ERROR] == 1

@@ -1,0 +1,237 @@
+"""The scheduler as a process: ready line, drain, exit codes, and no torch."""
+
+import asyncio
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import grpc
+import grpc.aio
+import pytest
+
+from quire.v1 import generation_pb2 as wire
+from quire.v1.generation_pb2_grpc import GenerationStub
+from scheduler.engine.engine import Engine
+from scheduler.main import EXIT_UNFINISHED, _Signals, _until_done
+from scheduler.text.checkpoint import Checkpoint
+from tests.support.paths import ROOT
+from tests.support.scheduler.executor_service import ExecutorService
+from tests.support.scheduler.fake_client import FakeClient
+
+SCRIPT = """
+import json, sys
+from scheduler.config import SchedulerConfig
+from scheduler.main import run
+code = run(SchedulerConfig.from_dict(json.loads(sys.argv[1])))
+print("torch" in sys.modules, flush=True)
+sys.exit(code)
+"""
+
+
+class Process:
+    """A running scheduler. `addresses` are those of its `ready` line."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.addresses: dict[str, str] = {}
+
+    async def ready(self) -> None:
+        line = (await self._line()).split()
+        assert line[0] == "ready"
+        self.addresses = dict(word.split("=", 1) for word in line[1:])
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    async def ended(self) -> tuple[int, bool]:
+        """Exit code, and whether torch was loaded."""
+        has_torch = await self._line() == "True"
+        return await asyncio.wait_for(self._process.wait(), 60), has_torch
+
+    async def kill(self) -> None:
+        if self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+    async def _line(self) -> str:
+        assert self._process.stdout is not None
+        return (await asyncio.wait_for(self._process.stdout.readline(), 60)).decode().strip()
+
+
+class Launcher:
+    """Starts an executor in this process and schedulers in others, and ends them all."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._processes: list[Process] = []
+        self._executors: list[ExecutorService] = []
+
+    async def executor(self, step_s: float = 0.001) -> str:
+        service = ExecutorService(vocab_size=380, step_s=step_s)
+        await service.start()
+        self._executors.append(service)
+        return service.address
+
+    async def scheduler(self, executor: str, **config: Any) -> Process:
+        values = {
+            "model": str(self._checkpoint.directory),
+            "listen": "127.0.0.1:0",
+            "http_listen": "127.0.0.1:0",
+            "executor": executor,
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            SCRIPT,
+            json.dumps(values | config),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        self._processes.append(Process(process))
+        return self._processes[-1]
+
+    async def end(self) -> None:
+        for process in self._processes:
+            await process.kill()
+        for executor in self._executors:
+            await executor.stop()
+
+
+@pytest.fixture
+async def launcher(checkpoint: Checkpoint) -> AsyncIterator[Launcher]:
+    launcher = Launcher(checkpoint)
+    yield launcher
+    await launcher.end()
+
+
+def request(max_tokens: int) -> wire.GenerateRequest:
+    return wire.GenerateRequest(text="hello fox", stopping=wire.StoppingParams(max_tokens=max_tokens, ignore_eos=True))
+
+
+async def rest_of(call: Any) -> list[wire.GenerateResponse]:
+    messages = []
+    while (message := await call.read()) is not grpc.aio.EOF:
+        messages.append(message)
+    return messages
+
+
+async def test_ready_serve_drain(launcher: Launcher) -> None:
+    process = await launcher.scheduler(await launcher.executor(step_s=0.005))
+    await process.ready()
+    assert process.addresses["model"] == "fake"
+    async with grpc.aio.insecure_channel(process.addresses["grpc"]) as channel:
+        stub = GenerationStub(channel)
+        running = stub.Generate(request(max_tokens=150))
+        await running.read()
+        process.signal(signal.SIGTERM)
+        refused = stub.Generate(request(max_tokens=1))
+        while await refused.code() is grpc.StatusCode.OK:  # the signal is on its way
+            refused = stub.Generate(request(max_tokens=1))
+        assert await refused.code() is grpc.StatusCode.UNAVAILABLE
+        # What ran goes on to its end, complete.
+        messages = await rest_of(running)
+        assert sum(len(message.delta.token_ids) for message in messages) == 150
+        assert messages[-1].finished.usage.completion_tokens == 150
+    assert await process.ended() == (0, False)
+
+
+async def test_a_second_signal_stops_at_once(launcher: Launcher) -> None:
+    process = await launcher.scheduler(await launcher.executor(step_s=0.2))
+    await process.ready()
+    async with grpc.aio.insecure_channel(process.addresses["grpc"]) as channel:
+        running = GenerationStub(channel).Generate(request(max_tokens=1900))
+        await running.read()
+        process.signal(signal.SIGINT)
+        process.signal(signal.SIGTERM)
+        assert await process.ended() == (1, False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rest_of(running)
+        assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+
+
+async def test_a_second_signal_waits_for_no_completion_of_the_prompt_box(launcher: Launcher) -> None:
+    process = await launcher.scheduler(await launcher.executor(step_s=0.2))
+    await process.ready()
+    url = f"http://{process.addresses['http']}/live/completions"
+    body = {"text": "hello fox", "stopping": {"max_tokens": 1900, "ignore_eos": True}}
+    async with aiohttp.ClientSession() as session, session.post(url, json=body) as response:
+        await response.content.readline()
+        process.signal(signal.SIGINT)
+        process.signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            assert await process.ended() == (1, False)
+
+
+async def test_drain_has_a_time_limit(launcher: Launcher) -> None:
+    process = await launcher.scheduler(await launcher.executor(step_s=0.2), drain_timeout_s=0.3)
+    await process.ready()
+    async with grpc.aio.insecure_channel(process.addresses["grpc"]) as channel:
+        running = GenerationStub(channel).Generate(request(max_tokens=1900))
+        await running.read()
+        process.signal(signal.SIGTERM)
+        assert await process.ended() == (1, False)
+
+
+async def test_an_engine_that_was_cancelled_by_nobody_here_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+    running = asyncio.create_task(asyncio.Event().wait())
+    running.cancel()
+    exit_code = await _until_done(Engine(FakeClient()), running, _Signals(), drain_timeout_s=1.0)  # type: ignore[arg-type]
+    assert exit_code == EXIT_UNFINISHED
+    assert "the engine has failed" in caplog.text
+
+
+def run_to_the_end(**config: Any) -> subprocess.CompletedProcess[str]:
+    values = {
+        "listen": "127.0.0.1:0",
+        "http_listen": "127.0.0.1:0",
+        "executor": "127.0.0.1:1",
+        "log_level": "error",
+    }
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(values | config)],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("field", ["listen", "http_listen"])
+def test_an_address_in_use(checkpoint: Checkpoint, field: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        ended = run_to_the_end(model=str(checkpoint.directory), **{field: address})
+    assert ended.returncode == 3
+    assert ended.stderr == f"quire scheduler: cannot listen on {address}: Address already in use\n"
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model": "/no/such/model"}, "no such directory, and no hub id"),
+        ({"model": "TMP"}, "has no tokenizer.json"),
+        ({"model": "CHECKPOINT", "listen": "192.0.2.1:1"}, "cannot listen on 192.0.2.1:1"),
+    ],
+)
+def test_a_bad_configuration(
+    config: dict[str, str], words: str, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    places = {"TMP": str(tmp_path_factory.mktemp("empty")), "CHECKPOINT": str(checkpoint.directory)}
+    ended = run_to_the_end(**config | {"model": places.get(config["model"], config["model"])})
+    assert ended.returncode == 2
+    assert words in ended.stderr
+    assert len(ended.stderr.splitlines()) == 1
+
+
+def test_importing_all_of_it_loads_no_torch() -> None:
+    script = (
+        "import sys, scheduler.main; "
+        "print(sorted({'torch', 'transformers', 'numba', 'huggingface_hub', 'executor', 'kernels'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,169 @@
+"""Templates of checkpoints run as they expect; hostile ones hurt nobody."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scheduler.core import InvalidRequest, QueueFull, Unavailable
+from scheduler.requests.incoming import ChatMessage
+from scheduler.text.chat import ChatLimits, ChatRenderer, load_template
+from scheduler.text.checkpoint import Checkpoint
+from tests.scheduler.conftest import CHAT_TEMPLATE
+
+CHAT = [ChatMessage("system", "Be brief."), ChatMessage("user", "Hello")]
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+
+MakeRenderer = Callable[..., ChatRenderer]
+
+
+async def render(template: str, messages: list[ChatMessage] = CHAT, **limits: float) -> str:
+    renderer = ChatRenderer(template, VARIABLES, ChatLimits(**limits))  # type: ignore[arg-type]
+    try:
+        return await renderer.render(messages)
+    finally:
+        await renderer.close()
+
+
+async def refusal(template: str, messages: list[ChatMessage] = CHAT, **limits: float) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        await render(template, messages, **limits)
+    assert list(caught.value.violations) == ["chat"]
+    return caught.value.violations["chat"]
+
+
+async def test_a_template() -> None:
+    assert await render(CHAT_TEMPLATE) == "<s><|system|>Be brief.<|user|>Hello<|assistant|>"
+
+
+async def test_what_templates_expect() -> None:
+    template = """
+    {%- set ns = namespace(count=0) %}
+    {%- if tools is none and documents is none %}none {% endif %}
+    {%- for message in messages %}
+        {%- if loop.first %}{% continue %}{% endif %}
+        {%- set ns.count = ns.count + 1 %}
+        {%- generation %}{{ message['content'] | trim }}{% endgeneration %}
+    {%- endfor %}
+    {{- {"b": "<é>", "a": [1]} | tojson }}{{ {"x": 1} | tojson(indent=2) }}
+    {{- strftime_now("%Y") | length }}{{ ns.count }}
+    """
+    chat = [*CHAT, ChatMessage("user", " 你好\n")]
+    assert (await render(template, chat)).strip() == 'none Hello你好{"b": "<é>", "a": [1]}{\n  "x": 1\n}42'
+
+
+async def test_raise_exception_reaches_the_client() -> None:
+    assert "roles must alternate" in await refusal("{{ raise_exception('roles must alternate') }}")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ lipsum.__globals__['os'].popen('id').read() }}",
+        "{% include '/etc/passwd' %}",
+        "{% for message in messages %}",
+        "{{ 1 / 0 }}",
+        "{{ undefined.attribute }}",
+        "{{ [0] * 10**11 }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    ],
+)
+async def test_hostile_templates_are_refused(template: str) -> None:
+    assert await refusal(template)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 7 ** (9 ** 9) }}",  # one instruction of the interpreter: no exception can end it
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    ],
+)
+async def test_endless_templates_are_ended(template: str) -> None:
+    assert "ran for more than" in await refusal(template, max_render_s=0.2)
+
+
+async def test_the_next_chat_after_an_endless_one() -> None:
+    # Depends on the messages: otherwise the compiler would compute it, for every chat.
+    endless_power = "{{ 7 ** (9 ** (messages | length + 8)) }}"
+    template = "{% if messages[0].content == 'loop' %}" + endless_power + "{% endif %}{{ messages[0].content }}"
+    renderer = ChatRenderer(template, {}, ChatLimits(max_render_s=0.2))
+    endless = asyncio.create_task(renderer.render([ChatMessage("user", "loop")]))
+    behind = asyncio.create_task(renderer.render([ChatMessage("user", "a")]))
+    assert await behind == "a"
+    with pytest.raises(InvalidRequest):
+        await endless
+    await renderer.close()
+
+
+async def test_long_text() -> None:
+    assert len(await render("{{ 'x' * 1000 }}", max_text_bytes=1000)) == 1000
+    assert "more than 1000 bytes" in await refusal("{{ 'é' * 501 }}", max_text_bytes=1000)
+    looping = "{% for i in range(99999) %}xxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}"
+    assert "more than 1000 bytes" in await refusal(looping, max_text_bytes=1000)
+
+
+async def test_memory_has_a_bound() -> None:
+    large = "{{ ('x' * (3 * 10**8)) | length }}"
+    assert await render(large) == "300000000"
+    assert "MemoryError" in await refusal(large, max_memory_bytes=2**28)
+
+
+async def test_odd_text_goes_through() -> None:
+    odd = "\x00\x7f\u2028{{ 1 }}{% raw %}\U0010ffff</s>"
+    assert await render("{{ messages[0].content }}", [ChatMessage("user", odd)]) == odd
+
+
+async def test_a_large_chat() -> None:
+    chat = [ChatMessage("user", "x" * 2000)] * 1000
+    assert len(await render("{% for m in messages %}{{ m.content }}{% endfor %}", chat)) == 2_000_000
+
+
+async def test_what_waits_is_bounded() -> None:
+    renderer = ChatRenderer("{{ messages[0].content }}", {}, ChatLimits(max_pending_characters=30))
+    tasks = [asyncio.create_task(renderer.render([ChatMessage("user", "x" * 10)])) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await renderer.render([ChatMessage("user", "x" * 10)])
+    assert await asyncio.gather(*tasks) == ["x" * 10] * 2
+    assert await renderer.render([ChatMessage("user", "y" * 100)]) == "y" * 100
+    await renderer.close()
+
+
+async def test_callers_that_give_up_do_not_mix_up_the_others() -> None:
+    renderer = ChatRenderer("{{ messages[0].content }}", {})
+    await renderer.start()
+    for i in range(20):
+        leaving = asyncio.create_task(renderer.render([ChatMessage("user", f"leaving {i}")]))
+        for _ in range(i % 5):
+            await asyncio.sleep(0)
+        leaving.cancel()
+        assert await renderer.render([ChatMessage("user", f"staying {i}")]) == f"staying {i}"
+    await renderer.close()
+
+
+@pytest.mark.parametrize("has_started", [False, True])
+async def test_close_does_not_wait_for_an_endless_template(has_started: bool) -> None:
+    renderer = ChatRenderer("{{ 7 ** (9 ** 9) }}", {}, ChatLimits(max_render_s=1000))
+    tasks = [asyncio.create_task(renderer.render(CHAT)) for _ in range(2)]
+    await asyncio.sleep(0.3 if has_started else 0)
+    await renderer.close()
+    for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(outcome, Unavailable)
+
+
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    checkpoint, config = Checkpoint(tmp_path), tmp_path / "tokenizer_config.json"
+    assert load_template(checkpoint) is None
+    config.write_text(json.dumps({"chat_template": "one"}))
+    assert load_template(checkpoint) == "one"
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "two"}]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert load_template(checkpoint) == "two"
+    (tmp_path / "chat_template.jinja").write_text("three")
+    assert load_template(checkpoint) == "three"

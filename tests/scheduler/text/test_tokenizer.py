@@ -1,0 +1,133 @@
+"""Text to ids, without holding up the event loop or piling up texts."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import models, pre_tokenizers
+
+from scheduler.core import InvalidRequest, QueueFull
+from scheduler.text import tokenizer as tokenizer_module
+from scheduler.text.checkpoint import Checkpoint, CheckpointError
+from scheduler.text.tokenizer import Tokenizer, TokenizerLimits
+from tests.scheduler.conftest import until
+
+LONG = "hello fox " * 1000
+
+
+@pytest.fixture
+def tokenizer(byte_level: FastTokenizer) -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer(byte_level, limits=TokenizerLimits(max_pending_characters=25_000))
+    yield tokenizer
+    tokenizer.close()
+
+
+@pytest.mark.parametrize("text", ["", "hello", "\x00", "<s>a</s>", "你好 🦊", LONG])
+async def test_as_the_library_encodes(tokenizer: Tokenizer, byte_level: FastTokenizer, text: str) -> None:
+    assert await tokenizer.encode(text) == byte_level.encode(text).ids
+    assert (
+        await tokenizer.encode(text, add_special_tokens=False) == byte_level.encode(text, add_special_tokens=False).ids
+    )
+
+
+async def test_truncation_of_the_checkpoint_is_undone(byte_level: FastTokenizer) -> None:
+    truncating = FastTokenizer.from_str(byte_level.to_str())
+    truncating.enable_truncation(4)
+    truncating.enable_padding(length=10)
+    tokenizer = Tokenizer(truncating)
+    assert await tokenizer.encode("hello fox hello fox") == byte_level.encode("hello fox hello fox").ids
+    tokenizer.close()
+
+
+class SlowEncoder:
+    """Stands where the library's tokenizer does; encodes when it is told to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.num_started = 0
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list["SlowEncoder"]:
+        self.num_started += 1
+        assert self.go.wait(30)
+        return [self]
+
+    @property
+    def ids(self) -> list[int]:
+        return [1]
+
+
+@pytest.fixture
+async def slow(tokenizer: Tokenizer) -> AsyncIterator[SlowEncoder]:
+    encoder = SlowEncoder()
+    tokenizer._tokenizer = encoder  # type: ignore[assignment]
+    yield encoder
+    encoder.go.set()
+
+
+async def test_the_loop_goes_on_meanwhile(tokenizer: Tokenizer, slow: SlowEncoder) -> None:
+    task = asyncio.create_task(tokenizer.encode(LONG))
+    await until(lambda: slow.num_started == 1)
+    slow.go.set()
+    assert await task == [1]
+
+
+async def test_what_waits_is_bounded_and_given_back(tokenizer: Tokenizer, slow: SlowEncoder) -> None:
+    tasks = [asyncio.create_task(tokenizer.encode(LONG)) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull):
+        await tokenizer.encode(LONG)
+    # Callers that give up change nothing while threads hold their texts.
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    await until(lambda: slow.num_started == 2)
+    with pytest.raises(QueueFull):
+        await tokenizer.encode(LONG)
+    slow.go.set()
+    await until(lambda: tokenizer._num_pending_characters == 0)
+    assert await tokenizer.encode(LONG) == [1]
+
+
+async def test_one_text_beyond_the_bound_is_taken_alone(tokenizer: Tokenizer, byte_level: FastTokenizer) -> None:
+    assert await tokenizer.encode(LONG * 4) == byte_level.encode(LONG * 4).ids
+
+
+async def test_a_word_that_the_vocabulary_lacks() -> None:
+    words = FastTokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer(words)
+    with pytest.raises(InvalidRequest) as caught:
+        await tokenizer.encode("fox")
+    assert list(caught.value.violations) == ["prompt"]
+    tokenizer.close()
+
+
+async def test_pathological_text_is_harmless(tokenizer: Tokenizer) -> None:
+    for text in ("a" * 200_000, " " * 200_000, "\n " * 100_000, "\u0301" * 50_000, "aB1!" * 50_000):
+        assert await tokenizer.encode(text)
+
+
+def test_load(checkpoint: Checkpoint, byte_level: FastTokenizer) -> None:
+    tokenizer = Tokenizer.load(checkpoint)
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+    assert tokenizer.eos_token_id == byte_level.token_to_id("</s>")
+    tokenizer.close()
+
+
+def test_load_without_tokenizer_json(checkpoint: Checkpoint) -> None:
+    (checkpoint.directory / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        Tokenizer.load(checkpoint)
+
+
+@pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {"type": "Exec"}}'])
+def test_load_of_nonsense(checkpoint: Checkpoint, content: str) -> None:
+    (checkpoint.directory / "tokenizer.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
+        Tokenizer.load(checkpoint)
+
+
+def test_short_texts_stay_on_the_loop() -> None:
+    assert len("hello") <= tokenizer_module.MAX_INLINE_CHARACTERS < len(LONG)

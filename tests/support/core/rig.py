@@ -1,0 +1,394 @@
+"""A test rig: the real scheduler, a fake executor and fake clients, with every invariant checked after every move."""
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+
+from scheduler.core import (
+    CONTINUOUS,
+    FCFS,
+    PAGED,
+    Batching,
+    Events,
+    FinishReason,
+    InvariantViolation,
+    Limits,
+    Memory,
+    Policy,
+    Request,
+    Scheduler,
+    Sequence,
+    StepPlan,
+    StepResult,
+    check_invariants,
+    kv_usage,
+)
+from tests.support.core.fake_clients import FakeClients
+from tests.support.core.fake_executor import FakeExecutor
+from tests.support.core.step_bound import StepBound, most_blocks, most_preemptions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Flight:
+    """A plan that is out, with the result that will come back, and the blocks it can touch."""
+
+    plan: StepPlan
+    result: StepResult
+    touched_blocks: frozenset[int]
+
+
+@dataclass(slots=True)
+class Coverage:
+    """How often the interesting things happened, beyond what the scheduler counts itself."""
+
+    num_chunked_prefills: int = 0  # plans that leave a prompt partly computed
+    num_guaranteed: int = 0  # admissions with the worst case reserved
+    num_overruns: int = 0  # rows of sequences that had ended
+    num_pipelined: int = 0  # plans that left while another was out
+    num_shared_blocks: int = 0  # plans during which some block had two owners
+    num_waits_for_room: int = 0  # nothing planned for want of blocks, until a result is in
+    num_deferred_releases: int = 0
+    num_suspects: int = 0  # admissions that run alone
+    num_beam_steps: int = 0  # plans with branches
+    num_narrow_beams: int = 0  # of these with fewer beams than the group has slots
+    num_beams_beside: int = 0  # of these with rows of others, too
+    num_beams_behind: int = 0  # plans that left while a group waited for its candidates
+    num_guaranteed_beams: int = 0
+    num_preempted_beams: int = 0
+    num_logprobs: int = 0
+    num_prompt_logprobs: int = 0
+    num_lost_flights: int = 0
+    num_narrowed: int = 0  # requests without a bound of their own to which a smaller pool gave one
+    num_ended_by_pool: int = 0  # sequences that had got beyond that
+    num_external: int = 0  # results after which free blocks were of no use to the head of the queue
+    num_batches: int = 0  # closed ones
+    num_waits_for_batch: int = 0  # nothing planned, until a batch is full or has waited long enough
+
+
+class Rig:
+    """Every verb moves the scheduler, tells executor and clients, and checks everything."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        num_blocks: int,
+        block_size: int,
+        policy: Policy = FCFS,
+        batching: Batching = CONTINUOUS,
+        memory: Memory = PAGED,
+        vocab_size: int = 2,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.scheduler = Scheduler(
+            limits,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            policy=policy,
+            batching=batching,
+            memory=memory,
+            vocab_size=vocab_size,
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.executor: FakeExecutor | None = None
+        self.clients = FakeClients(vocab_size)
+        self.in_flight: deque[Flight] = deque()
+        self.lost: list[Flight] = []  # sent to executors that are gone; their results may still arrive
+        self.coverage = Coverage()
+        self.bound = StepBound(limits.max_preemptions)
+        self.now_s = 0.0
+        self.arrivals_s: dict[int, float] = {}
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Raises CapacityExceeded and QueueFull as the scheduler does."""
+        self.scheduler.add(request, self.now_s)
+        self.arrivals_s[request.request_id] = self.now_s
+        self.clients.submit(request)
+        self.bound.add(request)
+        self.check()
+
+    def cancel(self, request_id: int) -> None:
+        self.scheduler.cancel(request_id)
+        if request_id in self.clients.requests:
+            self.clients.go_away(request_id)
+        self.check()
+
+    def stop(self, request_id: int, index: int) -> Events:
+        return self._hear(self.scheduler.stop(request_id, index))
+
+    def expire(self, now_s: float) -> Events:
+        self.now_s = now_s
+        events = self.scheduler.expire(now_s)
+        for sequence, reason in events.finished:
+            deadline_s = sequence.request.deadline_s
+            assert reason is FinishReason.DEADLINE
+            assert deadline_s is not None
+            assert deadline_s <= now_s, f"{sequence!r} was due at {deadline_s}, not at {now_s}"
+        self._hear(events)
+        next_s = self.scheduler.next_deadline_s
+        assert next_s is None or next_s > now_s
+        return events
+
+    def reset_prefix_cache(self) -> int:
+        num_forgotten = self.scheduler.reset_prefix_cache()
+        self.check()
+        return num_forgotten
+
+    # --- executors --------------------------------------------------------------------------------------------
+
+    def attach(self, num_blocks: int | None = None) -> Events:
+        """A new executor, in a new epoch; its pool has as many blocks as the last unless told otherwise."""
+        scheduler = self.scheduler
+        self.num_blocks = num_blocks or self.num_blocks
+        epoch, limits = scheduler.epoch + 1, scheduler.limits
+        events = scheduler.executor_attached(epoch, self.num_blocks)
+        for sequence, reason in events.finished:
+            if reason is FinishReason.LENGTH:
+                self._check_is_beyond(sequence)
+            else:
+                assert reason is FinishReason.CAPACITY
+                assert not self._would_fit(sequence.request), f"{sequence!r} would fit"
+        self.coverage.num_narrowed += self.clients.narrow(scheduler.max_tokens_per_sequence)
+        self.executor = FakeExecutor(
+            self.num_blocks,
+            scheduler.cache.block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            self.clients.vocab_size,
+            epoch,
+        )
+        return self._hear(events)
+
+    def lose(self) -> Events:
+        """The executor dies with all that is in flight."""
+        self.bound.num_losses += 1
+        self.coverage.num_lost_flights += len(self.in_flight)
+        self.lost += self.in_flight
+        self.in_flight.clear()
+        self.executor = None
+        events = self.scheduler.executor_lost()
+        for sequence, reason in events.finished:
+            assert reason is FinishReason.ERROR
+            assert sequence.num_losses > self.scheduler.limits.max_losses
+        self._hear(events)
+        for request_id in {sequence.request.request_id for sequence, _ in events.finished}:
+            self.cancel(request_id)  # as the shell does: a request fails as a whole
+        return events
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plans a step and has it executed; its result stays in flight until `commit`."""
+        scheduler = self.scheduler
+        waiting = list(scheduler.waiting_sequences())
+        sampling = self._sampling_slots()
+        num_preemptions = self._num_group_preemptions()
+        members = scheduler.batch_members()
+        can_plan = self.executor is not None and scheduler.num_in_flight < scheduler.limits.max_in_flight
+        plan = scheduler.schedule()
+        self._check_batch(members, waiting if can_plan else [])
+        self.coverage.num_preempted_beams += self._num_group_preemptions() - num_preemptions
+        if plan is None:
+            self._check_somebody_is_awaited()
+            self.coverage.num_waits_for_room += self.executor is not None and self._waits_for_room()
+            self.check()
+            return None
+        assert self.executor is not None, "a plan for nobody"
+        result = self.executor.execute(plan)
+        assert (plan.num_sequences, plan.num_tokens) == (self.executor.num_sequences, self.executor.num_tokens)
+        self.coverage.num_pipelined += bool(self.in_flight)
+        self.coverage.num_overruns += bool(self.executor.num_overruns)
+        self.executor.num_overruns = 0
+        self.in_flight.append(Flight(plan, result, self.executor.touched_blocks))
+        self._check_order(waiting)
+        self._check_decodes(plan, sampling)
+        self._observe(waiting)
+        self._check_beams(plan)
+        self.check()
+        return plan
+
+    def commit(self) -> Events:
+        """The oldest result in flight arrives."""
+        events = self._hear(self.scheduler.commit(self.in_flight.popleft().result))
+        self._check_usage()
+        return events
+
+    def run(self) -> None:
+        """Until every request has ended, with as many plans in flight as there may be; then the pool must be free."""
+        if self.executor is None:
+            self.attach()
+        while self.scheduler.num_unfinished_requests or self.in_flight:
+            if self.schedule() is not None:
+                continue
+            if self.in_flight:
+                self.commit()
+            elif (next_s := self.scheduler.next_wake_s) is not None:
+                self.expire(next_s)
+        self.clients.assert_served()
+        self.assert_idle()
+
+    def assert_idle(self) -> None:
+        pool = self.scheduler.cache.pool
+        assert pool.num_free_blocks == pool.num_usable_blocks, "a block was leaked"
+        assert self.scheduler.num_free_slots == self.scheduler.limits.max_num_seqs, "a slot was leaked"
+
+    def _check_is_beyond(self, sequence: Sequence) -> None:
+        """It has got all that its client can expect of this pool."""
+        self.coverage.num_ended_by_pool += 1
+        params = sequence.request.params
+        assert sequence.request.is_open_ended, f"{sequence!r} may have more"
+        assert sequence.num_tokens >= max(self.scheduler.max_tokens_per_sequence, params.min_total_tokens)
+
+    def _would_fit(self, request: Request) -> bool:
+        num_wanted = request.params.max_total_tokens
+        if request.is_open_ended:
+            num_wanted = max(len(request.prompt_token_ids) + 1, request.params.min_total_tokens)
+        num_blocks = max(self.scheduler.cache.run_length(request), most_blocks(request, self.scheduler))
+        return num_wanted <= self.scheduler.max_tokens_per_sequence and num_blocks < self.num_blocks
+
+    # --- checks -----------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        check_invariants(self.scheduler)
+        for flight in self.in_flight:
+            free = [block for block in flight.touched_blocks if self.scheduler.cache.pool.ref_counts[block] == 0]
+            if free:
+                raise InvariantViolation(f"I6: plan {flight.plan.step_id} in flight can touch the free blocks {free}")
+        num_steps = self.scheduler.counters.num_steps
+        assert num_steps <= self.bound.max_steps, f"I12: {num_steps} steps, {self.bound.max_steps} should do"
+        for sequence in self.scheduler.unfinished_sequences():
+            most = most_preemptions(self.scheduler.limits.max_preemptions, sequence.index)
+            assert sequence.num_preemptions <= most, f"I14: {sequence!r} was preempted {sequence.num_preemptions} times"
+
+    def _check_somebody_is_awaited(self) -> None:
+        """I12: where nothing is planned a result is to come, or an executor, or the time to form a batch."""
+        if self.executor is None or self.in_flight or not self.scheduler.num_unfinished_requests:
+            return
+        due_s = self.scheduler.books.cohort.due_s
+        assert due_s is not None, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
+        assert due_s > self.now_s, "I12: who waits for a time that has come waits for ever"
+
+    def _check_order(self, waiting_before: list[Sequence]) -> None:
+        """I13: nobody overtakes, and nobody comes in behind a first in line who cannot go on. I16: a suspect has no
+        neighbours but the samples of its own request."""
+        order = self.scheduler.policy.order
+        running = set(self.scheduler.running_sequences())
+        admitted = [sequence for sequence in waiting_before if sequence in running]
+        if admitted:
+            last = max(admitted, key=order)
+            overtaken = [waiting for waiting in self._who_may_come_in() if order(waiting) < order(last)]
+            assert not overtaken, f"I13: {last!r} overtook {overtaken}"
+            assert self._first_in_line_has_row(order(last)), f"I13: {last!r} came in behind one who cannot go on"
+        if any(sequence.is_suspect for sequence in running):
+            num_requests = len({sequence.request.request_id for sequence in running})
+            assert num_requests == 1, "I16: a suspect has neighbours"
+
+    def _who_may_come_in(self) -> list[Sequence]:
+        """Of those who wait: all, or the members of the batch."""
+        members = set(self.scheduler.batch_members())
+        is_closed = self.scheduler.batching.is_closed
+        return [s for s in self.scheduler.waiting_sequences() if not is_closed or s.request.request_id in members]
+
+    def _check_batch(self, members_before: list[int], waiting_before: list[Sequence]) -> None:
+        """I20: a closed batch keeps its members until all of them have ended; then the next is formed of the first in
+        the queue, once it is full or the first to arrive has waited long enough."""
+        scheduler, members = self.scheduler, self.scheduler.batch_members()
+        if members_before or not scheduler.batching.is_closed:
+            assert members == members_before, f"I20: the batch {members_before} became {members}"
+            return
+        num_slots, head, is_full = 0, [], False
+        for sequence in waiting_before:
+            request = sequence.request
+            num_slots += request.beam.width if request.beam else request.num_sequences
+            is_full |= num_slots >= scheduler.limits.max_num_seqs
+            if num_slots <= scheduler.limits.max_num_seqs:
+                head.append(request.request_id)
+        due_s = min((self.arrivals_s[request_id] for request_id in head), default=inf) + scheduler.batching.timeout_s
+        if members:
+            self.coverage.num_batches += 1
+            assert members == head, f"I20: the batch {members} is not the head of the queue, {head}"
+            assert is_full or due_s <= self.now_s, f"I20: the batch {members} was formed too early"
+        elif waiting_before:
+            self.coverage.num_waits_for_batch += 1
+            assert not is_full, f"I20: no batch was formed of {head}, though it is full"
+            assert due_s > self.now_s, f"I20: no batch was formed of {head}, though the first has waited until {due_s}"
+
+    def _first_in_line_has_row(self, before: tuple[int, ...]) -> bool:
+        """Whether the first sequence in order, if it comes before this key, computes something in the newest plan."""
+        assert self.executor is not None
+        order, sampled = self.scheduler.policy.order, self.scheduler.books.in_flight[-1].sampled
+        seated = [s for s in self.scheduler.running_sequences() if s.slot >= 0 or s in sampled]
+        first = min(seated, key=order, default=None)
+        if first is None or order(first) >= before or first in sampled:
+            return True
+        slot = self.executor.slots[first.slot]
+        return slot.row_count > 0 or slot.is_undecided  # beams go on when their results are in
+
+    def _check_decodes(self, plan: StepPlan, sampling_before: set[int]) -> None:
+        """I15: who sampled in the last plan has a row in this one, unless it has left its slot since."""
+        assert self.executor is not None
+        starved = sampling_before - set(plan.retired_slots) - self.executor.sampled_slots
+        assert not starved, f"I15: slots {sorted(starved)} were decoding and got no row"
+
+    def _check_beams(self, plan: StepPlan) -> None:
+        """I19: a group that is decided has a row for each of its beams, in the next plan."""
+        beams = [sequence for sequence in self.scheduler.running_sequences() if sequence.leader is not sequence]
+        branched = set(plan.branches[::3])
+        assert not self.scheduler.books.batch.decided, "I19: a decided group was not planned"
+        self.coverage.num_beam_steps += bool(branched)
+        self.coverage.num_beams_behind += any(beam.slot not in branched for beam in beams)
+        if branched:
+            widths = {beam.request.request_id: beam.request.beam.width for beam in beams if beam.request.beam}
+            self.coverage.num_narrow_beams += sum(widths.values()) > len(beams)
+            self.coverage.num_beams_beside += plan.num_sequences > len(branched)
+            self.coverage.num_guaranteed_beams += any(beam.is_guaranteed for beam in beams)
+
+    def _check_usage(self) -> None:
+        """The pool in numbers is the pool."""
+        pool, index, usage = self.scheduler.cache.pool, self.scheduler.cache.index, kv_usage(self.scheduler)
+        assert usage.num_active_blocks == pool.num_usable_blocks - pool.num_free_blocks
+        assert usage.num_cached_blocks == sum(block in index for block in pool.free_blocks())
+        assert usage.num_cached_blocks + usage.num_free_blocks == pool.num_free_blocks
+        assert usage.num_shared_blocks == sum(num_refs > 1 for num_refs in pool.ref_counts)
+        num_running = sum(1 for _ in self.scheduler.running_sequences())
+        assert usage.num_reserved_slots + usage.num_internal_slots == usage.num_wasted_slots
+        assert min(usage.num_reserved_slots, usage.num_internal_slots, usage.num_external_slots) >= 0
+        self.coverage.num_external += usage.num_external_slots > 0
+        if self.scheduler.memory.is_contiguous:
+            assert self.scheduler.counters.num_preemptions == 0, "I21: somebody was preempted"
+            assert usage.num_external_slots <= pool.num_free_blocks * self.scheduler.cache.block_size
+        else:
+            assert usage.num_wasted_slots <= num_running * (self.scheduler.cache.block_size - 1), "a block too many"
+            assert usage.num_external_slots == 0
+
+    def _num_group_preemptions(self) -> int:
+        leaders = {sequence.leader for sequence in self.scheduler.unfinished_sequences() if sequence.is_beam}
+        return sum(leader.num_preemptions for leader in leaders)
+
+    def _sampling_slots(self) -> set[int]:
+        return set(self.executor.sampled_slots) if self.executor else set()
+
+    def _waits_for_room(self) -> bool:
+        return 0 < len(self.in_flight) < self.scheduler.limits.max_in_flight and any(
+            sequence.slot >= 0 for sequence in self.scheduler.running_sequences()
+        )
+
+    def _observe(self, waiting_before: list[Sequence]) -> None:
+        coverage, running = self.coverage, set(self.scheduler.running_sequences())
+        coverage.num_chunked_prefills += any(s.num_uncomputed_tokens for s in running if s.slot >= 0)
+        coverage.num_shared_blocks += any(num_refs > 1 for num_refs in self.scheduler.cache.pool.ref_counts)
+        coverage.num_deferred_releases += any(True for _ in self.scheduler.deferred_releases())
+        for sequence in waiting_before:
+            if sequence in running:
+                coverage.num_guaranteed += sequence.is_guaranteed
+                coverage.num_suspects += sequence.is_suspect
+
+    def _hear(self, events: Events) -> Events:
+        self.coverage.num_logprobs += len(events.logprobs)
+        self.coverage.num_prompt_logprobs += len(events.prompt_logprobs)
+        self.clients.hear(events)
+        self.check()
+        return events

@@ -1,0 +1,327 @@
+"""A simulated world: the real scheduler, an executor behind a network that loses connections, and a virtual clock.
+
+Everything that takes time is an event on the clock: requests arrive, results come back, clients go away, executors die
+and are replaced. When an executor dies, the results that were under way are lost, or arrive when a new executor has
+long taken over. One seed is one world; the same seed is the same world.
+
+    simulate(seed)      runs the world to its end, checking every invariant on the way; returns what happened in it
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from heapq import heappop, heappush
+from math import inf
+from random import Random
+
+from scheduler.core import (
+    CONTINUOUS,
+    DYNAMIC,
+    FCFS,
+    MEMORY,
+    PAGED,
+    PRIORITY,
+    STATIC,
+    Batching,
+    BeamParams,
+    CapacityExceeded,
+    Limits,
+    Memory,
+    Policy,
+    QueueFull,
+    Request,
+    ResultMismatch,
+    SequenceParams,
+)
+from tests.support.core.rig import Flight, Rig
+from tests.support.core.snapshot import take_snapshot
+
+VOCAB_SIZE = 2
+"""So that prefixes collide at once."""
+
+COMMON_TEXT = (0, 1, 1, 0, 1, 0, 0, 0)
+
+HAPPENINGS = (
+    "refused: can never fit",
+    "refused: queue full",
+    "stopped",
+    "cancelled",
+    "cancelled in flight",
+    "forgotten blocks",
+    "crashes",
+    "late results",
+    "another pool",
+)
+"""What a world can hold beyond what scheduler and rig count."""
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The numbers of one simulated world. Times are in milliseconds; nobody waits for them."""
+
+    limits: Limits
+    policy: Policy
+    batching: Batching
+    memory: Memory
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool
+    num_requests: int
+    max_prompt_tokens: int
+    eos_share: float  # of requests that can end by EOS
+    arrival_ms: float  # mean time between two requests
+    step_ms: float  # mean time of a step
+    network_ms: float  # mean time of a result on its way
+    num_crashes: int
+    outage_ms: float
+    late_share: float  # of lost results that arrive after all
+    impatient_share: float  # of clients that go away
+    deadline_share: float
+    beam_share: float
+
+
+def draw_world(random: Random) -> World:
+    """Small worlds, where everything is scarce."""
+    max_num_seqs = random.randint(1, 5)
+    memory = random.choice((PAGED, PAGED, PAGED, random.choice(tuple(MEMORY.values()))))
+    beam_share = random.choice((0.0, 0.4, 0.7)) if memory is PAGED else 0.0
+    limits = Limits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + random.randint(0, 8),
+        max_model_len=random.randint(8, 40),
+        max_in_flight=random.choice((1, 2, 2, 3)),
+        max_waiting_requests=random.choice((3, 1000)),
+        max_waiting_prompt_tokens=random.choice((20, 1000)),
+        max_preemptions=random.randint(0, 3),
+        max_losses=random.choice((2, 1000)),
+        watermark_ratio=random.choice((0.0, 0.1)),
+    )
+    return World(
+        limits=limits,
+        policy=random.choice((FCFS, PRIORITY)),
+        batching=random.choice((CONTINUOUS, CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.004))),
+        memory=memory,
+        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share or memory is not PAGED else 0),
+        block_size=random.randint(1, 4),
+        enable_prefix_caching=random.random() < 0.8,
+        num_requests=random.randint(2, 9),
+        max_prompt_tokens=random.randint(1, 12),
+        eos_share=random.choice((0.0, 0.5)),
+        arrival_ms=random.choice((0.2, 1.0, 5.0)),
+        step_ms=1.0,
+        network_ms=random.choice((0.1, 1.0, 3.0)),
+        num_crashes=random.choice((0, 0, 1, 5)),
+        outage_ms=random.choice((0.1, 5.0)),
+        late_share=0.5,
+        impatient_share=random.choice((0.0, 0.3)),
+        deadline_share=random.choice((0.0, 0.3)),
+        beam_share=beam_share,
+    )
+
+
+class Clock:
+    """Events in the order of their times; what falls on one time happens in the order it was planned."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+
+    def at(self, time_ms: float, action: Callable[[], None]) -> None:
+        self._num_events += 1
+        heappush(self._events, (time_ms, self._num_events, action))
+
+    def after(self, delay_ms: float, action: Callable[[], None]) -> None:
+        self.at(self.now_ms + delay_ms, action)
+
+    def run(self) -> None:
+        while self._events:
+            self.now_ms, _, action = heappop(self._events)
+            action()
+
+
+class Simulation:
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.world = world = draw_world(self.random)
+        self.clock = Clock()
+        self.happened: Counter[str] = Counter(dict.fromkeys(HAPPENINGS, 0))
+        self.rig = Rig(
+            world.limits,
+            num_blocks=world.num_blocks,
+            block_size=world.block_size,
+            policy=world.policy,
+            batching=world.batching,
+            memory=world.memory,
+            vocab_size=VOCAB_SIZE,
+            enable_prefix_caching=world.enable_prefix_caching,
+        )
+        self.busy_until_ms = 0.0  # the executor runs one step after the other
+        self.wakes_s = inf  # the earliest time at which it wakes up by itself
+        self.arrived_until_ms = 0.0  # and its stream keeps their order
+
+    def run(self) -> Counter[str]:
+        self._attach()
+        arrives_ms = 0.0
+        for request_id in range(self.world.num_requests):
+            arrives_ms += self._around(self.world.arrival_ms)
+            self.clock.at(arrives_ms, partial(self._arrive, self._draw_request(request_id)))
+        for _ in range(self.world.num_crashes):
+            self.clock.at(self.random.uniform(0, 2 * arrives_ms + 20 * self.world.step_ms), self._crash)
+        if self.random.random() < 0.3:
+            self.clock.at(self.random.uniform(0, 2 * arrives_ms), self._reset_prefix_cache)
+        self.clock.run()
+        self.rig.clients.assert_served()
+        self.rig.assert_idle()
+        self.happened.update(self._counted())
+        return self.happened
+
+    # --- clients ----------------------------------------------------------------------------------------------
+
+    def _draw_request(self, request_id: int) -> Request:
+        random, world = self.random, self.world
+        prompt = self._draw_prompt()
+        most_tokens = max(len(prompt) + 1, self.rig.scheduler.max_tokens_per_sequence + (random.random() < 0.05))
+        can_end_early = random.random() < world.eos_share
+        has_deadline = random.random() < world.deadline_share
+        width = random.randint(2, 4) if random.random() < world.beam_share else 0
+        width = min(width, world.limits.max_num_seqs)
+        has_logprobs = not width and random.random() < 0.2
+        max_total_tokens = min(len(prompt) + random.randint(1, 14), most_tokens)
+        is_open_ended = random.random() < 0.3
+        return Request(
+            request_id,
+            prompt,
+            SequenceParams(
+                max_total_tokens=most_tokens if is_open_ended else max_total_tokens,
+                min_total_tokens=len(prompt) + random.randint(0, 3),
+                eos_token_ids=(0,) if can_end_early else (),
+                stop_token_ids=(1,) if random.random() < 0.1 else (),
+                num_logprobs=random.randint(0, 2) if has_logprobs else 0,
+                num_prompt_logprobs=random.randint(0, 2) if has_logprobs else 0,
+            ),
+            seeds=(0,) if width else tuple(random.randrange(4) for _ in range(self._draw_num_samples())),
+            beam=self._draw_beam(width) if width else None,
+            priority=random.randint(0, 2),
+            cache_salt=random.choice((b"", b"", b"salt")),
+            deadline_s=random.uniform(0.0, 0.03) if has_deadline else None,
+            is_open_ended=is_open_ended,
+        )
+
+    def _draw_num_samples(self) -> int:
+        """Where runs are not shared, hardly anybody asks for more than one."""
+        choices = (1, 1, 2, 3) if self.world.memory is PAGED else (1,) * 9 + (2,)
+        return self.random.choice(choices)
+
+    def _draw_beam(self, width: int) -> BeamParams:
+        random = self.random
+        return BeamParams(width, random.randint(1, width), random.choice((1.0, 0.0, 2.0)), random.random() < 0.5)
+
+    def _draw_prompt(self) -> tuple[int, ...]:
+        """Often the head of one common text, and a tail of its own."""
+        head = COMMON_TEXT[: self.random.choice((0, 4, 8))]
+        tail = [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, self.world.max_prompt_tokens))]
+        return (*head, *tail)[: self.rig.scheduler.max_tokens_per_sequence - 1]
+
+    def _arrive(self, request: Request) -> None:
+        self.rig.expire(self.clock.now_ms / 1000)
+        try:
+            self.rig.add(request)
+        except CapacityExceeded:
+            self.happened["refused: can never fit"] += 1
+            return
+        except QueueFull:
+            self.happened["refused: queue full"] += 1
+            self.clock.after(self._around(5.0), partial(self._arrive, request))
+            return
+        if self.random.random() < self.world.impatient_share:
+            self.clock.after(self._around(10.0), partial(self._go_away, request.request_id))
+        if request.deadline_s is not None:
+            self.clock.at(max(self.clock.now_ms, 1000 * request.deadline_s), self._wake)
+        self._wake()
+
+    def _go_away(self, request_id: int) -> None:
+        """A client that wants no more of one sample or, more often, of all."""
+        keys = [key for key in self.rig.clients.open_keys(request_id) if self.rig.clients.received[key]]
+        if keys and self.random.random() < 0.4:
+            self.happened["stopped"] += 1
+            self.rig.stop(*self.random.choice(keys))
+        else:
+            self.happened["cancelled in flight" if self.rig.in_flight else "cancelled"] += 1
+            self.rig.cancel(request_id)
+        self._wake()
+
+    def _reset_prefix_cache(self) -> None:
+        self.happened["forgotten blocks"] += self.rig.reset_prefix_cache()
+
+    # --- the engine loop --------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        self.rig.expire(self.clock.now_ms / 1000)
+        if self.rig.now_s >= self.wakes_s:
+            self.wakes_s = inf
+        while self.rig.schedule() is not None:
+            flight = self.rig.in_flight[-1]
+            self.busy_until_ms = max(self.busy_until_ms, self.clock.now_ms) + self._around(self.world.step_ms)
+            arrives_ms = self.busy_until_ms + self._around(self.world.network_ms)
+            self.arrived_until_ms = max(self.arrived_until_ms, arrives_ms)
+            self.clock.at(self.arrived_until_ms, partial(self._deliver, flight))
+        self._wake_when_due()
+
+    def _wake_when_due(self) -> None:
+        """For a batch that is waited for; deadlines have events of their own."""
+        due_s = self.rig.scheduler.next_wake_s
+        if due_s is not None and due_s < self.wakes_s:
+            self.wakes_s = due_s
+            self.clock.at(1000 * due_s + 1e-6, self._wake)  # rounding must not make it early
+
+    def _deliver(self, flight: Flight) -> None:
+        if flight not in self.rig.lost:
+            assert flight is self.rig.in_flight[0]
+            self.rig.commit()
+            self._wake()
+        elif self.random.random() < self.world.late_share:
+            self._deliver_late(flight)
+
+    def _deliver_late(self, flight: Flight) -> None:
+        """I17: a result of a lost executor is refused, and nothing has changed."""
+        before = take_snapshot(self.rig.scheduler)
+        try:
+            self.rig.scheduler.commit(flight.result)
+        except ResultMismatch:
+            self.happened["late results"] += 1
+        else:
+            raise AssertionError(f"I17: a result of epoch {flight.plan.epoch} was taken in a later one")
+        assert take_snapshot(self.rig.scheduler) == before, "I17: a refused result left traces"
+
+    # --- executors --------------------------------------------------------------------------------------------
+
+    def _crash(self) -> None:
+        if self.rig.executor is None:
+            return
+        self.happened["crashes"] += 1
+        self.rig.lose()
+        self.clock.after(self._around(self.world.outage_ms), self._attach)
+
+    def _attach(self) -> None:
+        """The first executor, or one that replaces it: sometimes on a machine with less or more memory."""
+        num_blocks = self.world.num_blocks
+        if self.rig.scheduler.epoch and self.random.random() < 0.3:
+            num_blocks = max(2, num_blocks + self.random.randint(-5, 2))
+            self.happened["another pool"] += 1
+        self.busy_until_ms = self.arrived_until_ms = self.clock.now_ms
+        self.rig.attach(num_blocks)
+        self._wake()
+
+    # --- numbers ----------------------------------------------------------------------------------------------
+
+    def _around(self, mean_ms: float) -> float:
+        return self.random.expovariate(1 / mean_ms)
+
+    def _counted(self) -> dict[str, int]:
+        return asdict(self.rig.scheduler.counters) | asdict(self.rig.coverage) | self.rig.clients.count_ends()
+
+
+def simulate(seed: int) -> Counter[str]:
+    return Simulation(seed).run()

@@ -1,0 +1,67 @@
+"""Two runners of one checkpoint: the one under test, and the one that says what is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from executor.config import ExecutorConfig
+from executor.cuda.accelerator import accelerator_for
+from executor.cuda.runner import CudaRunner, StepBuffers
+from executor.loading import load_model
+from executor.models.decoder import Decoder
+from kernels import AttentionShape
+from kernels import triton as home
+from tests.kernels.triton.conftest import IS_INTERPRETED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from executor.cuda.accelerator import Accelerator
+    from executor.device.runner import ModelRunner
+    from executor.plans.plan import StepOutput, StepPlan
+
+DEVICE = torch.device("cpu" if IS_INTERPRETED or not torch.cuda.is_available() else "cuda:0")
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The null block of the runner under test is poisoned, and so is what its padding rows would read."""
+
+    reference: ModelRunner
+    cuda: CudaRunner
+
+
+class Finished:
+    """The runner under test as one that finishes its steps at once."""
+
+    def __init__(self, runner: CudaRunner) -> None:
+        self.runner = runner
+        self.limits = runner.limits
+
+    def reset(self) -> None:
+        self.runner.reset()
+
+    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
+        return self.runner.execute(plan, computing).finish()
+
+
+def make_pair(
+    directory: Path, device: torch.device, accelerator: Accelerator | None = None, **settings: object
+) -> Pair:
+    values = {"block_size": 4, "num_blocks": 100, "max_num_seqs": 6, "max_num_batched_tokens": 48, **settings}
+    config = ExecutorConfig(model=str(directory), device=str(device), kernels="reference", **values)
+    reference = load_model(config, lambda line: None).runner
+    own, limits = reference.model.decoder.config, reference.limits
+    model = Decoder(own, reference.model.decoder.weights, home, limits.max_model_len)
+    shape = AttentionShape(model.dtype, own.num_heads, own.num_kv_heads, own.head_dim, limits.block_size)
+    buffers = StepBuffers.allocate(model, shape, limits.max_num_seqs, limits.max_model_len, device)
+    pool = torch.zeros_like(reference.model.pool)
+    pool[:, 0] = float("nan")
+    buffers.on_device.block_tables[-1] = 1 << 30
+    buffers.on_device.end_kinds[-1] = 1
+    cuda = CudaRunner(model, shape, buffers, pool, limits, accelerator or accelerator_for(device))
+    return Pair(reference, cuda)

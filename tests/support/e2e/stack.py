@@ -1,0 +1,271 @@
+"""A whole Quire for tests: real processes on free ports of 127.0.0.1."""
+
+import asyncio
+import signal
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import fields
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import grpc
+import psutil
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from executor.config import ExecutorConfig
+from quire import AsyncClient, Client
+from quire.cli.config_flags import arguments
+from scheduler.config import SchedulerConfig
+from tests.support.e2e.process import ROOT, Process, ProcessEnded
+from tests.support.e2e.proxy import Proxy
+from tests.support.e2e.waiting import WAIT_S, until
+
+TINY = str(ROOT / "models" / "tiny")
+QUIRE = (sys.executable, "-m", "quire")
+
+_ADDRESS_IN_USE = 3
+_SCHEDULER_FIELDS = {field.name for field in fields(SchedulerConfig)}
+_EXECUTOR_FIELDS = {field.name for field in fields(ExecutorConfig)}
+_DEFAULTS: dict[str, Any] = {
+    "model": TINY,
+    "num_blocks": 1024,
+    "num_threads": 1,
+    "listen": "127.0.0.1:0",
+    "http_listen": "127.0.0.1:0",
+}
+
+
+class Stack:
+    """Scheduler and executor. A context manager, async or not; `flags` are those of the command line, with underscores.
+
+        async with Stack(num_blocks=64, max_in_flight=1) as stack, stack.client() as client:
+            completion = await client.complete("Once upon a time", max_tokens=8)
+
+    apart=False  `quire serve` runs both
+    apart=True   two processes of their own, `stack.proxy` between them
+    scheduler    apart: the command that is `quire` for the scheduler
+    Leaving it ends all processes at once. What they printed is shown with a test that fails.
+    """
+
+    recent: ClassVar[list["Stack"]] = []
+    """Those whose logs belong to the test that is running."""
+
+    def __init__(self, *, apart: bool = False, scheduler: tuple[str, ...] = QUIRE, **flags: Any) -> None:
+        self.apart = apart
+        self._scheduler_command = scheduler
+        self.flags = _DEFAULTS | flags
+        self.grpc = ""
+        self.http = ""
+        self.executor_address = ""
+        self.processes: list[Process] = []
+        self.proxy: Proxy | None = None
+        self._services: dict[str, Process] = {}
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> Self:
+        """Returns when a completion can be generated."""
+        self.show_log()
+        try:
+            self._start_apart() if self.apart else self._start_together()
+        except BaseException:
+            self.kill()
+            raise
+        return self
+
+    def show_log(self) -> None:
+        """With the test that runs now, should it fail. A stack that it starts itself needs no word."""
+        if self not in Stack.recent:
+            Stack.recent.append(self)
+
+    def kill(self) -> None:
+        """Ends whatever still runs."""
+        for process in self.processes:
+            process.kill()
+        if self.proxy is not None:
+            self.proxy.close()
+
+    async def stop(self) -> int:
+        """SIGTERM to `quire serve` (apart: to the scheduler, then to the executor); waits. Returns the exit code."""
+        return_codes = [await self.ended(process, signal.SIGTERM) for process in self._in_order()]
+        return next((code for code in return_codes if code), 0)
+
+    async def ended(self, process: Process, number: signal.Signals | None = None) -> int:
+        """Signals it, if a signal is given, and waits for its end. Returns the exit code."""
+        if number is not None:
+            process.send(number)
+        return await asyncio.to_thread(process.wait)
+
+    def launch_scheduler(self) -> Process:
+        """apart: starts it, at the address it had before, and returns at once."""
+        flags = self._flags_of(_SCHEDULER_FIELDS)
+        if self.proxy is not None:
+            flags["executor"] = self.proxy.address
+        if self.grpc:
+            flags |= {"listen": self.grpc, "http_listen": self.http}
+        return self._launch("scheduler", flags, self._scheduler_command)
+
+    async def restart_scheduler(self, **flags: Any) -> None:
+        """apart: ends the scheduler and starts it again, with these flags, at the address it had."""
+        self.flags |= flags
+        await self.ended(self.scheduler, signal.SIGTERM)
+        await asyncio.to_thread(self._await_ready_line, self.launch_scheduler())
+
+    # --- what tests ask -------------------------------------------------------------------------------------------
+
+    def client(self, **options: Any) -> AsyncClient:
+        """Each call is given up after a time that is far too long."""
+        return AsyncClient(self.grpc, **({"timeout_s": 2 * WAIT_S} | options))
+
+    def sync_client(self, **options: Any) -> Client:
+        return Client(self.grpc, **({"timeout_s": 2 * WAIT_S} | options))
+
+    def pid(self, service: str) -> int | None:
+        """Process id of the "scheduler" or the "executor" that runs now."""
+        if self.apart:
+            process = self._services[service]
+            return process.pid if process.return_code is None else None
+        for child in psutil.Process(self.serve.pid).children():
+            words = child.cmdline()
+            if (service, "quire") in zip(words[1:], words, strict=False) and child.status() != psutil.STATUS_ZOMBIE:
+                return int(child.pid)
+        return None
+
+    def send(self, service: str, number: signal.Signals) -> int:
+        """Signals a service; returns its process id."""
+        pid = self.pid(service)
+        if pid is None:
+            raise ProcessEnded(f"the {service} does not run")
+        psutil.Process(pid).send_signal(number)
+        return pid
+
+    @asynccontextmanager
+    async def frozen(self, service: str = "executor") -> AsyncIterator[None]:
+        """Nothing moves in that process meanwhile. Keep it short: after ten seconds it is taken for lost."""
+        pid = self.send(service, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            psutil.Process(pid).send_signal(signal.SIGCONT)
+
+    def log(self) -> str:
+        """What all processes have printed."""
+        return "\n".join(process.log() for process in self.processes)
+
+    @property
+    def losses(self) -> list[str]:
+        """What the scheduler has said of each executor that it lost, for whatever reason."""
+        return [line for line in self.log().splitlines() if "executor lost" in line]
+
+    @property
+    def num_losses(self) -> int:
+        return len(self.losses)
+
+    @property
+    def serve(self) -> Process:
+        """The process of `quire serve`."""
+        return self._services["serve"]
+
+    @property
+    def scheduler(self) -> Process:
+        """apart: its process."""
+        return self._services["scheduler"]
+
+    @property
+    def executor(self) -> Process:
+        """apart: its process."""
+        return self._services["executor"]
+
+    async def health(self, service: str = "") -> str:
+        """What grpc.health.v1 says of the scheduler: "SERVING", "NOT_SERVING"; or the status it fails with."""
+        async with grpc.aio.insecure_channel(self.grpc) as channel:
+            stub = health_pb2_grpc.HealthStub(channel)
+            try:
+                response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=WAIT_S)
+            except grpc.aio.AioRpcError as error:
+                return str(error.code().name)
+            return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
+
+    async def readyz(self) -> int:
+        """The status of GET /readyz."""
+        return (await self.get("/readyz"))[0]
+
+    async def get(self, path: str) -> tuple[int, str]:
+        """Status and text of a page of the scheduler."""
+        return await asyncio.to_thread(_get, f"http://{self.http}{path}")
+
+    async def until_health(self, status: str) -> None:
+        async def is_so() -> bool:
+            return await self.health() == status
+
+        await until(is_so, f"health is {status}")
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    async def __aenter__(self) -> Self:
+        return self.start()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+    def _start_together(self, num_tries: int = 3) -> None:
+        ports = {"executor": "127.0.0.1:0", "metrics_address": "127.0.0.1:0"}
+        serve = self._launch("serve", ports | self.flags)
+        try:
+            self._await_ready_line(serve)
+        except ProcessEnded:
+            # Between its choice of a free port and its use, somebody else may have taken it.
+            if num_tries == 1 or serve.wait() != _ADDRESS_IN_USE:
+                raise
+            self._start_together(num_tries - 1)
+
+    def _start_apart(self) -> None:
+        self._await_executor(self._launch_executor())
+        self.proxy = Proxy(self.executor_address)
+        self.proxy.start()
+        self._await_ready_line(self.launch_scheduler())
+
+    def _launch_executor(self) -> Process:
+        flags = self._flags_of(_EXECUTOR_FIELDS) | {"metrics_address": ""}
+        return self._launch("executor", flags | {"listen_address": self.executor_address or "127.0.0.1:0"})
+
+    def _launch(self, name: str, flags: Mapping[str, Any], command: tuple[str, ...] = QUIRE) -> Process:
+        process = Process(name, [*command, name, *arguments(flags)])
+        self.processes.append(process)
+        self._services[name] = process
+        return process
+
+    def _await_executor(self, process: Process) -> None:
+        self.executor_address = process.line("ready ").removeprefix("ready ").strip()
+
+    def _await_ready_line(self, process: Process) -> None:
+        words = dict(word.split("=", 1) for word in process.line("ready ").split() if "=" in word)
+        self.grpc, self.http = words["grpc"], words["http"]
+        self.executor_address = words.get("executor", self.executor_address)
+
+    def _flags_of(self, names: set[str]) -> dict[str, Any]:
+        return {name: value for name, value in self.flags.items() if name in names}
+
+    def _in_order(self) -> list[Process]:
+        return [self.scheduler, self.executor] if self.apart else [self.serve]
+
+
+def _get(url: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(url, timeout=WAIT_S) as response:
+            return response.status, response.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()

@@ -1,0 +1,99 @@
+"""An engine that runs with a fake executor, and sinks that check what they are told."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+from scheduler.core import FinishReason, Request, SequenceParams, TokenLogprobs
+from scheduler.engine.engine import Engine
+from scheduler.engine.executor_client import ExecutorClient
+from scheduler.engine.options import EngineOptions
+from tests.support.core.fake_executor import expected_output
+from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
+
+
+class RecordingSink:
+    """Keeps what it is told, and checks that it is told in order."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.num_cached_tokens: int | None = None
+        self.outputs: dict[int, list[int]] = {}
+        self.reasons: dict[int, FinishReason] = {}
+        self.scores: dict[int, float | None] = {}
+        self.logprobs: dict[int, list[TokenLogprobs]] = {}
+        self.prompt: list[TokenLogprobs] = []
+        self.has_failed = False
+        self.first_token = asyncio.Event()
+        self.done = asyncio.Event()
+
+    def started(self, num_cached_tokens: int) -> None:
+        assert self.num_cached_tokens is None, "started twice"
+        self.num_cached_tokens = num_cached_tokens
+
+    def prompt_logprobs(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
+        assert not self.outputs, "the prompt after the first token"
+        assert first_position == len(self.prompt) + 1
+        self.prompt += tokens
+
+    def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+        assert self.num_cached_tokens is not None, "tokens before started"
+        assert logprobs is None or len(logprobs) == len(token_ids)
+        self.logprobs.setdefault(index, []).extend(logprobs or [])
+        assert index not in self.reasons, "tokens after the end"
+        assert not self.has_failed, "tokens after it failed"
+        self.outputs.setdefault(index, []).extend(token_ids)
+        self.first_token.set()
+
+    def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
+        if reason is FinishReason.ERROR:  # of the request as a whole
+            self.has_failed = True
+            self.done.set()
+            self.reasons.setdefault(index, reason)
+            return
+        assert not self.has_failed, "finished after it failed"
+        assert index not in self.reasons, "finished twice"
+        self.reasons[index] = reason
+        self.scores[index] = score
+        beam = self.request.beam
+        if len(self.reasons) == (beam.num_returned if beam else self.request.num_sequences):
+            self.done.set()
+
+    async def check(self) -> None:
+        """Waits for the end, and compares every sequence with what it had to generate."""
+        await asyncio.wait_for(self.done.wait(), 20)
+        for index, seed in enumerate(self.request.seeds):
+            prompt = list(self.request.prompt_token_ids)
+            expected = expected_output(prompt, self.request.params, seed, DESCRIPTION.vocab_size)
+            assert (self.outputs[index], self.reasons[index]) == expected
+
+
+@asynccontextmanager
+async def running_engine(client: FakeClient | ExecutorClient, **options: object) -> AsyncIterator[Engine]:
+    engine = Engine(client, EngineOptions(**options))  # type: ignore[arg-type]
+    task = asyncio.create_task(engine.run())
+    try:
+        await asyncio.wait_for(engine.described(), 10)
+        yield engine
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def submit(engine: Engine, prompt: list[int], max_tokens: int = 10, **fields: object) -> RecordingSink:
+    request = Request(
+        engine.new_request_id(),
+        prompt,
+        SequenceParams(max_total_tokens=len(prompt) + max_tokens),
+        **fields,  # type: ignore[arg-type]
+    )
+    sink = RecordingSink(request)
+    engine.submit(request, sink)
+    return sink
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)

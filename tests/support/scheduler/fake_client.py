@@ -1,0 +1,116 @@
+"""An executor client without gRPC: the fake executor answers on the event loop, and can be made to die."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from scheduler.core import ExecutorLost, StepPlan, StepResult
+from scheduler.engine.executor_client import Arrival
+from scheduler.engine.plan_wire import ExecutorDescription
+from scheduler.engine.step_trace import ExecutorTimings
+from tests.support.core.fake_executor import FakeExecutor
+
+DESCRIPTION = ExecutorDescription(
+    model_name="fake",
+    dtype="float32",
+    device="none",
+    vocab_size=50,
+    max_model_len=200,
+    block_size=4,
+    num_blocks=101,
+    max_num_seqs=16,
+    max_num_batched_tokens=64,
+    epoch=0,
+)
+
+
+class FakeClient:
+    """`is_up` False: nobody is there. `is_hanging`: nobody answers. `lose()` cuts the open stream. `lie` is what
+    becomes of each result before it arrives. `step_s` is what each step takes, one after the other."""
+
+    def __init__(self, description: ExecutorDescription = DESCRIPTION) -> None:
+        self.description = description
+        self.is_up = True
+        self.is_hanging = False
+        self.lie: Callable[[StepResult], StepResult] = lambda result: result
+        self.step_s = 0.0
+        self.num_streams = 0
+        self.num_asked = 0
+        self.stream: FakeStream | None = None
+
+    async def describe(self, timeout_s: float) -> ExecutorDescription:
+        await asyncio.sleep(0)
+        if not self.is_up:
+            raise ExecutorLost("nobody there")
+        self.num_asked += 1
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.is_hanging:  # noqa: ASYNC110
+                    await asyncio.sleep(0.001)
+        except TimeoutError:
+            raise ExecutorLost("nobody answers") from None
+        return self.description
+
+    def open_stream(self, on_arrival: Callable[[], None]) -> "FakeStream":
+        self.num_streams += 1
+        self.description = replace(self.description, epoch=self.description.epoch + 1)
+        self.stream = FakeStream(self, on_arrival)
+        return self.stream
+
+    def lose(self) -> None:
+        assert self.stream is not None
+        self.stream.end(ExecutorLost("cut"))
+
+
+class FakeStream:
+    def __init__(self, client: FakeClient, on_arrival: Callable[[], None]) -> None:
+        description = client.description
+        self._client = client
+        self._on_arrival = on_arrival
+        self._results: deque[Arrival] = deque()
+        self._error: ExecutorLost | None = None
+        self.plans: list[StepPlan] = []
+        self._free_s = 0.0  # when the steps that have begun are done
+        self.executor = FakeExecutor(
+            description.num_blocks,
+            description.block_size,
+            description.max_num_seqs,
+            description.max_num_batched_tokens,
+            description.vocab_size,
+            description.epoch,
+        )
+
+    async def send(self, plan: StepPlan) -> None:
+        if self._error:
+            raise self._error
+        self.plans.append(plan)
+        if not self._client.is_hanging:
+            result = self.executor.execute(plan)
+            loop = asyncio.get_running_loop()
+            if self._client.step_s:
+                self._free_s = max(self._free_s, loop.time()) + self._client.step_s
+                loop.call_at(self._free_s, self._arrive, result)
+            else:
+                loop.call_soon(self._arrive, result)
+
+    def take(self) -> Arrival | None:
+        if self._results:
+            return self._results.popleft()
+        if self._error:
+            raise self._error
+        return None
+
+    def end(self, error: ExecutorLost) -> None:
+        self._error = error
+        self._on_arrival()
+
+    async def close(self) -> None:
+        self._error = self._error or ExecutorLost("closed")
+
+    def _arrive(self, result: StepResult) -> None:
+        if not self._error:
+            timings = ExecutorTimings(forward_ns=int(self._client.step_s * 1e9))
+            self._results.append(Arrival(self._client.lie(result), time.monotonic_ns(), timings))
+            self._on_arrival()

@@ -1,0 +1,88 @@
+"""A response stream and the engine's side of it, over a small tokenizer."""
+
+import asyncio
+from typing import Any
+
+from quire.v1 import generation_pb2 as wire
+from scheduler.core import FinishReason
+from scheduler.requests.response_stream import ResponseStream, StreamSettings
+from scheduler.requests.write_queue import Turnstile
+from scheduler.telemetry.metrics import SchedulerMetrics
+from scheduler.text.detokenizer import Vocabulary
+from tests.support.scheduler import small_tokenizers
+from tests.support.scheduler.fake_engine import made_up_logprobs
+
+TOKENIZER = small_tokenizers.byte_level()
+VOCABULARY = Vocabulary(TOKENIZER)
+EOS = small_tokenizers.id_of(TOKENIZER, "</s>")
+
+
+def ids(text: str) -> list[int]:
+    return list(TOKENIZER.encode(text, add_special_tokens=False).ids)
+
+
+class Rig:
+    """A stream, and the engine's side of it. `stop` ends a sequence at once, as the engine does."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.metrics = SchedulerMetrics()
+        turnstile = settings.pop("turnstile", None) or Turnstile()
+        num_sequences = settings.get("num_sequences", 1)
+        self.stops: list[int] = []
+        self.stream = ResponseStream(
+            StreamSettings("client's", 10, **({"ending_token_ids": frozenset([EOS])} | settings)),
+            VOCABULARY.detokenizer,
+            self._stop,
+            self.metrics.request(num_sequences, self.metrics.clock()),
+            turnstile,
+        )
+
+    def _stop(self, index: int) -> None:
+        self.stops.append(index)
+        self.stream.finished(index, FinishReason.STOP, 0)
+
+    def run(self, token_ids: list[int], reason: FinishReason = FinishReason.LENGTH, index: int = 0) -> "Rig":
+        num_logprobs = self.stream._settings.num_logprobs
+        for token_id in token_ids:
+            if index not in self.stops:
+                logprobs = [made_up_logprobs(token_id, num_logprobs)] if num_logprobs else None
+                self.stream.tokens(index, [token_id], logprobs)
+        if index not in self.stops:
+            self.stream.finished(index, reason, 0)
+        return self
+
+    async def messages(self, received: list[wire.GenerateResponse] | None = None) -> list[wire.GenerateResponse]:
+        """All of them, in `received` if given: there they are after an error, too."""
+        received = [] if received is None else received
+        async for message in self.stream.messages():
+            received.append(message)
+        return received
+
+
+async def read_now_and_then(rig: Rig, token_ids: list[int], reads: list[bool]) -> list[wire.GenerateResponse]:
+    """Samples the tokens one by one; where `reads` says so, the reader has its turn before the next. All messages."""
+    num_logprobs = rig.stream._settings.num_logprobs
+    reader = asyncio.create_task(rig.messages())
+    for token_id, is_read in zip(token_ids, reads, strict=False):
+        if not rig.stops:
+            rig.stream.tokens(0, [token_id], [made_up_logprobs(token_id, num_logprobs)] if num_logprobs else None)
+        if is_read:
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+    if not rig.stops:
+        rig.stream.finished(0, FinishReason.LENGTH, 0)
+    return await reader
+
+
+def started_rig(**settings: Any) -> Rig:
+    rig = Rig(**settings)
+    rig.stream.started(4)
+    return rig
+
+
+def text_of(messages: list[wire.GenerateResponse], index: int = 0) -> str:
+    return "".join(m.delta.text for m in messages if m.HasField("delta") and m.delta.index == index)
+
+
+def tokens_of(messages: list[wire.GenerateResponse], index: int = 0) -> list[int]:
+    return [i for m in messages if m.HasField("delta") and m.delta.index == index for i in m.delta.token_ids]

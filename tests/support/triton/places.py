@@ -1,0 +1,41 @@
+"""Where kernels are tested, on what numbers, and how exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.triton.conftest import IS_INTERPRETED
+from tests.support.kernels.paged import Paged
+
+DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
+IS_GPU = DEVICE.type == "cuda"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16) if IS_GPU else (torch.float32, torch.float16)
+
+on_gpu_only = pytest.mark.skipif(not IS_GPU, reason="needs a GPU")
+
+# From one number of the dtype to the next, relative; for float32 with room for another order of additions.
+ROUNDING = {torch.float32: 2**-19, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def on_device(pool: Paged) -> Paged:
+    return Paged(pool.kv.to(DEVICE), pool.block_tables.to(DEVICE), pool.context_lens.to(DEVICE))
+
+
+def assert_rounded(actual: torch.Tensor, expected: torch.Tensor, roundings: int = 1) -> None:
+    """Equal but for so many roundings to the dtype that may have gone the other way. NaN is NaN."""
+    relative = roundings * ROUNDING[expected.dtype]
+    torch.testing.assert_close(actual, expected, rtol=relative, atol=2e-5, equal_nan=True)
+
+
+def assert_attended(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Results of attention: weights and result are rounded to the dtype, so a row errs in proportion to its norm.
+
+    Tight enough to miss one token of 4,000: that is a share of 1 / sqrt(4000) of a row of random values.
+    """
+    assert torch.equal(actual.isnan(), expected.isnan())
+    wide, wanted = actual.double().nan_to_num(), expected.double().nan_to_num()
+    error = (wide - wanted).norm(dim=-1)
+    allowed = 2 * ROUNDING[expected.dtype] * wanted.norm(dim=-1)
+    worst = (error - allowed).flatten().argmax()
+    assert (error <= allowed).all(), f"row {worst}: {error.flatten()[worst]} > {allowed.flatten()[worst]}"
