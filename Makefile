@@ -2,7 +2,6 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
-SOURCES := scheduler executor kernels planning quire bench deploy tests models protos
 INSTALLED := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
@@ -15,7 +14,10 @@ run: $(INSTALLED)  ## start both services, stream a few completions, show the bl
 serve: $(INSTALLED)  ## serve the embedded model (ARGS='--model …' for another) until interrupted
 	$(BIN)/quire serve $(ARGS)
 
-test: $(INSTALLED)  ## the whole test suite
+test: $(INSTALLED)  ## the test suite, without what is exhaustive
+	$(BIN)/pytest -n 2 --dist worksteal -m 'not exhaustive' $(ARGS)
+
+test-all: $(INSTALLED)  ## every test: also long searches, GPU kernels in an interpreter, benchmarks (ARGS='-m exhaustive': only those)
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 bench: $(INSTALLED)  ## closed-loop load at 1, 4, 16 and 64 clients, beside transformers on the same trace
@@ -27,13 +29,18 @@ claims: $(INSTALLED)  ## measure what is claimed of paging and continuous batchi
 gpu-check: $(if $(NO_INSTALL),,$(INSTALLED))  ## tests, kernels and serving on the GPU at hand, in one report (NO_INSTALL=1: with PYTHON as it is)
 	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) -m bench.gpu_check $(ARGS)
 
-verify: lint test  ## what CI checks
+wheel-check: $(INSTALLED)  ## build the wheel, install it into a fresh environment, run the demo and one request
+	$(BIN)/python -m checks.wheel
 
-lint: $(INSTALLED)  ## ruff, mypy, import contracts, protos
+verify: lint test-all wheel-check  ## what CI checks
+
+lint: $(INSTALLED)  ## ruff, mypy, import contracts, the shape of the tree, the English of its comments, protos
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m checks.house
+	$(BIN)/python -m checks.words
 	@if command -v npx >/dev/null; then npx --yes @bufbuild/buf@1.75.0 lint protos; else echo 'buf lint: skipped, no npx'; fi
 
 fmt: $(INSTALLED)  ## format the code
@@ -59,4 +66,4 @@ $(INSTALLED): pyproject.toml constraints.txt protos/build.py $(shell find protos
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel]'
 	touch $@
 
-.PHONY: help run serve test bench claims gpu-check verify lint fmt protos dashboards compose-check clean
+.PHONY: help run serve test test-all wheel-check bench claims gpu-check verify lint fmt protos dashboards compose-check clean
