@@ -30,7 +30,7 @@ PEOPLE = (
     "|everyone|author|maintainer|owner|stranger|customer|caller|those|peers?|one|all"
 )
 WHO = re.compile(r"(?<!\w)(?<!'s )who(?:m|ever|mever)?\b", re.IGNORECASE)
-ALLOWED_WHO = re.compile(rf"\b(?:{PEOPLE})(?:s|es)?[,)]? (?:to |with |for |by |of )?who(?:m)?\b", re.IGNORECASE)
+ALLOWED_WHO = re.compile(rf"\b(?:{PEOPLE})(?:s|es)?[,)]?\s+(?:(?:to|with|for|by|of)\s+)?whom?\b", re.IGNORECASE)
 BODIES = re.compile(r"\b(?:no|some|any|every)body(?:'s)?\b(?! of )", re.IGNORECASE)
 NAME_WORDS = re.compile(r"(?:^|_)(who|whom|whoever|nobody|somebody|anybody|everybody)(?:_|$)")
 
