@@ -14,7 +14,8 @@ from enum import Enum
 import scheduler.core as core
 
 limits = getattr(core, "SchedulerLimits", None) or core.Limits
-scheduler = core.Scheduler(limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64), num_blocks=64, block_size=16)
+bounds = limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+scheduler = core.Scheduler(bounds, num_blocks=64, block_size=16)
 scheduler.executor_attached(1, 64)
 for number in (1, 2):
     params = core.SequenceParams(max_total_tokens=32)
@@ -37,9 +38,9 @@ plan = scheduler.schedule()
 scheduler.commit(core.StepResult(1, plan.step_id, [10, 11]))
 sys.setprofile(None)
 classes -= {"StepResult"}  # the input
-names = sorted(name for name in functions if "<" not in name)
+names = sorted(name.removeprefix("scheduler.core.") for name in functions if "<" not in name)
 print(f"classes handled in one decode     {len(classes):>4}  {' '.join(sorted(classes))}")
-print(f"functions executed in one decode  {len(names):>4}  {' '.join(name.removeprefix('scheduler.core.') for name in names)}")
+print(f"functions executed in one decode  {len(names):>4}  {' '.join(names)}")
 """
 
 
