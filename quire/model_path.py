@@ -29,14 +29,19 @@ def local_directory(model: str) -> Path | None:
 
 
 def embedded_model() -> str:
-    """The directory of the checkpoint that comes with the repository. Raises ModelNotFound outside of one."""
-    directory = Path(__file__).resolve().parent.parent / "models" / "tiny"
-    if not (directory / "config.json").is_file():
-        raise ModelNotFound(
-            "the embedded checkpoint models/tiny is not part of this installation: "
-            "name a model with --model (a directory, or a hub id such as organisation/name)"
-        )
-    return str(directory)
+    """Returns the directory of the checkpoint that comes with Quire. Raises ModelNotFound if it was left out.
+
+    A wheel has it inside this package, a checkout beside it.
+    """
+    package = Path(__file__).resolve().parent
+    for parent in (package, package.parent):
+        directory = parent / "models" / "tiny"
+        if (directory / "model.safetensors").is_file():
+            return str(directory)
+    raise ModelNotFound(
+        "the embedded checkpoint models/tiny is not part of this installation: "
+        "name a model with --model (a directory, or a hub id such as organisation/name)"
+    )
 
 
 def resolved_model(model: str | None) -> str:

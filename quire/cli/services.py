@@ -1,5 +1,6 @@
 """The two services as processes: what one command line says to both, and how one of them is run."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -106,7 +107,17 @@ def run_executor(config: ExecutorConfig) -> int:
 
 
 def _child(service: str, values: Mapping[str, Any], grace_s: float) -> ChildSpec:
-    return ChildSpec(service, (sys.executable, "-m", "quire", service, *arguments(values)), grace_s)
+    return ChildSpec(service, (*_quire_command(), service, *arguments(values)), grace_s)
+
+
+def _quire_command() -> tuple[str, ...]:
+    """Returns the command that runs this Quire.
+
+    `-m` puts the working directory first on the path. A folder there named `quire` must not replace this one, unless
+    this process was started that way too.
+    """
+    isolation = () if {"", os.getcwd()} & set(sys.path) else ("-P",)
+    return (sys.executable, *isolation, "-m", "quire")
 
 
 def _names(config: type[Any]) -> set[str]:
