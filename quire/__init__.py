@@ -46,6 +46,7 @@ from quire.events import (
     TokenLogprobs,
     Usage,
 )
+from quire.options import GenerateOptions
 
 __all__ = [
     "AsyncClient",
@@ -64,6 +65,7 @@ __all__ = [
     "EventStream",
     "FinishReason",
     "Finished",
+    "GenerateOptions",
     "InternalError",
     "InvalidRequestError",
     "LimitExceededError",

@@ -9,7 +9,7 @@ from quire import messages
 from quire.block_map import BlockMap, PoolSummary, ServerInfo, StepTrace
 from quire.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, CallDefaults
 from quire.events import Completion, Event, Prompt
-from quire.messages import GenerateOptions
+from quire.options import GenerateOptions
 from quire.status import from_rpc_error
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from enum import StrEnum
 from itertools import chain, repeat
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from quire.block_map import (
     Block,
@@ -32,64 +33,22 @@ from quire.events import (
     TokenLogprobs,
     Usage,
 )
+from quire.options import GenerateOptions
 from quire.v1 import admin_pb2, generation_pb2
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Options of `generate`. What is absent takes the checkpoint's default, else the one in generation.proto."""
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    seed: int | None
-    n: int | None
-    beam_width: int | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    length_penalty: float | None
-    early_stopping: bool | None
+def _option_holders() -> dict[str, str]:
+    """Maps each option to the field of GenerateRequest that holds it; to "" if it is a field of the request itself."""
+    holders = {
+        **dict.fromkeys(generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name, ""),
+        **dict.fromkeys(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name, "sampling"),
+        **dict.fromkeys(generation_pb2.StoppingParams.DESCRIPTOR.fields_by_name, "stopping"),
+        **dict.fromkeys(generation_pb2.OutputParams.DESCRIPTOR.fields_by_name, "output"),
+    }
+    return {name: holders[name] for name in GenerateOptions.__annotations__}
 
 
-class StoppingOptions(TypedDict, total=False):
-    """When a sequence ends. `stop` may be one string or several."""
-
-    max_tokens: int | None
-    min_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    include_stop: bool | None
-
-
-class OutputOptions(TypedDict, total=False):
-    """What comes with the tokens."""
-
-    logprobs: int | None
-    prompt_logprobs: int | None
-
-
-class RequestOptions(TypedDict, total=False):
-    """What concerns the request as a whole."""
-
-    request_id: str | None
-    priority: int | None
-    cache_salt: str | None
-
-
-class GenerateOptions(SamplingOptions, StoppingOptions, OutputOptions, RequestOptions, total=False):
-    """All options of `generate` and `complete`, flat. None means the same as absent."""
-
-
-_GROUPS = (
-    ("sampling", frozenset(SamplingOptions.__annotations__)),
-    ("stopping", frozenset(StoppingOptions.__annotations__)),
-    ("output", frozenset(OutputOptions.__annotations__)),
-    ("", frozenset(RequestOptions.__annotations__)),
-)
+_OPTION_HOLDERS = _option_holders()
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
@@ -102,23 +61,23 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> generation_p
     violations: dict[str, str] = {}
     _set_prompt(request, prompt, violations)
     for name, value in options.items():
-        group = _group_of(name)
+        if name not in _OPTION_HOLDERS:
+            raise TypeError(_unknown_option(name))
         if value is None:
             continue
         if name == "stop" and isinstance(value, str):
             value = [value]
-        target = getattr(request, group) if group else request
-        _set_field(target, name, value, f"{group}.{name}" if group else name, violations)
+        holder = _OPTION_HOLDERS[name]
+        target = getattr(request, holder) if holder else request
+        _set_field(target, name, value, f"{holder}.{name}" if holder else name, violations)
     if violations:
         raise InvalidRequestError("the request cannot be sent", violations)
     return request
 
 
-def _group_of(name: str) -> str:
-    for group, names in _GROUPS:
-        if name in names:
-            return group
-    raise TypeError(f"generate() has no option {name!r}")
+def _unknown_option(name: str) -> str:
+    similar = "".join(f"; did you mean {each!r}?" for each in get_close_matches(name, _OPTION_HOLDERS, n=1))
+    return f"generate() has no option {name!r}{similar}"
 
 
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt, violations: dict[str, str]) -> None:

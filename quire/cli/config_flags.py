@@ -71,12 +71,12 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def field_texts(config: type[Any]) -> dict[str, str]:
-    """Field → its text in the docstring, continuation lines joined."""
-    names = {field.name for field in fields(config)}
+def field_texts(declaration: type[Any]) -> dict[str, str]:
+    """Returns the text of each field in the docstring of a dataclass or TypedDict, continuation lines joined."""
+    names = set(typing.get_type_hints(declaration))
     texts: dict[str, str] = {}
     current = ""
-    for line in (config.__doc__ or "").splitlines():
+    for line in (declaration.__doc__ or "").splitlines():
         match = _DOCUMENTED.fullmatch(line)
         if match and match["name"] in names:
             current = match["name"]

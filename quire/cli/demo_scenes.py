@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from quire.events import ChatMessage, Prompt
-from quire.messages import GenerateOptions
+from quire.options import GenerateOptions
 
 # Two requests begin with this: the second one finds its blocks in the prefix cache.
 _SHARED_BEGINNING = (
