@@ -1,4 +1,4 @@
-"""Quire's client: streamed completions from a Quire server.
+"""The client library: streams completions from a Quire server.
 
 with quire.Client() as client:
     for event in client.generate("Once upon a time", max_tokens=64):

@@ -1,4 +1,4 @@
-"""Between Python values and protobuf messages: pure functions, shared by the sync and the async client."""
+"""Converts between Python values and protobuf messages, for both clients. All functions are pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -52,10 +52,10 @@ _OPTION_HOLDERS = _option_holders()
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
-    """The request message.
+    """Returns the request message.
 
-    Raises TypeError for an option that does not exist or a prompt that is none of the three kinds, and
-    InvalidRequestError, as the server would, for values that the message's fields cannot hold.
+    Raises TypeError for an unknown option and for a prompt that is none of the three kinds. Raises InvalidRequestError,
+    as the server would, for values that the fields of the message cannot hold.
     """
     request = generation_pb2.GenerateRequest()
     violations: dict[str, str] = {}
@@ -107,7 +107,7 @@ def _add_message(chat: generation_pb2.ChatPrompt, message: object, path: str, vi
 
 
 def _set_field(target: Any, name: str, value: Any, path: str, violations: dict[str, str]) -> None:
-    """Sets a scalar, repeated or map field; a value that does not fit its type becomes a violation of `path`."""
+    """Sets a scalar, repeated or map field. A value that does not fit the type becomes a violation of `path`."""
     try:
         if isinstance(value, Mapping):
             getattr(target, name).update(value)
@@ -115,14 +115,14 @@ def _set_field(target: Any, name: str, value: Any, path: str, violations: dict[s
             getattr(target, name).extend(value)
         else:
             setattr(target, name, value)
-    except AttributeError:  # one where a list or a map belongs, or the other way round
+    except AttributeError:  # a single value for a repeated field or a map, or the other way round
         violations[path] = f"cannot be of type {type(value).__name__}"
     except (TypeError, ValueError, OverflowError) as error:
         violations[path] = str(error)
 
 
 def event(message: generation_pb2.GenerateResponse) -> Event | None:
-    """The event in a response; None for a kind that a newer server may send and this client does not know."""
+    """Returns the event in a response, or None for a kind that only a newer client knows."""
     match message.WhichOneof("event"):
         case "started":
             started = message.started
@@ -160,13 +160,13 @@ def _finished(message: generation_pb2.Finished) -> Finished:
 _E = TypeVar("_E", bound=StrEnum)
 
 
-def _by_number(wire: Any, values: type[_E], prefix: str) -> dict[int, _E]:
-    """Number → value of an enum: `FINISH_REASON_EOS` is FinishReason("eos"). UNSPECIFIED is no value."""
-    return {number: values(name.removeprefix(prefix).lower()) for name, number in wire.items() if number}
+def _by_number(enum: Any, values: type[_E], prefix: str) -> dict[int, _E]:
+    """Maps the numbers of an enum to its values: `FINISH_REASON_EOS` to FinishReason("eos"). Leaves out UNSPECIFIED."""
+    return {number: values(name.removeprefix(prefix).lower()) for name, number in enum.items() if number}
 
 
 def _known(table: dict[int, _E], number: int, name: str) -> _E:
-    """Raises InternalError for UNSPECIFIED and for numbers that this client does not know."""
+    """Looks up an enum value. Raises InternalError for UNSPECIFIED and for numbers that this client does not know."""
     if number not in table:
         raise InternalError(f"the server sent {name} {number}, which has no meaning here")
     return table[number]
@@ -178,7 +178,7 @@ _BLOCK_STATES = _by_number(admin_pb2.BlockState, BlockState, "BLOCK_STATE_")
 
 
 class CompletionAssembler:
-    """Puts the events of one request together."""
+    """Assembles a Completion from the events of one request."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
@@ -202,7 +202,7 @@ class CompletionAssembler:
                 self._finished[index] = event
 
     def completion(self) -> Completion:
-        """All of it. Raises InternalError if the stream ended before each of its sequences did."""
+        """Returns the Completion. Raises InternalError if the stream ended before all of its sequences did."""
         indices = sorted(self._text.keys() | self._finished.keys())
         if self._started is None or not indices or len(self._finished) != len(indices):
             raise InternalError("the stream ended before the completion did")
@@ -247,7 +247,7 @@ def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
     return BlockMap(
         summary=pool_summary(message),
         block_size=message.block_size,
-        blocks=tuple(chain.from_iterable(map(_alike, message.blocks))),
+        blocks=tuple(chain.from_iterable(map(_expanded, message.blocks))),
         sequences=tuple(
             RunningSequence(
                 request_id=sequence.request_id,
@@ -268,7 +268,7 @@ def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
     )
 
 
-def _alike(run: admin_pb2.BlockInfo) -> Iterator[Block]:
+def _expanded(run: admin_pb2.BlockInfo) -> Iterator[Block]:
     return repeat(Block(_known(_BLOCK_STATES, run.state, "block state"), run.ref_count, run.num_hits), run.length or 1)
 
 
@@ -279,8 +279,8 @@ def pool_summary(message: admin_pb2.GetBlockMapResponse) -> PoolSummary:
         num_cached_blocks=summary.num_cached_blocks,
         num_active_blocks=summary.num_active_blocks,
         num_shared_blocks=summary.num_shared_blocks,
-        num_used_slots=summary.num_used_slots,
-        num_wasted_slots=summary.num_wasted_slots,
+        num_used_token_slots=summary.num_used_slots,
+        num_wasted_token_slots=summary.num_wasted_slots,
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         num_preemptions=message.num_preemptions,

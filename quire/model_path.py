@@ -1,6 +1,6 @@
-"""Which model is meant: a local directory, or a repository on the Hugging Face hub ("organisation/name").
+"""Resolves the name of a model: a local directory, or a repository on the Hugging Face hub ("organisation/name").
 
-The services and the command line ask here, so that all of them mean the same by a name.
+The services and the command line use the same functions, so a name means the same to all of them.
 """
 
 import re
@@ -10,13 +10,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class ModelNotFound(Exception):
-    """What is neither a directory nor a hub id."""
+    """The name is neither a directory nor a hub id, or the directory holds no model."""
 
 
 def local_directory(model: str) -> Path | None:
-    """The directory of that name; None for a hub id. A directory comes first. Raises ModelNotFound.
+    """Returns the directory of that name, or None for a hub id. Raises ModelNotFound.
 
-    That a hub id exists only the hub can tell.
+    A directory takes precedence over a hub id. Only the hub can tell whether a hub id exists.
     """
     directory = Path(model).expanduser()
     if directory.is_dir():
@@ -45,7 +45,10 @@ def embedded_model() -> str:
 
 
 def resolved_model(model: str | None) -> str:
-    """A directory as an absolute path, a hub id as it is, the embedded model for None. Raises ModelNotFound."""
+    """Returns a directory as an absolute path, a hub id unchanged, and the embedded model for None.
+
+    Raises ModelNotFound.
+    """
     if model is None:
         return embedded_model()
     directory = local_directory(model)

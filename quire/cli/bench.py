@@ -1,4 +1,4 @@
-"""`quire bench …`: the commands that measure. What they do is in `bench`, and loaded when it is asked for."""
+"""`quire bench …`: the commands that measure. The code is in `bench`, and imported when a command runs."""
 
 import asyncio
 import shlex
@@ -22,21 +22,21 @@ app = typer.Typer(help="Measure.", no_args_is_help=True)
 
 
 class LengthMix(StrEnum):
-    """How long prompts and outputs are."""
+    """The mix of lengths of prompts and outputs."""
 
     MIXED = "mixed"
     SHAREGPT = "sharegpt"
 
 
 class Baseline(StrEnum):
-    """What to compare with, in this process."""
+    """An engine to compare with, in this process."""
 
     TRANSFORMERS = "transformers"
 
 
 @contextmanager
 def _measuring() -> Iterator[None]:
-    """As `reported`, and a measurement that fails is a line too."""
+    """Does what `reported` does, and turns a failed measurement into a line too."""
     from bench.command import BenchError
 
     with reported():

@@ -1,4 +1,4 @@
-"""The command line: parses, calls the module that does the work, and turns errors into messages and exit codes."""
+"""The command line: parses arguments, and calls the module that does the work."""
 
 import asyncio
 import sys
@@ -40,9 +40,9 @@ _Address = Annotated[str, typer.Option("--address", help="of the scheduler: host
 
 
 def main() -> None:
-    """The console script."""
+    """Runs the console script `quire`."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a model's text may hold what the terminal's encoding does not
+        if hasattr(stream, "reconfigure"):  # a model's text may hold characters that the terminal's encoding lacks
             stream.reconfigure(errors="replace")
     app()
 
@@ -50,7 +50,7 @@ def main() -> None:
 def serve(**values: Any) -> None:
     """Starts scheduler and executor, keeps them running, and prints `ready …` when a completion can be generated.
 
-    Without --model it serves the embedded checkpoint. SIGTERM or Ctrl-C drains: what runs finishes first.
+    Without --model it serves the embedded checkpoint. SIGTERM or Ctrl-C drains: running requests finish first.
     """
     from quire.cli.serve import serve as run
 
@@ -60,7 +60,7 @@ def serve(**values: Any) -> None:
             try:
                 code = asyncio.run(run(pair, say, log))
             except ChildFailed as failure:
-                log("supervisor", str(failure))  # and whoever does not read that gets the exit code all the same
+                log("supervisor", str(failure))
                 code = failure.exit_code
     raise typer.Exit(code)
 
@@ -113,10 +113,10 @@ app.command()(with_flags(generate, option_parameters()))
 def kv(
     address: _Address = DEFAULT_ADDRESS,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="redraw until Ctrl-C")] = False,
-    interval_s: Annotated[float, typer.Option(min=0.02, help="between two drawings, at least")] = 0.25,
+    interval_s: Annotated[float, typer.Option(min=0.02, help="minimum time between two drawings")] = 0.25,
     as_json: Annotated[bool, typer.Option("--json", help="once, as JSON")] = False,
 ) -> None:
-    """Shows the block pool: who owns which block, what is shared, what is cached."""
+    """Shows the block pool: the blocks of each request, shared blocks, and cached blocks."""
     from quire.cli import kv as view
 
     with reported(), Client(address, timeout_s=10) as client:
@@ -156,7 +156,7 @@ def simulate(
     as_json: Annotated[bool, typer.Option("--json", help="as JSON, with samples over time")] = False,
     **values: Any,
 ) -> None:
-    """Runs the scheduler on a virtual clock, with a device of which the data sheet or measured steps are known."""
+    """Runs the scheduler on a virtual clock, with a device described by its data sheet or by measured steps."""
     from planning.command import run_simulate
 
     with reported():
@@ -168,7 +168,7 @@ app.command()(with_flags(simulate, flag_parameters(SimulateSettings)))
 
 
 def _stdin_text() -> str:
-    """All of standard input, without the newline that ends its last line."""
+    """Returns standard input, without the newline at its end."""
     return sys.stdin.read().removesuffix("\n")
 
 

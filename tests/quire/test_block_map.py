@@ -28,8 +28,8 @@ def block_map(blocks: list[Block], *sequences: RunningSequence, block_size: int 
         num_cached_blocks=counts[BlockState.CACHED],
         num_active_blocks=counts[BlockState.ACTIVE],
         num_shared_blocks=num_shared,
-        num_used_slots=max(0, num_slots - 2),
-        num_wasted_slots=min(2, num_slots),
+        num_used_token_slots=max(0, num_slots - 2),
+        num_wasted_token_slots=min(2, num_slots),
         num_running=len(sequences),
         num_waiting=2,
         num_preemptions=1,
@@ -64,8 +64,8 @@ def test_sharing(sequences: list[RunningSequence], num_entries: int, num_blocks:
 
 def test_waste_is_what_the_server_counted() -> None:
     pool = block_map([ACTIVE, SHARED], sequence("a", 0, 5, 1, 2))
-    assert (pool.waste.num_allocated_slots, pool.waste.num_used_slots, pool.waste.ratio) == (8, 6, 0.25)
-    assert replace(pool.summary, num_used_slots=0, num_wasted_slots=0).waste.ratio == 0.0
+    assert (pool.waste.num_allocated_token_slots, pool.waste.num_used_token_slots, pool.waste.ratio) == (8, 6, 0.25)
+    assert replace(pool.summary, num_used_token_slots=0, num_wasted_token_slots=0).waste.ratio == 0.0
 
 
 def test_counts_leave_the_null_block_out() -> None:

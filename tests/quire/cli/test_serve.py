@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from quire.block_map import ServerState
+from quire.cli.child import ChildSpec
 from quire.cli.serve import serve, serving_probe
 from quire.cli.services import ServicePair, on_free_ports, service_pair
-from quire.cli.supervisor import ChildFailed, ChildSpec
+from quire.cli.supervisor import ChildFailed
 from tests.support.client.waiting import until
 
 IDLE = (sys.executable, "-c", "import time; time.sleep(600)")

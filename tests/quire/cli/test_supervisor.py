@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from quire.cli.child import ChildExit, ChildSpec
 from quire.cli.restarts import RestartBudget, RestartPolicy
-from quire.cli.supervisor import ChildExit, ChildFailed, ChildSpec, Supervisor
+from quire.cli.supervisor import ChildFailed, Supervisor
 from tests.support.client.waiting import WAIT_S, until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
@@ -309,7 +310,8 @@ async def test_no_child_outlives_a_supervisor_that_is_killed() -> None:
     program = textwrap.dedent(
         f"""
         import asyncio, sys
-        from quire.cli.supervisor import ChildSpec, Supervisor
+        from quire.cli.child import ChildSpec
+        from quire.cli.supervisor import Supervisor
 
         async def main():
             spec = ChildSpec("child", (sys.executable, "-c", {STUBBORN!r}))

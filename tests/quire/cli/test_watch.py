@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from quire.addresses import with_port
+from quire.cli.child import ChildSpec
 from quire.cli.restarts import RestartPolicy
-from quire.cli.supervisor import ChildSpec, Supervisor
+from quire.cli.supervisor import Supervisor
 from quire.cli.watch import health_probe, replace_when_hung
 from tests.support.client.waiting import until
 
