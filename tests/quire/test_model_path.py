@@ -6,7 +6,8 @@ import pytest
 
 from executor.checkpoints.checkpoint import locate
 from executor.errors import CheckpointError as ExecutorCheckpointError
-from quire.model_path import ModelNotFound, local_directory, resolved_model
+from quire import model_path
+from quire.model_path import ModelNotFound, embedded_model, local_directory, resolved_model
 from scheduler.text.checkpoint import Checkpoint
 from scheduler.text.checkpoint import CheckpointError as SchedulerCheckpointError
 
@@ -40,3 +41,17 @@ def test_a_directory_without_a_config_is_refused(tmp_path: Path) -> None:
         resolved_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
     assert resolved_model(".") == str(tmp_path.resolve())
+
+
+@pytest.mark.parametrize("folder", ["site-packages/quire/models", "checkout/models"])
+def test_the_embedded_model_is_inside_the_package_or_beside_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: str
+) -> None:
+    package = tmp_path / folder.split("/")[0] / "quire"
+    monkeypatch.setattr(model_path, "__file__", str(package / "model_path.py"))
+    with pytest.raises(ModelNotFound, match="not part of this installation"):
+        embedded_model()
+    checkpoint = tmp_path / folder / "tiny"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").touch()
+    assert embedded_model() == str(checkpoint)

@@ -1,5 +1,6 @@
 """Flags generated from configuration classes."""
 
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 import quire.cli.main
 from executor.config import ExecutorConfig
 from quire.cli.config_flags import arguments, field_texts, flag_parameters, given, with_flags
+from quire.cli.option_flags import option_parameters
 from quire.cli.services import ConfigError, on_free_ports, service_pair
+from quire.options import GenerateOptions
 from scheduler.config import SchedulerConfig
 
 CONFIGS = pytest.mark.parametrize("config", [SchedulerConfig, ExecutorConfig])
@@ -162,6 +165,22 @@ def test_children_get_the_values_as_flags_and_the_scheduler_ends_first() -> None
     assert "--num-blocks" in executor.command
     assert "--num-blocks" not in scheduler.command
     assert scheduler.grace_s > 50.0  # the scheduler has its whole time to drain
+
+
+def test_children_import_the_package_of_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = service_pair(on_free_ports({"model": MODEL}))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "bin"), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    assert pair.children()[0].command[:4] == (sys.executable, "-P", "-m", "quire")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert pair.children()[0].command[:3] == (sys.executable, "-m", "quire")
+
+
+def test_every_option_of_a_request_has_a_text_and_a_flag() -> None:
+    assert set(field_texts(GenerateOptions)) == set(GenerateOptions.__annotations__)
+    assert {parameter.name for parameter in option_parameters()} == set(GenerateOptions.__annotations__) - {
+        "request_id"
+    }
 
 
 @pytest.mark.parametrize(
