@@ -18,6 +18,7 @@ import runpy
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,8 @@ def stage(root: Path, target: Path, packages: Collection[str], exclude: Collecti
 def quire_imports(source: str, modules: Collection[str], path: str = "<source>") -> str:
     """Returns a module's source with `quire.` before the dotted names of `modules`, except those within quire.
 
-    It changes import statements, and strings that are nothing but the dotted name of a module, such as the argument
-    of `-m`, but not the fixed names of loggers. Raises ValueError for `import a.b` without `as`, which would bind
-    another name.
+    It changes import statements, strings that are nothing but the dotted name of a module, and the string after "-m".
+    The fixed names of loggers stay. Raises ValueError for `import a.b` without `as`, which would bind another name.
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]  # columns of the ast count bytes
     for line, column, old, new in sorted(set(_changes(ast.parse(source), modules, path)), reverse=True):
@@ -94,10 +94,13 @@ def _changes(tree: ast.Module, modules: Collection[str], path: str) -> Iterator[
     """Yields (line, column to search from, old text, new text)."""
     names = {module for module in modules if module.split(".")[0] != "quire"}
     loggers: set[ast.expr] = set()
-    for node in ast.walk(tree):  # a call comes before its arguments
+    programs: set[ast.expr] = set()
+    for node in ast.walk(tree):  # the parents of a string come before it
         match node:
             case ast.Call(func=ast.Attribute(attr="getLogger"), args=arguments):
                 loggers.update(arguments)
+            case ast.Call(args=words) | ast.Tuple(elts=words) | ast.List(elts=words):
+                programs |= {after for word, after in pairwise(words) if getattr(word, "value", None) == "-m"}
             case ast.ImportFrom(module=str(module), level=0) if module in names:
                 yield node.lineno, node.col_offset, f"from {module} ", f"from quire.{module} "
             case ast.alias(name=name, asname=None) if "." in name and name in names:
@@ -107,7 +110,9 @@ def _changes(tree: ast.Module, modules: Collection[str], path: str) -> Iterator[
                     if each.name in names:
                         own_name = "" if each.asname else f" as {each.name}"
                         yield each.lineno, each.col_offset, each.name, f"quire.{each.name}{own_name}"
-            case ast.Constant(value=str(value)) if "." in value and value in names and node not in loggers:
+            case ast.Constant(value=str(value)) if value in names and (
+                node in programs or ("." in value and node not in loggers)
+            ):
                 yield node.lineno, node.col_offset, value, f"quire.{value}"
 
 

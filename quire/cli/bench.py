@@ -1,4 +1,4 @@
-"""`quire bench …`: the commands that measure. The code is in `bench`, and imported when a command runs."""
+"""`quire bench …`: the commands that measure. What they do is in `bench`, and loaded when it is asked for."""
 
 import asyncio
 import shlex
@@ -22,21 +22,21 @@ app = typer.Typer(help="Measure.", no_args_is_help=True)
 
 
 class LengthMix(StrEnum):
-    """The mix of lengths of prompts and outputs."""
+    """How long prompts and outputs are."""
 
     MIXED = "mixed"
     SHAREGPT = "sharegpt"
 
 
 class Baseline(StrEnum):
-    """An engine to compare with, in this process."""
+    """What to compare with, in this process."""
 
     TRANSFORMERS = "transformers"
 
 
 @contextmanager
 def _measuring() -> Iterator[None]:
-    """Does what `reported` does, and turns a failed measurement into a line too."""
+    """As `reported`, and a measurement that fails is a line too."""
     from bench.command import BenchError
 
     with reported():

@@ -31,6 +31,8 @@ def rewritten(source: str) -> str:
         ("import kernels.cpu as home", "import quire.kernels.cpu as home"),
         ("é = 1; import kernels", "é = 1; import quire.kernels as kernels"),
         ('run("-m", "bench.kernels")', 'run("-m", "quire.bench.kernels")'),
+        ('("-m", "bench", "kernels")', '("-m", "quire.bench", "kernels")'),
+        ('import_module("bench.kernels")', 'import_module("quire.bench.kernels")'),
     ],
 )
 def test_imports_of_the_tree_become_imports_of_quire(source: str, expected: str) -> None:
