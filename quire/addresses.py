@@ -12,7 +12,7 @@ UNIX = "unix:"
 
 # Free ports are chosen below the range that systems use for outgoing connections, which could take a port between its
 # choice and its use. Each process has a range of its own, so that two started together choose different ports.
-_FIRST_PORT, _NUM_PORTS, _NUM_PORTS_OF_A_PROCESS = 20_000, 12_000, 16
+_FIRST_PORT, _NUM_PORTS, _NUM_PORTS_PER_PROCESS = 20_000, 12_000, 16
 _num_choices = count()
 
 
@@ -56,7 +56,7 @@ def with_port(address: str) -> str:
     if address.startswith(UNIX):
         return address
     if HostPort.parse(address).port == 0:
-        for port in _quiet_ports():
+        for port in _candidate_ports():
             with suppress(AddressInUse):
                 return check_free(at_port(address, port))
     return check_free(address)
@@ -75,7 +75,7 @@ def check_free(address: str) -> str:
     """
     try:
         if address.startswith(UNIX):
-            _knock(address.removeprefix(UNIX))
+            _check_socket_file(address.removeprefix(UNIX))
             return address
         return at_port(address, _listen_for_a_moment(HostPort.parse(address)))
     except OSError as error:
@@ -88,11 +88,11 @@ def listen_error(address: str, error: OSError) -> AddressInUse | AddressUnusable
     return kind(f"cannot listen on {address}: {error.strerror or error}")
 
 
-def _quiet_ports() -> Iterator[int]:
+def _candidate_ports() -> Iterator[int]:
     """Yields the ports of this process's range, beginning with another one each time."""
-    start = os.getpid() * _NUM_PORTS_OF_A_PROCESS
-    for _ in range(_NUM_PORTS_OF_A_PROCESS):
-        yield _FIRST_PORT + (start + next(_num_choices) % _NUM_PORTS_OF_A_PROCESS) % _NUM_PORTS
+    start = os.getpid() * _NUM_PORTS_PER_PROCESS
+    for _ in range(_NUM_PORTS_PER_PROCESS):
+        yield _FIRST_PORT + (start + next(_num_choices) % _NUM_PORTS_PER_PROCESS) % _NUM_PORTS
 
 
 def _listen_for_a_moment(wanted: HostPort) -> int:
@@ -107,7 +107,7 @@ def _listen_for_a_moment(wanted: HostPort) -> int:
         return port
 
 
-def _knock(path: str) -> None:
+def _check_socket_file(path: str) -> None:
     """Raises OSError if a server answers. A socket file left behind by an earlier server is free."""
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:

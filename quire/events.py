@@ -29,7 +29,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[ChatM
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     EOS = "eos"
     LENGTH = "length"

@@ -85,7 +85,7 @@ def _stop_signals(told_to_stop: asyncio.Event, supervisor: Supervisor, log: LogS
         if not told_to_stop.is_set():
             first_s = loop.time()
             told_to_stop.set()
-            log("supervisor", "draining; once more to kill")
+            log("supervisor", "draining; a second signal kills both services")
         elif loop.time() - first_s > _SAME_SIGNAL_S:
             supervisor.kill()
             log("supervisor", "killing both services")
