@@ -83,7 +83,7 @@ def quire_imports(source: str, modules: Collection[str], path: str = "<source>")
     The fixed names of loggers stay. Raises ValueError for `import a.b` without `as`, which would bind another name.
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]  # columns of the ast count bytes
-    for line, column, old, new in sorted(set(_changes(ast.parse(source), modules, path)), reverse=True):
+    for line, column, old, new in sorted(set(_changes(ast.parse(source, path), modules, path)), reverse=True):
         text = lines[line - 1]
         start = text.index(old.encode(), column)
         lines[line - 1] = text[:start] + new.encode() + text[start + len(old.encode()) :]
