@@ -62,9 +62,9 @@ class PoolSampler:
 
 def pool_stats(samples: list[PoolSummary]) -> PoolStats:
     """Sums up samples in the order they were taken; counters are the last one's minus the first one's."""
-    allocated = sum(sample.num_allocated_slots for sample in samples)
-    wasted = sum(sample.num_wasted_slots for sample in samples)
-    ratios = [s.num_wasted_slots / s.num_allocated_slots for s in samples if s.num_allocated_slots]
+    allocated = sum(sample.num_allocated_token_slots for sample in samples)
+    wasted = sum(sample.num_wasted_token_slots for sample in samples)
+    ratios = [s.num_wasted_token_slots / s.num_allocated_token_slots for s in samples if s.num_allocated_token_slots]
     return PoolStats(
         num_samples=len(samples),
         mean_waste_ratio=wasted / allocated if allocated else 0.0,

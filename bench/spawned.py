@@ -8,10 +8,11 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from rich.console import Console
 
 from quire.async_client import AsyncClient
+from quire.cli.child import LogSink
 from quire.cli.restarts import RestartPolicy
 from quire.cli.serve import serving_probe
 from quire.cli.services import ServicePair, on_free_ports, service_pair
-from quire.cli.supervisor import LogSink, Supervisor
+from quire.cli.supervisor import Supervisor
 
 # A measurement through which a service died is void.
 _NO_RESTARTS = RestartPolicy(max_restarts=0)

@@ -19,7 +19,7 @@ COPY --from=requirements /src/requirements.txt ./
 # Dependencies first: they change less often than the code. The hub client fetches the tokenizer of a hub id.
 RUN echo huggingface-hub >>requirements.txt \
  && /opt/quire/bin/pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protos protos
 COPY scheduler scheduler
 COPY executor executor
@@ -27,6 +27,7 @@ COPY kernels kernels
 COPY quire quire
 COPY planning planning
 COPY bench bench
+COPY models/tiny models/tiny
 RUN PIP_CONSTRAINT=/src/constraints.txt /opt/quire/bin/pip install --no-cache-dir --no-deps . \
  && /opt/quire/bin/pip uninstall --yes --quiet pip setuptools
 

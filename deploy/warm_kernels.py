@@ -4,16 +4,18 @@ numba files what it compiles by CPU: on another kind of CPU the executor compile
 compose.yaml puts over this cache.
 """
 
+import importlib
 import itertools
 
 import torch
 
-from kernels import AttentionShape
-from kernels.cpu import warm_up
+# An installation has the tree's packages inside `quire`; a type checker of the tree does not find them there.
+kernels = importlib.import_module("quire.kernels")
+cpu = importlib.import_module("quire.kernels.cpu")
 
 HEAD_DIMS = (32, 64, 128)
 DTYPES = (torch.float32, torch.bfloat16)
 
 for head_dim, dtype in itertools.product(HEAD_DIMS, DTYPES):
-    warm_up(AttentionShape(dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=16))
+    cpu.warm_up(kernels.AttentionShape(dtype=dtype, num_heads=2, num_kv_heads=1, head_dim=head_dim, block_size=16))
     print(f"compiled: head_dim {head_dim}, {str(dtype).removeprefix('torch.')}", flush=True)

@@ -1,6 +1,6 @@
 """Generates the gRPC stubs from the .proto files, into the package `quire`.
 
-Runs in two ways: as a hatch build hook (`pip install`, editable or not) and as a script (`make protos`).
+`make protos` runs it as a script, and hatch_build.py calls it whenever the project is built or installed.
 The generated modules are build products and are not committed.
 """
 
@@ -26,7 +26,7 @@ def generate(root: Path = ROOT) -> None:
         f"--mypy_grpc_out=quiet:{root}",
         *map(str, sources),
     ]
-    # protoc finds the mypy plug-ins on PATH; in a build environment they live beside the interpreter.
+    # protoc looks for its mypy plug-ins on PATH. In a virtual environment they are beside the interpreter.
     if protoc.main([*arguments, *_plugins()]) != 0:
         raise RuntimeError("protoc failed; see its message above")
     for package in ("quire/v1", "quire/executor", "quire/executor/v1"):
@@ -40,19 +40,6 @@ def _plugins() -> list[str]:
         for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")
         if (bin_dir / name).exists()
     ]
-
-
-try:
-    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-except ImportError:  # run as a script, outside a build
-    pass
-else:
-
-    class StubsHook(BuildHookInterface):  # type: ignore[type-arg]
-        """Lets `pip install` make the stubs, so that a checkout needs no separate step."""
-
-        def initialize(self, version: str, build_data: dict[str, object]) -> None:
-            generate(Path(self.root))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Quire's client: streamed completions from a Quire server.
+"""The client library: streams completions from a Quire server.
 
 with quire.Client() as client:
     for event in client.generate("Once upon a time", max_tokens=64):
@@ -46,6 +46,7 @@ from quire.events import (
     TokenLogprobs,
     Usage,
 )
+from quire.options import GenerateOptions
 
 __all__ = [
     "AsyncClient",
@@ -64,6 +65,7 @@ __all__ = [
     "EventStream",
     "FinishReason",
     "Finished",
+    "GenerateOptions",
     "InternalError",
     "InvalidRequestError",
     "LimitExceededError",

@@ -1,4 +1,4 @@
-"""Addresses of services, "host:port" or "unix:path": what is one, and whether something can listen there."""
+"""Addresses of services, "host:port" or "unix:path": parses them, and checks that a server can listen there."""
 
 import errno
 import os
@@ -10,23 +10,22 @@ from itertools import count
 
 UNIX = "unix:"
 
-# Where free ports are looked for: below those that systems hand to outgoing connections, which could take a port
-# between its choice and its use. Each process begins in a stretch of its own, so that two started together do not
-# meet.
-_FIRST_PORT, _NUM_PORTS, _NUM_PORTS_OF_A_PROCESS = 20_000, 12_000, 16
+# Free ports are chosen below the range that systems use for outgoing connections, which could take a port between its
+# choice and its use. Each process has a range of its own, so that two started together choose different ports.
+_FIRST_PORT, _NUM_PORTS, _NUM_PORTS_PER_PROCESS = 20_000, 12_000, 16
 _num_choices = count()
 
 
 class AddressError(ValueError):
-    """What is no address."""
+    """The text is not an address."""
 
 
 class AddressInUse(Exception):
-    """Somebody else listens there. The message names the address."""
+    """Another server listens there. The message names the address."""
 
 
 class AddressUnusable(Exception):
-    """Nobody could listen there: the host is not this machine's, or the port not ours to take."""
+    """No server can listen there: the host is not this machine, or the port needs other privileges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,10 @@ class HostPort:
 
     @classmethod
     def parse(cls, address: str) -> "HostPort":
-        """Raises AddressError."""
+        """Parses "host:port" or "[host]:port". Raises AddressError."""
         host, colon, port = address.rpartition(":")
         if not (host and colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-            raise AddressError(f"{address!r} is no address: expected host:port")
+            raise AddressError(f"{address!r} is not an address: expected host:port")
         return cls(host.removeprefix("[").removesuffix("]"), int(port))
 
     def __str__(self) -> str:
@@ -49,34 +48,34 @@ class HostPort:
 
 
 def with_port(address: str) -> str:
-    """The same address, with a free port in the place of port 0. Others are checked: can something listen there?
+    """Returns the address with a free port in place of port 0. Checks that a server can listen at any other address.
 
-    Raises AddressError, AddressInUse and AddressUnusable. Between this and the listening somebody else may take the
-    port: who listens still has to check.
+    Raises AddressError, AddressInUse and AddressUnusable. Another process may take the port before the server listens,
+    so the server still has to check.
     """
     if address.startswith(UNIX):
         return address
     if HostPort.parse(address).port == 0:
-        for port in _quiet_ports():
+        for port in _candidate_ports():
             with suppress(AddressInUse):
                 return check_free(at_port(address, port))
     return check_free(address)
 
 
 def at_port(address: str, port: int) -> str:
-    """The same address with the port that was really taken; a path has none."""
+    """Returns the address with another port. A path has none and stays as it is."""
     return address if address.startswith(UNIX) else str(HostPort(HostPort.parse(address).host, port))
 
 
 def check_free(address: str) -> str:
-    """Listens there for a moment, and returns the address: in the place of port 0, with one that the system chose.
+    """Listens there for a moment and returns the address, with a port chosen by the system in place of port 0.
 
-    gRPC does not say why it could not listen, and takes the socket file of a living server from under it: who serves
-    with it asks here first. Raises AddressError, AddressInUse and AddressUnusable.
+    A gRPC server does not say why it could not listen, and it replaces the socket file of a running server. So every
+    service calls this first. Raises AddressError, AddressInUse and AddressUnusable.
     """
     try:
         if address.startswith(UNIX):
-            _knock(address.removeprefix(UNIX))
+            _check_socket_file(address.removeprefix(UNIX))
             return address
         return at_port(address, _listen_for_a_moment(HostPort.parse(address)))
     except OSError as error:
@@ -84,23 +83,23 @@ def check_free(address: str) -> str:
 
 
 def listen_error(address: str, error: OSError) -> AddressInUse | AddressUnusable:
-    """What a failure to listen there means."""
+    """Returns the exception for a failure to listen there."""
     kind = AddressInUse if error.errno == errno.EADDRINUSE else AddressUnusable
     return kind(f"cannot listen on {address}: {error.strerror or error}")
 
 
-def _quiet_ports() -> Iterator[int]:
-    """A stretch's worth of candidates, never beginning with the one chosen last."""
-    start = os.getpid() * _NUM_PORTS_OF_A_PROCESS
-    for _ in range(_NUM_PORTS_OF_A_PROCESS):
-        yield _FIRST_PORT + (start + next(_num_choices) % _NUM_PORTS_OF_A_PROCESS) % _NUM_PORTS
+def _candidate_ports() -> Iterator[int]:
+    """Yields the ports of this process's range, beginning with another one each time."""
+    start = os.getpid() * _NUM_PORTS_PER_PROCESS
+    for _ in range(_NUM_PORTS_PER_PROCESS):
+        yield _FIRST_PORT + (start + next(_num_choices) % _NUM_PORTS_PER_PROCESS) % _NUM_PORTS
 
 
 def _listen_for_a_moment(wanted: HostPort) -> int:
-    """The port. Raises OSError."""
+    """Returns the port. Raises OSError."""
     family, kind, protocol, _, place = socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
-        # As servers do: a connection of an earlier process that has yet to time out is no hindrance.
+        # Servers set this option too: closed connections of an earlier process must not block the port.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(place)
         probe.listen(1)
@@ -108,8 +107,8 @@ def _listen_for_a_moment(wanted: HostPort) -> int:
         return port
 
 
-def _knock(path: str) -> None:
-    """Raises OSError if somebody answers; a socket file that nobody serves any more is free."""
+def _check_socket_file(path: str) -> None:
+    """Raises OSError if a server answers. A socket file left behind by an earlier server is free."""
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))

@@ -1,4 +1,4 @@
-"""The asynchronous client: `quire.client` on grpc.aio."""
+"""The asynchronous client: the same calls as `quire.client`, on grpc.aio."""
 
 import asyncio
 from types import TracebackType
@@ -11,13 +11,13 @@ from quire.block_map import BlockMap, PoolSummary, ServerInfo, StepTrace
 from quire.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, CallDefaults
 from quire.errors import RequestCancelledError
 from quire.events import Completion, Event, Prompt
-from quire.messages import GenerateOptions
+from quire.options import GenerateOptions
 from quire.status import from_rpc_error
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 
 
 class AsyncEventStream:
-    """The events of one request, as they come. Iterate it; leaving it (close, `async with`, or dropping it) cancels."""
+    """The events of one request. Iterate over it. Closing it, leaving `async with`, or dropping it cancels."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -27,17 +27,17 @@ class AsyncEventStream:
         return self
 
     async def __anext__(self) -> Event:
-        """The next event; raises a QuireError when the request fails."""
+        """Returns the next event. Raises a QuireError if the request fails."""
         while not self._closed:
             try:
                 message = await self._call.read()
             except grpc.RpcError as error:
-                if self._closed:  # closed by another task meanwhile
+                if self._closed:  # another task closed it
                     break
                 self._closed = True
                 raise from_rpc_error(error) from None
             except asyncio.CancelledError:
-                # grpc.aio says so too when the call or its channel was closed, without this task being cancelled.
+                # grpc.aio raises this also when the call or its channel was closed and this task was not cancelled.
                 if _task_is_being_cancelled():
                     self.close()
                     raise
@@ -53,7 +53,7 @@ class AsyncEventStream:
         raise StopAsyncIteration
 
     def close(self) -> None:
-        """Cancels the request unless it has ended; iteration then stops. May be called again."""
+        """Cancels the request unless it has ended; iteration then stops. May be called more than once."""
         if not self._closed:
             self._closed = True
             self._call.cancel()
@@ -74,7 +74,7 @@ def _task_is_being_cancelled() -> bool:
 
 
 class AsyncClient:
-    """Calls a Quire server from one event loop. Parameters as those of `Client`."""
+    """Calls a Quire server from one event loop. Takes the same parameters as `Client`."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class AsyncClient:
     ) -> AsyncEventStream:
         """Sends the request at once and returns its events: Started, then Deltas, and Finished for each sequence.
 
-        Raises InvalidRequestError for values that cannot be sent; iterating raises all other errors.
+        The options are those of `GenerateOptions`. Raises InvalidRequestError for values that cannot be sent, and
+        TypeError for unknown options; iterating raises all other errors.
         """
         request = messages.generate_request(prompt, options)
         return AsyncEventStream(
@@ -113,7 +114,7 @@ class AsyncClient:
         wait_for_ready: bool | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """Waits for all of it. Cancelling the task cancels the request."""
+        """Sends the request and returns the completion when it has ended. Cancelling the task cancels the request."""
         assembler = messages.CompletionAssembler()
         call = self.generate(prompt, timeout_s=timeout_s, wait_for_ready=wait_for_ready, **options)
         async with call as events:
@@ -122,37 +123,37 @@ class AsyncClient:
         return assembler.completion()
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        """The model, the limits and the state of the server."""
+        """Returns the model, the limits and the state of the server."""
         return messages.server_info(
             await self._unary(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest(), timeout_s)
         )
 
     async def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
-        """The physical block pool and the running sequences."""
+        """Returns the physical block pool and the running sequences."""
         return messages.block_map(await self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s))
 
     async def pool_summary(self, *, timeout_s: float | None = None) -> PoolSummary:
-        """The block pool in numbers."""
+        """Returns the block pool in numbers."""
         request = admin_pb2.GetBlockMapRequest(summary_only=True)
         return messages.pool_summary(await self._unary(self._admin.GetBlockMap, request, timeout_s))
 
     async def step_trace(self, after_ns: int = 0, *, timeout_s: float | None = None) -> tuple[StepTrace, ...]:
-        """The last steps that were planned after a reading of the scheduler's clock, oldest first."""
+        """Returns the latest steps, oldest first, that were planned after a time of the scheduler's clock."""
         request = admin_pb2.GetStepTraceRequest(after_ns=after_ns)
         return messages.step_trace(await self._unary(self._admin.GetStepTrace, request, timeout_s))
 
     async def drain(self, *, timeout_s: float | None = None) -> None:
-        """Has the server refuse new requests; returns when all admitted ones have ended."""
+        """Makes the server refuse new requests; returns when all admitted requests have ended."""
         await self._unary(self._admin.Drain, admin_pb2.DrainRequest(), timeout_s)
 
     async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> int:
-        """Forgets cached prefixes that no running sequence uses; returns how many blocks that freed."""
+        """Drops the cached prefixes that no running sequence uses; returns the number of blocks freed."""
         request = admin_pb2.ResetPrefixCacheRequest()
         reset = await self._unary(self._admin.ResetPrefixCache, request, timeout_s)
         return int(reset.num_blocks)
 
     async def close(self) -> None:
-        """Closes the connection; requests under way are cancelled."""
+        """Closes the connection, which cancels the requests in progress."""
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

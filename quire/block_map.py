@@ -1,11 +1,23 @@
-"""A snapshot of the server and of its block pool, as plain values."""
+"""Snapshots of the server and of its block pool, as plain values."""
 
+import warnings
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
+
+
+def renamed(old: str, new: str) -> property:
+    """Returns a deprecated attribute that reads the attribute `new`."""
+
+    def read(self: Any) -> int:
+        warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=2)
+        return int(getattr(self, new))
+
+    return property(read, doc=f"Deprecated name of `{new}`.")
 
 
 class ServerState(StrEnum):
-    """What a server is doing. It takes requests while it waits for an executor; they queue."""
+    """The state of a server. While it waits for an executor, it accepts requests and queues them."""
 
     WAITING_FOR_EXECUTOR = "waiting_for_executor"
     SERVING = "serving"
@@ -33,7 +45,7 @@ class ServerInfo:
 
 
 class BlockState(StrEnum):
-    """FREE: nothing of worth. CACHED: unreferenced, but findable by its prefix. ACTIVE: in a block table."""
+    """FREE: holds nothing. CACHED: in no block table, but found by its prefix. ACTIVE: in a block table."""
 
     FREE = "free"
     CACHED = "cached"
@@ -42,7 +54,7 @@ class BlockState(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One physical block; `num_hits` counts prefix lookups that found it since it was published."""
+    """A physical block. `num_hits` counts the prefix lookups that found it since it was published."""
 
     state: BlockState
     ref_count: int
@@ -51,7 +63,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class RunningSequence:
-    """A sequence in its slot; logical block i lies in physical block `block_table[i]`."""
+    """A running sequence and its slot in the batch. Its logical block i is the physical block `block_table[i]`."""
 
     request_id: str
     index: int
@@ -64,9 +76,9 @@ class RunningSequence:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """The pool, block by block (entry 0 is the null block), the running sequences by slot, and the queue's depth.
+    """The pool block by block (entry 0 is the null block), the running sequences by slot, and the depth of the queue.
 
-    summary  the pool in numbers, as the metrics have them, of the same moment
+    summary  the same pool at the same moment, in the numbers of the metrics
     """
 
     block_size: int
@@ -80,7 +92,7 @@ class BlockMap:
     summary: "PoolSummary"
 
     def num_blocks(self, state: BlockState) -> int:
-        """How many usable blocks are in this state."""
+        """Number of usable blocks in this state."""
         return sum(block.state is state for block in self.blocks[1:])
 
     @property
@@ -90,53 +102,58 @@ class BlockMap:
 
     @property
     def waste(self) -> "Waste":
-        """How much of what sequences hold is empty: the server's own count."""
+        """The server's count of allocated and used token slots."""
         return self.summary.waste
 
     @property
     def sharing(self) -> "Sharing":
-        """How many blocks the running sequences would hold if none were shared, and how many they do hold."""
+        """Counts the blocks that the running sequences would hold without sharing, and those that they hold."""
         tables = [[block for block in sequence.block_table if block] for sequence in self.sequences]
         return Sharing(sum(map(len, tables)), len({block for table in tables for block in table}))
 
 
 @dataclass(frozen=True, slots=True)
 class PoolSummary:
-    """The pool in numbers, cheap to ask for. Slots are places of one token's KV; those of a shared block count once.
+    """The pool in numbers, cheaper to request than a block map.
 
-    Used slots hold a token that is computed or being computed; wasted ones are the rest of the active blocks.
+    A token slot holds the KV of one token; those of a shared block count once. Used token slots hold a token that is
+    computed or being computed. Wasted token slots are the rest of the active blocks.
     """
 
     num_free_blocks: int
     num_cached_blocks: int
     num_active_blocks: int
     num_shared_blocks: int
-    num_used_slots: int
-    num_wasted_slots: int
+    num_used_token_slots: int
+    num_wasted_token_slots: int
     num_running: int
     num_waiting: int
     num_preemptions: int
     num_cow_copies: int
 
     @property
-    def num_allocated_slots(self) -> int:
-        return self.num_used_slots + self.num_wasted_slots
+    def num_allocated_token_slots(self) -> int:
+        return self.num_used_token_slots + self.num_wasted_token_slots
 
     @property
     def waste(self) -> "Waste":
-        return Waste(self.num_allocated_slots, self.num_used_slots)
+        return Waste(self.num_allocated_token_slots, self.num_used_token_slots)
+
+    num_used_slots = renamed("num_used_slots", "num_used_token_slots")
+    num_wasted_slots = renamed("num_wasted_slots", "num_wasted_token_slots")
+    num_allocated_slots = renamed("num_allocated_slots", "num_allocated_token_slots")
 
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One step. Times are readings of the scheduler's monotonic clock, the rest are durations the executor measured.
+    """One step: four times of the scheduler's monotonic clock, and durations that the executor measured.
 
-    queue_ns  the plan waited for the device
-    idle_ns   the device had waited for the plan
-    prepare_overlaps  prepare_ns went by while the device computed another step
-
-    num_decodes are those of the sequences that computed the one token they had sampled last; a pair is a token that was
-    computed and a token that it attends to, of decodes and of the others.
+    queue_ns           the plan waited for the device
+    idle_ns            the device had waited for the plan
+    prepare_overlaps   prepare_ns passed while the device computed another step
+    num_decodes        sequences that computed one token, the last one sampled
+    num_decode_pairs   pairs of a computed token and a token that it attends to, in decodes
+    num_prefill_pairs  the same in the other sequences
     """
 
     epoch: int
@@ -159,39 +176,41 @@ class StepTrace:
 
     @property
     def busy_ns(self) -> int:
-        """What the step took of the time that is not idle."""
+        """Time that the device spent on the step."""
         return self.forward_ns + self.sample_ns + (0 if self.prepare_overlaps else self.prepare_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Slots for tokens' KV in blocks that sequences hold: how many there are, and how many of them hold a token that is
-    computed or being computed.
+    """The token slots of the blocks that sequences hold, and those of them with a token computed or being computed.
 
-    A shared block counts once. In a paged pool what is empty is the end of each sequence's last block.
+    A shared block counts once. In a paged pool, only the end of each sequence's last block is unused.
     """
 
-    num_allocated_slots: int
-    num_used_slots: int
+    num_allocated_token_slots: int
+    num_used_token_slots: int
 
     @property
     def ratio(self) -> float:
-        """(allocated - used) / allocated; 0 where nothing is allocated."""
-        if self.num_allocated_slots == 0:
+        """Ratio (allocated - used) / allocated; 0 if nothing is allocated."""
+        if self.num_allocated_token_slots == 0:
             return 0.0
-        return (self.num_allocated_slots - self.num_used_slots) / self.num_allocated_slots
+        return (self.num_allocated_token_slots - self.num_used_token_slots) / self.num_allocated_token_slots
+
+    num_allocated_slots = renamed("num_allocated_slots", "num_allocated_token_slots")
+    num_used_slots = renamed("num_used_slots", "num_used_token_slots")
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Entries of all block tables, and the blocks that they name. Without sharing the two are equal."""
+    """The entries of all block tables, and the blocks that they name. The numbers are equal if no block is shared."""
 
     num_table_entries: int
     num_blocks: int
 
     @property
     def saved_ratio(self) -> float:
-        """Blocks saved over blocks without sharing (as Kwon et al., SOSP 2023, section 6.3); 0 where there are none."""
+        """Ratio of blocks saved to blocks without sharing (Kwon et al., SOSP 2023, section 6.3); 0 without blocks."""
         if self.num_table_entries == 0:
             return 0.0
         return (self.num_table_entries - self.num_blocks) / self.num_table_entries

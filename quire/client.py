@@ -9,13 +9,13 @@ from quire import messages
 from quire.block_map import BlockMap, PoolSummary, ServerInfo, StepTrace
 from quire.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, CallDefaults
 from quire.events import Completion, Event, Prompt
-from quire.messages import GenerateOptions
+from quire.options import GenerateOptions
 from quire.status import from_rpc_error
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 
 
 class EventStream:
-    """The events of one request, as they come. Iterate it; leaving it (close, `with`, or dropping it) cancels."""
+    """The events of one request. Iterate over it. Closing it, leaving `with`, or dropping it cancels."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
@@ -25,7 +25,7 @@ class EventStream:
         return self
 
     def __next__(self) -> Event:
-        """The next event; raises a QuireError when the request fails."""
+        """Returns the next event. Raises a QuireError if the request fails."""
         while not self._closed:
             try:
                 message = next(self._call)
@@ -33,7 +33,7 @@ class EventStream:
                 self._closed = True
                 raise
             except grpc.RpcError as error:
-                if self._closed:  # closed by another thread meanwhile
+                if self._closed:  # another thread closed it
                     break
                 self._closed = True
                 raise from_rpc_error(error) from None
@@ -42,7 +42,7 @@ class EventStream:
         raise StopIteration
 
     def close(self) -> None:
-        """Cancels the request unless it has ended; iteration then stops. May be called from any thread, and again."""
+        """Cancels the request unless it has ended; iteration then stops. Any thread may call it, more than once."""
         if not self._closed:
             self._closed = True
             self._call.cancel()
@@ -61,7 +61,7 @@ class Client:
     """Calls a Quire server. Safe to use from several threads.
 
     address         "host:port" or "unix:path" of the scheduler
-    timeout_s       deadline of each call that brings none of its own; None: no deadline
+    timeout_s       deadline of each call that does not set its own; None: no deadline
     wait_for_ready  True: calls wait for a server that cannot be reached yet (within the deadline); False: they
                     fail at once with UnavailableError
     """
@@ -88,7 +88,8 @@ class Client:
     ) -> EventStream:
         """Sends the request at once and returns its events: Started, then Deltas, and Finished for each sequence.
 
-        Raises InvalidRequestError for values that cannot be sent; iterating raises all other errors.
+        The options are those of `GenerateOptions`. Raises InvalidRequestError for values that cannot be sent, and
+        TypeError for unknown options; iterating raises all other errors.
         """
         request = messages.generate_request(prompt, options)
         return EventStream(self._generation.Generate(request, **self._defaults.arguments(timeout_s, wait_for_ready)))
@@ -101,7 +102,7 @@ class Client:
         wait_for_ready: bool | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion:
-        """Waits for all of it."""
+        """Sends the request and returns the completion when it has ended."""
         assembler = messages.CompletionAssembler()
         with self.generate(prompt, timeout_s=timeout_s, wait_for_ready=wait_for_ready, **options) as events:
             for event in events:
@@ -109,34 +110,34 @@ class Client:
         return assembler.completion()
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
-        """The model, the limits and the state of the server."""
+        """Returns the model, the limits and the state of the server."""
         return messages.server_info(self._unary(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest(), timeout_s))
 
     def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
-        """The physical block pool and the running sequences."""
+        """Returns the physical block pool and the running sequences."""
         return messages.block_map(self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s))
 
     def pool_summary(self, *, timeout_s: float | None = None) -> PoolSummary:
-        """The block pool in numbers."""
+        """Returns the block pool in numbers."""
         request = admin_pb2.GetBlockMapRequest(summary_only=True)
         return messages.pool_summary(self._unary(self._admin.GetBlockMap, request, timeout_s))
 
     def step_trace(self, after_ns: int = 0, *, timeout_s: float | None = None) -> tuple[StepTrace, ...]:
-        """The last steps that were planned after a reading of the scheduler's clock, oldest first."""
+        """Returns the latest steps, oldest first, that were planned after a time of the scheduler's clock."""
         request = admin_pb2.GetStepTraceRequest(after_ns=after_ns)
         return messages.step_trace(self._unary(self._admin.GetStepTrace, request, timeout_s))
 
     def drain(self, *, timeout_s: float | None = None) -> None:
-        """Has the server refuse new requests; returns when all admitted ones have ended."""
+        """Makes the server refuse new requests; returns when all admitted requests have ended."""
         self._unary(self._admin.Drain, admin_pb2.DrainRequest(), timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float | None = None) -> int:
-        """Forgets cached prefixes that no running sequence uses; returns how many blocks that freed."""
+        """Drops the cached prefixes that no running sequence uses; returns the number of blocks freed."""
         reset = self._unary(self._admin.ResetPrefixCache, admin_pb2.ResetPrefixCacheRequest(), timeout_s)
         return int(reset.num_blocks)
 
     def close(self) -> None:
-        """Closes the connection; requests under way are cancelled."""
+        """Closes the connection, which cancels the requests in progress."""
         self._channel.close()
 
     def __enter__(self) -> Self:

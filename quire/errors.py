@@ -1,4 +1,4 @@
-"""What a client call can raise. One exception for each status a server answers with, all under `QuireError`."""
+"""The exceptions of the clients: one for each status that a server answers with, all of them a `QuireError`."""
 
 from collections.abc import Mapping
 
@@ -20,7 +20,7 @@ class QuireError(Exception):
 class InvalidRequestError(QuireError):
     """INVALID_ARGUMENT: the request contradicts itself or the model.
 
-    violations  field → what is wrong with it; may be empty where the server named no field
+    violations  field → what is wrong with it; empty if the server named no field
     """
 
     code = "INVALID_ARGUMENT"
@@ -37,16 +37,18 @@ class InvalidRequestError(QuireError):
 
 
 class CapacityExceededError(QuireError):
-    """OUT_OF_RANGE: prompt and max_tokens can never fit this model or its pool, of which a smaller one may have come.
-    Trying again is of no use."""
+    """OUT_OF_RANGE: prompt and max_tokens cannot fit this model or its pool, so the same request will fail again.
+
+    A new executor with a smaller pool can cause it for a request that has been admitted.
+    """
 
     code = "OUT_OF_RANGE"
 
 
 class QueueFullError(QuireError):
-    """RESOURCE_EXHAUSTED, with a time to try again: the queue is full.
+    """RESOURCE_EXHAUSTED with a time to retry: the queue is full.
 
-    retry_after_s  when the server suggests to try again
+    retry_after_s  the delay that the server suggests before the next try
     """
 
     code = "RESOURCE_EXHAUSTED"
@@ -57,8 +59,11 @@ class QueueFullError(QuireError):
 
 
 class LimitExceededError(QuireError):
-    """RESOURCE_EXHAUSTED for any other reason: a message is larger than gRPC takes, or nobody took the output for so
-    long that the server gave the stream up. The same again would end the same way."""
+    """RESOURCE_EXHAUSTED for any other reason, so the same request will fail again.
+
+    Either a message is larger than gRPC accepts, or the client did not read the output and the server closed the
+    stream.
+    """
 
     code = "RESOURCE_EXHAUSTED"
 
@@ -70,19 +75,19 @@ class DeadlineExceededError(QuireError):
 
 
 class RequestCancelledError(QuireError):
-    """CANCELLED: somebody other than this caller ended the request."""
+    """CANCELLED: the request was ended, but not by this caller."""
 
     code = "CANCELLED"
 
 
 class UnavailableError(QuireError):
-    """UNAVAILABLE: nobody answers at the address, the server is draining, or it has had no executor yet."""
+    """UNAVAILABLE: no server answers at the address, or it is draining, or it has not had an executor yet."""
 
     code = "UNAVAILABLE"
 
 
 class InternalError(QuireError):
-    """A bug on the other side (INTERNAL), or a status that the protocol does not know; `code` says which."""
+    """INTERNAL: a bug in the server; or a status that the protocol does not use, which `code` names."""
 
     code = "INTERNAL"
 

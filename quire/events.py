@@ -1,4 +1,4 @@
-"""What a completion consists of: prompts in, events out. Plain values; nothing here knows gRPC."""
+"""The values of the generation API: prompts go in, events come out. They do not depend on gRPC."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[ChatM
 
 
 class FinishReason(StrEnum):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     EOS = "eos"
     LENGTH = "length"
@@ -65,7 +65,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The request has left the queue. Comes once, first."""
+    """The request has left the queue. This is the first event, and comes once."""
 
     request_id: str
     prompt_tokens: int
@@ -74,7 +74,10 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Of the prompt's tokens from a position on, before the first Delta; that at position 0 has none."""
+    """Log-probabilities of prompt tokens, from `first_position` on. They come before the first Delta.
+
+    The token at position 0 has none.
+    """
 
     first_position: int
     tokens: tuple[TokenLogprobs, ...]
@@ -82,9 +85,9 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What is new of sequence `index` since its last Delta. Text is whole characters.
+    """The text and tokens that sequence `index` has gained since its last Delta. Text is whole characters.
 
-    logprobs  one for each of `token_ids`, if asked for
+    logprobs  one for each of `token_ids`, if requested
     """
 
     index: int
@@ -95,7 +98,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Sequence `index` has ended. Comes once for each sequence.
+    """Sequence `index` has ended. This event comes once for each sequence.
 
     score  of a beam: the sum of its log-probabilities over its length to the power of length_penalty
     """
@@ -111,7 +114,7 @@ Event: TypeAlias = Started | PromptLogprobs | Delta | Finished
 
 @dataclass(frozen=True, slots=True)
 class CompletedSequence:
-    """All of one sequence. `score` is that of a beam."""
+    """A complete sequence. Only beams have a `score`."""
 
     index: int
     text: str
@@ -124,9 +127,11 @@ class CompletedSequence:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """All of one request: its sequences by index, beams best first. `text` and the like are those of the first one.
+    """A complete request: its sequences by index, beams best first.
 
-    prompt_logprobs  of the prompt's tokens but the first, if asked for
+    `text`, `token_ids`, `reason` and `usage` are those of the first sequence.
+
+    prompt_logprobs  of the prompt's tokens except the first, if requested
     """
 
     request_id: str

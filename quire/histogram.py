@@ -1,4 +1,4 @@
-"""Counts by upper bound, and for each bucket the last request that fell into it: an exemplar of OpenMetrics."""
+"""A histogram that remembers, for each bucket, the last request that fell into it (an exemplar of OpenMetrics)."""
 
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -8,16 +8,15 @@ ExemplarLabels: TypeAlias = Mapping[str, str]
 NO_LABELS: ExemplarLabels = {}
 
 MAX_EXEMPLAR_CHARACTERS = 128
-"""Of all names and values together, by OpenMetrics; a page with a longer one is refused as a whole."""
+"""Limit of OpenMetrics for all names and values together. Prometheus refuses a whole page with a longer exemplar."""
 
 
 Exemplar: TypeAlias = tuple[ExemplarLabels, float, float]
-"""labels; the value that was observed; and when, by the clock of whoever observed it. A bare tuple: each message to a
-client makes one."""
+"""(labels, observed value, time of the observation). A bare tuple, because each message to a client creates one."""
 
 
 class Histogram:
-    """Some 0.2 µs an observation, an exemplar included, without locks: it has one thread."""
+    """Counts by upper bound. Has no locks, so only one thread may use it. An observation takes about 0.2 µs."""
 
     __slots__ = ("bounds", "counts", "exemplars", "sum")
 
@@ -32,14 +31,14 @@ class Histogram:
         self.sum += value * times
 
     def observe_of(self, labels: ExemplarLabels, at_s: float, value: float, times: int = 1) -> None:
-        """The same of a request, which is its bucket's exemplar until the next one comes."""
+        """Observes a value of a request, which becomes the exemplar of its bucket."""
         bucket = bisect_left(self.bounds, value)
         self.counts[bucket] += times
         self.exemplars[bucket] = (labels, value, at_s)
         self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it), the last of them "+Inf"."""
+        """Returns (upper bound, observations up to it) for each bucket; the last bound is "+Inf"."""
         buckets, total = [], 0
         for bound, count in zip([*map(str, map(float, self.bounds)), "+Inf"], self.counts, strict=True):
             total += count
@@ -48,7 +47,10 @@ class Histogram:
 
 
 def exemplar_labels(request_id: str, trace_id: str) -> ExemplarLabels:
-    """Of a request. Both are printable; a request id that is too long is cut, and an absent trace id left out."""
+    """Returns the labels of a request. Cuts a request id that is too long, and leaves out an absent trace id.
+
+    Both arguments are printable.
+    """
     labels = {"trace_id": trace_id} if trace_id else {}
     num_left = MAX_EXEMPLAR_CHARACTERS - sum(map(len, (*labels, *labels.values(), "request_id")))
     return labels | {"request_id": request_id[:num_left]}

@@ -1,7 +1,7 @@
-"""Lines to a stream that may be slow or stuck, by a thread of its own: nobody who logs waits for whoever reads.
+"""Writes lines to a stream from a separate thread, so that a slow or stuck reader never delays the code that logs.
 
-The thread writes what there is a few times a second. To wake it for each line would cost more than the line: it would
-fight the thread that logs for the interpreter.
+The thread writes a few times a second. Waking it for each line would cost more than the line, because both threads
+would compete for the interpreter.
 """
 
 import io
@@ -15,19 +15,19 @@ from contextlib import suppress
 from typing import TextIO
 
 MAX_LINES = 10_000
-"""That wait to be written; what comes then is lost, and counted."""
+"""Maximum number of lines that wait. Further lines are lost, and counted."""
 
 INTERVAL_S = 0.05
 FLUSH_TIMEOUT_S = 1.0
 
 
 class LineWriter:
-    """Takes lines; its thread writes them, all there are at once. `put` neither blocks nor raises, whoever reads."""
+    """A queue of lines and the thread that writes them. `put` neither blocks nor raises."""
 
     def __init__(
         self, stream: TextIO, format_loss: Callable[[str], str] | None = None, max_lines: int = MAX_LINES
     ) -> None:
-        """format_loss: given the line that tells how many lines were lost, for it to look like the others."""
+        """Starts the thread. `format_loss` formats the line that reports lost lines like the other lines."""
         self._stream = stream
         self._file_descriptor = _file_descriptor(stream)
         self._format_loss = format_loss
@@ -49,7 +49,7 @@ class LineWriter:
             self._has_lines.set()
 
     def flush(self) -> None:
-        """Waits until all is written, FLUSH_TIMEOUT_S at most."""
+        """Waits until all lines are written, for FLUSH_TIMEOUT_S at most."""
         until_s = time.monotonic() + FLUSH_TIMEOUT_S
         while (self._lines or self._is_writing) and time.monotonic() < until_s:
             time.sleep(0.002)
@@ -65,7 +65,7 @@ class LineWriter:
             self._has_lines.wait()
             time.sleep(INTERVAL_S)
             self._is_writing = True
-            self._has_lines.clear()  # before the lines are taken: what comes now sets it again
+            self._has_lines.clear()  # before the lines are taken, so that a later line sets it again
             self._write_lines([self._lines.popleft() for _ in range(len(self._lines))])
             self._is_writing = False
 
@@ -74,11 +74,11 @@ class LineWriter:
             num_lost, self._num_lost = self._num_lost, 0
             loss = f"{num_lost} lines of the log were lost: it was not read"
             lines.append(loss if self._format_loss is None else self._format_loss(loss))
-        with suppress(OSError, ValueError):  # whoever read it has gone; there is nobody to tell
+        with suppress(OSError, ValueError):  # the reader has gone
             self._put("".join(f"{line}\n" for line in lines))
 
     def _put(self, text: str) -> None:
-        """Past the stream's buffer, where it has a file: a process that ends while this is stuck could not close it."""
+        """Writes to the file itself if there is one: at exit, Python would wait for the buffer of a stuck stream."""
         if self._file_descriptor is None:
             self._stream.write(text)
             return
@@ -88,7 +88,7 @@ class LineWriter:
 
 
 class WritingHandler(logging.Handler):
-    """Formats where a record is made, so that it knows its task; a LineWriter writes."""
+    """Formats each record in the task that logs it, for its context variables, and passes it to a LineWriter."""
 
     def __init__(self, stream: TextIO, max_lines: int = MAX_LINES) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class WritingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             line = self.format(record)
-        except Exception:  # noqa: BLE001  (what a handler must do: a bad record is reported, and breaks nothing)
+        except Exception:  # noqa: BLE001  (a handler reports a bad record and raises nothing)
             self.handleError(record)
             return
         self._writer.put(line)

@@ -1,12 +1,11 @@
-"""The log of a service: one line a record, for people or for machines, on standard error.
+"""The log of a service: one line for each record, as text or JSON, on standard error.
 
-Everything that is logged in the process, by libraries too, goes through one pipeline:
+All records of the process, including those of libraries, go through one pipeline:
 
-    logging.getLogger(…) → the fields of its `extra` → of whom the task is about (`log_as`) → made harmless → rendered
+    logging.getLogger(…) → fields of `extra` → fields of the task (`log_as`) → control characters escaped → rendered
 
-Whatever a client made up can stand in a record. So in each text of a record control characters are escaped, line feeds
-among them, and what follows the first line of a traceback is indented: no client writes a line of its own, moves a
-cursor or changes a colour.
+A record can contain any text that a client sent. So control characters, including line feeds, are escaped, and the
+lines of a traceback are indented: no client can forge a line, move the cursor or change a colour.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ FORMATS = ("console", "json")
 LEVELS = ("debug", "info", "warning", "error")
 
 _MULTILINE = "exception"
-"""The one field with line feeds of its own."""
+"""The only field that keeps its line feeds."""
 
 
 def configure(service: str, level: str, log_format: str, stream: TextIO | None = None) -> None:
-    """Puts the pipeline in the place of whatever handlers the process had. `level` and `log_format` are of the above.
+    """Replaces the handlers of the process with the pipeline. `level` is one of LEVELS, `log_format` one of FORMATS.
 
     JSON lines have at least timestamp (ISO 8601, UTC), level, service, logger and event.
     """
@@ -47,18 +46,18 @@ def configure(service: str, level: str, log_format: str, stream: TextIO | None =
     root.addHandler(handler)
     root.setLevel(level.upper())
     logging.captureWarnings(True)
-    # No line says from which thread, process or line of code it comes: to find out is a quarter of what a record costs.
+    # Lines do not name their thread, process or line of code: looking them up takes a quarter of the time of a record.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
-    logging._srcfile = None  # nobody looks up the caller
+    logging._srcfile = None  # skips looking up the caller
 
 
 def log_as(**fields: str) -> None:
-    """From now on, lines of this task, and of those that it starts, have these fields; empty ones are left out."""
+    """Adds fields to all further lines of this task and of the tasks that it starts. Empty fields are left out."""
     bind_contextvars(**fields)
 
 
 def printable(text: str) -> str:
-    """The text, with a backslash escape for each character that a terminal would not print as one."""
+    """Returns the text with a backslash escape for each character that a terminal would not print."""
     if text.isprintable():
         return text
     return "".join(
@@ -68,7 +67,7 @@ def printable(text: str) -> str:
 
 
 def as_json_line(service: str, line: str) -> str:
-    """A line of a service that logs as JSON: as it is; if it is no JSON (it was printed), as a record's event."""
+    """Returns a line of a service that logs as JSON. A line that is not JSON becomes the event of a record."""
     if line.startswith("{"):
         try:
             json.loads(line)
@@ -94,25 +93,25 @@ def _formatter(service: str, log_format: str, *, is_terminal: bool) -> logging.F
     ]
     after: list[Processor] = [ProcessorFormatter.remove_processors_meta, structlog.processors.format_exc_info]
     if log_format == "json":
-        after += [add_service, _without_blanks, structlog.processors.JSONRenderer(default=repr)]
+        after += [add_service, _without_empty, structlog.processors.JSONRenderer(default=repr)]
     else:
         plain = structlog.dev.ConsoleRenderer(
             colors=is_terminal, pad_event_to=0, exception_formatter=structlog.dev.plain_traceback
         )
-        after += [_without_blanks, _made_harmless, plain]
+        after += [_without_empty, _escaped, plain]
     return ProcessorFormatter(foreign_pre_chain=before, processors=after, use_get_message=True)
 
 
-def _without_blanks(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
-    """What is not known is not there."""
+def _without_empty(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
+    """Drops the fields that have no value."""
     return {key: value for key, value in event.items() if value is not None and value != ""}
 
 
-def _made_harmless(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
-    return {printable(key): _harmless(key, value) for key, value in event.items()}
+def _escaped(logger: WrappedLogger, name: str, event: EventDict) -> EventDict:
+    return {printable(key): _escaped_value(key, value) for key, value in event.items()}
 
 
-def _harmless(key: str, value: Any) -> Any:
+def _escaped_value(key: str, value: Any) -> Any:
     if key == _MULTILINE:
         return "\n".join(f"    {printable(line)}" for line in str(value).splitlines())
     if value is None or isinstance(value, int | float):

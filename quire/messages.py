@@ -1,10 +1,11 @@
-"""Between Python values and protobuf messages: pure functions, shared by the sync and the async client."""
+"""Converts between Python values and protobuf messages, for both clients. All functions are pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from enum import StrEnum
 from itertools import chain, repeat
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from quire.block_map import (
     Block,
@@ -32,93 +33,51 @@ from quire.events import (
     TokenLogprobs,
     Usage,
 )
+from quire.options import GenerateOptions
 from quire.v1 import admin_pb2, generation_pb2
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Options of `generate`. What is absent takes the checkpoint's default, else the one in generation.proto."""
-
-    temperature: float | None
-    top_p: float | None
-    top_k: int | None
-    min_p: float | None
-    repetition_penalty: float | None
-    frequency_penalty: float | None
-    presence_penalty: float | None
-    seed: int | None
-    n: int | None
-    beam_width: int | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    length_penalty: float | None
-    early_stopping: bool | None
+def _option_holders() -> dict[str, str]:
+    """Maps each option to the field of GenerateRequest that holds it; to "" if it is a field of the request itself."""
+    holders = {
+        **dict.fromkeys(generation_pb2.GenerateRequest.DESCRIPTOR.fields_by_name, ""),
+        **dict.fromkeys(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name, "sampling"),
+        **dict.fromkeys(generation_pb2.StoppingParams.DESCRIPTOR.fields_by_name, "stopping"),
+        **dict.fromkeys(generation_pb2.OutputParams.DESCRIPTOR.fields_by_name, "output"),
+    }
+    return {name: holders[name] for name in GenerateOptions.__annotations__}
 
 
-class StoppingOptions(TypedDict, total=False):
-    """When a sequence ends. `stop` may be one string or several."""
-
-    max_tokens: int | None
-    min_tokens: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    include_stop: bool | None
-
-
-class OutputOptions(TypedDict, total=False):
-    """What comes with the tokens."""
-
-    logprobs: int | None
-    prompt_logprobs: int | None
-
-
-class RequestOptions(TypedDict, total=False):
-    """What concerns the request as a whole."""
-
-    request_id: str | None
-    priority: int | None
-    cache_salt: str | None
-
-
-class GenerateOptions(SamplingOptions, StoppingOptions, OutputOptions, RequestOptions, total=False):
-    """All options of `generate` and `complete`, flat. None means the same as absent."""
-
-
-_GROUPS = (
-    ("sampling", frozenset(SamplingOptions.__annotations__)),
-    ("stopping", frozenset(StoppingOptions.__annotations__)),
-    ("output", frozenset(OutputOptions.__annotations__)),
-    ("", frozenset(RequestOptions.__annotations__)),
-)
+_OPTION_HOLDERS = _option_holders()
 
 
 def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> generation_pb2.GenerateRequest:
-    """The request message.
+    """Returns the request message.
 
-    Raises TypeError for an option that does not exist or a prompt that is none of the three kinds, and
-    InvalidRequestError, as the server would, for values that the message's fields cannot hold.
+    Raises TypeError for an unknown option and for a prompt that is none of the three kinds. Raises InvalidRequestError,
+    as the server would, for values that the fields of the message cannot hold.
     """
     request = generation_pb2.GenerateRequest()
     violations: dict[str, str] = {}
     _set_prompt(request, prompt, violations)
     for name, value in options.items():
-        group = _group_of(name)
+        if name not in _OPTION_HOLDERS:
+            raise TypeError(_unknown_option(name))
         if value is None:
             continue
         if name == "stop" and isinstance(value, str):
             value = [value]
-        target = getattr(request, group) if group else request
-        _set_field(target, name, value, f"{group}.{name}" if group else name, violations)
+        holder = _OPTION_HOLDERS[name]
+        target = getattr(request, holder) if holder else request
+        _set_field(target, name, value, f"{holder}.{name}" if holder else name, violations)
     if violations:
         raise InvalidRequestError("the request cannot be sent", violations)
     return request
 
 
-def _group_of(name: str) -> str:
-    for group, names in _GROUPS:
-        if name in names:
-            return group
-    raise TypeError(f"generate() has no option {name!r}")
+def _unknown_option(name: str) -> str:
+    similar = "".join(f"; did you mean {each!r}?" for each in get_close_matches(name, _OPTION_HOLDERS, n=1))
+    return f"generate() has no option {name!r}{similar}"
 
 
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt, violations: dict[str, str]) -> None:
@@ -148,7 +107,7 @@ def _add_message(chat: generation_pb2.ChatPrompt, message: object, path: str, vi
 
 
 def _set_field(target: Any, name: str, value: Any, path: str, violations: dict[str, str]) -> None:
-    """Sets a scalar, repeated or map field; a value that does not fit its type becomes a violation of `path`."""
+    """Sets a scalar, repeated or map field. A value that does not fit the type becomes a violation of `path`."""
     try:
         if isinstance(value, Mapping):
             getattr(target, name).update(value)
@@ -156,14 +115,14 @@ def _set_field(target: Any, name: str, value: Any, path: str, violations: dict[s
             getattr(target, name).extend(value)
         else:
             setattr(target, name, value)
-    except AttributeError:  # one where a list or a map belongs, or the other way round
+    except AttributeError:  # a single value for a repeated field or a map, or the other way round
         violations[path] = f"cannot be of type {type(value).__name__}"
     except (TypeError, ValueError, OverflowError) as error:
         violations[path] = str(error)
 
 
 def event(message: generation_pb2.GenerateResponse) -> Event | None:
-    """The event in a response; None for a kind that a newer server may send and this client does not know."""
+    """Returns the event in a response, or None for a kind that only a newer client knows."""
     match message.WhichOneof("event"):
         case "started":
             started = message.started
@@ -201,13 +160,13 @@ def _finished(message: generation_pb2.Finished) -> Finished:
 _E = TypeVar("_E", bound=StrEnum)
 
 
-def _by_number(wire: Any, values: type[_E], prefix: str) -> dict[int, _E]:
-    """Number → value of an enum: `FINISH_REASON_EOS` is FinishReason("eos"). UNSPECIFIED is no value."""
-    return {number: values(name.removeprefix(prefix).lower()) for name, number in wire.items() if number}
+def _by_number(enum: Any, values: type[_E], prefix: str) -> dict[int, _E]:
+    """Maps the numbers of an enum to its values: `FINISH_REASON_EOS` to FinishReason("eos"). Leaves out UNSPECIFIED."""
+    return {number: values(name.removeprefix(prefix).lower()) for name, number in enum.items() if number}
 
 
 def _known(table: dict[int, _E], number: int, name: str) -> _E:
-    """Raises InternalError for UNSPECIFIED and for numbers that this client does not know."""
+    """Looks up an enum value. Raises InternalError for UNSPECIFIED and for numbers that this client does not know."""
     if number not in table:
         raise InternalError(f"the server sent {name} {number}, which has no meaning here")
     return table[number]
@@ -219,7 +178,7 @@ _BLOCK_STATES = _by_number(admin_pb2.BlockState, BlockState, "BLOCK_STATE_")
 
 
 class CompletionAssembler:
-    """Puts the events of one request together."""
+    """Assembles a Completion from the events of one request."""
 
     def __init__(self) -> None:
         self._started: Started | None = None
@@ -243,7 +202,7 @@ class CompletionAssembler:
                 self._finished[index] = event
 
     def completion(self) -> Completion:
-        """All of it. Raises InternalError if the stream ended before each of its sequences did."""
+        """Returns the Completion. Raises InternalError if the stream ended before all of its sequences did."""
         indices = sorted(self._text.keys() | self._finished.keys())
         if self._started is None or not indices or len(self._finished) != len(indices):
             raise InternalError("the stream ended before the completion did")
@@ -288,7 +247,7 @@ def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
     return BlockMap(
         summary=pool_summary(message),
         block_size=message.block_size,
-        blocks=tuple(chain.from_iterable(map(_alike, message.blocks))),
+        blocks=tuple(chain.from_iterable(map(_expanded, message.blocks))),
         sequences=tuple(
             RunningSequence(
                 request_id=sequence.request_id,
@@ -309,7 +268,7 @@ def block_map(message: admin_pb2.GetBlockMapResponse) -> BlockMap:
     )
 
 
-def _alike(run: admin_pb2.BlockInfo) -> Iterator[Block]:
+def _expanded(run: admin_pb2.BlockInfo) -> Iterator[Block]:
     return repeat(Block(_known(_BLOCK_STATES, run.state, "block state"), run.ref_count, run.num_hits), run.length or 1)
 
 
@@ -320,8 +279,8 @@ def pool_summary(message: admin_pb2.GetBlockMapResponse) -> PoolSummary:
         num_cached_blocks=summary.num_cached_blocks,
         num_active_blocks=summary.num_active_blocks,
         num_shared_blocks=summary.num_shared_blocks,
-        num_used_slots=summary.num_used_slots,
-        num_wasted_slots=summary.num_wasted_slots,
+        num_used_token_slots=summary.num_used_slots,
+        num_wasted_token_slots=summary.num_wasted_slots,
         num_running=message.num_running,
         num_waiting=message.num_waiting,
         num_preemptions=message.num_preemptions,

@@ -1,6 +1,6 @@
-"""Which model is meant: a local directory, or a repository on the Hugging Face hub ("organisation/name").
+"""Resolves the name of a model: a local directory, or a repository on the Hugging Face hub ("organisation/name").
 
-The services and the command line ask here, so that all of them mean the same by a name.
+The services and the command line use the same functions, so a name means the same to all of them.
 """
 
 import re
@@ -10,13 +10,13 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 class ModelNotFound(Exception):
-    """What is neither a directory nor a hub id."""
+    """The name is neither a directory nor a hub id, or the directory holds no model."""
 
 
 def local_directory(model: str) -> Path | None:
-    """The directory of that name; None for a hub id. A directory comes first. Raises ModelNotFound.
+    """Returns the directory of that name, or None for a hub id. Raises ModelNotFound.
 
-    That a hub id exists only the hub can tell.
+    A directory takes precedence over a hub id. Only the hub can tell whether a hub id exists.
     """
     directory = Path(model).expanduser()
     if directory.is_dir():
@@ -29,18 +29,26 @@ def local_directory(model: str) -> Path | None:
 
 
 def embedded_model() -> str:
-    """The directory of the checkpoint that comes with the repository. Raises ModelNotFound outside of one."""
-    directory = Path(__file__).resolve().parent.parent / "models" / "tiny"
-    if not (directory / "config.json").is_file():
-        raise ModelNotFound(
-            "the embedded checkpoint models/tiny is not part of this installation: "
-            "name a model with --model (a directory, or a hub id such as organisation/name)"
-        )
-    return str(directory)
+    """Returns the directory of the checkpoint that comes with Quire. Raises ModelNotFound if it was left out.
+
+    A wheel has it inside this package, a checkout beside it.
+    """
+    package = Path(__file__).resolve().parent
+    for parent in (package, package.parent):
+        directory = parent / "models" / "tiny"
+        if (directory / "model.safetensors").is_file():
+            return str(directory)
+    raise ModelNotFound(
+        "the embedded checkpoint models/tiny is not part of this installation: "
+        "name a model with --model (a directory, or a hub id such as organisation/name)"
+    )
 
 
 def resolved_model(model: str | None) -> str:
-    """A directory as an absolute path, a hub id as it is, the embedded model for None. Raises ModelNotFound."""
+    """Returns a directory as an absolute path, a hub id unchanged, and the embedded model for None.
+
+    Raises ModelNotFound.
+    """
     if model is None:
         return embedded_model()
     directory = local_directory(model)

@@ -1,4 +1,4 @@
-"""gRPC status → exception, in one table."""
+"""Maps each gRPC status to its exception."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -29,15 +29,15 @@ _PLAIN: dict[grpc.StatusCode, type[QuireError]] = {
 
 
 def from_rpc_error(error: grpc.RpcError) -> QuireError:
-    """The exception for a failed call; `error` is what `grpc` or `grpc.aio` raised."""
-    call: Any = error  # both kinds carry the status beside the exception; grpc's base class declares none of it
+    """Returns the exception for a failed call; `error` was raised by `grpc` or `grpc.aio`."""
+    call: Any = error  # grpc's base class does not declare the status that both kinds carry
     return from_status(call.code(), call.details() or "", call.trailing_metadata())
 
 
 def from_status(
     code: grpc.StatusCode, message: str, trailers: Iterable[tuple[str, str | bytes]] | None = None
 ) -> QuireError:
-    """The exception for a status; a code that the protocol does not use becomes an InternalError that names it."""
+    """Returns the exception for a status: an InternalError that names the code if the protocol does not use it."""
     details = _details(trailers)
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError(message, details.violations)

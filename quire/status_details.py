@@ -11,10 +11,10 @@ TRAILER = "grpc-status-details-bin"
 
 @dataclass(frozen=True, slots=True)
 class StatusDetails:
-    """What Quire says about an error beyond its status code and message.
+    """The details of an error beyond its status code and message.
 
     violations     field → problem, from BadRequest
-    retry_after_s  from RetryInfo; None where there is none
+    retry_after_s  from RetryInfo; None if there is none
     """
 
     violations: dict[str, str] = field(default_factory=dict)
@@ -22,7 +22,7 @@ class StatusDetails:
 
 
 def status_details(trailer: bytes) -> StatusDetails:
-    """Reads the trailer's value. What cannot be read, and details of other types, count as absent."""
+    """Parses the trailer. Details that cannot be read, or are of other types, count as absent."""
     violations: dict[str, str] = {}
     retry_after_s: float | None = None
     try:
@@ -34,5 +34,5 @@ def status_details(trailer: bytes) -> StatusDetails:
             elif packed.Is(RetryInfo.DESCRIPTOR):
                 retry_after_s = RetryInfo.FromString(packed.value).retry_delay.ToTimedelta().total_seconds()
     except DecodeError:
-        pass  # details are a courtesy: the status itself still reaches the caller
+        pass  # details are optional: the status itself still reaches the caller
     return StatusDetails(violations, retry_after_s)

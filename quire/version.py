@@ -1,10 +1,10 @@
-"""Which Quire this is."""
+"""The version of Quire."""
 
 from importlib.metadata import PackageNotFoundError, version
 
 
 def build_version() -> str:
-    """Of the installed package; "unknown" where it runs from a bare checkout."""
+    """Returns the version of the installed package, or "unknown" in a checkout that is not installed."""
     try:
         return version("quire")
     except PackageNotFoundError:

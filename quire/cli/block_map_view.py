@@ -26,7 +26,7 @@ _ASCII_GLYPHS = (".", "o", "#", "%")
 
 
 class RequestColours:
-    """One colour for each request, in order of appearance: kept over frames so that a request keeps its own."""
+    """Assigns colours to requests in order of appearance. A request keeps its colour over all frames."""
 
     def __init__(self) -> None:
         self._styles: dict[str, Style] = {}
@@ -38,10 +38,10 @@ class RequestColours:
 
 
 class PoolGrid:
-    """The physical pool, one cell a block in order of block ids, the null block left out.
+    """The physical pool: one cell for each block, in order of block ids, without the null block.
 
-    Where the pool has more blocks than `max_rows` lines of the terminal have cells, one cell stands for several
-    consecutive blocks and looks like the busiest of them.
+    If the pool has more blocks than `max_rows` lines have cells, a cell stands for several consecutive blocks and looks
+    like the busiest of them.
     """
 
     def __init__(self, block_map: BlockMap, colours: RequestColours, max_rows: int = 16) -> None:
@@ -77,11 +77,11 @@ class PoolGrid:
         owners = self._owners.get(position + 1, ())
         if len(owners) == 1:
             return Segment(glyph, self._colours.style(next(iter(owners))))
-        return Segment(glyph, _SHARED_BY_REQUESTS)  # several requests, or an owner that is just leaving
+        return Segment(glyph, _SHARED_BY_REQUESTS)  # several requests, or one that is about to end
 
 
 def _owners(sequences: Iterable[RunningSequence]) -> dict[int, set[str]]:
-    """Block id → requests whose block tables name it."""
+    """Maps each block id to the requests whose block tables name it."""
     owners: dict[int, set[str]] = {}
     for sequence in sequences:
         for block_id in sequence.block_table:
@@ -97,7 +97,7 @@ def _legend(glyphs: Sequence[str], group: int) -> Text:
 
 
 def block_tables(block_map: BlockMap, colours: RequestColours, max_rows: int = 16) -> Table:
-    """The running sequences by slot, each with its block table; `*3` marks a block that three tables name."""
+    """Returns the running sequences by slot, with their block tables; `*3` marks a block that three tables name."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for heading in ("slot", "prompt", "tokens", "computed"):
         table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
@@ -120,7 +120,7 @@ def block_tables(block_map: BlockMap, colours: RequestColours, max_rows: int = 1
 
 
 class _OneLine:
-    """A text that gives up its end where space is short, so that the columns beside it keep theirs."""
+    """A text that is cut if space is short, so that the other columns keep their width."""
 
     def __init__(self, text: str) -> None:
         self._text = Text(text, no_wrap=True, overflow="ellipsis")
@@ -133,7 +133,7 @@ class _OneLine:
 
 
 def _block_table(block_ids: Sequence[int], blocks: Sequence[Block]) -> str:
-    """`12 13*2 14`, with three or more neighbours in a row as `20-24`, or `20-24*4`."""
+    """Formats a block table as `12 13*2 14`, with three or more consecutive ids as `20-24` or `20-24*4`."""
     marks = [
         f"*{blocks[id_].ref_count}" if id_ < len(blocks) and blocks[id_].ref_count > 1 else "" for id_ in block_ids
     ]
@@ -153,7 +153,7 @@ def _block_table(block_ids: Sequence[int], blocks: Sequence[Block]) -> str:
 
 
 def pool_line(block_map: BlockMap) -> Text:
-    """Counts of the pool's blocks, what sharing saves, and how much of what sequences hold is empty."""
+    """Returns the numbers of blocks, the blocks saved by sharing, and the share of token slots without a token."""
     summary, sharing = block_map.summary, block_map.sharing
     return Text.assemble(
         (f"{summary.num_active_blocks} active", "bold"),
@@ -165,7 +165,7 @@ def pool_line(block_map: BlockMap) -> Text:
 
 
 def queue_line(block_map: BlockMap) -> Text:
-    """What runs, what waits, and the counters of the scheduler."""
+    """Returns the numbers of running and waiting sequences, and the counters of the scheduler."""
     return Text.assemble(
         (f"{len(block_map.sequences)} running", "bold"),
         f" · {block_map.num_waiting} waiting ({block_map.num_waiting_prompt_tokens} prompt tokens) · ",
@@ -175,7 +175,7 @@ def queue_line(block_map: BlockMap) -> Text:
 
 
 def block_map_view(block_map: BlockMap, colours: RequestColours, max_rows: int = 16) -> Group:
-    """All of it, top to bottom."""
+    """Returns the whole view: queue, pool, grid and block tables."""
     return Group(
         queue_line(block_map),
         pool_line(block_map),

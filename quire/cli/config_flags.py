@@ -1,7 +1,7 @@
-"""Command-line flags from a configuration dataclass, one for each field: a flag that is not given stays out.
+"""Generates command-line flags from a configuration dataclass, one for each field.
 
-So there is one place that says what a service can be told: its dataclass. Names, types, defaults and help texts (the
-lines `name  what it is` of the class's docstring) all come from there.
+The dataclass is the only declaration of the settings of a service. Names, types, defaults and help texts (the lines
+`name  text` of the docstring) come from there. A flag that is not given is left out of the values.
 """
 
 import inspect
@@ -18,7 +18,7 @@ _DOCUMENTED = re.compile(r"\s*(?P<name>\w+) {2,}(?P<text>\S.*)")
 
 
 def flag_parameters(config: type[Any], leave_out: Collection[str] = ()) -> list[inspect.Parameter]:
-    """A keyword parameter for each field, as typer reads them: None where the flag is not given."""
+    """Returns a keyword parameter for each field, as typer reads them: None if the flag is not given."""
     types = typing.get_type_hints(config)
     texts = field_texts(config)
     return [
@@ -34,7 +34,7 @@ def flag_parameters(config: type[Any], leave_out: Collection[str] = ()) -> list[
 
 
 def with_flags(function: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> Callable[..., Any]:
-    """Has typer see `parameters` in the place of the function's `**values`. Own parameters of the function stay."""
+    """Returns the function as typer should see it: with `parameters` in place of its `**values`."""
     own = [
         parameter
         for parameter in inspect.signature(function, eval_str=True).parameters.values()
@@ -55,12 +55,12 @@ def with_flags(function: Callable[..., Any], parameters: Iterable[inspect.Parame
 
 
 def given(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags that were given."""
+    """Returns the flags that were given."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def arguments(values: Mapping[str, Any]) -> list[str]:
-    """The command line that says `values`: the inverse of parsing it."""
+    """Returns the command line for `values`: the inverse of parsing it."""
     words = []
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -71,12 +71,12 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
     return words
 
 
-def field_texts(config: type[Any]) -> dict[str, str]:
-    """Field → its text in the docstring, continuation lines joined."""
-    names = {field.name for field in fields(config)}
+def field_texts(declaration: type[Any]) -> dict[str, str]:
+    """Returns the text of each field in the docstring of a dataclass or TypedDict, continuation lines joined."""
+    names = set(typing.get_type_hints(declaration))
     texts: dict[str, str] = {}
     current = ""
-    for line in (config.__doc__ or "").splitlines():
+    for line in (declaration.__doc__ or "").splitlines():
         match = _DOCUMENTED.fullmatch(line)
         if match and match["name"] in names:
             current = match["name"]
@@ -94,7 +94,7 @@ def _option(field: Field[Any], text: str) -> Any:
 
 
 def _plain_type(annotation: Any) -> Any:
-    """`int | None` → int."""
+    """Returns `int` for `int | None`."""
     if typing.get_origin(annotation) in (Union, UnionType):
         (annotation,) = (part for part in typing.get_args(annotation) if part is not NoneType)
     return annotation

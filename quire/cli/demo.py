@@ -1,7 +1,7 @@
-"""`make run`: both services on free ports, completions of several kinds side by side, and the block pool in view.
+"""`quire demo`: runs both services on free ports, streams several completions, and shows the block pool.
 
-Ends by itself, with exit status 0 when every completion came. On a terminal it redraws one screen; elsewhere it
-prints a few frames. Either way it closes with the texts and a summary.
+It ends by itself, with exit status 0 if all completions came. On a terminal it redraws one screen; elsewhere it prints
+a few frames. At the end it prints the texts and a summary.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from quire.cli.supervisor import Supervisor
 from quire.errors import QuireError
 from quire.events import Delta, Finished, Started
 
-# Small enough to be seen whole, and for the queue and the pool to have something to do.
+# Small enough to show the whole pool, and to fill the pool and the queue.
 _DEFAULTS = {"num_blocks": 128, "max_num_seqs": 6}
 _REDRAW_S = 0.1
 _FRAMES_S = (0.2, 0.8, 1.6, 3.0, 6.0, 12.0)
@@ -34,7 +34,7 @@ _FRAMES_S = (0.2, 0.8, 1.6, 3.0, 6.0, 12.0)
 
 @dataclass(slots=True)
 class _Show:
-    """What has been seen so far."""
+    """The state of the demonstration."""
 
     readings: Readings
     colours: RequestColours = field(default_factory=RequestColours)
@@ -49,7 +49,7 @@ class _Show:
 
 
 async def run(values: Mapping[str, Any], console: Console, scenes: tuple[Scene, ...] = SCENES) -> int:
-    """Returns the exit code. Raises ChildFailed where a service cannot be started or keeps dying.
+    """Runs the demonstration; returns the exit code. Raises ChildFailed if a service cannot be started or keeps dying.
 
     values  fields of the services' configurations, the model among them
     """
@@ -76,7 +76,7 @@ async def run(values: Mapping[str, Any], console: Console, scenes: tuple[Scene, 
 
 
 async def perform(client: AsyncClient, console: Console, scenes: tuple[Scene, ...]) -> _Show:
-    """Plays the scenes, shows them while they run, and prints their texts."""
+    """Sends the requests of all scenes, shows them while they run, and prints their texts."""
     show = _Show(Readings.of(scenes))
     streaming = asyncio.gather(*(_stream(client, scene, show) for scene in scenes))
     watching = asyncio.create_task(_watch(client, show))
@@ -94,16 +94,16 @@ async def perform(client: AsyncClient, console: Console, scenes: tuple[Scene, ..
 
 
 def print_summary(console: Console, show: _Show, pair: ServicePair) -> None:
-    """A few lines of numbers."""
-    wastes = [waste for block_map in show.block_maps if (waste := block_map.waste).num_allocated_slots]
-    allocated = sum(waste.num_allocated_slots for waste in wastes)
-    wasted = allocated - sum(waste.num_used_slots for waste in wastes)
+    """Prints a few lines of numbers."""
+    wastes = [waste for block_map in show.block_maps if (waste := block_map.waste).num_allocated_token_slots]
+    allocated = sum(waste.num_allocated_token_slots for waste in wastes)
+    wasted = allocated - sum(waste.num_used_token_slots for waste in wastes)
     last = show.block_maps[-1]
     num_tokens = show.readings.num_tokens
     console.print(
         Text(
             f"\n{num_tokens} tokens in {show.streamed_s:.1f} s: {num_tokens / show.streamed_s:.0f} tokens/s · "
-            f"waste {wasted / allocated if allocated else 0:.1%} of the allocated slots · "
+            f"waste {wasted / allocated if allocated else 0:.1%} of the allocated token slots · "
             f"{show.cached_tokens} prompt tokens from the prefix cache · {last.num_cow_copies} CoW copies · "
             f"{last.num_preemptions} preemptions",
             "bold",
@@ -113,7 +113,7 @@ def print_summary(console: Console, show: _Show, pair: ServicePair) -> None:
 
 
 async def _stream(client: AsyncClient, scene: Scene, show: _Show) -> None:
-    """Plays one scene. An error of its own is shown in its place, and the others go on."""
+    """Sends the request of one scene. Its error is shown in its place, and the other scenes continue."""
     readings = show.readings.by_scene(scene)
     await asyncio.sleep(scene.start_after_s)
     for reading in readings:

@@ -1,9 +1,9 @@
-"""What the demonstration asks for: requests of several kinds that overlap in time."""
+"""The requests of the demonstration: several kinds that overlap in time."""
 
 from dataclasses import dataclass, field
 
 from quire.events import ChatMessage, Prompt
-from quire.messages import GenerateOptions
+from quire.options import GenerateOptions
 
 # Two requests begin with this: the second one finds its blocks in the prefix cache.
 _SHARED_BEGINNING = (
@@ -18,8 +18,8 @@ class Scene:
     """One request of the demonstration.
 
     name           short; also the request id
-    about          what it shows
-    start_after_s  after the first ones
+    about          the feature that it shows
+    start_after_s  seconds after the first requests
     """
 
     name: str
@@ -38,7 +38,7 @@ class Scene:
 
     @property
     def named_options(self) -> GenerateOptions:
-        """The options, with the scene's name as request id: so the block map shows it."""
+        """The options, with the name of the scene as request id, so that the block map shows it."""
         named = self.options.copy()
         named["request_id"] = self.name
         return named
@@ -60,20 +60,20 @@ def _sampled(max_tokens: int, seed: int, n: int = 1) -> GenerateOptions:
     return {"temperature": 0.8, "seed": seed, "max_tokens": max_tokens, "n": n}
 
 
-def _told(request: str) -> list[ChatMessage]:
+def _chat(request: str) -> list[ChatMessage]:
     return [ChatMessage("user", request)]
 
 
 SCENES = (
     Scene("mountain", "greedy", "Once upon a time, on the mountain, there lived", _greedy(400)),
-    Scene("knight", "a chat", _told("Tell me a story about a knight and a trumpet."), _greedy(400)),
+    Scene("knight", "a chat", _chat("Tell me a story about a knight and a trumpet."), _greedy(400)),
     Scene(
         "owl",
         "three samples of one prompt",
         "There once was a brave owl named Ella. She lived in a warm cave on the",
         _sampled(400, seed=5, n=3),
     ),
-    Scene("hello", "short", _told("Who are you?"), _greedy(60)),
+    Scene("hello", "short", _chat("What can you do?"), _greedy(60)),
     Scene("lamp", "a longer prompt", _SHARED_BEGINNING, _sampled(400, seed=1)),
     Scene(
         "endless",
@@ -88,15 +88,15 @@ SCENES = (
         _sampled(400, seed=2),
         start_after_s=1.0,
     ),
-    Scene("otter", "sampled", _told("Write a story about an otter."), _sampled(400, 4), start_after_s=1.0),
+    Scene("otter", "sampled", _chat("Write a story about an otter."), _sampled(400, 4), start_after_s=1.0),
     Scene("first-words", "20 tokens", "A little robot named", _greedy(20), start_after_s=1.5),
-    Scene("drum", "sampled", _told("Tell me a story about a drum."), _sampled(400, 6), start_after_s=2.0),
+    Scene("drum", "sampled", _chat("Tell me a story about a drum."), _sampled(400, 6), start_after_s=2.0),
     Scene(
         "girl",
         "two samples of one prompt",
-        _told("Please tell me a story about a girl who lives by the lake."),
+        _chat("Please tell me a story about a girl named Ella."),
         _sampled(400, seed=8, n=2),
         start_after_s=2.5,
     ),
-    Scene("pig", "sampled", _told("Can you tell me a story about a pig?"), _sampled(400, 9), start_after_s=3.0),
+    Scene("pig", "sampled", _chat("Can you tell me a story about a pig?"), _sampled(400, 9), start_after_s=3.0),
 )

@@ -1,4 +1,4 @@
-"""How the demonstration looks: texts as they grow, the block pool below them."""
+"""The view of the demonstration: growing texts, and the block pool below them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ _MAX_SHOWN = 1200
 
 @dataclass(slots=True)
 class Reading:
-    """One sequence of a scene, as far as it has come."""
+    """One sequence of a scene, and the text that it has so far."""
 
     scene: Scene
     index: int
@@ -49,7 +49,7 @@ class Reading:
 
 @dataclass(slots=True)
 class Readings:
-    """All of them, in the order of the scenes."""
+    """The sequences of all scenes, in order."""
 
     all: list[Reading] = field(default_factory=list)
 
@@ -66,7 +66,7 @@ class Readings:
 
 
 class _Tail:
-    """The last lines of a text that fit: what was generated in colour, its prompt before it dimmed."""
+    """The last lines of a text that fit: the prompt dimmed, the generated text in colour."""
 
     def __init__(self, reading: Reading, style: Style, num_lines: int) -> None:
         self._reading, self._style, self._num_lines = reading, style, num_lines
@@ -81,7 +81,7 @@ class _Tail:
 
 
 def live_view(readings: Readings, block_map: BlockMap | None, colours: RequestColours, size: tuple[int, int]) -> Layout:
-    """A screen of `size` (columns, lines)."""
+    """Returns a screen of `size` (columns, lines)."""
     texts, pool = Layout(name="texts"), Layout(name="pool", size=min(_NUM_POOL_LINES, size[1] // 2))
     num_rows = -(-len(readings.all) // _NUM_COLUMNS)
     height = max(3, (size[1] - min(_NUM_POOL_LINES, size[1] // 2)) // num_rows)
@@ -125,7 +125,7 @@ def _pool_panel(block_map: BlockMap | None, colours: RequestColours) -> Panel:
 def print_frame(
     console: Console, elapsed_s: float, readings: Readings, block_map: BlockMap, colours: RequestColours
 ) -> None:
-    """The same for a terminal that cannot redraw: one frame below the other."""
+    """Prints a frame, for a terminal that cannot redraw."""
     console.rule(f"after {elapsed_s:.1f} s", characters="-")
     for reading in readings.all:
         tail = " ".join(reading.text.split())[-60:]
@@ -137,7 +137,7 @@ def print_frame(
 
 
 def print_texts(console: Console, readings: Readings, colours: RequestColours) -> None:
-    """What was generated, behind the prompts; of very long texts the beginning."""
+    """Prints each prompt and the text generated after it. Very long texts are cut."""
     for reading in readings.all:
         style = colours.style(reading.scene.name)
         heading = f"{reading.name} · {reading.scene.about} · {reading.status}"

@@ -1,4 +1,4 @@
-"""What `quire` exits with. The services use 0 to 3 in the same sense; codes above 63 follow BSD's sysexits.h."""
+"""The exit codes of `quire`. The services use 0 to 3 in the same sense; codes above 63 follow BSD's sysexits.h."""
 
 from quire.errors import (
     CapacityExceededError,
@@ -27,5 +27,8 @@ _BY_ERROR: dict[type[QuireError], int] = {
 
 
 def exit_code(error: QuireError) -> int:
-    """USAGE: change the request. UNAVAILABLE: nobody serves. TRY_AGAIN: later it may work. FAILED: all else."""
+    """Returns the code for an error.
+
+    USAGE: change the request. UNAVAILABLE: no server. TRY_AGAIN: it may work later. FAILED: any other error.
+    """
     return _BY_ERROR.get(type(error), FAILED)

@@ -9,7 +9,7 @@ from quire.events import Delta, Event, Finished, PromptLogprobs, Started, TokenL
 
 
 def write_json(events: Iterable[Event], out: TextIO) -> None:
-    """One JSON object a line for each event, as it comes: its fields, and its kind in `event`."""
+    """Writes each event as a line of JSON: its fields, and its kind as `event`."""
     for event in events:
         kind = type(event).__name__.lower()
         out.write(json.dumps({"event": kind} | asdict(event), ensure_ascii=False) + "\n")
@@ -17,10 +17,12 @@ def write_json(events: Iterable[Event], out: TextIO) -> None:
 
 
 def write_text(events: Iterable[Event], out: TextIO, notes: TextIO | None = None, *, are_beams: bool = False) -> None:
-    """The text as it comes. Of several sequences all but the first wait, and follow it one after the other; beams,
-    which come when all is done, have a line each that tells the score. Log-probabilities follow as tables.
+    """Writes the text as it comes, then log-probabilities as tables.
 
-    notes  where to say what each sequence cost and why it ended; None: nowhere
+    The first sequence streams; the others follow when it has ended. Beams come when the search is over, each below a
+    line with its score.
+
+    notes  receives the number of tokens and the reason of each end; None: not written
     """
     texts: dict[int, list[str]] = {}
     logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -59,7 +61,7 @@ def write_text(events: Iterable[Event], out: TextIO, notes: TextIO | None = None
 
 
 def logprob_table(title: str, logprobs: Sequence[TokenLogprobs], first_position: int = 0) -> str:
-    """A line a token: its place, its id, log-probability and rank; then the most probable ones as `id logprob`."""
+    """Returns a line for each token: position, id, log-probability and rank, then the most probable tokens."""
     lines = [title, f"{'':>6}{'token':>8}{'logprob':>10}{'rank':>7}" + ("  most probable" if logprobs[0].top else "")]
     for position, entry in enumerate(logprobs, start=first_position):
         top = "".join(f"  {each.token_id} {each.logprob:.3f}" for each in entry.top)

@@ -13,30 +13,36 @@ from quire.cli.block_map_view import RequestColours, block_map_view
 from quire.client import Client
 
 MAX_SHARE = 0.02
-"""Of the time that may go into answers: a server makes them between its steps, and a large pool's take a while."""
+"""Maximum share of the time for answers. The server makes them between its steps, and a large pool takes a while."""
 MAX_PAUSE_S = 2.0
-"""A server that is slow for other reasons is still looked at."""
+"""Maximum time between two answers, for a server that is slow for other reasons."""
 
 
 def show(client: Client, console: Console) -> None:
-    """The block map as it is now."""
+    """Prints the current block map."""
     console.print(block_map_view(client.block_map(), RequestColours()))
 
 
 def show_json(client: Client, console: Console) -> None:
-    """All of it as one JSON object."""
-    console.file.write(json.dumps(asdict(client.block_map())) + "\n")
+    """Prints the current block map as one JSON object."""
+    block_map = client.block_map()
+    fields = asdict(block_map)
+    fields["summary"] |= {  # the former names of these numbers
+        "num_used_slots": block_map.summary.num_used_token_slots,
+        "num_wasted_slots": block_map.summary.num_wasted_token_slots,
+    }
+    console.file.write(json.dumps(fields) + "\n")
 
 
 def watch(client: Client, console: Console, interval_s: float) -> None:
-    """Redraws it until interrupted; without a terminal to redraw on, prints one after the other."""
+    """Redraws the block map until interrupted. Without a terminal, prints one after the other."""
     if not console.is_terminal:
-        _draw_again(client, console.print, interval_s)
+        _draw_repeatedly(client, console.print, interval_s)
     with Live(console=console, auto_refresh=False) as live:
-        _draw_again(client, lambda view: live.update(view, refresh=True), interval_s)
+        _draw_repeatedly(client, lambda view: live.update(view, refresh=True), interval_s)
 
 
-def _draw_again(client: Client, draw: Callable[[Group], None], interval_s: float) -> NoReturn:
+def _draw_repeatedly(client: Client, draw: Callable[[Group], None], interval_s: float) -> NoReturn:
     colours = RequestColours()
     while True:
         asked_s = time.monotonic()

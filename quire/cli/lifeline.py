@@ -1,8 +1,8 @@
 """Runs a command that dies with its parent: `python -I -S lifeline.py PARENT_PID COMMAND ARGUMENTS…`.
 
-A file to be executed, not imported: it becomes the command by exec, so the process that the parent watches and signals
-is the command itself. Setting the signal here, rather than between fork and exec, keeps Python code out of the forked
-copy of a process that has threads.
+This file is executed, not imported. It becomes the command by exec, so the parent watches and signals the command
+itself. The signal is set here and not between fork and exec, because no Python code should run in the forked copy of a
+process that has threads.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ def main() -> None:
     parent, command = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the line above
+        if os.getppid() != parent:  # the parent died before the line above
             sys.exit(1)
     try:
         os.execvp(command[0], command)

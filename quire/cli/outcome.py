@@ -1,4 +1,4 @@
-"""How a command ends: what was to be expected as a line on standard error and an exit code, bugs with a traceback."""
+"""Ends a command: an expected error becomes a line on standard error and an exit code, a bug shows its traceback."""
 
 import sys
 from collections.abc import Iterator
@@ -18,8 +18,7 @@ from quire.model_path import ModelNotFound
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Expected errors become a line on standard error (for wrong fields, one each) and an exit code; bugs keep their
-    traceback."""
+    """Turns an expected error into an exit code and a line on standard error, or one line for each invalid field."""
     try:
         yield
     except InvalidRequestError as error:

@@ -1,12 +1,15 @@
-"""When a process that died is started again. Pure: the caller brings the clock."""
+"""Decides when a process that died is started again. Pure: the caller passes the time."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """The first restart comes after `first_delay_s`, each further one within `window_s` after twice as long, at most
-    `max_delay_s`. `max_restarts` within `window_s` are a crash loop: no more after that.
+    """The delays between restarts, and their maximum number.
+
+    The first restart comes after `first_delay_s`. Each further one within `window_s` comes after twice the delay of the
+    one before, at most `max_delay_s`. After `max_restarts` within `window_s` the process is in a crash loop, and is not
+    restarted again.
     """
 
     first_delay_s: float = 0.2
@@ -23,7 +26,7 @@ class RestartBudget:
         self._restarts_s: list[float] = []
 
     def next_delay_s(self, now_s: float) -> float | None:
-        """Books a restart and says how long to wait before it; None: this is a crash loop, give up."""
+        """Records a restart and returns the delay before it, or None in a crash loop."""
         policy = self._policy
         self._restarts_s = [time_s for time_s in self._restarts_s if now_s - time_s < policy.window_s]
         recent = len(self._restarts_s)

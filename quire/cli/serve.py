@@ -9,22 +9,25 @@ from typing import NoReturn
 from quire.async_client import AsyncClient
 from quire.block_map import ServerState
 from quire.cli import exit_codes
+from quire.cli.child import LogSink
 from quire.cli.services import ServicePair
-from quire.cli.supervisor import LogSink, Supervisor
+from quire.cli.supervisor import Supervisor
 from quire.cli.watch import health_probe, replace_when_hung
 from quire.errors import DeadlineExceededError, UnavailableError
 
 _PROBE_TIMEOUT_S = 5.0
-# Whoever signals a process and its group (timeout(1), some shells) means one signal, and sends two.
+# Signalling a process and its group, as timeout(1) and some shells do, delivers one signal twice.
 _SAME_SIGNAL_S = 0.5
 
 
 async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> int:
-    """Runs until SIGTERM or SIGINT, which drain: what runs finishes, new requests are refused. A second one kills.
-    Meanwhile a service that dies is restarted, and so is an executor that hangs.
+    """Runs both services until SIGTERM or SIGINT; returns the exit code.
 
-    say  takes the line `ready …`, once, as soon as a completion can be generated
-    Returns the exit code; raises ChildFailed where a service cannot be started or keeps dying.
+    The first signal drains: running requests finish, new ones are refused. A second signal kills. Until then, a service
+    that dies is restarted, and so is an executor that hangs. Raises ChildFailed if a service cannot be started or keeps
+    dying.
+
+    say  called once with the line `ready …`, as soon as a completion can be generated
     """
     told_to_stop = asyncio.Event()
     supervisor = Supervisor(pair.children(), log=log)
@@ -48,7 +51,7 @@ async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> 
 
 
 def serving_probe(client: AsyncClient) -> Callable[[], Awaitable[bool]]:
-    """Asks the scheduler whether it has an executor; False where nobody answers (yet)."""
+    """Returns a function that asks if the scheduler has an executor. No answer means False."""
 
     async def is_serving() -> bool:
         try:
@@ -82,7 +85,7 @@ def _stop_signals(told_to_stop: asyncio.Event, supervisor: Supervisor, log: LogS
         if not told_to_stop.is_set():
             first_s = loop.time()
             told_to_stop.set()
-            log("supervisor", "draining; once more to kill")
+            log("supervisor", "draining; a second signal kills both services")
         elif loop.time() - first_s > _SAME_SIGNAL_S:
             supervisor.kill()
             log("supervisor", "killing both services")

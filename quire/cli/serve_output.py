@@ -1,4 +1,4 @@
-"""What `quire serve` prints: a thread writes it, for the supervisor has to restart and end children whoever reads."""
+"""The output of `quire serve`. A thread writes it, so that a stuck reader does not stop the supervisor."""
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -8,7 +8,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.text import Text
 
-from quire.cli.supervisor import LogSink
+from quire.cli.child import LogSink
 from quire.log_writer import LineWriter
 
 _STYLES = {"scheduler": "cyan", "executor": "magenta", "supervisor": "yellow"}
@@ -18,7 +18,7 @@ _STYLES = {"scheduler": "cyan", "executor": "magenta", "supervisor": "yellow"}
 def lines_to(out: TextIO, err: TextIO, log_format: str) -> Iterator[tuple[Callable[[str], None], LogSink]]:
     """Yields `say` (writes to `out`) and `log` (writes to `err`) for `quire.cli.serve.serve`.
 
-    A log line starts with the name of the child that wrote it; where children log as JSON, it is JSON too.
+    A log line starts with the name of the child that wrote it. If the children log as JSON, it is JSON too.
     """
     render = _json_renderer() if log_format == "json" else _text_renderer(err)
     with (

@@ -1,4 +1,4 @@
-"""The flags of the services, for all commands that start them, and what they come to."""
+"""The flags of the services, for all commands that start them."""
 
 from dataclasses import fields
 from typing import Any
@@ -11,16 +11,16 @@ from scheduler.config import SchedulerConfig
 
 SCHEDULER_FLAGS = flag_parameters(SchedulerConfig)
 EXECUTOR_FLAGS = flag_parameters(ExecutorConfig)
-# Both at once: a field that both have is said once, and so is the address at which they meet.
+# For both services: a field that both have becomes one flag, and so does the address at which they meet.
 SERVICE_FLAGS = flag_parameters(ExecutorConfig, leave_out={EXECUTOR_ADDRESS[1]}) + flag_parameters(
     SchedulerConfig, leave_out={field.name for field in fields(ExecutorConfig)}
 )
-# What a measurement leaves open where it decides the rest itself.
+# For measurements that choose all other values themselves.
 MODEL_FLAGS = flag_parameters(
     ExecutorConfig, leave_out={field.name for field in fields(ExecutorConfig)} - {"model", "dtype", "device"}
 )
 
 
 def with_model(values: dict[str, Any]) -> dict[str, Any]:
-    """The flags that were given, and the directory of the model, of the embedded one where none was."""
+    """Returns the given flags and the directory of the model, which is the embedded one by default."""
     return given(values) | {"model": resolved_model(values.get("model"))}

@@ -1,5 +1,6 @@
-"""The two services as processes: what one command line says to both, and how one of them is run."""
+"""The two services as processes: their configurations from one command line, and the commands that run them."""
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -8,23 +9,23 @@ from typing import Any
 from executor.config import ExecutorConfig
 from executor.errors import ConfigError as ExecutorConfigError
 from quire.addresses import AddressError, AddressInUse, AddressUnusable, with_port
+from quire.cli.child import ChildSpec
 from quire.cli.config_flags import arguments
-from quire.cli.supervisor import ChildSpec
 from scheduler.config import ConfigError as SchedulerConfigError
 from scheduler.config import SchedulerConfig
 
-# Where the executor listens is where the scheduler finds it: one flag says both.
+# The scheduler connects to the address at which the executor listens, so one flag sets both.
 EXECUTOR_ADDRESS = ("executor", "listen_address")
 _STOP_MARGIN_S = 15.0
 
 
 class ConfigError(Exception):
-    """A value that a service refuses; the message names the field."""
+    """A service refuses a value. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServicePair:
-    """Both configurations, checked, with every port decided."""
+    """The checked configurations of both services, with every port chosen."""
 
     scheduler: SchedulerConfig
     executor: ExecutorConfig
@@ -32,7 +33,7 @@ class ServicePair:
     executor_values: dict[str, Any]
 
     def children(self) -> list[ChildSpec]:
-        """In the order in which they end: the scheduler drains, and needs the executor for that."""
+        """Returns the services in the order in which they end: the scheduler needs the executor to drain."""
         return [
             _child("scheduler", self.scheduler_values, self.scheduler.drain_timeout_s + _STOP_MARGIN_S),
             _child("executor", self.executor_values, _STOP_MARGIN_S),
@@ -46,27 +47,27 @@ class ServicePair:
 
 
 def service_pair(values: Mapping[str, Any]) -> ServicePair:
-    """Deals the values of one command line to the services that have a field of that name.
+    """Passes each value of one command line to the services that have a field of that name.
 
-    Port 0 becomes a free port here, so that a service that is restarted keeps its address.
-    Raises ConfigError, and AddressInUse where somebody listens there already.
+    Port 0 becomes a free port here, so that a restarted service keeps its address. Raises ConfigError, and AddressInUse
+    if another server listens at an address.
     """
     for_scheduler = {name: value for name, value in values.items() if name in _names(SchedulerConfig)}
     for_executor = {name: value for name, value in values.items() if name in _names(ExecutorConfig)}
     for name in ("listen", "http_listen", "executor"):
-        for_scheduler[name] = _decided(name, for_scheduler.get(name, _default(SchedulerConfig, name)))
+        for_scheduler[name] = _with_port(name, for_scheduler.get(name, _default(SchedulerConfig, name)))
     metrics_address = for_executor.get("metrics_address", _default(ExecutorConfig, "metrics_address"))
-    for_executor["metrics_address"] = _decided("metrics_address", metrics_address) if metrics_address else ""
+    for_executor["metrics_address"] = _with_port("metrics_address", metrics_address) if metrics_address else ""
     for_executor[EXECUTOR_ADDRESS[1]] = for_scheduler[EXECUTOR_ADDRESS[0]]
     return ServicePair(scheduler_config(for_scheduler), executor_config(for_executor), for_scheduler, for_executor)
 
 
 def on_free_ports(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same values for services that live as long as one command, out of the way of any others."""
+    """Returns the values with free ports by default, for services that run only as long as one command."""
     return dict.fromkeys(("listen", "http_listen", "executor", "metrics_address"), "127.0.0.1:0") | dict(values)
 
 
-def _decided(name: str, address: str) -> str:
+def _with_port(name: str, address: str) -> str:
     try:
         return with_port(address)
     except (AddressError, AddressUnusable) as error:
@@ -76,7 +77,7 @@ def _decided(name: str, address: str) -> str:
 
 
 def scheduler_config(values: Mapping[str, Any]) -> SchedulerConfig:
-    """Raises ConfigError."""
+    """Returns the checked configuration. Raises ConfigError."""
     try:
         return SchedulerConfig.from_dict(values)
     except SchedulerConfigError as error:
@@ -84,7 +85,7 @@ def scheduler_config(values: Mapping[str, Any]) -> SchedulerConfig:
 
 
 def executor_config(values: Mapping[str, Any]) -> ExecutorConfig:
-    """Raises ConfigError."""
+    """Returns the checked configuration. Raises ConfigError."""
     try:
         return ExecutorConfig.from_dict(values)
     except ExecutorConfigError as error:
@@ -106,7 +107,17 @@ def run_executor(config: ExecutorConfig) -> int:
 
 
 def _child(service: str, values: Mapping[str, Any], grace_s: float) -> ChildSpec:
-    return ChildSpec(service, (sys.executable, "-m", "quire", service, *arguments(values)), grace_s)
+    return ChildSpec(service, (*_quire_command(), service, *arguments(values)), grace_s)
+
+
+def _quire_command() -> tuple[str, ...]:
+    """Returns the command that runs this Quire.
+
+    `-m` puts the working directory first on the path. A folder there named `quire` must not replace this one, unless
+    this process was started that way too.
+    """
+    isolation = () if {"", os.getcwd()} & set(sys.path) else ("-P",)
+    return (sys.executable, *isolation, "-m", "quire")
 
 
 def _names(config: type[Any]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Finds out that a child runs and does nothing: whoever stands still does not end, and is not restarted by itself."""
+"""Detects a child that hangs. It does not end, so the supervisor would not restart it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,18 +11,21 @@ from quire.channel import CHANNEL_OPTIONS
 from quire.cli.supervisor import Supervisor
 
 _NUM_CHECKS = 4
-"""So many in a row must fail, in timeout_s together. Counted, not read off a clock: nobody was late while this process,
-or the whole machine, stood still."""
+"""Number of checks in a row that must fail, within timeout_s together.
+
+Failures are counted instead of measuring time, so that no child is killed because this process or the machine was
+suspended.
+"""
 
 
 async def replace_when_hung(
     supervisor: Supervisor, name: str, is_serving: Callable[[float], Awaitable[bool]], timeout_s: float
 ) -> None:
-    """Kills a child, for the supervisor to restart, that was ready and for timeout_s has not served. Never returns.
+    """Kills a child that was ready and has not served for timeout_s; the supervisor restarts it. Never returns.
 
-    One that has yet to say that it is ready is left alone: it may load a model.
+    A child that has not been ready yet is left alone, because it may be loading a model.
 
-    is_serving  given the seconds in which there must be an answer
+    is_serving  called with the maximum time for the answer, in seconds
     """
     loop, interval_s = asyncio.get_running_loop(), timeout_s / _NUM_CHECKS
     num_failed = 0
@@ -37,7 +40,7 @@ async def replace_when_hung(
 
 @asynccontextmanager
 async def health_probe(address: str) -> AsyncIterator[Callable[[float], Awaitable[bool]]]:
-    """What grpc.health.v1 says at an address; False as well where nobody answers in time."""
+    """Yields a function that asks grpc.health.v1 at an address. It returns False if no answer comes in time."""
     async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 

@@ -32,7 +32,7 @@ def test_unix_paths_stay_as_they_are() -> None:
     assert with_port("unix:/run/x.sock") == "unix:/run/x.sock"
 
 
-def test_the_port_that_was_really_taken() -> None:
+def test_at_port_replaces_the_port() -> None:
     assert at_port("127.0.0.1:0", 7) == "127.0.0.1:7"
     assert at_port("[::1]:0", 7) == "[::1]:7"
     assert at_port("unix:/run/x.sock", 1) == "unix:/run/x.sock"
@@ -50,12 +50,12 @@ def test_socket_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("address", ["192.0.2.1:0", "no-such-host.invalid:80", f"unix:/{'x' * 200}"])
-def test_nobody_could_listen_there(address: str) -> None:
+def test_addresses_where_no_server_can_listen(address: str) -> None:
     with pytest.raises(AddressUnusable, match=f"cannot listen on {address}"):
         check_free(address)
 
 
 @pytest.mark.parametrize("address", ["", "localhost", ":80", "host:", "host:x", "host:70000", "host:-1", "host:²"])
-def test_what_is_no_address(address: str) -> None:
+def test_malformed_addresses_are_refused(address: str) -> None:
     with pytest.raises(AddressError):
         HostPort.parse(address)

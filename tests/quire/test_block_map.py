@@ -1,4 +1,4 @@
-"""Waste, and how a block map looks."""
+"""The numbers of a block map, and its view in a terminal."""
 
 import io
 from collections import Counter
@@ -19,7 +19,7 @@ def sequence(request_id: str, slot: int, num_tokens: int, *block_table: int) -> 
 
 
 def block_map(blocks: list[Block], *sequences: RunningSequence, block_size: int = 4) -> BlockMap:
-    """Its summary says that two slots are empty, which the block tables alone would not tell."""
+    """Returns a block map whose summary has two wasted token slots, which the block tables do not show."""
     counts = Counter(block.state for block in blocks)
     num_shared = sum(block.ref_count > 1 for block in blocks)
     num_slots = counts[BlockState.ACTIVE] * block_size
@@ -28,8 +28,8 @@ def block_map(blocks: list[Block], *sequences: RunningSequence, block_size: int 
         num_cached_blocks=counts[BlockState.CACHED],
         num_active_blocks=counts[BlockState.ACTIVE],
         num_shared_blocks=num_shared,
-        num_used_slots=max(0, num_slots - 2),
-        num_wasted_slots=min(2, num_slots),
+        num_used_token_slots=max(0, num_slots - 2),
+        num_wasted_token_slots=min(2, num_slots),
         num_running=len(sequences),
         num_waiting=2,
         num_preemptions=1,
@@ -52,7 +52,7 @@ def drawn(renderable: object, width: int = 80, colour: bool = False) -> str:
         ([sequence("a", 0, 8, 1, 2)], 2, 2),
         ([sequence("a", 0, 7, 1, 2), sequence("b", 1, 6, 1, 3)], 4, 3),
         ([sequence("a", 0, 7, 1, 2), sequence("a", 1, 6, 1, 2), sequence("a", 2, 6, 1, 2)], 6, 2),
-        # The null block is nobody's.
+        # The null block belongs to no sequence.
         ([sequence("a", 0, 5, 1, 0)], 1, 1),
     ],
 )
@@ -62,13 +62,13 @@ def test_sharing(sequences: list[RunningSequence], num_entries: int, num_blocks:
     assert sharing.saved_ratio == pytest.approx(1 - num_blocks / num_entries if num_entries else 0.0)
 
 
-def test_waste_is_what_the_server_counted() -> None:
+def test_waste_is_the_count_of_the_server() -> None:
     pool = block_map([ACTIVE, SHARED], sequence("a", 0, 5, 1, 2))
-    assert (pool.waste.num_allocated_slots, pool.waste.num_used_slots, pool.waste.ratio) == (8, 6, 0.25)
-    assert replace(pool.summary, num_used_slots=0, num_wasted_slots=0).waste.ratio == 0.0
+    assert (pool.waste.num_allocated_token_slots, pool.waste.num_used_token_slots, pool.waste.ratio) == (8, 6, 0.25)
+    assert replace(pool.summary, num_used_token_slots=0, num_wasted_token_slots=0).waste.ratio == 0.0
 
 
-def test_counts_leave_the_null_block_out() -> None:
+def test_counts_exclude_the_null_block() -> None:
     pool = block_map([FREE, CACHED, ACTIVE, SHARED, SHARED])
     assert [pool.num_blocks(state) for state in (BlockState.FREE, BlockState.CACHED, BlockState.ACTIVE)] == [
         1,
@@ -93,7 +93,7 @@ def test_a_large_pool_shows_the_busiest_block_of_each_group() -> None:
     assert "4 blocks" in grid.replace("\n", " ")
 
 
-def test_requests_have_their_own_colour_and_keep_it() -> None:
+def test_each_request_keeps_its_own_colour() -> None:
     colours = RequestColours()
     first, second = colours.style("a"), colours.style("b")
     assert first != second
@@ -105,7 +105,7 @@ def test_requests_have_their_own_colour_and_keep_it() -> None:
     assert len({code for code, _ in cells}) == 3  # a's, b's, and the one of blocks that several requests share
 
 
-def test_block_tables_mark_what_is_shared_and_shorten_runs() -> None:
+def test_block_tables_mark_shared_blocks_and_shorten_runs() -> None:
     pool = block_map(
         [SHARED, SHARED, ACTIVE, ACTIVE, ACTIVE, ACTIVE, ACTIVE],
         sequence("left", 0, 20, 1, 2, 3, 4, 5),
@@ -141,3 +141,14 @@ def test_an_ascii_terminal_gets_ascii_cells() -> None:
     Console(file=out, width=20).print(PoolGrid(pool, RequestColours()))
     out.seek(0)
     assert out.read().splitlines()[0] == ".o#%"
+
+
+def test_former_names_of_token_slots_are_deprecated() -> None:
+    summary = block_map([ACTIVE, SHARED]).summary
+    for old, value in (("num_used_slots", 6), ("num_wasted_slots", 2), ("num_allocated_slots", 8)):
+        with pytest.warns(
+            DeprecationWarning, match=f"{old} is deprecated: use {old.replace('_slots', '_token_slots')}"
+        ):
+            assert getattr(summary, old) == value
+    with pytest.warns(DeprecationWarning, match="num_used_slots"):
+        assert summary.waste.num_used_slots == 6

@@ -1,62 +1,21 @@
-"""Both clients against a scripted server. What they share is tested once, through whichever client `calls` is."""
+"""Both clients against a scripted server: each test of what they share runs with both."""
 
-import asyncio
-import socket
-import threading
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 
 import quire
-from quire.addresses import with_port
 from quire.v1 import admin_pb2, generation_pb2
+from tests.support.client.calls import KINDS, SyncCalls
 from tests.support.client.scripted_server import ScriptedServer, delta, endless, finished, refusal, replies, started
 from tests.support.client.waiting import until
 
 
-class SyncCalls:
-    """Runs one call of the sync client and returns what came."""
-
-    def __init__(self, address: str, **defaults: Any) -> None:
-        self._address, self._defaults = address, defaults
-
-    def events(self, *arguments: Any, **options: Any) -> list[quire.Event]:
-        with quire.Client(self._address, **self._defaults) as client:
-            return list(client.generate(*arguments, **options))
-
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        with quire.Client(self._address, **self._defaults) as client:
-            return getattr(client, method)(*arguments, **options)
-
-
-class AsyncCalls(SyncCalls):
-    """The same with the async client."""
-
-    def events(self, *arguments: Any, **options: Any) -> list[quire.Event]:
-        async def collect() -> list[quire.Event]:
-            async with quire.AsyncClient(self._address, **self._defaults) as client:
-                return [event async for event in client.generate(*arguments, **options)]
-
-        return asyncio.run(collect())
-
-    def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        async def run() -> Any:
-            async with quire.AsyncClient(self._address, **self._defaults) as client:
-                return await getattr(client, method)(*arguments, **options)
-
-        return asyncio.run(run())
-
-
-KINDS = pytest.mark.parametrize("kind", [SyncCalls, AsyncCalls])
-
-
 @KINDS
 def test_events_come_typed_and_in_order(server: ScriptedServer, kind: type[SyncCalls]) -> None:
-    unknown = generation_pb2.GenerateResponse()  # what a newer server may send
+    unknown = generation_pb2.GenerateResponse()  # a kind of event that a newer server may send
     usage = {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2, "num_preemptions": 1}
     server.script = replies(
         started("mine", 3, 2),
@@ -74,7 +33,7 @@ def test_events_come_typed_and_in_order(server: ScriptedServer, kind: type[SyncC
 
 
 @KINDS
-def test_complete_puts_interleaved_sequences_together(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+def test_complete_assembles_interleaved_sequences(server: ScriptedServer, kind: type[SyncCalls]) -> None:
     server.script = replies(
         started("id", 4, 1),
         delta(1, "x", 1),
@@ -171,39 +130,9 @@ def test_deadlines_go_to_the_server_and_expire(server: ScriptedServer, kind: typ
 
 
 @KINDS
-def test_no_deadline_unless_asked_for(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+def test_calls_have_no_deadline_by_default(server: ScriptedServer, kind: type[SyncCalls]) -> None:
     kind(server.address).events("p")
     assert server.time_remaining_s == [None]
-
-
-@KINDS
-def test_nobody_at_the_address(kind: type[SyncCalls]) -> None:
-    address = with_port("127.0.0.1:0")
-    for method, arguments in (("complete", ("p",)), ("server_info", ())):
-        with pytest.raises(quire.UnavailableError):
-            kind(address).call(method, *arguments)
-
-
-@KINDS
-def test_wait_for_ready_waits_for_a_server_that_starts_later(kind: type[SyncCalls]) -> None:
-    address = with_port("127.0.0.1:0")
-    server = ScriptedServer()
-    starter = threading.Timer(0.2, server.start, (address,))
-    starter.start()
-    try:
-        assert kind(address, wait_for_ready=True).events("p", timeout_s=20)[0] == quire.Started("r", 3, 0)
-    finally:
-        starter.join()
-        server.stop()
-
-
-@KINDS
-def test_waiting_for_a_server_ends_with_the_deadline(kind: type[SyncCalls]) -> None:
-    address = with_port("127.0.0.1:0")
-    with pytest.raises(quire.DeadlineExceededError):
-        kind(address, wait_for_ready=True).events("p", timeout_s=0.3)
-    with pytest.raises(quire.UnavailableError):
-        kind(address, wait_for_ready=True).events("p", timeout_s=20, wait_for_ready=False)
 
 
 @KINDS
@@ -269,10 +198,10 @@ def test_admin_calls(server: ScriptedServer, kind: type[SyncCalls]) -> None:
     assert calls.call("reset_prefix_cache") == 5
 
 
-def test_requests_of_one_client_run_side_by_side(server: ScriptedServer) -> None:
+def test_requests_of_one_client_run_concurrently(server: ScriptedServer) -> None:
     async def echo(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
         yield started(request.request_id)
-        await until(lambda: len(server.requests) == 3)  # nobody ends before all have begun
+        await until(lambda: len(server.requests) == 3)  # no request ends before all have begun
         yield delta(0, request.text, 1)
         yield finished(0)
 
@@ -281,45 +210,3 @@ def test_requests_of_one_client_run_side_by_side(server: ScriptedServer) -> None
         streams = [client.generate(text, request_id=text) for text in "abc"]
         texts = ["".join(event.text for event in stream if isinstance(event, quire.Delta)) for stream in streams]
     assert texts == ["a", "b", "c"]
-
-
-@pytest.fixture
-def slow_door(server: ScriptedServer) -> Iterator[str]:
-    """The server behind a connection on which nothing moves at first, as on a machine that is busy."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    open_sockets = [listener]
-
-    def relay(source: socket.socket, target: socket.socket) -> None:
-        with suppress(OSError):
-            while data := source.recv(65536):
-                target.sendall(data)
-
-    def serve() -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = listener.accept()
-                time.sleep(1.0)
-                behind = socket.create_connection(split(server.address))
-                open_sockets.extend((client, behind))
-                for ends in ((client, behind), (behind, client)):
-                    threading.Thread(target=relay, args=ends, daemon=True).start()
-
-    threading.Thread(target=serve, daemon=True).start()
-    yield f"127.0.0.1:{listener.getsockname()[1]}"
-    for each in open_sockets:
-        with suppress(OSError):
-            each.shutdown(socket.SHUT_RDWR)
-        each.close()
-
-
-def split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
-
-
-@KINDS
-def test_a_server_that_is_slow_to_answer_the_door_is_waited_for(
-    server: ScriptedServer, slow_door: str, kind: type[SyncCalls]
-) -> None:
-    server.script = replies(started("r"), delta(0, "a", 1), finished(0))
-    assert len(kind(slow_door).events("hello")) == 3

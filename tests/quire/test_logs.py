@@ -1,4 +1,4 @@
-"""The log: one line a record, in both formats, whatever clients make up and libraries say."""
+"""The log: one line for each record, in both formats, whatever the record contains."""
 
 import asyncio
 import io
@@ -22,7 +22,7 @@ log = logging.getLogger("scheduler.test")
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """The process's logging is one for all tests."""
+    """Restores the logging of the process, which all tests share."""
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     yield
@@ -48,7 +48,7 @@ def records(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text(stream).splitlines()]
 
 
-def test_json_for_machines() -> None:
+def test_json_records() -> None:
     stream = configured("json")
     log.info("request %s", "ended", extra={"num_tokens": 3, "ttft_s": 0.25, "trace_id": None, "client": ""})
     (record,) = records(stream)
@@ -63,17 +63,17 @@ def test_json_for_machines() -> None:
     }
 
 
-def test_a_console_for_people() -> None:
+def test_console_records() -> None:
     stream = configured("console")
     log.warning("executor lost: %s", "cut", extra={"num_tokens": 3})
     line = text(stream)
     assert line.endswith("executor lost: cut [scheduler.test] num_tokens=3\n")
     assert "warning" in line
-    assert "\x1b" not in line, "colours, and this is no terminal"
+    assert "\x1b" not in line, "no colours without a terminal"
 
 
 @pytest.mark.parametrize("log_format", FORMATS)
-def test_a_record_is_a_line_whatever_is_in_it(log_format: str) -> None:
+def test_control_characters_are_escaped(log_format: str) -> None:
     stream = configured(log_format)
     log.info("of %s", HOSTILE, extra={"request_id": HOSTILE, "others": [HOSTILE], HOSTILE: 1})
     written = text(stream)
@@ -81,7 +81,7 @@ def test_a_record_is_a_line_whatever_is_in_it(log_format: str) -> None:
     assert written[:-1].isprintable()
 
 
-def test_a_value_cannot_look_like_two() -> None:
+def test_values_with_spaces_are_quoted() -> None:
     stream = configured("console")
     log.info("ended", extra={"request_id": 'a reason="eos"'})
     assert text(stream).endswith(" request_id='a reason=\"eos\"'\n")
@@ -103,11 +103,11 @@ def test_tracebacks(log_format: str) -> None:
         head, *rest = written.splitlines()
         assert head.endswith("broke [scheduler.test]")
         assert len(rest) > 3
-        assert all(line.startswith("    ") and line.isprintable() for line in rest), "a line of the client's own"
+        assert all(line.startswith("    ") and line.isprintable() for line in rest), "a client forged a line"
 
 
 @pytest.mark.parametrize("log_format", FORMATS)
-def test_libraries_and_warnings_go_the_same_way(log_format: str) -> None:
+def test_libraries_and_warnings_use_the_same_pipeline(log_format: str) -> None:
     stream = configured(log_format)
     logging.getLogger("asyncio").error("something in a library")
     with warnings.catch_warnings():
@@ -127,14 +127,14 @@ def test_levels() -> None:
     assert [record["event"] for record in records(stream)] == ["yes"]
 
 
-def test_configured_again_there_is_still_one_line_each() -> None:
+def test_configuring_twice_does_not_duplicate_lines() -> None:
     configured("console")
     stream = configured("json")
     log.info("once")
     assert len(records(stream)) == 1
 
 
-async def test_lines_of_a_task_are_about_its_request() -> None:
+async def test_lines_of_a_task_have_the_fields_of_its_request() -> None:
     stream = configured("json")
 
     async def handle(request_id: str) -> None:
@@ -156,7 +156,7 @@ async def test_lines_of_a_task_are_about_its_request() -> None:
     assert all("trace_id" not in record for record in records(stream))
 
 
-def test_what_is_printed_becomes_a_record() -> None:
+def test_printed_lines_become_records() -> None:
     logged = '{"event": "x", "service": "executor"}'
     assert as_json_line("executor", logged) == logged
     for line in ("ready 127.0.0.1:1", "{not json}", '{"a": 1} and more', "Traceback\x1b"):
@@ -171,7 +171,7 @@ def test_printable(made_up: str) -> None:
         assert printable(made_up) == made_up
 
 
-def test_nobody_waits_for_a_reader_that_is_stuck() -> None:
+def test_logging_does_not_wait_for_a_stuck_reader() -> None:
     num_lines = 5000  # far more than a pipe and the queue hold
     reader, writer = os.pipe()
     with open(writer, "w") as stream:
@@ -198,7 +198,7 @@ def test_nobody_waits_for_a_reader_that_is_stuck() -> None:
     assert numbers == sorted(numbers)
 
 
-def test_a_process_ends_though_nobody_reads_its_log() -> None:
+def test_a_process_ends_although_its_log_is_not_read() -> None:
     script = """
 import logging
 from quire.logs import configure

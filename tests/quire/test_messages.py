@@ -1,19 +1,12 @@
-"""Prompts and options as the message that is sent."""
+"""Conversion of prompts, options and events."""
 
 from typing import Any
 
 import pytest
 
 import quire
-from quire.messages import (
-    CompletionAssembler,
-    GenerateOptions,
-    OutputOptions,
-    SamplingOptions,
-    StoppingOptions,
-    event,
-    generate_request,
-)
+from quire.messages import CompletionAssembler, event, generate_request
+from quire.options import GenerateOptions
 from quire.status_details import status_details
 from quire.v1 import generation_pb2
 
@@ -55,19 +48,17 @@ def test_every_option_reaches_its_field() -> None:
         sent = getattr(holders[0], name)
         assert (dict(sent) if name == "logit_bias" else _plain(sent)) == _plain(value), name
         if name == "include_stop":
-            assert request.stopping.HasField(name)  # a False that was asked for is not the same as nothing
+            assert request.stopping.HasField(name)  # an explicit False differs from an absent option
 
 
-def test_options_and_fields_of_the_messages_have_the_same_names() -> None:
-    for options, message in (
-        (SamplingOptions, generation_pb2.SamplingParams),
-        (StoppingOptions, generation_pb2.StoppingParams),
-        (OutputOptions, generation_pb2.OutputParams),
-    ):
-        assert set(options.__annotations__) == set(message.DESCRIPTOR.fields_by_name)
+def test_every_parameter_of_the_protocol_is_an_option() -> None:
+    parameters = set()
+    for message in (generation_pb2.SamplingParams, generation_pb2.StoppingParams, generation_pb2.OutputParams):
+        parameters |= set(message.DESCRIPTOR.fields_by_name)
+    assert parameters | {"request_id", "priority", "cache_salt"} == set(GenerateOptions.__annotations__)
 
 
-def test_what_is_absent_or_none_is_not_sent() -> None:
+def test_absent_options_and_none_are_not_sent() -> None:
     request = generate_request("p", {"temperature": None, "max_tokens": None, "stop": None})
     assert request == generation_pb2.GenerateRequest(text="p")
     assert not request.HasField("sampling")
@@ -105,13 +96,13 @@ def test_prompts(prompt: Any, expected: generation_pb2.GenerateRequest) -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, 3, b"bytes", {"role": "user", "content": "x"}, [{"role": "user"}]])
-def test_what_is_no_prompt_is_a_type_error(prompt: Any) -> None:
+def test_other_types_of_prompts_are_type_errors(prompt: Any) -> None:
     with pytest.raises(TypeError):
         generate_request(prompt, {})
 
 
 def test_an_unknown_option_is_a_type_error() -> None:
-    with pytest.raises(TypeError, match="temprature"):
+    with pytest.raises(TypeError, match="no option 'temprature'; did you mean 'temperature'"):
         generate_request("p", {"temprature": 1.0})
 
 

@@ -30,12 +30,12 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage:" in result.output
 
 
-def test_the_overview_names_every_command() -> None:
+def test_the_help_lists_every_command() -> None:
     output = invoke("--help").output
     assert all(command in output for command in COMMANDS if " " not in command)
 
 
-def test_the_command_line_loads_neither_torch_nor_the_services() -> None:
+def test_the_command_line_imports_neither_torch_nor_the_services() -> None:
     program = (
         "import sys, quire.cli.main, quire.cli.demo, bench.command, bench.sharing_command\n"
         "heavy = {'torch', 'transformers', 'scheduler.main', 'executor.main'} & set(sys.modules)\n"
@@ -60,7 +60,7 @@ def test_generate_prints_the_text(server: ScriptedServer) -> None:
     ]
 
 
-def test_generate_passes_on_all_that_can_be_asked_for(server: ScriptedServer) -> None:
+def test_generate_sends_every_option(server: ScriptedServer) -> None:
     result = invoke(
         *("generate", "p", "--address", server.address, "--beam-width", "4", "--n", "2", "--length-penalty", "-0.5"),
         *("--early-stopping", "--repetition-penalty", "1.5", "--frequency-penalty", "0.5", "--presence-penalty=-1"),
@@ -90,13 +90,13 @@ def test_generate_passes_on_all_that_can_be_asked_for(server: ScriptedServer) ->
 
 
 @pytest.mark.parametrize("entry", ["", "5", "x=1", "5=", "5=y", "=1"])
-def test_a_bias_is_an_id_and_a_value(server: ScriptedServer, entry: str) -> None:
+def test_a_logit_bias_must_be_an_id_and_a_value(server: ScriptedServer, entry: str) -> None:
     result = invoke("generate", "p", "--logit-bias", entry, "--address", server.address)
     assert (result.exit_code, server.requests) == (2, [])
     assert "ID=VALUE" in result.stderr
 
 
-def test_a_bias_of_what_is_no_token_id_is_told_by_field(server: ScriptedServer) -> None:
+def test_values_that_cannot_be_sent_are_reported_by_field(server: ScriptedServer) -> None:
     result = invoke("generate", "p", "--logit-bias=-1=5", "--seed", "-1", "--address", server.address)
     assert (result.exit_code, server.requests) == (2, [])
     assert [line.split(":")[0].strip() for line in result.stderr.splitlines()[1:]] == [
@@ -105,7 +105,7 @@ def test_a_bias_of_what_is_no_token_id_is_told_by_field(server: ScriptedServer) 
     ]
 
 
-def test_a_refusal_tells_every_field_on_its_own_line(server: ScriptedServer) -> None:
+def test_a_refusal_has_a_line_for_each_field(server: ScriptedServer) -> None:
     server.script = refusal(grpc.StatusCode.INVALID_ARGUMENT, "no", {"sampling.n": "too many", "text": "too long"})
     result = invoke("generate", "p", "--address", server.address)
     assert result.exit_code == 2
@@ -153,14 +153,14 @@ def test_a_refusal_is_one_line_and_an_exit_code(
     assert result.stderr.splitlines() == ["quire: for a reason"]
 
 
-def test_nobody_there() -> None:
+def test_an_address_without_a_server_is_unavailable() -> None:
     result = invoke("kv", "--address", with_port("127.0.0.1:0"))
     assert result.exit_code == 69
     assert result.stderr.startswith("quire: ")
     assert len(result.stderr.splitlines()) == 1
 
 
-def test_kv_draws_the_pool_or_says_it_as_json(server: ScriptedServer) -> None:
+def test_kv_prints_the_pool_as_text_or_json(server: ScriptedServer) -> None:
     server.block_map = admin_pb2.GetBlockMapResponse(
         block_size=4,
         blocks=[admin_pb2.BlockInfo(state=admin_pb2.BLOCK_STATE_FREE)] * 3
@@ -177,7 +177,7 @@ def test_kv_draws_the_pool_or_says_it_as_json(server: ScriptedServer) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "scheduler", "executor", "demo"])
-def test_an_unknown_model_directory_is_said_before_anything_starts(command: str) -> None:
+def test_an_unknown_model_directory_fails_before_anything_starts(command: str) -> None:
     result = invoke(command, "--model", "./no/such/place")
     assert result.exit_code == 2
     assert result.stderr.splitlines() == [
@@ -185,7 +185,7 @@ def test_an_unknown_model_directory_is_said_before_anything_starts(command: str)
     ]
 
 
-def test_a_directory_without_a_model_and_a_file_are_no_models(tmp_path: Path) -> None:
+def test_a_model_must_be_a_directory_with_a_config(tmp_path: Path) -> None:
     assert "has no config.json" in invoke("serve", "--model", str(tmp_path)).stderr
     file = tmp_path / "model.gguf"
     file.write_bytes(b"")
@@ -193,7 +193,7 @@ def test_a_directory_without_a_model_and_a_file_are_no_models(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--http-listen", "--executor", "--metrics-address"])
-def test_a_port_in_use_is_said_before_anything_starts(tmp_path: Path, flag: str) -> None:
+def test_a_port_in_use_fails_before_anything_starts(tmp_path: Path, flag: str) -> None:
     (tmp_path / "config.json").write_text("{}")
     flags = dict.fromkeys(("--listen", "--http-listen", "--executor", "--metrics-address"), "127.0.0.1:0")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -212,14 +212,14 @@ def test_a_wrong_value_is_a_usage_error() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,x", "-4"])
-def test_bench_refuses_what_is_no_list_of_concurrencies(text: str) -> None:
+def test_bench_refuses_a_bad_list_of_concurrencies(text: str) -> None:
     result = invoke("bench", "serve", "-c", text)
     assert result.exit_code == 1
     assert "concurrency" in result.stderr
 
 
 @pytest.mark.parametrize("words", [["--peer-url", "http://127.0.0.1:1"], ["--peer-model", "toy"]])
-def test_a_peer_needs_its_address_and_the_name_of_its_model(words: list[str]) -> None:
+def test_a_peer_needs_both_its_address_and_its_model_name(words: list[str]) -> None:
     result = invoke("bench", "serve", *words)
     assert result.exit_code == 2
     assert "go together" in result.stderr

@@ -1,5 +1,6 @@
-"""Flags and configuration classes say the same."""
+"""Flags generated from configuration classes."""
 
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 import quire.cli.main
 from executor.config import ExecutorConfig
 from quire.cli.config_flags import arguments, field_texts, flag_parameters, given, with_flags
+from quire.cli.option_flags import option_parameters
 from quire.cli.services import ConfigError, on_free_ports, service_pair
+from quire.options import GenerateOptions
 from scheduler.config import SchedulerConfig
 
 CONFIGS = pytest.mark.parametrize("config", [SchedulerConfig, ExecutorConfig])
@@ -20,12 +23,12 @@ MODEL = str(Path(__file__).parent)
 
 @dataclass(frozen=True)
 class Toy:
-    """Something to configure.
+    """A configuration.
 
-    model    which one,
+    model    the name,
              in two lines
-    amount   how much
-    is_open  whether
+    amount   the quantity
+    is_open  the state
     """
 
     model: str
@@ -35,7 +38,7 @@ class Toy:
 
 
 def parse(words: list[str]) -> dict[str, Any]:
-    """What a command with the flags of Toy gets."""
+    """Returns the values that a command with the flags of Toy receives."""
     seen: list[dict[str, Any]] = []
     app = typer.Typer()
     app.command()(with_flags(lambda **values: seen.append(values), flag_parameters(Toy)))
@@ -44,7 +47,7 @@ def parse(words: list[str]) -> dict[str, Any]:
     return given(seen[0])
 
 
-def test_flags_that_are_not_given_stay_out() -> None:
+def test_flags_that_are_not_given_are_left_out() -> None:
     assert parse([]) == {}
 
 
@@ -58,12 +61,12 @@ def test_help_is_the_docstring_with_its_defaults() -> None:
     app = typer.Typer(rich_markup_mode=None)
     app.command()(with_flags(lambda **values: None, flag_parameters(Toy)))
     help_text = " ".join(CliRunner().invoke(app, ["--help"]).output.split())
-    assert "which one, in two lines" in help_text
-    assert "whether [default: True]" in help_text
-    assert "how much --is-open" in help_text  # no default to show
+    assert "the name, in two lines" in help_text
+    assert "the state [default: True]" in help_text
+    assert "the quantity --is-open" in help_text  # no default to show
 
 
-def test_own_parameters_of_a_command_stay_beside_the_flags() -> None:
+def test_a_command_keeps_its_own_parameters() -> None:
     seen: list[dict[str, Any]] = []
 
     def command(own: int = 1, **values: Any) -> None:
@@ -103,7 +106,7 @@ def test_every_field_can_be_set_by_the_flag_of_its_name(
 
 
 def other_value(name: str, default: Any) -> Any:
-    """A valid value that is not the default."""
+    """Returns a valid value that differs from the default."""
     chosen = {
         "model": "models/tiny",
         "policy": "priority",
@@ -129,7 +132,7 @@ def other_value(name: str, default: Any) -> Any:
     return 7 if default is None else default + 1
 
 
-def test_one_command_line_speaks_to_both_services() -> None:
+def test_one_command_line_configures_both_services() -> None:
     values = {"model": MODEL, "revision": "v2", "max_num_seqs": 3, "policy": "priority", "num_blocks": 40}
     pair = service_pair(on_free_ports(values))
     assert (pair.scheduler.model, pair.executor.model) == (MODEL, MODEL)
@@ -148,7 +151,7 @@ def test_one_command_line_speaks_to_both_services() -> None:
     assert pair.ready_line() == "ready grpc={} http={} executor={} metrics={}".format(*addresses)
 
 
-def test_the_executor_may_listen_on_a_unix_socket_and_leave_metrics_out() -> None:
+def test_the_executor_may_use_a_unix_socket_and_no_metrics() -> None:
     pair = service_pair(on_free_ports({"model": MODEL}) | {"executor": "unix:/tmp/x.sock", "metrics_address": ""})
     assert pair.scheduler.executor == pair.executor.listen_address == "unix:/tmp/x.sock"
     assert pair.ready_line().endswith("executor=unix:/tmp/x.sock metrics=off")
@@ -161,7 +164,23 @@ def test_children_get_the_values_as_flags_and_the_scheduler_ends_first() -> None
     assert scheduler.command[1:4] == ("-m", "quire", "scheduler")
     assert "--num-blocks" in executor.command
     assert "--num-blocks" not in scheduler.command
-    assert scheduler.grace_s > 50.0  # the scheduler's own time to drain is never cut short
+    assert scheduler.grace_s > 50.0  # the scheduler has its whole time to drain
+
+
+def test_children_import_the_package_of_their_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = service_pair(on_free_ports({"model": MODEL}))
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "bin"), *sys.path])
+    monkeypatch.chdir(tmp_path)
+    assert pair.children()[0].command[:4] == (sys.executable, "-P", "-m", "quire")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert pair.children()[0].command[:3] == (sys.executable, "-m", "quire")
+
+
+def test_every_option_of_a_request_has_a_text_and_a_flag() -> None:
+    assert set(field_texts(GenerateOptions)) == set(GenerateOptions.__annotations__)
+    assert {parameter.name for parameter in option_parameters()} == set(GenerateOptions.__annotations__) - {
+        "request_id"
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The demonstration's middle part, against a scripted server and without a terminal."""
+"""The demonstration against a scripted server, without a terminal."""
 
 import asyncio
 import io
@@ -17,7 +17,7 @@ from quire.v1 import admin_pb2, generation_pb2
 from tests.support.client.scripted_server import ScriptedServer, delta, finished, started
 
 THREE = Scene("three", "samples", "Once", {"n": 2, "temperature": 0.5})
-CHAT = Scene("chat", "a chat", [quire.ChatMessage("user", "Who?")])
+CHAT = Scene("chat", "a chat", [quire.ChatMessage("user", "Why?")])
 
 
 def console(width: int = 100) -> tuple[Console, io.StringIO]:
@@ -25,7 +25,7 @@ def console(width: int = 100) -> tuple[Console, io.StringIO]:
     return Console(file=out, width=width), out
 
 
-async def test_texts_and_frames_are_printed_where_there_is_no_terminal(server: ScriptedServer) -> None:
+async def test_texts_and_frames_are_printed_without_a_terminal(server: ScriptedServer) -> None:
     async def script(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
         yield started(request.request_id, 3, 2)
         for index in range(request.sampling.n or 1):
@@ -54,11 +54,11 @@ async def test_texts_and_frames_are_printed_where_there_is_no_terminal(server: S
     assert "after 0." in text
     assert "three[1] · samples · 2 tokens, eos" in text
     assert "Once text 1" in text
-    assert "Who?\n text 0" in text
+    assert "Why?\n text 0" in text
     assert {request.request_id for request in server.requests} == {"three", "chat"}
 
 
-async def test_a_scene_that_fails_leaves_the_others_alone(server: ScriptedServer) -> None:
+async def test_a_scene_that_fails_does_not_affect_the_others(server: ScriptedServer) -> None:
     async def script(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
         if request.request_id == "chat":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "no chat template")
@@ -91,7 +91,7 @@ def test_the_screen_shows_every_sequence_whatever_its_size() -> None:
             assert "dark night." in out.getvalue()
 
 
-def test_scenes_are_what_the_demonstration_promises() -> None:
+def test_scenes_cover_all_kinds_of_requests() -> None:
     names = [scene.name for scene in SCENES]
     assert len(set(names)) == len(names)
     assert any(scene.num_sequences >= 3 for scene in SCENES)

@@ -43,7 +43,7 @@ def test_the_first_sequence_streams_and_the_others_follow() -> None:
     assert seen[:2] == ["On", "Once"]
 
 
-def test_notes_say_what_it_cost() -> None:
+def test_notes_list_tokens_and_reasons() -> None:
     out, notes = io.StringIO(), io.StringIO()
     write_text(TWO, out, notes)
     assert out.getvalue() == "Once\n\n--- 1 ---\nEinmal\n"
@@ -54,13 +54,13 @@ def test_notes_say_what_it_cost() -> None:
     ]
 
 
-def test_a_sequence_without_text_still_has_its_place() -> None:
+def test_a_sequence_without_text_has_a_heading() -> None:
     out = io.StringIO()
     write_text([Started("r", 1, 0), end(0, FinishReason.EOS, 0), end(1, FinishReason.EOS, 0)], out)
     assert out.getvalue() == "\n\n--- 1 ---\n\n"
 
 
-def test_json_is_one_event_a_line() -> None:
+def test_json_has_one_event_per_line() -> None:
     out = io.StringIO()
     write_json([Started("é", 4, 2), Delta(0, "a\nb", (1, 2)), end(0, FinishReason.STOP, 2)], out)
     assert [json.loads(line) for line in out.getvalue().splitlines()] == [

@@ -1,4 +1,4 @@
-"""How often `quire kv --watch` asks."""
+"""The polling interval of `quire kv --watch`."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from quire.cli import kv
 
 
 class SlowClient:
-    """Answers after `delay_s` of a clock that nothing else moves."""
+    """A client that answers after `delay_s` of a simulated clock."""
 
     def __init__(self, delay_s: float) -> None:
         self.delay_s = delay_s
@@ -26,7 +26,7 @@ class SlowClient:
     ("delay_s", "pause_s"),
     [(0.001, 0.25), (0.01, 0.5), (10, kv.MAX_PAUSE_S)],
 )
-def test_a_server_that_takes_long_is_asked_less_often(
+def test_slow_servers_are_polled_less_often(
     monkeypatch: pytest.MonkeyPatch, delay_s: float, pause_s: float, is_terminal: bool
 ) -> None:
     client, pauses = SlowClient(delay_s), list[float]()

@@ -1,4 +1,4 @@
-"""`serve` around children that are not the services."""
+"""`serve` with other programs in place of the services."""
 
 import asyncio
 import os
@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 
 from quire.block_map import ServerState
+from quire.cli.child import ChildSpec
 from quire.cli.serve import serve, serving_probe
 from quire.cli.services import ServicePair, on_free_ports, service_pair
-from quire.cli.supervisor import ChildFailed, ChildSpec
+from quire.cli.supervisor import ChildFailed
 from tests.support.client.waiting import until
 
 IDLE = (sys.executable, "-c", "import time; time.sleep(600)")
 
 
 class FakePair:
-    """What `serve` uses of a ServicePair, with other processes in it."""
+    """A ServicePair with other processes as its children."""
 
     def __init__(self, *children: tuple[str, ...], **values: Any) -> None:
         self._pair = service_pair(on_free_ports({"model": str(Path(__file__).parent), **values}))
@@ -48,7 +49,7 @@ SERVING = (sys.executable, "-m", "tests.support.client.serving_child", "ADDRESS"
 
 
 class Run:
-    """`serve` as a task, with what it said."""
+    """A task that runs `serve`, and its output."""
 
     def __init__(self, *children: tuple[str, ...]) -> None:
         pair: Any = FakePair(*children)
@@ -62,7 +63,7 @@ class Run:
         self.task = asyncio.create_task(serve(self.pair, self.said.append, log))
 
 
-async def test_it_says_ready_once_and_a_signal_ends_it_well() -> None:
+async def test_ready_is_printed_once_and_a_signal_ends_with_status_0() -> None:
     run = Run(SERVING, IDLE)
     await until(lambda: run.said != [] or run.task.done())
     assert run.said == [run.pair.ready_line()]
@@ -73,7 +74,7 @@ async def test_it_says_ready_once_and_a_signal_ends_it_well() -> None:
     assert "supervisor: scheduler exited with status 0" in run.logged
 
 
-async def test_a_scheduler_that_ends_badly_is_told_by_the_exit_code() -> None:
+async def test_a_scheduler_that_fails_decides_the_exit_code() -> None:
     program = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1));"
         "print('up', flush=True); time.sleep(600)"
@@ -82,10 +83,10 @@ async def test_a_scheduler_that_ends_badly_is_told_by_the_exit_code() -> None:
     await until(lambda: "scheduler: up" in run.logged)
     os.kill(os.getpid(), signal.SIGINT)
     assert await run.task == 1
-    assert run.said == []  # it was never ready
+    assert run.said == []
 
 
-async def test_a_child_that_cannot_start_ends_the_whole() -> None:
+async def test_a_child_that_cannot_start_ends_the_command() -> None:
     broken = (sys.executable, "-c", "import sys; print('broken checkpoint'); sys.exit(2)")
     run = Run(SERVING, broken)
     with pytest.raises(
@@ -96,7 +97,7 @@ async def test_a_child_that_cannot_start_ends_the_whole() -> None:
     assert run.said == []
 
 
-async def test_the_probe_says_no_until_the_server_has_an_executor() -> None:
+async def test_the_probe_fails_until_the_server_has_an_executor() -> None:
     class Client:
         state = ServerState.WAITING_FOR_EXECUTOR
 

@@ -1,4 +1,4 @@
-"""What `quire serve` prints, read or not."""
+"""The output of `quire serve`, with and without a reader."""
 
 import io
 import json
@@ -27,7 +27,7 @@ pair = test_serve.FakePair(*children, log_format=log_format)
 quire.cli.main.service_pair = lambda values: pair
 quire.cli.main.app(["serve"])
 """
-CHAT = """
+NOISE = """
 for _ in range(2000):  # far more than a pipe holds
     print("x" * 200, flush=True)
 """
@@ -41,8 +41,8 @@ time.sleep(600)
 
 @contextmanager
 def unread(how: str, log_format: str, scheduler: str, executor: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`quire serve`, and nobody reads its standard error: its reader has `left`, or is `paused`."""
-    command = [sys.executable, "-c", SERVE, log_format, scheduler, CHAT + executor]
+    """Runs `quire serve` without a reader of its standard error: the reader has `left`, or is `paused`."""
+    command = [sys.executable, "-c", SERVE, log_format, scheduler, NOISE + executor]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         if how == "left" and process.stderr is not None:
@@ -55,7 +55,7 @@ def unread(how: str, log_format: str, scheduler: str, executor: str) -> Iterator
 
 @pytest.mark.parametrize("log_format", FORMATS)
 @pytest.mark.parametrize("how", ["left", "paused"])
-async def test_who_dies_is_restarted_and_a_signal_ends_all_though_nobody_reads(
+async def test_without_a_reader_children_are_restarted_and_a_signal_ends_all(
     how: str, log_format: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "executors"
@@ -75,7 +75,7 @@ async def test_who_dies_is_restarted_and_a_signal_ends_all_though_nobody_reads(
 
 
 @pytest.mark.parametrize("how", ["left", "paused"])
-def test_it_ends_with_a_childs_exit_code_though_nobody_reads_why(how: str) -> None:
+def test_without_a_reader_the_exit_code_is_that_of_the_child(how: str) -> None:
     with unread(how, "console", "IDLE", "raise SystemExit(7)") as process:
         assert process.wait(WAIT_S) == 7
 
@@ -89,12 +89,12 @@ def printed(log_format: str, *lines: tuple[str, str]) -> tuple[str, str]:
     return out.getvalue(), err.getvalue()
 
 
-def test_each_line_stands_behind_the_name_of_who_wrote_it() -> None:
+def test_each_line_begins_with_the_name_of_its_child() -> None:
     out, err = printed("console", ("executor", "loading [bold]"), ("supervisor", "draining " * 30))
     assert out == "ready\n"
     assert err.splitlines() == ["  executor | loading [bold]", f"supervisor | {'draining ' * 30}"]
 
 
-def test_where_children_log_as_json_so_does_all() -> None:
+def test_all_lines_are_json_if_the_children_log_as_json() -> None:
     _, err = printed("json", ("executor", '{"event": "loading"}'), ("supervisor", "draining"))
     assert [json.loads(line)["event"] for line in err.splitlines()] == ["loading", "draining"]

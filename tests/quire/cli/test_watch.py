@@ -1,4 +1,4 @@
-"""Children that run and do nothing."""
+"""Children that hang are killed and restarted."""
 
 import asyncio
 import sys
@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from quire.addresses import with_port
+from quire.cli.child import ChildSpec
 from quire.cli.restarts import RestartPolicy
-from quire.cli.supervisor import ChildSpec, Supervisor
+from quire.cli.supervisor import Supervisor
 from quire.cli.watch import health_probe, replace_when_hung
 from tests.support.client.waiting import until
 
@@ -17,7 +18,7 @@ LOADING = IDLE.format("print('loading, nearly ready', flush=True); ")
 
 
 class Watched:
-    """A supervised child, and what the watch is told of it."""
+    """A supervised child, and the answer of its health check."""
 
     def __init__(self, program: str) -> None:
         self.lines: list[str] = []
@@ -81,7 +82,7 @@ async def test_a_child_that_is_not_ready_yet_is_left_alone() -> None:
         assert len(it.lines) == 1
 
 
-async def test_a_failed_check_or_three_are_forgiven() -> None:
+async def test_up_to_three_failed_checks_are_tolerated() -> None:
     async with watched(READY) as it:
         answers = [True, False, False, False] * 5
 
@@ -94,6 +95,6 @@ async def test_a_failed_check_or_three_are_forgiven() -> None:
         watch.cancel()
 
 
-async def test_nobody_there_is_not_serving() -> None:
+async def test_an_address_without_a_server_is_not_serving() -> None:
     async with health_probe(with_port("127.0.0.1:0")) as is_serving:
         assert await is_serving(5.0) is False

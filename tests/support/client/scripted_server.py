@@ -1,4 +1,4 @@
-"""A server of quire.v1 inside the test process, on its own thread and event loop, that does what a test tells it."""
+"""A server of quire.v1 in the test process, on its own thread and event loop. A test scripts its answers."""
 
 import asyncio
 import threading
@@ -39,7 +39,7 @@ def finished(
 
 
 def replies(*responses: generation_pb2.GenerateResponse) -> Script:
-    """Sends these and ends."""
+    """Returns a script that sends these responses."""
 
     async def script(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
         for response in responses:
@@ -54,7 +54,7 @@ def refusal(
     violations: dict[str, str] | None = None,
     retry_after_s: float | None = None,
 ) -> Script:
-    """Answers with this status."""
+    """Returns a script that refuses with this status."""
 
     async def script(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
         details = Status(code=code.value[0], message=message)
@@ -78,7 +78,7 @@ def _packed(message: BadRequest | RetryInfo) -> Packed:
 
 
 class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.AdminServicer):
-    """`script` answers Generate; the admin replies are attributes. What was asked is kept in `requests`."""
+    """Answers Generate with `script`, and admin calls with its attributes. Keeps all requests in `requests`."""
 
     def __init__(self) -> None:
         self.script: Script = replies(started(), finished(0))
@@ -115,7 +115,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         self._loop.close()
 
     def saw_cancellation(self) -> bool:
-        """Waits for it."""
+        """Waits for a cancellation; returns False if none comes."""
         return self.cancelled.wait(WAIT_S)
 
     def _await(self, coroutine: Any) -> Any:
@@ -139,7 +139,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
             if not complete:
                 self.cancelled.set()
 
-        # Not by catching CancelledError: a cancellation that comes during a write ends this generator otherwise.
+        # Catching CancelledError is not enough: a cancellation during a write ends this generator in another way.
         context.add_done_callback(note_end)
         async for response in self.script(request, context):
             yield response
@@ -164,7 +164,7 @@ async def _as_coroutine(work: Awaitable[Any]) -> Any:
 
 
 async def endless(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
-    """Starts, sends one token, and then nothing until it is cancelled."""
+    """Starts, sends one token, and then waits for its cancellation."""
     yield started()
     yield delta(0, "a", 1)
     await asyncio.Event().wait()

@@ -1,4 +1,4 @@
-"""Runs a scripted server as a process of its own: `python -m tests.support.client.serving_child ADDRESS`.
+"""Runs a scripted server in a separate process: `python -m tests.support.client.serving_child ADDRESS`.
 
 It serves at once and ends with status 0 on SIGTERM.
 """

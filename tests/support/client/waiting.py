@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does."""
+"""Waits for other threads and processes."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,7 @@ WAIT_S = 30.0
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Returns when it is so; a failure after a time in which it surely should be."""
+    """Returns when the condition is true. Raises TimeoutError after WAIT_S."""
     async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110 - what is waited for cannot set an event of this loop
+        while not condition():  # noqa: ASYNC110 - another thread or process cannot set an event of this loop
             await asyncio.sleep(0.01)

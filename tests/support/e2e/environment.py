@@ -23,7 +23,7 @@ def scheduler_environment(directory: Path) -> Path:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     for found in _closure(project["project"]["dependencies"]):
         _link(found, packages)
-    for package in project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]:
+    for package in project["tool"]["hatch"]["build"]["hooks"]["custom"]["packages"]:
         (packages / package).symlink_to(ROOT / package)
     return directory / "bin" / "python"
 

@@ -1,4 +1,4 @@
-"""However a stream is left, its request ends; one that has ended is left alone."""
+"""Closing, leaving or dropping a stream ends its request."""
 
 import asyncio
 import gc
@@ -64,7 +64,7 @@ async def test_async_close_cancels_and_ends_the_iteration(server: ScriptedServer
         async for event in events:
             seen.append(event)
             if len(seen) == 2:
-                # From another task, while the iteration waits for the next event.
+                # Another task closes it while the iteration waits for the next event.
                 asyncio.get_running_loop().call_later(0.05, events.close)
         assert len(seen) == 2
         assert await asyncio.to_thread(server.saw_cancellation)
