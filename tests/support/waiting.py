@@ -22,7 +22,7 @@ async def until(
     """
     try:
         async with asyncio.timeout(timeout_s):
-            while not await _result_of(condition):
+            while not await _result_of(condition):  # noqa: ASYNC110 - no event announces the condition
                 await asyncio.sleep(interval_s)
     except TimeoutError:
         raise TimeoutError(_message(condition, timeout_s, what)) from None
