@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import pytest
 
 from scheduler.engine.engine import Engine
-from scheduler.engine.options import EngineOptions
 from scheduler.live.feed import LiveFeed
 from scheduler.live.page import LivePage
 from scheduler.live.plan_log import PlanLog
@@ -19,6 +18,7 @@ from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.text.checkpoint import Checkpoint
 from scheduler.text.tokenizer import Tokenizer
 from tests.scheduler.conftest import byte_level, checkpoint
+from tests.support.scheduler.engine_rig import engine_options
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
 
 __all__ = ["byte_level", "checkpoint"]
@@ -44,7 +44,7 @@ class Served:
 async def served(checkpoint: Checkpoint) -> AsyncIterator[Served]:
     client = FakeClient(replace(DESCRIPTION, vocab_size=400, max_model_len=400, num_blocks=301))
     plans = PlanLog()
-    engine = Engine(client, EngineOptions(), on_plan=lambda core, plan, duration_s: plans.planned(core, plan))
+    engine = Engine(client, engine_options(), on_plan=lambda core, plan, duration_s: plans.planned(core, plan))
     metrics = SchedulerMetrics()
     metrics.engine = engine
     tokenizer = Tokenizer.load(checkpoint)
