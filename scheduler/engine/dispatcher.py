@@ -45,7 +45,7 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class FollowUps:
-    """What the engine has to do after a dispatch.
+    """Lists what the engine has to do after a dispatch.
 
     broken    requests whose sink raised an exception; the dispatcher has forgotten them, the core has to cancel them
     stops     (request id, index) of sequences that a sink asked to stop

@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 class Engine:
-    """The front door of the engine. `on_plan` is called for each plan; what it raises is logged."""
+    """The front door of the engine. `on_plan` is called for each plan; an exception that it raises is logged."""
 
     def __init__(
         self,
@@ -220,15 +220,7 @@ class Engine:
         events = core.executor_attached(max(core.epoch, description.epoch) + 1, description.num_blocks)
         self._described.set()
         log.info("executor attached: %s, epoch %d", narrowed, core.epoch)
-        session = Session(
-            core,
-            self._client,
-            self._options,
-            self._signal,
-            traces=self.traces,
-            tell=self._tell,
-            on_plan=self._on_plan,
-        )
+        session = Session(core, self._client, self._options, self._signal, self.traces, self._tell, self._on_plan)
         self._tell(events)
         self._readiness.update(is_attached=True)
         return session

@@ -51,7 +51,6 @@ class Session:
         client: ExecutorClient,
         options: EngineOptions,
         signal: LoopSignal,
-        *,
         traces: StepTraces,
         tell: Callable[[Events], None],
         on_plan: PlanObserver,
