@@ -178,7 +178,7 @@ class Engine:
     # --- sessions ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serves until cancelled. Looks for an executor that is lost, and has what was running computed again."""
+        """Serves until cancelled. When an executor is lost, looks for one again and resumes the requests."""
         pause_s = 0.0
         while True:
             try:
@@ -202,7 +202,7 @@ class Engine:
                     log.info("%s", error)
                 self._detach()
             except InvariantViolation as error:
-                log.critical("the core's books do not balance: %s; all requests fail, and it begins anew", error)
+                log.critical("the core violates an invariant: %s; all requests fail, and a new core replaces it", error)
                 self._replace_core()
                 self._detach()
 
@@ -234,10 +234,10 @@ class Engine:
         self._readiness.update(is_attached=False, trouble=trouble)
 
     def _replace_core(self) -> None:
-        """Takes a new core after a bug of ours, and fails all requests.
+        """Replaces the core after a bug of ours, and fails all requests.
 
-        The core's state may be wrong, and its last step may have changed it without reaching any client, so no request
-        can go on (I11).
+        No request can continue (I11): the core's state may be wrong, and the results of its last step may have reached
+        the core but not the clients.
         """
         self._signal.forget_error()
         self._scheduler = self._options.new_core(self.description)
@@ -267,7 +267,7 @@ class Engine:
         self._carry_out(self._dispatcher.dispatch(events))
 
     def _carry_out(self, follow_ups: FollowUps) -> None:
-        """Does what follows from telling the sinks. Sequences stop first: their requests may end with that."""
+        """Does what follows from a dispatch. Stops come before ends, because requests may end with them."""
         for request_id in follow_ups.broken:
             with self._signal.defer_invariant_errors():
                 self._core.cancel(request_id)
@@ -281,7 +281,7 @@ class Engine:
             self._requests_ended()
 
     def _requests_ended(self) -> None:
-        """Wakes the loop, which may have room for others now, and `drain` after the last request."""
+        """Called after requests have ended: wakes the loop, and drain() if it was the last request."""
         if not self._dispatcher:
             self._idle.set()
         self._signal.set()

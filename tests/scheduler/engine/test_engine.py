@@ -1,4 +1,4 @@
-"""Tests what the engine tells clients, with a fake executor that works, hangs or is lost."""
+"""Tests what the engine tells clients, and how it takes, cancels and drains requests."""
 
 import asyncio
 from dataclasses import replace
@@ -16,12 +16,11 @@ from scheduler.core import (
     Scheduler,
     SequenceParams,
     StepPlan,
-    StepResult,
     TokenLogprobs,
     Unavailable,
 )
 from scheduler.engine.engine import Engine, ServerState
-from tests.support.core.fake_executor import expected_beams
+from tests.support.core.fake_executor import expected_beams, expected_output
 from tests.support.scheduler.engine_rig import RecordingSink, engine_options, running_engine, submit
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
 from tests.support.waiting import until
@@ -77,122 +76,6 @@ async def test_a_small_token_budget_narrows_the_batch() -> None:
             await sink.check()
 
 
-async def test_requests_survive_the_loss_of_the_executor_at_any_moment() -> None:
-    client = FakeClient()
-    async with running_engine(client) as engine:
-        sinks = [submit(engine, [i, 2, 3, 4, 5], 30, seeds=(i, i + 1)) for i in range(12)]
-        for _ in range(5):
-            await asyncio.sleep(0.003)
-            client.lose()
-            await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-            await until(lambda: engine.state is ServerState.SERVING)
-        for sink in sinks:
-            await sink.check()
-        assert client.num_streams == 6
-
-
-@pytest.mark.parametrize("token_id", [-1, DESCRIPTION.vocab_size])
-async def test_requests_survive_an_executor_that_returns_invalid_token_ids(token_id: int) -> None:
-    """Each epoch begins with a few valid steps. The blocks are small, so that an invalid id would soon be hashed."""
-    client = FakeClient()
-    results = count(1)
-
-    def lie(result: StepResult) -> StepResult:
-        is_valid = next(results) % 7 or client.num_streams > 4
-        return result if is_valid else replace(result, token_ids=[token_id] * len(result.token_ids))
-
-    client.lie = lie
-    async with running_engine(client) as engine:
-        sinks = [submit(engine, [i, 2, 3, 4, 5], 30, seeds=(i, i + 1)) for i in range(12)]
-        for sink in sinks:
-            await sink.check()
-        assert client.num_streams == 5
-
-
-async def test_requests_queue_while_the_executor_is_away() -> None:
-    client = FakeClient()
-    async with running_engine(client) as engine:
-        client.is_up = False
-        client.lose()
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        sink = submit(engine, [1, 2, 3])
-        await asyncio.sleep(0.05)
-        assert not sink.outputs
-        client.is_up = True
-        await sink.check()
-
-
-async def test_an_executor_that_hangs_is_abandoned() -> None:
-    client = FakeClient()
-    async with running_engine(client, step_timeout_s=0.1) as engine:
-        client.is_hanging = True
-        sink = submit(engine, [1, 2, 3])
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        client.is_hanging = False
-        await sink.check()
-
-
-async def test_an_idle_executor_that_hangs_is_abandoned_and_attached_again() -> None:
-    client = FakeClient()
-    async with running_engine(client, step_timeout_s=0.05) as engine:
-        await submit(engine, [1, 2, 3]).check()
-        client.is_hanging = True
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        assert not engine.is_ready
-        client.is_hanging = False
-        await until(lambda: engine.is_ready)
-        await submit(engine, [1, 2, 3]).check()
-
-
-async def test_an_idle_executor_is_probed_now_and_then() -> None:
-    client = FakeClient()
-    async with running_engine(client, step_timeout_s=0.02) as engine:
-        await until(lambda: client.num_probes >= 4)
-        assert (engine.is_ready, client.num_streams) == (True, 1)
-
-
-async def test_a_busy_executor_is_not_probed() -> None:
-    """Its results show that it works, and an answer would wait behind plans, each of which has its own time."""
-    client = FakeClient()
-    async with running_engine(client, step_timeout_s=0.2) as engine:
-        num_probes = client.num_probes
-        client.is_hanging = True
-        submit(engine, [1, 2, 3])
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        assert client.num_probes == num_probes
-        client.is_hanging = False
-
-
-async def test_a_smaller_pool_fails_only_requests_that_cannot_fit_it(caplog: pytest.LogCaptureFixture) -> None:
-    client = FakeClient()
-    async with running_engine(client) as engine:
-        client.is_up = False
-        client.lose()
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        large, small = submit(engine, [1] * 100, 20, seeds=(1, 2)), submit(engine, [1] * 10, 20)
-        client.description = replace(client.description, num_blocks=12)
-        client.is_up = True
-        await small.check()
-        assert large.reasons == {0: FinishReason.CAPACITY}
-    messages = [record.message for record in caplog.records if "is given up" in record.message]
-    assert len(messages) == 1
-    assert "a prompt of 100 tokens and up to 120 in all never fit" in messages[0]
-
-
-async def test_a_pool_with_one_block_less_ends_no_open_ended_request() -> None:
-    """Its bound is the whole pool, and an executor that measures its memory again seldom gets the same pool."""
-    client = FakeClient(replace(DESCRIPTION, num_blocks=41))
-    async with running_engine(client) as engine:
-        prompt = [1, 2, 3]
-        sink = submit(engine, prompt, engine.max_prompt_and_output - len(prompt), is_open_ended=True)
-        await sink.first_token.wait()
-        client.description = replace(client.description, num_blocks=40)
-        client.lose()
-        await asyncio.wait_for(sink.done.wait(), 20)
-    assert sink.reasons == {0: FinishReason.LENGTH}
-    assert len(prompt) + len(sink.outputs[0]) == 39 * 4 + 1
-
-
 async def test_cancelling_releases_the_blocks_and_tells_the_sink_nothing_more() -> None:
     async with running_engine(FakeClient()) as engine:
         sink, other = submit(engine, [1, 2, 3], 150), submit(engine, [4, 5], 50)
@@ -216,15 +99,26 @@ async def test_stopping_one_sample_leaves_the_others() -> None:
         assert len(sink.outputs[0]) == 20
 
 
-async def test_queued_requests_expire_while_there_is_no_executor() -> None:
-    client = FakeClient()
-    async with running_engine(client) as engine:
-        client.is_up = False
-        client.lose()
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        sink = submit(engine, [1], deadline_s=0.0)
+async def test_a_sample_that_ends_as_its_sibling_stops_is_told_so() -> None:
+    """Sample 0 reaches a stop string with its third token, in the step in which sample 1 samples EOS."""
+    prompt, params = [1, 2, 3], SequenceParams(max_total_tokens=20)
+    first, _ = expected_output(prompt, params, 100, DESCRIPTION.vocab_size)
+    outputs = {seed: expected_output(prompt, params, seed, DESCRIPTION.vocab_size)[0] for seed in range(40)}
+    seed, eos = next((s, ids[2]) for s, ids in outputs.items() if ids[2] not in (*first[:3], *ids[:2]))
+    request = Request(1, prompt, replace(params, eos_token_ids=(eos,)), seeds=(100, seed))
+
+    class Sink(RecordingSink):
+        def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+            super().tokens(index, token_ids, logprobs)
+            if index == 0 and len(self.outputs[0]) == 3:
+                engine.stop(request.request_id, 0)
+
+    async with running_engine(FakeClient()) as engine:
+        sink = Sink(request)
+        engine.submit(request, sink)
         await asyncio.wait_for(sink.done.wait(), 10)
-        assert sink.reasons == {0: FinishReason.DEADLINE}
+        assert sink.reasons == {0: FinishReason.STOP, 1: FinishReason.EOS}
+        assert sink.outputs == {0: first[:3], 1: outputs[seed][:3]}
 
 
 async def test_submit_raises_the_reason_for_a_refusal() -> None:
