@@ -1,7 +1,7 @@
 """The scheduler's configuration: one frozen value, complete when the process starts. Nothing else is read.
 
-This is the only declaration of each setting. Its flag, help text and default come from here (`quire.cli.config_flags`),
-and `EngineOptions` and the core's limits take the values over by name.
+Each setting is declared here, with its help text and its default. `quire.cli.config_flags` makes the flags from this
+declaration, and `scheduler.engine.options` copies the values that the engine and the core use by name.
 """
 
 from collections.abc import Collection, Mapping

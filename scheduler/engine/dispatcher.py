@@ -78,7 +78,7 @@ class EventDispatcher:
         self._sinks[request_id] = sink
 
     def forget(self, request_id: int) -> bool:
-        """Makes sure that the request's sink is told nothing more. Returns False if the request has no sink."""
+        """Removes a request's sink, which is told nothing more. Returns False if the request has none."""
         if self._sinks.pop(request_id, None) is None:
             return False
         now_s = time.monotonic()
@@ -88,7 +88,7 @@ class EventDispatcher:
         return True
 
     def forget_ended(self, sequence: Sequence, reason: FinishReason) -> bool:
-        """Does the same for the request of a sequence that has ended, and logs that it never fits the pool, if so."""
+        """Removes the sink of a request that ended with `sequence`; logs a warning if the request can never fit."""
         request_id = sequence.request.request_id
         if reason is FinishReason.CAPACITY and (sink := self._sinks.get(request_id)) is not None:
             num_tokens = sequence.num_prompt_tokens, sequence.params.max_total_tokens
@@ -102,7 +102,7 @@ class EventDispatcher:
         return self._is_dispatching
 
     def dispatch(self, events: Events) -> FollowUps:
-        """Tells every sink its events: starts, prompt log-probabilities, tokens, beams, and then the ends."""
+        """Tells the sinks their events: starts, prompt log-probabilities, tokens, beams, and then the ends."""
         self._is_dispatching = True
         try:
             self._tell_starts(events)
@@ -132,7 +132,7 @@ class EventDispatcher:
                 self._tell(sequence, sink.prompt_logprobs, first_position, tokens)
 
     def _tell_tokens(self, events: Events) -> None:
-        """Does what `_sink_of` and `_tell` do without calling them: there is a token for each sequence in a step."""
+        """Tells the tokens. Inlines `_sink_of` and `_tell`, because a step has a token for each sequence."""
         sinks = self._sinks
         logprobs = iter(events.logprobs)
         for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
@@ -174,11 +174,11 @@ class EventDispatcher:
             self._give_up(sequence)
 
     def _give_up(self, sequence: Sequence) -> None:
-        """Makes sure that the broken sink is told nothing more, and its request is cancelled."""
+        """Removes a broken sink, and has the engine cancel its request."""
         if self.forget(sequence.request.request_id):
             self._follow_ups.broken.append(sequence.request.request_id)
 
 
 def _log_fields(sink: Sink | None) -> dict[str, str]:
-    """Returns the fields that relate a line of the log to the sink's request, if the sink has any."""
+    """Returns the log fields that identify the sink's request, if the sink has any."""
     return dict(getattr(sink, "log_fields", {}))

@@ -29,7 +29,7 @@ class LoopSignal:
 
     @contextmanager
     def defer_invariant_errors(self) -> Iterator[None]:
-        """Keeps an InvariantViolation from the caller: it wakes the loop, which raises it at once."""
+        """Catches an InvariantViolation, which is no concern of the caller, and wakes the loop to raise it."""
         try:
             yield
         except InvariantViolation as error:
@@ -37,7 +37,7 @@ class LoopSignal:
             self._event.set()
 
     def clear(self) -> None:
-        """Forgets that the signal was set, not the error. Raises the error, if there is one."""
+        """Clears the signal. Raises the error, if there is one, and keeps it."""
         self._event.clear()
         self.raise_error()
 
@@ -50,7 +50,7 @@ class LoopSignal:
         self._error = None
 
     async def wait_until(self, due_s: float | None) -> None:
-        """Returns when the signal is set; sets it at `due_s`, a reading of time.monotonic(), at the latest."""
+        """Returns when the signal is set, which happens at `due_s` (time.monotonic()) at the latest."""
         if due_s is None:
             await self._event.wait()
             return

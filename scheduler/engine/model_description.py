@@ -35,7 +35,7 @@ _LAST_EPOCH = 2**64 - 1  # the largest value of the plan stream's field
 class ModelDescription:
     """The model that is served, and its bounds. `num_blocks` does not count the null block, which no sequence can use.
 
-    Most fields are those of `ExecutorDescription`, where the null block counts and bounds are the executor's own. They
+    Most fields are also in `ExecutorDescription`, where the null block counts and bounds are the executor's own. There
     are two types so that the type checker finds a mix-up.
     """
 
@@ -75,7 +75,7 @@ class ModelDescription:
         )
 
     def differences(self, other: ModelDescription) -> list[str]:
-        """Returns what differs of the fields that must stay the same while executors change under running requests."""
+        """Returns the differences in fields that must not change when another executor takes over running requests."""
         return [
             f"{name} {getattr(other, name)}, not {getattr(self, name)}"
             for name in _IDENTITY

@@ -1,4 +1,4 @@
-"""The operator's settings that the engine uses, and the core that they describe together with an executor's limits."""
+"""The operator's settings that the engine uses, and the core that results from them and an executor's limits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The settings of `scheduler.config.SchedulerConfig` that the engine uses. They have their names, meanings and
-    defaults there; `from_fields` takes them over by name.
+    """The settings of `scheduler.config.SchedulerConfig` that the engine uses, under the same names.
+
+    Their meanings and defaults are declared there, and `from_fields` copies the values. Two more are no settings:
 
     describe_timeout_s  how long one attempt to reach the executor may take
     max_backoff_s       longest pause between two attempts

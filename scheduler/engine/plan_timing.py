@@ -1,4 +1,4 @@
-"""Decides when to make the plan that follows the step which is computing.
+"""Decides when to make the next plan while a step is computing.
 
     begin ─────────── step n computes ────────────┬─ lead ─┐ expected end
           requests that arrive here are in n + 1  ▲        │
@@ -10,9 +10,9 @@ long prompt. So the plan is delayed until a *lead* before the expected end of st
 step's time and at least 10 ms; it covers the way to the executor, the preparation there, and errors of the expectation.
 The plan after a step shorter than that is made at once.
 
-A delay is worth it only for requests that may arrive. The plan is sent once one has arrived. It is not delayed at all
-if every slot is taken or if arrivals are so rare that most delays would be in vain: each delay wakes the scheduler once
-more in a step, which takes a processor from other work, on a CPU from the executor.
+A plan is delayed only for requests that may still arrive, and is sent as soon as one has arrived. It is not delayed if
+every slot is taken, or if arrivals are so rare that most delays would be in vain: each delay wakes the scheduler one
+more time in a step, and takes processor time from other work, which on a CPU includes the executor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LEAD_SHARE = 0.25
 """The lead as a share of the time that a step is expected to take."""
 
 MIN_ARRIVALS = 0.1
-"""Arrivals expected during a delay that make it worth while."""
+"""Arrivals that must be expected during a delay to make it worthwhile."""
 _NUM_ARRIVALS = 16
 
 _KEPT = 0.75
@@ -48,7 +48,7 @@ def could_join(core: Scheduler) -> bool:
 
 
 class Arrivals:
-    """Estimates from the last requests how often they arrive. All times are of one clock."""
+    """Estimates from the last requests how often they arrive. All times must come from the same clock."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=_NUM_ARRIVALS)
@@ -64,9 +64,9 @@ class Arrivals:
 
 
 class PlanTiming:
-    """Expects what the steps of one plan stream take, from those that are done.
+    """Estimates how long the steps of one plan stream take, from those that are done.
 
-    The decodes of a step take what they took last; each prompt token takes some time on top.
+    The decodes of a step are expected to take as long as in recent steps; each prompt token adds some time.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class PlanTiming:
         self.arrivals = Arrivals()
 
     def learn(self, step: StepTrace) -> None:
-        """Takes a step that is done into account."""
+        """Updates the estimates with a step that is done."""
         busy_s, num_prompt_tokens = step.timings.busy_ns * 1e-9, step.num_tokens - step.num_decodes
         if num_prompt_tokens:
             self._prompts.add(max(0.0, busy_s - self._decodes_s(step)), num_prompt_tokens)
@@ -87,8 +87,10 @@ class PlanTiming:
         return self._decodes_s(step) + (step.num_tokens - step.num_decodes) * self._prompts.value
 
     def delayed_until_s(self, core: Scheduler, traces: StepTraces) -> float | None:
-        """Returns until when to delay the next plan, as a reading of time.monotonic(). None if it is not to be delayed,
-        or if no plan may leave anyway."""
+        """Returns the time (time.monotonic()) until which to delay the next plan, or None for no delay.
+
+        There is no delay either if no plan may be sent anyway.
+        """
         if not 0 < len(traces.in_flight) < core.limits.max_in_flight or not could_join(core):
             return None
         expected_s = [self.expected_s(step) for step in traces.in_flight]
@@ -101,7 +103,7 @@ class PlanTiming:
 
 
 class _Mean:
-    """Mean of seconds per piece. Newer measurements weigh more, and so do those of many pieces."""
+    """Weighted mean of seconds per piece. Newer measurements weigh more, and so do those of many pieces."""
 
     def __init__(self) -> None:
         self._total_s = 0.0

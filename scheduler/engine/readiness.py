@@ -16,7 +16,7 @@ class ServerState(Enum):
 
 
 class Readiness:
-    """Knows the state, and calls back when it changes.
+    """Holds the state, and calls back when it changes.
 
     trouble  why no executor can be used, if an operator has to act; empty otherwise
     """
@@ -39,7 +39,7 @@ class Readiness:
         self._become(ServerState.DRAINING)
 
     def update(self, *, is_attached: bool, trouble: str = "") -> None:
-        """Takes note that an executor has been attached or lost."""
+        """Records that an executor has been attached or lost."""
         self.trouble = trouble
         if not self.is_draining:
             self._become(ServerState.SERVING if is_attached else ServerState.WAITING_FOR_EXECUTOR)

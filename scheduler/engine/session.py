@@ -41,8 +41,8 @@ class Session:
     """Drives the core with the executor of a client over one plan stream, until one of them fails.
 
     traces   records the steps
-    tell     passes events on to the clients; also changes the core, as the clients ask
-    on_plan  must not raise (`log_exceptions`)
+    tell     tells the clients about events, and may then stop or cancel requests in the core
+    on_plan  must not raise an exception (see `log_exceptions`)
     """
 
     def __init__(
@@ -65,15 +65,15 @@ class Session:
         self._watchdog = ExecutorWatchdog(lambda: client.describe(timeout_s), signal.set, timeout_s)
         self._loads = LoadTracker()
         self._timing = PlanTiming()
-        self._delayed_until_s: float | None = None  # the next plan, when it was last asked for
+        self._delayed_until_s: float | None = None  # None: the next plan is not delayed
         self._checked_at_s = 0.0
 
     def add_arrival(self, now_s: float) -> None:
-        """Takes note of a request that arrives."""
+        """Records the arrival of a request."""
         self._timing.arrivals.add(now_s)
 
     async def serve(self) -> None:
-        """Never returns. Raises ExecutorLost when the session is over, and InvariantViolation for a bug of ours."""
+        """Serves until the session ends: raises ExecutorLost, or InvariantViolation for a bug of ours."""
         while True:
             self._signal.clear()
             self._tell(self._core.expire(time.monotonic()))

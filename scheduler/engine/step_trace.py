@@ -2,7 +2,7 @@
 
     planned ─► sent ─► [ on the executor:  queue │ prepare │ forward │ sample ] ─► received ─► committed
 
-Times of the scheduler are readings of time.monotonic_ns(). The executor sends durations, because its clock is another.
+Times of the scheduler are readings of time.monotonic_ns(). The executor sends durations, because it has its own clock.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ExecutorTimings:
 
 @dataclass(slots=True)
 class StepTrace:
-    """One step. Times are 0 until the step gets there. A pair is a token and one that it attends to (`StepLoad`)."""
+    """One step. A time is 0 until the step has got there. A pair is a token and one that it attends to (`StepLoad`)."""
 
     epoch: int
     step_id: int
@@ -75,7 +75,7 @@ class StepTrace:
 
 
 class StepTraces:
-    """The last steps, oldest first. A step costs a few microseconds and a few hundred bytes."""
+    """Keeps the last steps, oldest first. A step costs a few microseconds and a few hundred bytes."""
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self._committed: deque[StepTrace] = deque(maxlen=max_steps)
@@ -103,7 +103,7 @@ class StepTraces:
 
     @property
     def begun_ns(self) -> int:
-        """When the oldest step in flight began to compute, as far as the scheduler can tell."""
+        """The time at which the oldest step in flight began to compute, as far as the scheduler can tell."""
         planned_ns = self._in_flight[0].planned_ns
         return max(planned_ns, self._committed[-1].received_ns) if self._committed else planned_ns
 

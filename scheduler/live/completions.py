@@ -69,7 +69,8 @@ class CompletionHandler:
     async def generate(self, request: web.Request) -> web.StreamResponse:
         if is_cross_origin(request):
             return _refusal(403, "PERMISSION_DENIED", "a page of another origin may not ask for completions")
-        if request.content_type != "application/json":  # forms of other sites can send other types unasked
+        if request.content_type != "application/json":
+            # A form of another site can send other types without a preflight request.
             return _refusal(415, "INVALID_ARGUMENT", "the body must be application/json")
         response = web.StreamResponse(
             headers=HEADERS | {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}

@@ -20,7 +20,7 @@ MAX_STEPS = 512
 """Steps kept until they are taken; if there are more, the oldest are dropped."""
 
 Rows = dict[int, tuple[str, int]]
-"""Maps a slot to its sequence and the number of tokens that this computes in each step."""
+"""Maps a slot to its sequence and to the number of tokens that the sequence computes in each step."""
 
 
 class LoggedStep(NamedTuple):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scheduler.engine.model_description import ModelDescription
 
 CACHED = -1
-"""Stands for the ref count of a block that is unreferenced but found by its prefix. A free block has 0."""
+"""Takes the place of the ref count for an unreferenced block that can be found by its prefix. A free block has 0."""
 
 MAX_SHOWN_WAITING = 12
 

@@ -152,7 +152,7 @@ async def test_a_broken_sink_ends_only_its_own_request() -> None:
 
 
 async def test_plans_are_sent_before_the_clients_are_told() -> None:
-    """At every token the executor has two steps to do: the plan that the result made room for has been sent already."""
+    """At every token two plans are in flight, because the plan that the result made room for has been sent already."""
 
     class PlanCountingSink(RecordingSink):
         num_plans: ClassVar[list[tuple[int, int]]] = []

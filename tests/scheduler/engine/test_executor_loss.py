@@ -36,11 +36,11 @@ async def test_requests_survive_an_executor_that_returns_invalid_token_ids(token
     client = FakeClient()
     results = count(1)
 
-    def lie(result: StepResult) -> StepResult:
+    def alter(result: StepResult) -> StepResult:
         is_valid = next(results) % 7 or client.num_streams > 4
         return result if is_valid else replace(result, token_ids=[token_id] * len(result.token_ids))
 
-    client.lie = lie
+    client.alter = alter
     async with running_engine(client) as engine:
         sinks = [submit(engine, [i, 2, 3, 4, 5], 30, seeds=(i, i + 1)) for i in range(12)]
         for sink in sinks:

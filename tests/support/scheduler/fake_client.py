@@ -31,7 +31,7 @@ class FakeClient:
 
     is_up       False: there is no executor
     is_hanging  the executor does not answer
-    lie         changes each result before it arrives
+    alter       changes each result before it arrives
     step_s      seconds that each step takes, one after the other
     num_probes  how often the executor was asked to describe itself
     """
@@ -40,7 +40,7 @@ class FakeClient:
         self.description = description
         self.is_up = True
         self.is_hanging = False
-        self.lie: Callable[[StepResult], StepResult] = lambda result: result
+        self.alter: Callable[[StepResult], StepResult] = lambda result: result
         self.step_s = 0.0
         self.num_streams = 0
         self.num_probes = 0
@@ -119,5 +119,5 @@ class FakeStream:
     def _arrive(self, result: StepResult) -> None:
         if not self._error:
             timings = ExecutorTimings(forward_ns=int(self._client.step_s * 1e9))
-            self._results.append(Arrival(self._client.lie(result), time.monotonic_ns(), timings))
+            self._results.append(Arrival(self._client.alter(result), time.monotonic_ns(), timings))
             self._on_arrival()
