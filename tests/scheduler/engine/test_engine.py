@@ -138,17 +138,48 @@ async def test_submit_raises_the_reason_for_a_refusal() -> None:
             await sink.check()
 
 
-async def test_a_broken_sink_ends_only_its_own_request() -> None:
+async def test_a_broken_sink_ends_only_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
+    calls = count()
+
     class BrokenSink(RecordingSink):
         def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+            next(calls)
             raise RuntimeError("broken")
 
     async with running_engine(FakeClient()) as engine:
-        broken = Request(engine.new_request_id(), [1], SequenceParams(max_total_tokens=50))
+        broken = Request(engine.new_request_id(), [1], SequenceParams(max_total_tokens=50), seeds=(1, 2))
         engine.submit(broken, BrokenSink(broken))
         await submit(engine, [1, 2, 3], 30).check()
         assert engine.core is not None
         assert not engine.core.has_request(broken.request_id)
+    assert next(calls) == 1, "it was told more after it had raised an exception"
+    assert ["its sink failed" in record.message for record in caplog.records if record.levelname == "ERROR"] == [True]
+
+
+async def test_a_sequence_that_a_sink_stops_ends_after_all_sinks_have_been_told() -> None:
+    calls: list[tuple[int, str]] = []
+
+    class Sink(RecordingSink):
+        def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+            super().tokens(index, token_ids, logprobs)
+            calls.append((self.request.request_id, "tokens"))
+            if len(self.outputs[index]) == 2 and self.request.request_id == 1:
+                engine.stop(1, index)
+                calls.append((1, "stop"))
+
+        def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
+            super().finished(index, reason, num_preemptions, score)
+            calls.append((self.request.request_id, "finished"))
+
+    async with running_engine(FakeClient()) as engine:
+        sinks = [Sink(Request(engine.new_request_id(), [i], SequenceParams(max_total_tokens=4))) for i in (7, 8)]
+        for sink in sinks:
+            engine.submit(sink.request, sink)
+        for sink in sinks:
+            await asyncio.wait_for(sink.done.wait(), 10)
+    first = [(1, "tokens"), (2, "tokens")]
+    assert calls[:6] == [*first, (1, "tokens"), (1, "stop"), (2, "tokens"), (1, "finished")]
+    assert (sinks[0].reasons, sinks[1].reasons) == ({0: FinishReason.STOP}, {0: FinishReason.LENGTH})
 
 
 async def test_plans_are_sent_before_the_clients_are_told() -> None:
