@@ -141,14 +141,14 @@ async def _until_done(engine: Engine, running: asyncio.Task[None], signals: _Sig
     if running.done():
         log.critical("the engine has failed", exc_info=None if running.cancelled() else running.exception())
         return EXIT_UNFINISHED
-    log.info("draining: no new requests, running ones go on; a second signal stops at once")
+    log.info("draining: new requests are refused, running ones continue; a second signal stops at once")
     drained = asyncio.create_task(engine.drain())
     second = asyncio.create_task(signals.second.wait())
     await asyncio.wait({running, drained, second}, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if drained.done():
         return EXIT_DRAINED
     drained.cancel()
-    log.warning("stopped with requests unfinished")
+    log.warning("stopped with unfinished requests")
     return EXIT_UNFINISHED
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MISFIT = "%r: its request is given up, a prompt of %d tokens and up to %d in all never fit the pool that has come"
-_BROKEN_SINK = "%r: its request is given up, its sink failed"
+_MISFIT = "%r: its request has failed, because a prompt of %d tokens and up to %d in all never fit the new pool"
+_BROKEN_SINK = "%r: its request is cancelled, because its sink has failed"
 
 
 class Sink(Protocol):

@@ -153,7 +153,7 @@ def _blame(code: grpc.StatusCode, details: str) -> ExecutorLost:
         return PlanRejected(f"the executor refused a plan: {details}")
     if code is grpc.StatusCode.ABORTED:
         return ExecutorNotOurs(
-            f"another scheduler has taken the executor ({details}): while both live they take it from each "
-            "other again and again; end one of them, or give it an executor of its own"
+            f"another scheduler has taken the executor ({details}): as long as both run, they take it from each "
+            "other again and again; stop one of them, or give each an executor of its own"
         )
     return ExecutorLost(f"the plan stream broke ({code.name}): {details}")

@@ -59,7 +59,7 @@ class ModelDescription:
         ExecutorNotOurs if the executor can serve nothing, by its own description.
         """
         if faults := _faults(executor):
-            raise ExecutorNotOurs(f"the executor cannot be used, by what it says of itself: {', and '.join(faults)}")
+            raise ExecutorNotOurs(f"the executor cannot be used as it describes itself: {', and '.join(faults)}")
         num_tokens = min(max_num_batched_tokens or executor.max_num_batched_tokens, executor.max_num_batched_tokens)
         num_seqs = min(max_num_seqs or executor.max_num_seqs, executor.max_num_seqs)
         return cls(

@@ -153,7 +153,9 @@ async def test_a_broken_sink_ends_only_its_own_request(caplog: pytest.LogCapture
         assert engine.core is not None
         assert not engine.core.has_request(broken.request_id)
     assert next(calls) == 1, "it was told more after it had raised an exception"
-    assert ["its sink failed" in record.message for record in caplog.records if record.levelname == "ERROR"] == [True]
+    assert ["its sink has failed" in record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        True
+    ]
 
 
 async def test_a_sequence_that_a_sink_stops_ends_after_all_sinks_have_been_told() -> None:

@@ -80,7 +80,7 @@ async def test_an_executor_with_an_invalid_description_is_asked_again_later(
     running = asyncio.create_task(engine.run())
     await until(lambda: running.done() or (client.num_probes == 1 and engine.readiness != "waiting for executor"))
     assert not running.done()
-    reason = f"the executor cannot be used, by what it says of itself: {complaint}"
+    reason = f"the executor cannot be used as it describes itself: {complaint}"
     assert engine.readiness == f"waiting for executor: {reason}"
     with pytest.raises(Unavailable):
         submit(engine, [1, 2, 3])

@@ -113,7 +113,7 @@ async def test_a_smaller_pool_fails_only_requests_that_cannot_fit_it(caplog: pyt
         client.is_up = True
         await small.check()
         assert large.reasons == {0: FinishReason.CAPACITY}
-    messages = [record.message for record in caplog.records if "is given up" in record.message]
+    messages = [record.message for record in caplog.records if "its request has failed" in record.message]
     assert len(messages) == 1
     assert "a prompt of 100 tokens and up to 120 in all never fit" in messages[0]
 
