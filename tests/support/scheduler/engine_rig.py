@@ -1,9 +1,10 @@
-"""Runs an engine with a fake executor, and has sinks that check what they are told."""
+"""Helpers that run an engine with a fake executor, and sinks that check what they are told."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 from scheduler.config import SchedulerConfig
 from scheduler.core import FinishReason, Request, SequenceParams, TokenLogprobs
@@ -70,14 +71,14 @@ class RecordingSink:
             assert (self.outputs[index], self.reasons[index]) == expected
 
 
-def engine_options(**settings: object) -> EngineOptions:
+def engine_options(**settings: Any) -> EngineOptions:
     """Returns the engine's default options, with other values for some of them."""
     return replace(from_fields(EngineOptions, SchedulerConfig(model="unused")), **settings)
 
 
 @asynccontextmanager
-async def running_engine(client: FakeClient | ExecutorClient, **options: object) -> AsyncIterator[Engine]:
-    engine = Engine(client, engine_options(**options))  # type: ignore[arg-type]
+async def running_engine(client: FakeClient | ExecutorClient, **options: Any) -> AsyncIterator[Engine]:
+    engine = Engine(client, engine_options(**options))  # type: ignore[arg-type]  # a fake client has the same methods
     task = asyncio.create_task(engine.run())
     try:
         await asyncio.wait_for(engine.described(), 10)
