@@ -1,4 +1,8 @@
-"""The scheduler's configuration: one frozen value, complete when the process starts. Nothing else is read."""
+"""The scheduler's configuration: one frozen value, complete when the process starts. Nothing else is read.
+
+Each setting is declared here, with its help text and its default. `quire.cli.config_flags` makes the flags from this
+declaration, and `scheduler.engine.options` copies the values that the engine and the core use by name.
+"""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
@@ -12,18 +16,18 @@ from scheduler.core import BATCHING, MEMORY, POLICIES, QuireError
 
 
 class ConfigError(QuireError):
-    """A configuration that cannot be meant. The message names the field."""
+    """The configuration is contradictory or has a bad value. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Field by field:
+    """The settings of one scheduler process:
 
     model                      local directory, or hub id, with tokenizer.json; the executor's is not asked for
     revision                   of the hub id: branch, tag or commit, as for the executor; None: the default branch
     listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
     http_listen                host:port of metrics, readiness, and the live page, whose prompt box generates for
-                               whoever reaches it: like the gRPC port, this one asks nobody who they are
+                               everyone who reaches it: like the gRPC port, this one does not authenticate
     http_allowed_hosts         names, separated by commas, under which browsers may ask for the live page, beside that
                                of http_listen, localhost and addresses; for a reverse proxy. "*": any
     executor                   address of the executor: host:port, or unix:path
@@ -73,7 +77,7 @@ class SchedulerConfig:
     otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError."""
+        """Checks every field. Raises ConfigError."""
         types = get_type_hints(type(self))
         for field in fields(self):
             _check_type(field.name, getattr(self, field.name), get_args(types[field.name]) or (types[field.name],))
@@ -92,12 +96,12 @@ class SchedulerConfig:
 
     @property
     def allowed_hosts(self) -> list[str]:
-        """`http_allowed_hosts`, one by one."""
+        """The names in `http_allowed_hosts`."""
         return [name for name in self.http_allowed_hosts.replace(",", " ").split() if name]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SchedulerConfig":
-        """Raises ConfigError for keys that are no fields, and for values that are not of their field's type."""
+        """Makes a configuration from plain values. Raises ConfigError for unknown keys and for bad values."""
         unknown = sorted(set(values) - {field.name for field in fields(cls)})
         if unknown:
             raise ConfigError(f"unknown keys: {', '.join(unknown)}")
@@ -127,7 +131,7 @@ def _is_url(text: str) -> bool:
 
 
 def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:
-    """Exactly one of `types`, where an int is a float as well; numbers are positive."""
+    """Raises ConfigError unless the value has one of `types`. An int is also a float; numbers must be positive."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_right = type(value) in types or (type(value) is int and float in types)
     if not is_right:

@@ -1,7 +1,7 @@
-"""The scheduler process: everything started, served, drained and stopped, in that order.
+"""The scheduler process: starts everything, serves, drains and stops.
 
-Exit codes: 0 drained after a signal · 1 stopped with requests unfinished, or by a failure of the engine · 2 the
-configuration or the checkpoint is bad · 3 an address is in use.
+Exit codes: 0 drained after a signal · 1 stopped with unfinished requests, or because the engine failed · 2 bad
+configuration or checkpoint · 3 an address is in use.
 """
 
 import asyncio
@@ -9,16 +9,15 @@ import logging
 import signal
 import sys
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable
 from scheduler.config import ConfigError, SchedulerConfig
-from scheduler.core import BATCHING, MEMORY, POLICIES, Batching, Scheduler, StepPlan
+from scheduler.core import Scheduler, StepPlan
 from scheduler.engine.engine import Engine, ServerState
 from scheduler.engine.executor_client import ExecutorClient
-from scheduler.engine.options import EngineOptions
+from scheduler.engine.options import EngineOptions, from_fields
 from scheduler.live.feed import LiveFeed
 from scheduler.live.page import LivePage
 from scheduler.live.plan_log import PlanLog
@@ -42,15 +41,15 @@ EXIT_BAD_CONFIG = 2
 EXIT_ADDRESS_IN_USE = 3
 
 GRACE_S = 5.0
-"""After the last request has ended: for its reader to take the rest."""
+"""Time that readers have to take the rest of their streams after the last request has ended."""
 
 log = logging.getLogger(__name__)
 
 
 def run(config: SchedulerConfig) -> int:
-    """Serves until SIGTERM or SIGINT, then drains (a second signal: stops at once). Returns the exit code.
+    """Serves until SIGTERM or SIGINT, then drains; a second signal stops it at once. Returns the exit code.
 
-    Prints one line on standard output when it serves for the first time: `ready grpc=… http=… model=…`. Everything
+    Prints one line on standard output when it is ready for the first time: `ready grpc=… http=… model=…`. Everything
     else goes to the log, on standard error.
     """
     logs.configure("scheduler", config.log_level, config.log_format)
@@ -64,7 +63,7 @@ def run(config: SchedulerConfig) -> int:
 
 
 def load_model(config: SchedulerConfig) -> ServedModel:
-    """What requests need of a checkpoint. Raises CheckpointError."""
+    """Loads the parts of a checkpoint that requests need. Raises CheckpointError."""
     checkpoint = Checkpoint.find(config.model, config.revision)
     tokenizer = Tokenizer.load(checkpoint)
     template = load_template(checkpoint)
@@ -76,7 +75,7 @@ def load_model(config: SchedulerConfig) -> ServedModel:
 
 
 async def serve(config: SchedulerConfig, model: ServedModel) -> int:
-    """As `run`, on a running event loop of the main thread. Raises AddressInUse, AddressUnusable."""
+    """Does what `run` does, on the main thread's event loop. Raises AddressInUse, AddressUnusable."""
     signals = _Signals()
     async with AsyncExitStack() as cleanup:
         cleanup.callback(model.tokenizer.close)
@@ -88,11 +87,11 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         metrics = SchedulerMetrics()
         plans = PlanLog()
 
-        def planned(core: Scheduler, plan: StepPlan, duration_s: float) -> None:
+        def on_plan(core: Scheduler, plan: StepPlan, duration_s: float) -> None:
             metrics.planned(plan, duration_s)
             plans.planned(core, plan)
 
-        engine = Engine(client, _engine_options(config), on_plan=planned)
+        engine = Engine(client, from_fields(EngineOptions, config), on_plan)
         metrics.engine = engine
         tracer = None if config.otlp_endpoint is None else _tracer(config.otlp_endpoint)
         if tracer is not None:
@@ -114,7 +113,7 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         _announce(engine, grpc_server.address, http_server.address)
 
         running = asyncio.create_task(engine.run(), name="engine")
-        cleanup.push_async_callback(_cancelled, running)
+        cleanup.push_async_callback(_cancel, running)
         exit_code = await _until_done(engine, running, signals, config.drain_timeout_s)
         grace_s = GRACE_S if exit_code == EXIT_DRAINED else 0
         await asyncio.gather(grpc_server.stop(grace_s), http_server.stop(grace_s))
@@ -122,7 +121,7 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
 
 
 class _Signals:
-    """SIGTERM and SIGINT, counted up to two."""
+    """Sets an event at the first SIGTERM or SIGINT, and another at the second."""
 
     def __init__(self) -> None:
         self.first = asyncio.Event()
@@ -136,20 +135,20 @@ class _Signals:
 
 
 async def _until_done(engine: Engine, running: asyncio.Task[None], signals: _Signals, drain_timeout_s: float) -> int:
-    """Returns the exit code."""
+    """Waits until the engine has drained after a signal, or has to stop. Returns the exit code."""
     first = asyncio.create_task(signals.first.wait())
     await asyncio.wait({running, first}, return_when=asyncio.FIRST_COMPLETED)
     if running.done():
         log.critical("the engine has failed", exc_info=None if running.cancelled() else running.exception())
         return EXIT_UNFINISHED
-    log.info("draining: no new requests, running ones go on; a second signal stops at once")
+    log.info("draining: new requests are refused, running ones continue; a second signal stops at once")
     drained = asyncio.create_task(engine.drain())
     second = asyncio.create_task(signals.second.wait())
     await asyncio.wait({running, drained, second}, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if drained.done():
         return EXIT_DRAINED
     drained.cancel()
-    log.warning("stopped with requests unfinished")
+    log.warning("stopped with unfinished requests")
     return EXIT_UNFINISHED
 
 
@@ -169,35 +168,14 @@ def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
 
 
 def _tracer(endpoint: str) -> "OtlpTracer":
-    """Raises ConfigError where OpenTelemetry is not installed: it is loaded if it is wanted, and not before."""
+    """Imports OpenTelemetry only if traces are wanted. Raises ConfigError if it is not installed."""
     from scheduler.telemetry.tracing import OtlpTracer
 
     return OtlpTracer(endpoint)
 
 
-def _engine_options(config: SchedulerConfig) -> EngineOptions:
-    return EngineOptions(
-        policy=POLICIES[config.policy],
-        batching=_batching(config),
-        memory=MEMORY[config.memory],
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_in_flight=config.max_in_flight,
-        max_waiting_requests=config.max_waiting_requests,
-        max_waiting_prompt_tokens=config.max_waiting_prompt_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
-        step_timeout_s=config.step_timeout_s,
-    )
-
-
-def _batching(config: SchedulerConfig) -> Batching:
-    """The time-out is that of dynamic batching; the others wait for nobody."""
-    batching = BATCHING[config.batching]
-    return replace(batching, timeout_s=config.batch_timeout_s) if batching.timeout_s else batching
-
-
-async def _cancelled(task: asyncio.Task[None]) -> None:
-    """Returns when a task has ended, however it does."""
+async def _cancel(task: asyncio.Task[None]) -> None:
+    """Cancels a task and waits until it has ended, whatever its result."""
     task.cancel()
     await asyncio.wait({task})
 

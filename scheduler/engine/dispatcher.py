@@ -1,9 +1,16 @@
-"""Who is told of what a step came to: the sink of each request that has not ended, as long as it wants to hear."""
+"""Tells the sinks of requests about the core's events, and collects what the engine has to do about it.
+
+    Events ──► EventDispatcher.dispatch ──► Sink.started, prompt_logprobs, tokens, finished
+                        └──► FollowUps: requests to cancel, sequences to stop, requests that may have ended
+
+The dispatcher never calls the engine or the core, so that neither changes while the sinks are being told.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from scheduler.core import FinishReason
@@ -15,41 +22,48 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_MISFIT = "%r: its request is given up, a prompt of %d tokens and up to %d in all never fit the pool that has come"
-_BROKEN_SINK = "%r: its request is given up, its sink failed"
+_MISFIT = "%r: its request has failed, because a prompt of %d tokens and up to %d in all never fit the new pool"
+_BROKEN_SINK = "%r: its request is cancelled, because its sink has failed"
 
 
 class Sink(Protocol):
-    """Where one request's events go. Called on the event loop, by the engine: quick, and never raising."""
+    """Takes the events of one request. The engine calls it on the event loop; it returns quickly and never raises."""
 
     def started(self, num_cached_tokens: int) -> None: ...
 
     def prompt_logprobs(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
-        """Of prompt tokens from this position on, where asked for: all of them before the first output token."""
+        """Called for prompt tokens from `first_position` on, if the request asked for their log-probabilities. All of
+        them come before the first output token."""
 
     def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
-        """`logprobs` is as long as `token_ids`, where asked for."""
+        """Called for new tokens of one sequence. `logprobs` has an entry for each of them if the request asked."""
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
-        """Beams come with a score, the best one first, each with all its tokens just before. An ERROR is the request's,
-        whichever sequence it comes with."""
+        """Called when a sequence ends. Beams come with a score, the best one first, each right after all its tokens.
+        The reason ERROR ends the request as a whole, whatever the index."""
 
 
-class Audience:
-    """Of one engine, on its event loop. A sink that breaks costs its own request, and nobody else's.
+@dataclass(slots=True)
+class FollowUps:
+    """Lists what the engine has to do after a dispatch.
 
-    give_up  ends a request whose sink broke; comes to `leave`
-    is_open  whether a request has sequences that have not ended
-    ended    called after each request that has left
+    broken    requests whose sink raised an exception; the dispatcher has forgotten them, the core has to cancel them
+    stops     (request id, index) of sequences that a sink asked to stop
+    finished  by request: the first of its sequences that has ended, and why; the request may have ended with it
     """
 
-    def __init__(
-        self, give_up: Callable[[int], None], is_open: Callable[[int], bool], ended: Callable[[], None]
-    ) -> None:
-        self._give_up = give_up
-        self._is_open = is_open
-        self._ended = ended
+    broken: list[int] = field(default_factory=list)
+    stops: list[tuple[int, int]] = field(default_factory=list)
+    finished: dict[int, tuple[Sequence, FinishReason]] = field(default_factory=dict)
+
+
+class EventDispatcher:
+    """Holds the sinks of the requests that have not ended. A sink that breaks costs only its own request."""
+
+    def __init__(self) -> None:
         self._sinks: dict[int, Sink] = {}
+        self._follow_ups = FollowUps()
+        self._is_dispatching = False
         self._ended_at_s = 0.0
         self.finish_interval_s = 1.0
         """Moving average of the time between two requests that end."""
@@ -60,86 +74,111 @@ class Audience:
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._sinks
 
-    def join(self, request_id: int, sink: Sink) -> None:
+    def add(self, request_id: int, sink: Sink) -> None:
         self._sinks[request_id] = sink
 
-    def leave(self, request_id: int) -> bool:
-        """Its sink hears nothing more. False: it had none."""
+    def forget(self, request_id: int) -> bool:
+        """Removes a request's sink, which is told nothing more. Returns False if the request has none."""
         if self._sinks.pop(request_id, None) is None:
             return False
         now_s = time.monotonic()
         if self._ended_at_s:
             self.finish_interval_s += 0.1 * (now_s - self._ended_at_s - self.finish_interval_s)
         self._ended_at_s = now_s
-        self._ended()
         return True
 
-    def tell(self, events: Events) -> None:
-        """All that came of a step, request by request; the ends last."""
-        for sequence in events.started:
-            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
-                self._tell_sink(sequence, sink.started, sequence.num_cached_tokens or 0)
-        for sequence, first_position, tokens in events.prompt_logprobs:
-            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
-                self._tell_sink(sequence, sink.prompt_logprobs, first_position, tokens)
-        logprobs = iter(events.logprobs)
-        for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
-            news = [next(logprobs)[1]] if sequence.params.num_logprobs else None
-            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
-                try:  # as in _tell_sink, without the price of a call for each token
-                    if news is None:
-                        sink.tokens(sequence.index, [token_id])
-                    else:
-                        sink.tokens(sequence.index, [token_id], news)
-                except Exception:
-                    log.exception(_BROKEN_SINK, sequence, extra=_log_fields(sink))
-                    self._give_up(sequence.request.request_id)
-        self._tell_beams(events)
-        self.tell_finished(events)
+    def forget_ended(self, sequence: Sequence, reason: FinishReason) -> bool:
+        """Removes the sink of a request that ended with `sequence`; logs a warning if the request can never fit."""
+        request_id = sequence.request.request_id
+        if reason is FinishReason.CAPACITY and (sink := self._sinks.get(request_id)) is not None:
+            num_tokens = sequence.num_prompt_tokens, sequence.params.max_total_tokens
+            log.warning(_MISFIT, sequence, *num_tokens, extra=_log_fields(sink))
+        return self.forget(request_id)
+
+    def defer_stop(self, request_id: int, index: int) -> bool:
+        """Adds a sequence to the stops of the dispatch that is under way. Returns False if there is none."""
+        if self._is_dispatching:
+            self._follow_ups.stops.append((request_id, index))
+        return self._is_dispatching
+
+    def dispatch(self, events: Events) -> FollowUps:
+        """Tells the sinks their events: starts, prompt log-probabilities, tokens, beams, and then the ends."""
+        self._is_dispatching = True
+        try:
+            self._tell_starts(events)
+            self._tell_tokens(events)
+            self._tell_beams(events)
+            self._tell_ends(events)
+        finally:
+            self._is_dispatching = False
+            follow_ups, self._follow_ups = self._follow_ups, FollowUps()
+        return follow_ups
 
     def fail_all(self) -> None:
-        """Every request ends with ERROR, whatever its sequences have come to."""
+        """Ends every request with ERROR, whatever its sequences have come to."""
         for request_id, sink in list(self._sinks.items()):
             try:
                 sink.finished(0, FinishReason.ERROR, 0)
             except Exception:
                 log.exception("a sink failed as its request did", extra=_log_fields(sink))
-            self.leave(request_id)
+            self.forget(request_id)
+
+    def _tell_starts(self, events: Events) -> None:
+        for sequence in events.started:
+            if (sink := self._sink_of(sequence)) is not None:
+                self._tell(sequence, sink.started, sequence.num_cached_tokens or 0)
+        for sequence, first_position, tokens in events.prompt_logprobs:
+            if (sink := self._sink_of(sequence)) is not None:
+                self._tell(sequence, sink.prompt_logprobs, first_position, tokens)
+
+    def _tell_tokens(self, events: Events) -> None:
+        """Tells the tokens. Inlines `_sink_of` and `_tell`, because a step has a token for each sequence."""
+        sinks = self._sinks
+        logprobs = iter(events.logprobs)
+        for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
+            token_logprobs = [next(logprobs)[1]] if sequence.params.num_logprobs else None
+            if (sink := sinks.get(sequence.request.request_id)) is not None:
+                try:
+                    if token_logprobs is None:
+                        sink.tokens(sequence.index, [token_id])
+                    else:
+                        sink.tokens(sequence.index, [token_id], token_logprobs)
+                except Exception:
+                    log.exception(_BROKEN_SINK, sequence, extra=_log_fields(sink))
+                    self._give_up(sequence)
 
     def _tell_beams(self, events: Events) -> None:
         for sequence, results in events.beams:
-            request_id = sequence.request.request_id
             for index, result in enumerate(results):
-                if (sink := self._sinks.get(request_id)) is not None and result.token_ids:
-                    self._tell_sink(sequence, sink.tokens, index, result.token_ids)
-                if (sink := self._sinks.get(request_id)) is not None:
-                    self._tell_sink(
-                        sequence, sink.finished, index, result.reason, sequence.num_preemptions, result.score
-                    )
-            self.leave(request_id)
+                if (sink := self._sink_of(sequence)) is not None and result.token_ids:
+                    self._tell(sequence, sink.tokens, index, result.token_ids)
+                if (sink := self._sink_of(sequence)) is not None:
+                    self._tell(sequence, sink.finished, index, result.reason, sequence.num_preemptions, result.score)
+            self._follow_ups.finished.setdefault(sequence.request.request_id, (sequence, results[0].reason))
 
-    def tell_finished(self, events: Events) -> None:
-        """The ends alone."""
+    def _tell_ends(self, events: Events) -> None:
         for sequence, reason in events.finished:
-            if (sink := self._sinks.get(sequence.request.request_id)) is not None:
-                self._tell_sink(sequence, sink.finished, sequence.index, reason, sequence.num_preemptions)
-        for sequence, reason in events.finished:  # afterwards: several samples of one request may have ended at once
-            request_id = sequence.request.request_id
-            if not self._is_open(request_id):
-                if reason is FinishReason.CAPACITY and (sink := self._sinks.get(request_id)) is not None:
-                    num_tokens = sequence.num_prompt_tokens, sequence.params.max_total_tokens
-                    log.warning(_MISFIT, sequence, *num_tokens, extra=_log_fields(sink))
-                self.leave(request_id)
+            if (sink := self._sink_of(sequence)) is not None:
+                self._tell(sequence, sink.finished, sequence.index, reason, sequence.num_preemptions)
+            self._follow_ups.finished.setdefault(sequence.request.request_id, (sequence, reason))
 
-    def _tell_sink(self, sequence: Sequence, tell: Callable[..., None], *news: object) -> None:
-        """One piece of news, and what follows if the sink breaks."""
+    def _sink_of(self, sequence: Sequence) -> Sink | None:
+        return self._sinks.get(sequence.request.request_id)
+
+    def _tell(self, sequence: Sequence, call: Callable[..., None], *arguments: object) -> None:
+        """Calls a method of the sequence's sink, and gives its request up if that raises an exception."""
         try:
-            tell(*news)
+            call(*arguments)
         except Exception:
-            log.exception(_BROKEN_SINK, sequence, extra=_log_fields(self._sinks.get(sequence.request.request_id)))
-            self._give_up(sequence.request.request_id)
+            log.exception(_BROKEN_SINK, sequence, extra=_log_fields(self._sink_of(sequence)))
+            self._give_up(sequence)
+
+    def _give_up(self, sequence: Sequence) -> None:
+        """Removes a broken sink, and has the engine cancel its request."""
+        if self.forget(sequence.request.request_id):
+            self._follow_ups.broken.append(sequence.request.request_id)
 
 
 def _log_fields(sink: Sink | None) -> dict[str, str]:
-    """By which a line of the log is about a sink's request, if it has any."""
+    """Returns the log fields that identify the sink's request, if the sink has any."""
     return dict(getattr(sink, "log_fields", {}))

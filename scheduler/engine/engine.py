@@ -1,10 +1,10 @@
-"""The engine loop: drives the core with an executor, and tells the clients' sinks what happened.
+"""The engine: takes requests, and serves them in sessions with one executor after another.
 
-    wake up → commit a result that is in → send the plans that are due → tell the clients → sleep
+    submit, cancel, stop ──► Scheduler (the core) ◄── Session (one epoch: plans out, results in)
+    sinks of requests    ◄── EventDispatcher      ◄── events of the core
 
-Plans come first: the clients are told while the plan is on its way, so that the executor never waits for them.
-One event wakes it: a result, a new or cancelled request, a deadline, a plan that was held back (pace.py), a batch that
-is waited for no longer, a stream that ended. What is in flight is the core's knowledge; the loop keeps none.
+The engine owns the core, the sinks and the state that readiness follows. When an executor is lost, the engine looks for
+it again, and the core computes again what was running. All methods belong to the event loop's thread.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from contextlib import contextmanager
-from enum import Enum
 from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.core import (
@@ -28,98 +26,79 @@ from scheduler.core import (
     Scheduler,
     Unavailable,
     block_map,
-    check_invariants,
     kv_usage,
 )
-from scheduler.core.step_load import LoadTracker
-from scheduler.engine.dispatcher import Audience
-from scheduler.engine.options import EngineOptions
-from scheduler.engine.plan_observer import harmless
-from scheduler.engine.plan_timing import Pace
-from scheduler.engine.step_trace import StepTrace, StepTraces
-from scheduler.engine.watchdog import Progress
+from scheduler.engine.dispatcher import EventDispatcher, FollowUps
+from scheduler.engine.loop_signal import LoopSignal
+from scheduler.engine.readiness import Readiness, ServerState
+from scheduler.engine.session import Session, log_exceptions
+from scheduler.engine.step_trace import StepTraces
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine
 
-    from scheduler.core import StepPlan
     from scheduler.engine.dispatcher import Sink
-    from scheduler.engine.executor_client import Arrival, ExecutorClient, PlanStream
+    from scheduler.engine.executor_client import ExecutorClient
     from scheduler.engine.model_description import ModelDescription
-    from scheduler.engine.plan_observer import PlanObserver
+    from scheduler.engine.options import EngineOptions
+    from scheduler.engine.session import PlanObserver
+
+__all__ = ["Engine", "ServerState"]
 
 log = logging.getLogger(__name__)
 
-CHECK_INTERVAL_S = 10.0
-"""An idle engine checks the core's invariants at most this often."""
-
 MIN_BACKOFF_S = 0.05
-"""Before an executor that was lost is looked for again; twice as long after each failure."""
+"""Pause before the engine looks for a lost executor again; doubles after each failure."""
 
 T = TypeVar("T")
 
 
-class ServerState(Enum):
-    WAITING_FOR_EXECUTOR = "waiting for executor"
-    SERVING = "serving"
-    DRAINING = "draining"
-
-
 class Engine:
-    """Owns the core and the executor's stream. All methods belong to the event loop's thread.
-
-    on_plan  told of each plan, with the core that made it and the seconds that this took
-    """
+    """The front door of the engine. `on_plan` is called for each plan; an exception that it raises is logged."""
 
     def __init__(
         self,
         client: ExecutorClient,
-        options: EngineOptions | None = None,
+        options: EngineOptions,
         on_plan: PlanObserver = lambda core, plan, duration_s: None,
     ) -> None:
         self._client = client
-        self._on_plan = harmless(on_plan)
-        self._options = options or EngineOptions()
-        self._wake = asyncio.Event()
+        self._options = options
+        self._on_plan = log_exceptions(on_plan)
+        self._signal = LoopSignal()
+        self._readiness = Readiness()
         self._described = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
-        self._is_draining = False
         self._scheduler: Scheduler | None = None
+        self._session: Session | None = None
         self._description: ModelDescription | None = None
-        self.traces = StepTraces()
-        self._loads, self._pace = LoadTracker(), Pace()  # of this epoch's plans
-        self._audience = Audience(
-            give_up=self.cancel, is_open=lambda number: self._core.has_request(number), ended=self._ended
-        )
+        self._dispatcher = EventDispatcher()
         self._num_requests = 0
-        self._state_callbacks: list[Callable[[ServerState], None]] = []
-        self._state = ServerState.WAITING_FOR_EXECUTOR
-        self._trouble = ""  # why there is no executor, where somebody has to act
-        self._bug: InvariantViolation | None = None  # found outside the loop, which has yet to hear of it
-        self._progress = self._watched()
-        self._checked_at_s = 0.0
-        self._held_until_s: float | None = None  # the plan that was asked for last
+        self.traces = StepTraces()
 
-    # --- what the front door asks -----------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> ServerState:
-        """SERVING: an executor is there, and gets on. Every word on readiness comes from here."""
-        return self._state
+        """SERVING means that an executor is attached and makes progress. Everything about readiness comes from here."""
+        return self._readiness.state
 
     @property
     def is_ready(self) -> bool:
-        return self._state is ServerState.SERVING
+        return self.state is ServerState.SERVING
 
     @property
     def readiness(self) -> str:
-        """The state in words, and the reason where somebody has to act."""
-        return f"{self._state.value}: {self._trouble}" if self._trouble else self._state.value
+        """The state in words, with the reason if an operator has to act."""
+        return str(self._readiness)
+
+    def on_state_change(self, callback: Callable[[ServerState], None]) -> None:
+        self._readiness.on_change(callback)
 
     @property
     def description(self) -> ModelDescription:
-        """Known once an executor has been described."""
+        """The model that is served. Raises Unavailable before the first executor has described itself."""
         if self._description is None:
             raise Unavailable("no executor has described itself yet")
         return self._description
@@ -130,37 +109,13 @@ class Engine:
 
     @property
     def max_prompt_and_output(self) -> int:
-        """Tokens that one sequence can hold: what max_model_len and the pool leave."""
+        """Most tokens that one sequence can hold, given max_model_len and the pool."""
         return self._core.max_tokens_per_sequence
 
-    def new_request_id(self) -> int:
-        self._num_requests += 1
-        return self._num_requests
-
-    def submit(self, request: Request, sink: Sink) -> None:
-        """Admits a request to the queue. Raises Unavailable, CapacityExceeded or QueueFull."""
-        if self._is_draining:
-            raise Unavailable("the server is draining")
-        try:
-            self._core.add(request, time.monotonic())
-        except QueueFull as error:
-            raise QueueFull(str(error), retry_after_s=min(30.0, max(0.1, self._audience.finish_interval_s))) from error
-        self._pace.arrivals.add(time.monotonic())
-        self._audience.join(request.request_id, sink)
-        self._idle.clear()
-        self._wake.set()
-
-    def cancel(self, request_id: int) -> None:
-        """Ends a request in any state; its sink hears nothing more. An unknown id is no error."""
-        if self._audience.leave(request_id):
-            with self._leaving_bugs_to_the_loop():
-                self._core.cancel(request_id)
-
-    def stop(self, request_id: int, index: int) -> None:
-        """Ends one sequence because its text is complete; its sink gets `finished` at once."""
-        if request_id in self._audience:
-            with self._leaving_bugs_to_the_loop():
-                self._audience.tell_finished(self._core.stop(request_id, index))
+    @property
+    def core(self) -> Scheduler | None:
+        """The core, for reading counters; None before the first executor."""
+        return self._scheduler
 
     def block_map(self, *, summary_only: bool = False) -> BlockMap:
         return block_map(self._core, summary_only=summary_only)
@@ -169,231 +124,170 @@ class Engine:
         return kv_usage(self._core)
 
     @property
-    def core(self) -> Scheduler | None:
-        """For reading counters. None before the first executor."""
-        return self._scheduler
-
-    @property
     def oldest_waiting_s(self) -> float:
-        """How long the one in the queue that has been there longest has been; 0 for an empty queue."""
+        """Seconds that the oldest sequence in the queue has waited; 0 for an empty queue."""
         now_s, waiting = time.monotonic(), () if self._scheduler is None else self._scheduler.waiting_sequences()
         return now_s - min((sequence.queued_s for sequence in waiting), default=now_s)
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def new_request_id(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Admits a request to the queue. Raises Unavailable, CapacityExceeded or QueueFull."""
+        if self._readiness.is_draining:
+            raise Unavailable("the server is draining")
+        now_s = time.monotonic()
+        try:
+            self._core.add(request, now_s)
+        except QueueFull as error:
+            retry_after_s = min(30.0, max(0.1, self._dispatcher.finish_interval_s))
+            raise QueueFull(str(error), retry_after_s) from error
+        if self._session is not None:
+            self._session.add_arrival(now_s)
+        self._dispatcher.add(request.request_id, sink)
+        self._idle.clear()
+        self._signal.set()
+
+    def cancel(self, request_id: int) -> None:
+        """Ends a request in any state; its sink is told nothing more. An unknown id is no error."""
+        if self._dispatcher.forget(request_id):
+            self._requests_ended()
+            with self._signal.defer_invariant_errors():
+                self._core.cancel(request_id)
+
+    def stop(self, request_id: int, index: int) -> None:
+        """Ends one sequence because its text is complete, and tells its sink that it has finished.
+
+        A sink may call this while it is told of tokens: the sequence then ends after all sinks have been told.
+        """
+        if request_id in self._dispatcher and not self._dispatcher.defer_stop(request_id, index):
+            with self._signal.defer_invariant_errors():
+                self._tell(self._core.stop(request_id, index))
 
     def reset_prefix_cache(self) -> int:
         return self._core.reset_prefix_cache()
 
     async def drain(self) -> None:
         """Refuses new requests; returns when all admitted ones have ended."""
-        self._is_draining = True
-        self._update_state()
+        self._readiness.drain()
         await self._idle.wait()
 
-    def on_state_change(self, callback: Callable[[ServerState], None]) -> None:
-        self._state_callbacks.append(callback)
-
-    # --- the loop ---------------------------------------------------------------------------------------------
+    # --- sessions ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serves until cancelled: an executor that is lost is looked for again, and what ran is computed again."""
+        """Serves until cancelled. When an executor is lost, looks for one again and resumes the requests."""
         pause_s = 0.0
         while True:
             try:
-                await self._meanwhile(asyncio.sleep(pause_s))
+                await self._expire_during(asyncio.sleep(pause_s))
                 pause_s = min(max(2 * pause_s, MIN_BACKOFF_S), self._options.max_backoff_s)
-                stream = await self._attach()
+                self._session = await self._attach()
                 pause_s = MIN_BACKOFF_S
                 try:
-                    await self._serve(stream)
+                    await self._session.serve()
                 finally:
-                    self._progress.close()
-                    await stream.close()
+                    await self._session.close()
             except ExecutorNotOurs as error:
                 pause_s = self._options.max_backoff_s
-                if str(error) != self._trouble:
+                if str(error) != self._readiness.trouble:
                     log.error("%s", error)
                 self._detach(str(error))
             except ExecutorLost as error:
-                if self._is_attached:
+                if self._scheduler is not None and self._scheduler.is_attached:
                     log.warning("executor lost: %s", error)
                 else:
                     log.info("%s", error)
                 self._detach()
             except InvariantViolation as error:
-                log.critical("the core's books do not balance: %s; all requests fail, and it begins anew", error)
-                self._begin_anew()
+                log.critical("the core violates an invariant: %s; all requests fail, and a new core replaces it", error)
+                self._replace_core()
                 self._detach()
 
-    async def _attach(self) -> PlanStream:
-        description = await self._meanwhile(self._client.describe(self._options.describe_timeout_s))
-        wanted = self._options.narrowed(description)
-        if self._description is not None and (differences := self._description.differences(wanted)):
+    async def _attach(self) -> Session:
+        """Waits for an executor and begins an epoch with it. Raises ExecutorLost, ExecutorNotOurs."""
+        description = await self._expire_during(self._client.describe(self._options.describe_timeout_s))
+        narrowed = self._options.narrowed(description)
+        if self._description is not None and (differences := self._description.differences(narrowed)):
             changes = ", and ".join(differences)
             raise ExecutorNotOurs(f"the executor now has {changes}: restart the scheduler to take it")
-        self._description = wanted
+        self._description = narrowed
         if self._scheduler is None:
-            self._scheduler = self._options.new_core(wanted)
+            self._scheduler = self._options.new_core(narrowed)
         core = self._scheduler
         events = core.executor_attached(max(core.epoch, description.epoch) + 1, description.num_blocks)
         self._described.set()
-        log.info("executor attached: %s, epoch %d", self._description, core.epoch)
-        self._loads, self._pace = LoadTracker(), Pace()
-        stream = self._client.open_stream(self._wake.set)
-        self._progress = self._watched()
-        self._audience.tell(events)
-        self._trouble = ""
-        self._update_state()
-        return stream
+        log.info("executor attached: %s, epoch %d", narrowed, core.epoch)
+        session = Session(core, self._client, self._options, self._signal, self.traces, self._tell, self._on_plan)
+        self._tell(events)
+        self._readiness.update(is_attached=True)
+        return session
 
     def _detach(self, trouble: str = "") -> None:
-        self._trouble = trouble
-        self.traces.lost()
+        self._session = None
+        self.traces.drop_in_flight()
         if self._scheduler is not None:
-            with self._leaving_bugs_to_the_loop():
-                self._audience.tell(self._scheduler.executor_lost(time.monotonic()))
-        self._update_state()
+            with self._signal.defer_invariant_errors():
+                self._tell(self._scheduler.executor_lost(time.monotonic()))
+        self._readiness.update(is_attached=False, trouble=trouble)
 
-    def _begin_anew(self) -> None:
-        """After a bug of ours. What the core still holds to be true may not be, and what came of its last step may have
-        reached it and no client: no request goes on with either (I11)."""
-        self._bug = None
+    def _replace_core(self) -> None:
+        """Replaces the core after a bug of ours, and fails all requests.
+
+        No request can continue (I11): the core's state may be wrong, and the results of its last step may have reached
+        the core but not the clients.
+        """
+        self._signal.forget_error()
         self._scheduler = self._options.new_core(self.description)
-        self._audience.fail_all()
+        self._dispatcher.fail_all()
+        self._requests_ended()
 
-    @contextmanager
-    def _leaving_bugs_to_the_loop(self) -> Iterator[None]:
-        """A bug of ours that shows here is no business of the caller's: the loop has to know, at once."""
-        try:
-            yield
-        except InvariantViolation as error:
-            self._bug = error
-            self._wake.set()
-
-    def _raise_bug(self) -> None:
-        """To be called after every wait, before the core is asked for anything."""
-        if self._bug is not None:
-            raise self._bug
-
-    async def _serve(self, stream: PlanStream) -> None:
-        while True:
-            self._wake.clear()
-            self._raise_bug()
-            self._audience.tell(self._core.expire(time.monotonic()))
-            arrival = stream.take()
-            if arrival is None:
-                await self._send_plans(stream)
-                if not self._wake.is_set():
-                    await self._sleep()
-            else:
-                # A task's turn comes when this one waits: when the first plan is under way, or there is none.
-                telling = asyncio.create_task(self._tell_meanwhile(self._commit(arrival)))
-                try:
-                    await self._send_plans(stream)
-                finally:
-                    await telling
-
-    def _commit(self, arrival: Arrival) -> Events:
-        events = self._core.commit(arrival.result)
-        self._pace.learn(self.traces.committed(arrival.received_ns, time.monotonic_ns(), arrival.timings))
-        self._progress.moved()
-        return events
-
-    async def _send_plans(self, stream: PlanStream) -> None:
-        core = self._core
-        while (plan := self._schedule()) is not None:
-            if core.num_in_flight == 1:
-                self._progress.moved()
-            trace = StepTrace.planned(plan, self._loads.follow(plan))
-            self.traces.planned(trace)
-            try:
-                async with asyncio.timeout(self._options.step_timeout_s):
-                    await stream.send(plan)
-            except TimeoutError:
-                raise ExecutorLost(f"took no plan for {self._options.step_timeout_s:g} s") from None
-            trace.sent_ns = time.monotonic_ns()
-
-    def _schedule(self) -> StepPlan | None:
-        self._raise_bug()
-        self._held_until_s = self._pace.held_until_s(self._core, self.traces)
-        if self._held_until_s is not None:
-            return None
-        started_s = time.perf_counter()
-        plan = self._core.schedule()
-        if plan is not None:
-            self._on_plan(self._core, plan, time.perf_counter() - started_s)
-        return plan
-
-    async def _sleep(self) -> None:
-        """Until something happens, or is due."""
-        core, now_s = self._core, time.monotonic()
-        self._progress.check(core.num_in_flight)
-        reasons = (core.next_wake_s, self._progress.due_s(core.num_in_flight), self._held_until_s)
-        due_s = [at_s for at_s in reasons if at_s is not None]
-        if (
-            not core.num_in_flight
-            and not core.num_unfinished_requests
-            and now_s - self._checked_at_s > CHECK_INTERVAL_S
-        ):
-            check_invariants(core)
-            self._checked_at_s = now_s
-        await self._wait_for_wake(min(due_s) - now_s if due_s else None)
-
-    async def _meanwhile(self, awaited: Coroutine[None, None, T]) -> T:
-        """What it comes to. Between two executors nothing can run, but deadlines still pass."""
+    async def _expire_during(self, awaited: Coroutine[None, None, T]) -> T:
+        """Returns the result of `awaited`. Meanwhile no executor is attached, but deadlines still pass."""
         task = asyncio.create_task(awaited)
-        task.add_done_callback(lambda _: self._wake.set())
+        task.add_done_callback(lambda _: self._signal.set())
         try:
             while True:
-                self._wake.clear()
-                self._raise_bug()
+                self._signal.clear()
                 if task.done():
                     return task.result()
-                due_s = None
+                next_deadline_s = None
                 if self._scheduler is not None:
-                    self._audience.tell(self._scheduler.expire(time.monotonic()))
-                    due_s = self._scheduler.next_deadline_s
-                await self._wait_for_wake(None if due_s is None else due_s - time.monotonic())
+                    self._tell(self._scheduler.expire(time.monotonic()))
+                    next_deadline_s = self._scheduler.next_deadline_s
+                await self._signal.wait_until(next_deadline_s)
         finally:
             task.cancel()
 
-    async def _wait_for_wake(self, timeout_s: float | None) -> None:
-        if timeout_s is None:
-            await self._wake.wait()
-            return
-        timer = asyncio.get_running_loop().call_later(max(0.0, timeout_s), self._wake.set)
-        await self._wake.wait()
-        timer.cancel()
-
     # --- telling the clients ----------------------------------------------------------------------------------
 
-    async def _tell_meanwhile(self, events: Events) -> None:
-        self._audience.tell(events)
+    def _tell(self, events: Events) -> None:
+        self._carry_out(self._dispatcher.dispatch(events))
 
-    def _ended(self) -> None:
-        """A request has: wakes who waits for the last one."""
-        if not self._audience:
+    def _carry_out(self, follow_ups: FollowUps) -> None:
+        """Does what follows from a dispatch. Stops come before ends, because requests may end with them."""
+        for request_id in follow_ups.broken:
+            with self._signal.defer_invariant_errors():
+                self._core.cancel(request_id)
+        for request_id, index in follow_ups.stops:
+            self.stop(request_id, index)
+        num_before = len(self._dispatcher)
+        for request_id, (sequence, reason) in follow_ups.finished.items():
+            if not self._core.has_request(request_id):
+                self._dispatcher.forget_ended(sequence, reason)
+        if follow_ups.broken or len(self._dispatcher) < num_before:
+            self._requests_ended()
+
+    def _requests_ended(self) -> None:
+        """Called after requests have ended: wakes the loop, and drain() if it was the last request."""
+        if not self._dispatcher:
             self._idle.set()
-        self._wake.set()
-
-    # --- small things -----------------------------------------------------------------------------------------
+        self._signal.set()
 
     @property
     def _core(self) -> Scheduler:
         if self._scheduler is None:
             raise Unavailable("no executor has described itself yet")
         return self._scheduler
-
-    @property
-    def _is_attached(self) -> bool:
-        return self._scheduler is not None and self._scheduler.is_attached
-
-    def _update_state(self) -> None:
-        attached = ServerState.SERVING if self._is_attached else ServerState.WAITING_FOR_EXECUTOR
-        state = ServerState.DRAINING if self._is_draining else attached
-        if state is not self._state:
-            self._state = state
-            for callback in self._state_callbacks:
-                callback(state)
-
-    def _watched(self) -> Progress:
-        timeout_s = self._options.step_timeout_s
-        return Progress(lambda: self._client.describe(timeout_s), self._wake.set, timeout_s)

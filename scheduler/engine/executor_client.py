@@ -13,7 +13,7 @@ import grpc
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, StepPlan, StepResult
-from scheduler.engine import plan_wire as wire
+from scheduler.engine import plan_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -25,39 +25,39 @@ T = TypeVar("T")
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # A peer that vanished without closing its connection is found out in seconds, not in TCP's minutes.
+    # A peer that vanished without closing its connection is noticed in seconds, not in TCP's minutes.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # gRPC waits this long, a minute by default, when data goes unanswered as well.
+    # gRPC also waits this long when data is not acknowledged; the default is a minute.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Reconnecting is the engine's business; gRPC's own backoff must not get in its way.
+    # The engine decides when to reconnect; gRPC's own backoff must not delay it.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # In spite of its name: what one attempt may take. On a busy machine a tenth of a second is not enough.
+    # Despite its name, this bounds one attempt. On a busy machine a tenth of a second is not enough.
     ("grpc.min_reconnect_backoff_ms", 2_000),
 ]
 
 
 class ExecutorClient:
-    """One executor, at one address. Connects when asked, as often as asked."""
+    """Connects to the executor at one address whenever it is asked to."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = ExecutorStub(self._channel)
 
-    async def describe(self, timeout_s: float) -> wire.ExecutorDescription:
+    async def describe(self, timeout_s: float) -> plan_wire.ExecutorDescription:
         """Raises ExecutorLost if no executor answers in time."""
         try:
             response = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
             raise ExecutorLost(f"no executor at {self.address}: {error.details()}") from error
-        return wire.decode_description(response)
+        return plan_wire.decode_description(response)
 
     def open_stream(self, on_arrival: Callable[[], None]) -> PlanStream:
-        """A new plan stream. `on_arrival` is called when a result is in or the stream has ended."""
+        """Opens a new plan stream. `on_arrival` is called when a result has arrived or the stream has ended."""
         return PlanStream(self._stub.Run(), on_arrival)
 
     async def close(self) -> None:
@@ -66,7 +66,7 @@ class ExecutorClient:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A result, when it came (time.monotonic_ns), and what the executor says it took."""
+    """A result, when it arrived (time.monotonic_ns), and the durations that the executor reports."""
 
     result: StepResult
     received_ns: int
@@ -74,7 +74,7 @@ class Arrival:
 
 
 class PlanStream:
-    """Plans out, results in. Results queue up until they are taken; so does the error that ended the stream."""
+    """Sends plans and receives results. Keeps the results, and the error that ends the stream, until they are taken."""
 
     def __init__(
         self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult], on_arrival: Callable[[], None]
@@ -83,8 +83,8 @@ class PlanStream:
         self._on_arrival = on_arrival
         self._arrivals: deque[Arrival] = deque()
         self._error: ExecutorLost | None = None
-        # gRPC puts INTERNAL in the place of the executor's own status when a plan is being written as the stream ends
-        # (grpc/grpc#36066). The first status that the call has is the executor's.
+        # If a plan is being written while the stream ends, gRPC replaces the executor's status by INTERNAL
+        # (grpc/grpc#36066). The first status of the call is the executor's.
         self._first_status: tuple[grpc.StatusCode, str] | None = None
         call.add_done_callback(self._keep_status)
         self._reader = asyncio.create_task(self._read(), name="plan stream reader")
@@ -92,16 +92,17 @@ class PlanStream:
     async def send(self, plan: StepPlan) -> None:
         """Raises ExecutorLost if the stream has ended."""
         try:
-            await self._call.write(wire.encode_plan(plan))
+            await self._call.write(plan_wire.encode_plan(plan))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
-            # grpc.aio cancels a write that waits as the reader, which got a result that is none, cancels the call.
+            # When the reader cancels the call because of an invalid result, grpc.aio cancels a write that is waiting.
             if isinstance(error, asyncio.CancelledError) and _task_is_being_cancelled():
                 raise
             await self._reader
             raise self._error or ExecutorLost("the plan stream has ended") from error
 
     def take(self) -> Arrival | None:
-        """The next result, in order; None: not yet. Raises ExecutorLost once the stream has ended and all are taken."""
+        """Returns the next result, or None if there is none yet. Raises ExecutorLost when the stream has ended and all
+        results have been taken."""
         if self._arrivals:
             return self._arrivals.popleft()
         if self._error is not None:
@@ -115,14 +116,14 @@ class PlanStream:
     async def _read(self) -> None:
         try:
             async for message in self._call:
-                result, timings = wire.decode_result(message), wire.decode_timings(message)
+                result, timings = plan_wire.decode_result(message), plan_wire.decode_timings(message)
                 self._arrivals.append(Arrival(result, time.monotonic_ns(), timings))
                 self._on_arrival()
             self._error = ExecutorLost("the executor ended the plan stream")
         except grpc.aio.AioRpcError as error:
             code, details = self._first_status or (error.code(), error.details() or "")
             self._error = _blame(code, details)
-        except ExecutorLost as error:  # a result that is none
+        except ExecutorLost as error:  # an invalid result
             self._call.cancel()
             self._error = error
         except asyncio.CancelledError:  # the call was cancelled by `close`
@@ -130,7 +131,7 @@ class PlanStream:
         self._on_arrival()
 
     def _keep_status(self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult]) -> None:
-        self._first_status = (_without_waiting(call.code()), _without_waiting(call.details()))
+        self._first_status = (_run_now(call.code()), _run_now(call.details()))
 
 
 def _task_is_being_cancelled() -> bool:
@@ -138,13 +139,13 @@ def _task_is_being_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-def _without_waiting(ready: Coroutine[None, None, T]) -> T:
-    """What a coroutine comes to that has nothing to wait for. A task would come too late for what is true only now."""
+def _run_now(coroutine: Coroutine[None, None, T]) -> T:
+    """Runs a coroutine that never suspends and returns its result. A task would run too late: the status may change."""
     try:
-        ready.send(None)
+        coroutine.send(None)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
-    raise RuntimeError("it waits")
+    raise RuntimeError("the coroutine has suspended")
 
 
 def _blame(code: grpc.StatusCode, details: str) -> ExecutorLost:
@@ -152,7 +153,7 @@ def _blame(code: grpc.StatusCode, details: str) -> ExecutorLost:
         return PlanRejected(f"the executor refused a plan: {details}")
     if code is grpc.StatusCode.ABORTED:
         return ExecutorNotOurs(
-            f"another scheduler has taken the executor ({details}): while both live they take it from each "
-            "other again and again; end one of them, or give it an executor of its own"
+            f"another scheduler has taken the executor ({details}): as long as both run, they take it from each "
+            "other again and again; stop one of them, or give each an executor of its own"
         )
     return ExecutorLost(f"the plan stream broke ({code.name}): {details}")

@@ -1,4 +1,4 @@
-"""What is served: the executor's word, narrowed by the operator's."""
+"""The description of the served model: what the executor says, narrowed by the operator's settings."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _IDENTITY = (
 
 _LEAST = {
     "vocab_size": 1,
-    "max_model_len": 2,  # a token of the prompt, and one to follow it
+    "max_model_len": 2,  # one token of the prompt and one of the output
     "block_size": 1,
-    "num_blocks": 2,  # the null block, and one to use
+    "num_blocks": 2,  # the null block and one to use
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
 }
-_LAST_EPOCH = 2**64 - 1  # what the plan stream's field holds
+_LAST_EPOCH = 2**64 - 1  # the largest value of the plan stream's field
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """`num_blocks` are those that sequences can use: the null block is not counted.
+    """The model that is served, and its bounds. `num_blocks` does not count the null block, which no sequence can use.
 
-    Not the `ExecutorDescription` with other numbers, though most fields are the same: there the null block counts, and
-    bounds are the executor's, so a mix-up of the two is one that the type checker finds.
+    Most fields are also in `ExecutorDescription`, where the null block counts and bounds are the executor's own. There
+    are two types so that the type checker finds a mix-up.
     """
 
     model_name: str
@@ -53,13 +53,13 @@ class ModelDescription:
     def narrowed(
         cls, executor: ExecutorDescription, max_num_seqs: int | None, max_num_batched_tokens: int | None
     ) -> ModelDescription:
-        """None leaves the executor's own bound. A token budget narrows the batch too: each sequence that runs needs
-        one token a step.
+        """Returns the executor's description with the operator's bounds; None leaves the executor's own bound.
 
-        Raises ExecutorNotOurs for an executor that by its own word can serve nothing.
+        A token budget bounds the batch as well, because each running sequence needs a token in every step. Raises
+        ExecutorNotOurs if the executor can serve nothing, by its own description.
         """
         if faults := _faults(executor):
-            raise ExecutorNotOurs(f"the executor cannot be used, by what it says of itself: {', and '.join(faults)}")
+            raise ExecutorNotOurs(f"the executor cannot be used as it describes itself: {', and '.join(faults)}")
         num_tokens = min(max_num_batched_tokens or executor.max_num_batched_tokens, executor.max_num_batched_tokens)
         num_seqs = min(max_num_seqs or executor.max_num_seqs, executor.max_num_seqs)
         return cls(
@@ -75,7 +75,7 @@ class ModelDescription:
         )
 
     def differences(self, other: ModelDescription) -> list[str]:
-        """Of what must stay the same when an executor is replaced under running requests: what does not."""
+        """Returns the differences in fields that must not change when another executor takes over running requests."""
         return [
             f"{name} {getattr(other, name)}, not {getattr(self, name)}"
             for name in _IDENTITY

@@ -1,59 +1,74 @@
-"""What the operator sets of the engine, and what comes of it with an executor's own limits."""
+"""The operator's settings that the engine uses, and the core that results from them and an executor's limits."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from scheduler.core import CONTINUOUS, FCFS, PAGED, Batching, Limits, Memory, Policy, Scheduler
+from scheduler.core import BATCHING, MEMORY, POLICIES, Batching, Limits, Scheduler
 from scheduler.engine.model_description import ModelDescription
 
 if TYPE_CHECKING:
     from scheduler.engine.plan_wire import ExecutorDescription
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The operator's side of the scheduler's limits; None leaves the executor's own.
+    """The settings of `scheduler.config.SchedulerConfig` that the engine uses, under the same names.
 
-    step_timeout_s     an executor that owes a result, or while idle an answer, for longer than this is given up
-    describe_timeout_s how long one attempt to reach the executor may take
-    max_backoff_s      longest pause between two attempts
+    Their meanings and defaults are declared there, and `from_fields` copies the values. Two more are no settings:
+
+    describe_timeout_s  how long one attempt to reach the executor may take
+    max_backoff_s       longest pause between two attempts
     """
 
-    policy: Policy = FCFS
-    batching: Batching = CONTINUOUS
-    memory: Memory = PAGED
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    max_in_flight: int = 2
-    max_waiting_requests: int = 4096
-    max_waiting_prompt_tokens: int = 4_000_000
-    enable_prefix_caching: bool = True
-    step_timeout_s: float = 60.0
+    policy: str
+    batching: str
+    batch_timeout_s: float
+    memory: str
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_in_flight: int
+    max_waiting_requests: int
+    max_waiting_prompt_tokens: int
+    enable_prefix_caching: bool
+    step_timeout_s: float
     describe_timeout_s: float = 5.0
     max_backoff_s: float = 2.0
 
     def narrowed(self, description: ExecutorDescription) -> ModelDescription:
-        """What is served with this executor. Raises ExecutorNotOurs where that would be nothing."""
+        """Returns what can be served with this executor. Raises ExecutorNotOurs if that is nothing."""
         return ModelDescription.narrowed(description, self.max_num_seqs, self.max_num_batched_tokens)
 
     def new_core(self, model: ModelDescription) -> Scheduler:
         return Scheduler(
-            Limits(
-                max_num_seqs=model.max_num_seqs,
-                max_num_batched_tokens=model.max_num_batched_tokens,
-                max_model_len=model.max_model_len,
-                max_in_flight=self.max_in_flight,
-                max_waiting_requests=self.max_waiting_requests,
-                max_waiting_prompt_tokens=self.max_waiting_prompt_tokens,
-            ),
+            from_fields(Limits, self, model),
             num_blocks=model.num_blocks + 1,  # the null block
             block_size=model.block_size,
-            policy=self.policy,
-            batching=self.batching,
-            memory=self.memory,
+            policy=POLICIES[self.policy],
+            batching=self._batching(),
+            memory=MEMORY[self.memory],
             model_name=model.model_name,
             vocab_size=model.vocab_size,
             enable_prefix_caching=self.enable_prefix_caching,
         )
+
+    def _batching(self) -> Batching:
+        """Returns the batching mode. Only dynamic batching has a time-out; the other modes wait for no request."""
+        batching = BATCHING[self.batching]
+        return replace(batching, timeout_s=self.batch_timeout_s) if batching.timeout_s else batching
+
+
+def from_fields(kind: type[T], *sources: object) -> T:
+    """Makes a dataclass from the attributes of `sources` that have the names of its fields.
+
+    If several sources have an attribute, the last one counts. A field that no source has keeps its default.
+    """
+    values: dict[str, Any] = {}
+    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
+        for source in sources:
+            if hasattr(source, field.name):
+                values[field.name] = getattr(source, field.name)
+    return kind(**values)

@@ -1,6 +1,6 @@
-"""Plans to protobuf, results from protobuf. Beyond this module the plan stream's message types are not known.
+"""Encodes plans as protobuf messages and decodes results. No other module knows the plan stream's message types.
 
-Integers travel as packed little-endian int32, so that no message holds a Python object per token.
+Integers travel as packed little-endian int32, so that no message holds a Python object for each token.
 """
 
 from array import array
@@ -32,7 +32,8 @@ _END_REASONS: dict[int, FinishReason | None] = {
 
 @dataclass(frozen=True, slots=True)
 class ExecutorDescription:
-    """What an executor says of itself; the scheduler configures itself from it. `num_blocks` counts the null block."""
+    """The executor's description of itself, from which the scheduler configures itself. `num_blocks` counts the null
+    block."""
 
     model_name: str
     dtype: str
@@ -76,7 +77,7 @@ def encode_plan(plan: StepPlan) -> pb.StepPlan:
 
 
 def decode_result(message: pb.StepResult) -> StepResult:
-    """Raises ResultMismatch for bytes that cannot be a result."""
+    """Returns a result. Raises ResultMismatch for bytes that cannot be one."""
     end_reasons: list[FinishReason | None] | None = None
     if message.end_reasons:
         try:
@@ -97,7 +98,7 @@ def decode_result(message: pb.StepResult) -> StepResult:
 
 
 def _decode_logprobs(message: pb.StepResult, name: str) -> Logprobs | None:
-    """Arrays, cut by the core; None where nobody asked."""
+    """Returns flat arrays, which the core cuts into pieces, or None if no request asked for them."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return None
     logprobs: pb.Logprobs = getattr(message, name)
@@ -120,12 +121,12 @@ def decode_timings(message: pb.StepResult) -> ExecutorTimings:
 
 
 def pack(values: SequenceOf[int]) -> bytes:
-    """Little-endian int32, without padding."""
+    """Packs integers as little-endian int32, without padding."""
     return _to_bytes("i", values)
 
 
 def pack_floats(values: SequenceOf[float]) -> bytes:
-    """Little-endian float32, without padding."""
+    """Packs numbers as little-endian float32, without padding."""
     return _to_bytes("f", values)
 
 

@@ -1,8 +1,8 @@
-"""When each step was planned, sent, computed and committed: the proof that the pipeline keeps the executor busy.
+"""Records when each step was planned, sent, computed and committed, which shows whether the executor is kept busy.
 
     planned ─► sent ─► [ on the executor:  queue │ prepare │ forward │ sample ] ─► received ─► committed
 
-Times of the scheduler are readings of time.monotonic_ns(); the executor sends durations, because its clock is its own.
+Times of the scheduler are readings of time.monotonic_ns(). The executor sends durations, because it has its own clock.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ MAX_STEPS = 8192
 
 @dataclass(frozen=True, slots=True)
 class ExecutorTimings:
-    """Nanoseconds. `idle_ns` is how long the device had nothing to do before it took this step. Where
-    `prepare_overlaps`, it computed another step while this one was prepared."""
+    """Durations of one step, in nanoseconds.
+
+    idle_ns           how long the device had nothing to do before it took this step
+    prepare_overlaps  the device computed another step while this one was prepared
+    """
 
     queue_ns: int = 0
     prepare_ns: int = 0
@@ -35,13 +38,13 @@ class ExecutorTimings:
 
     @property
     def busy_ns(self) -> int:
-        """What the step took of the time that is not idle."""
+        """The time for which this step alone kept the device busy."""
         return self.forward_ns + self.sample_ns + (0 if self.prepare_overlaps else self.prepare_ns)
 
 
 @dataclass(slots=True)
 class StepTrace:
-    """One step. Times are 0 until the step gets there; a pair is a token and one that it attends to (StepLoad)."""
+    """One step. A time is 0 until the step has got there. A pair is a token and one that it attends to (`StepLoad`)."""
 
     epoch: int
     step_id: int
@@ -57,8 +60,8 @@ class StepTrace:
     timings: ExecutorTimings = ExecutorTimings()
 
     @classmethod
-    def planned(cls, plan: StepPlan, load: StepLoad) -> StepTrace:
-        """Of a plan that is made now."""
+    def of_plan(cls, plan: StepPlan, load: StepLoad) -> StepTrace:
+        """Returns the trace of a plan that has just been made."""
         return cls(
             plan.epoch,
             plan.step_id,
@@ -72,24 +75,25 @@ class StepTrace:
 
 
 class StepTraces:
-    """The last steps, oldest first; a few microseconds and a few hundred bytes a step."""
+    """Keeps the last steps, oldest first. A step costs a few microseconds and a few hundred bytes."""
 
     def __init__(self, max_steps: int = MAX_STEPS) -> None:
         self._committed: deque[StepTrace] = deque(maxlen=max_steps)
         self._in_flight: deque[StepTrace] = deque()
 
-    def planned(self, trace: StepTrace) -> None:
+    def add(self, trace: StepTrace) -> None:
+        """Adds a step that has just been planned."""
         self._in_flight.append(trace)
 
-    def committed(self, received_ns: int, committed_ns: int, timings: ExecutorTimings) -> StepTrace:
-        """The oldest step in flight is done; returns its trace."""
+    def commit_oldest(self, received_ns: int, committed_ns: int, timings: ExecutorTimings) -> StepTrace:
+        """Records that the oldest step in flight is done, and returns its trace."""
         trace = self._in_flight.popleft()
         trace.received_ns, trace.committed_ns, trace.timings = received_ns, committed_ns, timings
         self._committed.append(trace)
         return trace
 
-    def lost(self) -> None:
-        """What is in flight will never be done."""
+    def drop_in_flight(self) -> None:
+        """Forgets the steps in flight, which will never be done."""
         self._in_flight.clear()
 
     @property
@@ -99,14 +103,14 @@ class StepTraces:
 
     @property
     def begun_ns(self) -> int:
-        """When the oldest step in flight began to compute, as far as the scheduler can tell."""
+        """The time at which the oldest step in flight began to compute, as far as the scheduler can tell."""
         planned_ns = self._in_flight[0].planned_ns
         return max(planned_ns, self._committed[-1].received_ns) if self._committed else planned_ns
 
     def __iter__(self) -> Iterator[StepTrace]:
-        """Steps that are done."""
+        """Iterates over the steps that are done, oldest first."""
         return iter(self._committed)
 
     def __reversed__(self) -> Iterator[StepTrace]:
-        """The same, newest first."""
+        """Iterates over the steps that are done, newest first."""
         return reversed(self._committed)

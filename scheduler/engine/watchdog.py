@@ -1,69 +1,69 @@
-"""Whether the executor gets on: what the engine's readiness follows.
+"""Watches that the executor makes progress; the engine's readiness depends on it.
 
-    a plan is out    the next result comes within step_timeout_s of the last one
-    none is out      the executor is asked, every quarter of step_timeout_s, and has step_timeout_s for the answer
+    plans are in flight    the next result comes within step_timeout_s of the last one
+    none is in flight      the executor is probed every quarter of step_timeout_s, and has step_timeout_s to answer
 
-An executor is asked to describe itself, which its device answers (`quire.executor.v1.Executor/Describe`): a process
-that stands still says nothing, and neither does one whose device hangs, while its servers would still tell how well it
-is. So a hang is found out within two step time-outs, also when nobody wants anything.
+A probe asks the executor to describe itself (`quire.executor.v1.Executor/Describe`). The executor's device answers it,
+because a process whose device hangs could still answer by itself. So a hang is found within two step timeouts, even
+when there are no requests.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
 from scheduler.core import ExecutorLost
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+LivenessProbe = Callable[[], Awaitable[object]]
+"""Asks the executor for a sign of life. Raises ExecutorLost if there is none in time."""
 
 
-class Progress:
-    """Of one plan stream.
+class ExecutorWatchdog:
+    """Watches one plan stream.
 
-    ask   raises ExecutorLost when there is no answer in time
-    wake  called when there is reason to call `check`
+    probe  called when no plan is in flight
+    wake   called when there is a reason to call `check`
     """
 
-    def __init__(self, ask: Callable[[], Awaitable[object]], wake: Callable[[], None], step_timeout_s: float) -> None:
-        self._ask = ask
+    def __init__(self, probe: LivenessProbe, wake: Callable[[], None], step_timeout_s: float) -> None:
+        self._probe = probe
         self._wake = wake
         self._step_timeout_s = step_timeout_s
-        self._moved_s = time.monotonic()
-        self._question: asyncio.Future[object] | None = None
+        self._reset_at_s = time.monotonic()
+        self._answer: asyncio.Future[object] | None = None
 
-    def moved(self) -> None:
-        """A result is in, or the first plan of several goes out."""
-        self._moved_s = time.monotonic()
+    def reset(self) -> None:
+        """Starts the time-out anew, because a result has arrived or the first of several plans leaves."""
+        self._reset_at_s = time.monotonic()
 
     def due_s(self, num_in_flight: int) -> float | None:
-        """When to call `check` at the latest; None: `wake` will say so."""
+        """Returns when to call `check` at the latest, or None if `wake` will announce it."""
         if num_in_flight:
-            return self._moved_s + self._step_timeout_s
-        return self._moved_s + self._step_timeout_s / 4 if self._question is None else None
+            return self._reset_at_s + self._step_timeout_s
+        return self._reset_at_s + self._step_timeout_s / 4 if self._answer is None else None
 
     def check(self, num_in_flight: int) -> None:
-        """Asks, if it is time. Call it when all results that are in have been taken. Raises ExecutorLost."""
-        silent_s = time.monotonic() - self._moved_s
-        if self._question is not None and self._question.done():
-            self._hear(self._question, num_in_flight)
+        """Sends a probe if one is due. Call it when all results that have arrived are taken. Raises ExecutorLost."""
+        silent_s = time.monotonic() - self._reset_at_s
+        if self._answer is not None and self._answer.done():
+            self._take_answer(self._answer, num_in_flight)
         elif num_in_flight:
             if silent_s >= self._step_timeout_s:
                 raise ExecutorLost(f"no result for {self._step_timeout_s:g} s")
-        elif self._question is None and silent_s >= self._step_timeout_s / 4:
-            self._question = asyncio.ensure_future(self._ask())
-            self._question.add_done_callback(lambda _: self._wake())
+        elif self._answer is None and silent_s >= self._step_timeout_s / 4:
+            self._answer = asyncio.ensure_future(self._probe())
+            self._answer.add_done_callback(lambda _: self._wake())
 
     def close(self) -> None:
-        if self._question is not None:
-            self._question.cancel()
+        if self._answer is not None:
+            self._answer.cancel()
 
-    def _hear(self, question: asyncio.Future[object], num_in_flight: int) -> None:
-        self._question = None
-        error = question.exception()
+    def _take_answer(self, answer: asyncio.Future[object], num_in_flight: int) -> None:
+        self._answer = None
+        error = answer.exception()
         if error is None:
-            self.moved()
-        elif not num_in_flight:  # the question may have waited behind plans, each of which had its time
+            self.reset()
+        elif not num_in_flight:  # else the probe may have waited behind plans, each of which had its own time
             raise error

@@ -1,4 +1,4 @@
-"""The live page: block pool, block tables and batch as they change, in a browser, and a prompt box beside them.
+"""The live page: shows the block pool, the block tables and the batch in a browser as they change, with a prompt box.
 
 engine ── snapshot ──► LiveFeed ── one encoding ──► every viewer's event stream ──► static/*.js draws
   └──── plan log ────────┘

@@ -1,4 +1,4 @@
-"""What keeps other sites' pages away from this one, and this one from other hosts."""
+"""Keeps pages of other sites away from the live page, and the live page away from other hosts."""
 
 from ipaddress import ip_address
 from urllib.parse import urlsplit
@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 HEADERS = {
-    # Scripts, styles and connections are ours alone; nothing inline, nothing framed, nothing from elsewhere.
+    # Scripts, styles and connections only from this server; nothing inline, and no frames.
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -18,11 +18,11 @@ HEADERS = {
 }
 
 
-def is_from_elsewhere(request: web.Request) -> bool:
-    """Whether a page of another origin makes this request.
+def is_cross_origin(request: web.Request) -> bool:
+    """Returns whether a page of another origin makes this request.
 
-    Browsers say so themselves (Fetch Metadata, https://www.w3.org/TR/fetch-metadata/, where they trust the connection,
-    and Origin on every POST); what is no browser says neither, and may ask what it likes.
+    Browsers say so themselves: by Fetch Metadata (https://www.w3.org/TR/fetch-metadata/) on trusted connections, and by
+    Origin on every POST. Other clients send neither header, and are not restricted.
     """
     site = request.headers.get("Sec-Fetch-Site")
     if site is not None:
@@ -32,27 +32,26 @@ def is_from_elsewhere(request: web.Request) -> bool:
 
 
 class AllowedHosts:
-    """The names under which browsers may ask for the page, and for what it shows.
+    """The host names under which browsers may request the page and its data.
 
-    Another site can let its own name lead to this address (DNS rebinding): its pages are then of the same origin as
-    this one, for all that a browser knows; only the Host header still tells the name. Addresses are nobody's to
-    redirect.
+    Another site can point its own name at this address (DNS rebinding). A browser then takes its pages for pages of
+    this origin, and only the Host header still has the other name. Requests by IP address cannot be redirected so.
     """
 
     def __init__(self, *names: str) -> None:
-        """Those beside addresses and localhost. "*": any."""
+        """Takes names to allow besides addresses and localhost; "*" allows any name."""
         self._names = frozenset(name.lower() for name in names)
 
     def allow(self, request: web.Request) -> bool:
         header = request.headers.get("Host")
-        return header is None or "*" in self._names or self._is_ours(_name(header))
+        return header is None or "*" in self._names or self._is_allowed(_name(header))
 
-    def _is_ours(self, name: str) -> bool:
+    def _is_allowed(self, name: str) -> bool:
         return name in self._names or name.split(".")[-1] == "localhost" or _is_address(name)
 
 
 def _name(host: str) -> str:
-    """Without the port, and as a name is compared."""
+    """Returns the name without the port, in the form in which names are compared."""
     name = host.partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.removeprefix("[").removesuffix(".").lower()
 

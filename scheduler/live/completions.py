@@ -1,11 +1,12 @@
-"""The prompt box's door: JSON in, a line of JSON for each message out. The checks, and what is refused, are those of
-every door (`scheduler.requests.intake`).
+"""Serves the completions of the prompt box: takes JSON, and sends a line of JSON for each message.
+
+Requests are checked and refused as those over gRPC are (`scheduler.requests.intake`).
 
     POST {"text": … or "chat": {"messages": [{"role": …, "content": …}, …]},   fields as in quire.v1.GenerateRequest
           "request_id": …, "sampling": {…}, "stopping": {…}}
 
-    200  {"started": {…}} {"delta": {…}} … {"finished": {…}}                    one a line; {"error": {…}} if it fails
-    400  {"error": {"code", "message", "violations": [{"field", "problem"}]}}   so do 429, 500, 503 and 504
+    200  {"started": {…}} {"delta": {…}} … {"finished": {…}}                    one per line; {"error": {…}} if it fails
+    400  {"error": {"code", "message", "violations": [{"field", "problem"}]}}   also for 429, 500, 503 and 504
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 
 from scheduler.core import InvalidRequest, QueueFull, QuireError
-from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
+from scheduler.live.browser_safety import HEADERS, is_cross_origin
 from scheduler.requests.field_checks import MAX_VIOLATIONS, FieldChecks
 from scheduler.requests.incoming import ChatMessage, IncomingRequest, Sampling, Stopping
 from scheduler.requests.status import code_of, status_of
@@ -32,7 +33,7 @@ from scheduler.requests.write_timeout import deliver
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from quire.v1 import generation_pb2 as wire
+    from quire.v1 import generation_pb2 as pb
     from scheduler.requests.intake import Intake
 
 log = logging.getLogger(__name__)
@@ -40,10 +41,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", Sampling, Stopping)
 
 MAX_BODY_BYTES = 8 * 2**20
-"""Above the validator's bound of the prompt, which says more clearly what is too long."""
+"""Larger than the validator's bound of the prompt, whose message is clearer."""
 
 MAX_CHAT_MESSAGES = RequestLimits().max_chat_messages
-"""The validator's bound, asked here as well: before a look at each message."""
+"""The validator's bound, which is checked here before any message is read."""
 
 HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
@@ -52,23 +53,24 @@ HTTP_STATUS = {
     grpc.StatusCode.UNAVAILABLE: 503,
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
-"""Anything else is 500."""
+"""Status codes that are not listed become 500."""
 
 NOT_IN_JSON = {"logit_bias"}
-"""JSON has no integer keys."""
+"""Fields that JSON cannot express: it has no integer keys."""
 
 
-class CompletionDoor:
-    """A request lives as long as its connection: whoever closes it cancels."""
+class CompletionHandler:
+    """Handles POST /live/completions. Closing the connection cancels the request."""
 
     def __init__(self, intake: Intake, stalled_reader_timeout_s: float = 120.0) -> None:
         self._intake = intake
         self._stalled_reader_timeout_s = stalled_reader_timeout_s
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        if is_from_elsewhere(request):
+        if is_cross_origin(request):
             return _refusal(403, "PERMISSION_DENIED", "a page of another origin may not ask for completions")
-        if request.content_type != "application/json":  # what a form of another site could send without asking first
+        if request.content_type != "application/json":
+            # A form of another site can send other types without a preflight request.
             return _refusal(415, "INVALID_ARGUMENT", "the body must be application/json")
         response = web.StreamResponse(
             headers=HEADERS | {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
@@ -78,7 +80,7 @@ class CompletionDoor:
                 await response.prepare(request)
                 write = partial(_write, response)
                 await deliver(stream, write, self._stalled_reader_timeout_s)
-        except ConnectionResetError:  # its reader has gone, and so has the request
+        except ConnectionResetError:  # the client has closed the connection, which has cancelled the request
             return response
         except QuireError as error:
             failure: Exception = error
@@ -93,7 +95,7 @@ class CompletionDoor:
         return response
 
     async def _read(self, request: web.Request) -> IncomingRequest:
-        """Raises InvalidRequest, of which the intake then knows."""
+        """Reads the body. Raises InvalidRequest after it has reported the refusal to the intake."""
         unread = IncomingRequest(
             client=request.remote or "",
             traceparent=request.headers.get("traceparent"),
@@ -106,13 +108,15 @@ class CompletionDoor:
             raise
 
 
-async def _write(response: web.StreamResponse, message: wire.GenerateResponse) -> None:
+async def _write(response: web.StreamResponse, message: pb.GenerateResponse) -> None:
     await response.write(_line(_message(message)))
 
 
 def read_request(body: object, unread: IncomingRequest | None = None) -> IncomingRequest:
-    """Plain JSON to plain data, beside what is known without. Raises InvalidRequest with the keys that are no fields;
-    values are the validator's."""
+    """Makes a request from parsed JSON and from what `unread` knows already.
+
+    Raises InvalidRequest with the keys that are not fields. The validator checks the values.
+    """
     if not isinstance(body, dict):
         raise InvalidRequest({"": "must be a JSON object"})
     checks = FieldChecks()
@@ -141,7 +145,7 @@ def error_response(error: Exception) -> web.Response:
 
 
 def describe_error(error: Exception) -> dict[str, Any]:
-    """Code and message are those that gRPC would carry."""
+    """Returns the error as JSON, with the code and the message that gRPC would carry."""
     status = status_of(error)
     violations = error.violations if isinstance(error, InvalidRequest) else {}
     return {
@@ -157,7 +161,7 @@ def _refusal(status: int, code: str, message: str) -> web.Response:
 
 
 async def _body(request: web.Request) -> object:
-    """Raises InvalidRequest for what is no JSON, or more than anybody needs."""
+    """Returns the parsed body. Raises InvalidRequest if it is not JSON or too large."""
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
         raise InvalidRequest({"": f"must have at most {MAX_BODY_BYTES} bytes"})
     data = bytearray()
@@ -172,7 +176,7 @@ async def _body(request: web.Request) -> object:
 
 
 def _read_chat(value: object, checks: FieldChecks) -> list[ChatMessage] | None:
-    """None where there is no chat. Roles and contents are the validator's to look at, whatever they are."""
+    """Returns the messages, or None if there is no chat. The validator checks roles and contents."""
     if value is None:
         return None
     messages = value.get("messages") if isinstance(value, dict) else None
@@ -197,16 +201,16 @@ def _read(kind: type[T], value: object, path: str, checks: FieldChecks) -> T:
 
 
 def _known(values: Mapping[str, Any], prefix: str, names: set[str], checks: FieldChecks) -> dict[str, Any]:
-    """Those that are fields; null is absence."""
-    # Of so many keys, enough are no fields: the rest, however long, need no look.
+    """Returns the values of known keys, and reports unknown ones. A null counts as absent."""
+    # Among this many keys there are enough unknown ones to fill the report; the rest is not read.
     for key in islice(values, len(names) + MAX_VIOLATIONS):
         if key not in names:
             checks.add(f"{prefix}{key[:40]}", "is not a field")
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def _message(message: wire.GenerateResponse) -> dict[str, Any]:
-    """Token ids stay behind: the page shows text."""
+def _message(message: pb.GenerateResponse) -> dict[str, Any]:
+    """Returns a message as JSON, without token ids: the page shows text."""
     if message.WhichOneof("event") == "delta":
         return {"delta": {"index": message.delta.index, "text": message.delta.text}}
     fields_of_message: dict[str, Any] = MessageToDict(

@@ -1,9 +1,9 @@
-"""Pushes frames to whoever looks at the page; does nothing while nobody does.
+"""Pushes frames to the pages that are open; does nothing while there is none.
 
-    while somebody looks:   something happened? → snapshot → difference to the last one → bytes → every viewer
+    while a page is open:   has anything changed? → snapshot → difference to the last one → bytes → every viewer
 
-Looking has a price, paid on the engine's event loop, and a bound: a few times a second at most, and less often where a
-pool is so large, or a batch so wide, that snapshots would cost more than MAX_SHARE of the time.
+Snapshots cost time on the engine's event loop. They are taken a few times a second at most, and less often if the pool
+or the batch is so large that they would take more than MAX_SHARE of the time.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from scheduler.core import QueueFull
 from scheduler.live.frames import encode_event, make_frame
-from scheduler.live.snapshot import mark, take_snapshot
+from scheduler.live.snapshot import fingerprint, take_snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
-"""Between two frames, at least."""
+"""Shortest time between two frames."""
 MAX_INTERVAL_S = 2.0
-"""Between two frames, at most: one that was dear (the first ones, on a busy machine) does not stop the page."""
+"""Longest time between two frames: an expensive one, such as the first on a busy machine, must not stop the page."""
 MAX_SHARE = 0.005
-"""Of the event loop's time that may go into frames, however many viewers there are."""
+"""Share of the event loop's time that frames may take, for any number of viewers."""
 MAX_VIEWERS = 32
 MAX_PENDING = 4
-"""Frames that wait for one viewer. One that takes them more slowly gets none of these, and then a key frame."""
+"""Frames kept for one viewer. When there are more, they are dropped, and the viewer gets a key frame instead."""
 
 NOTHING_NEW = b": nothing new\n\n"
-"""A comment: it keeps a connection alive."""
+"""A comment, which keeps a connection alive."""
 
 
 class Viewer:
-    """One reader of the feed."""
+    """A reader of the feed: one open page."""
 
     def __init__(self, feed: LiveFeed) -> None:
         self._feed = feed
@@ -54,7 +54,7 @@ class Viewer:
         self._is_closed = False
 
     async def next_event(self, timeout_s: float) -> bytes | None:
-        """The next event, or all there is to say after `timeout_s` without one: a comment. None: the feed has ended."""
+        """Returns the next event, a comment if there is none within `timeout_s`, or None if the feed has ended."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._has_news.wait()
@@ -84,7 +84,7 @@ class Viewer:
 
 
 class LiveFeed:
-    """Of one engine, on its event loop. `name_of` a request's engine id is its client's id."""
+    """The feed of one engine, on its event loop. `name_of` maps the engine's id of a request to the client's id."""
 
     def __init__(
         self,
@@ -103,14 +103,14 @@ class LiveFeed:
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
         self._last: Snapshot | None = None
-        self._last_mark: tuple[object, ...] = ()
-        self._last_step = (0, 0)  # epoch and id of the newest step whose duration was told
+        self._last_fingerprint: tuple[object, ...] = ()
+        self._last_step = (0, 0)  # epoch and id of the newest step whose duration was sent
         self._key_event: bytes | None = None
         self.num_frames = 0
 
     @contextmanager
     def viewer(self) -> Iterator[Viewer]:
-        """A seat, as long as it is held. Raises QueueFull when all are taken."""
+        """Yields a viewer that takes part until the context ends. Raises QueueFull if there are MAX_VIEWERS already."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise QueueFull(f"{MAX_VIEWERS} pages are open", retry_after_s=10.0)
         viewer = Viewer(self)
@@ -122,7 +122,7 @@ class LiveFeed:
         finally:
             self._viewers.discard(viewer)
             if not self._viewers:
-                self._forget()
+                self._stop()
 
     def close(self) -> None:
         """Ends every viewer's stream."""
@@ -130,9 +130,9 @@ class LiveFeed:
             viewer.close()
 
     def key_event(self) -> bytes:
-        """All that is known at the moment of the last frame: every later frame builds on it."""
+        """Returns the whole state as of the last frame, on which every later frame builds."""
         if self._last is None:
-            self._look()
+            self._send_frame()
         if self._key_event is None and self._last is not None:
             frame = make_frame(None, self._last, self._name_of, rows=self._plans.rows)
             self._key_event = encode_event(frame)
@@ -142,26 +142,25 @@ class LiveFeed:
         try:
             while True:
                 started_s = time.thread_time()
-                if mark(self._engine) != self._last_mark:
-                    self._look()
+                if fingerprint(self._engine) != self._last_fingerprint:
+                    self._send_frame()
                 pause_s = (time.thread_time() - started_s) / self._max_share
                 await asyncio.sleep(min(max(self._interval_s, pause_s), MAX_INTERVAL_S))
         except Exception:
             log.exception("the live page's feed failed")
-            self._task = None  # whoever comes next begins anew
+            self._task = None  # the next viewer starts it again
             self.close()
 
-    def _look(self) -> None:
-        """One frame."""
-        self._last_mark = mark(self._engine)
+    def _send_frame(self) -> None:
+        """Takes a snapshot, and offers its difference to the last one to every viewer."""
+        self._last_fingerprint = fingerprint(self._engine)
         if self._engine.core is not None:
             self._plans.watch(self._engine.core)
         rows, steps = self._plans.take()
         old, self._last = self._last, take_snapshot(self._engine)
         self._key_event = None
-        frame = make_frame(
-            old, self._last, self._name_of, rows=rows, steps=steps, durations=self._new_durations()
-        )  # fmt: skip
+        durations = self._new_durations()
+        frame = make_frame(old, self._last, self._name_of, rows=rows, steps=steps, durations=durations)
         if frame.get("is_key"):
             frame["rows"] = [[slot, key, num_tokens] for slot, (key, num_tokens) in self._plans.rows.items()]
             frame.pop("steps", None)
@@ -171,7 +170,7 @@ class LiveFeed:
             viewer.offer(event)
 
     def _new_durations(self) -> list[tuple[int, int]]:
-        """(step, microseconds the executor took), oldest first."""
+        """Returns the step ids and durations, in microseconds on the executor, of new steps; oldest first."""
         durations: list[tuple[int, int]] = []
         newest = self._last_step
         for trace in reversed(self._engine.traces):
@@ -185,11 +184,11 @@ class LiveFeed:
     def _name_of(self, key: str) -> str:
         return self._name_of_request(int(key.partition(".")[0]))
 
-    def _forget(self) -> None:
-        """Nobody looks."""
+    def _stop(self) -> None:
+        """Stops the feed and forgets its state, because there is no viewer any more."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
         self._plans.unwatch()
         self._last = self._key_event = None
-        self._last_mark = ()
+        self._last_fingerprint = ()

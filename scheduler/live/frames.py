@@ -1,22 +1,22 @@
-"""What viewers are sent: the difference between two snapshots, as JSON.
+"""Makes the frames that viewers are sent: the difference between two snapshots, as JSON.
 
-A *key frame* is the difference to nothing at all: whoever has it can take every frame that follows. The page's half of
-this contract is `static/model.js`. Fields that have nothing to say are left out.
+A *key frame* is the difference to an empty state, and every later frame builds on it. The page's half of this contract
+is `static/model.js`. Empty fields are left out.
 
-    is_key      true: forget everything first
+    is_key      true: forget everything before
     server      {state, …the model}, when it changed
     blocks      [gap, length, value, …]: runs of blocks that changed to the same value. `gap` blocks after the last run
                 (the first: after block 0) follow `length` of them. value: ref count, 0 free, -1 cached
-    gone        [key, …]: sequences that run no more
-    come        [[key, name, num_prompt_tokens], …]: sequences that run now; `name` is the client's request id
+    gone        [key, …]: sequences that no longer run
+    come        [[key, name, num_prompt_tokens], …]: sequences that have begun to run; `name` is the client's request id
     sequences   [[key, slot, num_tokens, num_computed_tokens, kept, block, …], …]: those that changed. The block table
-                is the old one's first `kept` entries, and then these
+                is the first `kept` entries of the old one, followed by these
     rows        [[slot, key, num_tokens], …]: the batch before `steps`, in a key frame or after lost steps
     steps       [[step_id, num_tokens, retired, entered, row_counts, forked, paused], …]: `plan_log.LoggedStep`; empty
                 lists at the end are left out
-    durations   [[step_id, microseconds], …]: what the executor took for steps that are done
+    durations   [[step_id, microseconds], …]: the time that steps took on the executor
     waiting     [[key, name, num_tokens, is_preempted], …]: the head of the queue
-    numbers     {…}, always
+    numbers     {…}, in every frame
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ def make_frame(
     steps: Iterable[LoggedStep] = (),
     durations: Iterable[tuple[int, int]] = (),
 ) -> Frame:
-    """`name_of` a sequence's key is the client's request id. Without `old`, or if the pool is another: a key frame."""
+    """Makes a frame, which is a key frame if there is no `old` snapshot or if the pool is another.
+
+    `name_of` maps the key of a sequence to the client's request id.
+    """
     is_key = old is None or old.model != new.model or old.blocks.size != new.blocks.size
     base = None if is_key else old
     frame: Frame = {
@@ -64,12 +67,12 @@ def make_frame(
 
 
 def encode_event(frame: Frame) -> bytes:
-    """As an event of a text/event-stream."""
+    """Encodes a frame as an event of a text/event-stream."""
     return b"data: " + json.dumps(frame, separators=(",", ":"), ensure_ascii=False).encode(errors="replace") + b"\n\n"
 
 
 def block_runs(old: NDArray[np.int32], new: NDArray[np.int32]) -> list[int]:
-    """`[gap, length, value, …]`, as above. Block 0 is nobody's."""
+    """Returns `[gap, length, value, …]` as described above. Block 0 belongs to no sequence."""
     changed = np.flatnonzero(old[1:] != new[1:]) + 1
     if not changed.size:
         return []
@@ -98,7 +101,7 @@ def _sequence(key: str, old: SequenceView | None, new: SequenceView) -> list[Any
 
 
 def _num_equal(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """Length of the common prefix. Nearly always all of `one`."""
+    """Returns the length of the common prefix, which is nearly always all of `one`."""
     if other[: len(one)] == one:
         return len(one)
     return next(i for i, pair in enumerate(zip(one, (*other, None), strict=False)) if pair[0] != pair[1])
@@ -145,9 +148,9 @@ def _numbers(snapshot: Snapshot) -> dict[str, Any]:
         "shared": usage.num_shared_blocks if usage else 0,
         "used_slots": usage.num_used_slots if usage else 0,
         "wasted_slots": usage.num_wasted_slots if usage else 0,
-        "contiguous_slots": contiguous.num_slots,
-        "contiguous_used": contiguous.num_used,
-        "contiguous_fitting": contiguous.num_fitting,
+        "contiguous_slots": contiguous.num_token_slots,
+        "contiguous_used": contiguous.num_used_token_slots,
+        "contiguous_fitting": contiguous.num_fitting_sequences,
         "running": len(snapshot.sequences),
         "waiting": snapshot.num_waiting,
         "waiting_prompt_tokens": snapshot.num_waiting_prompt_tokens,

@@ -1,8 +1,8 @@
-"""The live page over HTTP.
+"""Serves the live page over HTTP.
 
 GET  /                   the page
 GET  /live/NAME          its scripts and styles
-GET  /live/prompt        {"has_chat_template": …}: what the prompt box may send
+GET  /live/prompt        {"has_chat_template": …}: whether the prompt box may send a chat
 GET  /live/events        frames (`scheduler.live.frames`), as server-sent events
 POST /live/completions   the prompt box (`scheduler.live.completions`)
 """
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from scheduler.core import QueueFull
-from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
-from scheduler.live.completions import CompletionDoor, error_response
+from scheduler.live.browser_safety import HEADERS, is_cross_origin
+from scheduler.live.completions import CompletionHandler, error_response
 
 if TYPE_CHECKING:
     from scheduler.live.feed import LiveFeed
@@ -33,9 +33,9 @@ CONTENT_TYPES = {
     ".svg": "image/svg+xml",
 }
 HEARTBEAT_S = 15.0
-"""Something is said to a viewer at least so often, or its connection would look dead."""
+"""Longest time without data to a viewer; longer silence would look like a dead connection."""
 STALLED_VIEWER_S = 60.0
-"""A viewer that takes nothing for so long loses its seat; its page comes back when it can."""
+"""A viewer that reads nothing for so long is disconnected; its page reconnects when it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,12 @@ class StaticFile:
 
 
 class LivePage:
-    """Serves what was in the directory when it was made, and nothing else."""
+    """Serves the files that were in the directory when it was created, and nothing else."""
 
     def __init__(self, feed: LiveFeed, intake: Intake, stalled_reader_timeout_s: float = 120.0) -> None:
         self._feed = feed
         self._intake = intake
-        self._completions = CompletionDoor(intake, stalled_reader_timeout_s)
+        self._completions = CompletionHandler(intake, stalled_reader_timeout_s)
         self._files = {path.name: StaticFile.read(path) for path in sorted(STATIC.iterdir())}
 
     def add_to(self, app: web.Application) -> None:
@@ -87,7 +87,7 @@ class LivePage:
         return web.json_response({"has_chat_template": self._intake.has_chat_template}, headers=HEADERS)
 
     async def _send_events(self, request: web.Request) -> web.StreamResponse:
-        if is_from_elsewhere(request):
+        if is_cross_origin(request):
             raise web.HTTPForbidden(headers=HEADERS, text="a page of another origin may not watch\n")
         try:
             with self._feed.viewer() as viewer:
@@ -96,7 +96,7 @@ class LivePage:
                 )
                 await response.prepare(request)
                 while (event := await viewer.next_event(HEARTBEAT_S)) is not None:
-                    # Waits once the connection's own buffer is full; meanwhile the feed holds a few frames, no more.
+                    # The write waits when the connection's buffer is full; the feed keeps only a few frames meanwhile.
                     async with asyncio.timeout(STALLED_VIEWER_S):
                         await response.write(event)
         except QueueFull as error:

@@ -1,7 +1,7 @@
-"""Who computed how many tokens in which step, slot by slot: the batch timeline.
+"""Logs how many tokens each slot computes in each step: the batch timeline.
 
-A plan says only what changed since the last one, and so does this log. Whoever knows the rows before a step, and what
-the step changed, knows what each slot computed in it; a step of an unchanged batch costs two numbers.
+A plan has only the changes since the last one, and so has this log. The rows before a step and the step's changes give
+what each slot computed in it; a step of an unchanged batch takes two numbers.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from scheduler.core.draft import Step
 
 MAX_STEPS = 512
-"""Steps kept until they are taken; of more, the oldest are lost."""
+"""Steps kept until they are taken; if there are more, the oldest are dropped."""
 
 Rows = dict[int, tuple[str, int]]
-"""By slot: the sequence, and the tokens that it computes in each step."""
+"""Maps a slot to its sequence and to the number of tokens that the sequence computes in each step."""
 
 
 class LoggedStep(NamedTuple):
-    """What a step changed, in the order in which it applies. Flat lists, as in a plan.
+    """The changes of a step, in the order in which they apply.
 
     retired     slots that are empty now
-    entered     (slot, sequence): admitted, or a beam that goes on there
-    row_counts  (slot, tokens a step)
-    forked      (slot, sequence): computes one token a step, from the *next* step on
-    paused      slots of beams: they compute in this step, and from the next one on nothing, until they are decided
+    entered     (slot, sequence): admitted, or a beam that continues there
+    row_counts  flat list of slot, tokens per step
+    forked      (slot, sequence): computes one token per step, from the *next* step on
+    paused      slots of beams: they compute in this step, and nothing from the next one on until they are decided
 
-    Step 1 is an epoch's first: every slot was empty before it.
+    Step 1 is the first of an epoch: every slot was empty before it.
     """
 
     step_id: int
@@ -48,7 +48,7 @@ class LoggedStep(NamedTuple):
         return self.step_id == 1 or any((self.retired, self.entered, self.row_counts, self.forked, self.paused))
 
     def apply(self, rows: Rows) -> None:
-        """Makes the rows before this step those before the next."""
+        """Changes the rows before this step into those before the next one."""
         if self.step_id == 1:
             rows.clear()
         for slot in self.retired:
@@ -65,17 +65,17 @@ class LoggedStep(NamedTuple):
 
 
 class PlanLog:
-    """Told of each plan. Does nothing with it unless somebody watches."""
+    """Takes each plan. Does nothing with it unless it is being watched."""
 
     def __init__(self) -> None:
         self._core: Scheduler | None = None
         self._steps: deque[LoggedStep] = deque()
         self._has_lost_steps = False
         self.rows: Rows = {}
-        """Before the oldest step that has not been taken."""
+        """The rows before the oldest step that has not been taken."""
 
     def watch(self, core: Scheduler) -> None:
-        """From now on. Again is no error."""
+        """Logs the plans of a core from now on. Calling it again has no effect."""
         if self._core is not core:
             self.unwatch()
             self._core = core
@@ -88,10 +88,10 @@ class PlanLog:
         self.rows = {}
 
     def planned(self, core: Scheduler, plan: StepPlan) -> None:
-        """The newest plan of a core, which still has it in flight."""
+        """Logs the newest plan of a core, which still has it in flight."""
         if self._core is None:
             return
-        if self._core is not core:  # the engine has begun anew, and the old one knows nothing of this plan
+        if self._core is not core:  # the engine has replaced the core, and the old one does not know this plan
             self.watch(core)
             self._has_lost_steps = True
             return
@@ -105,7 +105,7 @@ class PlanLog:
             self._has_lost_steps = True
 
     def take(self) -> tuple[Rows | None, list[LoggedStep]]:
-        """The steps since the last call; and, if there are gaps between the two, the rows before the first of them."""
+        """Returns the steps since the last call. If older ones were dropped, also the rows before the first of them."""
         rows = dict(self.rows) if self._has_lost_steps else None
         steps = list(self._steps)
         self._steps.clear()
@@ -117,20 +117,20 @@ class PlanLog:
 
 
 def sequence_key(sequence: Sequence) -> str:
-    """As the page knows a sequence: engine's request id and index."""
+    """Returns the page's key of a sequence: the engine's request id and the index."""
     return f"{sequence.request.request_id}.{sequence.index}"
 
 
 def _next_row_count(sequence: Sequence) -> int:
-    """Beams pause: they get a row with each branch. So does their leader, once it has computed the prompt."""
+    """Returns the tokens in the next step. A beam has none until it branches, nor has its leader after the prompt."""
     return 0 if sequence.is_beam and not sequence.num_uncomputed_tokens else sequence.row_count
 
 
 def _changing_step(plan: StepPlan, step: Step, running: Iterable[Sequence]) -> LoggedStep:
-    """A plan knows slots, the core's record of it the sequences."""
+    """Joins a plan, which has the slots, with the core's record of the step, which has the sequences."""
     branched = set(plan.branches[::3])
     beams = [(beam.slot, sequence_key(beam)) for beam in step.beams if beam.slot in branched]
-    # One that computes its only row in this plan has no slot any more.
+    # The slot comes from the plan: a sequence that computes its only row in this step has none any more.
     admitted = zip(plan.admissions, step.admitted, strict=True)
     return LoggedStep(
         step_id=plan.step_id,
@@ -144,6 +144,6 @@ def _changing_step(plan: StepPlan, step: Step, running: Iterable[Sequence]) -> L
 
 
 def _forked(plan: StepPlan, running: Iterable[Sequence]) -> list[tuple[int, str]]:
-    """One that has ended already, with the token of the fork itself, never gets a row."""
+    """Returns the forks that get a row; a sequence that ended with the token of the fork itself does not."""
     keys = {sequence.slot: sequence_key(sequence) for sequence in running}
     return [(fork.child_slot, keys[fork.child_slot]) for fork in plan.forks if fork.child_slot in keys]

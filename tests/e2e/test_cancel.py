@@ -44,7 +44,7 @@ async def observer(stack: Stack) -> AsyncIterator[AsyncClient]:
     async with stack.client() as client:
         yield client
         await until_map(client, is_idle)
-        assert "do not balance" not in stack.log()
+        assert "violates an invariant" not in stack.log()
         assert stack.losses == []
 
 

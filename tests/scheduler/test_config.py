@@ -1,11 +1,15 @@
-"""One configuration, complete and checked."""
+"""Tests that the configuration is complete and checked."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from quire.addresses import HostPort
 from scheduler.config import ConfigError, SchedulerConfig
+from scheduler.core import Limits
+from scheduler.engine.model_description import ModelDescription
+from scheduler.engine.options import EngineOptions, from_fields
 
 
 def test_defaults_listen_to_this_machine_only() -> None:
@@ -40,13 +44,35 @@ def test_defaults_listen_to_this_machine_only() -> None:
         ({"model": "m", "listen": "nonsense"}, "listen must be host:port or unix:path"),
     ],
 )
-def test_nonsense_is_refused_by_name(values: dict[str, Any], words: str) -> None:
+def test_a_bad_value_is_an_error_that_names_its_field(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SchedulerConfig.from_dict(values)
 
 
-def test_whole_numbers_are_numbers() -> None:
+def test_an_int_is_accepted_as_a_float() -> None:
     assert SchedulerConfig.from_dict({"model": "m", "drain_timeout_s": 5, "max_num_seqs": None}).drain_timeout_s == 5
+
+
+def test_the_engine_and_the_core_take_the_settings_over_by_name() -> None:
+    options = from_fields(EngineOptions, SchedulerConfig(model="m", max_num_seqs=5, max_waiting_requests=7))
+    assert (options.max_num_seqs, options.max_waiting_requests) == (5, 7)
+    model = ModelDescription("m", "float32", "cpu", 50, 100, 4, 20, max_num_seqs=3, max_num_batched_tokens=64)
+    core = options.new_core(model)
+    assert (core.limits.max_num_seqs, core.limits.max_model_len, core.limits.max_waiting_requests) == (3, 100, 7)
+
+
+def test_defaults_of_the_limits_are_those_of_the_core() -> None:
+    limits = {field.name: field.default for field in fields(Limits)}
+    settings = {field.name: field.default for field in fields(SchedulerConfig)}
+    for name in ("max_in_flight", "max_waiting_requests", "max_waiting_prompt_tokens"):
+        assert settings[name] == limits[name], name
+
+
+@pytest.mark.parametrize(("batching", "timeout_s"), [("continuous", 0.0), ("static", 0.0), ("dynamic", 0.2)])
+def test_only_dynamic_batching_has_the_batch_timeout(batching: str, timeout_s: float) -> None:
+    options = from_fields(EngineOptions, SchedulerConfig(model="m", batching=batching, batch_timeout_s=0.2))
+    core = options.new_core(ModelDescription("m", "float32", "cpu", 50, 100, 4, 20, 3, 64))
+    assert (core.batching.name, core.batching.timeout_s) == (batching, timeout_s)
 
 
 def test_every_field_is_documented() -> None:
@@ -54,5 +80,5 @@ def test_every_field_is_documented() -> None:
         assert f"    {name} " in (SchedulerConfig.__doc__ or ""), name
 
 
-def test_addresses() -> None:
+def test_ipv6_and_unix_addresses_are_accepted() -> None:
     SchedulerConfig(model="m", listen="unix:/tmp/x", http_listen="[::1]:80")

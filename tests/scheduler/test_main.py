@@ -1,4 +1,4 @@
-"""The scheduler as a process: ready line, drain, exit codes, and no torch."""
+"""Tests the scheduler process: ready line, drain, exit codes, and that it does not load torch."""
 
 import asyncio
 import json
@@ -14,12 +14,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.engine.engine import Engine
 from scheduler.main import EXIT_UNFINISHED, _Signals, _until_done
 from scheduler.text.checkpoint import Checkpoint
 from tests.support.paths import ROOT
+from tests.support.scheduler.engine_rig import engine_options
 from tests.support.scheduler.executor_service import ExecutorService
 from tests.support.scheduler.fake_client import FakeClient
 
@@ -34,7 +35,7 @@ sys.exit(code)
 
 
 class Process:
-    """A running scheduler. `addresses` are those of its `ready` line."""
+    """A running scheduler. `addresses` are the ones in its `ready` line."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -49,7 +50,7 @@ class Process:
         self._process.send_signal(number)
 
     async def ended(self) -> tuple[int, bool]:
-        """Exit code, and whether torch was loaded."""
+        """Waits for the end. Returns the exit code, and whether torch was loaded."""
         has_torch = await self._line() == "True"
         return await asyncio.wait_for(self._process.wait(), 60), has_torch
 
@@ -64,7 +65,7 @@ class Process:
 
 
 class Launcher:
-    """Starts an executor in this process and schedulers in others, and ends them all."""
+    """Starts executors in this process and schedulers in other processes, and ends them all."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -110,18 +111,18 @@ async def launcher(checkpoint: Checkpoint) -> AsyncIterator[Launcher]:
     await launcher.end()
 
 
-def request(max_tokens: int) -> wire.GenerateRequest:
-    return wire.GenerateRequest(text="hello fox", stopping=wire.StoppingParams(max_tokens=max_tokens, ignore_eos=True))
+def request(max_tokens: int) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text="hello fox", stopping=pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
-async def rest_of(call: Any) -> list[wire.GenerateResponse]:
+async def rest_of(call: Any) -> list[pb.GenerateResponse]:
     messages = []
     while (message := await call.read()) is not grpc.aio.EOF:
         messages.append(message)
     return messages
 
 
-async def test_ready_serve_drain(launcher: Launcher) -> None:
+async def test_the_process_serves_and_drains_after_a_signal(launcher: Launcher) -> None:
     process = await launcher.scheduler(await launcher.executor(step_s=0.005))
     await process.ready()
     assert process.addresses["model"] == "fake"
@@ -131,10 +132,10 @@ async def test_ready_serve_drain(launcher: Launcher) -> None:
         await running.read()
         process.signal(signal.SIGTERM)
         refused = stub.Generate(request(max_tokens=1))
-        while await refused.code() is grpc.StatusCode.OK:  # the signal is on its way
+        while await refused.code() is grpc.StatusCode.OK:  # the signal may not have arrived yet
             refused = stub.Generate(request(max_tokens=1))
         assert await refused.code() is grpc.StatusCode.UNAVAILABLE
-        # What ran goes on to its end, complete.
+        # The running request still completes.
         messages = await rest_of(running)
         assert sum(len(message.delta.token_ids) for message in messages) == 150
         assert messages[-1].finished.usage.completion_tokens == 150
@@ -155,7 +156,7 @@ async def test_a_second_signal_stops_at_once(launcher: Launcher) -> None:
         assert caught.value.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 
 
-async def test_a_second_signal_waits_for_no_completion_of_the_prompt_box(launcher: Launcher) -> None:
+async def test_a_second_signal_does_not_wait_for_the_prompt_box(launcher: Launcher) -> None:
     process = await launcher.scheduler(await launcher.executor(step_s=0.2))
     await process.ready()
     url = f"http://{process.addresses['http']}/live/completions"
@@ -178,15 +179,15 @@ async def test_drain_has_a_time_limit(launcher: Launcher) -> None:
         assert await process.ended() == (1, False)
 
 
-async def test_an_engine_that_was_cancelled_by_nobody_here_has_failed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_engine_that_was_cancelled_from_elsewhere_has_failed(caplog: pytest.LogCaptureFixture) -> None:
     running = asyncio.create_task(asyncio.Event().wait())
     running.cancel()
-    exit_code = await _until_done(Engine(FakeClient()), running, _Signals(), drain_timeout_s=1.0)  # type: ignore[arg-type]
+    exit_code = await _until_done(Engine(FakeClient(), engine_options()), running, _Signals(), drain_timeout_s=1.0)  # type: ignore[arg-type]
     assert exit_code == EXIT_UNFINISHED
     assert "the engine has failed" in caplog.text
 
 
-def run_to_the_end(**config: Any) -> subprocess.CompletedProcess[str]:
+def run_until_exit(**config: Any) -> subprocess.CompletedProcess[str]:
     values = {
         "listen": "127.0.0.1:0",
         "http_listen": "127.0.0.1:0",
@@ -200,10 +201,10 @@ def run_to_the_end(**config: Any) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("field", ["listen", "http_listen"])
-def test_an_address_in_use(checkpoint: Checkpoint, field: str) -> None:
+def test_an_address_in_use_is_reported_with_exit_code_3(checkpoint: Checkpoint, field: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        ended = run_to_the_end(model=str(checkpoint.directory), **{field: address})
+        ended = run_until_exit(model=str(checkpoint.directory), **{field: address})
     assert ended.returncode == 3
     assert ended.stderr == f"quire scheduler: cannot listen on {address}: Address already in use\n"
 
@@ -216,17 +217,17 @@ def test_an_address_in_use(checkpoint: Checkpoint, field: str) -> None:
         ({"model": "CHECKPOINT", "listen": "192.0.2.1:1"}, "cannot listen on 192.0.2.1:1"),
     ],
 )
-def test_a_bad_configuration(
+def test_a_bad_configuration_is_reported_with_exit_code_2(
     config: dict[str, str], words: str, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    places = {"TMP": str(tmp_path_factory.mktemp("empty")), "CHECKPOINT": str(checkpoint.directory)}
-    ended = run_to_the_end(**config | {"model": places.get(config["model"], config["model"])})
+    paths = {"TMP": str(tmp_path_factory.mktemp("empty")), "CHECKPOINT": str(checkpoint.directory)}
+    ended = run_until_exit(**config | {"model": paths.get(config["model"], config["model"])})
     assert ended.returncode == 2
     assert words in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_importing_all_of_it_loads_no_torch() -> None:
+def test_importing_the_scheduler_does_not_load_torch() -> None:
     script = (
         "import sys, scheduler.main; "
         "print(sorted({'torch', 'transformers', 'numba', 'huggingface_hub', 'executor', 'kernels'} & set(sys.modules)))"

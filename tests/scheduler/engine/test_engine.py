@@ -1,4 +1,4 @@
-"""The engine loop with a fake executor: what clients are told, whatever happens to the executor."""
+"""Tests what the engine tells clients, and how it takes, cancels and drains requests."""
 
 import asyncio
 from dataclasses import replace
@@ -13,15 +13,17 @@ from scheduler.core import (
     FinishReason,
     QueueFull,
     Request,
+    Scheduler,
     SequenceParams,
-    StepResult,
+    StepPlan,
     TokenLogprobs,
     Unavailable,
 )
 from scheduler.engine.engine import Engine, ServerState
-from tests.support.core.fake_executor import expected_beams
-from tests.support.scheduler.engine_rig import RecordingSink, running_engine, submit, until
+from tests.support.core.fake_executor import expected_beams, expected_output
+from tests.support.scheduler.engine_rig import RecordingSink, engine_options, running_engine, submit
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
+from tests.support.waiting import until
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
@@ -33,7 +35,7 @@ async def test_requests_end_with_the_right_tokens(max_in_flight: int) -> None:
         assert engine.kv_usage().num_active_blocks == 0
 
 
-async def test_beams_come_whole_and_the_best_one_first() -> None:
+async def test_beams_arrive_complete_and_the_best_one_first() -> None:
     client = FakeClient()
     async with running_engine(client) as engine:
         sinks = [submit(engine, [i, 2, 3], 20, beam=BeamParams(4, 3)) for i in range(3)]
@@ -48,11 +50,11 @@ async def test_beams_come_whole_and_the_best_one_first() -> None:
             assert not engine.core.has_request(sink.request.request_id)  # type: ignore[union-attr]
         await other.check()
         assert other.scores == {0: None}
-        assert len(engine._audience) == 0
+        assert len(engine._dispatcher) == 0
         assert engine.kv_usage().num_active_blocks == 0
 
 
-async def test_log_probabilities_reach_those_who_asked() -> None:
+async def test_log_probabilities_reach_only_the_requests_that_asked() -> None:
     async with running_engine(FakeClient()) as engine:
         params = SequenceParams(max_total_tokens=12, num_logprobs=3, num_prompt_logprobs=2)
         request = Request(engine.new_request_id(), [1, 2, 3, 4], params, seeds=(0, 1))
@@ -74,130 +76,14 @@ async def test_a_small_token_budget_narrows_the_batch() -> None:
             await sink.check()
 
 
-async def test_every_stream_survives_the_loss_of_the_executor_at_any_moment() -> None:
-    client = FakeClient()
-    async with running_engine(client) as engine:
-        sinks = [submit(engine, [i, 2, 3, 4, 5], 30, seeds=(i, i + 1)) for i in range(12)]
-        for _ in range(5):
-            await asyncio.sleep(0.003)
-            client.lose()
-            await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-            await until(lambda: engine.state is ServerState.SERVING)
-        for sink in sinks:
-            await sink.check()
-        assert client.num_streams == 6
-
-
-@pytest.mark.parametrize("token_id", [-1, DESCRIPTION.vocab_size])
-async def test_every_stream_survives_an_executor_that_names_no_token(token_id: int) -> None:
-    """Each epoch of it goes well for a few steps. The blocks are small, so it would soon be hashed."""
-    client = FakeClient()
-    results = count(1)
-
-    def lie(result: StepResult) -> StepResult:
-        is_right = next(results) % 7 or client.num_streams > 4
-        return result if is_right else replace(result, token_ids=[token_id] * len(result.token_ids))
-
-    client.lie = lie
-    async with running_engine(client) as engine:
-        sinks = [submit(engine, [i, 2, 3, 4, 5], 30, seeds=(i, i + 1)) for i in range(12)]
-        for sink in sinks:
-            await sink.check()
-        assert client.num_streams == 5
-
-
-async def test_requests_queue_while_the_executor_is_away() -> None:
-    client = FakeClient()
-    async with running_engine(client) as engine:
-        client.is_up = False
-        client.lose()
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        sink = submit(engine, [1, 2, 3])
-        await asyncio.sleep(0.05)
-        assert not sink.outputs
-        client.is_up = True
-        await sink.check()
-
-
-async def test_an_executor_that_hangs_is_given_up() -> None:
-    client = FakeClient()
-    async with running_engine(client, step_timeout_s=0.1) as engine:
-        client.is_hanging = True
-        sink = submit(engine, [1, 2, 3])
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        client.is_hanging = False
-        await sink.check()
-
-
-async def test_an_idle_executor_that_hangs_is_given_up_and_taken_back() -> None:
-    client = FakeClient()
-    async with running_engine(client, step_timeout_s=0.05) as engine:
-        await submit(engine, [1, 2, 3]).check()
-        client.is_hanging = True
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        assert not engine.is_ready
-        client.is_hanging = False
-        await until(lambda: engine.is_ready)
-        await submit(engine, [1, 2, 3]).check()
-
-
-async def test_an_idle_executor_is_asked_now_and_then() -> None:
-    client = FakeClient()
-    async with running_engine(client, step_timeout_s=0.02) as engine:
-        await until(lambda: client.num_asked >= 4)
-        assert (engine.is_ready, client.num_streams) == (True, 1)
-
-
-async def test_a_busy_executor_is_not_asked() -> None:
-    """Its results say enough; and an answer would wait behind plans, each of which has its own time."""
-    client = FakeClient()
-    async with running_engine(client, step_timeout_s=0.2) as engine:
-        num_asked = client.num_asked
-        client.is_hanging = True
-        submit(engine, [1, 2, 3])
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        assert client.num_asked == num_asked
-        client.is_hanging = False
-
-
-async def test_a_smaller_pool_fails_only_what_cannot_fit_it(caplog: pytest.LogCaptureFixture) -> None:
-    client = FakeClient()
-    async with running_engine(client) as engine:
-        client.is_up = False
-        client.lose()
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        large, small = submit(engine, [1] * 100, 20, seeds=(1, 2)), submit(engine, [1] * 10, 20)
-        client.description = replace(client.description, num_blocks=12)
-        client.is_up = True
-        await small.check()
-        assert large.reasons == {0: FinishReason.CAPACITY}
-    told = [record.message for record in caplog.records if "is given up" in record.message]
-    assert len(told) == 1
-    assert "a prompt of 100 tokens and up to 120 in all never fit" in told[0]
-
-
-async def test_one_block_less_ends_no_request_that_named_no_bound() -> None:
-    """The whole pool is its bound, and an executor that measures its memory anew seldom comes to the same pool."""
-    client = FakeClient(replace(DESCRIPTION, num_blocks=41))
-    async with running_engine(client) as engine:
-        prompt = [1, 2, 3]
-        sink = submit(engine, prompt, engine.max_prompt_and_output - len(prompt), is_open_ended=True)
-        await sink.first_token.wait()
-        client.description = replace(client.description, num_blocks=40)
-        client.lose()
-        await asyncio.wait_for(sink.done.wait(), 20)
-    assert sink.reasons == {0: FinishReason.LENGTH}
-    assert len(prompt) + len(sink.outputs[0]) == 39 * 4 + 1
-
-
-async def test_cancelling_frees_the_blocks_and_silences_the_sink() -> None:
+async def test_cancelling_releases_the_blocks_and_tells_the_sink_nothing_more() -> None:
     async with running_engine(FakeClient()) as engine:
         sink, other = submit(engine, [1, 2, 3], 150), submit(engine, [4, 5], 50)
         await sink.first_token.wait()
         engine.cancel(sink.request.request_id)
-        num_heard = len(sink.outputs[0])
+        num_before = len(sink.outputs[0])
         await other.check()
-        assert len(sink.outputs[0]) == num_heard
+        assert len(sink.outputs[0]) == num_before
         assert not sink.reasons
         assert engine.kv_usage().num_active_blocks == 0
 
@@ -213,18 +99,29 @@ async def test_stopping_one_sample_leaves_the_others() -> None:
         assert len(sink.outputs[0]) == 20
 
 
-async def test_deadlines_pass_in_the_queue_while_no_executor_is_there() -> None:
-    client = FakeClient()
-    async with running_engine(client) as engine:
-        client.is_up = False
-        client.lose()
-        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
-        sink = submit(engine, [1], deadline_s=0.0)
+async def test_a_sample_that_ends_as_its_sibling_stops_is_told_so() -> None:
+    """Sample 0 reaches a stop string with its third token, in the step in which sample 1 samples EOS."""
+    prompt, params = [1, 2, 3], SequenceParams(max_total_tokens=20)
+    first, _ = expected_output(prompt, params, 100, DESCRIPTION.vocab_size)
+    outputs = {seed: expected_output(prompt, params, seed, DESCRIPTION.vocab_size)[0] for seed in range(40)}
+    seed, eos = next((s, ids[2]) for s, ids in outputs.items() if ids[2] not in (*first[:3], *ids[:2]))
+    request = Request(1, prompt, replace(params, eos_token_ids=(eos,)), seeds=(100, seed))
+
+    class Sink(RecordingSink):
+        def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+            super().tokens(index, token_ids, logprobs)
+            if index == 0 and len(self.outputs[0]) == 3:
+                engine.stop(request.request_id, 0)
+
+    async with running_engine(FakeClient()) as engine:
+        sink = Sink(request)
+        engine.submit(request, sink)
         await asyncio.wait_for(sink.done.wait(), 10)
-        assert sink.reasons == {0: FinishReason.DEADLINE}
+        assert sink.reasons == {0: FinishReason.STOP, 1: FinishReason.EOS}
+        assert sink.outputs == {0: first[:3], 1: outputs[seed][:3]}
 
 
-async def test_submit_says_why_it_refuses() -> None:
+async def test_submit_raises_the_reason_for_a_refusal() -> None:
     client = FakeClient()
     async with running_engine(client, max_waiting_requests=2) as engine:
         with pytest.raises(CapacityExceeded, match="one sequence can hold 200"):
@@ -241,21 +138,54 @@ async def test_submit_says_why_it_refuses() -> None:
             await sink.check()
 
 
-async def test_a_sink_that_breaks_costs_its_own_request_only() -> None:
+async def test_a_broken_sink_ends_only_its_own_request(caplog: pytest.LogCaptureFixture) -> None:
+    calls = count()
+
     class BrokenSink(RecordingSink):
         def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+            next(calls)
             raise RuntimeError("broken")
 
     async with running_engine(FakeClient()) as engine:
-        broken = Request(engine.new_request_id(), [1], SequenceParams(max_total_tokens=50))
+        broken = Request(engine.new_request_id(), [1], SequenceParams(max_total_tokens=50), seeds=(1, 2))
         engine.submit(broken, BrokenSink(broken))
         await submit(engine, [1, 2, 3], 30).check()
         assert engine.core is not None
         assert not engine.core.has_request(broken.request_id)
+    assert next(calls) == 1, "it was told more after it had raised an exception"
+    assert ["its sink has failed" in record.message for record in caplog.records if record.levelname == "ERROR"] == [
+        True
+    ]
 
 
-async def test_plans_leave_before_the_clients_are_told() -> None:
-    """At every token the executor has two steps to do: the plan that its result made room for is sent already."""
+async def test_a_sequence_that_a_sink_stops_ends_after_all_sinks_have_been_told() -> None:
+    calls: list[tuple[int, str]] = []
+
+    class Sink(RecordingSink):
+        def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
+            super().tokens(index, token_ids, logprobs)
+            calls.append((self.request.request_id, "tokens"))
+            if len(self.outputs[index]) == 2 and self.request.request_id == 1:
+                engine.stop(1, index)
+                calls.append((1, "stop"))
+
+        def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
+            super().finished(index, reason, num_preemptions, score)
+            calls.append((self.request.request_id, "finished"))
+
+    async with running_engine(FakeClient()) as engine:
+        sinks = [Sink(Request(engine.new_request_id(), [i], SequenceParams(max_total_tokens=4))) for i in (7, 8)]
+        for sink in sinks:
+            engine.submit(sink.request, sink)
+        for sink in sinks:
+            await asyncio.wait_for(sink.done.wait(), 10)
+    first = [(1, "tokens"), (2, "tokens")]
+    assert calls[:6] == [*first, (1, "tokens"), (1, "stop"), (2, "tokens"), (1, "finished")]
+    assert (sinks[0].reasons, sinks[1].reasons) == ({0: FinishReason.STOP}, {0: FinishReason.LENGTH})
+
+
+async def test_plans_are_sent_before_the_clients_are_told() -> None:
+    """At every token two plans are in flight, because the plan that the result made room for has been sent already."""
 
     class PlanCountingSink(RecordingSink):
         num_plans: ClassVar[list[tuple[int, int]]] = []
@@ -271,11 +201,11 @@ async def test_plans_leave_before_the_clients_are_told() -> None:
         sink = PlanCountingSink(request)
         engine.submit(request, sink)
         await sink.check()
-    # The n-th token is the result of plan n; the last two plans have none to follow them.
+    # The n-th token is the result of plan n; no plan follows the last two.
     assert sink.num_plans == [(n, min(n + 2, 20)) for n in range(1, 21)]
 
 
-async def test_the_age_of_the_queue() -> None:
+async def test_oldest_waiting_s_is_the_age_of_the_oldest_queued_request() -> None:
     client = FakeClient()
     async with running_engine(client) as engine:
         assert engine.oldest_waiting_s == 0
@@ -289,10 +219,10 @@ async def test_the_age_of_the_queue() -> None:
         client.is_up = True
         await sinks[1].check()
         assert engine.oldest_waiting_s == 0
-        assert len(engine._audience) == 0
+        assert len(engine._dispatcher) == 0
 
 
-async def test_who_comes_back_into_the_queue_has_waited_from_then_on() -> None:
+async def test_a_request_that_returns_to_the_queue_waits_from_then_on() -> None:
     client = FakeClient()
     async with running_engine(client) as engine:
         sink = submit(engine, [1, 2, 3], 150)
@@ -307,10 +237,14 @@ async def test_who_comes_back_into_the_queue_has_waited_from_then_on() -> None:
         await sink.check()
 
 
-async def test_each_plan_is_reported() -> None:
+async def test_the_observer_is_called_for_each_plan() -> None:
     plans: list[tuple[int, float]] = []
     client = FakeClient()
-    engine = Engine(client, on_plan=lambda _, plan, duration_s: plans.append((plan.num_tokens, duration_s)))
+
+    def observe(_: Scheduler, plan: StepPlan, duration_s: float) -> None:
+        plans.append((plan.num_tokens, duration_s))
+
+    engine = Engine(client, engine_options(), observe)
     task = asyncio.create_task(engine.run())
     await engine.described()
     await submit(engine, [1, 2, 3], 4).check()
@@ -319,18 +253,19 @@ async def test_each_plan_is_reported() -> None:
     assert all(duration_s > 0 for _, duration_s in plans)
 
 
-async def test_an_observer_of_plans_cannot_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    asked = count()
-    engine = Engine(FakeClient(), on_plan=lambda *_: {}[next(asked)])
+async def test_an_observer_that_raises_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+    calls = count()
+    engine = Engine(FakeClient(), engine_options(), on_plan=lambda *_: {}[next(calls)])
     task = asyncio.create_task(engine.run())
     await engine.described()
     await submit(engine, [1, 2, 3], 4).check()
     task.cancel()
-    assert next(asked) == 4
-    assert [record.message for record in caplog.records].count("an observer of plans failed") == 1, "a row of four"
+    assert next(calls) == 4
+    messages = [record.message for record in caplog.records]
+    assert messages.count("an observer of plans failed") == 1, "four failures in a row are logged once"
 
 
-async def test_drain_refuses_new_work_and_waits_for_the_admitted() -> None:
+async def test_drain_refuses_new_requests_and_waits_for_the_admitted_ones() -> None:
     async with running_engine(FakeClient()) as engine:
         states: list[ServerState] = []
         engine.on_state_change(states.append)

@@ -1,4 +1,4 @@
-"""The scheduler's end of the plan stream over gRPC, with the real executor's at the other, or one that lies."""
+"""Tests the scheduler's end of the plan stream over gRPC, with the real executor or one that sends invalid results."""
 
 import asyncio
 from collections import Counter
@@ -22,8 +22,8 @@ NUM_PLANS = 10
 LARGE_PLAN = StepPlan(1, 1, retired_slots=[0] * 500_000)
 
 
-async def end_of_a_stream(client: ExecutorClient, epoch: int) -> ExecutorLost:
-    """Of one whose first plan is refused while the next ones are being written."""
+async def error_of_a_stream(client: ExecutorClient, epoch: int) -> ExecutorLost:
+    """Returns the error that ends a stream whose first plan is refused while the next ones are being written."""
     has_ended = asyncio.Event()
     stream = client.open_stream(has_ended.set)
     with suppress(ExecutorLost):
@@ -39,40 +39,40 @@ async def end_of_a_stream(client: ExecutorClient, epoch: int) -> ExecutorLost:
     raise AssertionError("a result of a plan that was refused")
 
 
-async def test_why_a_plan_was_refused_is_known_though_the_next_ones_are_being_written() -> None:
+async def test_the_reason_of_a_refusal_is_known_while_the_next_plans_are_being_written() -> None:
     config = ExecutorConfig(model="unused", listen_address="127.0.0.1:0", metrics_address="", num_threads=1)
     server = Server(config, loaded(FakeRunner()))
     client = ExecutorClient(await server.start())
     try:
-        ends = [await end_of_a_stream(client, epoch) for epoch in range(1, NUM_STREAMS + 1)]
+        errors = [await error_of_a_stream(client, epoch) for epoch in range(1, NUM_STREAMS + 1)]
     finally:
         await client.close()
         await server.stop()
-    why = "PlanRejected: the executor refused a plan: step 1: retired_slots: out of range"
-    assert Counter(f"{type(end).__name__}: {end}" for end in ends) == {why: NUM_STREAMS}
+    reason = "PlanRejected: the executor refused a plan: step 1: retired_slots: out of range"
+    assert Counter(f"{type(error).__name__}: {error}" for error in errors) == {reason: NUM_STREAMS}
 
 
-class LyingExecutor(ExecutorServicer):
-    """Reads no plan, and sends a result that is none when it is told to."""
+class InvalidExecutor(ExecutorServicer):
+    """Reads no plan, and sends an invalid result when `sends` is set."""
 
     def __init__(self) -> None:
-        self.lies = asyncio.Event()
+        self.sends = asyncio.Event()
 
     async def Run(self, request_iterator: object, context: object) -> AsyncIterator[pb.StepResult]:  # type: ignore[override]  # noqa: N802
-        await self.lies.wait()
+        await self.sends.wait()
         yield pb.StepResult(epoch=1, step_id=1, token_ids=b"abc")
         await asyncio.Event().wait()
 
 
 @asynccontextmanager
-async def lying_executor() -> AsyncIterator[tuple[LyingExecutor, PlanStream]]:
-    lying, server = LyingExecutor(), grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
-    add_ExecutorServicer_to_server(lying, server)
+async def invalid_executor() -> AsyncIterator[tuple[InvalidExecutor, PlanStream]]:
+    servicer, server = InvalidExecutor(), grpc.aio.server(options=[("grpc.max_receive_message_length", -1)])
+    add_ExecutorServicer_to_server(servicer, server)
     client = ExecutorClient(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
     stream = client.open_stream(lambda: None)
     try:
-        yield lying, stream
+        yield servicer, stream
     finally:
         await stream.close()
         await client.close()
@@ -80,23 +80,23 @@ async def lying_executor() -> AsyncIterator[tuple[LyingExecutor, PlanStream]]:
 
 
 async def write(stream: PlanStream) -> None:
-    """Soon one write waits: nobody reads."""
+    """Writes until a write waits, because the executor does not read."""
     while True:
         await stream.send(LARGE_PLAN)
 
 
-async def test_a_result_that_is_none_ends_the_stream_and_not_who_is_writing_to_it() -> None:
-    async with lying_executor() as (executor, stream):
+async def test_an_invalid_result_ends_the_stream_without_cancelling_the_writer() -> None:
+    async with invalid_executor() as (executor, stream):
         writing = asyncio.create_task(write(stream))
         await asyncio.wait({writing}, timeout=0.5)
         assert not writing.done()
-        executor.lies.set()
+        executor.sends.set()
         with pytest.raises(ResultMismatch, match="3 bytes of token ids"):
             await asyncio.wait_for(writing, 10)
 
 
-async def test_who_is_cancelled_while_it_writes_is_cancelled() -> None:
-    async with lying_executor() as (_, stream):
+async def test_a_writer_that_is_cancelled_ends_with_its_cancellation() -> None:
+    async with invalid_executor() as (_, stream):
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await write(stream)

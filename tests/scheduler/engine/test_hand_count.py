@@ -1,14 +1,13 @@
-"""A scripted load, counted by hand: every counter, and count and sum of every histogram, must come to exactly that.
+"""Compares every counter, and the count and sum of every histogram, with numbers counted by hand for scripted loads.
 
-All of the scheduler is real but the executor, which answers when the test says so. The clock of the metrics shows how
-many steps it has answered: a second is a step. The pool has 8 blocks of 4 tokens, a step takes at most 16 tokens and 4
-sequences, one plan is out at a time, two requests may wait. A token's KV is written by the step after the one that
-samples it, so a sequence of p prompt tokens and g generated ones computes p + g - 1.
+The whole scheduler is real except the executor, which answers when the test tells it to. The clock of the metrics
+counts the steps that it has answered: a second is a step. The pool has 8 blocks of 4 tokens, a step takes at most 16
+tokens and 4 sequences, one plan is in flight at a time, and two requests may wait. A token's KV is written by the step
+after the one that samples it, so a sequence of p prompt tokens and g generated ones computes p + g - 1.
 
-Each act says what it adds; what it does not name, it must not change.
+Each load returns what it adds. It must not change anything else.
 """
 
-import asyncio
 import time
 
 from scheduler.requests.incoming import Sampling, Stopping
@@ -23,22 +22,23 @@ from tests.support.scheduler.theatre import (
     times,
     total,
 )
+from tests.support.waiting import until
 
 
-async def test_the_whole_play(theatre: Theatre) -> None:
+async def test_metrics_equal_the_numbers_counted_by_hand(theatre: Theatre) -> None:
     assert theatre.added() == {}
-    for act in (
+    for load in (
         one_request, a_prefix_hit, two_samples, a_preemption, a_client_leaves, a_client_leaves_the_queue, refusals,
         a_lost_executor, deadlines, beams, ends_by_a_token, given_up,
     ):  # fmt: skip
-        expected = await act(theatre)
-        assert theatre.added() == expected, act.__name__
+        expected = await load(theatre)
+        assert theatre.added() == expected, load.__name__
         gauges = theatre.gauges()
-        assert not theatre.client.held, act.__name__
+        assert not theatre.client.held, load.__name__
         for name in ("requests_running", "queue_requests/new", "queue_prompt_tokens", "queue_oldest_age_seconds"):
-            assert gauges[name] == 0, (act.__name__, name)
+            assert gauges[name] == 0, (load.__name__, name)
         assert gauges["kv_blocks/active"] == gauges["kv_occupancy_ratio"] == gauges["kv_waste_ratio"] == 0
-        assert gauges["kv_blocks/free"] + gauges["kv_blocks/cached"] == NUM_BLOCKS, act.__name__
+        assert gauges["kv_blocks/free"] + gauges["kv_blocks/cached"] == NUM_BLOCKS, load.__name__
 
 
 async def one_request(theatre: Theatre) -> Counts:
@@ -50,7 +50,7 @@ async def one_request(theatre: Theatre) -> Counts:
         prompt_tokens(9),
         {"request_prompt_tokens_count": 1, "request_generation_tokens_count": 1, "request_generation_tokens_sum": 3},
         {"generation_tokens": 3, "requests_finished/length": 1},
-        times("request_queue_time", 0),  # planned as soon as it came
+        times("request_queue_time", 0),  # planned as soon as it arrived
         times("time_to_first_token", 1),  # with the first result
         times("request_prefill_time", 1),
         times("inter_token_latency", 1, 1),
@@ -61,7 +61,7 @@ async def one_request(theatre: Theatre) -> Counts:
 
 
 async def a_prefix_hit(theatre: Theatre) -> Counts:
-    """Of 10 prompt tokens, the first 8 are two blocks of the request before; the step computes the other 2."""
+    """The first 8 of 10 prompt tokens are two blocks of the request before; the step computes the other 2."""
     await theatre.ask([1, 2, 3, 4, 5, 6, 7, 8, 20, 21], 1)
     await theatre.step()
     return total(
@@ -78,9 +78,11 @@ async def a_prefix_hit(theatre: Theatre) -> Counts:
 
 
 async def two_samples(theatre: Theatre) -> Counts:
-    """6 prompt tokens fill a block and half of another, computed once for both samples, which share both blocks. The
-    second step writes the KV of their first tokens: the first to write copies the half block, the second then has it
-    alone."""
+    """6 prompt tokens fill a block and half of another; they are computed once, and both samples share both blocks.
+
+    The second step writes the KV of their first tokens: the first sample to write copies the half block, and the other
+    sample then has the original alone.
+    """
     await theatre.ask([30, 31, 32, 33, 34, 35], 2, sampling=Sampling(seed=7, n=2))
     await theatre.step(2)
     return total(
@@ -90,7 +92,7 @@ async def two_samples(theatre: Theatre) -> Counts:
         {"request_prompt_tokens_count": 1, "request_generation_tokens_count": 1, "request_generation_tokens_sum": 4},
         {"generation_tokens": 4, "requests_finished/length": 1},
         times("request_queue_time", 0),
-        times("time_to_first_token", 1),  # of the request: its second sample's first token is no other
+        times("time_to_first_token", 1),  # counted once for the request, not for each sample
         times("request_prefill_time", 1),
         times("inter_token_latency", 1, 1),  # one gap each
         times("time_per_output_token", 1, 1),
@@ -106,10 +108,10 @@ async def a_preemption(theatre: Theatre) -> Counts:
     A computes  12  1  1  1  1  1  1  1                   its 8 tokens are there after step 8
     B computes  4   8  1  1  1              4  1  1  1    its 8 tokens: after steps 2 3 4 5 and 9 10 11 12
 
-    Before step 6 both have filled 4 blocks, or will with their next token, and A needs a fifth: B, the later one, gives
-    up 15 computed tokens (of its 16 the last one is not computed). A takes one of B's blocks; the 3 left hold 12
-    tokens of B's prompt, but B needs 4 blocks to run again. When A has ended, B finds these 12 tokens and recomputes 4.
-    None of that is a hit, and nothing is generated twice.
+    Before step 6 both have filled 4 blocks, or will with their next token, and A needs a fifth. B arrived later and is
+    preempted with 15 computed tokens; the last of its 16 is not computed yet. A takes one of B's blocks. The other 3
+    hold 12 tokens of B's prompt, but B needs 4 blocks to run again. When A has ended, B finds these 12 tokens and
+    computes 4 again. This is not counted as a prefix hit, and no token is generated twice.
     """
     await theatre.ask([40, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
     await theatre.ask([41, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
@@ -133,7 +135,7 @@ async def a_preemption(theatre: Theatre) -> Counts:
 
 
 async def a_client_leaves(theatre: Theatre) -> Counts:
-    """After 2 of 20 tokens. The third step is on its way by then: it is a step, and its token is nobody's."""
+    """The client leaves after 2 of 20 tokens. The third step is in flight: the step is counted, but not its token."""
     client = await theatre.ask([42, 2, 2, 2, 2], 20)
     await theatre.step(2)
     await theatre.leave(client)
@@ -147,13 +149,13 @@ async def a_client_leaves(theatre: Theatre) -> Counts:
         times("time_to_first_token", 1),
         times("request_prefill_time", 1),
         times("inter_token_latency", 1),
-        times("request_decode_time", 1),  # no mean of gaps: the sequence has no result
+        times("request_decode_time", 1),  # no mean of gaps, because the sequence has no result
         times("e2e_request_latency", 2),
     )
 
 
 async def a_client_leaves_the_queue(theatre: Theatre) -> Counts:
-    """Four sequences fill the batch; who comes now waits, and leaves. The four have a token each, and end together."""
+    """Four sequences fill the batch. Another request waits and leaves; the four get a token each and end together."""
     client = await theatre.ask([43, 3, 3, 3, 3], 1, sampling=Sampling(seed=1, n=4))
     await theatre.quiet()
     waiting = await theatre.ask([44, 3, 3, 3, 3], 1)
@@ -165,7 +167,7 @@ async def a_client_leaves_the_queue(theatre: Theatre) -> Counts:
     assert len(client.token_ids) == 4
     return total(
         steps(5),
-        prompt_tokens(5),  # the other one's prompt was never looked up
+        prompt_tokens(5),  # the prompt of the waiting request was never looked up
         {"request_prompt_tokens_count": 1, "request_generation_tokens_count": 2, "request_generation_tokens_sum": 4},
         {"generation_tokens": 4, "requests_finished/length": 1, "requests_finished/cancelled": 1},
         times("request_queue_time", 0),
@@ -177,8 +179,8 @@ async def a_client_leaves_the_queue(theatre: Theatre) -> Counts:
 
 
 async def refusals(theatre: Theatre) -> Counts:
-    """A temperature that is none; 34 tokens where 33 fit (8 blocks, and a last token without KV); and with 1 request in
-    the batch and 2 in the queue, one more. What is refused is in no other number."""
+    """Refuses an invalid temperature, 34 tokens where 33 fit (8 blocks, and a last token without KV), and a request
+    while 1 is in the batch and 2 are in the queue. Refused requests appear in no other number."""
     assert (await ended(await theatre.ask([1], 1, sampling=Sampling(temperature=-1.0)))).messages == []
     await ended(await theatre.ask([45] * 30, 4))
     clients = []
@@ -204,19 +206,19 @@ async def refusals(theatre: Theatre) -> Counts:
 
 
 async def a_lost_executor(theatre: Theatre) -> Counts:
-    """Two samples of 6 + 4 tokens, lost when each has 2, and a third step is on its way.
+    """The executor of two samples of 6 + 4 tokens is lost when each has 2 tokens and a third step is in flight.
 
     step      1  2  3 | 4  5  6
     sample 0  6  1  1 | 8  1        tokens after steps 1 2 and 4 5
     sample 1     1  1 |    4  1     tokens after steps 1 2 and 5 6
 
-    Then 8 tokens each are to be computed again. Sample 1 begins with the same block as sample 0 does, and waits for
-    that: it finds 4 tokens after step 4, and computes 4. Copied on write was one block, as before.
+    Each sample then has 8 tokens to compute again. Sample 1 begins with the same block as sample 0 and waits for it: it
+    finds 4 tokens after step 4 and computes 4. One block is copied on write, as before.
     """
     client = await theatre.ask([10, 11, 12, 13, 14, 15], 4, sampling=Sampling(seed=7, n=2))
     await theatre.step(2)
     before = client.token_ids
-    assert before[0] != before[1], "or they would share their second block as well"
+    assert before[0] != before[1], "the samples would share their second block as well"
     theatre.client.is_up = False
     theatre.client.lose()
     await theatre.quiet()
@@ -224,8 +226,7 @@ async def a_lost_executor(theatre: Theatre) -> Counts:
     assert (gauges["queue_requests/executor_lost"], gauges["queue_requests/preempted"]) == (1, 0)
     assert (gauges["requests_running"], gauges["queue_prompt_tokens"], gauges["ready"]) == (0, 2 * 6, 0)
     theatre.client.is_up = True
-    while not theatre.client.held:  # noqa: ASYNC110  (the engine pauses before it tries again)
-        await asyncio.sleep(0.01)
+    await until(lambda: theatre.client.held)  # the engine pauses before it tries again
     assert theatre.gauges()["ready"] == 1
     await theatre.step(3)
     return total(
@@ -237,7 +238,7 @@ async def a_lost_executor(theatre: Theatre) -> Counts:
         times("request_queue_time", 0),
         times("time_to_first_token", 1),
         times("request_prefill_time", 1),
-        # The third step was never answered: step 4 is the clock's third second.
+        # The third step was never answered, so step 4 is the clock's third second.
         times("inter_token_latency", *(1, 1, 1), *(1, 2, 1)),
         times("time_per_output_token", 3 / 3, 4 / 3),
         times("request_decode_time", 4),
@@ -246,7 +247,7 @@ async def a_lost_executor(theatre: Theatre) -> Counts:
 
 
 async def deadlines(theatre: Theatre) -> Counts:
-    """One that passes in the queue, and one after the first token, with a second step on its way."""
+    """One deadline passes in the queue, another after the first token, with a second step in flight."""
     queued = await ended(await theatre.ask([16, 5, 5, 5, 5], 1, deadline_s=time.monotonic() - 1))
     assert queued.messages == []
     running = await theatre.ask([17, 5, 5, 5, 5], 20, deadline_s=time.monotonic() + 1.0)
@@ -268,10 +269,10 @@ async def deadlines(theatre: Theatre) -> Counts:
 
 
 async def beams(theatre: Theatre) -> Counts:
-    """Two beams of 2 tokens, the better one returned. Its tokens count, and not those of beams that came to nothing.
+    """Two beams of 2 tokens, of which the better one is returned. Only its tokens count.
 
-    The first step computes the 6 prompt tokens, the second a row for each beam; both write into the half block that
-    they share, so one of them copies it. All tokens come at once, with the end: they have no gaps, and no mean of gaps.
+    The first step computes the 6 prompt tokens, the second a row for each beam. Both write into the half block that
+    they share, so one of them copies it. All tokens arrive together at the end, so there are no gaps and no mean.
     """
     client = await theatre.ask([18, 6, 6, 6, 6, 6], 2, sampling=Sampling(beam_width=2))
     await theatre.step(2)
@@ -291,7 +292,7 @@ async def beams(theatre: Theatre) -> Counts:
 
 
 async def ends_by_a_token(theatre: Theatre) -> Counts:
-    """Every token is an EOS here, unless ignored; and every token is a stop id, if the client says so."""
+    """Every token is EOS unless the client ignores EOS; in the second request every token is a stop id."""
     await theatre.ask([19, 7, 7, 7, 7], 9, stopping=Stopping())
     await theatre.step()
     await theatre.ask([20, 7, 7, 7, 7], 9, stopping=Stopping(ignore_eos=True, stop_token_ids=list(VOCABULARY)))
@@ -310,9 +311,9 @@ async def ends_by_a_token(theatre: Theatre) -> Counts:
 
 
 async def given_up(theatre: Theatre) -> Counts:
-    """Executor after executor dies under its first step: 5 in a row are borne, the sixth is its end.
+    """Executors are lost during the first step again and again: a request survives 5 losses, and fails at the sixth.
 
-    It was admitted, and never had a result: its prompt counts nowhere.
+    It was admitted and never had a result, so its prompt is not counted.
     """
     client = await theatre.ask([21, 8, 8, 8, 8], 9)
     await theatre.quiet()

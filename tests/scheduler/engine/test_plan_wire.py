@@ -1,4 +1,4 @@
-"""Plans to bytes and bytes to results: what sampling, beams and log-probabilities need of both."""
+"""Tests that plans and results carry everything that sampling, beams and log-probabilities need."""
 
 from array import array
 
@@ -36,19 +36,19 @@ def test_branches_are_packed() -> None:
     assert unpack(encode_plan(StepPlan(1, 1, branches=[0, 1, 7, 1, 1, 8])).branches) == [0, 1, 7, 1, 1, 8]
 
 
-def test_reports_come_as_arrays_or_not_at_all() -> None:
+def test_log_probabilities_are_arrays_or_absent() -> None:
     candidates = pb.Logprobs(token_ids=pack([5, 6]), values=pack_floats([-0.5, float("-inf")]))
     result = decode_result(pb.StepResult(epoch=1, step_id=1, candidates=candidates))
     assert (result.logprobs, result.prompt_logprobs) == (None, None)
     assert result.candidates is not None
     assert (list(result.candidates.token_ids), list(result.candidates.values)) == ([5, 6], [-0.5, float("-inf")])
     logprobs = pb.Logprobs(token_ids=pack([5]), values=pack_floats([-0.5]), ranks=pack([9]))
-    told = decode_result(pb.StepResult(epoch=1, step_id=1, logprobs=logprobs)).logprobs
-    assert told is not None
-    assert list(told.ranks) == [9]
+    decoded = decode_result(pb.StepResult(epoch=1, step_id=1, logprobs=logprobs)).logprobs
+    assert decoded is not None
+    assert list(decoded.ranks) == [9]
 
 
 @pytest.mark.parametrize("part", ["token_ids", "values", "ranks"])
-def test_half_a_number_is_no_report(part: str) -> None:
+def test_log_probabilities_with_half_a_number_are_refused(part: str) -> None:
     with pytest.raises(ResultMismatch, match=rf"logprobs\.{part}"):
         decode_result(pb.StepResult(logprobs=pb.Logprobs(**{part: b"\0\0\0"})))

@@ -1,4 +1,4 @@
-"""The engine's step trace says what each step was asked for, also after an executor was lost."""
+"""Tests that the engine's step traces have the load of each step, also after an executor was lost."""
 
 import asyncio
 
@@ -12,11 +12,12 @@ from quire.v1 import admin_pb2
 from scheduler.engine.plan_wire import decode_timings
 from scheduler.engine.step_trace import StepTrace
 from scheduler.servers.admin_server import step_trace_message
-from tests.support.scheduler.engine_rig import running_engine, submit, until
+from tests.support.scheduler.engine_rig import running_engine, submit
 from tests.support.scheduler.fake_client import FakeClient
+from tests.support.waiting import until
 
 
-async def test_a_request_is_one_prompt_and_decodes_with_growing_contexts() -> None:
+async def test_a_request_is_traced_as_a_prompt_and_decodes_with_growing_contexts() -> None:
     async with running_engine(FakeClient()) as engine:
         await submit(engine, [1, 2, 3], 4).check()
         steps = list(engine.traces)
@@ -25,8 +26,8 @@ async def test_a_request_is_one_prompt_and_decodes_with_growing_contexts() -> No
     assert [step.num_prefill_pairs for step in steps] == [1 + 2 + 3, 0, 0, 0]
 
 
-async def test_a_lost_executor_begins_anew() -> None:
-    """What ran is computed again: a prompt, as far as loads are concerned."""
+async def test_a_lost_executor_starts_the_loads_anew() -> None:
+    """The running request is computed again, which counts as a prompt."""
     client = FakeClient()
     async with running_engine(client) as engine:
         sink = submit(engine, [1, 2, 3], 150)
@@ -42,8 +43,8 @@ async def test_a_lost_executor_begins_anew() -> None:
 
 
 @pytest.mark.parametrize(("prepare_overlaps", "busy_ns"), [(False, 7 + 20 + 3), (True, 20 + 3)])
-def test_what_was_busy_is_the_same_on_the_executor_and_at_the_client(prepare_overlaps: bool, busy_ns: int) -> None:
-    """From the executor's account over both protocols."""
+def test_busy_time_is_the_same_on_the_executor_and_at_the_client(prepare_overlaps: bool, busy_ns: int) -> None:
+    """Timings travel from the executor to the client over both protocols."""
     timings = StepTimings(7, 20, 3, prepare_overlaps=prepare_overlaps)
     output = StepOutput(1, 1, np.zeros(0, np.int32), np.zeros(0, np.uint8), timings)
     trace = StepTrace(1, 1, 1, 1, 1, timings=decode_timings(output_to_message(output)))

@@ -1,4 +1,4 @@
-"""Two schedulers on one executor, over real gRPC: who comes takes it at once, who lost it leaves it for a while."""
+"""Tests two schedulers on one executor over real gRPC: the second takes it at once, the first then pauses."""
 
 import asyncio
 import logging
@@ -21,7 +21,7 @@ MAX_BACKOFF_S = 1.5
 
 
 class SlowRunner(FakeRunner):
-    """Of 40 tokens: a fifth of a second. So the one that was lost would be back before they are done."""
+    """Takes a fifth of a second for 40 tokens: a scheduler that does not pause would be back before they are done."""
 
     def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
         time.sleep(0.005)
@@ -45,7 +45,7 @@ async def scheduler_of(executor: Server) -> AsyncIterator[Engine]:
     await client.close()
 
 
-async def test_who_loses_the_executor_to_another_says_so_and_leaves_it_for_a_while(
+async def test_a_scheduler_that_loses_its_executor_to_another_reports_it_and_pauses(
     executor: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with scheduler_of(executor) as old:
@@ -57,7 +57,7 @@ async def test_who_loses_the_executor_to_another_says_so_and_leaves_it_for_a_whi
             taken_s = time.monotonic()
             theirs = submit(new, [4, 5, 6], NUM_TOKENS)
             await asyncio.wait_for(theirs.done.wait(), 10)
-            assert (new_states, len(theirs.outputs[0])) == ([], NUM_TOKENS), "it was disturbed"
+            assert (new_states, len(theirs.outputs[0])) == ([], NUM_TOKENS), "the new scheduler was disturbed"
             assert not mine.done.is_set()
             assert not old.is_ready
             assert "another scheduler" in old.readiness

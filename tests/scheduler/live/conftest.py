@@ -1,14 +1,17 @@
-"""A real engine with a fake executor, a real intake, and the page in front of them."""
+"""Serves the live page of a real engine with a fake executor and a real intake."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
+import aiohttp
 import pytest
 
 from scheduler.engine.engine import Engine
-from scheduler.engine.options import EngineOptions
+from scheduler.live.browser_safety import HEADERS
 from scheduler.live.feed import LiveFeed
 from scheduler.live.page import LivePage
 from scheduler.live.plan_log import PlanLog
@@ -19,6 +22,7 @@ from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.text.checkpoint import Checkpoint
 from scheduler.text.tokenizer import Tokenizer
 from tests.scheduler.conftest import byte_level, checkpoint
+from tests.support.scheduler.engine_rig import engine_options
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
 
 __all__ = ["byte_level", "checkpoint"]
@@ -26,7 +30,7 @@ __all__ = ["byte_level", "checkpoint"]
 
 @dataclass
 class Served:
-    """All of a scheduler but its gRPC side. `feed` looks as often as it may."""
+    """A scheduler without its gRPC server. `feed` sends frames as often as it can."""
 
     client: FakeClient
     engine: Engine
@@ -44,7 +48,7 @@ class Served:
 async def served(checkpoint: Checkpoint) -> AsyncIterator[Served]:
     client = FakeClient(replace(DESCRIPTION, vocab_size=400, max_model_len=400, num_blocks=301))
     plans = PlanLog()
-    engine = Engine(client, EngineOptions(), on_plan=lambda core, plan, duration_s: plans.planned(core, plan))
+    engine = Engine(client, engine_options(), on_plan=lambda core, plan, duration_s: plans.planned(core, plan))
     metrics = SchedulerMetrics()
     metrics.engine = engine
     tokenizer = Tokenizer.load(checkpoint)
@@ -60,3 +64,21 @@ async def served(checkpoint: Checkpoint) -> AsyncIterator[Served]:
     with suppress(asyncio.CancelledError):
         await running
     tokenizer.close()
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
+        yield session
+
+
+def body(text: Any = "once upon a time", max_tokens: int = 20, **fields: Any) -> dict[str, Any]:
+    return {"text": text, "stopping": {"max_tokens": max_tokens, "ignore_eos": True}} | fields
+
+
+async def read_messages(response: aiohttp.ClientResponse) -> list[dict[str, Any]]:
+    return [json.loads(line) async for line in response.content]
+
+
+def has_safe_headers(response: aiohttp.ClientResponse) -> bool:
+    return all(response.headers.get(name) == value for name, value in HEADERS.items())

@@ -1,4 +1,4 @@
-"""The page in a real Chromium, before a real server with the embedded model."""
+"""Tests the page in a real Chromium, with a real server and the embedded model."""
 
 import asyncio
 import json
@@ -10,11 +10,11 @@ import pytest
 
 from quire import AsyncClient, BlockState, ChatMessage, UnavailableError
 from tests.support.e2e.stack import Stack
-from tests.support.e2e.waiting import until
+from tests.support.waiting import until
 
 playwright_api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
-# What is waited for comes, sooner or later: on a busy machine later than the five seconds of the default.
+# On a busy machine, conditions can take longer than the default of five seconds.
 playwright_api.expect.set_options(timeout=60_000)
 
 CHROMIUM = next(
@@ -35,7 +35,7 @@ def stack() -> Iterator[Stack]:
 @pytest.fixture
 async def browser() -> AsyncIterator["playwright_api.Browser"]:
     async with playwright_api.async_playwright() as playwright:
-        # The sandbox needs rights that containers lack; the only pages here are ours.
+        # The sandbox needs rights that containers lack, and all pages here are trusted.
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         await browser.close()
@@ -43,7 +43,7 @@ async def browser() -> AsyncIterator["playwright_api.Browser"]:
 
 @pytest.fixture
 async def page(stack: Stack, browser: "playwright_api.Browser") -> AsyncIterator["playwright_api.Page"]:
-    """The open page of an idle server. Afterwards nothing has been said on the console, and nothing failed."""
+    """Opens the page of an idle server. Checks at the end that the console is empty and that nothing failed."""
     stack.show_log()
     page = await browser.new_page(viewport={"width": 1280, "height": 900})
     complaints: list[str] = []
@@ -54,23 +54,23 @@ async def page(stack: Stack, browser: "playwright_api.Browser") -> AsyncIterator
     await playwright_api.expect(page.locator("#state")).to_have_text("serving")
     yield page
     await page.close()
-    # A refused prompt is a 400, which Chromium reports by itself.
+    # Chromium itself reports the status 400 of a refused prompt.
     assert [complaint for complaint in complaints if "400 (Bad Request)" not in complaint] == []
 
 
 @asynccontextmanager
 async def load(stack: Stack, num_clients: int = 4) -> AsyncIterator[AsyncClient]:
-    """Clients that ask again and again."""
+    """Runs clients that request completions again and again."""
     async with stack.client() as client:
 
         async def ask(name: str) -> None:
             while True:
                 try:
                     await client.complete("Once upon a time", request_id=name, max_tokens=60, n=2, ignore_eos=True)
-                except UnavailableError:  # a connection can take too long where browsers share the processors
+                except UnavailableError:  # connecting can take too long while a browser uses the processors
                     await asyncio.sleep(0.2)
 
-        async with asyncio.TaskGroup() as group:  # a client that fails ends the test, and says why
+        async with asyncio.TaskGroup() as group:  # a client that fails ends the test with its error
             tasks = [group.create_task(ask(f"client-{i}")) for i in range(num_clients)]
             try:
                 yield client
@@ -83,19 +83,19 @@ async def num_active(client: AsyncClient) -> int:
     return (await client.block_map()).num_blocks(BlockState.ACTIVE)
 
 
-async def test_everything_moves_under_load(stack: Stack, page: "playwright_api.Page") -> None:
+async def test_all_parts_of_the_page_change_under_load(stack: Stack, page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     grid, timeline = page.locator("#pool-grid"), page.locator("#batch-timeline")
     seen: dict[str, set[str]] = {"grid": set(), "timeline": set()}
     async with load(stack):
         await expect(page.locator("#running")).not_to_have_text("0")
 
-        async def have_moved() -> bool:
+        async def have_changed() -> bool:
             seen["grid"].add(await grid.evaluate(PIXELS))
             seen["timeline"].add(await timeline.evaluate(PIXELS))
             return all(len(pictures) >= 4 for pictures in seen.values())
 
-        await until(have_moved)
+        await until(have_changed, timeout_s=120, what="four pictures of each canvas")
         await expect(page.locator(".sequence h3").first).to_contain_text("client-")
         assert "→" in await page.locator(".sequence ol li").first.inner_text()
         await expect(page.locator("#paged-waste")).to_contain_text("%")
@@ -121,14 +121,14 @@ async def test_the_prompt_box_streams(page: "playwright_api.Page") -> None:
 
 
 async def endlessly(route: "playwright_api.Route") -> None:
-    """Lets a completion go on when its story has ended."""
+    """Makes a completion continue after EOS."""
     sent = route.request.post_data_json
     sent["stopping"]["ignore_eos"] = True
     await route.continue_(post_data=json.dumps(sent))
 
 
 async def test_the_prompt_box_sends_a_chat(stack: Stack, page: "playwright_api.Page") -> None:
-    """The model's template goes around the message, as it does for other clients."""
+    """The server applies the model's template to the message, as it does for other clients."""
     expect = playwright_api.expect
     message = "Tell me a story about a fox."
     async with stack.client() as client:
@@ -144,11 +144,11 @@ async def test_the_prompt_box_sends_a_chat(stack: Stack, page: "playwright_api.P
     assert await page.locator("#prompt-output p").text_content() == f"{message}\n{answer.texts[0]}"
 
 
-async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwright_api.Page") -> None:
+async def test_the_blocks_of_a_cancelled_request_become_free(stack: Stack, page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     await page.route("**/live/completions", endlessly)
     await page.fill("[data-field='stopping.max_tokens']", "1900")
-    await page.fill("[data-field='sampling.n']", "8")  # far more than the pool holds at once: it goes on for long
+    await page.fill("[data-field='sampling.n']", "8")  # far more than the pool holds at once, so that it runs for long
     await page.click("#prompt-send")
     await expect(page.locator(".sequence").first).to_be_visible()
     await page.click("#prompt-cancel")
@@ -161,7 +161,7 @@ async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwr
 
 
 async def test_many_deltas_are_laid_out_together(page: "playwright_api.Page") -> None:
-    """Long paragraphs laid out for every delta took the page's only thread, and with it the button that cancels."""
+    """Laying out long paragraphs for every delta would block the page's thread, and with it the cancel button."""
     num_samples, num_deltas = 4, 4000
     deltas = [{"delta": {"index": i % num_samples, "text": f" {i}"}} for i in range(num_deltas)]
     usage = {"prompt_tokens": 1, "completion_tokens": num_deltas}
@@ -183,7 +183,7 @@ async def test_many_deltas_are_laid_out_together(page: "playwright_api.Page") ->
     assert [text.split()[-2:] for text in outputs] == [[str(3992 + i), str(3996 + i)] for i in range(num_samples)]
 
 
-async def test_what_is_wrong_stands_at_its_field(page: "playwright_api.Page") -> None:
+async def test_violations_are_shown_at_their_fields(page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     await page.fill("[data-field='sampling.temperature']", "hot")
     await page.fill("[data-field='stopping.max_tokens']", "0")
@@ -199,7 +199,7 @@ async def test_what_is_wrong_stands_at_its_field(page: "playwright_api.Page") ->
     await expect(page.locator("[aria-invalid]")).to_have_count(0)
 
 
-async def test_the_grid_by_keyboard(page: "playwright_api.Page") -> None:
+async def test_the_grid_can_be_used_by_keyboard(page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     readout = page.locator("#pool-readout output")
     await page.focus("#pool-grid")
@@ -213,7 +213,7 @@ async def test_the_grid_by_keyboard(page: "playwright_api.Page") -> None:
 
 
 async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") -> None:
-    """100,000 blocks, every other one cached, the last one active: the modules of the page, with a frame made here."""
+    """Runs the page's modules with a frame of 100,000 blocks: every other one is cached, the last one active."""
     found = await page.evaluate(
         """async () => {
             const { Model } = await import("/live/model.js");
@@ -247,8 +247,8 @@ async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") ->
     print(f"drawn in {found['drawnMs']:.0f} ms")
 
 
-async def test_beams_have_a_column_where_they_compute_and_none_while_they_wait(page: "playwright_api.Page") -> None:
-    """Two chunks of a prompt beside a decode, a branch into two slots, and the decode alone."""
+async def test_the_timeline_shows_beams_only_in_steps_in_which_they_compute(page: "playwright_api.Page") -> None:
+    """The steps are two chunks of a prompt beside a decode, a branch into two slots, and the decode alone."""
     columns = await page.evaluate(
         """async () => {
             const { Batch } = await import("/live/batch.js");
@@ -265,7 +265,9 @@ async def test_beams_have_a_column_where_they_compute_and_none_while_they_wait(p
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
-async def test_it_fits(stack: Stack, browser: "playwright_api.Browser", width: int, scheme: str) -> None:
+async def test_the_page_fits_the_width_of_the_window(
+    stack: Stack, browser: "playwright_api.Browser", width: int, scheme: str
+) -> None:
     page = await browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     await page.goto(f"http://{stack.http}/")
     await playwright_api.expect(page.locator("#state")).to_have_text("serving")
@@ -274,8 +276,8 @@ async def test_it_fits(stack: Stack, browser: "playwright_api.Browser", width: i
     await page.close()
 
 
-async def test_a_hidden_page_costs_nothing(stack: Stack, page: "playwright_api.Page") -> None:
-    """It lets go of its connection, and takes it up again when it is seen."""
+async def test_a_hidden_page_closes_its_connection(stack: Stack, page: "playwright_api.Page") -> None:
+    """It closes its event stream, and opens it again when it is shown."""
     hide = """isHidden => {
         Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
         document.dispatchEvent(new Event("visibilitychange"));

@@ -1,4 +1,4 @@
-"""The log of plans against the executor's own picture of its slots, step by step."""
+"""Compares the log of plans with the executor's own slots, step by step."""
 
 import random
 
@@ -7,8 +7,8 @@ from scheduler.live.plan_log import MAX_STEPS, LoggedStep, PlanLog, Rows
 from tests.support.core.fake_executor import FakeExecutor
 
 
-class Bench:
-    """A core with a fake executor: one step after the other, all of them logged."""
+class LoggedCore:
+    """A core with a fake executor, which runs one step after the other and logs each of them."""
 
     def __init__(self, num_blocks: int = 60) -> None:
         self.core = Scheduler(
@@ -21,7 +21,7 @@ class Bench:
 
     def add(self, num_prompt_tokens: int, max_tokens: int, n: int = 1, beam: BeamParams | None = None) -> None:
         self.num_requests += 1
-        # Prompts of its own, lest a prefix hit makes them short.
+        # Each request has another prompt, so that no prefix hit shortens it.
         prompt = [(self.num_requests * 7 + i) % 50 for i in range(num_prompt_tokens)]
         params = SequenceParams(max_total_tokens=num_prompt_tokens + max_tokens)
         self.core.add(Request(self.num_requests, prompt, params, seeds=tuple(range(n)), beam=beam))
@@ -43,52 +43,54 @@ def counts(rows: Rows) -> dict[int, int]:
 
 
 def computed(step: LoggedStep, before: Rows) -> Rows:
-    """Who computes how much in a step, and who nothing."""
+    """Returns the tokens that each slot computes in a step, including zeros."""
     rows = dict(before)
     step._replace(forked=(), paused=()).apply(rows)
     return rows
 
 
-def test_rows_are_those_of_the_executor_through_chunks_forks_beams_and_preemptions() -> None:
-    bench = Bench(num_blocks=28)
-    bench.log.watch(bench.core)
+def test_rows_equal_those_of_the_executor_with_chunks_forks_beams_and_preemptions() -> None:
+    logged = LoggedCore(num_blocks=28)
+    logged.log.watch(logged.core)
     numbers = random.Random(5)
     num_forks = num_beams = 0
     for _ in range(600):
-        if numbers.random() < 0.3 and bench.core.num_waiting < 4:
+        if numbers.random() < 0.3 and logged.core.num_waiting < 4:
             beam = BeamParams(3, 1) if numbers.random() < 0.3 else None
             n = 1 if beam else numbers.choice((1, 1, 2))
-            bench.add(numbers.randint(1, 30), numbers.randint(2, 20), n, beam)
-        before = dict(bench.log.rows)
-        if bench.step():
-            lost_rows, (step,) = bench.log.take()
+            logged.add(numbers.randint(1, 30), numbers.randint(2, 20), n, beam)
+        before = dict(logged.log.rows)
+        if logged.step():
+            lost_rows, (step,) = logged.log.take()
             assert lost_rows is None
             num_forks += len(step.forked)
             num_beams += len(step.paused)
-            assert counts(bench.log.rows) == bench.executor_rows()
-            assert step.num_tokens == bench.executor.num_tokens == sum(counts(computed(step, before)).values())
-    assert bench.core.counters.num_preemptions > 0
+            assert counts(logged.log.rows) == logged.executor_rows()
+            assert step.num_tokens == logged.executor.num_tokens == sum(counts(computed(step, before)).values())
+    assert logged.core.counters.num_preemptions > 0
     assert num_forks > 0
     assert num_beams > 0
 
 
 def test_beams_compute_a_token_when_they_branch_and_nothing_while_they_wait() -> None:
-    """A prompt in two chunks that are alike, beside a decode; then two beams, which the first one's slot and one more
-    hold. Steps of the decode alone come in between: a beam waits for the result of its last step."""
-    bench = Bench()
-    bench.log.watch(bench.core)
-    bench.add(1, 20)
-    bench.step()
-    bench.add(30, 4, beam=BeamParams(2, 1))
+    """A prompt in two equal chunks runs beside a decode, and becomes two beams in its own slot and one more.
+
+    Steps with the decode alone come in between, because a beam waits for the result of its last step.
+    """
+    logged = LoggedCore()
+    logged.log.watch(logged.core)
+    logged.add(1, 20)
+    logged.step()
+    logged.add(30, 4, beam=BeamParams(2, 1))
     seen = list[Rows]()
     for _ in range(4):
-        bench.step()
+        logged.step()
     for _ in range(2):  # two plans in flight
-        plan = bench.core.schedule()
+        plan = logged.core.schedule()
         assert plan is not None
-        bench.log.planned(bench.core, plan)
+        logged.log.planned(logged.core, plan)
     rows: Rows = {}
-    for step in bench.log.take()[1]:
+    for step in logged.log.take()[1]:
         seen.append({slot: row for slot, row in computed(step, rows).items() if row[1]})
         step.apply(rows)
     decode = {0: ("1.0", 1)}
@@ -103,94 +105,94 @@ def test_beams_compute_a_token_when_they_branch_and_nothing_while_they_wait() ->
     ]
 
 
-def test_watching_begins_among_beams() -> None:
+def test_watching_can_begin_during_a_beam_search() -> None:
     for num_steps in range(1, 6):
-        bench = Bench()
-        bench.add(30, 6, beam=BeamParams(2, 1))
+        logged = LoggedCore()
+        logged.add(30, 6, beam=BeamParams(2, 1))
         for _ in range(num_steps):
-            bench.step()
-        bench.log.watch(bench.core)
-        assert counts(bench.log.rows) == {s: n for s, n in bench.executor_rows().items() if s in bench.log.rows}
-        bench.step()
-        bench.log.take()
-        assert counts(bench.log.rows) == bench.executor_rows()
+            logged.step()
+        logged.log.watch(logged.core)
+        assert counts(logged.log.rows) == {s: n for s, n in logged.executor_rows().items() if s in logged.log.rows}
+        logged.step()
+        logged.log.take()
+        assert counts(logged.log.rows) == logged.executor_rows()
 
 
-def test_who_is_in_a_slot() -> None:
-    bench = Bench()
-    bench.log.watch(bench.core)
-    bench.add(5, 4, n=2)
-    bench.step()
-    assert bench.log.take()[1][0].entered == [(0, "1.0")]
-    assert bench.log.rows == {0: ("1.0", 5), 1: ("1.1", 1)}
-    bench.step()
-    bench.log.take()
-    assert bench.log.rows == {0: ("1.0", 1), 1: ("1.1", 1)}
+def test_rows_name_the_sequence_of_each_slot() -> None:
+    logged = LoggedCore()
+    logged.log.watch(logged.core)
+    logged.add(5, 4, n=2)
+    logged.step()
+    assert logged.log.take()[1][0].entered == [(0, "1.0")]
+    assert logged.log.rows == {0: ("1.0", 5), 1: ("1.1", 1)}
+    logged.step()
+    logged.log.take()
+    assert logged.log.rows == {0: ("1.0", 1), 1: ("1.1", 1)}
 
 
-def test_a_sequence_that_ends_in_its_first_step_is_seen() -> None:
-    bench = Bench()
-    bench.log.watch(bench.core)
-    bench.add(5, 1)
-    bench.step()
-    (step,) = bench.log.take()[1]
+def test_a_sequence_that_ends_in_its_first_step_is_logged() -> None:
+    logged = LoggedCore()
+    logged.log.watch(logged.core)
+    logged.add(5, 1)
+    logged.step()
+    (step,) = logged.log.take()[1]
     assert (step.entered, step.row_counts) == ([(0, "1.0")], [0, 5])
 
 
-def test_watching_begins_in_the_middle() -> None:
-    bench = Bench()
-    bench.add(5, 20, n=2)
+def test_watching_can_begin_while_sequences_run() -> None:
+    logged = LoggedCore()
+    logged.add(5, 20, n=2)
     for _ in range(4):
-        bench.step()
-    assert bench.log.take() == (None, [])
-    bench.log.watch(bench.core)
-    assert bench.log.rows == {0: ("1.0", 1), 1: ("1.1", 1)}
-    bench.step()
-    assert len(bench.log.take()[1]) == 1
+        logged.step()
+    assert logged.log.take() == (None, [])
+    logged.log.watch(logged.core)
+    assert logged.log.rows == {0: ("1.0", 1), 1: ("1.1", 1)}
+    logged.step()
+    assert len(logged.log.take()[1]) == 1
 
 
-def test_nothing_is_kept_for_nobody() -> None:
-    bench = Bench()
-    bench.add(5, 20)
-    bench.log.watch(bench.core)
-    bench.step()
-    bench.log.unwatch()
-    bench.step()
-    assert bench.log.take() == (None, [])
-    assert bench.log.rows == {}
+def test_nothing_is_logged_while_the_log_is_not_watched() -> None:
+    logged = LoggedCore()
+    logged.add(5, 20)
+    logged.log.watch(logged.core)
+    logged.step()
+    logged.log.unwatch()
+    logged.step()
+    assert logged.log.take() == (None, [])
+    assert logged.log.rows == {}
 
 
-def test_of_too_many_steps_the_oldest_are_lost_and_the_rows_before_the_rest_are_told() -> None:
-    bench = Bench(num_blocks=400)
-    bench.log.watch(bench.core)
-    while bench.core.counters.num_steps < MAX_STEPS + 40:
-        if not bench.core.num_unfinished_requests:
-            bench.add(5, 30)
-        bench.step()
-    rows, steps = bench.log.take()
+def test_the_oldest_of_too_many_steps_are_dropped_and_the_rows_after_them_are_returned() -> None:
+    logged = LoggedCore(num_blocks=400)
+    logged.log.watch(logged.core)
+    while logged.core.counters.num_steps < MAX_STEPS + 40:
+        if not logged.core.num_unfinished_requests:
+            logged.add(5, 30)
+        logged.step()
+    rows, steps = logged.log.take()
     assert rows is not None
     assert [step.step_id for step in steps] == list(range(41, MAX_STEPS + 41))
     for step in steps:
         step.apply(rows)
-    assert counts(rows) == bench.executor_rows()
+    assert counts(rows) == logged.executor_rows()
 
 
 def test_a_new_epoch_begins_with_empty_slots() -> None:
-    bench = Bench()
-    bench.log.watch(bench.core)
-    bench.add(5, 20, n=2)
-    bench.step()
-    bench.core.executor_lost()
-    bench.core.executor_attached(2, 60)
-    bench.executor = FakeExecutor(60, 4, 6, 16, 50, 2)
-    bench.step()
-    bench.log.take()
-    assert counts(bench.log.rows) == bench.executor_rows()
+    logged = LoggedCore()
+    logged.log.watch(logged.core)
+    logged.add(5, 20, n=2)
+    logged.step()
+    logged.core.executor_lost()
+    logged.core.executor_attached(2, 60)
+    logged.executor = FakeExecutor(60, 4, 6, 16, 50, 2)
+    logged.step()
+    logged.log.take()
+    assert counts(logged.log.rows) == logged.executor_rows()
 
 
-def test_of_another_core_the_rows_are_told_before_its_next_step() -> None:
-    """An engine that began anew: what the log knew was of the core that it gave up."""
-    old, new = Bench(), Bench()
+def test_the_rows_of_another_core_are_returned_before_its_next_step() -> None:
+    """The engine replaces its core; the log still has the rows of the old one."""
+    old, new = LoggedCore(), LoggedCore()
     old.log.watch(old.core)
     old.add(3, 9)
     old.step()

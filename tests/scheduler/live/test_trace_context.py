@@ -1,4 +1,4 @@
-"""A request that comes through the page's door is in its client's trace, as one that comes by gRPC is."""
+"""Tests that requests from the prompt box join their client's trace, as requests over gRPC do."""
 
 import aiohttp
 
@@ -7,7 +7,7 @@ from tests.scheduler.live.conftest import Served
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 
 
-async def test_a_trace_of_http(served: Served) -> None:
+async def test_the_trace_of_an_http_request_is_in_the_exemplars(served: Served) -> None:
     headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     body = {"text": "hello", "request_id": "mine", "stopping": {"max_tokens": 3}}
     async with aiohttp.ClientSession(served.url) as session:
@@ -27,5 +27,5 @@ async def test_a_trace_of_http(served: Served) -> None:
         for line in page.splitlines()
         if line.startswith("quire_time_to_first_token_seconds_bucket") and exemplar in line
     ]
-    assert len(line.split(exemplar)[1].split()) == 2, "its value, and when"
+    assert len(line.split(exemplar)[1].split()) == 2, "a value and a time"
     assert "mine" not in plain

@@ -1,19 +1,22 @@
-"""An engine that runs with a fake executor, and sinks that check what they are told."""
+"""Helpers that run an engine with a fake executor, and sinks that check what they are told."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
 
+from scheduler.config import SchedulerConfig
 from scheduler.core import FinishReason, Request, SequenceParams, TokenLogprobs
 from scheduler.engine.engine import Engine
 from scheduler.engine.executor_client import ExecutorClient
-from scheduler.engine.options import EngineOptions
+from scheduler.engine.options import EngineOptions, from_fields
 from tests.support.core.fake_executor import expected_output
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
 
 
 class RecordingSink:
-    """Keeps what it is told, and checks that it is told in order."""
+    """Keeps what it is told, and checks the order."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -32,7 +35,7 @@ class RecordingSink:
         self.num_cached_tokens = num_cached_tokens
 
     def prompt_logprobs(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
-        assert not self.outputs, "the prompt after the first token"
+        assert not self.outputs, "prompt log-probabilities after the first token"
         assert first_position == len(self.prompt) + 1
         self.prompt += tokens
 
@@ -41,17 +44,17 @@ class RecordingSink:
         assert logprobs is None or len(logprobs) == len(token_ids)
         self.logprobs.setdefault(index, []).extend(logprobs or [])
         assert index not in self.reasons, "tokens after the end"
-        assert not self.has_failed, "tokens after it failed"
+        assert not self.has_failed, "tokens after the request failed"
         self.outputs.setdefault(index, []).extend(token_ids)
         self.first_token.set()
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
-        if reason is FinishReason.ERROR:  # of the request as a whole
+        if reason is FinishReason.ERROR:  # ends the request as a whole
             self.has_failed = True
             self.done.set()
             self.reasons.setdefault(index, reason)
             return
-        assert not self.has_failed, "finished after it failed"
+        assert not self.has_failed, "finished after the request failed"
         assert index not in self.reasons, "finished twice"
         self.reasons[index] = reason
         self.scores[index] = score
@@ -60,7 +63,7 @@ class RecordingSink:
             self.done.set()
 
     async def check(self) -> None:
-        """Waits for the end, and compares every sequence with what it had to generate."""
+        """Waits for the end, and compares every sequence with its expected output."""
         await asyncio.wait_for(self.done.wait(), 20)
         for index, seed in enumerate(self.request.seeds):
             prompt = list(self.request.prompt_token_ids)
@@ -68,9 +71,14 @@ class RecordingSink:
             assert (self.outputs[index], self.reasons[index]) == expected
 
 
+def engine_options(**settings: Any) -> EngineOptions:
+    """Returns the engine's default options, with other values for some of them."""
+    return replace(from_fields(EngineOptions, SchedulerConfig(model="unused")), **settings)
+
+
 @asynccontextmanager
-async def running_engine(client: FakeClient | ExecutorClient, **options: object) -> AsyncIterator[Engine]:
-    engine = Engine(client, EngineOptions(**options))  # type: ignore[arg-type]
+async def running_engine(client: FakeClient | ExecutorClient, **options: Any) -> AsyncIterator[Engine]:
+    engine = Engine(client, engine_options(**options))  # type: ignore[arg-type]  # a fake client has the same methods
     task = asyncio.create_task(engine.run())
     try:
         await asyncio.wait_for(engine.described(), 10)
@@ -91,9 +99,3 @@ def submit(engine: Engine, prompt: list[int], max_tokens: int = 10, **fields: ob
     sink = RecordingSink(request)
     engine.submit(request, sink)
     return sink
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""An executor client without gRPC: the fake executor answers on the event loop, and can be made to die."""
+"""An executor client without gRPC: a fake executor that answers on the event loop and can be made to fail."""
 
 import asyncio
 import time
@@ -27,30 +27,36 @@ DESCRIPTION = ExecutorDescription(
 
 
 class FakeClient:
-    """`is_up` False: nobody is there. `is_hanging`: nobody answers. `lose()` cuts the open stream. `lie` is what
-    becomes of each result before it arrives. `step_s` is what each step takes, one after the other."""
+    """Stands in for `ExecutorClient`; a test sets its attributes to make the executor fail.
+
+    is_up       False: there is no executor
+    is_hanging  the executor does not answer
+    alter       changes each result before it arrives
+    step_s      seconds that each step takes, one after the other
+    num_probes  how often the executor was asked to describe itself
+    """
 
     def __init__(self, description: ExecutorDescription = DESCRIPTION) -> None:
         self.description = description
         self.is_up = True
         self.is_hanging = False
-        self.lie: Callable[[StepResult], StepResult] = lambda result: result
+        self.alter: Callable[[StepResult], StepResult] = lambda result: result
         self.step_s = 0.0
         self.num_streams = 0
-        self.num_asked = 0
+        self.num_probes = 0
         self.stream: FakeStream | None = None
 
     async def describe(self, timeout_s: float) -> ExecutorDescription:
         await asyncio.sleep(0)
         if not self.is_up:
-            raise ExecutorLost("nobody there")
-        self.num_asked += 1
+            raise ExecutorLost("no executor there")
+        self.num_probes += 1
         try:
             async with asyncio.timeout(timeout_s):
                 while self.is_hanging:  # noqa: ASYNC110
                     await asyncio.sleep(0.001)
         except TimeoutError:
-            raise ExecutorLost("nobody answers") from None
+            raise ExecutorLost("no answer") from None
         return self.description
 
     def open_stream(self, on_arrival: Callable[[], None]) -> "FakeStream":
@@ -60,6 +66,7 @@ class FakeClient:
         return self.stream
 
     def lose(self) -> None:
+        """Cuts the open stream."""
         assert self.stream is not None
         self.stream.end(ExecutorLost("cut"))
 
@@ -72,7 +79,7 @@ class FakeStream:
         self._results: deque[Arrival] = deque()
         self._error: ExecutorLost | None = None
         self.plans: list[StepPlan] = []
-        self._free_s = 0.0  # when the steps that have begun are done
+        self._free_s = 0.0  # when all steps so far are done
         self.executor = FakeExecutor(
             description.num_blocks,
             description.block_size,
@@ -112,5 +119,5 @@ class FakeStream:
     def _arrive(self, result: StepResult) -> None:
         if not self._error:
             timings = ExecutorTimings(forward_ns=int(self._client.step_s * 1e9))
-            self._results.append(Arrival(self._client.lie(result), time.monotonic_ns(), timings))
+            self._results.append(Arrival(self._client.alter(result), time.monotonic_ns(), timings))
             self._on_arrival()

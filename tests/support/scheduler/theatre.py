@@ -15,13 +15,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from quire.v1 import generation_pb2 as wire
 from scheduler.core import QuireError, StepPlan
 from scheduler.engine.engine import Engine
-from scheduler.engine.options import EngineOptions
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.incoming import IncomingRequest, Sampling, Stopping
 from scheduler.requests.intake import Intake, ServedModel
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.text.checkpoint import Checkpoint
 from scheduler.text.tokenizer import Tokenizer
+from tests.support.scheduler.engine_rig import engine_options
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient, FakeStream
 
 NUM_BLOCKS = 8
@@ -214,7 +214,7 @@ async def opened(checkpoint: Checkpoint) -> AsyncIterator[Theatre]:
     theatre: Theatre
     metrics = SchedulerMetrics(clock=lambda: theatre.now_s)
     engine = Engine(
-        client, EngineOptions(max_in_flight=1, max_waiting_requests=2), on_plan=lambda _, *plan: metrics.planned(*plan)
+        client, engine_options(max_in_flight=1, max_waiting_requests=2), on_plan=lambda _, *plan: metrics.planned(*plan)
     )
     metrics.engine = engine
     tokenizer = Tokenizer.load(checkpoint)

@@ -1,4 +1,4 @@
-"""What the page knows after some frames: the other half of `scheduler.live.frames`, in Python, for tests."""
+"""Takes frames as the page does: the other half of `scheduler.live.frames`, in Python, for tests."""
 
 import json
 from dataclasses import dataclass, field
@@ -9,10 +9,13 @@ from scheduler.live.frames import Frame
 
 
 @dataclass
-class Picture:
-    """`blocks` by block id, 0 the null block; `sequences` as the core shows them; `rows` of the last step.
+class PageState:
+    """The state of the page after some frames.
 
-    `steps` are (step id, tokens), as told.
+    blocks     by block id; 0 is the null block
+    sequences  as the core shows them
+    rows       of the last step
+    steps      (step id, tokens), as sent
     """
 
     server: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +84,9 @@ class Picture:
         for slot, count in zip(row_counts[::2], row_counts[1::2], strict=True):
             self.rows[slot] = (self.rows[slot][0], count)
         self.steps.append((step_id, num_tokens))
-        assert sum(count for _, count in self.rows.values()) == num_tokens, "the rows are not those of the step"
+        assert sum(count for _, count in self.rows.values()) == num_tokens, (
+            "the rows do not add up to the tokens of the step"
+        )
         for slot, key in zip(forked[::2], forked[1::2], strict=True):
             self.rows[slot] = (key, 1)
         for slot in paused:

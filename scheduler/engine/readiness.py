@@ -1,0 +1,51 @@
+"""The state of the server, which readiness, health checks and metrics report."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class ServerState(Enum):
+    WAITING_FOR_EXECUTOR = "waiting for executor"
+    SERVING = "serving"
+    DRAINING = "draining"
+
+
+class Readiness:
+    """Holds the state, and calls back when it changes.
+
+    trouble  why no executor can be used, if an operator has to act; empty otherwise
+    """
+
+    def __init__(self) -> None:
+        self.state = ServerState.WAITING_FOR_EXECUTOR
+        self.trouble = ""
+        self.is_draining = False
+        self._callbacks: list[Callable[[ServerState], None]] = []
+
+    def __str__(self) -> str:
+        return f"{self.state.value}: {self.trouble}" if self.trouble else self.state.value
+
+    def on_change(self, callback: Callable[[ServerState], None]) -> None:
+        self._callbacks.append(callback)
+
+    def drain(self) -> None:
+        """Begins to drain; the state stays DRAINING from now on."""
+        self.is_draining = True
+        self._become(ServerState.DRAINING)
+
+    def update(self, *, is_attached: bool, trouble: str = "") -> None:
+        """Records that an executor has been attached or lost."""
+        self.trouble = trouble
+        if not self.is_draining:
+            self._become(ServerState.SERVING if is_attached else ServerState.WAITING_FOR_EXECUTOR)
+
+    def _become(self, state: ServerState) -> None:
+        if state is not self.state:
+            self.state = state
+            for callback in self._callbacks:
+                callback(state)

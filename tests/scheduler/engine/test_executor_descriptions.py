@@ -1,0 +1,119 @@
+"""Tests the engine with executors that do not answer, have another model, or describe themselves badly."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from scheduler.core import (
+    FinishReason,
+    Unavailable,
+)
+from scheduler.engine.engine import Engine, ServerState
+from tests.support.scheduler.engine_rig import engine_options, running_engine, submit
+from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
+from tests.support.waiting import until
+
+
+async def test_requests_expire_while_an_executor_does_not_answer() -> None:
+    client = FakeClient()
+    async with running_engine(client) as engine:
+        client.is_hanging = True
+        client.lose()
+        await until(lambda: engine.state is ServerState.WAITING_FOR_EXECUTOR)
+        num_probes = client.num_probes
+        await until(lambda: client.num_probes > num_probes)
+        sink = submit(engine, [1], deadline_s=time.monotonic() + 0.1)
+        await asyncio.wait_for(sink.done.wait(), 2)
+        assert sink.reasons == {0: FinishReason.DEADLINE}
+
+
+async def test_an_executor_with_another_model_is_refused_and_readiness_gives_the_reason(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = FakeClient()
+    async with running_engine(client, max_backoff_s=0.02) as engine:
+        client.description = replace(DESCRIPTION, vocab_size=51, max_model_len=300)
+        client.lose()
+        sink = submit(engine, [1, 2, 3])
+        num_probes = client.num_probes
+        await until(lambda: client.num_probes >= num_probes + 4)
+        assert engine.state is ServerState.WAITING_FOR_EXECUTOR
+        changes = "vocab_size 51, not 50, and max_model_len 300, not 200"
+        reason = f"the executor now has {changes}: restart the scheduler to take it"
+        assert engine.readiness == f"waiting for executor: {reason}"
+        assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == [reason]
+
+        client.is_up = False
+        await until(lambda: engine.readiness == "waiting for executor")
+        client.is_up, client.description = True, replace(DESCRIPTION, epoch=7)
+        await until(lambda: engine.state is ServerState.SERVING)
+        assert engine.readiness == "serving"
+        assert engine.core is not None
+        assert engine.core.epoch == 8
+        await sink.check()
+
+
+INVALID_DESCRIPTIONS = pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("vocab_size", 0, "vocab_size 0, where at least 1 is needed"),
+        ("max_model_len", 0, "max_model_len 0, where at least 2 is needed"),
+        ("max_model_len", 1, "max_model_len 1, where at least 2 is needed"),
+        ("block_size", 0, "block_size 0, where at least 1 is needed"),
+        ("num_blocks", 0, "num_blocks 0, where at least 2 is needed"),
+        ("num_blocks", 1, "num_blocks 1, where at least 2 is needed"),
+        ("max_num_seqs", 0, "max_num_seqs 0, where at least 1 is needed"),
+        ("max_num_batched_tokens", 0, "max_num_batched_tokens 0, where at least 1 is needed"),
+        ("epoch", 2**64 - 1, "epoch 18446744073709551615, after which there is none"),
+    ],
+)
+
+
+@INVALID_DESCRIPTIONS
+async def test_an_executor_with_an_invalid_description_is_asked_again_later(
+    field: str, value: int, complaint: str
+) -> None:
+    client = FakeClient(replace(DESCRIPTION, **{field: value}))
+    engine = Engine(client, engine_options(max_backoff_s=0.3))
+    running = asyncio.create_task(engine.run())
+    await until(lambda: running.done() or (client.num_probes == 1 and engine.readiness != "waiting for executor"))
+    assert not running.done()
+    reason = f"the executor cannot be used as it describes itself: {complaint}"
+    assert engine.readiness == f"waiting for executor: {reason}"
+    with pytest.raises(Unavailable):
+        submit(engine, [1, 2, 3])
+    await asyncio.sleep(0.1)
+    assert client.num_probes == 1, "asked again after the shortest pause, not the longest"
+    client.description = DESCRIPTION
+    await until(lambda: engine.state is ServerState.SERVING)
+    await submit(engine, [1, 2, 3]).check()
+    running.cancel()
+
+
+@INVALID_DESCRIPTIONS
+async def test_requests_survive_an_executor_with_an_invalid_description(
+    field: str, value: int, complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = FakeClient()
+    async with running_engine(client, max_backoff_s=0.02) as engine:
+        sink = submit(engine, [1, 2, 3])
+        await sink.first_token.wait()
+        client.description = replace(client.description, **{field: value})
+        client.lose()
+        num_probes = client.num_probes
+        await until(lambda: client.num_probes >= num_probes + 3)
+        assert engine.readiness.endswith(complaint)
+        (message,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert message.endswith(complaint)
+        client.description = replace(DESCRIPTION, epoch=7)
+        await sink.check()
+
+
+async def test_all_faults_of_a_description_are_reported_together() -> None:
+    async with running_engine(client := FakeClient()) as engine:
+        client.description = replace(DESCRIPTION, block_size=0, num_blocks=1)
+        client.lose()
+        both = "block_size 0, where at least 1 is needed, and num_blocks 1, where at least 2 is needed"
+        await until(lambda: engine.readiness.endswith(f": {both}"))
