@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from quire.v1 import generation_pb2 as wire
 from scheduler.core import CapacityExceeded, FinishReason
 from scheduler.requests.status import DeadlineExceeded, RequestCancelled, RequestFailed
-from scheduler.requests.write_queue import MIN_GROUP, Turnstile
+from scheduler.requests.write_queue import MIN_GROUP, WriteQueue
 from tests.support.scheduler.stream_rig import (
     EOS,
     TOKENIZER,
@@ -79,8 +79,8 @@ async def test_a_reader_that_lags_gets_few_messages_and_every_token() -> None:
 
 async def test_streams_that_wait_for_their_turn_coalesce() -> None:
     """Sixty-four readers that are never done with a message: only the first group has one, and the others collect."""
-    turnstile = Turnstile()
-    rigs = [started_rig(turnstile=turnstile) for _ in range(4 * MIN_GROUP)]
+    write_queue = WriteQueue()
+    rigs = [started_rig(write_queue=write_queue) for _ in range(4 * MIN_GROUP)]
     readers = [rig.stream.messages() for rig in rigs]
     firsts = [asyncio.ensure_future(anext(reader)) for reader in readers]
     await asyncio.sleep(0)
@@ -96,8 +96,8 @@ async def test_streams_that_wait_for_their_turn_coalesce() -> None:
 
 async def test_a_reader_that_is_cancelled_gives_its_place_back() -> None:
     """Whether it waited for news, for its turn, had just been called, or was writing."""
-    turnstile = Turnstile()
-    rigs = [started_rig(turnstile=turnstile) for _ in range(4 * MIN_GROUP)]
+    write_queue = WriteQueue()
+    rigs = [started_rig(write_queue=write_queue) for _ in range(4 * MIN_GROUP)]
     tasks = [asyncio.ensure_future(anext(rig.stream.messages())) for rig in rigs]
     for i, task in enumerate(tasks):
         if i % 2:
@@ -107,9 +107,9 @@ async def test_a_reader_that_is_cancelled_gives_its_place_back() -> None:
             rigs[i].stream.tokens(0, ids("a"))
     await asyncio.gather(*tasks, return_exceptions=True)
     for _ in range(3 * MIN_GROUP):
-        rig = started_rig(turnstile=turnstile).run(ids("fox"))
+        rig = started_rig(write_queue=write_queue).run(ids("fox"))
         assert text_of(await rig.messages()) == "fox"
-    assert turnstile._num_inside == 0
+    assert write_queue._num_writing == 0
 
 
 async def test_tokens_are_counted_once_taken_or_not() -> None:
@@ -121,7 +121,7 @@ async def test_tokens_are_counted_once_taken_or_not() -> None:
     rig.stream.tokens(0, ids("hello"))
     rig.stream.close()
     rig.stream.close()
-    assert rig.metrics.num_generation_tokens == len(ids("fox")) + len(ids("hello"))
+    assert rig.metrics.measurements.num_generation_tokens == len(ids("fox")) + len(ids("hello"))
 
 
 @pytest.mark.parametrize(("stop", "bytes_a_token"), [((), 5), (("never comes",), 80)])

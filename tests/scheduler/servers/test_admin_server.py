@@ -13,8 +13,9 @@ from quire.addresses import AddressError, AddressInUse, AddressUnusable
 from quire.v1 import admin_pb2 as wire
 from quire.v1 import generation_pb2
 from scheduler.engine.engine import ServerState
-from tests.scheduler.conftest import Served, Servers, until
 from tests.support.scheduler.fake_engine import MODEL, FakeEngine
+from tests.support.scheduler.servers import Served, Servers
+from tests.support.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

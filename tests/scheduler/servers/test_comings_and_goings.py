@@ -11,8 +11,9 @@ from tokenizers import Tokenizer as FastTokenizer
 from quire import LimitExceededError
 from quire.status import from_rpc_error
 from quire.v1 import generation_pb2 as wire
-from tests.scheduler.conftest import Servers, until
-from tests.support.scheduler.calls import collect, failure, text_request
+from tests.support.scheduler.generation_calls import collect, failure, text_request
+from tests.support.scheduler.servers import Servers
+from tests.support.waiting import until
 
 Code = grpc.StatusCode
 

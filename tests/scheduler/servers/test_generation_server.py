@@ -11,10 +11,10 @@ from tokenizers import Tokenizer as FastTokenizer
 from quire.v1 import generation_pb2 as wire
 from scheduler.core import BeamParams, CapacityExceeded, FinishReason, InvariantViolation, QueueFull
 from scheduler.engine.engine import ServerState
-from scheduler.requests.validation import RequestLimits
-from tests.scheduler.conftest import Servers
-from tests.support.scheduler.calls import collect, details, failure, text_request, violations
+from scheduler.requests.limits import RequestLimits
 from tests.support.scheduler.fake_engine import FakeEngine, made_up_logprobs
+from tests.support.scheduler.generation_calls import collect, details, failure, text_request, violations
+from tests.support.scheduler.servers import Servers
 
 Code = grpc.StatusCode
 

@@ -15,8 +15,8 @@ from quire.v1 import generation_pb2 as wire
 from scheduler.core import FinishReason, Limits, Request, Scheduler, SequenceParams, StepPlan, StepResult
 from scheduler.engine.engine import ServerState
 from scheduler.telemetry.metrics import OPEN_METRICS, TEXT, SchedulerMetrics
-from tests.scheduler.conftest import Servers
 from tests.support.scheduler.fake_engine import FakeEngine
+from tests.support.scheduler.servers import Servers
 
 if TYPE_CHECKING:
     from scheduler.engine.engine import Engine

@@ -13,12 +13,11 @@ import pytest
 from quire.logs import configure
 from quire.v1 import generation_pb2 as wire
 from scheduler.core import FinishReason, QueueFull
-from scheduler.requests.incoming import IncomingRequest
 from scheduler.telemetry.metrics import SchedulerMetrics
-from scheduler.telemetry.request_observer import RequestObserver
-from tests.scheduler.conftest import Served, Servers
-from tests.support.scheduler.asked import Unread
-from tests.support.scheduler.theatre import Theatre, ended
+from scheduler.telemetry.request_observer import Caller, RequestObserver
+from tests.support.scheduler.scripted_engine import ScriptedEngine, ended
+from tests.support.scheduler.servers import Served, Servers
+from tests.support.scheduler.validator_rig import Unread
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
@@ -115,8 +114,8 @@ async def test_a_deadline_counts_what_was_computed_before_it(servers: Servers, l
     await served.idle()
     fields = log.fields("request ended")
     assert (fields["reason"], fields["generated_tokens"]) == ("deadline", 2)
-    assert servers.metrics.num_generation_tokens == 2
-    assert servers.metrics.histograms["quire_request_generation_tokens"].sum == 2
+    assert servers.metrics.measurements.num_generation_tokens == 2
+    assert servers.metrics.measurements.histograms["quire_request_generation_tokens"].sum == 2
 
 
 async def test_refused_requests(servers: Servers, log: Log) -> None:
@@ -131,7 +130,9 @@ async def test_refused_requests(servers: Servers, log: Log) -> None:
 
 def test_an_id_that_is_none_is_not_written_out(log: Log) -> None:
     """JSON has ids of any type, and of any size; that one is wrong is told later."""
-    RequestObserver(SchedulerMetrics()).arrived(IncomingRequest(request_id=Unread([0]))).refused("invalid_argument")
+    RequestObserver(SchedulerMetrics()).arrived(Caller(), request_id=Unread([0]), is_chat=False).refused(
+        "invalid_argument"
+    )
     assert "request_id" not in log.of("request refused")[0]
 
 
@@ -155,21 +156,21 @@ async def test_exemplars_point_at_requests(servers: Servers) -> None:
     submitted.finish(FinishReason.LENGTH)
     assert [message async for message in call]
     for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "e2e_request_latency"):
-        histogram = servers.metrics.histograms[f"quire_{name}_seconds"]
+        histogram = servers.metrics.measurements.histograms[f"quire_{name}_seconds"]
         assert [last[0] for last in histogram.exemplars if last] == [{"request_id": "mine", "trace_id": TRACE_ID}]
 
 
 async def test_the_engine_names_the_request_whose_stream_breaks(
-    theatre: Theatre, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    scripted_engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("scheduler.requests.response_stream._Completion.add", broken)
-    client = await theatre.ask([1, 2, 3], 5)
-    await theatre.step(2)
+    monkeypatch.setattr("scheduler.requests.completion.Completion.add", broken)
+    client = await scripted_engine.ask([1, 2, 3], 5)
+    await scripted_engine.step(2)
     assert (await ended(client)).messages
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.name == "scheduler.engine.dispatcher"
     assert vars(record)["request_id"] == "quire-1"
-    assert theatre.metrics.num_finished[FinishReason.ERROR] == 1
+    assert scripted_engine.metrics.measurements.num_finished[FinishReason.ERROR] == 1

@@ -18,9 +18,9 @@ import pytest
 from quire.v1 import generation_pb2 as wire
 from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.core import FinishReason, QueueFull
-from tests.scheduler.conftest import Served, Servers
 from tests.scheduler.test_main import Launcher, launcher, request, rest_of
 from tests.support.paths import ROOT
+from tests.support.scheduler.servers import Served, Servers
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry is not installed (extra otel)")
 
@@ -189,7 +189,7 @@ async def test_a_client_that_does_not_record(servers: Servers, collector: Collec
     await traced(served, wire.GenerateRequest(text="hello"), flags="00")
     tracer.close()
     assert collector.spans == {}
-    exemplars = servers.metrics.histograms["quire_e2e_request_latency_seconds"].exemplars
+    exemplars = servers.metrics.measurements.histograms["quire_e2e_request_latency_seconds"].exemplars
     assert [last[0]["trace_id"] for last in exemplars if last] == [TRACE_ID]
 
 
@@ -208,7 +208,7 @@ async def test_what_has_no_trace_gets_one(servers: Servers, collector: Collector
     ended, refused = spans["text_completion tiny"], spans["text_completion"]
     assert ended.parent_span_id == refused.parent_span_id == b""
     assert ended.trace_id != refused.trace_id
-    exemplars = servers.metrics.histograms["quire_e2e_request_latency_seconds"].exemplars
+    exemplars = servers.metrics.measurements.histograms["quire_e2e_request_latency_seconds"].exemplars
     assert [last[0]["trace_id"] for last in exemplars if last] == [ended.trace_id.hex()]
     assert attributes(ended)["quire.finish_reason"] == "cancelled"
     assert attributes(refused)["error.type"] == "resource_exhausted"
@@ -230,7 +230,7 @@ async def test_a_dead_collector_costs_nobody_anything(
     served = await start(servers, tracer)
     for _ in range(30):
         await traced(served, wire.GenerateRequest(text="hello"))
-    assert servers.metrics.num_finished[FinishReason.EOS] == 30
+    assert servers.metrics.measurements.num_finished[FinishReason.EOS] == 30
     await asyncio.to_thread(tracer.close)  # returns, all the same
     broken.close()
 

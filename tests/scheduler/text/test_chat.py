@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from scheduler.core import InvalidRequest, QueueFull, Unavailable
-from scheduler.requests.incoming import ChatMessage
-from scheduler.text.chat import ChatLimits, ChatRenderer, load_template
+from scheduler.text.chat import ChatLimits, ChatMessage, ChatRenderer, load_template
 from scheduler.text.checkpoint import Checkpoint
-from tests.scheduler.conftest import CHAT_TEMPLATE
+from tests.support.scheduler.small_tokenizers import CHAT_TEMPLATE
 
 CHAT = [ChatMessage("system", "Be brief."), ChatMessage("user", "Hello")]
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}

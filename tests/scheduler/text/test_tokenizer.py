@@ -12,7 +12,7 @@ from scheduler.core import InvalidRequest, QueueFull
 from scheduler.text import tokenizer as tokenizer_module
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
 from scheduler.text.tokenizer import Tokenizer, TokenizerLimits
-from tests.scheduler.conftest import until
+from tests.support.waiting import until
 
 LONG = "hello fox " * 1000
 
