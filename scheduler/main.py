@@ -170,7 +170,10 @@ def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
 
 def _tracer(endpoint: str) -> "OtlpTracer":
     """Raises ConfigError where OpenTelemetry is not installed: it is loaded if it is wanted, and not before."""
-    from scheduler.telemetry.tracing import OtlpTracer
+    try:
+        from scheduler.telemetry.tracing import OtlpTracer
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
 
     return OtlpTracer(endpoint)
 

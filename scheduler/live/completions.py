@@ -12,32 +12,30 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import InvalidRequest, QueueFull, QuireError
 from scheduler.live.browser_safety import HEADERS, is_from_elsewhere
-from scheduler.requests.field_checks import MAX_VIOLATIONS, FieldChecks
-from scheduler.requests.incoming import ChatMessage, IncomingRequest, Sampling, Stopping
+from scheduler.requests.limits import RequestLimits
+from scheduler.requests.request_fields import MAX_VIOLATIONS, RequestFields
 from scheduler.requests.status import code_of, status_of
-from scheduler.requests.validation import RequestLimits
 from scheduler.requests.write_timeout import deliver
+from scheduler.telemetry.request_observer import Caller
+from scheduler.text.chat import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-    from quire.v1 import generation_pb2 as wire
     from scheduler.requests.intake import Intake
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T", Sampling, Stopping)
 
 MAX_BODY_BYTES = 8 * 2**20
 """Above the validator's bound of the prompt, which says more clearly what is too long."""
@@ -54,8 +52,11 @@ HTTP_STATUS = {
 }
 """Anything else is 500."""
 
+JSON_FIELDS = ("request_id", "text", "sampling", "stopping", "chat")
+"""Fields of quire.v1.GenerateRequest that the JSON API accepts."""
+
 NOT_IN_JSON = {"logit_bias"}
-"""JSON has no integer keys."""
+"""Fields of their messages that it does not accept, because JSON has no integer keys."""
 
 
 class CompletionDoor:
@@ -74,7 +75,8 @@ class CompletionDoor:
             headers=HEADERS | {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
         )
         try:
-            async with self._intake.open(await self._read(request), None) as stream:
+            caller = _caller(request)
+            async with self._intake.open(await self._read(request, caller), caller, None) as stream:
                 await response.prepare(request)
                 write = partial(_write, response)
                 await deliver(stream, write, self._stalled_reader_timeout_s)
@@ -92,43 +94,42 @@ class CompletionDoor:
         await response.write(_line({"error": describe_error(failure)}))
         return response
 
-    async def _read(self, request: web.Request) -> IncomingRequest:
-        """Raises InvalidRequest, of which the intake then knows."""
-        unread = IncomingRequest(
-            client=request.remote or "",
-            traceparent=request.headers.get("traceparent"),
-            tracestate=request.headers.get("tracestate"),
-        )
+    async def _read(self, request: web.Request, caller: Caller) -> RequestFields:
+        """Returns the fields of a request. Reports InvalidRequest to the intake before raising it."""
         try:
-            return read_request(await _body(request), unread)
+            return read_fields(await _body(request))
         except InvalidRequest as error:
-            self._intake.refused(unread, error)
+            self._intake.refused(RequestFields(), caller, error)
             raise
 
 
-async def _write(response: web.StreamResponse, message: wire.GenerateResponse) -> None:
+def _caller(request: web.Request) -> Caller:
+    headers = request.headers
+    return Caller(request.remote or "", headers.get("traceparent"), headers.get("tracestate"))
+
+
+async def _write(response: web.StreamResponse, message: pb.GenerateResponse) -> None:
     await response.write(_line(_message(message)))
 
 
-def read_request(body: object, unread: IncomingRequest | None = None) -> IncomingRequest:
-    """Plain JSON to plain data, beside what is known without. Raises InvalidRequest with the keys that are no fields;
-    values are the validator's."""
+def read_fields(body: object) -> RequestFields:
+    """Returns the fields of a JSON request. Raises InvalidRequest for unknown keys; values are not checked here."""
     if not isinstance(body, dict):
         raise InvalidRequest({"": "must be a JSON object"})
-    checks = FieldChecks()
-    values = _known(body, "", {"text", "chat", "request_id", "sampling", "stopping"}, checks)
-    sampling = _read(Sampling, values.get("sampling"), "sampling", checks)
-    stopping = _read(Stopping, values.get("stopping"), "stopping", checks)
-    chat = _read_chat(values.get("chat"), checks)
-    checks.finish()
-    return replace(
-        unread or IncomingRequest(),
-        request_id=values.get("request_id"),
-        text=values.get("text"),
-        chat=chat,
-        sampling=sampling,
-        stopping=stopping,
-    )
+    fields = RequestFields()
+    for name, value in _known(body, "", JSON_FIELDS, fields).items():
+        if name == "chat":
+            fields.values["chat.messages"] = _read_chat(value, fields)
+        elif (message := pb.GenerateRequest.DESCRIPTOR.fields_by_name[name].message_type) is None:
+            fields.values[name] = value
+        elif not isinstance(value, dict):
+            fields.add_violation(name, "must be a JSON object")
+        else:
+            names = set(message.fields_by_name) - NOT_IN_JSON
+            known = _known(value, f"{name}.", names, fields)
+            fields.values |= {f"{name}.{part}": part_value for part, part_value in known.items()}
+    fields.raise_violations()
+    return fields
 
 
 def error_response(error: Exception) -> web.Response:
@@ -171,41 +172,29 @@ async def _body(request: web.Request) -> object:
         raise InvalidRequest({"": "must be JSON"}) from error
 
 
-def _read_chat(value: object, checks: FieldChecks) -> list[ChatMessage] | None:
-    """None where there is no chat. Roles and contents are the validator's to look at, whatever they are."""
-    if value is None:
-        return None
+def _read_chat(value: object, fields: RequestFields) -> list[ChatMessage] | None:
+    """Returns the messages of a chat, with roles and contents of any type; None after a violation."""
     messages = value.get("messages") if isinstance(value, dict) else None
     if isinstance(messages, list) and len(messages) > MAX_CHAT_MESSAGES:
-        checks.add("chat.messages", f"must be at most {MAX_CHAT_MESSAGES}, not {len(messages)}")
+        fields.add_violation("chat.messages", f"must be at most {MAX_CHAT_MESSAGES}, not {len(messages)}")
         return None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        checks.add("chat.messages", "must be a list of JSON objects")
+        fields.add_violation("chat.messages", "must be a list of JSON objects")
         return None
-    known = [_known(message, f"chat.messages[{i}].", {"role", "content"}, checks) for i, message in enumerate(messages)]
+    known = [_known(message, f"chat.messages[{i}].", ("role", "content"), fields) for i, message in enumerate(messages)]
     return [ChatMessage(message.get("role", ""), message.get("content", "")) for message in known]
 
 
-def _read(kind: type[T], value: object, path: str, checks: FieldChecks) -> T:
-    if value is None:
-        return kind()
-    if not isinstance(value, dict):
-        checks.add(path, "must be a JSON object")
-        return kind()
-    names = {field.name for field in fields(kind)} - NOT_IN_JSON
-    return kind(**_known(value, f"{path}.", names, checks))
-
-
-def _known(values: Mapping[str, Any], prefix: str, names: set[str], checks: FieldChecks) -> dict[str, Any]:
-    """Those that are fields; null is absence."""
-    # Of so many keys, enough are no fields: the rest, however long, need no look.
+def _known(values: Mapping[str, Any], prefix: str, names: Collection[str], fields: RequestFields) -> dict[str, Any]:
+    """Returns the values of known keys; a null counts as absent. Unknown keys are violations."""
+    # The number of keys that are looked at is bounded: more than MAX_VIOLATIONS are not reported anyway.
     for key in islice(values, len(names) + MAX_VIOLATIONS):
         if key not in names:
-            checks.add(f"{prefix}{key[:40]}", "is not a field")
+            fields.add_violation(f"{prefix}{key[:40]}", "is not a field")
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def _message(message: wire.GenerateResponse) -> dict[str, Any]:
+def _message(message: pb.GenerateResponse) -> dict[str, Any]:
     """Token ids stay behind: the page shows text."""
     if message.WhichOneof("event") == "delta":
         return {"delta": {"index": message.delta.index, "text": message.delta.text}}

@@ -11,12 +11,11 @@ Each act says what it adds; what it does not name, it must not change.
 import asyncio
 import time
 
-from scheduler.requests.incoming import Sampling, Stopping
-from tests.support.scheduler.theatre import (
+from tests.support.scheduler.scripted_engine import (
     NUM_BLOCKS,
     VOCABULARY,
     Counts,
-    Theatre,
+    ScriptedEngine,
     ended,
     prompt_tokens,
     steps,
@@ -25,26 +24,26 @@ from tests.support.scheduler.theatre import (
 )
 
 
-async def test_the_whole_play(theatre: Theatre) -> None:
-    assert theatre.added() == {}
+async def test_the_whole_play(scripted_engine: ScriptedEngine) -> None:
+    assert scripted_engine.added() == {}
     for act in (
         one_request, a_prefix_hit, two_samples, a_preemption, a_client_leaves, a_client_leaves_the_queue, refusals,
         a_lost_executor, deadlines, beams, ends_by_a_token, given_up,
     ):  # fmt: skip
-        expected = await act(theatre)
-        assert theatre.added() == expected, act.__name__
-        gauges = theatre.gauges()
-        assert not theatre.client.held, act.__name__
+        expected = await act(scripted_engine)
+        assert scripted_engine.added() == expected, act.__name__
+        gauges = scripted_engine.gauges()
+        assert not scripted_engine.client.held, act.__name__
         for name in ("requests_running", "queue_requests/new", "queue_prompt_tokens", "queue_oldest_age_seconds"):
             assert gauges[name] == 0, (act.__name__, name)
         assert gauges["kv_blocks/active"] == gauges["kv_occupancy_ratio"] == gauges["kv_waste_ratio"] == 0
         assert gauges["kv_blocks/free"] + gauges["kv_blocks/cached"] == NUM_BLOCKS, act.__name__
 
 
-async def one_request(theatre: Theatre) -> Counts:
+async def one_request(scripted_engine: ScriptedEngine) -> Counts:
     """9 prompt tokens, 3 generated: 9 computed by the first step, 1 by each of two more."""
-    await theatre.ask([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
-    await theatre.step(3)
+    await scripted_engine.ask([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    await scripted_engine.step(3)
     return total(
         steps(9, 1, 1),
         prompt_tokens(9),
@@ -60,10 +59,10 @@ async def one_request(theatre: Theatre) -> Counts:
     )
 
 
-async def a_prefix_hit(theatre: Theatre) -> Counts:
+async def a_prefix_hit(scripted_engine: ScriptedEngine) -> Counts:
     """Of 10 prompt tokens, the first 8 are two blocks of the request before; the step computes the other 2."""
-    await theatre.ask([1, 2, 3, 4, 5, 6, 7, 8, 20, 21], 1)
-    await theatre.step()
+    await scripted_engine.ask([1, 2, 3, 4, 5, 6, 7, 8, 20, 21], 1)
+    await scripted_engine.step()
     return total(
         steps(2),
         prompt_tokens(10, num_cached=8),
@@ -77,12 +76,12 @@ async def a_prefix_hit(theatre: Theatre) -> Counts:
     )
 
 
-async def two_samples(theatre: Theatre) -> Counts:
+async def two_samples(scripted_engine: ScriptedEngine) -> Counts:
     """6 prompt tokens fill a block and half of another, computed once for both samples, which share both blocks. The
     second step writes the KV of their first tokens: the first to write copies the half block, the second then has it
     alone."""
-    await theatre.ask([30, 31, 32, 33, 34, 35], 2, sampling=Sampling(seed=7, n=2))
-    await theatre.step(2)
+    await scripted_engine.ask([30, 31, 32, 33, 34, 35], 2, sampling={"seed": 7, "n": 2})
+    await scripted_engine.step(2)
     return total(
         steps(6, 2),
         prompt_tokens(6),
@@ -99,7 +98,7 @@ async def two_samples(theatre: Theatre) -> Counts:
     )
 
 
-async def a_preemption(theatre: Theatre) -> Counts:
+async def a_preemption(scripted_engine: ScriptedEngine) -> Counts:
     """Two requests of 12 + 8 tokens want 5 blocks each, and there are 8.
 
     step        1   2  3  4  5  6  7  8  9  10 11 12
@@ -111,11 +110,11 @@ async def a_preemption(theatre: Theatre) -> Counts:
     tokens of B's prompt, but B needs 4 blocks to run again. When A has ended, B finds these 12 tokens and recomputes 4.
     None of that is a hit, and nothing is generated twice.
     """
-    await theatre.ask([40, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
-    await theatre.ask([41, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
-    await theatre.step(5)
-    assert theatre.gauges()["queue_requests/preempted"] == 1
-    await theatre.step(7)
+    await scripted_engine.ask([40, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
+    await scripted_engine.ask([41, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
+    await scripted_engine.step(5)
+    assert scripted_engine.gauges()["queue_requests/preempted"] == 1
+    await scripted_engine.step(7)
     return total(
         steps(16, 9, 2, 2, 2, 1, 1, 1, 4, 1, 1, 1),
         prompt_tokens(12 + 12),
@@ -132,12 +131,12 @@ async def a_preemption(theatre: Theatre) -> Counts:
     )
 
 
-async def a_client_leaves(theatre: Theatre) -> Counts:
+async def a_client_leaves(scripted_engine: ScriptedEngine) -> Counts:
     """After 2 of 20 tokens. The third step is on its way by then: it is a step, and its token is nobody's."""
-    client = await theatre.ask([42, 2, 2, 2, 2], 20)
-    await theatre.step(2)
-    await theatre.leave(client)
-    await theatre.step()
+    client = await scripted_engine.ask([42, 2, 2, 2, 2], 20)
+    await scripted_engine.step(2)
+    await scripted_engine.leave(client)
+    await scripted_engine.step()
     return total(
         steps(5, 1, 1),
         prompt_tokens(5),
@@ -152,16 +151,16 @@ async def a_client_leaves(theatre: Theatre) -> Counts:
     )
 
 
-async def a_client_leaves_the_queue(theatre: Theatre) -> Counts:
+async def a_client_leaves_the_queue(scripted_engine: ScriptedEngine) -> Counts:
     """Four sequences fill the batch; who comes now waits, and leaves. The four have a token each, and end together."""
-    client = await theatre.ask([43, 3, 3, 3, 3], 1, sampling=Sampling(seed=1, n=4))
-    await theatre.quiet()
-    waiting = await theatre.ask([44, 3, 3, 3, 3], 1)
-    await theatre.quiet()
-    assert theatre.gauges()["queue_requests/new"] == 1
-    assert theatre.gauges()["queue_prompt_tokens"] == 5
-    await theatre.leave(waiting)
-    await theatre.step()
+    client = await scripted_engine.ask([43, 3, 3, 3, 3], 1, sampling={"seed": 1, "n": 4})
+    await scripted_engine.quiet()
+    waiting = await scripted_engine.ask([44, 3, 3, 3, 3], 1)
+    await scripted_engine.quiet()
+    assert scripted_engine.gauges()["queue_requests/new"] == 1
+    assert scripted_engine.gauges()["queue_prompt_tokens"] == 5
+    await scripted_engine.leave(waiting)
+    await scripted_engine.step()
     assert len(client.token_ids) == 4
     return total(
         steps(5),
@@ -176,17 +175,17 @@ async def a_client_leaves_the_queue(theatre: Theatre) -> Counts:
     )
 
 
-async def refusals(theatre: Theatre) -> Counts:
+async def refusals(scripted_engine: ScriptedEngine) -> Counts:
     """A temperature that is none; 34 tokens where 33 fit (8 blocks, and a last token without KV); and with 1 request in
     the batch and 2 in the queue, one more. What is refused is in no other number."""
-    assert (await ended(await theatre.ask([1], 1, sampling=Sampling(temperature=-1.0)))).messages == []
-    await ended(await theatre.ask([45] * 30, 4))
+    assert (await ended(await scripted_engine.ask([1], 1, sampling={"temperature": -1.0}))).messages == []
+    await ended(await scripted_engine.ask([45] * 30, 4))
     clients = []
     for number in range(3):
-        clients.append(await theatre.ask([45 + number, 4, 4], 1, sampling=Sampling(seed=1, n=4)))
-        await theatre.quiet()
-    await ended(await theatre.ask([49, 4, 4], 1))
-    await theatre.step(3)
+        clients.append(await scripted_engine.ask([45 + number, 4, 4], 1, sampling={"seed": 1, "n": 4}))
+        await scripted_engine.quiet()
+    await ended(await scripted_engine.ask([49, 4, 4], 1))
+    await scripted_engine.step(3)
     assert [len(client.token_ids) for client in clients] == [4, 4, 4]
     return total(
         {f"requests_rejected/{code}": 1 for code in ("invalid_argument", "out_of_range", "resource_exhausted")},
@@ -203,7 +202,7 @@ async def refusals(theatre: Theatre) -> Counts:
     )
 
 
-async def a_lost_executor(theatre: Theatre) -> Counts:
+async def a_lost_executor(scripted_engine: ScriptedEngine) -> Counts:
     """Two samples of 6 + 4 tokens, lost when each has 2, and a third step is on its way.
 
     step      1  2  3 | 4  5  6
@@ -213,21 +212,21 @@ async def a_lost_executor(theatre: Theatre) -> Counts:
     Then 8 tokens each are to be computed again. Sample 1 begins with the same block as sample 0 does, and waits for
     that: it finds 4 tokens after step 4, and computes 4. Copied on write was one block, as before.
     """
-    client = await theatre.ask([10, 11, 12, 13, 14, 15], 4, sampling=Sampling(seed=7, n=2))
-    await theatre.step(2)
+    client = await scripted_engine.ask([10, 11, 12, 13, 14, 15], 4, sampling={"seed": 7, "n": 2})
+    await scripted_engine.step(2)
     before = client.token_ids
     assert before[0] != before[1], "or they would share their second block as well"
-    theatre.client.is_up = False
-    theatre.client.lose()
-    await theatre.quiet()
-    gauges = theatre.gauges()
+    scripted_engine.client.is_up = False
+    scripted_engine.client.lose()
+    await scripted_engine.quiet()
+    gauges = scripted_engine.gauges()
     assert (gauges["queue_requests/executor_lost"], gauges["queue_requests/preempted"]) == (1, 0)
     assert (gauges["requests_running"], gauges["queue_prompt_tokens"], gauges["ready"]) == (0, 2 * 6, 0)
-    theatre.client.is_up = True
-    while not theatre.client.held:  # noqa: ASYNC110  (the engine pauses before it tries again)
+    scripted_engine.client.is_up = True
+    while not scripted_engine.client.held:  # noqa: ASYNC110  (the engine pauses before it tries again)
         await asyncio.sleep(0.01)
-    assert theatre.gauges()["ready"] == 1
-    await theatre.step(3)
+    assert scripted_engine.gauges()["ready"] == 1
+    await scripted_engine.step(3)
     return total(
         steps(6, 2, 2, 8, 5, 1),
         prompt_tokens(6),
@@ -245,15 +244,15 @@ async def a_lost_executor(theatre: Theatre) -> Counts:
     )
 
 
-async def deadlines(theatre: Theatre) -> Counts:
+async def deadlines(scripted_engine: ScriptedEngine) -> Counts:
     """One that passes in the queue, and one after the first token, with a second step on its way."""
-    queued = await ended(await theatre.ask([16, 5, 5, 5, 5], 1, deadline_s=time.monotonic() - 1))
+    queued = await ended(await scripted_engine.ask([16, 5, 5, 5, 5], 1, deadline_s=time.monotonic() - 1))
     assert queued.messages == []
-    running = await theatre.ask([17, 5, 5, 5, 5], 20, deadline_s=time.monotonic() + 1.0)
-    await theatre.step()
+    running = await scripted_engine.ask([17, 5, 5, 5, 5], 20, deadline_s=time.monotonic() + 1.0)
+    await scripted_engine.step()
     assert len(running.token_ids[0]) == 1, "the machine was too slow for this test"
     await ended(running)
-    await theatre.step()
+    await scripted_engine.step()
     return total(
         steps(5, 1),
         prompt_tokens(5),
@@ -267,14 +266,14 @@ async def deadlines(theatre: Theatre) -> Counts:
     )
 
 
-async def beams(theatre: Theatre) -> Counts:
+async def beams(scripted_engine: ScriptedEngine) -> Counts:
     """Two beams of 2 tokens, the better one returned. Its tokens count, and not those of beams that came to nothing.
 
     The first step computes the 6 prompt tokens, the second a row for each beam; both write into the half block that
     they share, so one of them copies it. All tokens come at once, with the end: they have no gaps, and no mean of gaps.
     """
-    client = await theatre.ask([18, 6, 6, 6, 6, 6], 2, sampling=Sampling(beam_width=2))
-    await theatre.step(2)
+    client = await scripted_engine.ask([18, 6, 6, 6, 6, 6], 2, sampling={"beam_width": 2})
+    await scripted_engine.step(2)
     assert [len(token_ids) for token_ids in client.token_ids.values()] == [2]
     return total(
         steps(6, 2),
@@ -290,12 +289,12 @@ async def beams(theatre: Theatre) -> Counts:
     )
 
 
-async def ends_by_a_token(theatre: Theatre) -> Counts:
+async def ends_by_a_token(scripted_engine: ScriptedEngine) -> Counts:
     """Every token is an EOS here, unless ignored; and every token is a stop id, if the client says so."""
-    await theatre.ask([19, 7, 7, 7, 7], 9, stopping=Stopping())
-    await theatre.step()
-    await theatre.ask([20, 7, 7, 7, 7], 9, stopping=Stopping(ignore_eos=True, stop_token_ids=list(VOCABULARY)))
-    await theatre.step()
+    await scripted_engine.ask([19, 7, 7, 7, 7], 9, stopping={})
+    await scripted_engine.step()
+    await scripted_engine.ask([20, 7, 7, 7, 7], 9, stopping={"ignore_eos": True, "stop_token_ids": list(VOCABULARY)})
+    await scripted_engine.step()
     return total(
         steps(5, 5),
         prompt_tokens(10),
@@ -309,16 +308,16 @@ async def ends_by_a_token(theatre: Theatre) -> Counts:
     )
 
 
-async def given_up(theatre: Theatre) -> Counts:
+async def given_up(scripted_engine: ScriptedEngine) -> Counts:
     """Executor after executor dies under its first step: 5 in a row are borne, the sixth is its end.
 
     It was admitted, and never had a result: its prompt counts nowhere.
     """
-    client = await theatre.ask([21, 8, 8, 8, 8], 9)
-    await theatre.quiet()
+    client = await scripted_engine.ask([21, 8, 8, 8, 8], 9)
+    await scripted_engine.quiet()
     for _ in range(6):
-        assert theatre.client.held
-        await theatre.lose_executor()
+        assert scripted_engine.client.held
+        await scripted_engine.lose_executor()
     await ended(client)
     return total(
         steps(5, 5, 5, 5, 5, 5),

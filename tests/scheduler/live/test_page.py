@@ -11,13 +11,12 @@ import pytest
 
 from scheduler.core import BlockState, InvalidRequest
 from scheduler.live.browser_safety import HEADERS
-from scheduler.live.completions import read_request
+from scheduler.live.completions import read_fields
 from scheduler.live.page import STATIC
-from scheduler.requests.incoming import Sampling
-from tests.scheduler.conftest import until
 from tests.scheduler.live.conftest import Served
 from tests.support.live.picture import Picture
-from tests.support.scheduler.asked import Unread
+from tests.support.scheduler.validator_rig import Unread
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -221,16 +220,16 @@ async def test_an_answer_does_not_grow_with_what_is_wrong(served: Served, sessio
 
 def test_what_is_too_large_is_not_looked_into() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        read_request(chat(Unread([{}] * 1025)))
+        read_fields(chat(Unread([{}] * 1025)))
     assert refused.value.violations == {"chat.messages": "must be at most 1024, not 1025"}
 
 
 def test_keys_that_are_fields_are_found_among_any_others() -> None:
     keys = {f"{'k' * 40}{number}": number for number in range(200)}  # all told by the same 40 characters
     with pytest.raises(InvalidRequest) as refused:
-        read_request({"text": "x", "sampling": {"n": 2, "seed": None}, **keys})
+        read_fields({"text": "x", "sampling": {"n": 2, "seed": None}, **keys})
     assert list(refused.value.violations) == ["k" * 40]
-    assert read_request({"text": "x", "sampling": {"n": 2, "seed": None}}).sampling == Sampling(n=2)
+    assert read_fields({"text": "x", "sampling": {"n": 2, "seed": None}}).values == {"text": "x", "sampling.n": 2}
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[" * 100_000, b"\xff", b'{"text": "a" * 3}'])
