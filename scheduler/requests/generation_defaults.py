@@ -22,7 +22,7 @@ above 0 as a float32 too, which executors require.
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """What a checkpoint says about requests that leave fields out.
+    """Values for fields that requests leave out.
 
     sampling        values of sampling parameters that the checkpoint names, by name
     eos_token_ids   tokens that end a text; if there are none, a text ends only at its maximum length

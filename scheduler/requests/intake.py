@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What requests need from the checkpoint. `chat` is None if it has no chat template."""
+    """The parts of a checkpoint that requests need. `chat` is None if it has no chat template."""
 
     tokenizer: Tokenizer
     chat: ChatRenderer | None

@@ -1,4 +1,4 @@
-"""What a response stream needs to know about its request."""
+"""The settings that a response stream gets from its request."""
 
 from dataclasses import dataclass
 

@@ -39,7 +39,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What is known about a request when it is admitted.
+    """Facts about a request at its admission.
 
     request_id   the client's id
     engine_id    the engine's id

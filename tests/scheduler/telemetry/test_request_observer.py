@@ -1,4 +1,4 @@
-"""One line of log a request, with what an operator asks for and nothing that a client would not have told."""
+"""Each request is one log record with ids, sizes and times, and without its prompt, output or cache salt."""
 
 import io
 import json
@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from quire.logs import configure
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason, QueueFull
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.telemetry.request_observer import Caller, RequestObserver
@@ -39,7 +39,7 @@ class Log:
         return [record for record in records if record["event"] == event]
 
     def fields(self, event: str) -> dict[str, Any]:
-        """Of the only such line, without what every line has and times."""
+        """Returns the fields of the only such record, without those that every record has."""
         (record,) = self.of(event)
         assert record.pop("client").startswith(("ipv4:127.0.0.1:", "ipv6:"))
         assert record.pop("logger") == "scheduler.requests"
@@ -59,16 +59,16 @@ def log() -> Iterator[Log]:
     root.setLevel(level)
 
 
-async def refusal(served: Served, request: wire.GenerateRequest) -> grpc.StatusCode:
+async def refusal(served: Served, request: pb.GenerateRequest) -> grpc.StatusCode:
     code: grpc.StatusCode = await served.generation.Generate(request).code()
     await served.idle()
     return code
 
 
-async def test_a_request_that_ends(servers: Servers, log: Log) -> None:
+async def test_ended_request_is_logged(servers: Servers, log: Log) -> None:
     served = await servers.start()
-    request = wire.GenerateRequest(
-        request_id="mine", text=f"hello {SECRET}", cache_salt=SECRET, stopping=wire.StoppingParams(stop=[SECRET])
+    request = pb.GenerateRequest(
+        request_id="mine", text=f"hello {SECRET}", cache_salt=SECRET, stopping=pb.StoppingParams(stop=[SECRET])
     )
     call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
     submitted = (await served.engine.next_request()).start(num_cached_tokens=2)
@@ -92,9 +92,9 @@ async def test_a_request_that_ends(servers: Servers, log: Log) -> None:
     assert "hello" not in log.text
 
 
-async def test_a_request_whose_client_goes(servers: Servers, log: Log) -> None:
+async def test_request_of_a_disconnected_client_is_logged_as_cancelled(servers: Servers, log: Log) -> None:
     served = await servers.start()
-    call = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    call = served.generation.Generate(pb.GenerateRequest(text="hello"))
     submitted = (await served.engine.next_request()).start()
     submitted.emit([60, 61])
     call.cancel()
@@ -103,9 +103,9 @@ async def test_a_request_whose_client_goes(servers: Servers, log: Log) -> None:
     assert (fields["request_id"], fields["reason"], fields["generated_tokens"]) == ("quire-1", "cancelled", 2)
 
 
-async def test_a_deadline_counts_what_was_computed_before_it(servers: Servers, log: Log) -> None:
+async def test_tokens_before_a_deadline_are_counted(servers: Servers, log: Log) -> None:
     served = await servers.start()
-    call = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    call = served.generation.Generate(pb.GenerateRequest(text="hello"))
     submitted = (await served.engine.next_request()).start()
     submitted.emit([60, 61])
     submitted.finish(FinishReason.DEADLINE)
@@ -118,28 +118,28 @@ async def test_a_deadline_counts_what_was_computed_before_it(servers: Servers, l
     assert servers.metrics.measurements.histograms["quire_request_generation_tokens"].sum == 2
 
 
-async def test_refused_requests(servers: Servers, log: Log) -> None:
+async def test_refused_requests_are_logged(servers: Servers, log: Log) -> None:
     served = await servers.start()
-    assert await refusal(served, wire.GenerateRequest(request_id="a\nb")) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await refusal(served, pb.GenerateRequest(request_id="a\nb")) is grpc.StatusCode.INVALID_ARGUMENT
     assert log.fields("request refused") == {"request_id": "a\\nb", "status": "invalid_argument"}
     served.engine.refusal = QueueFull("no")
-    assert await refusal(served, wire.GenerateRequest(text="x")) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await refusal(served, pb.GenerateRequest(text="x")) is grpc.StatusCode.RESOURCE_EXHAUSTED
     refused = log.of("request refused")[1]
     assert (refused["status"], refused["request_id"]) == ("resource_exhausted", "quire-1")
 
 
-def test_an_id_that_is_none_is_not_written_out(log: Log) -> None:
-    """JSON has ids of any type, and of any size; that one is wrong is told later."""
+def test_request_id_that_is_not_a_string_is_not_logged(log: Log) -> None:
+    """JSON allows request ids of any type and size, and they are logged before they are checked."""
     RequestObserver(SchedulerMetrics()).arrived(Caller(), request_id=Unread([0]), is_chat=False).refused(
         "invalid_argument"
     )
     assert "request_id" not in log.of("request refused")[0]
 
 
-async def test_a_bug_of_ours_is_logged_with_the_request(servers: Servers, log: Log) -> None:
+async def test_bug_is_logged_with_the_request(servers: Servers, log: Log) -> None:
     served = await servers.start()
     served.engine.refusal = RuntimeError("boom")
-    request = wire.GenerateRequest(request_id="mine", text="x")
+    request = pb.GenerateRequest(request_id="mine", text="x")
     call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
     assert await call.code() is grpc.StatusCode.INTERNAL
     (record,) = log.of("a request failed by a bug of ours")
@@ -147,9 +147,9 @@ async def test_a_bug_of_ours_is_logged_with_the_request(servers: Servers, log: L
     assert "boom" in record["exception"]
 
 
-async def test_exemplars_point_at_requests(servers: Servers) -> None:
+async def test_exemplars_have_ids_of_requests(servers: Servers) -> None:
     served = await servers.start()
-    request = wire.GenerateRequest(request_id="mine", text="hello")
+    request = pb.GenerateRequest(request_id="mine", text="hello")
     call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
     submitted = (await served.engine.next_request()).start()
     submitted.emit([60])
@@ -160,7 +160,7 @@ async def test_exemplars_point_at_requests(servers: Servers) -> None:
         assert [last[0] for last in histogram.exemplars if last] == [{"request_id": "mine", "trace_id": TRACE_ID}]
 
 
-async def test_the_engine_names_the_request_whose_stream_breaks(
+async def test_engine_logs_the_request_of_a_broken_stream(
     scripted_engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:

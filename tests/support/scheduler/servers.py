@@ -1,4 +1,4 @@
-"""gRPC servers with a fake engine, for tests of the public services."""
+"""Starts gRPC servers with a fake engine, for tests of the public services."""
 
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, cast

@@ -14,7 +14,7 @@ from tokenizers import (
 )
 
 TEXTS = [
-    "Once upon a time there was a small fox who lived near the old river.",
+    "Once upon a time there was a small fox that lived near the old river.",
     "the fox said: hello, hello! the river said nothing, nothing at all.",
     "你好,世界。从前有一只小狐狸。 こんにちは世界",
     "😀😃🎉 café naïve façade — “quotes” … ½ € 👩‍👩‍👧",
