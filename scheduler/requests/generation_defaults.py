@@ -12,8 +12,8 @@ from typing import Any
 from scheduler.requests.sampling_params import SAMPLING_PARAMS, SamplingParam
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
 
-FILE_ONLY_VALUES = {"top_p": (0, 1e-6), "top_k": (-1, 0)}
-"""Least value that files have, and the least that requests can have, where the two differ.
+FILE_MINIMUMS = {"top_p": (0, 1e-6), "top_k": (-1, 0)}
+"""Minimum value in files, and the minimum that requests may use, for parameters where the two differ.
 
 Some files write a top_p of 0 for "the most probable token only" and a top_k of -1 for "all tokens". A top_p of 1e-6 is
 above 0 as a float32 too, which executors require.
@@ -63,13 +63,13 @@ class _Values:
         value = self._values.get(param.name)
         if value is None:
             return None
-        least, least_used = FILE_ONLY_VALUES.get(param.name, (param.least, param.least))
-        # Written as `not (least <= …)` because Python's JSON has NaN.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= param.most:
+        minimum, allowed_minimum = FILE_MINIMUMS.get(param.name, (param.minimum, param.minimum))
+        # Written as `not (minimum <= …)` because Python's JSON has NaN.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= param.maximum:
             raise CheckpointError(
-                f"{self._path}: {param.name} must be a number from {least} to {param.most}, not {value!r}"
+                f"{self._path}: {param.name} must be a number from {minimum} to {param.maximum}, not {value!r}"
             )
-        value = max(value, least_used)
+        value = max(value, allowed_minimum)
         return int(value) if param.is_integer else float(value)
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from scheduler.core import CapacityExceeded
+
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
@@ -51,3 +53,11 @@ class ModelBounds:
     max_num_seqs: int
     max_tokens_per_sequence: int
     has_chat_template: bool = False
+
+    def check_capacity(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Raises CapacityExceeded if one sequence can never hold so many tokens."""
+        if num_prompt_tokens + num_output_tokens > self.max_tokens_per_sequence:
+            raise CapacityExceeded(
+                f"{num_prompt_tokens} prompt tokens and {num_output_tokens} of output are more than the "
+                f"{self.max_tokens_per_sequence} that one sequence can hold here"
+            )

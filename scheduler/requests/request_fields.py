@@ -45,33 +45,35 @@ class RequestFields:
         if self.violations:
             raise InvalidRequest(self.violations)
 
-    def integer(self, path: str, least: int, most: int, default: Default) -> int | Default:
+    def integer(self, path: str, minimum: int, maximum: int, default: Default) -> int | Default:
         value = self.get(path)
         if value is None:
             return default
-        if type(value) is not int or not least <= value <= most:  # bool is a subclass of int
-            self.add_violation(path, f"must be a whole number from {least} to {most}, not {_shown(value)}")
+        if type(value) is not int or not minimum <= value <= maximum:  # bool is a subclass of int
+            self.add_violation(path, f"must be a whole number from {minimum} to {maximum}, not {_shown(value)}")
             return default
         return value
 
-    def number(self, path: str, least: float, most: float, default: float, *, above: bool = False) -> float:
+    def number(
+        self, path: str, minimum: float, maximum: float, default: float, *, exclude_minimum: bool = False
+    ) -> float:
         """Returns the number rounded to float32, the type that the executor receives.
 
-        The bounds must be float32 numbers, so that rounding cannot pass them. With `above`, the rounded number must be
-        greater than `least`. NaN is never valid.
+        The bounds must be float32 numbers, so that rounding cannot pass them. With `exclude_minimum`, the rounded
+        number must be greater than the minimum. NaN is never valid.
         """
-        return self._check_number(path, self.get(path), least, most, default, above=above)
+        return self._check_number(path, self.get(path), minimum, maximum, default, exclude_minimum=exclude_minimum)
 
     def _check_number(
-        self, path: str, value: object, least: float, most: float, default: float, *, above: bool = False
+        self, path: str, value: object, minimum: float, maximum: float, default: float, *, exclude_minimum: bool = False
     ) -> float:
         if value is None:
             return default
-        if (type(value) is float or type(value) is int) and least <= value <= most:
+        if (type(value) is float or type(value) is int) and minimum <= value <= maximum:
             rounded = _as_float32(value)
-            if not (above and rounded == least):
+            if not (exclude_minimum and rounded == minimum):
                 return rounded
-        expected = f"above {least} and at most {most}" if above else f"from {least} to {most}"
+        expected = f"above {minimum} and at most {maximum}" if exclude_minimum else f"from {minimum} to {maximum}"
         self.add_violation(path, f"must be a number {expected}, not {_shown(value)}")
         return default
 

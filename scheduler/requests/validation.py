@@ -1,4 +1,4 @@
-"""The validator of all requests, whatever protocol brought them.
+"""Validates all requests, independent of the protocol that carried them.
 
     RequestFields ──► RequestChecker ── tokenise (elsewhere) ── complete ──► core Request
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from scheduler.core import BeamParams, CapacityExceeded, InvalidRequest, Request, SequenceParams
+from scheduler.core import BeamParams, InvalidRequest, Request, SequenceParams
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.limits import ModelBounds, RequestLimits
 from scheduler.requests.request_fields import RequestFields
@@ -65,8 +65,7 @@ class RequestChecker:
         self._seeds = self._check_seeds(drawn_seed)
         fields.raise_violations()
         num_token_ids = len(fields.get("token_ids.ids") or ())
-        if num_token_ids >= bounds.max_tokens_per_sequence:
-            raise _too_long(num_token_ids, 1, bounds)
+        bounds.check_capacity(num_token_ids, 1)
         self.text: str | None = fields.get("text")
         self.chat: tuple[ChatMessage, ...] | None = None
         if "chat.messages" in fields:
@@ -86,9 +85,8 @@ class RequestChecker:
             raise InvalidRequest({"prompt": f"has the token {max(prompt_token_ids)}, which the model lacks"})
         num_prompt_tokens = len(prompt_token_ids)
         num_output_tokens = max(1, self._max_tokens or 0, self._min_tokens)
+        bounds.check_capacity(num_prompt_tokens, num_output_tokens)
         max_total_tokens = bounds.max_tokens_per_sequence
-        if num_prompt_tokens + num_output_tokens > max_total_tokens:
-            raise _too_long(num_prompt_tokens, num_output_tokens, bounds)
         if self._max_tokens is not None:
             max_total_tokens = num_prompt_tokens + self._max_tokens
         return Request(
@@ -187,24 +185,27 @@ class RequestChecker:
         self._ending_token_ids = frozenset(self._eos_token_ids + self._stop_token_ids)
 
     def _check_beam_width(self) -> int:
-        """Returns the width, or 0 without a beam search. Fields that exclude a beam search are violations."""
+        """Returns the width, or 0 without a beam search."""
         fields, vocab_size = self._fields, self._bounds.vocab_size
-        most = min(self._limits.max_beam_width, self._bounds.max_num_seqs)
-        width = fields.integer("sampling.beam_width", 0, most, 0)
+        maximum = min(self._limits.max_beam_width, self._bounds.max_num_seqs)
+        width = fields.integer("sampling.beam_width", 0, maximum, 0)
         num_candidates = max(2, 1 + len(self._ending_token_ids)) * width
         if num_candidates > vocab_size:
             problem = f"needs {num_candidates} different tokens to choose from, and the model has {vocab_size}"
             fields.add_violation("sampling.beam_width", problem)
-        if width == 0:
-            return 0
+        if width:
+            self._check_beam_conflicts(width)
+        return width
+
+    def _check_beam_conflicts(self, width: int) -> None:
+        """Adds violations for fields that cannot be combined with a beam search."""
+        fields, reason = self._fields, "with beam_width: a beam search draws no random numbers"
+        if fields.get("sampling.temperature") not in (None, 0):
+            fields.add_violation("sampling.temperature", f"must be absent or 0 {reason}")
         random_params = [param.name for param in SAMPLING_PARAMS if param.in_beam_search is not None]
         for name in (*random_params, "seed"):
-            or_zero = name == "temperature"
-            if f"sampling.{name}" in fields and not (or_zero and fields.get(f"sampling.{name}") == 0):
-                problem = (
-                    f"must be absent{' or 0' if or_zero else ''} with beam_width: a beam search draws no random numbers"
-                )
-                fields.add_violation(f"sampling.{name}", problem)
+            if name != "temperature" and f"sampling.{name}" in fields:
+                fields.add_violation(f"sampling.{name}", f"must be absent {reason}")
         num_returned = fields.get("sampling.n")
         if type(num_returned) is int and num_returned > width:
             fields.add_violation("sampling.n", f"must be at most beam_width ({width}), not {num_returned}")
@@ -213,12 +214,12 @@ class RequestChecker:
         for path in ("output.logprobs", "output.prompt_logprobs"):
             if path in fields:
                 fields.add_violation(path, "must be absent with beam_width")
-        return width
 
     def _check_params(self, *, is_beam: bool) -> SequenceParams:
         """Returns the parameters without the seed and the bounds of length, which need the prompt."""
-        fields, limits = self._fields, self._limits
-        biases = fields.token_biases(
+        limits = self._limits
+        numbers = self._check_sampling_numbers(is_beam=is_beam)
+        biases = self._fields.token_biases(
             "sampling.logit_bias", self._bounds.vocab_size, limits.max_num_logit_bias, limits.max_logit_bias
         )
         return SequenceParams(
@@ -230,7 +231,7 @@ class RequestChecker:
             bias_values=tuple(biases.values()),
             num_logprobs=self._check_num_logprobs("output.logprobs"),
             num_prompt_logprobs=self._check_num_logprobs("output.prompt_logprobs"),
-            **self._check_sampling_numbers(is_beam=is_beam),
+            **numbers,
         )
 
     def _check_sampling_numbers(self, *, is_beam: bool) -> dict[str, Any]:
@@ -240,9 +241,11 @@ class RequestChecker:
         for param in SAMPLING_PARAMS:
             path, default = f"sampling.{param.name}", self._defaults.value_of(param)
             if param.is_integer:
-                number: float = fields.integer(path, int(param.least), int(param.most), int(default))
+                number: float = fields.integer(path, int(param.minimum), int(param.maximum), int(default))
             else:
-                number = fields.number(path, param.least, param.most, default, above=param.above)
+                number = fields.number(
+                    path, param.minimum, param.maximum, default, exclude_minimum=param.exclude_minimum
+                )
             numbers[param.name] = param.in_beam_search if is_beam and param.in_beam_search is not None else number
         if numbers["temperature"] < MIN_TEMPERATURE:
             numbers["temperature"] = 0.0
@@ -265,8 +268,8 @@ class RequestChecker:
         return _unique(allowed)
 
     def _check_beam(self, width: int) -> BeamParams | None:
-        fields, most = self._fields, self._limits.max_length_penalty
-        length_penalty = fields.number("sampling.length_penalty", -most, most, 1.0)
+        fields, maximum = self._fields, self._limits.max_length_penalty
+        length_penalty = fields.number("sampling.length_penalty", -maximum, maximum, 1.0)
         early_stopping = fields.flag("sampling.early_stopping")
         if width == 0:
             for path in ("sampling.length_penalty", "sampling.early_stopping"):
@@ -283,13 +286,6 @@ class RequestChecker:
         if self._beam is not None:
             return (0,)
         return tuple(sample_seed(seed, index) for index in range(num_sequences))
-
-
-def _too_long(num_prompt_tokens: int, num_output_tokens: int, bounds: ModelBounds) -> CapacityExceeded:
-    return CapacityExceeded(
-        f"{num_prompt_tokens} prompt tokens and {num_output_tokens} of output are more than the "
-        f"{bounds.max_tokens_per_sequence} that one sequence can hold here"
-    )
 
 
 def _unique(values: Iterable[T]) -> tuple[T, ...]:
