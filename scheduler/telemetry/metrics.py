@@ -101,37 +101,41 @@ class SchedulerMetrics(Collector):
         # Metrics of the process exist before there is a model; an empty label is an absent one to Prometheus.
         families = MetricFamilies("" if engine is None or core is None else engine.description.model_name)
         yield families.info("quire_build_info", "Always 1", {"service": "scheduler", "version": build_version()})
-        yield families.gauge(
-            "quire_ready", "1 while requests are served, like /readyz, otherwise 0", None,
-            {"": float(engine is not None and engine.state is ServerState.SERVING)},
-        )  # fmt: skip
+        is_serving = engine is not None and engine.state is ServerState.SERVING
+        yield families.gauge("quire_ready", "1 while requests are served, like /readyz, otherwise 0", int(is_serving))
         if engine is None or core is None:
             return
         yield from self._request_families(families)
         yield families.gauge(
-            "quire_queue_oldest_age_seconds", "Time that the oldest waiting sequence has spent in the queue", None,
-            {"": engine.oldest_waiting_s},
-        )  # fmt: skip
+            "quire_queue_oldest_age_seconds",
+            "Time since the oldest waiting sequence joined or rejoined the queue",
+            engine.oldest_waiting_s,
+        )
         yield from core_families(families, core)
         yield from pool_families(families, engine.kv_usage())
 
     def _request_families(self, families: MetricFamilies) -> Iterator[Metric]:
         measured = self.measurements
-        yield families.counter(
+        yield families.counters(
             "quire_prompt_tokens", "Prompt tokens, by the source of their KV", "source", measured.num_prompt_tokens
         )
         yield families.counter(
-            "quire_generation_tokens", "Tokens of completions, without overrun and recomputed tokens", None,
-            {"": measured.num_generation_tokens},
-        )  # fmt: skip
-        yield families.counter(
-            "quire_requests_finished", "Requests that ended, by why their last sequence ended", "reason",
+            "quire_generation_tokens",
+            "Tokens of completions, without overrun and recomputed tokens",
+            measured.num_generation_tokens,
+        )
+        yield families.counters(
+            "quire_requests_finished",
+            "Requests that ended, by why their last sequence ended",
+            "reason",
             {reason.value: measured.num_finished[reason] for reason in FinishReason},
-        )  # fmt: skip
-        yield families.counter(
-            "quire_requests_rejected", "Requests that were never queued, by status code", "reason",
+        )
+        yield families.counters(
+            "quire_requests_rejected",
+            "Requests that were never queued, by status code",
+            "reason",
             measured.num_rejected,
-        )  # fmt: skip
+        )
         epoch_s = time.time() - measured.clock()
         for name, histogram in measured.histograms.items():
             yield families.histogram(name, HISTOGRAMS[name][1], histogram, epoch_s)

@@ -68,6 +68,8 @@ class RequestTrace(Protocol):
 
 
 class Tracer(Protocol):
+    """Starts the traces of requests."""
+
     def start(self, parent: TraceContext | None, *, is_chat: bool, arrival_s: float) -> RequestTrace:
         """Starts a trace. `arrival_s` is a reading of `SchedulerMetrics.clock`, like the times of a summary."""
 
