@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from scheduler.engine.engine import Engine
     from scheduler.requests.generation_defaults import GenerationDefaults
     from scheduler.requests.request_fields import RequestFields
+    from scheduler.requests.stream_settings import StreamSettings
     from scheduler.telemetry.metrics import SchedulerMetrics
     from scheduler.telemetry.request_metrics import RequestMetrics
     from scheduler.text.chat import ChatRenderer
@@ -109,35 +110,19 @@ class Intake:
         return self._client_request_ids.get(request_id, str(request_id))
 
     def _observed(self, fields: RequestFields, caller: Caller) -> ObservedRequest:
-        return self._observer.arrived(
-            caller, request_id=fields.get("request_id"), is_chat=fields.get("chat.messages") is not None
-        )
+        return self._observer.arrived(caller, request_id=fields.get("request_id"), is_chat="chat.messages" in fields)
 
     async def _admit(
         self, fields: RequestFields, deadline_s: float | None, observed: ObservedRequest
     ) -> tuple[Request, ResponseStream, RequestMetrics]:
         try:
-            checker = RequestChecker(fields, self._limits, self._bounds(), self._model.defaults, random.getrandbits(64))
-            prompt_token_ids = await self._prompt_token_ids(checker)
-            # The bounds are read again because a smaller pool may have arrived while the text was tokenised.
-            request = checker.complete(
-                prompt_token_ids,
-                self._bounds(),
-                request_id=self._engine.new_request_id(),
-                deadline_s=deadline_s,
-            )
+            checker, request = await self._check(fields, deadline_s)
             settings = checker.stream_settings(request)
-            request_metrics = observed.admitted(
-                self._facts(request, settings.client_request_id, settings.num_sequences)
-            )
-            stream = ResponseStream(
-                settings,
-                # A chat's answer is a text of its own; any other output continues its prompt.
-                partial(self._model.tokenizer.detokenizer, continues_text=checker.chat is None),
-                partial(self._engine.stop, request.request_id),
-                request_metrics,
-                self._write_queue,
-            )
+            request_metrics = observed.admitted(self._facts(request, settings))
+            # A chat's answer is a text of its own; any other output continues its prompt.
+            new_detokenizer = partial(self._model.tokenizer.detokenizer, continues_text=checker.chat is None)
+            stop_sequence = partial(self._engine.stop, request.request_id)
+            stream = ResponseStream(settings, new_detokenizer, stop_sequence, request_metrics, self._write_queue)
             self._engine.submit(request, stream)
             observed.queued(request_metrics)
         except asyncio.CancelledError:
@@ -148,6 +133,13 @@ class Intake:
             raise
         self._client_request_ids[request.request_id] = settings.client_request_id
         return request, stream, request_metrics
+
+    async def _check(self, fields: RequestFields, deadline_s: float | None) -> tuple[RequestChecker, Request]:
+        checker = RequestChecker(fields, self._limits, self._bounds(), self._model.defaults, random.getrandbits(64))
+        prompt_token_ids = await self._prompt_token_ids(checker)
+        # The bounds are read again because a smaller pool may have arrived while the text was tokenised.
+        bounds, request_id = self._bounds(), self._engine.new_request_id()
+        return checker, checker.complete(prompt_token_ids, bounds, request_id=request_id, deadline_s=deadline_s)
 
     def _bounds(self) -> ModelBounds:
         if self._engine.state is ServerState.DRAINING:
@@ -168,14 +160,14 @@ class Intake:
             return await tokenizer.encode(await self._model.chat.render(checker.chat), add_special_tokens=False)
         return await tokenizer.encode(checker.text or "")
 
-    def _facts(self, request: Request, client_request_id: str, num_results: int) -> RequestFacts:
-        num_prompt_tokens, params = len(request.prompt_token_ids), request.params
+    def _facts(self, request: Request, settings: StreamSettings) -> RequestFacts:
+        params = request.params
         return RequestFacts(
-            request_id=client_request_id,
+            request_id=settings.client_request_id,
             engine_id=request.request_id,
             model_name=self._engine.description.model_name,
-            num_prompt_tokens=num_prompt_tokens,
-            num_results=num_results,
-            max_tokens=None if request.is_open_ended else params.max_total_tokens - num_prompt_tokens,
+            num_prompt_tokens=settings.num_prompt_tokens,
+            num_results=settings.num_sequences,
+            max_tokens=None if request.is_open_ended else params.max_total_tokens - settings.num_prompt_tokens,
             params=params,
         )
