@@ -1,5 +1,6 @@
 """The core's request that a valid request becomes: parameters, seeds and defaults."""
 
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from quire.v1 import generation_pb2 as pb
 from scheduler.core import Admission, BeamParams, CapacityExceeded, InvalidRequest, SequenceParams, StepPlan
 from scheduler.engine.plan_wire import encode_plan
 from scheduler.requests.generation_defaults import GenerationDefaults
+from scheduler.requests.sampling_params import SAMPLING_PARAMS
 from scheduler.requests.seeds import sample_seed
 from tests.support.scheduler.validator_rig import BOUNDS, V, admit, check, request
 
@@ -184,3 +186,9 @@ def test_any_values_are_admitted_or_refused(
     if admitted.beam is not None:
         assert 1 <= admitted.beam.num_returned <= admitted.beam.width <= 8
         assert (admitted.seeds, params.temperature) == ((0,), 0)
+
+
+def test_sampling_params_are_fields_of_the_request_and_of_the_core() -> None:
+    names = {param.name for param in SAMPLING_PARAMS}
+    assert names <= set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert names <= {field.name for field in fields(SequenceParams)}
