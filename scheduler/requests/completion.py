@@ -75,7 +75,7 @@ class Completion:
         if self._logprobs is not None:
             self._logprobs.extend((logprobs or [])[: self.num_tokens - num_before])
             if len(self._logprobs) != len(self._token_ids):
-                raise ValueError("tokens without log-probabilities, which were asked for")
+                raise ValueError("tokens without the requested log-probabilities")
 
     def _add(self, token_ids: list[int]) -> None:
         if self._matcher is None:

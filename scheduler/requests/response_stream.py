@@ -39,8 +39,8 @@ FINISH_REASONS = {
 FAILURES = {
     FinishReason.CANCELLED: (RequestCancelled, "the request was cancelled"),
     FinishReason.DEADLINE: (DeadlineExceeded, "the request's deadline passed"),
-    FinishReason.CAPACITY: (CapacityExceeded, "a smaller pool has come, which can never hold prompt and output"),
-    FinishReason.ERROR: (RequestFailed, "the request was given up; the server's log says why"),
+    FinishReason.CAPACITY: (CapacityExceeded, "the new pool is too small for the prompt and its output"),
+    FinishReason.ERROR: (RequestFailed, "the request failed inside the server; see the server's log"),
 }
 
 

@@ -86,7 +86,7 @@ def status_of(error: BaseException) -> RpcStatus:
     code = code_of(error)
     # The message of a bug goes to the log only, because it may quote another request.
     is_bug = code is grpc.StatusCode.INTERNAL and not isinstance(error, RequestFailed)
-    message = "internal error; the server's log has it" if is_bug else str(error)
+    message = "internal error; see the server's log" if is_bug else str(error)
     message = _shortened(message, MAX_MESSAGE_BYTES)
     details = _details(error)
     if not details:

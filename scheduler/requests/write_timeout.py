@@ -55,7 +55,7 @@ class WriteTimeout:
             return
         # A cancellation from outside takes precedence.
         if self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
-            raise ReaderStalled(f"nothing was taken for {self._limit_s} s") from None
+            raise ReaderStalled(f"the client accepted no message for {self._limit_s} s") from None
 
     def begin_write(self) -> None:
         self._began_s = self._loop.time()

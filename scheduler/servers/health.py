@@ -131,7 +131,7 @@ class HealthListener:
         silent_s = self._heartbeat.silent_s
         is_stuck = silent_s > STUCK_AFTER_S
         status = "503 Service Unavailable" if is_stuck else "200 OK"
-        text = f"stuck: the event loop has not turned for {silent_s:.0f} s\n" if is_stuck else "ok\n"
+        text = f"stuck: the event loop has not run for {silent_s:.0f} s\n" if is_stuck else "ok\n"
         return (
             f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(text)}\r\n"
             f"Connection: close\r\n\r\n{text}"

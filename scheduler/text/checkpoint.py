@@ -72,7 +72,7 @@ def _fetch(repository: str, revision: str | None) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"{repository!r} is no directory here, and fetching it from the hub needs the package huggingface_hub"
+            f"{repository!r} is not a directory, and fetching it from the hub needs the package huggingface_hub"
         ) from error
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FILES)))

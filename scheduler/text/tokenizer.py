@@ -59,7 +59,7 @@ class Tokenizer:
         text = checkpoint.text("tokenizer.json")
         if text is None:
             raise CheckpointError(
-                f"{checkpoint.directory} has no tokenizer.json (older formats, as tokenizer.model, are not read)"
+                f"{checkpoint.directory} has no tokenizer.json (older formats such as tokenizer.model are not read)"
             )
         try:
             tokenizer = FastTokenizer.from_str(text)

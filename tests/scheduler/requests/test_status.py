@@ -70,5 +70,5 @@ def test_every_core_error_that_clients_can_get_has_a_code() -> None:
 @pytest.mark.parametrize("error", [ValueError("prompt of another request"), InvariantViolation("request 5: secret")])
 def test_messages_of_bugs_are_not_sent(error: Exception) -> None:
     found = status_of(error)
-    assert found.message == "internal error; the server's log has it"
+    assert found.message == "internal error; see the server's log"
     assert found.trailers == ()

@@ -85,7 +85,7 @@ async def test_stuck_event_loop_is_reported(server: HttpServer, monkeypatch: pyt
     await asyncio.sleep(0)
     monkeypatch.setattr("scheduler.servers.health.STUCK_AFTER_S", 0.0)
     assert b" 503 Service Unavailable\r\n" in send(server, PROBE)
-    assert send(server, PROBE).endswith(b"stuck: the event loop has not turned for 0 s\n")
+    assert send(server, PROBE).endswith(b"stuck: the event loop has not run for 0 s\n")
     monkeypatch.undo()
     assert send(server, PROBE).endswith(b"\r\n\r\nok\n")
 

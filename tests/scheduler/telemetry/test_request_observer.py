@@ -142,7 +142,7 @@ async def test_bug_is_logged_with_the_request(servers: Servers, log: Log) -> Non
     request = pb.GenerateRequest(request_id="mine", text="x")
     call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
     assert await call.code() is grpc.StatusCode.INTERNAL
-    (record,) = log.of("a request failed by a bug of ours")
+    (record,) = log.of("a request failed because of a bug")
     assert (record["request_id"], record["trace_id"]) == ("mine", TRACE_ID)
     assert "boom" in record["exception"]
 
