@@ -85,7 +85,7 @@ class CompletionDoor:
         except QuireError as error:
             failure: Exception = error
         except Exception as error:
-            log.exception("a request failed by a bug of ours")
+            log.exception("a request failed because of a bug")
             failure = error
         else:
             return response
