@@ -25,6 +25,7 @@ from scheduler.telemetry.request_observer import Caller
 from scheduler.text.checkpoint import Checkpoint
 from scheduler.text.tokenizer import Tokenizer
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient, FakeStream
+from tests.support.waiting import until
 
 NUM_BLOCKS = 8
 VOCABULARY = range(DESCRIPTION.vocab_size)
@@ -57,6 +58,8 @@ class SteppedClient(FakeClient):
 
 
 class SteppedStream(FakeStream):
+    """A plan stream that computes each plan when it is sent, and delivers its result at the next step."""
+
     async def send(self, plan: StepPlan) -> None:
         result = self.executor.execute(plan)
         client = self._client
@@ -126,6 +129,7 @@ class ScriptedEngine:
             await asyncio.sleep(0)
 
     async def step(self, times: int = 1) -> None:
+        """Delivers the result of the oldest plan, and lets the scheduler react; the clock advances by 1 s."""
         await self.quiet()
         for _ in range(times):
             assert self.client.held, "no plan is out"
@@ -134,6 +138,7 @@ class ScriptedEngine:
             await self.quiet()
 
     async def leave(self, client: Client) -> None:
+        """Disconnects a client."""
         assert client.task is not None
         client.task.cancel()
         with suppress(asyncio.CancelledError):
@@ -144,8 +149,7 @@ class ScriptedEngine:
         """Loses the executor, and returns when the engine has connected to it again."""
         epoch = self.engine.core.epoch if self.engine.core else 0
         self.client.lose()
-        while self.engine.core is None or self.engine.core.epoch == epoch:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: self.engine.core is not None and self.engine.core.epoch != epoch)
         await self.quiet()
 
     def added(self) -> Counts:
