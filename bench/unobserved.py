@@ -23,7 +23,7 @@ def blind_scheduler() -> None:
         def __init__(self, metrics: SchedulerMetrics, tracer: object = None) -> None:
             self.exemplar: dict[str, str] = {}
 
-        def arrived(self, incoming: object) -> "Unseen":
+        def arrived(self, caller: object, *, request_id: object, is_chat: bool) -> "Unseen":
             return self
 
         def refused(self, code: str) -> None:

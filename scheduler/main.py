@@ -169,7 +169,10 @@ def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
 
 def _tracer(endpoint: str) -> "OtlpTracer":
     """Imports OpenTelemetry only if traces are wanted. Raises ConfigError if it is not installed."""
-    from scheduler.telemetry.tracing import OtlpTracer
+    try:
+        from scheduler.telemetry.tracing import OtlpTracer
+    except ImportError as error:
+        raise ConfigError(str(error)) from None
 
     return OtlpTracer(endpoint)
 

@@ -13,32 +13,30 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import fields, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import InvalidRequest, QueueFull, QuireError
 from scheduler.live.browser_safety import HEADERS, is_cross_origin
-from scheduler.requests.field_checks import MAX_VIOLATIONS, FieldChecks
-from scheduler.requests.incoming import ChatMessage, IncomingRequest, Sampling, Stopping
+from scheduler.requests.limits import RequestLimits
+from scheduler.requests.request_fields import MAX_VIOLATIONS, RequestFields
 from scheduler.requests.status import code_of, status_of
-from scheduler.requests.validation import RequestLimits
 from scheduler.requests.write_timeout import deliver
+from scheduler.telemetry.request_observer import Caller
+from scheduler.text.chat import ChatMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
-    from quire.v1 import generation_pb2 as pb
     from scheduler.requests.intake import Intake
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T", Sampling, Stopping)
 
 MAX_BODY_BYTES = 8 * 2**20
 """Larger than the validator's bound of the prompt, whose message is clearer."""
@@ -54,6 +52,9 @@ HTTP_STATUS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
 """Status codes that are not listed become 500."""
+
+JSON_FIELDS = ("request_id", "text", "sampling", "stopping", "chat")
+"""Fields of quire.v1.GenerateRequest that the JSON API accepts."""
 
 NOT_IN_JSON = {"logit_bias"}
 """Fields that JSON cannot express: it has no integer keys."""
@@ -76,7 +77,8 @@ class CompletionHandler:
             headers=HEADERS | {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
         )
         try:
-            async with self._intake.open(await self._read(request), None) as stream:
+            caller = _caller(request)
+            async with self._intake.open(await self._read(request, caller), caller, None) as stream:
                 await response.prepare(request)
                 write = partial(_write, response)
                 await deliver(stream, write, self._stalled_reader_timeout_s)
@@ -85,7 +87,7 @@ class CompletionHandler:
         except QuireError as error:
             failure: Exception = error
         except Exception as error:
-            log.exception("a request failed by a bug of ours")
+            log.exception("a request failed because of a bug")
             failure = error
         else:
             return response
@@ -94,45 +96,42 @@ class CompletionHandler:
         await response.write(_line({"error": describe_error(failure)}))
         return response
 
-    async def _read(self, request: web.Request) -> IncomingRequest:
-        """Reads the body. Raises InvalidRequest after it has reported the refusal to the intake."""
-        unread = IncomingRequest(
-            client=request.remote or "",
-            traceparent=request.headers.get("traceparent"),
-            tracestate=request.headers.get("tracestate"),
-        )
+    async def _read(self, request: web.Request, caller: Caller) -> RequestFields:
+        """Returns the fields of a request. Reports InvalidRequest to the intake before raising it."""
         try:
-            return read_request(await _body(request), unread)
+            return read_fields(await _body(request))
         except InvalidRequest as error:
-            self._intake.refused(unread, error)
+            self._intake.refused(RequestFields(), caller, error)
             raise
+
+
+def _caller(request: web.Request) -> Caller:
+    headers = request.headers
+    return Caller(request.remote or "", headers.get("traceparent"), headers.get("tracestate"))
 
 
 async def _write(response: web.StreamResponse, message: pb.GenerateResponse) -> None:
     await response.write(_line(_message(message)))
 
 
-def read_request(body: object, unread: IncomingRequest | None = None) -> IncomingRequest:
-    """Makes a request from parsed JSON and from what `unread` knows already.
-
-    Raises InvalidRequest with the keys that are not fields. The validator checks the values.
-    """
+def read_fields(body: object) -> RequestFields:
+    """Returns the fields of a JSON request. Raises InvalidRequest for unknown keys; values are not checked here."""
     if not isinstance(body, dict):
         raise InvalidRequest({"": "must be a JSON object"})
-    checks = FieldChecks()
-    values = _known(body, "", {"text", "chat", "request_id", "sampling", "stopping"}, checks)
-    sampling = _read(Sampling, values.get("sampling"), "sampling", checks)
-    stopping = _read(Stopping, values.get("stopping"), "stopping", checks)
-    chat = _read_chat(values.get("chat"), checks)
-    checks.finish()
-    return replace(
-        unread or IncomingRequest(),
-        request_id=values.get("request_id"),
-        text=values.get("text"),
-        chat=chat,
-        sampling=sampling,
-        stopping=stopping,
-    )
+    fields = RequestFields()
+    for name, value in _known(body, "", JSON_FIELDS, fields).items():
+        if name == "chat":
+            fields.values["chat.messages"] = _read_chat(value, fields)
+        elif (message := pb.GenerateRequest.DESCRIPTOR.fields_by_name[name].message_type) is None:
+            fields.values[name] = value
+        elif not isinstance(value, dict):
+            fields.add_violation(name, "must be a JSON object")
+        else:
+            names = set(message.fields_by_name) - NOT_IN_JSON
+            known = _known(value, f"{name}.", names, fields)
+            fields.values |= {f"{name}.{part}": part_value for part, part_value in known.items()}
+    fields.raise_violations()
+    return fields
 
 
 def error_response(error: Exception) -> web.Response:
@@ -175,37 +174,25 @@ async def _body(request: web.Request) -> object:
         raise InvalidRequest({"": "must be JSON"}) from error
 
 
-def _read_chat(value: object, checks: FieldChecks) -> list[ChatMessage] | None:
-    """Returns the messages, or None if there is no chat. The validator checks roles and contents."""
-    if value is None:
-        return None
+def _read_chat(value: object, fields: RequestFields) -> list[ChatMessage] | None:
+    """Returns the messages of a chat, with roles and contents of any type; None after a violation."""
     messages = value.get("messages") if isinstance(value, dict) else None
     if isinstance(messages, list) and len(messages) > MAX_CHAT_MESSAGES:
-        checks.add("chat.messages", f"must be at most {MAX_CHAT_MESSAGES}, not {len(messages)}")
+        fields.add_violation("chat.messages", f"must be at most {MAX_CHAT_MESSAGES}, not {len(messages)}")
         return None
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        checks.add("chat.messages", "must be a list of JSON objects")
+        fields.add_violation("chat.messages", "must be a list of JSON objects")
         return None
-    known = [_known(message, f"chat.messages[{i}].", {"role", "content"}, checks) for i, message in enumerate(messages)]
+    known = [_known(message, f"chat.messages[{i}].", ("role", "content"), fields) for i, message in enumerate(messages)]
     return [ChatMessage(message.get("role", ""), message.get("content", "")) for message in known]
 
 
-def _read(kind: type[T], value: object, path: str, checks: FieldChecks) -> T:
-    if value is None:
-        return kind()
-    if not isinstance(value, dict):
-        checks.add(path, "must be a JSON object")
-        return kind()
-    names = {field.name for field in fields(kind)} - NOT_IN_JSON
-    return kind(**_known(value, f"{path}.", names, checks))
-
-
-def _known(values: Mapping[str, Any], prefix: str, names: set[str], checks: FieldChecks) -> dict[str, Any]:
-    """Returns the values of known keys, and reports unknown ones. A null counts as absent."""
-    # Among this many keys there are enough unknown ones to fill the report; the rest is not read.
+def _known(values: Mapping[str, Any], prefix: str, names: Collection[str], fields: RequestFields) -> dict[str, Any]:
+    """Returns the values of known keys; a null counts as absent. Unknown keys are violations."""
+    # The number of keys that are looked at is bounded: more than MAX_VIOLATIONS are not reported anyway.
     for key in islice(values, len(names) + MAX_VIOLATIONS):
         if key not in names:
-            checks.add(f"{prefix}{key[:40]}", "is not a field")
+            fields.add_violation(f"{prefix}{key[:40]}", "is not a field")
     return {name: values[name] for name in names if values.get(name) is not None}
 
 

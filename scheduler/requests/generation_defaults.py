@@ -1,36 +1,41 @@
-"""What a checkpoint says a request means that says nothing: its generation_config.json.
+"""Defaults from the checkpoint's generation_config.json.
 
-As vLLM does by default, its temperature, top_p, top_k, min_p and repetition_penalty take the place of what a request
-leaves out, whether or not it says `do_sample`: a request without a temperature samples (at 1.0 if the file names none);
-one that wants greedy decoding says temperature 0. Its length bounds, and what it says of beams, are not read.
+Sampling parameters in the file replace the defaults of requests, as in vLLM, whatever the file's `do_sample` is. A
+request without a temperature therefore samples (at 1.0 unless the file has another); greedy decoding needs temperature
+0 in the request. Bounds of length and beam search parameters in the file are ignored.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from scheduler.requests.sampling_params import SAMPLING_PARAMS, SamplingParam
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
 
-# A factor of logits: beyond these, a softmax of float32 has nothing left to tell apart, or overflows.
-MIN_REPETITION_PENALTY = 1 / 128
-MAX_REPETITION_PENALTY = 10.0
+FILE_MINIMUMS = {"top_p": (0, 1e-6), "top_k": (-1, 0)}
+"""Minimum value in files, and the minimum that requests may use, for parameters where the two differ.
+
+Some files write a top_p of 0 for "the most probable token only" and a top_k of -1 for "all tokens". A top_p of 1e-6 is
+above 0 as a float32 too, which executors require.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """top_k 0: all tokens; eos_token_ids: tokens that end a text (where there are none, it never ends by itself)"""
+    """Values for fields that requests leave out.
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    sampling        values of sampling parameters that the checkpoint names, by name
+    eos_token_ids   tokens that end a text; if there are none, a text ends only at its maximum length
+    """
+
+    sampling: Mapping[str, float] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, tokenizer_eos_token_id: int | None = None) -> "GenerationDefaults":
-        """EOS ids are those of generation_config.json, else of config.json, else the tokenizer's own.
+        """Reads generation_config.json. EOS ids come from there, or from config.json, or from the tokenizer.
 
-        Raises CheckpointError for values that no request could have either.
+        Raises CheckpointError for values that a request could not have either.
         """
         config = _Values(checkpoint, "generation_config.json")
         eos_token_ids = config.token_ids("eos_token_id")
@@ -38,35 +43,34 @@ class GenerationDefaults:
             eos_token_ids = _Values(checkpoint, "config.json").token_ids("eos_token_id")
         if eos_token_ids is None:
             eos_token_ids = () if tokenizer_eos_token_id is None else (tokenizer_eos_token_id,)
-        return cls(
-            temperature=float(config.number("temperature", 0, 100, default=1.0)),
-            # A top_p of 0 is how some files write "the most probable token only". So is what a float32 takes for 0, and
-            # an executor would refuse.
-            top_p=max(float(config.number("top_p", 0, 1, default=1.0)), 1e-6),
-            top_k=max(0, int(config.number("top_k", -1, 2**31 - 1, default=0))),
-            min_p=float(config.number("min_p", 0, 1, default=0.0)),
-            repetition_penalty=float(
-                config.number("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, default=1.0)
-            ),
-            eos_token_ids=eos_token_ids,
-        )
+        values = {param.name: config.number(param) for param in SAMPLING_PARAMS if param.in_checkpoint}
+        sampling = {name: value for name, value in values.items() if value is not None}
+        return cls(sampling, eos_token_ids)
+
+    def value_of(self, param: SamplingParam) -> float:
+        """Returns the value of a parameter that a request leaves out."""
+        return self.sampling.get(param.name, param.default)
 
 
 class _Values:
-    """The values of one JSON file; null is absent."""
+    """The values of one JSON file. A null counts as absent."""
 
     def __init__(self, checkpoint: Checkpoint, name: str) -> None:
         self._path = checkpoint.directory / name
         self._values: dict[str, Any] = checkpoint.json_object(name)
 
-    def number(self, key: str, least: float, most: float, *, default: float) -> float:
-        value = self._values.get(key)
+    def number(self, param: SamplingParam) -> float | None:
+        value = self._values.get(param.name)
         if value is None:
-            return default
-        # `not (least <= …)`: JSON as Python reads it has NaN.
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            raise CheckpointError(f"{self._path}: {key} must be a number from {least} to {most}, not {value!r}")
-        return value
+            return None
+        minimum, allowed_minimum = FILE_MINIMUMS.get(param.name, (param.minimum, param.minimum))
+        # Written as `not (minimum <= …)` because Python's JSON has NaN.
+        if isinstance(value, bool) or not isinstance(value, int | float) or not minimum <= value <= param.maximum:
+            raise CheckpointError(
+                f"{self._path}: {param.name} must be a number from {minimum} to {param.maximum}, not {value!r}"
+            )
+        value = max(value, allowed_minimum)
+        return int(value) if param.is_integer else float(value)
 
     def token_ids(self, key: str) -> tuple[int, ...] | None:
         value = self._values.get(key)

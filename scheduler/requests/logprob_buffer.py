@@ -1,36 +1,40 @@
-"""Log-probabilities on their way to a reader that may be slow: numbers in arrays, messages only when they are taken.
+"""Buffers log-probabilities for a client that may be slow, as arrays of numbers.
 
-A token of k most probable ones is 12 · (k + 1) bytes here; as Python objects it would be ten times that.
+A token with its k most probable alternatives takes 12 · (k + 1) bytes here; Python objects would take ten times that.
+Messages are made when they are taken.
 """
 
 from array import array
 from collections.abc import Sequence
 
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import TokenLogprobs
 
 MAX_LOGPROBS = 2048
-"""In a message. To make one takes some 2 µs, in which nobody else gets a token: 5 ms for a full message."""
+"""Maximum number of log-probabilities in a message.
+
+Each takes about 2 µs to encode, during which no other stream is served: 5 ms for a full message.
+"""
 
 
 class LogprobBuffer:
-    """First in, first out. `width` is how many entries each token has: its own, then those of the most probable."""
+    """A queue of tokens with `width` log-probabilities each: the token's own, then the most probable ones."""
 
     __slots__ = ("_ids", "_ranks", "_start", "_values", "_width")
 
     def __init__(self, width: int) -> None:
         self._width = width
-        self._start = 0  # entries before it were taken
+        self._start = 0  # index of the first entry that was not taken
         self._ids = array("I")
         self._values = array("f")
         self._ranks = array("I")
 
     def __len__(self) -> int:
-        """Tokens."""
+        """Returns the number of tokens."""
         return (len(self._ids) - self._start) // self._width
 
     def extend(self, tokens: Sequence[TokenLogprobs]) -> None:
-        """Raises ValueError for a token that has not `width` entries."""
+        """Appends tokens. Raises ValueError for a token that does not have `width` entries."""
         for token in tokens:
             if not len(token.token_ids) == len(token.values) == len(token.ranks) == self._width:
                 raise ValueError(f"log-probabilities of {len(token.token_ids)} tokens, expected {self._width}")
@@ -38,45 +42,46 @@ class LogprobBuffer:
             self._values.extend(token.values)
             self._ranks.extend(token.ranks)
 
-    def take(self, num_tokens: int) -> list[wire.TokenLogprobs]:
-        """The first so many; they are in the buffer no more."""
+    def take(self, num_tokens: int) -> list[pb.TokenLogprobs]:
+        """Removes the first `num_tokens` tokens, or all if there are fewer, and returns them."""
         start, end = self._start, min(self._start + num_tokens * self._width, len(self._ids))
         entries = [
-            wire.TokenLogprob(token_id=token_id, logprob=value, rank=rank)
+            pb.TokenLogprob(token_id=token_id, logprob=value, rank=rank)
             for token_id, value, rank in zip(
                 self._ids[start:end], self._values[start:end], self._ranks[start:end], strict=True
             )
         ]
         self._start = end
-        if 2 * end >= len(
-            self._ids
-        ):  # what is left moves to the front: each entry once, however many messages there are
+        # The rest moves to the front only when it is the smaller half, so that each entry moves about once.
+        if 2 * end >= len(self._ids):
             del self._ids[:end], self._values[:end], self._ranks[:end]
             self._start = 0
         return [
-            wire.TokenLogprobs(chosen=entries[first], top=entries[first + 1 : first + self._width])
+            pb.TokenLogprobs(chosen=entries[first], top=entries[first + 1 : first + self._width])
             for first in range(0, len(entries), self._width)
         ]
 
 
 class PromptLogprobs:
-    """Those of a prompt that have not been taken, in order of position."""
+    """Log-probabilities of a prompt that were not taken yet, in order of position."""
 
-    __slots__ = ("_buffer", "_first_position", "_most")
+    __slots__ = ("_buffer", "_first_position", "_max_tokens")
 
     def __init__(self, width: int) -> None:
         self._buffer = LogprobBuffer(width)
         self._first_position = 0
-        self._most = MAX_LOGPROBS // width
+        self._max_tokens = MAX_LOGPROBS // width  # in one message
 
     def add(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
+        """Appends the tokens from `first_position` on, which is where the previous ones ended."""
         if not self._buffer:
             self._first_position = first_position
         self._buffer.extend(tokens)
 
-    def take(self) -> wire.PromptLogprobs | None:
+    def take(self) -> pb.PromptLogprobs | None:
+        """Returns the next message, or None if there is nothing to send."""
         if not self._buffer:
             return None
-        message = wire.PromptLogprobs(first_position=self._first_position, tokens=self._buffer.take(self._most))
+        message = pb.PromptLogprobs(first_position=self._first_position, tokens=self._buffer.take(self._max_tokens))
         self._first_position += len(message.tokens)
         return message

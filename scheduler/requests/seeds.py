@@ -1,11 +1,13 @@
-"""The seeds of a request's samples, which come from the one that it has."""
+"""Derives the seeds of a request's sequences from the request's seed."""
 
 MASK_64 = 2**64 - 1
 
 
 def sample_seed(seed: int, index: int) -> int:
-    """Seed of sequence `index`: the request's own for the first, so that n = 1 and the first of n agree; for the
-    others output number `index` of SplitMix64 started at it (Steele, Lea and Flood, OOPSLA 2014).
+    """Returns the seed of sequence `index`.
+
+    Sequence 0 has the request's own seed, so that n = 1 and the first of n agree. The others have output number `index`
+    of SplitMix64 started at that seed (Steele, Lea and Flood, OOPSLA 2014).
     """
     if index == 0:
         return seed

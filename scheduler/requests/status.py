@@ -1,7 +1,7 @@
-"""Errors as gRPC statuses: one table, and the details that clients can act upon.
+"""Maps errors to gRPC statuses, with details that clients can act upon.
 
 Details follow google.rpc (AIP-193): a serialised google.rpc.Status in the trailer `grpc-status-details-bin`, with
-BadRequest for an invalid request, RetryInfo for a full queue.
+BadRequest for an invalid request and RetryInfo for a full queue.
 """
 
 from dataclasses import dataclass
@@ -27,8 +27,10 @@ from scheduler.core import (
 DETAILS_KEY = "grpc-status-details-bin"
 MAX_MESSAGE_BYTES = 512
 MAX_DETAILS_BYTES = 4096
-"""Trailers are metadata, which gRPC bounds to 8 KiB: past it, clients see another error instead. There the message is
-percent-encoded (three times as long at worst), and the details, which repeat it, are in base64.
+"""Maximum size of the serialised details.
+
+gRPC limits metadata, and so trailers, to 8 KiB; a client receives another error if they are larger. The trailers hold
+the message percent-encoded (at worst three times as long), and in base64 the details, which repeat it.
 """
 
 
@@ -41,11 +43,11 @@ class DeadlineExceeded(QuireError):
 
 
 class ReaderStalled(QuireError):
-    """The client takes nothing, and what it does not take would pile up."""
+    """The client accepts no messages, and its output would pile up."""
 
 
 class RequestFailed(QuireError):
-    """The engine gave the request up: our bug, or an executor's."""
+    """The engine gave up the request because of a bug of the scheduler or an executor."""
 
 
 CODES: dict[type[BaseException], grpc.StatusCode] = {
@@ -59,12 +61,12 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     InvariantViolation: grpc.StatusCode.INTERNAL,
     RequestFailed: grpc.StatusCode.INTERNAL,
 }
-"""By the nearest class; anything else is a bug of ours, INTERNAL."""
+"""Status codes by error class; the most derived class counts. Any other error is a bug: INTERNAL."""
 
 
 @dataclass(frozen=True, slots=True)
 class RpcStatus:
-    """What `context.abort` takes."""
+    """The arguments of `context.abort`."""
 
     code: grpc.StatusCode
     message: str
@@ -72,6 +74,7 @@ class RpcStatus:
 
 
 def code_of(error: BaseException) -> grpc.StatusCode:
+    """Returns the status code of an error."""
     for kind in type(error).__mro__:
         if kind in CODES:
             return CODES[kind]
@@ -79,10 +82,11 @@ def code_of(error: BaseException) -> grpc.StatusCode:
 
 
 def status_of(error: BaseException) -> RpcStatus:
+    """Returns the status of an error, with its details."""
     code = code_of(error)
-    # The words of a bug are for the log: they may quote another request.
-    is_ours = code is grpc.StatusCode.INTERNAL and not isinstance(error, RequestFailed)
-    message = "internal error; the server's log has it" if is_ours else str(error)
+    # The message of a bug goes to the log only, because it may quote another request.
+    is_bug = code is grpc.StatusCode.INTERNAL and not isinstance(error, RequestFailed)
+    message = "internal error; see the server's log" if is_bug else str(error)
     message = _shortened(message, MAX_MESSAGE_BYTES)
     details = _details(error)
     if not details:
@@ -108,7 +112,7 @@ def _details(error: BaseException) -> list[Any]:
 
 
 def _bad_request(violations: dict[str, str]) -> BadRequest:
-    """As many of the violations as fit."""
+    """Returns as many of the violations as MAX_DETAILS_BYTES allows."""
     bad_request = BadRequest()
     for field, problem in violations.items():
         bad_request.field_violations.add(field=field, description=_shortened(problem, MAX_MESSAGE_BYTES))

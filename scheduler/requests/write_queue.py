@@ -1,15 +1,14 @@
-"""Which stream may take its news now, when many have some at once.
+"""Decides which stream may write its messages now, when many streams have new ones at once.
 
-A message costs its sender some 40 µs, most of it inside gRPC. If all of 500 streams took theirs at once, the event loop
-would be busy for 20 ms, and with it the threads of gRPC that bring the next result and carry the next plan: on one core
-they get their turn when the loop has nothing to do. So streams go through in groups, in the order in which they came,
-and a group goes when the one before it is done:
+A message costs its sender about 40 µs, mostly inside gRPC. If 500 streams wrote at once, the event loop would be busy
+for 20 ms, and on one core the gRPC threads that bring the next result and carry the next plan would have to wait.
+Streams therefore write in groups, in the order of their arrival, and each group waits for the one before it:
 
     loop      │ 16 streams write │ (waits) │ result: commit, plan │ 16 streams write │ (waits) │ …
     gRPC      │                  │ written │ ────── plan ───────► │                  │ written │
 
-Whoever waits collects: when its turn comes, one message carries all that has come until then. So where time is short
-there are fewer messages; and where it is not, nobody waits.
+A stream that waits collects its news, and writes all of it as one message when its turn comes. A busy server thus
+sends fewer messages; on an idle server no stream waits.
 """
 
 from __future__ import annotations
@@ -21,53 +20,53 @@ if TYPE_CHECKING:
     import asyncio
 
 MIN_GROUP = 16
-"""Streams in a group: under a millisecond of work."""
+"""Minimum number of streams in a group; they write in less than a millisecond."""
 MAX_GROUPS = 32
-"""Groups are larger when about this many would not hold all that wait."""
+"""Maximum number of groups that a waiting stream waits for. Groups grow beyond MIN_GROUP to keep it."""
 MAX_GROUP_S = 0.005
-"""A group that has not ended by then holds a reader that takes nothing: the next one goes."""
+"""Time after which the next group starts, even if a reader of the current one accepts nothing."""
 
 
-class Turnstile:
-    """Of one event loop, used in its thread."""
+class WriteQueue:
+    """A queue for the streams of one event loop, used in that loop's thread."""
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[int]] = deque()
         self._group = 0
-        self._num_places = MIN_GROUP  # left in this group
-        self._num_inside = 0  # of this group
+        self._num_free = MIN_GROUP  # streams that may still join the current group
+        self._num_writing = 0  # streams of the current group
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, ticket: asyncio.Future[int]) -> None:
-        """Resolves the ticket, with the number of its group, when it is its holder's turn: that may be now."""
-        if self._num_places and not self._waiting:
-            self._let_through(ticket)
+    def enter(self, turn: asyncio.Future[int]) -> None:
+        """Sets the result of `turn` to a group number when the stream may write, which can be at once."""
+        if self._num_free and not self._waiting:
+            self._admit(turn)
             return
-        self._waiting.append(ticket)
+        self._waiting.append(turn)
         if self._timer is None:
-            self._timer = ticket.get_loop().call_later(MAX_GROUP_S, self._next_group)
+            self._timer = turn.get_loop().call_later(MAX_GROUP_S, self._start_next_group)
 
     def leave(self, group: int) -> None:
-        """A stream of this group has written what it had."""
+        """Called when a stream of the group has written everything it had."""
         if group == self._group:
-            self._num_inside -= 1
-            if not self._num_inside:
-                self._next_group()
+            self._num_writing -= 1
+            if not self._num_writing:
+                self._start_next_group()
 
-    def _next_group(self) -> None:
+    def _start_next_group(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         self._group += 1
-        self._num_inside = 0
-        self._num_places = max(MIN_GROUP, -(-len(self._waiting) // MAX_GROUPS))
-        while self._waiting and self._num_places:
-            self._let_through(self._waiting.popleft())
+        self._num_writing = 0
+        self._num_free = max(MIN_GROUP, -(-len(self._waiting) // MAX_GROUPS))
+        while self._waiting and self._num_free:
+            self._admit(self._waiting.popleft())
         if self._waiting:
-            self._timer = self._waiting[0].get_loop().call_later(MAX_GROUP_S, self._next_group)
+            self._timer = self._waiting[0].get_loop().call_later(MAX_GROUP_S, self._start_next_group)
 
-    def _let_through(self, ticket: asyncio.Future[int]) -> None:
-        if not ticket.done():  # else its holder has gone
-            self._num_places -= 1
-            self._num_inside += 1
-            ticket.set_result(self._group)
+    def _admit(self, turn: asyncio.Future[int]) -> None:
+        if not turn.done():  # a stream that was closed meanwhile has cancelled its turn
+            self._num_free -= 1
+            self._num_writing += 1
+            turn.set_result(self._group)

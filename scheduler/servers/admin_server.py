@@ -1,11 +1,11 @@
-"""`quire.v1.Admin` on grpc.aio: what an operator may see and do."""
+"""`quire.v1.Admin` on grpc.aio: inspection and control for operators."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING
 
-from quire.v1 import admin_pb2 as wire
+from quire.v1 import admin_pb2 as pb
 from quire.v1.admin_pb2_grpc import AdminServicer
 from quire.version import build_version
 from scheduler.core import BlockState, QuireError
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SERVER_STATES = {
-    ServerState.WAITING_FOR_EXECUTOR: wire.SERVER_STATE_WAITING_FOR_EXECUTOR,
-    ServerState.SERVING: wire.SERVER_STATE_SERVING,
-    ServerState.DRAINING: wire.SERVER_STATE_DRAINING,
+    ServerState.WAITING_FOR_EXECUTOR: pb.SERVER_STATE_WAITING_FOR_EXECUTOR,
+    ServerState.SERVING: pb.SERVER_STATE_SERVING,
+    ServerState.DRAINING: pb.SERVER_STATE_DRAINING,
 }
 BLOCK_STATES = {
-    BlockState.FREE: wire.BLOCK_STATE_FREE,
-    BlockState.CACHED: wire.BLOCK_STATE_CACHED,
-    BlockState.ACTIVE: wire.BLOCK_STATE_ACTIVE,
+    BlockState.FREE: pb.BLOCK_STATE_FREE,
+    BlockState.CACHED: pb.BLOCK_STATE_CACHED,
+    BlockState.ACTIVE: pb.BLOCK_STATE_ACTIVE,
 }
 
 
 class AdminServer(AdminServicer):
-    """All answers but Drain's are immediate. Before an executor has described the model they are UNAVAILABLE."""
+    """Answers at once, except for Drain. Fails with UNAVAILABLE until an executor has described the model."""
 
     def __init__(self, engine: Engine, intake: Intake, policy_name: str) -> None:
         self._engine = engine
@@ -47,13 +47,13 @@ class AdminServer(AdminServicer):
         self._policy_name = policy_name
 
     async def GetServerInfo(  # noqa: N802
-        self, request: wire.GetServerInfoRequest, context: Context
-    ) -> wire.GetServerInfoResponse:
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
         try:
             model = self._engine.description
         except QuireError as error:
             await abort(context, error)
-        return wire.GetServerInfoResponse(
+        return pb.GetServerInfoResponse(
             version=build_version(),
             model_name=model.model_name,
             max_model_len=model.max_model_len,
@@ -68,23 +68,23 @@ class AdminServer(AdminServicer):
         )
 
     async def GetBlockMap(  # noqa: N802
-        self, request: wire.GetBlockMapRequest, context: Context
-    ) -> wire.GetBlockMapResponse:
+        self, request: pb.GetBlockMapRequest, context: Context
+    ) -> pb.GetBlockMapResponse:
         try:
             block_map = self._engine.block_map(summary_only=request.summary_only)
         except QuireError as error:
             await abort(context, error)
         usage = block_map.usage
-        return wire.GetBlockMapResponse(
+        return pb.GetBlockMapResponse(
             block_size=block_map.block_size,
             blocks=[
-                wire.BlockInfo(
+                pb.BlockInfo(
                     state=BLOCK_STATES[run.state], ref_count=run.ref_count, num_hits=run.num_hits, length=run.length
                 )
                 for run in block_map.blocks
             ],
             sequences=[self._sequence_info(sequence) for sequence in block_map.sequences],
-            summary=wire.PoolSummary(
+            summary=pb.PoolSummary(
                 num_free_blocks=usage.num_free_blocks,
                 num_cached_blocks=usage.num_cached_blocks,
                 num_active_blocks=usage.num_active_blocks,
@@ -101,28 +101,28 @@ class AdminServer(AdminServicer):
         )
 
     async def GetStepTrace(  # noqa: N802
-        self, request: wire.GetStepTraceRequest, context: Context
-    ) -> wire.GetStepTraceResponse:
+        self, request: pb.GetStepTraceRequest, context: Context
+    ) -> pb.GetStepTraceResponse:
         steps = [trace for trace in self._engine.traces if trace.planned_ns > request.after_ns]
-        return wire.GetStepTraceResponse(steps=[step_trace_message(trace) for trace in steps])
+        return pb.GetStepTraceResponse(steps=[step_trace_message(trace) for trace in steps])
 
-    async def Drain(self, request: wire.DrainRequest, context: Context) -> wire.DrainResponse:  # noqa: N802
-        """A caller that goes away does not take it back, nor does anything but a new process."""
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
+        """Returns when all requests have ended. Draining goes on if the caller disconnects, until a restart."""
         log.warning("asked to drain: no new requests until a restart", extra={"client": context.peer()})
         await self._engine.drain()
-        return wire.DrainResponse()
+        return pb.DrainResponse()
 
     async def ResetPrefixCache(  # noqa: N802
-        self, request: wire.ResetPrefixCacheRequest, context: Context
-    ) -> wire.ResetPrefixCacheResponse:
+        self, request: pb.ResetPrefixCacheRequest, context: Context
+    ) -> pb.ResetPrefixCacheResponse:
         try:
             num_blocks = self._engine.reset_prefix_cache()
         except QuireError as error:
             await abort(context, error)
-        return wire.ResetPrefixCacheResponse(num_blocks=num_blocks)
+        return pb.ResetPrefixCacheResponse(num_blocks=num_blocks)
 
-    def _sequence_info(self, sequence: SequenceView) -> wire.SequenceInfo:
-        return wire.SequenceInfo(
+    def _sequence_info(self, sequence: SequenceView) -> pb.SequenceInfo:
+        return pb.SequenceInfo(
             request_id=self._intake.client_request_id(sequence.request_id),
             index=sequence.index,
             slot=sequence.slot,
@@ -133,8 +133,9 @@ class AdminServer(AdminServicer):
         )
 
 
-def step_trace_message(trace: StepTrace) -> wire.StepTrace:
-    return wire.StepTrace(
+def step_trace_message(trace: StepTrace) -> pb.StepTrace:
+    """Converts the trace of one step to its message."""
+    return pb.StepTrace(
         epoch=trace.epoch,
         step_id=trace.step_id,
         num_sequences=trace.num_sequences,

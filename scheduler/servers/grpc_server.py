@@ -23,23 +23,23 @@ GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 OPTIONS = [
-    # Otherwise two servers can share a port, and each gets half of the clients.
+    # Prevents two servers from sharing a port, each with half of the clients.
     ("grpc.so_reuseport", 0),
-    # Above what the validator takes, which says more clearly what is too long: 2 MiB of text, or a million token ids.
-    # Not far above: a message is parsed on the event loop, and 2 million empty parts take it half a second.
+    # Larger than the validator allows (2 MiB of text, or a million token ids), because its message is clearer. Not much
+    # larger: messages are parsed on the event loop, where 2 million empty parts take half a second.
     ("grpc.max_receive_message_length", 4 * 2**20),
-    # A client that vanished without a word is found out, and its request cancelled.
+    # Detects clients that vanished without closing the connection, so that their requests are cancelled.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    # Clients may ask after us, too.
+    # Allows clients to send keepalive pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 
 
 class GrpcServer:
-    """`start` it, read its `address`, `stop` it."""
+    """The gRPC server; `address` has its real port."""
 
     def __init__(self, engine: Engine, generation: GenerationServer, admin: AdminServer, listen: str) -> None:
         """Binds the address. Raises AddressError, AddressInUse and AddressUnusable."""
@@ -57,14 +57,16 @@ class GrpcServer:
         await self._server.start()
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no new calls; those that are open have `grace_s` to end, then they are cancelled."""
+        """Refuses new calls, and cancels the open ones after `grace_s`."""
         await self._health.stop()
         await self._server.stop(grace_s)
 
 
 class HealthReporter:
-    """grpc.health.v1, for the server ("") and Generation: SERVING while the engine is ready, else NOT_SERVING. Admin
-    answers without an executor as well."""
+    """Reports grpc.health.v1 for the server ("") and Generation: SERVING while the engine is ready, else NOT_SERVING.
+
+    Admin is always SERVING, because it answers without an executor too.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.servicer = health.aio.HealthServicer()
@@ -97,7 +99,7 @@ class HealthReporter:
 
 
 def _bind(server: grpc.aio.Server, listen: str) -> str:
-    """The address with its real port. Raises AddressError, AddressInUse and AddressUnusable."""
+    """Returns the address with its real port. Raises AddressError, AddressInUse and AddressUnusable."""
     check_free(listen)
     try:
         port = server.add_insecure_port(listen)

@@ -1,10 +1,10 @@
-"""The HTTP port's door, on a thread of its own: it says itself whether this process lives, and lets in everybody else.
+"""Accepts the HTTP port's connections on a separate thread, which answers liveness probes itself.
 
     listener ── accept ──► first bytes: GET /healthz ──► the thread answers
                                         anything else ─► the connection goes to the event loop, with nothing read
 
-So this answer waits for no request, no step and no turn of the event loop; it only looks at when that last turned. A
-server that is merely busy lives; one whose loop has stopped does not, and the thread can still say so.
+The answer does not wait for a request, a step or the event loop; it depends only on when the loop last ran. A busy
+server is alive, a server whose loop is stuck is not, and the thread can report both.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 
 BEAT_INTERVAL_S = 0.5
 STUCK_AFTER_S = 30.0
-"""An event loop that has not turned for so long has stopped. What is slow, such as tokenising, runs elsewhere."""
+"""Time without a heartbeat after which the event loop is stuck. Slow work, such as tokenising, runs in threads."""
 
-MAX_UNDECIDED = 256
-"""Connections that have said nothing yet. More of them are let in as they are."""
+MAX_SILENT = 256
+"""Maximum number of connections that have sent nothing yet. More of them go to the event loop at once."""
 
 _PROBE = b"GET /healthz "
 _MAX_PROBE_BYTES = 8192
 
 
-class Pulse:
-    """Of an event loop. `start` there; `silent_s` anywhere."""
+class LoopHeartbeat:
+    """Measures when an event loop last ran. `start` it in the loop; read `silent_s` in any thread."""
 
     def __init__(self) -> None:
         self._beat_s = time.monotonic()
@@ -48,24 +48,26 @@ class Pulse:
 
     @property
     def silent_s(self) -> float:
-        """Since the last beat."""
+        """Seconds since the last heartbeat."""
         return time.monotonic() - self._beat_s
 
 
-class Door:
-    """Takes what comes to `listeners` from `open` on, and closes them in `close`.
+class HealthListener:
+    """Accepts connections of `listeners` between `open` and `close`, and answers the liveness probes among them.
 
-    let_in  called on the door's thread with a connection that is no probe; it is the callee's then
+    forward  called on the listener's thread with each other connection, which then belongs to the callee
     """
 
-    def __init__(self, listeners: list[socket.socket], pulse: Pulse, let_in: Callable[[socket.socket], None]) -> None:
+    def __init__(
+        self, listeners: list[socket.socket], heartbeat: LoopHeartbeat, forward: Callable[[socket.socket], None]
+    ) -> None:
         self._listeners = listeners
-        self._pulse = pulse
-        self._let_in = let_in
+        self._heartbeat = heartbeat
+        self._forward = forward
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
-        self._undecided: set[socket.socket] = set()
-        self._thread = threading.Thread(target=self._run, name="door", daemon=True)
+        self._silent: set[socket.socket] = set()
+        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
     def open(self) -> None:
         for listener in (*self._listeners, self._woken):
@@ -74,12 +76,12 @@ class Door:
         self._thread.start()
 
     def close(self) -> None:
-        """Returns when the thread has ended."""
+        """Closes the listeners, and returns when the thread has ended."""
         if self._thread.is_alive():
             self._waker.send(b".")
             self._thread.join()
         self._selector.close()
-        for each in (*self._listeners, *self._undecided, self._waker, self._woken):
+        for each in (*self._listeners, *self._silent, self._waker, self._woken):
             each.close()
 
     def _run(self) -> None:
@@ -88,29 +90,29 @@ class Door:
                 if key.fileobj is self._woken:
                     return
                 connection = cast("socket.socket", key.fileobj)
-                (self._accept if connection in self._listeners else self._decide)(connection)
+                (self._accept if connection in self._listeners else self._classify)(connection)
 
     def _accept(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
-        except BlockingIOError:  # it went away again
+        except BlockingIOError:  # the client has disconnected already
             return
-        except OSError:  # no more file descriptors, most likely: somebody has to go first
+        except OSError:  # probably out of file descriptors: another connection must close first
             time.sleep(0.05)
             return
         connection.setblocking(False)
-        if len(self._undecided) >= MAX_UNDECIDED:
-            self._let_in(connection)
+        if len(self._silent) >= MAX_SILENT:
+            self._forward(connection)
         else:
-            self._undecided.add(connection)
+            self._silent.add(connection)
             self._selector.register(connection, selectors.EVENT_READ)
 
-    def _decide(self, connection: socket.socket) -> None:
+    def _classify(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        self._undecided.discard(connection)
+        self._silent.discard(connection)
         try:
             start = connection.recv(_MAX_PROBE_BYTES, socket.MSG_PEEK)
-            # A probe that comes in pieces is answered by the event loop, like everything that is not quite one.
+            # A probe that arrives in pieces goes to the event loop, like any other request.
             is_probe = start.startswith(_PROBE) and start.endswith(b"\r\n\r\n")
             if is_probe:
                 connection.recv(_MAX_PROBE_BYTES)
@@ -123,13 +125,13 @@ class Door:
                 connection.shutdown(socket.SHUT_WR)
             connection.close()
         else:
-            self._let_in(connection)
+            self._forward(connection)
 
     def _answer(self) -> bytes:
-        silent_s = self._pulse.silent_s
+        silent_s = self._heartbeat.silent_s
         is_stuck = silent_s > STUCK_AFTER_S
         status = "503 Service Unavailable" if is_stuck else "200 OK"
-        text = f"stuck: the event loop has not turned for {silent_s:.0f} s\n" if is_stuck else "ok\n"
+        text = f"stuck: the event loop has not run for {silent_s:.0f} s\n" if is_stuck else "ok\n"
         return (
             f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(text)}\r\n"
             f"Connection: close\r\n\r\n{text}"
@@ -137,7 +139,7 @@ class Door:
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """On every address of the host (port 0: on the first one, at any free port). Raises OSError."""
+    """Listens on every address of the host, or for port 0 on any free port of the first one. Raises OSError."""
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     listeners: list[socket.socket] = []
     try:
@@ -156,7 +158,7 @@ def _listen(family: int, address: object) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        listener.bind(address)  # type: ignore[arg-type]  # as getaddrinfo gave it
+        listener.bind(address)  # type: ignore[arg-type]  # getaddrinfo returned it
         listener.listen(128)
     except OSError:
         listener.close()

@@ -1,4 +1,4 @@
-"""The scheduler's HTTP side: metrics, whether it lives and is ready, and the live page."""
+"""The scheduler's HTTP server: metrics, liveness, readiness and the live page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from aiohttp import web
 
 from quire.addresses import HostPort, at_port, listen_error
 from scheduler.live.browser_safety import HEADERS, AllowedHosts
-from scheduler.servers.health import Door, Pulse, listen
+from scheduler.servers.health import HealthListener, LoopHeartbeat, listen
 
 if TYPE_CHECKING:
     import socket
@@ -23,17 +23,18 @@ if TYPE_CHECKING:
 Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
 MACHINES_PATHS = ("/metrics", "/healthz", "/readyz")
-"""Asked for by machines, under whatever name they know, and no secret."""
+"""Paths for machines. They hold no secrets, so they are served under every host name."""
 
 SHUTDOWN_TIMEOUT_S = 0.01
-"""After the grace, if any: a completion may wait for tokens that never come. Not 0, which is no limit to aiohttp."""
+"""Time that open requests get after the grace period. aiohttp takes 0 as no limit, so it cannot be 0."""
 
 
 class HttpServer:
-    """
-    GET /metrics   Prometheus' text format, or OpenMetrics with exemplars, as the client accepts
-    GET /healthz   200 while the event loop turns, else 503; answered beside it (`scheduler.servers.health`)
-    GET /readyz    200 while requests are served, else 503 and the reason
+    """Serves these paths:
+
+    GET /metrics   Prometheus' text format, or OpenMetrics with exemplars if the client accepts it
+    GET /healthz   200 while the event loop runs, otherwise 503; answered by another thread (`scheduler.servers.health`)
+    GET /readyz    200 while requests are served, otherwise 503 and the reason
     GET /          the live page, if there is one (`scheduler.live.page`)
     """
 
@@ -44,7 +45,7 @@ class HttpServer:
         live_page: LivePage | None = None,
         allowed_hosts: Sequence[str] = (),
     ) -> None:
-        """allowed_hosts: names under which the live page is asked for, beside that of `listen` and localhost."""
+        """Creates the server. `allowed_hosts` may serve the live page, as well as localhost and the listening host."""
         self._engine = engine
         self._metrics = metrics
         self._allowed_hosts = allowed_hosts
@@ -64,17 +65,17 @@ class HttpServer:
         )
         if live_page is not None:
             live_page.add_to(app)
-        # A handler whose client has gone is cancelled: a completion that nobody reads is not computed.
+        # Handlers of clients that disconnect are cancelled, so that no completion is computed in vain.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
         )
-        self._pulse = Pulse()
-        self._door: Door | None = None
-        self._entering: set[asyncio.Task[None]] = set()
+        self._heartbeat = LoopHeartbeat()
+        self._listener: HealthListener | None = None
+        self._accepting: set[asyncio.Task[None]] = set()
         self.address = ""
 
     async def start(self, address: str) -> None:
-        """Binds it (host:port) and serves. Raises AddressInUse or AddressUnusable."""
+        """Listens on an address (host:port) and serves. Raises AddressInUse or AddressUnusable."""
         wanted = HostPort.parse(address)
         self._hosts = AllowedHosts(wanted.host, *self._allowed_hosts)
         await self._runner.setup()
@@ -83,33 +84,35 @@ class HttpServer:
         except OSError as error:
             raise listen_error(address, error) from error
         self.address = at_port(address, listeners[0].getsockname()[1])
-        self._pulse.start()
+        self._heartbeat.start()
         loop = asyncio.get_running_loop()
-        self._door = Door(listeners, self._pulse, lambda connection: _call_soon(loop, self._let_in, connection))
-        self._door.open()
+        self._listener = HealthListener(
+            listeners, self._heartbeat, lambda connection: _call_soon(loop, self._accept, connection)
+        )
+        self._listener.open()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no new requests; those that are open have `grace_s` to end, then they are cancelled."""
-        if self._door is not None:
-            self._door.close()
-        self._pulse.stop()
+        """Refuses new requests, and cancels the open ones after `grace_s`."""
+        if self._listener is not None:
+            self._listener.close()
+        self._heartbeat.stop()
         server = self._runner.server
         if server is not None and grace_s:
             server.pre_shutdown()
-            await self._runner.shutdown()  # those who watch the live page need no grace
+            await self._runner.shutdown()  # closes the live page's sockets, which need no grace period
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await server.shutdown(None)
         await self._runner.cleanup()
 
-    def _let_in(self, connection: socket.socket) -> None:
-        entering = asyncio.create_task(self._enter(connection))
-        self._entering.add(entering)
-        entering.add_done_callback(self._entering.discard)
+    def _accept(self, connection: socket.socket) -> None:
+        task = asyncio.create_task(self._serve(connection))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
 
-    async def _enter(self, connection: socket.socket) -> None:
+    async def _serve(self, connection: socket.socket) -> None:
         server = self._runner.server
-        if server is None:  # stopped meanwhile
+        if server is None:  # the server was stopped meanwhile
             connection.close()
             return
         await asyncio.get_running_loop().connect_accepted_socket(server, connection)
@@ -125,7 +128,7 @@ class HttpServer:
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def _show_health(self, request: web.Request) -> web.Response:
-        """For a probe that the door did not know as one: the loop turns, or this would not run."""
+        """Answers a probe that HealthListener did not recognise. The event loop runs, or this would not."""
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, request: web.Request) -> web.Response:
@@ -133,9 +136,9 @@ class HttpServer:
 
 
 def _call_soon(
-    loop: asyncio.AbstractEventLoop, let_in: Callable[[socket.socket], None], connection: socket.socket
+    loop: asyncio.AbstractEventLoop, accept: Callable[[socket.socket], None], connection: socket.socket
 ) -> None:
     try:
-        loop.call_soon_threadsafe(let_in, connection)
+        loop.call_soon_threadsafe(accept, connection)
     except RuntimeError:  # the loop is closed
         connection.close()

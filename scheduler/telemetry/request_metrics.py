@@ -1,4 +1,4 @@
-"""One request's share of the metrics, and what it was when it has ended."""
+"""Measures one request, and summarises it when it ends."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ if TYPE_CHECKING:
 
     from quire.histogram import ExemplarLabels
     from scheduler.core import FinishReason
-    from scheduler.telemetry.metrics import SchedulerMetrics
+    from scheduler.telemetry.measurements import Measurements
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """An admitted request, ended. Times are readings of the metrics' clock; None: it did not come to that.
+    """An admitted request that has ended. Times are readings of `Measurements.clock`, or None for what did not happen.
 
-    reason           why its last sequence ended; of a request that was cancelled or failed, why that is
-    reasons          by sequence, of those that ended with a result
+    reason           why the last sequence ended, or why the request was cancelled or failed
+    reasons          the same for each sequence that ended with a result, in order of index
     num_preemptions  of the sequences that ended with a result
     """
 
@@ -34,7 +34,7 @@ class RequestSummary:
 
     @property
     def queue_s(self) -> float:
-        """Until its first admission, or its end."""
+        """Time until its first admission, or until its end if it was never admitted."""
         return (self.ended_s if self.started_s is None else self.started_s) - self.arrival_s
 
     @property
@@ -47,10 +47,10 @@ class RequestSummary:
 
 
 class RequestMetrics:
-    """Of one request, from its arrival (a reading of the metrics' clock) on.
+    """Measures one request from its arrival, which is a reading of the clock.
 
-    exemplar   the labels by which the histograms point at this request
-    on_end     told once, when it has ended and everything is counted
+    exemplar   labels with which the histograms refer to this request
+    on_end     called once, when the request has ended and everything is counted
     """
 
     __slots__ = (
@@ -58,7 +58,7 @@ class RequestMetrics:
         "_first_token_s",
         "_has_ended",
         "_last_token_s",
-        "_metrics",
+        "_measurements",
         "_num_cached_tokens",
         "_num_open",
         "_num_preemptions",
@@ -71,13 +71,13 @@ class RequestMetrics:
 
     def __init__(
         self,
-        metrics: SchedulerMetrics,
+        measurements: Measurements,
         num_sequences: int,
         arrival_s: float,
         exemplar: ExemplarLabels,
         on_end: Callable[[RequestSummary], None] | None,
     ) -> None:
-        self._metrics = metrics
+        self._measurements = measurements
         self._arrival_s = arrival_s
         self.exemplar = exemplar
         self._on_end = on_end
@@ -92,27 +92,27 @@ class RequestMetrics:
         self._has_ended = False
 
     def admitted(self) -> None:
-        """To the batch, for the first time."""
-        self._started_s = now_s = self._metrics.clock()
+        """Called when a plan admits the request for the first time."""
+        self._started_s = now_s = self._measurements.clock()
         self._observe("quire_request_queue_time_seconds", now_s, now_s - self._arrival_s)
 
     def started(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """The first step that had it is done."""
+        """Called when the first step of the request is done."""
         if self._started_s is None:
             self.admitted()
-        metrics, now_s = self._metrics, self._metrics.clock()
+        measurements, now_s = self._measurements, self._measurements.clock()
         self._num_cached_tokens = num_cached_tokens
-        metrics.num_prompt_tokens["cached"] += num_cached_tokens
-        metrics.num_prompt_tokens["computed"] += num_prompt_tokens - num_cached_tokens
+        measurements.num_prompt_tokens["cached"] += num_cached_tokens
+        measurements.num_prompt_tokens["computed"] += num_prompt_tokens - num_cached_tokens
         self._observe("quire_request_prompt_tokens", now_s, num_prompt_tokens)
 
     def tokens(self, index: int, num_tokens: int) -> None:
-        """Tokens of a sequence that leave together; they share the time since the last ones left."""
-        metrics, now_s = self._metrics, self._metrics.clock()
+        """Called when tokens of a sequence are sent together; they share the time since the previous ones."""
+        measurements, now_s = self._measurements, self._measurements.clock()
         last_s = self._last_token_s.get(index)
         if last_s is not None:
             gap_s = (now_s - last_s) / num_tokens
-            metrics.inter_token_latency.observe_of(self.exemplar, now_s, gap_s, num_tokens)
+            measurements.inter_token_latency.observe_of(self.exemplar, now_s, gap_s, num_tokens)
         else:
             if not self._first_token_s:
                 started_s = self._arrival_s if self._started_s is None else self._started_s
@@ -121,13 +121,13 @@ class RequestMetrics:
             self._first_token_s[index] = now_s
         self._last_token_s[index] = now_s
         self._num_tokens += num_tokens
-        metrics.num_generation_tokens += num_tokens
+        measurements.num_generation_tokens += num_tokens
 
     def finished(self, index: int, reason: FinishReason, num_tokens: int, num_preemptions: int = 0) -> None:
-        """A sequence of `num_tokens` has ended with a result."""
+        """Called when a sequence of `num_tokens` has ended with a result."""
         if num_tokens > 1:
             first_s, last_s = self._first_token_s[index], self._last_token_s[index]
-            if last_s > first_s:  # tokens that all leave together, as a beam's do, took longer than nothing
+            if last_s > first_s:  # tokens that are all sent together, such as a beam's, have no time between them
                 per_token_s = (last_s - first_s) / (num_tokens - 1)
                 self._observe("quire_time_per_output_token_seconds", last_s, per_token_s)
         self._reasons[index] = reason
@@ -137,12 +137,12 @@ class RequestMetrics:
             self.ended(reason)
 
     def ended(self, reason: FinishReason) -> None:
-        """The request has ended, all of it; only the first call counts."""
+        """Called when the whole request has ended; only the first call counts."""
         if self._has_ended:
             return
         self._has_ended = True
-        metrics, now_s = self._metrics, self._metrics.clock()
-        metrics.num_finished[reason] += 1
+        measurements, now_s = self._measurements, self._measurements.clock()
+        measurements.num_finished[reason] += 1
         self._observe("quire_e2e_request_latency_seconds", now_s, now_s - self._arrival_s)
         self._observe("quire_request_generation_tokens", now_s, self._num_tokens)
         first_token_s = min(self._first_token_s.values(), default=None)
@@ -152,7 +152,7 @@ class RequestMetrics:
             self._on_end(self._summary(reason, first_token_s, now_s))
 
     def _observe(self, name: str, now_s: float, value: float) -> None:
-        self._metrics.histograms[name].observe_of(self.exemplar, now_s, value)
+        self._measurements.histograms[name].observe_of(self.exemplar, now_s, value)
 
     def _summary(self, reason: FinishReason, first_token_s: float | None, now_s: float) -> RequestSummary:
         return RequestSummary(

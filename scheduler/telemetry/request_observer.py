@@ -1,7 +1,6 @@
-"""Who is told of a request, whatever becomes of it: the metrics, the log (one line each), and its trace, if any.
+"""Reports each request to the metrics, to the log (one line each) and to its trace, if there is one.
 
-Nothing of a prompt or of an output passes through here, nor its cache salt: what is logged and traced are ids, sizes,
-times and sampling parameters.
+Only ids, sizes, times and sampling parameters are reported, never a prompt, an output or a cache salt.
 """
 
 from __future__ import annotations
@@ -16,24 +15,36 @@ from scheduler.telemetry.trace_context import TraceContext, parse_trace_context
 
 if TYPE_CHECKING:
     from scheduler.core import SequenceParams
-    from scheduler.requests.incoming import IncomingRequest
     from scheduler.telemetry.metrics import SchedulerMetrics
     from scheduler.telemetry.request_metrics import RequestMetrics, RequestSummary
 
 log = logging.getLogger("scheduler.requests")
 
 MAX_LOGGED_ID = 256
-"""Characters of an id that a client made up; what is admitted has no longer one."""
+"""Maximum number of characters of a client's request id in the log. The ids of admitted requests are no longer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The client of a request, as its connection and its headers describe it.
+
+    address                   network address
+    traceparent, tracestate   headers of W3C Trace Context
+    """
+
+    address: str = ""
+    traceparent: str | None = None
+    tracestate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What is known of a request once it is admitted.
+    """Facts about a request at its admission.
 
-    request_id   as its client knows it
-    engine_id    as the engine does
-    num_results  sequences that the client gets
-    max_tokens   as asked for; None: as many as fit
+    request_id   the client's id
+    engine_id    the engine's id
+    num_results  sequences that the client receives
+    max_tokens   as requested; None: as many as fit
     """
 
     request_id: str
@@ -46,54 +57,60 @@ class RequestFacts:
 
 
 class RequestTrace(Protocol):
-    """A request's trace. Exactly one of `ended` and `refused` is called, once."""
+    """The trace of one request. Exactly one of `ended` and `refused` is called, once."""
 
     trace_id: str
 
     def ended(self, facts: RequestFacts, summary: RequestSummary) -> None: ...
 
     def refused(self, code: str) -> None:
-        """`code` as the metrics have it."""
+        """Ends the trace of a request that was never queued. `code` is its status code in lower case."""
 
 
 class Tracer(Protocol):
+    """Starts the traces of requests."""
+
     def start(self, parent: TraceContext | None, *, is_chat: bool, arrival_s: float) -> RequestTrace:
-        """`arrival_s` is a reading of the metrics' clock, as are all times of a summary."""
+        """Starts a trace. `arrival_s` is a reading of `SchedulerMetrics.clock`, like the times of a summary."""
 
 
 class RequestObserver:
+    """Observes all requests of one scheduler."""
+
     def __init__(self, metrics: SchedulerMetrics, tracer: Tracer | None = None) -> None:
         self.metrics = metrics
         self.tracer = tracer
 
-    def arrived(self, incoming: IncomingRequest) -> ObservedRequest:
-        """From now on, what this task logs is about this request."""
-        return ObservedRequest(self, incoming)
+    def arrived(self, caller: Caller, *, request_id: object, is_chat: bool) -> ObservedRequest:
+        """Starts to observe a request, and marks the log records of this task with its ids.
+
+        `request_id` was not checked yet: it can have any type and size.
+        """
+        return ObservedRequest(self, caller, request_id, is_chat)
 
 
 class ObservedRequest:
-    """One request, from now on."""
+    """One request, from its arrival to its end."""
 
     __slots__ = ("_client", "_facts", "_metrics", "_request_id", "_trace", "_trace_id", "arrival_s")
 
-    def __init__(self, observer: RequestObserver, incoming: IncomingRequest) -> None:
+    def __init__(self, observer: RequestObserver, caller: Caller, request_id: object, is_chat: bool) -> None:
         self._metrics = observer.metrics
         self.arrival_s = observer.metrics.clock()
-        parent = parse_trace_context(incoming.traceparent, incoming.tracestate) if incoming.traceparent else None
+        parent = parse_trace_context(caller.traceparent, caller.tracestate) if caller.traceparent else None
         self._trace: RequestTrace | None = None
         if observer.tracer is not None:
-            self._trace = observer.tracer.start(parent, is_chat=incoming.chat is not None, arrival_s=self.arrival_s)
+            self._trace = observer.tracer.start(parent, is_chat=is_chat, arrival_s=self.arrival_s)
             self._trace_id = self._trace.trace_id
         else:
             self._trace_id = "" if parent is None else parent.trace_id
-        self._client = incoming.client
-        request_id = incoming.request_id  # not checked yet: of any type, and of any size
+        self._client = caller.address
         self._request_id = printable(request_id[:MAX_LOGGED_ID]) if isinstance(request_id, str) else ""
         self._facts: RequestFacts | None = None
         log_as(request_id=self._request_id, trace_id=self._trace_id)
 
     def refused(self, code: str) -> None:
-        """It never reached the queue; `code` is its status, as in "invalid_argument"."""
+        """Reports that the request never reached the queue. `code` is its status code, such as "invalid_argument"."""
         self._metrics.rejected(code)
         if log.isEnabledFor(logging.INFO):
             log.info("request refused", extra=self._ids() | {"status": code})
@@ -101,15 +118,16 @@ class ObservedRequest:
             self._trace.refused(code)
 
     def admitted(self, facts: RequestFacts) -> RequestMetrics:
+        """Returns the metrics of the request, which report its end."""
         self._facts = facts
-        if facts.request_id != self._request_id:  # it had none; the engine has given it one
+        if facts.request_id != self._request_id:  # the client gave none, so it has one from the engine
             self._request_id = facts.request_id
             log_as(request_id=facts.request_id, trace_id=self._trace_id)
         exemplar = exemplar_labels(facts.request_id, self._trace_id)
         return self._metrics.request(facts.num_results, self.arrival_s, exemplar, self._ended)
 
     def queued(self, request: RequestMetrics) -> None:
-        """The engine has it."""
+        """Called when the engine has queued the request."""
         if self._facts is not None:
             self._metrics.queued(self._facts.engine_id, request)
 
@@ -124,7 +142,7 @@ class ObservedRequest:
             self._trace.ended(facts, summary)
 
     def _ids(self) -> dict[str, object]:
-        """Said again: a request often ends in the engine's task, which is about no request."""
+        """Fields of log records; a request often ends in the engine's task, whose records are not marked."""
         return {"request_id": self._request_id, "trace_id": self._trace_id, "client": self._client}
 
 

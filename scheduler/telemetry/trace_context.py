@@ -1,4 +1,4 @@
-"""Where a request stands in its client's trace: the headers of W3C Trace Context, level 1."""
+"""Parses the headers of W3C Trace Context, level 1."""
 
 import re
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ _MAX_STATE_MEMBERS = 32
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """The client's span. Ids in lower-case hexadecimal: 32 and 16 digits, none of them all zeros.
+    """The client's span. Its ids have 32 and 16 lower-case hexadecimal digits, and are not all zeros.
 
-    is_sampled   whether the client records it
-    state        the header `tracestate`, passed on as it came; "" where it is not what the standard allows
+    is_sampled   True if the client records the span
+    state        the header `tracestate`, unchanged; "" if the standard does not allow it
     """
 
     trace_id: str
@@ -27,7 +27,7 @@ class TraceContext:
 
 
 def parse_trace_context(traceparent: str | None, tracestate: str | None = None) -> TraceContext | None:
-    """None where there is none, or none that the standard allows: a bad header costs a client its trace, no more."""
+    """Returns the client's span, or None if the header is absent or invalid: the request is served without a trace."""
     match = _TRACEPARENT.fullmatch(traceparent or "")
     if match is None or (match[1] == "00" and match[5] is not None):
         return None

@@ -1,16 +1,16 @@
-"""Traces of requests over OTLP. The only module that knows OpenTelemetry, which is an optional dependency.
+"""Sends traces of requests over OTLP. Importing it raises ImportError if OpenTelemetry is not installed.
 
     request ─┬─ queue     arrival … first admission
              ├─ prefill   … first token
              └─ decode    … end of the last sequence
 
-The request's span goes on where its client's ended (W3C Trace Context) and follows the client's decision whether it is
-recorded. Spans are made from the times that were taken anyway, when a request ends: a token costs nothing here.
+The request's span is a child of its client's (W3C Trace Context), and is recorded if the client records its own. Spans
+are made when a request ends, from times that the metrics take anyway, so tokens cost nothing here.
 
-Serving never waits for who collects them. Finished spans go into a bounded queue, which a thread of OpenTelemetry's
-empties; what does not fit is dropped, and so is what cannot be delivered in time.
+Serving never waits for the collector. Finished spans go into a bounded queue, which an OpenTelemetry thread empties;
+spans that do not fit, or cannot be delivered in time, are dropped.
 
-Attributes are those of the semantic conventions for generative AI, whose status is "development"; and `quire.*`.
+Attributes follow the semantic conventions for generative AI, whose status is "development", or start with `quire.`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from quire.version import build_version
-from scheduler.config import ConfigError
 from scheduler.core import FinishReason
 
 try:
@@ -40,7 +39,7 @@ try:
         set_span_in_context,
     )
 except ImportError:
-    raise ConfigError(
+    raise ImportError(
         "otlp_endpoint is set, and OpenTelemetry is not installed: pip install 'quire[otel]', or leave it out"
     ) from None
 
@@ -62,12 +61,16 @@ _FAILED = (FinishReason.ERROR, FinishReason.DEADLINE, FinishReason.CAPACITY)
 _FINISH_REASONS = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _INTERNAL_CODES = {"internal", "unavailable", "unknown"}
 
+CONVENTIONAL_PARAMS = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty")
+"""Sampling parameters that the conventions name; their attributes are `gen_ai.request.*`."""
+OMITTED_IF_ZERO = ("top_k", "frequency_penalty", "presence_penalty")
+
 
 class OtlpTracer:
-    """Sends to the collector at an address such as http://127.0.0.1:4318 (OTLP over HTTP, protobuf).
+    """Sends spans to a collector at an address such as http://127.0.0.1:4318 (OTLP over HTTP, protobuf).
 
-    Headers, as for authorisation, are taken from OTEL_EXPORTER_OTLP_HEADERS, and the sampler from OTEL_TRACES_SAMPLER,
-    as OpenTelemetry has it.
+    As with OpenTelemetry itself, OTEL_EXPORTER_OTLP_HEADERS sets headers, such as those for authorisation, and
+    OTEL_TRACES_SAMPLER sets the sampler.
     """
 
     def __init__(self, endpoint: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -98,14 +101,14 @@ class OtlpTracer:
         return OtlpTrace(self._tracer, span, epoch_ns, operation)
 
     def close(self) -> None:
-        """Delivers what is left, for CLOSE_TIMEOUT_S at most."""
+        """Delivers the remaining spans, for at most CLOSE_TIMEOUT_S."""
         closing = threading.Thread(target=self._provider.shutdown, name="otlp-close", daemon=True)
         closing.start()
         closing.join(CLOSE_TIMEOUT_S)
 
 
 class OtlpTrace:
-    """`epoch_ns`: Unix time when the clock of the summaries was 0."""
+    """The span of one request. `epoch_ns` is the Unix time at which the clock of the summaries was 0."""
 
     __slots__ = ("_epoch_ns", "_operation", "_span", "_tracer", "trace_id")
 
@@ -134,7 +137,7 @@ class OtlpTrace:
         span.end(self._unix_ns(summary.ended_s))
 
     def _add_phases(self, summary: RequestSummary) -> None:
-        """Each goes on until the next one begins; the last that began, until the request's end."""
+        """Adds a span for each phase. It lasts until the next one begins, or until the request's end."""
         begins_s = [summary.arrival_s, summary.started_s, summary.first_token_s, summary.ended_s]
         context = set_span_in_context(self._span)
         for phase, begin_s, end_s in zip(("queue", "prefill", "decode"), begins_s, begins_s[1:], strict=False):
@@ -147,7 +150,7 @@ class OtlpTrace:
 
 
 def _remote(parent: TraceContext | None) -> api.Span:
-    """The client's span, as far as it is known here."""
+    """Returns the client's span, which is the parent of the request's."""
     if parent is None:
         return INVALID_SPAN
     flags = TraceFlags(TraceFlags.SAMPLED if parent.is_sampled else TraceFlags.DEFAULT)
@@ -156,26 +159,21 @@ def _remote(parent: TraceContext | None) -> api.Span:
 
 
 def _request_attributes(facts: RequestFacts) -> dict[str, str | int | float]:
-    params = facts.params
     attributes: dict[str, str | int | float] = {
         "gen_ai.request.model": facts.model_name,
         "gen_ai.response.model": facts.model_name,
         "gen_ai.response.id": facts.request_id,
-        "gen_ai.request.temperature": params.temperature,
-        "gen_ai.request.top_p": params.top_p,
         "gen_ai.usage.input_tokens": facts.num_prompt_tokens,
         "quire.engine_id": facts.engine_id,
     }
     if facts.max_tokens is not None:
         attributes["gen_ai.request.max_tokens"] = facts.max_tokens
-    if params.top_k:
-        attributes["gen_ai.request.top_k"] = params.top_k
-    if params.frequency_penalty:
-        attributes["gen_ai.request.frequency_penalty"] = params.frequency_penalty
-    if params.presence_penalty:
-        attributes["gen_ai.request.presence_penalty"] = params.presence_penalty
     if facts.num_results > 1:
         attributes["gen_ai.request.choice.count"] = facts.num_results
+    for name in CONVENTIONAL_PARAMS:
+        value = getattr(facts.params, name)
+        if value or name not in OMITTED_IF_ZERO:
+            attributes[f"gen_ai.request.{name}"] = value
     return attributes
 
 

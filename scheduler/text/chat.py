@@ -1,7 +1,7 @@
-"""Chat messages to one text, by the checkpoint's chat template, which runs in a process of its own.
+"""Renders chat messages to one text with the checkpoint's chat template, in a separate process.
 
-See `scheduler.text.chat_worker` for what holds it there. A render that breaks its bounds costs the process, which is
-started again for the next one; nobody else notices. Renders run one after the other.
+`scheduler.text.chat_worker` explains the sandbox. A render that breaks its limits ends the process, which is started
+again for the next render. Renders run one after the other.
 """
 
 import asyncio
@@ -16,23 +16,30 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.core.errors import InvalidRequest, QueueFull, Unavailable
-from scheduler.requests.incoming import ChatMessage
 from scheduler.text.checkpoint import Checkpoint
 
-LAST_WORDS_S = 1.0
-"""A process that has closed its output, or has lost its input, has this long to end by itself."""
+EXIT_TIMEOUT_S = 1.0
+"""Time that the process has to exit after one of its pipes was closed."""
 
 WORKER = Path(__file__).with_name("chat_worker.py")
 
 
 @dataclass(frozen=True, slots=True)
-class ChatLimits:
-    """Bounds of one render, and of what waits for one.
+class ChatMessage:
+    """One message of a chat. The chat template knows the roles, such as "system", "user" and "assistant"."""
 
-    max_text_bytes           of the rendered text
-    max_render_s             processor time, compilation of the template included
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLimits:
+    """Limits of one render, and of the messages that wait for one.
+
+    max_text_bytes           size of the rendered text
+    max_render_s             processor time, including the compilation of the template
     max_memory_bytes         address space of the process that renders
-    max_pending_characters   of all messages that wait; more is refused (QueueFull)
+    max_pending_characters   characters of all waiting messages; more are refused with QueueFull
     """
 
     max_text_bytes: int = 2 * 2**20
@@ -42,12 +49,12 @@ class ChatLimits:
 
 
 def load_template(checkpoint: Checkpoint) -> str | None:
-    """The checkpoint's chat template; None if it has none. Raises CheckpointError for unreadable files."""
+    """Returns the checkpoint's chat template, or None if it has none. Raises CheckpointError for unreadable files."""
     template = checkpoint.text("chat_template.jinja")
     if template is not None:
         return template
     template = checkpoint.json_object("tokenizer_config.json").get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates with names
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
@@ -56,7 +63,7 @@ def load_template(checkpoint: Checkpoint) -> str | None:
 class ChatRenderer:
     """Renders the chats of one checkpoint. Used from one event loop; `close` ends its process.
 
-    `variables` are given to the template beside the messages: the special tokens, by role.
+    `variables` are the special tokens by role, which the template receives with the messages.
     """
 
     def __init__(self, template: str, variables: dict[str, str], limits: ChatLimits | None = None) -> None:
@@ -74,12 +81,16 @@ class ChatRenderer:
         self._num_pending_characters = 0
 
     async def start(self) -> None:
-        """Starts the process ahead of the first chat, which then need not wait for it (0.2 s)."""
+        """Starts the process, so that the first chat does not wait for it (0.2 s)."""
         async with self._turn:
-            await self._living_worker()
+            await self._running_worker()
 
     async def render(self, messages: Sequence[ChatMessage]) -> str:
-        """Raises InvalidRequest if the template refuses the messages or breaks its bounds, QueueFull, Unavailable."""
+        """Returns the text of a chat.
+
+        Raises InvalidRequest if the template refuses the messages or breaks its limits, QueueFull if too many messages
+        wait already, Unavailable after `close`.
+        """
         num_characters = sum(len(message.role) + len(message.content) for message in messages)
         if self._num_pending_characters and (
             self._num_pending_characters + num_characters > self._limits.max_pending_characters
@@ -97,7 +108,7 @@ class ChatRenderer:
         return answer["text"]
 
     async def close(self) -> None:
-        """Chats that wait, or are being rendered, end with Unavailable."""
+        """Ends the process. Chats that wait, or are being rendered, fail with Unavailable."""
         self._is_closed = True
         if self._worker is not None:
             self._worker.kill()
@@ -106,22 +117,22 @@ class ChatRenderer:
 
     async def _take_turn(self, message: dict[str, Any]) -> dict[str, str]:
         await self._turn.acquire()
-        # A caller that gives up must not leave half an exchange in the pipes: that goes on, and keeps its turn.
+        # If the caller is cancelled, the exchange goes on and keeps its turn, so that no half message stays in a pipe.
         exchange = asyncio.ensure_future(self._exchange(message))
         exchange.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(exchange)
 
     async def _exchange(self, message: dict[str, Any]) -> dict[str, str]:
-        worker = await self._living_worker()
+        worker = await self._running_worker()
         try:
             return await worker.ask(message)
         except (asyncio.IncompleteReadError, ConnectionError):
-            return {"error": self._obituary(await self._end_worker())}
+            return {"error": self._exit_reason(await self._end_worker())}
 
-    async def _living_worker(self) -> "_Worker":
+    async def _running_worker(self) -> "_Worker":
         if self._worker is None and not self._is_closed:
             self._worker = await _Worker.start(self._settings)
-        if self._worker is None or self._is_closed:  # perhaps while it was starting
+        if self._worker is None or self._is_closed:  # it may have been closed while the process was starting
             raise Unavailable("the server is shutting down")
         return self._worker
 
@@ -129,7 +140,8 @@ class ChatRenderer:
         worker, self._worker = self._worker, None
         return 0 if worker is None else await worker.end()
 
-    def _obituary(self, status: int) -> str:
+    def _exit_reason(self, status: int) -> str:
+        """Describes why the process ended during a render. Raises Unavailable after `close`."""
         if self._is_closed:
             raise Unavailable("the server is shutting down")
         if status == -signal.SIGPROF:
@@ -138,7 +150,7 @@ class ChatRenderer:
 
 
 class _Worker:
-    """The process, and the two pipes to it."""
+    """The process that renders, and the pipes to and from it."""
 
     def __init__(
         self,
@@ -153,7 +165,7 @@ class _Worker:
     @classmethod
     async def start(cls, settings: dict[str, Any]) -> "_Worker":
         pipe = asyncio.subprocess.PIPE
-        # Isolated (-I): neither the environment nor the working directory decides what it imports.
+        # Isolated (-I), so that neither the environment nor the working directory changes what it imports.
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", str(WORKER), stdin=pipe, stdout=pipe, env={}
         )
@@ -163,7 +175,7 @@ class _Worker:
         return cls(process, process.stdin, process.stdout)
 
     async def ask(self, message: dict[str, Any]) -> dict[str, str]:
-        """Raises IncompleteReadError or ConnectionError if the process ends meanwhile."""
+        """Returns the answer to a message. Raises IncompleteReadError or ConnectionError if the process ends."""
         self._requests.write(_framed(message))
         await self._requests.drain()
         header = await self._answers.readexactly(4)
@@ -171,18 +183,18 @@ class _Worker:
         return answer
 
     def kill(self) -> None:
-        """Without a grace: it holds nothing, and while it renders it would not hear."""
+        """Kills the process at once: it has nothing to save, and does not handle signals while it renders."""
         self._requests.close()
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
-                # Not Process.kill: that polls the child, and can take the exit status from the loop's own watcher.
+                # Process.kill polls the child, and can take the exit status away from the loop's watcher.
                 os.kill(self._process.pid, signal.SIGKILL)
 
     async def end(self) -> int:
-        """Its exit status, negative for the signal that ended it; killed if it does not end by itself."""
+        """Waits for the process to exit, or kills it. Returns its status, which is negative for a signal."""
         self._requests.close()
         try:
-            return await asyncio.wait_for(self._process.wait(), LAST_WORDS_S)
+            return await asyncio.wait_for(self._process.wait(), EXIT_TIMEOUT_S)
         except TimeoutError:
             self.kill()
             return await self._process.wait()

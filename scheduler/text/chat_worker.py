@@ -1,15 +1,15 @@
-"""The process that renders chat templates. `scheduler.text.chat` runs it as a script; of ours, it imports nothing.
+"""The process that renders chat templates. `scheduler.text.chat` runs it as a script; it imports nothing from Quire.
 
-A checkpoint's chat template is a program by a stranger. Jinja's sandbox keeps it from Python's objects, but not from
-using time and memory: `{{ 7 ** (9 ** 9) }}` never returns to the interpreter. So it runs in a process of its own, and
-the kernel ends that process when it uses too much: SIGPROF after `max_render_s` of processor time, whatever the code
-is doing, and a bound on its memory.
+A checkpoint's chat template is an untrusted program. Jinja's sandbox keeps it away from Python's objects, but does not
+limit time and memory: `{{ 7 ** (9 ** 9) }}` never returns to the interpreter. Templates therefore run in a separate
+process, whose resources the kernel limits: SIGPROF ends it after `max_render_s` of processor time, and its address
+space is bounded.
 
-Standard input and output carry messages: 4 bytes of length, big-endian, then JSON.
+Standard input and output carry messages: a length of 4 bytes, big-endian, then JSON.
 
     in    {"template", "variables", "max_text_bytes", "max_render_s", "max_memory_bytes"}    once
-    in    {"messages": [{"role", "content"}, …]}                                             then one for each
-    out   {"text"} or {"error"}                                                              of these
+    in    {"messages": [{"role", "content"}, …]}                                             any number of times
+    out   {"text"} or {"error"}                                                              one for each chat
 """
 
 import json
@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it is its content."""
+    """Renders `{% generation %}…{% endgeneration %}`, a mark for training, as its content."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
@@ -43,7 +43,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own `tojson` escapes for HTML and sorts; templates are written for this one."""
+    """Replaces Jinja's `tojson`, which escapes for HTML and sorts keys. Templates expect this one."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -56,9 +56,9 @@ def now(time_format: str) -> str:
 
 
 def compile_template(template: str, variables: dict[str, str]) -> Callable[[list[dict[str, str]], int], str]:
-    """A function of (messages, max_text_bytes); both may raise anything that jinja2 or the template does.
+    """Returns a function of (messages, max_text_bytes). Both may raise any exception.
 
-    Templates are given what transformers' `apply_chat_template` gives them.
+    Templates receive the same variables as from transformers' `apply_chat_template`.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
@@ -83,7 +83,7 @@ def compile_template(template: str, variables: dict[str, str]) -> Callable[[list
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent; this process ends with its input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent; this process ends when its input is closed
     settings = read_message()
     if settings is None:
         return
@@ -95,14 +95,14 @@ def main() -> None:
             if render is None:
                 render = compile_template(settings["template"], settings["variables"])
             answer = {"text": render(message["messages"], settings["max_text_bytes"])}
-        except Exception as error:  # noqa: BLE001  (a template can raise anything; the parent is told)
+        except Exception as error:  # noqa: BLE001  (a template can raise any exception; the parent reports it)
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         write_message(answer)
 
 
 def read_message() -> dict[str, Any] | None:
-    """None when the parent is gone."""
+    """Returns the next message, or None if the parent has closed the pipe."""
     header = sys.stdin.buffer.read(4)
     if len(header) < 4:
         return None

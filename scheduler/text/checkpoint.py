@@ -1,4 +1,4 @@
-"""The small files of a checkpoint that the scheduler reads. The weights are the executor's business."""
+"""Reads the small files of a checkpoint. Only the executor reads the weights."""
 
 import json
 from dataclasses import dataclass
@@ -16,24 +16,25 @@ FILES = (
     "generation_config.json",
     "config.json",
 )
-"""All that is ever downloaded by the scheduler."""
+"""The only files that the scheduler downloads."""
 
 
 class CheckpointError(QuireError):
-    """A checkpoint that is not there, not complete or not readable. The message names the file."""
+    """Raised for a checkpoint that is missing, incomplete or unreadable. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A directory that exists."""
+    """The existing directory of a checkpoint."""
 
     directory: Path
 
     @classmethod
     def find(cls, model: str, revision: str | None = None) -> "Checkpoint":
-        """Raises CheckpointError if `model` is neither a directory nor a hub id that can be fetched.
+        """Returns the checkpoint in a directory, or fetches one from the hub.
 
-        revision: of a hub id; None: its default branch. A directory has none.
+        `revision` applies to hub ids only; None is the default branch. Raises CheckpointError if `model` is neither a
+        directory nor a hub id that can be fetched.
         """
         try:
             directory = local_directory(model)
@@ -42,7 +43,7 @@ class Checkpoint:
         return cls(directory or _fetch(model, revision))
 
     def text(self, name: str) -> str | None:
-        """The file's text; None where there is no such file. Raises CheckpointError if it is unreadable."""
+        """Returns the file's text, or None if there is no such file. Raises CheckpointError if it is unreadable."""
         path = self.directory / name
         try:
             return path.read_text(encoding="utf-8")
@@ -52,7 +53,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     def json_object(self, name: str) -> dict[str, Any]:
-        """The file's JSON object; an empty one where there is no such file. Raises CheckpointError."""
+        """Returns the file's JSON object, empty if there is no such file. Raises CheckpointError if it is malformed."""
         text = self.text(name)
         if text is None:
             return {}
@@ -66,14 +67,14 @@ class Checkpoint:
 
 
 def _fetch(repository: str, revision: str | None) -> Path:
-    # The scheduler installs without huggingface_hub: a scheduler host often has the checkpoint on disk.
+    # huggingface_hub is optional, because a scheduler host often has the checkpoint on disk.
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"{repository!r} is no directory here, and fetching it from the hub needs the package huggingface_hub"
+            f"{repository!r} is not a directory, and fetching it from the hub needs the package huggingface_hub"
         ) from error
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FILES)))
-    except Exception as error:  # the client's own errors, those of its HTTP library, OSError: one meaning for us
+    except Exception as error:  # errors of the client, of its HTTP library, and OSError
         raise CheckpointError(f"{repository!r} cannot be fetched from the hub: {error}") from error

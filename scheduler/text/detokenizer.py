@@ -1,18 +1,17 @@
-"""Token ids to text, a few at a time: whole characters only, and never a second look at what was sent.
+"""Converts token ids to text a few at a time, in whole characters, without decoding earlier tokens again.
 
-Decoding a growing output again and again costs time in proportion to its square, and cutting it by string length
-breaks characters that span tokens. Almost every checkpoint decodes in one of two ways, though, in which a token's
-share of the bytes does not depend on its neighbours; there it is looked up once per vocabulary and fed to an
-incremental UTF-8 decoder:
+Decoding a growing output again for each token takes quadratic time, and cutting it by string length breaks characters
+that span tokens. Almost every checkpoint, however, decodes in one of two ways in which the bytes of a token do not
+depend on its neighbours. There they are looked up once per vocabulary and fed to an incremental UTF-8 decoder:
 
     byte-level     GPT-2, Llama 3, Qwen, …: each token is a string of bytes
     sentencepiece  Llama 2, Mistral, Gemma, T5, …: a token is text with `▁` for spaces, or one byte (`<0x0A>`)
 
-The rest (WordPiece, …) is decoded over a small window of tokens that slides along.
+Other tokenizers (WordPiece, …) are decoded over a small sliding window of tokens.
 
-All of them agree with the tokenizer's own `decode` of the whole output, bytes that are no UTF-8 included: they become
-U+FFFD. One exception: in a run of byte tokens that starts with whole characters and then breaks, the tokenizers
-library replaces the characters as well; here they were sent already, and stay. Special tokens have no text.
+The result equals the tokenizer's own `decode` of the whole output. Bytes that are not UTF-8 become U+FFFD. There is one
+exception: in a run of byte tokens that starts with whole characters and then breaks, the tokenizers library replaces
+these characters too; here they were sent already and stay. Special tokens have no text.
 """
 
 import codecs
@@ -24,26 +23,26 @@ from tokenizers import Tokenizer
 
 
 class Detokenizer(Protocol):
-    """Of one output. Knows nothing of the prompt, so it cannot leak it."""
+    """Decodes one output. It has no access to the prompt, so it cannot leak it."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text that is certain now that these tokens follow; bytes of an unfinished character are kept."""
+        """Returns the text that is certain after these tokens; bytes of an unfinished character are kept."""
         ...
 
     def flush(self) -> str:
-        """The output has ended: what was kept, as U+FFFD. Nothing may be decoded after it."""
+        """Ends the output and returns the kept bytes as U+FFFD. Nothing may be decoded afterwards."""
         ...
 
 
 class Vocabulary:
-    """What each token id is worth as text. Shared by all outputs of a checkpoint; filled as ids are seen."""
+    """The text of each token id, shared by all outputs of a checkpoint and filled when an id is first seen."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         special_ids = frozenset(
             token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
         )
-        # A decoder has no other way to say what it is; without one, `decoder` is None.
+        # The serialised state is the only way to learn the kind of a decoder.
         state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
         self._byte_level: _ByteLevelPieces | None = None
         self._sentencepiece: _SentencePieces | None = None
@@ -53,9 +52,10 @@ class Vocabulary:
             self._sentencepiece = _SentencePieces(tokenizer, special_ids, **space)
 
     def detokenizer(self, *, continues_text: bool = False) -> Detokenizer:
-        """For a new output. Sentencepiece drops the space before the first word of a text; with `continues_text` the
-        output follows a text, and keeps it: then prompt and output, one after the other, are what they decode to
-        together.
+        """Returns a detokenizer for a new output.
+
+        Sentencepiece drops the space before the first word of a text. With `continues_text` the output follows a
+        prompt and keeps that space: prompt and output concatenated are then what they decode to together.
         """
         if self._byte_level is not None:
             return _ByteLevelDetokenizer(self._byte_level)
@@ -74,9 +74,9 @@ def _is_byte_level(state: dict[str, Any]) -> bool:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The character that stands for each byte in a byte-level vocabulary (Radford et al., GPT-2, 2019).
+    """Returns the byte of each character of a byte-level vocabulary (Radford et al., GPT-2, 2019).
 
-    Bytes that print in Latin-1 stand for themselves; the others, in order, are U+0100, U+0101, …
+    Bytes that print in Latin-1 are represented by themselves, the others in order by U+0100, U+0101, …
     """
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     silent = [byte for byte in range(0x100) if byte not in printing]
@@ -84,7 +84,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class _ByteLevelPieces(dict[int, bytes]):
-    """Token id → its bytes."""
+    """The bytes of each token id."""
 
     _ALPHABET = _byte_alphabet()
 
@@ -95,12 +95,12 @@ class _ByteLevelPieces(dict[int, bytes]):
 
     def __missing__(self, token_id: int) -> bytes:
         token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
-        if token is None:  # special, or a row of the logits that the tokenizer has no use for
+        if token is None:  # a special token, or a row of the logits without a token
             piece = b""
         elif all(character in self._ALPHABET for character in token):
             piece = bytes(self._ALPHABET[character] for character in token)
         else:
-            piece = token.encode()  # an added token that was never spelt in the alphabet
+            piece = token.encode()  # an added token, which is not written in this alphabet
         self[token_id] = piece
         return piece
 
@@ -122,7 +122,7 @@ class _ByteLevelDetokenizer:
 
 
 def _sentencepiece_space(state: dict[str, Any]) -> dict[str, Any] | None:
-    """How a sentencepiece decoder treats spaces (the arguments of `_SentencePieces`); None for any other decoder."""
+    """Returns arguments of `_SentencePieces`: how a decoder treats spaces. None if it is not sentencepiece."""
     if state.get("type") == "Metaspace":
         drops = state["prepend_scheme"] != "never"
         return {"space": state["replacement"], "byte_fallback": False, "drops": "all" if drops else "none"}
@@ -143,9 +143,9 @@ def _sentencepiece_space(state: dict[str, Any]) -> dict[str, Any] | None:
 
 
 class _SentencePieces(dict[int, str | bytes]):
-    """Token id → its text, or, for a byte token, its byte.
+    """The text of each token id, or the byte of a byte token.
 
-    drops  what a text loses at its start: "one" space, "all" spaces of its first token (Metaspace), or "none"
+    drops  which spaces at the start of a text are dropped: "one", "all" of its first token (Metaspace), or "none"
     """
 
     def __init__(
@@ -170,13 +170,13 @@ class _SentencePieces(dict[int, str | bytes]):
         return piece
 
     def first(self, token_id: int) -> str | bytes:
-        """The piece of a token that is the first of a text, where "all" spaces are dropped."""
+        """Returns the piece of the first token of a text, without spaces."""
         return self._read(token_id, "")
 
     def _read(self, token_id: int, space: str) -> str | bytes:
         token = None if token_id in self._special_ids else self._tokenizer.id_to_token(token_id)
         if token is None:
-            return b""  # no byte: unlike a text, it does not end a run of byte tokens
+            return b""  # empty bytes: unlike a text, they do not end a run of byte tokens
         token = token.replace(self._space, space)
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             try:
@@ -187,7 +187,7 @@ class _SentencePieces(dict[int, str | bytes]):
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
-    """One U+FFFD for each byte token, as sentencepiece has it (UTF-8 decoders make one of several bytes)."""
+    """Replaces each byte with U+FFFD, like sentencepiece. UTF-8 decoders may use one for several bytes."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return "\ufffd" * (error.end - error.start), error.end
@@ -236,17 +236,17 @@ class _SentencePieceDetokenizer:
         return text.removeprefix(" ")
 
 
-# --- any other ---------------------------------------------------------------------------------------------------
+# --- other tokenizers ---------------------------------------------------------------------------------------------
 
 
 class _WindowDetokenizer:
-    """Decodes a window of the output twice: without and with what is new; the difference is the new text.
+    """Decodes a window of the output without and with its new tokens; the difference is the new text.
 
     output   … ├── anchor ──┼── unsent ──┤
-               anchor: tokens sent last; they give what follows its context (spaces, joins)
+               anchor: the tokens sent last, which are the context of the unsent ones (spaces, joins)
     """
 
-    _MAX_UNSENT = 16  # a character is at most 4 bytes; tokens that never become one are not waited for
+    _MAX_UNSENT = 16  # a character has at most 4 bytes; more unsent tokens never complete one
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -267,7 +267,7 @@ class _WindowDetokenizer:
 
     def _send(self, text: str) -> str:
         new = text[len(self._tokenizer.decode(self._anchor)) :]
-        if new:  # else the tokens had no text: what comes next still follows the old anchor
+        if new:  # tokens without text do not become the anchor
             self._anchor = self._unsent
         self._unsent = []
         return new

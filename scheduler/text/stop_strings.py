@@ -1,17 +1,17 @@
-"""Finds the first stop string in a text that arrives in pieces, and holds back no more of it than it must."""
+"""Finds the first stop string in a text that arrives in pieces, and holds back as little text as possible."""
 
 from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Of one output.
+    """Matches the stop strings of one output.
 
-    The first match is the one that is complete first; of those that are complete with the same character, the longest.
-    So the result does not depend on how the text was cut into pieces. The text then ends before the stop string, or
-    after it with `include_stop`. What might still become a stop string is held back: at most the longest of them less
-    one character.
+    The first match is the one that is complete first; if several are complete with the same character, it is the
+    longest. The result therefore does not depend on how the text was cut into pieces. The output ends before the stop
+    string, or after it with `include_stop`. Text that may still become a stop string is held back: at most the length
+    of the longest stop string minus one.
 
-    Nothing is looked for before the text of token number `min_tokens`.
+    The search starts with the text of token number `min_tokens`.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False, min_tokens: int = 0) -> None:
@@ -20,18 +20,21 @@ class StopMatcher:
         self._min_tokens = min_tokens
         self._held = ""
         self.num_tokens = 0
-        """Tokens fed. After a match: those of the completion, the one that completed the stop string included."""
+        """Number of tokens fed, up to and including the one that completed a stop string."""
         self.has_matched = False
 
     def feed(self, text: str) -> str:
-        """Takes the next token's text, which may be empty; returns what is certain to be output. Not after a match."""
+        """Takes the next token's text, which may be empty, and returns the text that is certain to be output.
+
+        Must not be called after a match.
+        """
         self.num_tokens += 1
         if self.num_tokens < self._min_tokens:
             return text
         return self._match(text)
 
     def flush(self, text: str = "") -> str:
-        """The output has ended, with this text of no token of its own; returns all that was held back."""
+        """Ends the output with a text that belongs to no token, and returns the text that was held back."""
         certain = self._match(text)
         if self.has_matched:
             return certain
@@ -52,9 +55,9 @@ class StopMatcher:
 
 
 class _Needle:
-    """One stop string, and how much of it the text ends with: the automaton of Knuth, Morris and Pratt (1977).
+    """One stop string and how much of it the text ends with: the automaton of Knuth, Morris and Pratt (1977).
 
-    Its cost is linear in the text, whatever the stop string: neither can be chosen to slow the others down.
+    The cost is linear in the text for every stop string, so no client can choose them to slow down the server.
     """
 
     __slots__ = ("_borders", "num_matched", "text")
@@ -65,7 +68,7 @@ class _Needle:
         self._borders = _borders(text)
 
     def advance(self, text: str) -> int | None:
-        """Where in `text` the first match ends; None if there is none, and num_matched then is what it ends with."""
+        """Returns where in `text` the first match ends. Without a match, returns None and updates num_matched."""
         needle, borders, matched = self.text, self._borders, self.num_matched
         first = needle[0]
         position = 0
@@ -87,7 +90,7 @@ class _Needle:
 
 
 def _borders(text: str) -> list[int]:
-    """borders[k]: length of the longest proper prefix of text[:k] that is also its suffix; for k up to len(text)."""
+    """Returns for k up to len(text) the length of the longest proper prefix of text[:k] that is also its suffix."""
     borders = [0] * (len(text) + 1)
     border = 0
     for k in range(1, len(text)):

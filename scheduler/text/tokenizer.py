@@ -1,8 +1,8 @@
-"""Text to token ids, with the checkpoint's own tokenizer. Nothing of the checkpoint is executed.
+"""Converts text to token ids with the checkpoint's tokenizer, without executing code from the checkpoint.
 
-The `tokenizers` library leaves the interpreter lock while it encodes. Short texts are encoded on the spot, since going
-to a thread costs more; long ones in a thread, so that the event loop goes on. How much text may wait for those
-threads is bounded: no client can pile it up.
+The `tokenizers` library releases the interpreter lock while it encodes. Short texts are encoded at once, because a
+thread would take longer; long texts are encoded in a thread, so that the event loop continues. The amount of text that
+waits for a thread is bounded.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from scheduler.core.errors import InvalidRequest, QueueFull
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
 from scheduler.text.detokenizer import Detokenizer, Vocabulary
 
-MAX_INLINE_CHARACTERS = 2048  # some 0.2 ms; a thread's round trip is 0.1 ms
+MAX_INLINE_CHARACTERS = 2048  # take about 0.2 ms; the round trip to a thread takes 0.1 ms
 NUM_THREADS = 2
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -24,13 +24,16 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 @dataclass(frozen=True, slots=True)
 class TokenizerLimits:
-    """max_pending_characters  of all texts that wait for a thread, or have one; more is refused (QueueFull)"""
+    """Limits of a tokenizer.
+
+    max_pending_characters   characters of all texts in threads or waiting for one; more are refused with QueueFull
+    """
 
     max_pending_characters: int = 64 * 2**20
 
 
 class Tokenizer:
-    """Of one checkpoint. Used from one event loop."""
+    """The tokenizer of one checkpoint. Used from one event loop."""
 
     def __init__(
         self,
@@ -38,11 +41,11 @@ class Tokenizer:
         special_tokens: dict[str, str] | None = None,
         limits: TokenizerLimits | None = None,
     ) -> None:
-        # Some checkpoints were saved with the truncation or padding of their training.
+        # Some checkpoints were saved with the truncation or padding that was used in training.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self.special_tokens = special_tokens or {}
-        """Those that have a role, by role: {"bos_token": "<s>", …}."""
+        """Special tokens by role: {"bos_token": "<s>", …}."""
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
         self._limits = limits or TokenizerLimits()
@@ -52,11 +55,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, checkpoint: Checkpoint) -> "Tokenizer":
-        """Raises CheckpointError if tokenizer.json is missing or not readable."""
+        """Reads tokenizer.json. Raises CheckpointError if it is missing or unreadable."""
         text = checkpoint.text("tokenizer.json")
         if text is None:
             raise CheckpointError(
-                f"{checkpoint.directory} has no tokenizer.json (older formats, as tokenizer.model, are not read)"
+                f"{checkpoint.directory} has no tokenizer.json (older formats such as tokenizer.model are not read)"
             )
         try:
             tokenizer = FastTokenizer.from_str(text)
@@ -66,14 +69,14 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Of the tokenizer's own EOS token, if it names one."""
+        """Id of the tokenizer's EOS token, or None if it names none."""
         token = self.special_tokens.get("eos_token")
         return None if token is None else self._tokenizer.token_to_id(token)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, with special tokens as the checkpoint's post-processor adds them. The text is valid Unicode.
+        """Returns the token ids of a valid Unicode text, with the special tokens of the checkpoint's post-processor.
 
-        Raises QueueFull when too much text waits already, InvalidRequest where the vocabulary has no word for it.
+        Raises QueueFull if too much text waits already, InvalidRequest if the vocabulary cannot express the text.
         """
         if len(text) <= MAX_INLINE_CHARACTERS:
             return self._encode(text, add_special_tokens)
@@ -83,27 +86,27 @@ class Tokenizer:
             raise QueueFull("too much text is waiting to be tokenised")
         self._add_pending(len(text))
         work = self._threads.submit(self._encode, text, add_special_tokens)
-        # The thread's own future: a caller that gives up does not stop a thread, which holds the text until it is done.
+        # A callback of the thread's own future: if the caller is cancelled, the thread keeps the text until it is done.
         work.add_done_callback(lambda _: self._add_pending(-len(text)))
         return await asyncio.wrap_future(work)
 
     def detokenizer(self, *, continues_text: bool = False) -> Detokenizer:
-        """See `Vocabulary.detokenizer`."""
+        """Returns a detokenizer for a new output; see `Vocabulary.detokenizer`."""
         return self._vocabulary.detokenizer(continues_text=continues_text)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Of the library's ways to encode, the one that keeps no offsets and leaves the interpreter lock.
+        # The library's only way to encode that keeps no offsets and releases the interpreter lock.
         try:
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        except Exception as error:  # the library raises bare Exception, say for a word without an [UNK] to stand for it
+        except Exception as error:  # the library raises bare Exception, for example if there is no [UNK] token
             raise InvalidRequest({"prompt": f"cannot be tokenised: {error}"}) from error
         return list(encoding.ids)
 
     def _add_pending(self, num_characters: int) -> None:
-        with self._lock:  # called by the threads
+        with self._lock:  # threads call this
             self._num_pending_characters += num_characters
 
 

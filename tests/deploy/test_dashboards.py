@@ -11,7 +11,7 @@ from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from deploy.grafana import build
 from deploy.grafana.overview import ITL, ITL_BOUNDS_S, TTFT, TTFT_BOUNDS_S
-from scheduler.telemetry.metrics import HISTOGRAMS
+from scheduler.telemetry.measurements import HISTOGRAMS
 from tests.support.deploy.panels import DASHBOARDS, dashboards, panels
 from tests.support.e2e.process import ROOT
 

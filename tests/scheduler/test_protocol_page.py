@@ -1,18 +1,20 @@
-"""docs/protocol.md: its table of parameters has every field that a request can have, and no other."""
+"""The table of parameters in docs/protocol.md has exactly the fields of a request."""
 
 import re
 
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "protocol.md"
-GROUPS = {"sampling": wire.SamplingParams, "stopping": wire.StoppingParams, "output": wire.OutputParams}
+GROUPS = {"sampling": pb.SamplingParams, "stopping": pb.StoppingParams, "output": pb.OutputParams}
 
 
 def test_the_table_has_every_parameter_once() -> None:
     section = PAGE.read_text(encoding="utf-8").split("# The parameters of a request\n")[1].split("\n**")[0]
-    told = [name for cell in re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE) for name in re.findall(r"\w+", cell)]
-    fields = set(wire.GenerateRequest.DESCRIPTOR.fields_by_name) - set(GROUPS)
+    listed = [
+        name for cell in re.findall(r"^\| (`[^|]+) \|", section, re.MULTILINE) for name in re.findall(r"\w+", cell)
+    ]
+    fields = set(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - set(GROUPS)
     for group in GROUPS.values():
         fields |= set(group.DESCRIPTOR.fields_by_name)
-    assert sorted(told) == sorted(fields)
+    assert sorted(listed) == sorted(fields)

@@ -10,12 +10,11 @@ Each load returns what it adds. It must not change anything else.
 
 import time
 
-from scheduler.requests.incoming import Sampling, Stopping
-from tests.support.scheduler.theatre import (
+from tests.support.scheduler.scripted_engine import (
     NUM_BLOCKS,
     VOCABULARY,
     Counts,
-    Theatre,
+    ScriptedEngine,
     ended,
     prompt_tokens,
     steps,
@@ -25,26 +24,26 @@ from tests.support.scheduler.theatre import (
 from tests.support.waiting import until
 
 
-async def test_metrics_equal_the_numbers_counted_by_hand(theatre: Theatre) -> None:
-    assert theatre.added() == {}
+async def test_metrics_equal_the_numbers_counted_by_hand(scripted_engine: ScriptedEngine) -> None:
+    assert scripted_engine.added() == {}
     for load in (
         one_request, a_prefix_hit, two_samples, a_preemption, a_client_leaves, a_client_leaves_the_queue, refusals,
         a_lost_executor, deadlines, beams, ends_by_a_token, given_up,
     ):  # fmt: skip
-        expected = await load(theatre)
-        assert theatre.added() == expected, load.__name__
-        gauges = theatre.gauges()
-        assert not theatre.client.held, load.__name__
+        expected = await load(scripted_engine)
+        assert scripted_engine.added() == expected, load.__name__
+        gauges = scripted_engine.gauges()
+        assert not scripted_engine.client.held, load.__name__
         for name in ("requests_running", "queue_requests/new", "queue_prompt_tokens", "queue_oldest_age_seconds"):
             assert gauges[name] == 0, (load.__name__, name)
         assert gauges["kv_blocks/active"] == gauges["kv_occupancy_ratio"] == gauges["kv_waste_ratio"] == 0
         assert gauges["kv_blocks/free"] + gauges["kv_blocks/cached"] == NUM_BLOCKS, load.__name__
 
 
-async def one_request(theatre: Theatre) -> Counts:
+async def one_request(scripted_engine: ScriptedEngine) -> Counts:
     """9 prompt tokens, 3 generated: 9 computed by the first step, 1 by each of two more."""
-    await theatre.ask([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
-    await theatre.step(3)
+    await scripted_engine.ask([1, 2, 3, 4, 5, 6, 7, 8, 9], 3)
+    await scripted_engine.step(3)
     return total(
         steps(9, 1, 1),
         prompt_tokens(9),
@@ -60,10 +59,10 @@ async def one_request(theatre: Theatre) -> Counts:
     )
 
 
-async def a_prefix_hit(theatre: Theatre) -> Counts:
+async def a_prefix_hit(scripted_engine: ScriptedEngine) -> Counts:
     """The first 8 of 10 prompt tokens are two blocks of the request before; the step computes the other 2."""
-    await theatre.ask([1, 2, 3, 4, 5, 6, 7, 8, 20, 21], 1)
-    await theatre.step()
+    await scripted_engine.ask([1, 2, 3, 4, 5, 6, 7, 8, 20, 21], 1)
+    await scripted_engine.step()
     return total(
         steps(2),
         prompt_tokens(10, num_cached=8),
@@ -77,14 +76,14 @@ async def a_prefix_hit(theatre: Theatre) -> Counts:
     )
 
 
-async def two_samples(theatre: Theatre) -> Counts:
+async def two_samples(scripted_engine: ScriptedEngine) -> Counts:
     """6 prompt tokens fill a block and half of another; they are computed once, and both samples share both blocks.
 
     The second step writes the KV of their first tokens: the first sample to write copies the half block, and the other
     sample then has the original alone.
     """
-    await theatre.ask([30, 31, 32, 33, 34, 35], 2, sampling=Sampling(seed=7, n=2))
-    await theatre.step(2)
+    await scripted_engine.ask([30, 31, 32, 33, 34, 35], 2, sampling={"seed": 7, "n": 2})
+    await scripted_engine.step(2)
     return total(
         steps(6, 2),
         prompt_tokens(6),
@@ -101,7 +100,7 @@ async def two_samples(theatre: Theatre) -> Counts:
     )
 
 
-async def a_preemption(theatre: Theatre) -> Counts:
+async def a_preemption(scripted_engine: ScriptedEngine) -> Counts:
     """Two requests of 12 + 8 tokens want 5 blocks each, and there are 8.
 
     step        1   2  3  4  5  6  7  8  9  10 11 12
@@ -113,11 +112,11 @@ async def a_preemption(theatre: Theatre) -> Counts:
     hold 12 tokens of B's prompt, but B needs 4 blocks to run again. When A has ended, B finds these 12 tokens and
     computes 4 again. This is not counted as a prefix hit, and no token is generated twice.
     """
-    await theatre.ask([40, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
-    await theatre.ask([41, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
-    await theatre.step(5)
-    assert theatre.gauges()["queue_requests/preempted"] == 1
-    await theatre.step(7)
+    await scripted_engine.ask([40, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
+    await scripted_engine.ask([41, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1], 8)
+    await scripted_engine.step(5)
+    assert scripted_engine.gauges()["queue_requests/preempted"] == 1
+    await scripted_engine.step(7)
     return total(
         steps(16, 9, 2, 2, 2, 1, 1, 1, 4, 1, 1, 1),
         prompt_tokens(12 + 12),
@@ -134,12 +133,12 @@ async def a_preemption(theatre: Theatre) -> Counts:
     )
 
 
-async def a_client_leaves(theatre: Theatre) -> Counts:
+async def a_client_leaves(scripted_engine: ScriptedEngine) -> Counts:
     """The client leaves after 2 of 20 tokens. The third step is in flight: the step is counted, but not its token."""
-    client = await theatre.ask([42, 2, 2, 2, 2], 20)
-    await theatre.step(2)
-    await theatre.leave(client)
-    await theatre.step()
+    client = await scripted_engine.ask([42, 2, 2, 2, 2], 20)
+    await scripted_engine.step(2)
+    await scripted_engine.leave(client)
+    await scripted_engine.step()
     return total(
         steps(5, 1, 1),
         prompt_tokens(5),
@@ -154,16 +153,16 @@ async def a_client_leaves(theatre: Theatre) -> Counts:
     )
 
 
-async def a_client_leaves_the_queue(theatre: Theatre) -> Counts:
+async def a_client_leaves_the_queue(scripted_engine: ScriptedEngine) -> Counts:
     """Four sequences fill the batch. Another request waits and leaves; the four get a token each and end together."""
-    client = await theatre.ask([43, 3, 3, 3, 3], 1, sampling=Sampling(seed=1, n=4))
-    await theatre.quiet()
-    waiting = await theatre.ask([44, 3, 3, 3, 3], 1)
-    await theatre.quiet()
-    assert theatre.gauges()["queue_requests/new"] == 1
-    assert theatre.gauges()["queue_prompt_tokens"] == 5
-    await theatre.leave(waiting)
-    await theatre.step()
+    client = await scripted_engine.ask([43, 3, 3, 3, 3], 1, sampling={"seed": 1, "n": 4})
+    await scripted_engine.quiet()
+    waiting = await scripted_engine.ask([44, 3, 3, 3, 3], 1)
+    await scripted_engine.quiet()
+    assert scripted_engine.gauges()["queue_requests/new"] == 1
+    assert scripted_engine.gauges()["queue_prompt_tokens"] == 5
+    await scripted_engine.leave(waiting)
+    await scripted_engine.step()
     assert len(client.token_ids) == 4
     return total(
         steps(5),
@@ -178,17 +177,17 @@ async def a_client_leaves_the_queue(theatre: Theatre) -> Counts:
     )
 
 
-async def refusals(theatre: Theatre) -> Counts:
+async def refusals(scripted_engine: ScriptedEngine) -> Counts:
     """Refuses an invalid temperature, 34 tokens where 33 fit (8 blocks, and a last token without KV), and a request
     while 1 is in the batch and 2 are in the queue. Refused requests appear in no other number."""
-    assert (await ended(await theatre.ask([1], 1, sampling=Sampling(temperature=-1.0)))).messages == []
-    await ended(await theatre.ask([45] * 30, 4))
+    assert (await ended(await scripted_engine.ask([1], 1, sampling={"temperature": -1.0}))).messages == []
+    await ended(await scripted_engine.ask([45] * 30, 4))
     clients = []
     for number in range(3):
-        clients.append(await theatre.ask([45 + number, 4, 4], 1, sampling=Sampling(seed=1, n=4)))
-        await theatre.quiet()
-    await ended(await theatre.ask([49, 4, 4], 1))
-    await theatre.step(3)
+        clients.append(await scripted_engine.ask([45 + number, 4, 4], 1, sampling={"seed": 1, "n": 4}))
+        await scripted_engine.quiet()
+    await ended(await scripted_engine.ask([49, 4, 4], 1))
+    await scripted_engine.step(3)
     assert [len(client.token_ids) for client in clients] == [4, 4, 4]
     return total(
         {f"requests_rejected/{code}": 1 for code in ("invalid_argument", "out_of_range", "resource_exhausted")},
@@ -205,7 +204,7 @@ async def refusals(theatre: Theatre) -> Counts:
     )
 
 
-async def a_lost_executor(theatre: Theatre) -> Counts:
+async def a_lost_executor(scripted_engine: ScriptedEngine) -> Counts:
     """The executor of two samples of 6 + 4 tokens is lost when each has 2 tokens and a third step is in flight.
 
     step      1  2  3 | 4  5  6
@@ -215,20 +214,20 @@ async def a_lost_executor(theatre: Theatre) -> Counts:
     Each sample then has 8 tokens to compute again. Sample 1 begins with the same block as sample 0 and waits for it: it
     finds 4 tokens after step 4 and computes 4. One block is copied on write, as before.
     """
-    client = await theatre.ask([10, 11, 12, 13, 14, 15], 4, sampling=Sampling(seed=7, n=2))
-    await theatre.step(2)
+    client = await scripted_engine.ask([10, 11, 12, 13, 14, 15], 4, sampling={"seed": 7, "n": 2})
+    await scripted_engine.step(2)
     before = client.token_ids
     assert before[0] != before[1], "the samples would share their second block as well"
-    theatre.client.is_up = False
-    theatre.client.lose()
-    await theatre.quiet()
-    gauges = theatre.gauges()
+    scripted_engine.client.is_up = False
+    scripted_engine.client.lose()
+    await scripted_engine.quiet()
+    gauges = scripted_engine.gauges()
     assert (gauges["queue_requests/executor_lost"], gauges["queue_requests/preempted"]) == (1, 0)
     assert (gauges["requests_running"], gauges["queue_prompt_tokens"], gauges["ready"]) == (0, 2 * 6, 0)
-    theatre.client.is_up = True
-    await until(lambda: theatre.client.held)  # the engine pauses before it tries again
-    assert theatre.gauges()["ready"] == 1
-    await theatre.step(3)
+    scripted_engine.client.is_up = True
+    await until(lambda: scripted_engine.client.held)  # the engine pauses before it tries again
+    assert scripted_engine.gauges()["ready"] == 1
+    await scripted_engine.step(3)
     return total(
         steps(6, 2, 2, 8, 5, 1),
         prompt_tokens(6),
@@ -246,15 +245,15 @@ async def a_lost_executor(theatre: Theatre) -> Counts:
     )
 
 
-async def deadlines(theatre: Theatre) -> Counts:
+async def deadlines(scripted_engine: ScriptedEngine) -> Counts:
     """One deadline passes in the queue, another after the first token, with a second step in flight."""
-    queued = await ended(await theatre.ask([16, 5, 5, 5, 5], 1, deadline_s=time.monotonic() - 1))
+    queued = await ended(await scripted_engine.ask([16, 5, 5, 5, 5], 1, deadline_s=time.monotonic() - 1))
     assert queued.messages == []
-    running = await theatre.ask([17, 5, 5, 5, 5], 20, deadline_s=time.monotonic() + 1.0)
-    await theatre.step()
+    running = await scripted_engine.ask([17, 5, 5, 5, 5], 20, deadline_s=time.monotonic() + 1.0)
+    await scripted_engine.step()
     assert len(running.token_ids[0]) == 1, "the machine was too slow for this test"
     await ended(running)
-    await theatre.step()
+    await scripted_engine.step()
     return total(
         steps(5, 1),
         prompt_tokens(5),
@@ -268,14 +267,14 @@ async def deadlines(theatre: Theatre) -> Counts:
     )
 
 
-async def beams(theatre: Theatre) -> Counts:
+async def beams(scripted_engine: ScriptedEngine) -> Counts:
     """Two beams of 2 tokens, of which the better one is returned. Only its tokens count.
 
     The first step computes the 6 prompt tokens, the second a row for each beam. Both write into the half block that
     they share, so one of them copies it. All tokens arrive together at the end, so there are no gaps and no mean.
     """
-    client = await theatre.ask([18, 6, 6, 6, 6, 6], 2, sampling=Sampling(beam_width=2))
-    await theatre.step(2)
+    client = await scripted_engine.ask([18, 6, 6, 6, 6, 6], 2, sampling={"beam_width": 2})
+    await scripted_engine.step(2)
     assert [len(token_ids) for token_ids in client.token_ids.values()] == [2]
     return total(
         steps(6, 2),
@@ -291,12 +290,12 @@ async def beams(theatre: Theatre) -> Counts:
     )
 
 
-async def ends_by_a_token(theatre: Theatre) -> Counts:
+async def ends_by_a_token(scripted_engine: ScriptedEngine) -> Counts:
     """Every token is EOS unless the client ignores EOS; in the second request every token is a stop id."""
-    await theatre.ask([19, 7, 7, 7, 7], 9, stopping=Stopping())
-    await theatre.step()
-    await theatre.ask([20, 7, 7, 7, 7], 9, stopping=Stopping(ignore_eos=True, stop_token_ids=list(VOCABULARY)))
-    await theatre.step()
+    await scripted_engine.ask([19, 7, 7, 7, 7], 9, stopping={})
+    await scripted_engine.step()
+    await scripted_engine.ask([20, 7, 7, 7, 7], 9, stopping={"ignore_eos": True, "stop_token_ids": list(VOCABULARY)})
+    await scripted_engine.step()
     return total(
         steps(5, 5),
         prompt_tokens(10),
@@ -310,16 +309,16 @@ async def ends_by_a_token(theatre: Theatre) -> Counts:
     )
 
 
-async def given_up(theatre: Theatre) -> Counts:
+async def given_up(scripted_engine: ScriptedEngine) -> Counts:
     """Executors are lost during the first step again and again: a request survives 5 losses, and fails at the sixth.
 
     It was admitted and never had a result, so its prompt is not counted.
     """
-    client = await theatre.ask([21, 8, 8, 8, 8], 9)
-    await theatre.quiet()
+    client = await scripted_engine.ask([21, 8, 8, 8, 8], 9)
+    await scripted_engine.quiet()
     for _ in range(6):
-        assert theatre.client.held
-        await theatre.lose_executor()
+        assert scripted_engine.client.held
+        await scripted_engine.lose_executor()
     await ended(client)
     return total(
         steps(5, 5, 5, 5, 5, 5),

@@ -9,10 +9,9 @@ import aiohttp
 import pytest
 
 from scheduler.core import BlockState, InvalidRequest
-from scheduler.live.completions import read_request
-from scheduler.requests.incoming import Sampling
+from scheduler.live.completions import read_fields
 from tests.scheduler.live.conftest import Served, body, has_safe_headers, read_messages
-from tests.support.scheduler.asked import Unread
+from tests.support.scheduler.validator_rig import Unread
 from tests.support.waiting import until
 
 
@@ -129,16 +128,16 @@ async def test_the_size_of_an_error_is_bounded(served: Served, session: aiohttp.
 
 def test_a_chat_with_too_many_messages_is_not_read() -> None:
     with pytest.raises(InvalidRequest) as refused:
-        read_request(chat(Unread([{}] * 1025)))
+        read_fields(chat(Unread([{}] * 1025)))
     assert refused.value.violations == {"chat.messages": "must be at most 1024, not 1025"}
 
 
 def test_known_keys_are_found_among_any_number_of_unknown_ones() -> None:
     keys = {f"{'k' * 40}{number}": number for number in range(200)}  # all reported with the same 40 characters
     with pytest.raises(InvalidRequest) as refused:
-        read_request({"text": "x", "sampling": {"n": 2, "seed": None}, **keys})
+        read_fields({"text": "x", "sampling": {"n": 2, "seed": None}, **keys})
     assert list(refused.value.violations) == ["k" * 40]
-    assert read_request({"text": "x", "sampling": {"n": 2, "seed": None}}).sampling == Sampling(n=2)
+    assert read_fields({"text": "x", "sampling": {"n": 2, "seed": None}}).values == {"text": "x", "sampling.n": 2}
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b"[" * 100_000, b"\xff", b'{"text": "a" * 3}'])

@@ -1,4 +1,4 @@
-"""What becomes of a request that is in order: parameters of the core, seeds, defaults."""
+"""The core's request that a valid request becomes: parameters, seeds and defaults."""
 
 from dataclasses import fields
 from typing import Any
@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import Admission, BeamParams, CapacityExceeded, InvalidRequest, SequenceParams, StepPlan
 from scheduler.engine.plan_wire import encode_plan
 from scheduler.requests.generation_defaults import GenerationDefaults
-from scheduler.requests.incoming import Sampling
+from scheduler.requests.sampling_params import SAMPLING_PARAMS
 from scheduler.requests.seeds import sample_seed
-from scheduler.requests.validation import check
-from tests.support.scheduler.asked import BOUNDS, DEFAULTS, LIMITS, V, admit, request
+from tests.support.scheduler.validator_rig import BOUNDS, V, admit, check, request
 
 
-def test_defaults_of_an_empty_request() -> None:
+def test_request_without_parameters_has_the_defaults() -> None:
     admitted = admit(request())
     params = admitted.params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (1.0, 1.0, 0, 0.0)
@@ -27,15 +27,15 @@ def test_defaults_of_an_empty_request() -> None:
     assert (admitted.seeds, params.seed, admitted.priority, admitted.cache_salt) == ((7,), 7, 0, b"")
 
 
-def test_defaults_of_the_checkpoint_give_way_to_the_request() -> None:
-    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=50, min_p=0.1)
+def test_request_overrides_the_defaults_of_the_checkpoint() -> None:
+    defaults = GenerationDefaults({"temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.1})
     params = admit(request(sampling={"top_p": 0.5}), defaults).params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.5, 50, 0.1)
     params = admit(request(sampling={"temperature": 0, "top_k": 0, "min_p": 0.0, "top_p": 1}), defaults).params
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.0, 1.0, 0, 0.0)
 
 
-def test_values_at_the_edges() -> None:
+def test_values_at_the_bounds_are_admitted() -> None:
     params = admit(
         request(sampling={"temperature": 1e-9, "top_k": 2**32 - 1, "min_p": 1.0, "seed": 2**64 - 1, "n": 8})
     ).params
@@ -45,7 +45,7 @@ def test_values_at_the_edges() -> None:
     admit(request(sampling=neutral, token_ids=[0, V - 1]))
 
 
-def test_what_a_request_may_ask_of_sampling() -> None:
+def test_sampling_parameters_reach_the_core() -> None:
     params = admit(
         request(
             {
@@ -64,17 +64,18 @@ def test_what_a_request_may_ask_of_sampling() -> None:
     assert (params.num_logprobs, params.num_prompt_logprobs) == (1, 21)
 
 
-def test_absent_is_nothing() -> None:
+def test_absent_parameters_are_neutral() -> None:
     params = admit(request()).params
     assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.0, 0.0, 0.0)
     assert params.bias_token_ids == params.bias_values == params.allowed_token_ids == ()
     assert (params.num_logprobs, params.num_prompt_logprobs) == (0, 0)
-    assert admit(request(), GenerationDefaults(repetition_penalty=1.1)).params.repetition_penalty == 1.1
+    assert admit(request(), GenerationDefaults({"repetition_penalty": 1.1})).params.repetition_penalty == 1.1
 
 
-def test_beams() -> None:
-    """Greedy, whatever the checkpoint would sample with."""
-    defaults = GenerationDefaults(temperature=0.6, top_p=0.9, top_k=50, min_p=0.1, repetition_penalty=1.1)
+def test_beam_search_is_greedy_despite_the_checkpoint() -> None:
+    defaults = GenerationDefaults(
+        {"temperature": 0.6, "top_p": 0.9, "top_k": 50, "min_p": 0.1, "repetition_penalty": 1.1}
+    )
     admitted = admit(request({"beam_width": 8}), defaults)
     assert (admitted.beam, admitted.seeds) == (BeamParams(8, 1), (0,))
     params = admitted.params
@@ -85,21 +86,20 @@ def test_beams() -> None:
     assert admit(request({"beam_width": 0, "n": 3})).beam is None
 
 
-def test_eos_ids() -> None:
+def test_eos_ids_are_those_of_the_model_unless_ignored() -> None:
     defaults = GenerationDefaults(eos_token_ids=(2, V, 3))
     assert admit(request(), defaults).params.eos_token_ids == (2, 3)  # an executor would refuse V
     assert admit(request(stopping={"ignore_eos": True}), defaults).params.eos_token_ids == ()
 
 
-def test_stops() -> None:
-    checked = check(
-        request(stopping={"stop": ["b", "a", "b"], "stop_token_ids": [4, 4, 3]}), LIMITS, BOUNDS, DEFAULTS, 7
-    )
-    assert checked.stop == ("b", "a")
-    assert checked.params.stop_token_ids == (4, 3)
+def test_repeated_stops_are_dropped() -> None:
+    checker = check(request(stopping={"stop": ["b", "a", "b"], "stop_token_ids": [4, 4, 3]}))
+    admitted = checker.complete([1], BOUNDS, request_id=1, deadline_s=None)
+    assert checker.stream_settings(admitted).stop == ("b", "a")
+    assert admitted.params.stop_token_ids == (4, 3)
 
 
-def test_seeds_of_samples() -> None:
+def test_each_sequence_has_its_own_seed() -> None:
     admitted = admit(request(sampling={"seed": 123, "n": 8}))
     assert admitted.seeds[0] == admitted.params.seed == 123
     assert admitted.seeds == tuple(sample_seed(123, i) for i in range(8))
@@ -107,7 +107,7 @@ def test_seeds_of_samples() -> None:
 
 
 def test_the_seed_mix_is_splitmix64() -> None:
-    # The first outputs of the generator for seed 0, as published with it.
+    # The published first outputs of the generator for seed 0.
     assert [sample_seed(0, i) for i in (1, 2, 3)] == [
         0xE220A8397B1DCDAF,
         0x6E789E6AA1B965F4,
@@ -126,14 +126,14 @@ NUMBERS = (
 
 
 def is_sent_as_checked(params: SequenceParams) -> bool:
-    """The plan stream has float32."""
+    """Returns True if the plan stream, which has float32, carries the parameters unchanged."""
     plan = StepPlan(1, 1, admissions=[Admission(2, [1, 2, 3], 2, 0, [1], params)])
     sent = encode_plan(plan).admissions[0].params
     return all(getattr(sent, name) == getattr(params, name) for name in NUMBERS)
 
 
-def test_numbers_are_those_that_the_executor_gets() -> None:
-    """Rounded before they are checked: a double just above 0 is none there."""
+def test_numbers_are_rounded_to_float32() -> None:
+    """A double just above 0 becomes 0 in the executor, so numbers are rounded before they are checked."""
     values = {"temperature": 0.7, "top_p": 1e-45, "min_p": 1e-50, "repetition_penalty": 1.1, "frequency_penalty": 0.1}
     params = admit(request(values)).params
     assert is_sent_as_checked(params)
@@ -141,7 +141,7 @@ def test_numbers_are_those_that_the_executor_gets() -> None:
     assert params.top_p > 0
     beam = admit(request({"beam_width": 2, "length_penalty": 0.1})).beam
     assert beam is not None
-    assert beam.length_penalty == pytest.approx(0.1), "as a client of gRPC would have sent it"
+    assert beam.length_penalty == pytest.approx(0.1), "the float32 that a gRPC client would have sent"
     assert beam.length_penalty != 0.1
 
 
@@ -150,7 +150,7 @@ VALUES = (
     | st.lists(st.integers(), max_size=3)
     | st.integers(0, 4) | st.dictionaries(st.integers(0, V), st.floats(), max_size=2)
 )  # fmt: skip
-SAMPLING = sorted(field.name for field in fields(Sampling))
+SAMPLING = sorted(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
 @given(
@@ -162,12 +162,12 @@ SAMPLING = sorted(field.name for field in fields(Sampling))
     token_ids=VALUES,
     request_id=VALUES,
 )
-def test_anything_is_admitted_or_refused_but_never_an_accident(
+def test_any_values_are_admitted_or_refused(
     sampling: dict[str, Any], stopping: dict[str, Any], output: dict[str, Any], token_ids: Any, request_id: Any
 ) -> None:
-    incoming = request(sampling, stopping, output, token_ids=token_ids, request_id=request_id)
+    fields = request(sampling, stopping, output, token_ids=token_ids, request_id=request_id)
     try:
-        admitted = admit(incoming)
+        admitted = admit(fields)
     except (InvalidRequest, CapacityExceeded):
         return
     params = admitted.params
@@ -186,3 +186,9 @@ def test_anything_is_admitted_or_refused_but_never_an_accident(
     if admitted.beam is not None:
         assert 1 <= admitted.beam.num_returned <= admitted.beam.width <= 8
         assert (admitted.seeds, params.temperature) == ((0,), 0)
+
+
+def test_sampling_params_are_fields_of_the_request_and_of_the_core() -> None:
+    names = {param.name for param in SAMPLING_PARAMS}
+    assert names <= set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
+    assert names <= {field.name for field in fields(SequenceParams)}

@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json comes to mean."""
+"""Defaults from a checkpoint's generation_config.json."""
 
 import json
 from pathlib import Path
@@ -20,36 +20,29 @@ def load(
     return GenerationDefaults.load(Checkpoint(directory), tokenizer_eos_token_id=9)
 
 
-def test_no_files(tmp_path: Path) -> None:
-    assert load(tmp_path, None) == GenerationDefaults(1.0, 1.0, 0, 0.0, 1.0, (9,))
+def test_without_files_only_the_tokenizer_counts(tmp_path: Path) -> None:
+    assert load(tmp_path, None) == GenerationDefaults({}, (9,))
 
 
-def test_values_are_taken_whatever_do_sample_says(tmp_path: Path) -> None:
-    config = {
-        "temperature": 0.6,
-        "top_p": 0.95,
-        "top_k": 20,
-        "min_p": 0.01,
-        "repetition_penalty": 1.05,
-        "do_sample": False,
-        "eos_token_id": 3,
-    }
-    assert load(tmp_path, config) == GenerationDefaults(0.6, 0.95, 20, 0.01, 1.05, (3,))
+def test_values_do_not_depend_on_do_sample(tmp_path: Path) -> None:
+    sampling = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.01, "repetition_penalty": 1.05}
+    config = sampling | {"do_sample": False, "eos_token_id": 3}
+    assert load(tmp_path, config) == GenerationDefaults(sampling, (3,))
 
 
-def test_null_is_absent(tmp_path: Path) -> None:
+def test_null_counts_as_absent(tmp_path: Path) -> None:
     config = {"temperature": None, "top_p": None, "top_k": None, "eos_token_id": None}
     assert load(tmp_path, config, {"eos_token_id": [4, 5]}) == GenerationDefaults(eos_token_ids=(4, 5))
 
 
-def test_eos_ids_of_generation_config_come_first(tmp_path: Path) -> None:
+def test_eos_ids_of_generation_config_take_precedence(tmp_path: Path) -> None:
     assert load(tmp_path, {"eos_token_id": [1, 2]}, {"eos_token_id": 4}).eos_token_ids == (1, 2)
 
 
-def test_ways_to_write_all_tokens(tmp_path: Path) -> None:
-    assert load(tmp_path, {"top_k": -1}).top_k == 0
-    for top_p in (0, 1e-50):  # the executor has it as a float32, where both are 0
-        assert 1e-7 < load(tmp_path, {"top_p": top_p}).top_p < 0.001
+def test_values_that_only_files_have(tmp_path: Path) -> None:
+    assert load(tmp_path, {"top_k": -1}).sampling["top_k"] == 0
+    for top_p in (0, 1e-50):  # the executor receives a float32, in which both are 0
+        assert 1e-7 < load(tmp_path, {"top_p": top_p}).sampling["top_p"] < 0.001
 
 
 @pytest.mark.parametrize(
@@ -70,6 +63,6 @@ def test_ways_to_write_all_tokens(tmp_path: Path) -> None:
         "[1]",
     ],
 )
-def test_nonsense_is_refused_by_name(tmp_path: Path, config: dict[str, Any] | str) -> None:
+def test_bad_values_are_refused_with_the_name_of_the_file(tmp_path: Path, config: dict[str, Any] | str) -> None:
     with pytest.raises(CheckpointError, match=r"generation_config\.json"):
         load(tmp_path, config)

@@ -1,4 +1,4 @@
-"""Log-probabilities leave the buffer as they came, however they are taken."""
+"""The buffer returns log-probabilities unchanged, in any portions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def tokens(first: int, count: int) -> list[TokenLogprobs]:
     return [TokenLogprobs([n, n + 1], [-float(n), -0.5], [n % 7, 1]) for n in range(first, first + count)]
 
 
-def test_what_is_taken_is_what_came() -> None:
+def test_tokens_are_returned_unchanged_and_in_order() -> None:
     randomness, buffer = random.Random(5), LogprobBuffer(2)
     num_in = num_out = 0
     for _ in range(400):
@@ -28,10 +28,10 @@ def test_what_is_taken_is_what_came() -> None:
         num_out += len(taken)
         assert len(buffer) == num_in - num_out
     assert num_out > 1000
-    assert len(buffer._ids) <= 2 * 2 * len(buffer) + 2, "what was taken does not stay for long"
+    assert len(buffer._ids) <= 2 * 2 * len(buffer) + 2, "entries that were taken are dropped soon"
 
 
-def test_a_token_of_another_width_is_refused() -> None:
+def test_token_of_another_width_is_refused() -> None:
     buffer = LogprobBuffer(3)
     with pytest.raises(ValueError, match="2 tokens, expected 3"):
         buffer.extend(tokens(0, 1))

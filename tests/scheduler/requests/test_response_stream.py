@@ -1,4 +1,4 @@
-"""Tokens to messages: coalesced, ordered, cut at stop strings, counted truly."""
+"""Response streams coalesce and order messages, cut text at stop strings, and count tokens correctly."""
 
 import asyncio
 import sys
@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import CapacityExceeded, FinishReason
 from scheduler.requests.status import DeadlineExceeded, RequestCancelled, RequestFailed
-from scheduler.requests.write_queue import MIN_GROUP, Turnstile
+from scheduler.requests.write_queue import MIN_GROUP, WriteQueue
 from tests.support.scheduler.stream_rig import (
     EOS,
     TOKENIZER,
@@ -23,18 +23,18 @@ from tests.support.scheduler.stream_rig import (
 )
 
 
-async def test_the_order_of_messages() -> None:
+async def test_messages_are_in_order() -> None:
     rig = started_rig()
     rig.stream.tokens(0, ids("hello"))
     rig.stream.finished(0, FinishReason.LENGTH, num_preemptions=2)
     started, delta, finished = await rig.messages()
-    assert started.started == wire.Started(request_id="client's", prompt_tokens=10, cached_tokens=4)
-    assert delta.delta == wire.Delta(index=0, text="hello", token_ids=ids("hello"))
-    usage = wire.Usage(prompt_tokens=10, completion_tokens=len(ids("hello")), cached_tokens=4, num_preemptions=2)
-    assert finished.finished == wire.Finished(index=0, reason=wire.FINISH_REASON_LENGTH, usage=usage)
+    assert started.started == pb.Started(request_id="client's", prompt_tokens=10, cached_tokens=4)
+    assert delta.delta == pb.Delta(index=0, text="hello", token_ids=ids("hello"))
+    usage = pb.Usage(prompt_tokens=10, completion_tokens=len(ids("hello")), cached_tokens=4, num_preemptions=2)
+    assert finished.finished == pb.Finished(index=0, reason=pb.FINISH_REASON_LENGTH, usage=usage)
 
 
-async def test_one_token_a_message_when_the_reader_keeps_up() -> None:
+async def test_fast_reader_gets_one_token_per_message() -> None:
     rig = started_rig()
     messages = rig.stream.messages()
     assert (await anext(messages)).HasField("started")
@@ -42,12 +42,12 @@ async def test_one_token_a_message_when_the_reader_keeps_up() -> None:
         rig.stream.tokens(0, [token_id])
         assert list((await anext(messages)).delta.token_ids) == [token_id]
     rig.stream.finished(0, FinishReason.EOS, 0)
-    assert (await anext(messages)).finished.reason == wire.FINISH_REASON_EOS
+    assert (await anext(messages)).finished.reason == pb.FINISH_REASON_EOS
     with pytest.raises(StopAsyncIteration):
         await anext(messages)
 
 
-async def test_one_message_for_all_that_waited() -> None:
+async def test_waiting_tokens_are_sent_in_one_message() -> None:
     rig = started_rig()
     token_ids = ids("hello fox 🦊 ") * 2000
     rig.run(token_ids)
@@ -57,8 +57,8 @@ async def test_one_message_for_all_that_waited() -> None:
     assert text_of(messages) == "hello fox 🦊 " * 2000
 
 
-async def test_a_reader_that_lags_gets_few_messages_and_every_token() -> None:
-    """It takes nothing for a while, twice; what came meanwhile is one message each time."""
+async def test_slow_reader_gets_few_messages_and_every_token() -> None:
+    """The reader pauses twice; the tokens of each pause are one message."""
     rig = started_rig()
     text = "hello 你好 fox 🦊 " * 50
     token_ids = ids(text)
@@ -78,9 +78,9 @@ async def test_a_reader_that_lags_gets_few_messages_and_every_token() -> None:
 
 
 async def test_streams_that_wait_for_their_turn_coalesce() -> None:
-    """Sixty-four readers that are never done with a message: only the first group has one, and the others collect."""
-    turnstile = Turnstile()
-    rigs = [started_rig(turnstile=turnstile) for _ in range(4 * MIN_GROUP)]
+    """None of 64 readers finishes a message: only the first group gets one, and the other streams collect."""
+    write_queue = WriteQueue()
+    rigs = [started_rig(write_queue=write_queue) for _ in range(4 * MIN_GROUP)]
     readers = [rig.stream.messages() for rig in rigs]
     firsts = [asyncio.ensure_future(anext(reader)) for reader in readers]
     await asyncio.sleep(0)
@@ -94,10 +94,10 @@ async def test_streams_that_wait_for_their_turn_coalesce() -> None:
         assert tokens_of(received) == token_ids
 
 
-async def test_a_reader_that_is_cancelled_gives_its_place_back() -> None:
-    """Whether it waited for news, for its turn, had just been called, or was writing."""
-    turnstile = Turnstile()
-    rigs = [started_rig(turnstile=turnstile) for _ in range(4 * MIN_GROUP)]
+async def test_cancelled_reader_leaves_the_write_queue() -> None:
+    """The readers wait for news or for their turn, have just got their turn, or are writing."""
+    write_queue = WriteQueue()
+    rigs = [started_rig(write_queue=write_queue) for _ in range(4 * MIN_GROUP)]
     tasks = [asyncio.ensure_future(anext(rig.stream.messages())) for rig in rigs]
     for i, task in enumerate(tasks):
         if i % 2:
@@ -107,12 +107,12 @@ async def test_a_reader_that_is_cancelled_gives_its_place_back() -> None:
             rigs[i].stream.tokens(0, ids("a"))
     await asyncio.gather(*tasks, return_exceptions=True)
     for _ in range(3 * MIN_GROUP):
-        rig = started_rig(turnstile=turnstile).run(ids("fox"))
+        rig = started_rig(write_queue=write_queue).run(ids("fox"))
         assert text_of(await rig.messages()) == "fox"
-    assert turnstile._num_inside == 0
+    assert write_queue._num_writing == 0
 
 
-async def test_tokens_are_counted_once_taken_or_not() -> None:
+async def test_tokens_are_counted_once_whether_sent_or_not() -> None:
     rig = started_rig()
     messages = rig.stream.messages()
     await anext(messages)
@@ -121,11 +121,11 @@ async def test_tokens_are_counted_once_taken_or_not() -> None:
     rig.stream.tokens(0, ids("hello"))
     rig.stream.close()
     rig.stream.close()
-    assert rig.metrics.num_generation_tokens == len(ids("fox")) + len(ids("hello"))
+    assert rig.metrics.measurements.num_generation_tokens == len(ids("fox")) + len(ids("hello"))
 
 
-@pytest.mark.parametrize(("stop", "bytes_a_token"), [((), 5), (("never comes",), 80)])
-async def test_what_waits_for_a_slow_reader_is_small(stop: tuple[str, ...], bytes_a_token: int) -> None:
+@pytest.mark.parametrize(("stop", "bytes_a_token"), [((), 5), (("never occurs",), 80)])
+async def test_buffer_of_a_slow_reader_is_small(stop: tuple[str, ...], bytes_a_token: int) -> None:
     rig = started_rig(stop=stop)
     token_ids = ids("hello fox ") * 5000
     for token_id in token_ids:
@@ -139,7 +139,7 @@ async def test_what_waits_for_a_slow_reader_is_small(stop: tuple[str, ...], byte
     assert size < bytes_a_token * len(token_ids)
 
 
-async def test_several_sequences() -> None:
+async def test_sequences_are_reported_separately() -> None:
     rig = started_rig(num_sequences=3)
     rig.run(ids("hello"), index=2)
     rig.run(ids("fox"), index=0, reason=FinishReason.EOS)
@@ -152,8 +152,8 @@ async def test_several_sequences() -> None:
     assert not any(m.delta.index == 1 for m in messages if m.HasField("delta"))
 
 
-async def test_no_delta_follows_a_finished() -> None:
-    """A sequence that ends while its Delta is on the way out sends the rest first."""
+async def test_deltas_precede_the_finished_message() -> None:
+    """A sequence that ends while its Delta is written sends its remaining tokens first."""
     rig = started_rig(num_sequences=2)
     rig.stream.tokens(0, ids("a"))
     order = []
@@ -169,7 +169,7 @@ async def test_no_delta_follows_a_finished() -> None:
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
-async def test_the_text_of_an_ending_token(include_stop: bool) -> None:
+async def test_ending_token_has_text_only_with_include_stop(include_stop: bool) -> None:
     rig = started_rig(include_stop=include_stop, ending_token_ids=frozenset(ids("!")))
     messages = await rig.run(ids("fox") + ids("!"), FinishReason.STOP).messages()
     assert text_of(messages) == ("fox!" if include_stop else "fox")
@@ -177,13 +177,13 @@ async def test_the_text_of_an_ending_token(include_stop: bool) -> None:
     assert messages[-1].finished.usage.completion_tokens == len(ids("fox")) + 1
 
 
-async def test_eos_has_no_text() -> None:
+async def test_eos_token_has_no_text() -> None:
     messages = await started_rig(include_stop=True).run([*ids("fox"), EOS], FinishReason.EOS).messages()
     assert text_of(messages) == "fox"
     assert messages[-1].finished.usage.completion_tokens == len(ids("fox")) + 1
 
 
-async def test_a_character_that_is_never_completed() -> None:
+async def test_incomplete_character_becomes_a_replacement_character() -> None:
     messages = await started_rig().run(ids("🦊")[:-1]).messages()
     assert text_of(messages) == "\ufffd"
 
@@ -197,16 +197,16 @@ async def test_a_character_that_is_never_completed() -> None:
         (FinishReason.ERROR, RequestFailed),
     ],
 )
-async def test_failures_come_after_what_was_ready(reason: FinishReason, error: type[Exception]) -> None:
+async def test_failures_follow_the_output_that_was_ready(reason: FinishReason, error: type[Exception]) -> None:
     rig = started_rig(num_sequences=2).run(ids("hello"), reason)
-    received: list[wire.GenerateResponse] = []
+    received: list[pb.GenerateResponse] = []
     with pytest.raises(error):
         await rig.messages(received)
     assert text_of(received) == "hello"
     assert not any(m.HasField("finished") for m in received)
 
 
-async def test_a_request_that_fails_before_it_started() -> None:
+async def test_request_that_fails_before_it_starts() -> None:
     with pytest.raises(DeadlineExceeded):
         await Rig().run([], FinishReason.DEADLINE).messages()
 
@@ -214,7 +214,7 @@ async def test_a_request_that_fails_before_it_started() -> None:
 # --- stop strings ---
 
 
-async def test_stop_string_across_tokens() -> None:
+async def test_stop_string_can_span_tokens() -> None:
     rig = started_rig(stop=("o f",))
     token_ids = ids("hello fox and more")
     rig.run(token_ids)
@@ -225,44 +225,44 @@ async def test_stop_string_across_tokens() -> None:
     assert token_ids[: len(reported)] == reported
     assert "o f" in TOKENIZER.decode(reported)
     assert "o f" not in TOKENIZER.decode(reported[:-1])
-    assert messages[-1].finished.reason == wire.FINISH_REASON_STOP
+    assert messages[-1].finished.reason == pb.FINISH_REASON_STOP
     assert messages[-1].finished.usage.completion_tokens == len(reported)
 
 
-async def test_a_slow_reader_does_not_delay_the_stop() -> None:
+async def test_slow_reader_does_not_delay_the_stop() -> None:
     rig = started_rig(stop=("fox",))
-    rig.run(ids("hello fox"))  # nobody reads
+    rig.run(ids("hello fox"))  # before any message is read
     assert rig.stops == [0]
 
 
-async def test_tokens_in_flight_after_a_stop_do_not_count() -> None:
+async def test_tokens_after_a_stop_string_do_not_count() -> None:
     rig = started_rig(stop=("fox",))
     rig._stop = lambda index: rig.stops.append(index)  # type: ignore[method-assign]
     rig.stream._stop_sequence = rig._stop
     rig.stream.tokens(0, ids("fox"))
     rig.stream.tokens(0, ids(" and more"))
     rig.stream.tokens(0, [EOS])
-    rig.stream.finished(0, FinishReason.EOS, 0)  # the executor was first
+    rig.stream.finished(0, FinishReason.EOS, 0)  # the executor ended the sequence before the stop
     messages = await rig.messages()
     assert tokens_of(messages) == ids("fox")
-    assert messages[-1].finished.reason == wire.FINISH_REASON_STOP
+    assert messages[-1].finished.reason == pb.FINISH_REASON_STOP
     assert messages[-1].finished.usage.completion_tokens == len(ids("fox"))
     assert rig.stops == [0]
 
 
-async def test_held_text_comes_with_the_end() -> None:
+async def test_held_back_text_is_sent_at_the_end() -> None:
     messages = await started_rig(stop=("foxes",)).run(ids("hello fox")).messages()
     assert text_of(messages) == "hello fox"
-    assert messages[-1].finished.reason == wire.FINISH_REASON_LENGTH
+    assert messages[-1].finished.reason == pb.FINISH_REASON_LENGTH
 
 
-async def test_a_stop_string_of_what_the_flush_brings() -> None:
+async def test_stop_string_can_match_flushed_text() -> None:
     messages = await started_rig(stop=("\ufffd",)).run(ids("a🦊")[:-1]).messages()
     assert text_of(messages) == "a"
-    assert messages[-1].finished.reason == wire.FINISH_REASON_STOP
+    assert messages[-1].finished.reason == pb.FINISH_REASON_STOP
 
 
-async def test_min_tokens_hold_for_stop_strings() -> None:
+async def test_min_tokens_applies_to_stop_strings() -> None:
     text = "fox fox fox"
     token_ids = ids(text)
     messages = await started_rig(stop=("fox",), min_tokens=len(token_ids)).run(token_ids).messages()
@@ -275,8 +275,8 @@ async def test_min_tokens_hold_for_stop_strings() -> None:
     stops=st.lists(st.text(st.sampled_from("ab he\ufffd"), min_size=1, max_size=3), max_size=2),
     reads=st.lists(st.booleans(), min_size=30, max_size=30),
 )
-def test_however_it_is_read_the_text_is_the_same(token_ids: list[int], stops: list[str], reads: list[bool]) -> None:
-    async def run() -> list[wire.GenerateResponse]:
+def test_text_does_not_depend_on_the_reader(token_ids: list[int], stops: list[str], reads: list[bool]) -> None:
+    async def run() -> list[pb.GenerateResponse]:
         return await read_now_and_then(started_rig(stop=tuple(stops)), token_ids, reads)
 
     messages = asyncio.run(run())
@@ -287,4 +287,4 @@ def test_however_it_is_read_the_text_is_the_same(token_ids: list[int], stops: li
     reported = tokens_of(messages)
     assert token_ids[: len(reported)] == reported
     assert messages[-1].finished.usage.completion_tokens == len(reported)
-    assert len(reported) == len(token_ids) or messages[-1].finished.reason == wire.FINISH_REASON_STOP
+    assert len(reported) == len(token_ids) or messages[-1].finished.reason == pb.FINISH_REASON_STOP

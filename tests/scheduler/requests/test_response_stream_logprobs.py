@@ -1,4 +1,4 @@
-"""Log-probabilities and beams as messages: beside their tokens, bounded, in order."""
+"""Log-probabilities and beams are sent in order, with their tokens, in messages of bounded size."""
 
 import asyncio
 import tracemalloc
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason
 from scheduler.requests.logprob_buffer import MAX_LOGPROBS
 from scheduler.requests.status import RequestFailed
@@ -15,20 +15,20 @@ from tests.support.scheduler.fake_engine import made_up_logprobs
 from tests.support.scheduler.stream_rig import EOS, TOKENIZER, ids, read_now_and_then, started_rig, text_of, tokens_of
 
 
-def expected_logprobs(token_ids: list[int], num_logprobs: int) -> list[wire.TokenLogprobs]:
+def expected_logprobs(token_ids: list[int], num_logprobs: int) -> list[pb.TokenLogprobs]:
     expected = []
     for token_id in token_ids:
         made_up = made_up_logprobs(token_id, num_logprobs)
         entries = [
-            wire.TokenLogprob(token_id=i, logprob=value, rank=rank)
+            pb.TokenLogprob(token_id=i, logprob=value, rank=rank)
             for i, value, rank in zip(made_up.token_ids, made_up.values, made_up.ranks, strict=True)
         ]
-        expected.append(wire.TokenLogprobs(chosen=entries[0], top=entries[1:]))
+        expected.append(pb.TokenLogprobs(chosen=entries[0], top=entries[1:]))
     return expected
 
 
-def assert_aligned(messages: list[wire.GenerateResponse], num_logprobs: int) -> None:
-    """In every Delta by itself."""
+def assert_aligned(messages: list[pb.GenerateResponse], num_logprobs: int) -> None:
+    """Checks that each Delta has the log-probabilities of its tokens."""
     for message in messages:
         if message.HasField("delta"):
             token_ids = list(message.delta.token_ids)
@@ -36,7 +36,7 @@ def assert_aligned(messages: list[wire.GenerateResponse], num_logprobs: int) -> 
 
 
 @pytest.mark.parametrize("num_logprobs", [1, 4])
-async def test_logprobs_come_with_their_tokens(num_logprobs: int) -> None:
+async def test_logprobs_are_sent_with_their_tokens(num_logprobs: int) -> None:
     rig = started_rig(num_logprobs=num_logprobs)
     messages = rig.stream.messages()
     await anext(messages)
@@ -49,7 +49,7 @@ async def test_logprobs_come_with_their_tokens(num_logprobs: int) -> None:
     await messages.aclose()
 
 
-async def test_logprobs_of_deltas_that_coalesce() -> None:
+async def test_coalesced_deltas_have_all_logprobs() -> None:
     token_ids = ids("hello fox")
     messages = await started_rig(num_logprobs=3, num_sequences=2).run(token_ids).run(token_ids[1:], index=1).messages()
     assert [m.WhichOneof("event") for m in messages] == ["started", "delta", "finished", "delta", "finished"]
@@ -57,7 +57,7 @@ async def test_logprobs_of_deltas_that_coalesce() -> None:
     assert_aligned(messages, 3)
 
 
-async def test_logprobs_do_not_wait_for_text_that_is_held_back() -> None:
+async def test_logprobs_do_not_wait_for_held_back_text() -> None:
     rig = started_rig(num_logprobs=2, stop=("foxes",))
     messages = rig.stream.messages()
     await anext(messages)
@@ -66,17 +66,17 @@ async def test_logprobs_do_not_wait_for_text_that_is_held_back() -> None:
     held = await anext(messages)
     assert (held.delta.text, list(held.delta.token_ids)) == ("", ids("fox"))
     assert_aligned([held], 2)
-    # After the stop string nothing belongs to the completion: neither tokens nor what is said of them.
+    # Tokens after the stop string do not belong to the completion, nor do their log-probabilities.
     rest = ids("es and more")
     rig.stream.tokens(0, rest, [made_up_logprobs(token_id, 2) for token_id in rest])
     received = [message async for message in messages]
     assert tokens_of(received) == ids("es")
     assert_aligned(received, 2)
-    assert received[-1].finished.reason == wire.FINISH_REASON_STOP
+    assert received[-1].finished.reason == pb.FINISH_REASON_STOP
 
 
-async def test_a_message_has_a_bound_and_all_arrive() -> None:
-    """A gRPC client takes 4 MiB unless it was told to take more."""
+async def test_size_of_messages_is_bounded() -> None:
+    """Clients of gRPC accept messages of up to 4 MiB by default."""
     token_ids = ids("hello fox ") * 400
     rig = started_rig(num_logprobs=21, num_prompt_logprobs=21)
     rig.stream.prompt_logprobs(1, [made_up_logprobs(token_id, 21) for token_id in token_ids])
@@ -91,16 +91,16 @@ async def test_a_message_has_a_bound_and_all_arrive() -> None:
     assert kinds.count("delta") == kinds.count("prompt_logprobs") == -(-len(token_ids) // (MAX_LOGPROBS // 21))
 
 
-async def test_prompt_logprobs_come_first_in_order_of_position() -> None:
+async def test_prompt_logprobs_precede_deltas_in_order_of_position() -> None:
     rig = started_rig(num_prompt_logprobs=2)
     messages = rig.stream.messages()
     received = [await anext(messages)]
     prompt = list(range(50, 61))
-    told = [made_up_logprobs(token_id, 2) for token_id in prompt]
-    rig.stream.prompt_logprobs(1, told[1:4])
+    sent = [made_up_logprobs(token_id, 2) for token_id in prompt]
+    rig.stream.prompt_logprobs(1, sent[1:4])
     received.append(await anext(messages))
-    rig.stream.prompt_logprobs(4, told[4:5])
-    rig.stream.prompt_logprobs(5, told[5:])
+    rig.stream.prompt_logprobs(4, sent[4:5])
+    rig.stream.prompt_logprobs(5, sent[5:])
     rig.run(ids("fox"))
     received += [message async for message in messages]
     assert [m.WhichOneof("event") for m in received] == [
@@ -109,11 +109,11 @@ async def test_prompt_logprobs_come_first_in_order_of_position() -> None:
     parts = [m.prompt_logprobs for m in received[1:3]]
     assert [part.first_position for part in parts] == [1, 4]
     assert [entry for part in parts for entry in part.tokens] == expected_logprobs(prompt[1:], 2)
-    assert not received[3].delta.logprobs  # nobody asked for those of the output
+    assert not received[3].delta.logprobs  # the request did not ask for those of the output
 
 
-async def test_what_waits_for_a_slow_reader_is_counted_in_bytes() -> None:
-    """12 bytes a log-probability and 4 a token, with what growing arrays keep in reserve; no object for any of them."""
+async def test_buffered_logprobs_are_bytes_not_objects() -> None:
+    """A log-probability takes 12 bytes and a token 4, plus the reserve of growing arrays."""
     rig = started_rig(num_logprobs=21)
     num_tokens = 2000
     tracemalloc.start()
@@ -125,8 +125,8 @@ async def test_what_waits_for_a_slow_reader_is_counted_in_bytes() -> None:
     assert num_tokens * (4 + 21 * 12) < after - before < 1.3 * num_tokens * (4 + 21 * 12)
 
 
-async def test_tokens_without_the_logprobs_that_were_asked_for_fail_the_request() -> None:
-    """A bug of ours; the reader must not wait for ever."""
+async def test_missing_logprobs_fail_the_request() -> None:
+    """This is a bug, but the reader must not wait forever."""
     for logprobs in (None, [], [made_up_logprobs(7, 3)]):
         rig = started_rig(num_logprobs=2)
         with pytest.raises(ValueError, match="log-probabilities"):
@@ -135,7 +135,7 @@ async def test_tokens_without_the_logprobs_that_were_asked_for_fail_the_request(
             await rig.messages()
 
 
-async def test_beams_come_best_first_with_their_scores() -> None:
+async def test_beams_are_sent_best_first_with_their_scores() -> None:
     rig = started_rig(num_sequences=3)
     for index, text in enumerate(("fox", "hello", "ab")):
         rig.stream.tokens(index, [*ids(text), EOS])
@@ -160,7 +160,7 @@ async def test_beams_come_best_first_with_their_scores() -> None:
 def test_logprobs_are_aligned_however_it_is_read(
     token_ids: list[int], stops: list[str], reads: list[bool], num_logprobs: int
 ) -> None:
-    async def run() -> list[wire.GenerateResponse]:
+    async def run() -> list[pb.GenerateResponse]:
         return await read_now_and_then(started_rig(stop=tuple(stops), num_logprobs=num_logprobs), token_ids, reads)
 
     assert_aligned(asyncio.run(run()), num_logprobs)

@@ -1,4 +1,4 @@
-"""Errors become statuses that clients can act upon, and that fit into a trailer."""
+"""Errors become statuses with details for clients, which fit into a trailer."""
 
 import base64
 from urllib.parse import quote
@@ -29,7 +29,7 @@ def details_of(error: Exception) -> Status:
     return details
 
 
-def test_bad_request() -> None:
+def test_invalid_request_has_field_violations() -> None:
     details = details_of(InvalidRequest({"sampling.n": "too many", "prompt": "missing"}))
     bad_request = BadRequest()
     assert details.details[0].Unpack(bad_request)
@@ -39,13 +39,13 @@ def test_bad_request() -> None:
     ]
 
 
-def test_retry_info() -> None:
+def test_full_queue_has_retry_info() -> None:
     retry = RetryInfo()
     assert details_of(QueueFull("full", retry_after_s=2.5)).details[0].Unpack(retry)
     assert retry.retry_delay.ToTimedelta().total_seconds() == 2.5
 
 
-def test_trailers_have_a_bound() -> None:
+def test_size_of_trailers_is_bounded() -> None:
     many = {f"field[{i}]": "é" * 500 for i in range(1000)}
     found = status_of(InvalidRequest(many))
     assert len(base64.b64encode(found.trailers[0][1])) + len(quote(found.message)) < 8000
@@ -54,21 +54,21 @@ def test_trailers_have_a_bound() -> None:
     assert len(bad_request.field_violations) >= 3
 
 
-def test_the_table() -> None:
+def test_codes_of_errors() -> None:
     assert code_of(CapacityExceeded("")) is grpc.StatusCode.OUT_OF_RANGE
     assert code_of(ValueError("")) is grpc.StatusCode.INTERNAL
 
 
-def test_every_error_of_the_core_is_in_it_but_those_that_the_engine_keeps_to_itself() -> None:
-    """An executor that is lost is looked for again; clients wait."""
+def test_every_core_error_that_clients_can_get_has_a_code() -> None:
+    """Clients never get ExecutorLost: the engine connects again while they wait."""
     for name in core.__all__:
         error = getattr(core, name)
         if isinstance(error, type) and issubclass(error, Exception) and error is not core.QuireError:
             assert (error in status.CODES) is not issubclass(error, core.ExecutorLost), name
 
 
-@pytest.mark.parametrize("error", [ValueError("prompt of somebody else"), InvariantViolation("request 5: secret")])
-def test_words_of_bugs_stay_in_the_log(error: Exception) -> None:
+@pytest.mark.parametrize("error", [ValueError("prompt of another request"), InvariantViolation("request 5: secret")])
+def test_messages_of_bugs_are_not_sent(error: Exception) -> None:
     found = status_of(error)
-    assert found.message == "internal error; the server's log has it"
+    assert found.message == "internal error; see the server's log"
     assert found.trailers == ()

@@ -1,4 +1,4 @@
-"""Every field, with every value that worked as an attack on somebody: a violation by name, or a clear refusal."""
+"""Every field with values that have worked as attacks: each is a violation of the field, or a clear refusal."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from scheduler.core import BeamParams, CapacityExceeded, InvalidRequest
-from scheduler.requests.incoming import ChatMessage
-from scheduler.requests.validation import check, complete
-from tests.support.scheduler.asked import BOUNDS, DEFAULTS, LIMITS, Unread, V, admit, request, violations
+from scheduler.text.chat import ChatMessage
+from tests.support.scheduler.validator_rig import BOUNDS, Unread, V, admit, check, request, violations
 
 NAN, INF = float("nan"), float("inf")
 BAD_IDS = [-1, V, V + 1, 2**32 - 1, 2**64, True, 1.0, "1", None]
@@ -35,18 +34,18 @@ NOT_WHOLE = [-1, 2**64, 10**5000, 1.0, NAN, True, "1", [1]]
         ("early_stopping", [True, False, 1]),
     ],
 )
-def test_sampling(field: str, values: list[Any]) -> None:
+def test_bad_sampling_parameters_are_violations(field: str, values: list[Any]) -> None:
     for value in values:
         assert list(violations(request(sampling={field: value}))) == [f"sampling.{field}"], value
 
 
 @pytest.mark.parametrize("bad", BAD_IDS)
-def test_token_ids_of_sampling(bad: Any) -> None:
+def test_first_bad_token_id_of_sampling_is_a_violation(bad: Any) -> None:
     assert list(violations(request(sampling={"allowed_token_ids": [1, bad, bad]}))) == ["sampling.allowed_token_ids[1]"]
     assert list(violations(request(sampling={"logit_bias": {5: 0.5, bad: 1.0}}))) == [f"sampling.logit_bias[{bad!r}]"]
 
 
-def test_every_wrong_bias_is_named() -> None:
+def test_every_bad_bias_is_a_violation() -> None:
     for bad in (100.5, -100.5, None, *NOT_NUMBERS):
         found = violations(request(sampling={"logit_bias": {1: bad, 2: 0.5, 3: bad}}))
         assert list(found) == ["sampling.logit_bias[1]", "sampling.logit_bias[3]"]
@@ -68,7 +67,7 @@ def test_every_wrong_bias_is_named() -> None:
         ("output.prompt_logprobs", [0, 5]),
     ],
 )
-def test_what_cannot_go_with_beams(field: str, values: list[Any]) -> None:
+def test_fields_that_exclude_a_beam_search(field: str, values: list[Any]) -> None:
     group, name = field.split(".")
     for value in values:
         parts: dict[str, dict[str, Any]] = {"sampling": {"beam_width": 4}, "stopping": {}, "output": {}}
@@ -76,27 +75,26 @@ def test_what_cannot_go_with_beams(field: str, values: list[Any]) -> None:
         assert list(violations(request(**parts))) == [field], value
 
 
-def test_beams_need_tokens_to_choose_from() -> None:
+def test_beam_width_needs_enough_tokens_in_the_vocabulary() -> None:
     for vocab_size, stop_token_ids, fits in [(16, [], True), (15, [], False), (16, [5], False), (24, [5], True)]:
         bounds = replace(BOUNDS, vocab_size=vocab_size)
-        incoming = request({"beam_width": 8}, {"stop_token_ids": stop_token_ids})
+        fields = request({"beam_width": 8}, {"stop_token_ids": stop_token_ids})
         if fits:
-            assert check(incoming, LIMITS, bounds, DEFAULTS, 7).beam == BeamParams(8, 1)
+            assert check(fields, bounds).complete([1], bounds, request_id=1, deadline_s=None).beam == BeamParams(8, 1)
         else:
-            assert list(violations(incoming, bounds)) == ["sampling.beam_width"]
+            assert list(violations(fields, bounds)) == ["sampling.beam_width"]
 
 
-def test_a_beam_width_that_is_wrong_is_all_that_is_wrong() -> None:
+def test_bad_beam_width_hides_violations_that_depend_on_it() -> None:
     found = violations(request({"beam_width": 1000, "length_penalty": 0.5, "early_stopping": True}))
     assert list(found) == ["sampling.beam_width"]
 
 
-def test_something_must_be_left_to_sample() -> None:
-    """EOS is 2."""
+def test_min_tokens_needs_an_allowed_token_that_does_not_end_the_text() -> None:
+    """EOS is token 2."""
     least = {"min_tokens": 1, "stop_token_ids": [4, 5]}
     for allowed in ([2], [4, 5], [2, 4, 5, 5]):
-        incoming = request({"allowed_token_ids": allowed}, least)
-        assert list(violations(incoming)) == ["sampling.allowed_token_ids"]
+        assert list(violations(request({"allowed_token_ids": allowed}, least))) == ["sampling.allowed_token_ids"]
         admit(request({"allowed_token_ids": allowed}, least | {"min_tokens": 0}))
         admit(request({"allowed_token_ids": [*allowed, 7]}, least))
     bounds = replace(BOUNDS, vocab_size=3)
@@ -121,7 +119,7 @@ def test_something_must_be_left_to_sample() -> None:
         ("include_stop", [1, "no"], "stopping.include_stop"),
     ],
 )
-def test_stopping(field: str, values: list[Any], path: str) -> None:
+def test_bad_stopping_parameters_are_violations(field: str, values: list[Any], path: str) -> None:
     for value in values:
         assert list(violations(request(stopping={field: value}))) == [path], value
 
@@ -157,32 +155,32 @@ def test_stopping(field: str, values: list[Any], path: str) -> None:
         ({"text": "a", "token_ids": [1]}, "prompt"),
     ],
 )
-def test_other_fields(fields: dict[str, Any], path: str) -> None:
+def test_other_bad_fields_are_violations(fields: dict[str, Any], path: str) -> None:
     assert list(violations(request(**fields))) == [path]
 
 
 @pytest.mark.parametrize("bad", BAD_IDS)
-def test_prompt_token_ids(bad: Any) -> None:
+def test_first_bad_prompt_token_id_is_a_violation(bad: Any) -> None:
     found = violations(request(token_ids=[1, bad, 2, bad]))
     assert list(found) == ["token_ids.ids[1]"]
 
 
 @pytest.mark.parametrize("field", ["logprobs", "prompt_logprobs"])
-def test_output(field: str) -> None:
+def test_bad_output_parameters_are_violations(field: str) -> None:
     for value in (21, 2**32 - 1, *NOT_WHOLE):
         assert list(violations(request(output={field: value}))) == [f"output.{field}"]
 
 
-def test_no_more_logprobs_than_tokens() -> None:
+def test_logprobs_are_limited_to_the_vocabulary() -> None:
     assert list(violations(request(output={"logprobs": 11}, token_ids=[1]), replace(BOUNDS, vocab_size=10)))
 
 
-def test_chat_without_a_template() -> None:
+def test_chat_needs_a_template() -> None:
     bounds = replace(BOUNDS, has_chat_template=False)
     assert list(violations(request(chat=[ChatMessage("user", "hi")]), bounds)) == ["chat"]
 
 
-def test_all_violations_at_once() -> None:
+def test_all_violations_are_reported_at_once() -> None:
     found = violations(
         request(
             sampling={
@@ -217,7 +215,7 @@ def test_all_violations_at_once() -> None:
     }
 
 
-def test_messages_do_not_grow_with_the_value() -> None:
+def test_messages_are_short_for_long_values() -> None:
     found = violations(request(token_ids=["x" * 10_000], sampling={"seed": 10**5000}))
     assert all(len(problem) < 200 for problem in found.values())
     assert violations(request({"seed": "x" * 10_000}))["sampling.seed"].endswith(
@@ -225,7 +223,7 @@ def test_messages_do_not_grow_with_the_value() -> None:
     )
 
 
-def test_what_is_too_large_is_not_looked_into() -> None:
+def test_values_that_are_too_large_are_not_read() -> None:
     large = Unread([0] * 70_000)
     for name in ("temperature", "top_p", "seed", "n", "beam_width", "logit_bias", "allowed_token_ids"):
         assert list(violations(request(sampling={name: large}))) == [f"sampling.{name}"]
@@ -239,12 +237,12 @@ def test_what_is_too_large_is_not_looked_into() -> None:
         admit(request(token_ids=large))
 
 
-def test_not_everything_is_said_of_what_is_wrong_everywhere() -> None:
+def test_number_of_reported_violations_is_limited() -> None:
     found = violations(request(sampling={"logit_bias": dict.fromkeys(range(1000), NAN)}))
     assert len(found) == 64
 
 
-# --- what fits, and what does not ---
+# --- capacity ---
 
 
 @pytest.mark.parametrize(
@@ -254,27 +252,27 @@ def test_not_everything_is_said_of_what_is_wrong_everywhere() -> None:
         (1000, {}),
         (60, {"max_tokens": 5}),
         (3, {"max_tokens": 2**32 - 1}),
-        (60, {"min_tokens": 5}),  # max_tokens is absent: what is left is less
+        (60, {"min_tokens": 5}),  # max_tokens is absent, and less than min_tokens is left
         (3, {"min_tokens": 2**32 - 1}),
     ],
 )
-def test_what_can_never_fit(num_prompt: int, stopping: dict[str, Any]) -> None:
+def test_requests_that_never_fit_are_refused(num_prompt: int, stopping: dict[str, Any]) -> None:
     with pytest.raises(CapacityExceeded):
         admit(request(token_ids=[1] * num_prompt, stopping=stopping))
     with pytest.raises(CapacityExceeded):
         admit(request(text="…", stopping=stopping), num_prompt=num_prompt)
 
 
-def test_what_just_fits() -> None:
+def test_requests_that_just_fit_are_admitted() -> None:
     assert admit(request(token_ids=[1] * 63)).params.max_total_tokens == 64
     assert admit(request(token_ids=[1] * 60, stopping={"max_tokens": 4})).params.max_total_tokens == 64
     params = admit(request(token_ids=[1] * 60, stopping={"min_tokens": 4})).params
     assert (params.min_total_tokens, params.max_total_tokens) == (64, 64)
 
 
-def test_a_prompt_without_tokens_or_with_one_the_model_lacks() -> None:
-    checked = check(request(text="x"), LIMITS, BOUNDS, DEFAULTS, 7)
+def test_prompt_needs_tokens_that_the_model_has() -> None:
+    checker = check(request(text="x"))
     for prompt in ([], [1, V]):
         with pytest.raises(InvalidRequest) as caught:
-            complete(checked, prompt, BOUNDS, request_id=1, deadline_s=None)
+            checker.complete(prompt, BOUNDS, request_id=1, deadline_s=None)
         assert list(caught.value.violations) == ["prompt"]

@@ -1,4 +1,4 @@
-"""Who goes through the turnstile when: at once if there is room, else in order, in groups, and never too late."""
+"""Streams write at once if the queue has room, otherwise in order, in groups, and after a bounded wait."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,11 +7,11 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.requests.write_queue import MAX_GROUP_S, MAX_GROUPS, MIN_GROUP, Turnstile
+from scheduler.requests.write_queue import MAX_GROUP_S, MAX_GROUPS, MIN_GROUP, WriteQueue
 
 
 class FakeLoop:
-    """A clock that a test moves. Futures have no callbacks: nothing else runs."""
+    """An event loop whose time a test advances. Nothing runs but timers, because futures have no callbacks."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -46,106 +46,106 @@ class FakeTimer:
 class Rig:
     def __init__(self) -> None:
         self.loop = FakeLoop()
-        self.turnstile = Turnstile()
+        self.write_queue = WriteQueue()
 
     def enter(self) -> "asyncio.Future[int]":
         loop: Any = self.loop
-        ticket: asyncio.Future[int] = asyncio.Future(loop=loop)
-        self.turnstile.enter(ticket)
-        return ticket
+        turn: asyncio.Future[int] = asyncio.Future(loop=loop)
+        self.write_queue.enter(turn)
+        return turn
 
     def enter_many(self, number: int) -> "list[asyncio.Future[int]]":
         return [self.enter() for _ in range(number)]
 
 
-def num_through(tickets: "list[asyncio.Future[int]]") -> int:
-    """All of the first ones, none of the others."""
-    through = [ticket.done() for ticket in tickets]
-    assert through == sorted(through, reverse=True)
-    return sum(through)
+def num_admitted(turns: "list[asyncio.Future[int]]") -> int:
+    """Returns how many streams may write, and checks that they are the first ones."""
+    admitted = [turn.done() for turn in turns]
+    assert admitted == sorted(admitted, reverse=True)
+    return sum(admitted)
 
 
-def test_nobody_waits_while_there_is_room() -> None:
+def test_streams_do_not_wait_while_there_is_room() -> None:
     rig = Rig()
     for _ in range(10 * MIN_GROUP):
-        ticket = rig.enter()
-        assert ticket.done()
-        rig.turnstile.leave(ticket.result())
+        turn = rig.enter()
+        assert turn.done()
+        rig.write_queue.leave(turn.result())
 
 
-def test_a_group_goes_when_the_one_before_it_is_done() -> None:
+def test_group_starts_when_the_previous_one_has_written() -> None:
     rig = Rig()
-    tickets = rig.enter_many(3 * MIN_GROUP)
-    assert num_through(tickets) == MIN_GROUP
-    for ticket in tickets[: MIN_GROUP - 1]:
-        rig.turnstile.leave(ticket.result())
-    assert num_through(tickets) == MIN_GROUP
-    rig.turnstile.leave(tickets[MIN_GROUP - 1].result())
-    assert num_through(tickets) == 2 * MIN_GROUP
+    turns = rig.enter_many(3 * MIN_GROUP)
+    assert num_admitted(turns) == MIN_GROUP
+    for turn in turns[: MIN_GROUP - 1]:
+        rig.write_queue.leave(turn.result())
+    assert num_admitted(turns) == MIN_GROUP
+    rig.write_queue.leave(turns[MIN_GROUP - 1].result())
+    assert num_admitted(turns) == 2 * MIN_GROUP
 
 
-def test_who_has_written_queues_up_again_behind_the_others() -> None:
+def test_stream_that_writes_again_waits_behind_the_others() -> None:
     rig = Rig()
-    tickets = rig.enter_many(2 * MIN_GROUP)
-    rig.turnstile.leave(tickets[0].result())
+    turns = rig.enter_many(2 * MIN_GROUP)
+    rig.write_queue.leave(turns[0].result())
     again = rig.enter()
-    for ticket in tickets[1:MIN_GROUP]:
-        rig.turnstile.leave(ticket.result())
-    assert num_through([*tickets, again]) == 2 * MIN_GROUP
+    for turn in turns[1:MIN_GROUP]:
+        rig.write_queue.leave(turn.result())
+    assert num_admitted([*turns, again]) == 2 * MIN_GROUP
 
 
-def test_a_reader_that_takes_nothing_holds_the_others_up_but_shortly() -> None:
+def test_stalled_reader_delays_the_next_group_only_briefly() -> None:
     rig = Rig()
-    tickets = rig.enter_many(2 * MIN_GROUP)
+    turns = rig.enter_many(2 * MIN_GROUP)
     rig.loop.pass_time(MAX_GROUP_S)
-    assert num_through(tickets) == 2 * MIN_GROUP
-    for ticket in tickets[:MIN_GROUP]:  # late: they are not of the group that is inside
-        rig.turnstile.leave(ticket.result())
+    assert num_admitted(turns) == 2 * MIN_GROUP
+    for turn in turns[:MIN_GROUP]:  # these are late: another group is writing now
+        rig.write_queue.leave(turn.result())
     later = rig.enter()
     assert not later.done()
-    for ticket in tickets[MIN_GROUP:]:
-        rig.turnstile.leave(ticket.result())
+    for turn in turns[MIN_GROUP:]:
+        rig.write_queue.leave(turn.result())
     assert later.done()
 
 
-def test_who_has_gone_takes_no_place() -> None:
+def test_closed_streams_do_not_count_in_a_group() -> None:
     rig = Rig()
-    tickets = rig.enter_many(3 * MIN_GROUP)
-    for ticket in tickets[MIN_GROUP : 2 * MIN_GROUP]:
-        ticket.cancel()
-    for ticket in tickets[:MIN_GROUP]:
-        rig.turnstile.leave(ticket.result())
-    assert all(ticket.done() and not ticket.cancelled() for ticket in tickets[2 * MIN_GROUP :])
+    turns = rig.enter_many(3 * MIN_GROUP)
+    for turn in turns[MIN_GROUP : 2 * MIN_GROUP]:
+        turn.cancel()
+    for turn in turns[:MIN_GROUP]:
+        rig.write_queue.leave(turn.result())
+    assert all(turn.done() and not turn.cancelled() for turn in turns[2 * MIN_GROUP :])
 
 
-def test_a_queue_of_those_who_have_gone_blocks_nobody() -> None:
+def test_queue_of_closed_streams_does_not_block_the_next() -> None:
     rig = Rig()
-    tickets = rig.enter_many(2 * MIN_GROUP)
-    for ticket in tickets[MIN_GROUP:]:
-        ticket.cancel()
-    for ticket in tickets[:MIN_GROUP]:
-        rig.turnstile.leave(ticket.result())
+    turns = rig.enter_many(2 * MIN_GROUP)
+    for turn in turns[MIN_GROUP:]:
+        turn.cancel()
+    for turn in turns[:MIN_GROUP]:
+        rig.write_queue.leave(turn.result())
     assert rig.enter().done()
 
 
 @settings(max_examples=20, deadline=None)
 @given(num_streams=st.integers(1, 5000), stalls=st.booleans())
-def test_however_many_come_back_at_once_nobody_waits_for_long(num_streams: int, stalls: bool) -> None:
-    """Overload without an end: whoever has written has news again at once. The wait is bounded all the same."""
+def test_wait_is_bounded_under_endless_overload(num_streams: int, stalls: bool) -> None:
+    """Each stream that has written has new messages at once."""
     rig = Rig()
-    inside = [ticket for ticket in rig.enter_many(num_streams - 1) if ticket.done()]
+    writing = [turn for turn in rig.enter_many(num_streams - 1) if turn.done()]
     last = rig.enter()
     num_groups = 0
     while not last.done():
-        waiting = list(rig.turnstile._waiting)
+        waiting = list(rig.write_queue._waiting)
         if stalls and num_groups % 2:
             rig.loop.pass_time(MAX_GROUP_S)
-            rig.enter_many(len(inside))
+            rig.enter_many(len(writing))
         else:
-            for ticket in inside:
+            for turn in writing:
                 rig.enter()
-                rig.turnstile.leave(ticket.result())
-        inside = [ticket for ticket in waiting if ticket.done()]
-        assert inside, "a group of none"
+                rig.write_queue.leave(turn.result())
+        writing = [turn for turn in waiting if turn.done()]
+        assert writing, "an empty group"
         num_groups += 1
-    assert num_groups <= MAX_GROUPS + 2  # a group is cut while the one before it is not back in the queue
+    assert num_groups <= MAX_GROUPS + 2  # the size of a group is fixed before the previous one is back in the queue

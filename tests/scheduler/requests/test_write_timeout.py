@@ -1,40 +1,40 @@
-"""What takes too long is cancelled; what waits for something else, or ends in time, is not."""
+"""Writes that take too long are cancelled; waiting for something else is not."""
 
 import asyncio
 
 import pytest
 
 from scheduler.requests.status import ReaderStalled
-from scheduler.requests.write_timeout import Patience
+from scheduler.requests.write_timeout import WriteTimeout
 
 
 async def wait_forever(limit_s: float, idle_s: float = 0.0) -> None:
-    with Patience(limit_s) as patience:
+    with WriteTimeout(limit_s) as timeout:
         await asyncio.sleep(idle_s)
-        patience.starts()
+        timeout.begin_write()
         await asyncio.Event().wait()
 
 
-async def test_what_never_ends() -> None:
-    with pytest.raises(ReaderStalled, match=r"nothing was taken for 0\.02 s"):
+async def test_write_that_never_ends_raises_reader_stalled() -> None:
+    with pytest.raises(ReaderStalled, match=r"the client accepted no message for 0\.02 s"):
         await wait_forever(0.02)
-    await asyncio.sleep(0)  # not cancelled any more
+    await asyncio.sleep(0)  # the task is no longer cancelled
 
 
-async def test_time_between_is_not_counted() -> None:
-    with Patience(0.02) as patience:
+async def test_time_between_writes_does_not_count() -> None:
+    with WriteTimeout(0.02) as timeout:
         for _ in range(4):
-            patience.starts()
-            patience.ends()
+            timeout.begin_write()
+            timeout.end_write()
             await asyncio.sleep(0.03)
 
 
-async def test_it_looks_again_when_the_timer_rang_too_early() -> None:
+async def test_timer_is_set_again_if_it_fires_too_early() -> None:
     with pytest.raises(ReaderStalled):
         await wait_forever(0.1, idle_s=0.05)
 
 
-async def test_a_cancel_from_outside_stays_one() -> None:
+async def test_cancellation_from_outside_is_not_a_timeout() -> None:
     task = asyncio.create_task(wait_forever(60))
     await asyncio.sleep(0)
     task.cancel()
@@ -42,10 +42,10 @@ async def test_a_cancel_from_outside_stays_one() -> None:
         await task
 
 
-async def test_errors_pass() -> None:
+async def test_errors_of_a_write_are_raised() -> None:
     async def fail() -> None:
-        with Patience(60) as patience:
-            patience.starts()
+        with WriteTimeout(60) as timeout:
+            timeout.begin_write()
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""What an operator sees, and the standard services beside it."""
+"""The admin service, health checks and reflection."""
 
 import asyncio
 import socket
@@ -10,19 +10,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from quire.addresses import AddressError, AddressInUse, AddressUnusable
-from quire.v1 import admin_pb2 as wire
+from quire.v1 import admin_pb2 as pb
 from quire.v1 import generation_pb2
 from scheduler.engine.engine import ServerState
-from tests.scheduler.conftest import Served, Servers, until
 from tests.support.scheduler.fake_engine import MODEL, FakeEngine
+from tests.support.scheduler.servers import Served, Servers
+from tests.support.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_server_info(servers: Servers) -> None:
+async def test_server_info_describes_the_model(servers: Servers) -> None:
     served = await servers.start()
-    info = await served.admin.GetServerInfo(wire.GetServerInfoRequest())
+    info = await served.admin.GetServerInfo(pb.GetServerInfoRequest())
     for name in (
         "model_name",
         "max_model_len",
@@ -36,18 +37,18 @@ async def test_server_info(servers: Servers) -> None:
     assert info.max_num_batched_tokens == 64
     assert info.policy == "fcfs"
     assert info.version
-    assert info.state == wire.SERVER_STATE_SERVING
+    assert info.state == pb.SERVER_STATE_SERVING
     served.engine.become(ServerState.WAITING_FOR_EXECUTOR)
-    info = await served.admin.GetServerInfo(wire.GetServerInfoRequest())
-    assert info.state == wire.SERVER_STATE_WAITING_FOR_EXECUTOR
+    info = await served.admin.GetServerInfo(pb.GetServerInfoRequest())
+    assert info.state == pb.SERVER_STATE_WAITING_FOR_EXECUTOR
 
 
-async def test_before_a_model_is_known(servers: Servers) -> None:
+async def test_calls_are_unavailable_before_a_model_is_known(servers: Servers) -> None:
     served = await servers.start(FakeEngine(model=None))
     calls = (
-        served.admin.GetServerInfo(wire.GetServerInfoRequest()),
-        served.admin.GetBlockMap(wire.GetBlockMapRequest()),
-        served.admin.ResetPrefixCache(wire.ResetPrefixCacheRequest()),
+        served.admin.GetServerInfo(pb.GetServerInfoRequest()),
+        served.admin.GetBlockMap(pb.GetBlockMapRequest()),
+        served.admin.ResetPrefixCache(pb.ResetPrefixCacheRequest()),
     )
     for call in calls:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -55,17 +56,17 @@ async def test_before_a_model_is_known(servers: Servers) -> None:
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_block_map(servers: Servers) -> None:
+async def test_block_map_has_client_request_ids(servers: Servers) -> None:
     served = await servers.start()
     named = served.generation.Generate(generation_pb2.GenerateRequest(text="a", request_id="mine"))
     await served.engine.next_request()
     unnamed = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
     await served.engine.next_request()
-    block_map = await served.admin.GetBlockMap(wire.GetBlockMapRequest())
+    block_map = await served.admin.GetBlockMap(pb.GetBlockMapRequest())
     assert [(run.state, run.ref_count, run.num_hits, run.length) for run in block_map.blocks] == [
-        (wire.BLOCK_STATE_ACTIVE, 2, 0, 1),
-        (wire.BLOCK_STATE_CACHED, 0, 3, 1),
-        (wire.BLOCK_STATE_FREE, 0, 0, 40),
+        (pb.BLOCK_STATE_ACTIVE, 2, 0, 1),
+        (pb.BLOCK_STATE_CACHED, 0, 3, 1),
+        (pb.BLOCK_STATE_FREE, 0, 0, 40),
     ]
     assert [sequence.request_id for sequence in block_map.sequences] == ["mine", "quire-2"]
     sequence = block_map.sequences[0]
@@ -79,13 +80,13 @@ async def test_block_map(servers: Servers) -> None:
     assert (block_map.num_waiting, block_map.num_waiting_prompt_tokens, block_map.step_id) == (7, 70, 12)
     assert (block_map.num_preemptions, block_map.num_cow_copies, block_map.block_size) == (5, 6, 16)
     assert block_map.num_running == 2
-    summary = await served.admin.GetBlockMap(wire.GetBlockMapRequest(summary_only=True))
+    summary = await served.admin.GetBlockMap(pb.GetBlockMapRequest(summary_only=True))
     assert not summary.blocks
     assert not summary.sequences
     assert (
         summary.summary
         == block_map.summary
-        == wire.PoolSummary(
+        == pb.PoolSummary(
             num_free_blocks=1, num_cached_blocks=1, num_active_blocks=1, num_used_slots=12, num_wasted_slots=4
         )
     )
@@ -93,24 +94,24 @@ async def test_block_map(servers: Servers) -> None:
     unnamed.cancel()
 
 
-async def test_reset_prefix_cache(servers: Servers) -> None:
+async def test_reset_prefix_cache_returns_the_number_of_blocks(servers: Servers) -> None:
     served = await servers.start()
-    assert (await served.admin.ResetPrefixCache(wire.ResetPrefixCacheRequest())).num_blocks == 9
+    assert (await served.admin.ResetPrefixCache(pb.ResetPrefixCacheRequest())).num_blocks == 9
 
 
-async def test_drain_waits_for_what_runs_and_refuses_the_rest(
+async def test_drain_waits_for_running_requests_and_refuses_new_ones(
     servers: Servers, caplog: pytest.LogCaptureFixture
 ) -> None:
     served = await servers.start()
     running = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
     submitted = (await served.engine.next_request()).start()
-    drain = asyncio.ensure_future(served.admin.Drain(wire.DrainRequest()))
+    drain = asyncio.ensure_future(served.admin.Drain(pb.DrainRequest()))
     await until(lambda: served.engine.state is ServerState.DRAINING)
     refused = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
     assert await refused.code() is grpc.StatusCode.UNAVAILABLE
     assert not drain.done()
-    (asked,) = [record for record in caplog.records if "asked to drain" in record.getMessage()]
-    assert vars(asked)["client"].startswith(("ipv4:127.0.0.1:", "ipv6:")), "whoever it was"
+    (record,) = [record for record in caplog.records if "asked to drain" in record.getMessage()]
+    assert vars(record)["client"].startswith(("ipv4:127.0.0.1:", "ipv6:"))
     submitted.finish()
     assert [message async for message in running][-1].HasField("finished")
     await drain
@@ -138,7 +139,7 @@ async def test_health_follows_the_engine(servers: Servers, service: str) -> None
     watch.cancel()
 
 
-async def test_reflection_names_all_services(servers: Servers) -> None:
+async def test_reflection_lists_all_services(servers: Servers) -> None:
     served = await servers.start()
     call = reflection_pb2_grpc.ServerReflectionStub(served.channel).ServerReflectionInfo()
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
@@ -156,29 +157,27 @@ async def test_reflection_names_all_services(servers: Servers) -> None:
         ("unix:/no/such/dir/x.sock", AddressUnusable),
     ],
 )
-async def test_addresses_that_cannot_be_had(servers: Servers, listen: str, error: type[Exception]) -> None:
+async def test_bad_addresses_are_refused(servers: Servers, listen: str, error: type[Exception]) -> None:
     with pytest.raises(error):
         await servers.start(listen=listen)
 
 
-async def test_an_address_in_use(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_address_in_use_is_refused(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(AddressInUse, match="in use"):
             await servers.start(listen=f"127.0.0.1:{taken.getsockname()[1]}")
     first = await servers.start()
-    with pytest.raises(AddressInUse):  # not shared, as gRPC does by default
+    with pytest.raises(AddressInUse):  # gRPC would share the port by default
         await servers.start(listen=first.server.address)
     path = f"unix:{tmp_path_factory.mktemp('s')}/x.sock"
     await servers.start(listen=path)
-    with pytest.raises(AddressInUse):  # gRPC would take the file from under the first
+    with pytest.raises(AddressInUse):  # gRPC would replace the first server's socket file
         await servers.start(listen=path)
 
 
-async def test_a_socket_file_that_nobody_listens_on_is_taken(
-    servers: Servers, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+async def test_stale_socket_file_is_replaced(servers: Servers, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("s") / "x.sock"
-    with socket.socket(socket.AF_UNIX) as left_behind:
-        left_behind.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
     served = await servers.start(listen=f"unix:{path}")
     assert await check_health(served, "") == SERVING

@@ -1,4 +1,4 @@
-"""The public service over real gRPC, with an engine whose tokens are written here."""
+"""The public service over real gRPC, with an engine whose tokens the tests write."""
 
 import asyncio
 
@@ -8,25 +8,25 @@ import pytest
 from google.rpc.error_details_pb2 import RetryInfo
 from tokenizers import Tokenizer as FastTokenizer
 
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import BeamParams, CapacityExceeded, FinishReason, InvariantViolation, QueueFull
 from scheduler.engine.engine import ServerState
-from scheduler.requests.validation import RequestLimits
-from tests.scheduler.conftest import Servers
-from tests.support.scheduler.calls import collect, details, failure, text_request, violations
+from scheduler.requests.limits import RequestLimits
 from tests.support.scheduler.fake_engine import FakeEngine, made_up_logprobs
+from tests.support.scheduler.generation_calls import collect, details, failure, text_request, violations
+from tests.support.scheduler.servers import Servers
 
 Code = grpc.StatusCode
 
 
-async def test_a_completion(servers: Servers, byte_level: FastTokenizer) -> None:
+async def test_completion_streams_from_request_to_finish(servers: Servers, byte_level: FastTokenizer) -> None:
     served = await servers.start()
     call = served.generation.Generate(
         text_request(
             "hello fox",
             request_id="mine",
-            sampling=wire.SamplingParams(temperature=0.5, seed=11, top_k=7, top_p=0.5, min_p=0.25),
-            stopping=wire.StoppingParams(max_tokens=20, min_tokens=2, stop_token_ids=[5, 6]),
+            sampling=pb.SamplingParams(temperature=0.5, seed=11, top_k=7, top_p=0.5, min_p=0.25),
+            stopping=pb.StoppingParams(max_tokens=20, min_tokens=2, stop_token_ids=[5, 6]),
             priority=-3,
             cache_salt="salt",
         )
@@ -50,27 +50,27 @@ async def test_a_completion(servers: Servers, byte_level: FastTokenizer) -> None
     submitted.emit(output)
     submitted.finish(FinishReason.EOS, num_preemptions=1)
     messages = await collect(call)
-    assert messages[0].started == wire.Started(request_id="mine", prompt_tokens=len(prompt), cached_tokens=1)
+    assert messages[0].started == pb.Started(request_id="mine", prompt_tokens=len(prompt), cached_tokens=1)
     deltas = [message.delta for message in messages[1:-1]]
     assert "".join(delta.text for delta in deltas) == " 🦊 runs"
     assert [token_id for delta in deltas for token_id in delta.token_ids] == output
-    assert messages[-1].finished.reason == wire.FINISH_REASON_EOS
+    assert messages[-1].finished.reason == pb.FINISH_REASON_EOS
     assert messages[-1].finished.usage.completion_tokens == len(output)
     assert messages[-1].finished.usage.num_preemptions == 1
     assert await call.code() is Code.OK
 
 
-async def test_token_ids_and_chat(servers: Servers, byte_level: FastTokenizer) -> None:
+async def test_prompt_can_be_token_ids_or_a_chat(servers: Servers, byte_level: FastTokenizer) -> None:
     served = await servers.start()
     by_ids = asyncio.create_task(
-        collect(served.generation.Generate(wire.GenerateRequest(token_ids=wire.TokenIds(ids=[7, 8]))))
+        collect(served.generation.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7, 8]))))
     )
     submitted = await served.engine.next_request()
     assert list(submitted.request.prompt_token_ids) == [7, 8]
     submitted.start().finish()
     assert (await by_ids)[0].started.request_id != ""
-    chat = wire.ChatPrompt(messages=[wire.ChatMessage(role="user", content="hello")])
-    by_chat = asyncio.create_task(collect(served.generation.Generate(wire.GenerateRequest(chat=chat))))
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hello")])
+    by_chat = asyncio.create_task(collect(served.generation.Generate(pb.GenerateRequest(chat=chat))))
     submitted = await served.engine.next_request()
     rendered = "<s><|user|>hello<|assistant|>"
     assert list(submitted.request.prompt_token_ids) == byte_level.encode(rendered, add_special_tokens=False).ids
@@ -78,9 +78,9 @@ async def test_token_ids_and_chat(servers: Servers, byte_level: FastTokenizer) -
     await by_chat
 
 
-async def test_several_samples(servers: Servers) -> None:
+async def test_samples_have_different_seeds(servers: Servers) -> None:
     served = await servers.start()
-    call = served.generation.Generate(text_request(sampling=wire.SamplingParams(n=3, seed=5)))
+    call = served.generation.Generate(text_request(sampling=pb.SamplingParams(n=3, seed=5)))
     submitted = await served.engine.next_request()
     assert len(set(submitted.request.seeds)) == 3
     submitted.start()
@@ -96,11 +96,11 @@ async def test_several_samples(servers: Servers) -> None:
     }
 
 
-async def test_logprobs_of_tokens_and_of_the_prompt(servers: Servers) -> None:
+async def test_logprobs_of_output_and_prompt_reach_the_client(servers: Servers) -> None:
     served = await servers.start()
     call = served.generation.Generate(
-        wire.GenerateRequest(
-            token_ids=wire.TokenIds(ids=[70, 71, 72]), output=wire.OutputParams(logprobs=2, prompt_logprobs=0)
+        pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[70, 71, 72]), output=pb.OutputParams(logprobs=2, prompt_logprobs=0)
         )
     )
     submitted = (await served.engine.next_request()).start()
@@ -122,10 +122,10 @@ async def test_logprobs_of_tokens_and_of_the_prompt(servers: Servers) -> None:
     ] * 2
 
 
-async def test_beams(servers: Servers) -> None:
+async def test_beams_reach_the_client_with_scores(servers: Servers) -> None:
     served = await servers.start()
     call = served.generation.Generate(
-        wire.GenerateRequest(text="a", sampling=wire.SamplingParams(beam_width=3, n=2, length_penalty=0.5))
+        pb.GenerateRequest(text="a", sampling=pb.SamplingParams(beam_width=3, n=2, length_penalty=0.5))
     )
     submitted = (await served.engine.next_request()).start()
     assert submitted.request.beam == BeamParams(3, 2, 0.5)
@@ -141,9 +141,9 @@ async def test_beams(servers: Servers) -> None:
 
 async def test_all_violations_reach_the_client(servers: Servers) -> None:
     served = await servers.start()
-    request = wire.GenerateRequest(
-        token_ids=wire.TokenIds(ids=[1, 2**32 - 1]),
-        sampling=wire.SamplingParams(
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[1, 2**32 - 1]),
+        sampling=pb.SamplingParams(
             temperature=float("nan"),
             n=1000,
             beam_width=1000,
@@ -155,8 +155,8 @@ async def test_all_violations_reach_the_client(servers: Servers) -> None:
             length_penalty=float("nan"),
             early_stopping=True,
         ),
-        stopping=wire.StoppingParams(stop=["", "x" * 1000], stop_token_ids=[400], min_tokens=3, max_tokens=2),
-        output=wire.OutputParams(logprobs=21, prompt_logprobs=2**32 - 1),
+        stopping=pb.StoppingParams(stop=["", "x" * 1000], stop_token_ids=[400], min_tokens=3, max_tokens=2),
+        output=pb.OutputParams(logprobs=21, prompt_logprobs=2**32 - 1),
         request_id="a\nb",
         cache_salt="x" * 2**20,
     )
@@ -187,18 +187,18 @@ async def test_all_violations_reach_the_client(servers: Servers) -> None:
     assert served.engine.submitted == {}
 
 
-async def test_no_prompt(servers: Servers) -> None:
-    assert list(violations(await failure(await servers.start(), wire.GenerateRequest()))) == ["prompt"]
+async def test_prompt_is_required(servers: Servers) -> None:
+    assert list(violations(await failure(await servers.start(), pb.GenerateRequest()))) == ["prompt"]
 
 
-async def test_can_never_fit(servers: Servers) -> None:
+async def test_requests_that_never_fit_are_out_of_range(servers: Servers) -> None:
     engine = FakeEngine()
     engine.limit(10)
     served = await servers.start(engine)
     for request in (
         text_request("hello fox " * 1000),
-        wire.GenerateRequest(token_ids=wire.TokenIds(ids=[1] * 10)),
-        text_request("a", stopping=wire.StoppingParams(max_tokens=10)),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 10)),
+        text_request("a", stopping=pb.StoppingParams(max_tokens=10)),
     ):
         assert (await failure(served, request)).code() is Code.OUT_OF_RANGE
 
@@ -212,7 +212,7 @@ async def test_can_never_fit(servers: Servers) -> None:
         (ZeroDivisionError("secret"), Code.INTERNAL),
     ],
 )
-async def test_refusals_of_the_engine(servers: Servers, refusal: Exception, code: Code) -> None:
+async def test_refusals_of_the_engine_have_their_codes(servers: Servers, refusal: Exception, code: Code) -> None:
     served = await servers.start()
     served.engine.refusal = refusal
     error = await failure(served, text_request())
@@ -222,7 +222,7 @@ async def test_refusals_of_the_engine(servers: Servers, refusal: Exception, code
         retry = RetryInfo()
         assert details(error).details[0].Unpack(retry)
         assert retry.retry_delay.ToTimedelta().total_seconds() == 1.5
-    # One client's error is nobody else's.
+    # The next request is not affected.
     served.engine.refusal = None
     call = served.generation.Generate(text_request())
     (await served.engine.next_request()).start().finish()
@@ -237,7 +237,7 @@ async def test_unavailable_while_draining_or_without_a_model(servers: Servers) -
     assert (await failure(served, text_request())).code() is Code.UNAVAILABLE
 
 
-async def test_requests_wait_while_the_executor_is_away(servers: Servers) -> None:
+async def test_requests_wait_without_an_executor(servers: Servers) -> None:
     served = await servers.start()
     served.engine.become(ServerState.WAITING_FOR_EXECUTOR)
     call = served.generation.Generate(text_request())
@@ -254,43 +254,43 @@ async def test_requests_wait_while_the_executor_is_away(servers: Servers) -> Non
         (FinishReason.ERROR, Code.INTERNAL),
     ],
 )
-async def test_failures_on_the_way(servers: Servers, reason: FinishReason, code: Code) -> None:
+async def test_failures_follow_the_output(servers: Servers, reason: FinishReason, code: Code) -> None:
     served = await servers.start()
     call = served.generation.Generate(text_request())
     submitted = (await served.engine.next_request()).start()
     submitted.emit([60])
     submitted.finish(reason)
-    received: list[wire.GenerateResponse] = []
+    received: list[pb.GenerateResponse] = []
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(call, received)
     assert caught.value.code() is code
     assert [list(m.delta.token_ids) for m in received if m.HasField("delta")] == [[60]]
 
 
-async def test_pathological_messages(servers: Servers) -> None:
+async def test_pathological_messages_are_refused(servers: Servers) -> None:
     served = await servers.start()
     for request in (
         text_request("x" * 4_000_000),
-        wire.GenerateRequest(chat=wire.ChatPrompt(messages=[wire.ChatMessage()] * 200_000)),
-        wire.GenerateRequest(chat=wire.ChatPrompt(messages=[wire.ChatMessage(role="user", content="x" * 3_000_000)])),
-        text_request(stopping=wire.StoppingParams(stop_token_ids=[1] * 1_000_000)),
-        text_request(sampling=wire.SamplingParams(allowed_token_ids=[1] * 1_000_000)),
+        pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage()] * 200_000)),
+        pb.GenerateRequest(chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="x" * 3_000_000)])),
+        text_request(stopping=pb.StoppingParams(stop_token_ids=[1] * 1_000_000)),
+        text_request(sampling=pb.SamplingParams(allowed_token_ids=[1] * 1_000_000)),
     ):
         assert (await failure(served, request)).code() is Code.INVALID_ARGUMENT
-    many = wire.GenerateRequest(token_ids=wire.TokenIds(ids=[1] * 1_000_000))
+    many = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 1_000_000))
     assert (await failure(served, many)).code() is Code.OUT_OF_RANGE
     too_many = text_request("x" * (5 * 2**20))
-    assert (await failure(served, too_many)).code() is Code.RESOURCE_EXHAUSTED  # gRPC's own bound
+    assert (await failure(served, too_many)).code() is Code.RESOURCE_EXHAUSTED  # gRPC's own limit
 
 
-async def test_a_text_bound_of_the_door_holds_before_tokenising(servers: Servers) -> None:
+async def test_prompt_limit_applies_before_tokenisation(servers: Servers) -> None:
     served = await servers.start(limits=RequestLimits(max_prompt_bytes=10))
     assert list(violations(await failure(served, text_request("x" * 11)))) == ["text"]
 
 
-async def test_the_longest_error_still_reaches_the_client(servers: Servers) -> None:
+async def test_longest_error_reaches_the_client(servers: Servers) -> None:
     served = await servers.start()
     stop = ["狐" * 200] * 16
-    error = await failure(served, text_request("x", stopping=wire.StoppingParams(stop=stop), cache_salt="狐" * 1000))
+    error = await failure(served, text_request("x", stopping=pb.StoppingParams(stop=stop), cache_salt="狐" * 1000))
     assert error.code() is Code.INVALID_ARGUMENT
     assert len(violations(error)) == 17

@@ -1,4 +1,4 @@
-"""Metrics and readiness over HTTP."""
+"""Metrics, liveness and readiness over HTTP."""
 
 import asyncio
 import socket
@@ -37,7 +37,7 @@ async def get(server: HttpServer, path: str) -> tuple[int, str, str]:
         return response.status, response.headers["Content-Type"], await response.text()
 
 
-async def test_metrics(server: HttpServer) -> None:
+async def test_metrics_are_served(server: HttpServer) -> None:
     status, content_type, text = await get(server, "/metrics")
     assert status == 200
     assert content_type.startswith("text/plain; version=0.0.4")
@@ -45,22 +45,22 @@ async def test_metrics(server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("state", ServerState)
-async def test_readiness_gives_its_reason(server: HttpServer, engine: FakeEngine, state: ServerState) -> None:
+async def test_readiness_names_the_engine_state(server: HttpServer, engine: FakeEngine, state: ServerState) -> None:
     engine.become(state)
     status, _, text = await get(server, "/readyz")
     assert (status, text) == (200 if state is ServerState.SERVING else 503, f"{state.value}\n")
     assert (await get(server, "/healthz"))[0] == 200
 
 
-async def test_readiness_says_what_somebody_has_to_act_upon(server: HttpServer, engine: FakeEngine) -> None:
+async def test_readiness_names_a_problem_that_needs_action(server: HttpServer, engine: FakeEngine) -> None:
     engine.become(ServerState.WAITING_FOR_EXECUTOR)
     engine.trouble = "the executor has another model"
     status, _, text = await get(server, "/readyz")
     assert (status, text) == (503, "waiting for executor: the executor has another model\n")
 
 
-def ask(server: HttpServer, *pieces: bytes) -> bytes:
-    """Blocks whoever calls it until the answer is complete: the event loop, for one."""
+def send(server: HttpServer, *pieces: bytes) -> bytes:
+    """Sends a request and blocks until the answer is complete; in a coroutine it blocks the event loop."""
     host, port = server.address.split(":")
     with socket.create_connection((host, int(port)), timeout=20) as connection:
         for piece in pieces:
@@ -74,37 +74,37 @@ def ask(server: HttpServer, *pieces: bytes) -> bytes:
 PROBE = b"GET /healthz HTTP/1.1\r\nHost: anything\r\nConnection: close\r\n\r\n"
 
 
-async def test_liveness_waits_for_no_turn_of_the_event_loop(server: HttpServer) -> None:
+async def test_liveness_does_not_need_the_event_loop(server: HttpServer) -> None:
     for _ in range(3):
-        answer = ask(server, PROBE)
+        answer = send(server, PROBE)
         assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
         assert answer.endswith(b"\r\n\r\nok\n")
 
 
-async def test_a_loop_that_has_stopped_is_told(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stuck_event_loop_is_reported(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     await asyncio.sleep(0)
     monkeypatch.setattr("scheduler.servers.health.STUCK_AFTER_S", 0.0)
-    assert b" 503 Service Unavailable\r\n" in ask(server, PROBE)
-    assert ask(server, PROBE).endswith(b"stuck: the event loop has not turned for 0 s\n")
+    assert b" 503 Service Unavailable\r\n" in send(server, PROBE)
+    assert send(server, PROBE).endswith(b"stuck: the event loop has not run for 0 s\n")
     monkeypatch.undo()
-    assert ask(server, PROBE).endswith(b"\r\n\r\nok\n")
+    assert send(server, PROBE).endswith(b"\r\n\r\nok\n")
 
 
-async def test_a_probe_in_pieces_is_answered_too(server: HttpServer) -> None:
+async def test_probe_in_pieces_is_answered(server: HttpServer) -> None:
     def in_pieces() -> bytes:
-        return ask(server, PROBE[:7], PROBE[7:30], PROBE[30:])
+        return send(server, PROBE[:7], PROBE[7:30], PROBE[30:])
 
     answers = [await asyncio.to_thread(in_pieces) for _ in range(5)]
     assert all(answer.endswith(b"\r\n\r\nok\n") for answer in answers)
 
 
-async def test_those_who_say_nothing_keep_nobody_out(server: HttpServer) -> None:
+async def test_silent_connections_do_not_block_others(server: HttpServer) -> None:
     host, port = server.address.split(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(300)]
     for connection in silent[::2]:
         connection.close()
     assert (await get(server, "/readyz"))[0] == 200
-    assert ask(server, PROBE).endswith(b"ok\n")
+    assert send(server, PROBE).endswith(b"ok\n")
     silent[1].sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
     assert (await asyncio.to_thread(silent[1].recv, 4096)).startswith(b"HTTP/1.0 200 OK")
     for connection in silent:
@@ -129,10 +129,10 @@ async def test_those_who_say_nothing_keep_nobody_out(server: HttpServer) -> None
         ("", (), False),
     ],
 )
-async def test_names_that_a_page_may_be_asked_for_by(
+async def test_page_is_served_under_allowed_host_names_only(
     host: str, allowed: tuple[str, ...], is_allowed: bool, engine: FakeEngine
 ) -> None:
-    """Under another name it might be a page of another site that asks (DNS rebinding); machines may use any."""
+    """Another host name may mean a request by another site (DNS rebinding). Paths for machines accept any name."""
     server = HttpServer(cast("Engine", engine), SchedulerMetrics(), allowed_hosts=allowed)
     await server.start("127.0.0.1:0")
     statuses = {path: await get_as(server, host, path) for path in ("/", "/live/events", "/metrics", "/readyz")}
@@ -143,11 +143,11 @@ async def test_names_that_a_page_may_be_asked_for_by(
 
 async def get_as(server: HttpServer, host: str, path: str) -> int:
     request = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode()
-    return int((await asyncio.to_thread(ask, server, request)).split()[1])
+    return int((await asyncio.to_thread(send, server, request)).split()[1])
 
 
 class SlowPage:
-    """In the place of the live page: an answer that waits for `go_on`, as a completion waits for tokens."""
+    """A page instead of the live page whose answer waits for `go_on`, as a completion waits for tokens."""
 
     def __init__(self) -> None:
         self.entered = asyncio.Event()
@@ -163,39 +163,39 @@ class SlowPage:
 
 
 @asynccontextmanager
-async def in_the_middle(engine: FakeEngine) -> AsyncIterator[tuple[HttpServer, SlowPage, asyncio.Task[Any]]]:
-    """A server that is answering somebody, who waits."""
+async def answering_server(engine: FakeEngine) -> AsyncIterator[tuple[HttpServer, SlowPage, asyncio.Task[Any]]]:
+    """Starts a server that is answering one request."""
     page = SlowPage()
     server = HttpServer(cast("Engine", engine), SchedulerMetrics(), cast("Any", page))
     await server.start("127.0.0.1:0")
-    asking = asyncio.create_task(get(server, "/slow"))
+    answer = asyncio.create_task(get(server, "/slow"))
     await page.entered.wait()
-    yield server, page, asking
+    yield server, page, answer
     await server.stop()
-    await asyncio.wait({asking})
+    await asyncio.wait({answer})
 
 
 @pytest.mark.parametrize("grace_s", [0.0, 0.1])
-async def test_who_has_not_ended_after_the_grace_is_cancelled(engine: FakeEngine, grace_s: float) -> None:
-    async with in_the_middle(engine) as (server, _, asking):
+async def test_open_requests_are_cancelled_after_the_grace_period(engine: FakeEngine, grace_s: float) -> None:
+    async with answering_server(engine) as (server, _, answer):
         async with asyncio.timeout(20):
             await server.stop(grace_s)
         with pytest.raises(aiohttp.ClientError):
-            await asking
+            await answer
 
 
-async def test_who_ends_within_the_grace_gets_all_of_it(engine: FakeEngine) -> None:
-    async with in_the_middle(engine) as (server, page, asking):
+async def test_requests_that_end_within_the_grace_period_are_answered(engine: FakeEngine) -> None:
+    async with answering_server(engine) as (server, page, answer):
         stopping = asyncio.create_task(server.stop(600))
         await asyncio.sleep(0.1)
         assert not stopping.done()
         page.go_on.set()
         async with asyncio.timeout(20):
             await stopping
-        assert (await asking)[2] == "all of it"
+        assert (await answer)[2] == "all of it"
 
 
-async def test_nothing_else(server: HttpServer) -> None:
+async def test_other_paths_and_methods_are_refused(server: HttpServer) -> None:
     assert (await get(server, "/"))[0] == 404
     async with (
         aiohttp.ClientSession() as session,
@@ -204,7 +204,7 @@ async def test_nothing_else(server: HttpServer) -> None:
         assert response.status == 405
 
 
-async def test_an_address_in_use(engine: FakeEngine) -> None:
+async def test_address_in_use_is_refused(engine: FakeEngine) -> None:
     server = HttpServer(cast("Engine", engine), SchedulerMetrics())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         with pytest.raises(AddressInUse):

@@ -1,4 +1,4 @@
-"""Numbers that tell the truth: each thing counted once, where and when it happens."""
+"""Metrics count each event once, when it happens."""
 
 import asyncio
 import itertools
@@ -11,12 +11,12 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 from quire.histogram import Histogram, exemplar_labels
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason, Limits, Request, Scheduler, SequenceParams, StepPlan, StepResult
 from scheduler.engine.engine import ServerState
 from scheduler.telemetry.metrics import OPEN_METRICS, TEXT, SchedulerMetrics
-from tests.scheduler.conftest import Servers
 from tests.support.scheduler.fake_engine import FakeEngine
+from tests.support.scheduler.servers import Servers
 
 if TYPE_CHECKING:
     from scheduler.engine.engine import Engine
@@ -31,7 +31,7 @@ class Clock:
 
 
 def samples(metrics: SchedulerMetrics) -> dict[str, float]:
-    """Sample name, with its labels but model_name → value."""
+    """Returns samples by name and labels, without model_name."""
     found = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         for sample in family.samples:
@@ -45,7 +45,7 @@ def samples(metrics: SchedulerMetrics) -> dict[str, float]:
 
 
 def exemplars(metrics: SchedulerMetrics, name: str) -> dict[str, Exemplar]:
-    """Of a histogram's buckets, by bound."""
+    """Returns the exemplars of a histogram by the bound of their bucket."""
     content_type, page = metrics.answer(OPEN_METRICS)
     assert content_type == OPEN_METRICS
     return {
@@ -57,15 +57,15 @@ def exemplars(metrics: SchedulerMetrics, name: str) -> dict[str, Exemplar]:
     }
 
 
-async def watching(clock: Clock) -> SchedulerMetrics:
+async def metrics_of_fake_engine(clock: Clock) -> SchedulerMetrics:
     metrics = SchedulerMetrics(clock)
     metrics.engine = cast("Engine", FakeEngine())
     return metrics
 
 
-async def test_the_life_of_a_request() -> None:
+async def test_request_is_measured_from_arrival_to_end() -> None:
     clock = Clock()
-    metrics = await watching(clock)
+    metrics = await metrics_of_fake_engine(clock)
     request = metrics.request(num_sequences=2, arrival_s=clock.now_s)
     clock.now_s += 1
     request.started(num_prompt_tokens=10, num_cached_tokens=4)
@@ -78,7 +78,7 @@ async def test_the_life_of_a_request() -> None:
     clock.now_s += 8
     request.tokens(1, 2)
     request.finished(1, FinishReason.LENGTH, 3)
-    request.ended(FinishReason.CANCELLED)  # the door closes behind it
+    request.ended(FinishReason.CANCELLED)  # ignored, because the request has ended
     found = samples(metrics)
     assert found["quire_prompt_tokens_total/cached"] == 4
     assert found["quire_prompt_tokens_total/computed"] == 6
@@ -101,9 +101,9 @@ async def test_the_life_of_a_request() -> None:
     assert found["quire_time_to_first_token_seconds_count"] == 1
 
 
-async def test_a_request_that_never_got_a_token() -> None:
+async def test_request_without_tokens_is_counted_as_ended() -> None:
     clock = Clock()
-    metrics = await watching(clock)
+    metrics = await metrics_of_fake_engine(clock)
     metrics.request(1, clock.now_s).ended(FinishReason.CANCELLED)
     found = samples(metrics)
     assert found["quire_requests_finished_total/cancelled"] == 1
@@ -111,7 +111,7 @@ async def test_a_request_that_never_got_a_token() -> None:
     assert found["quire_request_decode_time_seconds_count"] == 0
 
 
-def test_buckets() -> None:
+def test_buckets_are_cumulative() -> None:
     histogram = Histogram((1, 2))
     for value in (0.5, 1, 1.5, 2, 2.5):
         histogram.observe(value)
@@ -120,7 +120,7 @@ def test_buckets() -> None:
     assert histogram.sum == 8.5
 
 
-async def test_before_there_is_a_model() -> None:
+async def test_metrics_of_the_process_exist_before_there_is_a_model() -> None:
     metrics = SchedulerMetrics()
     assert [name.split("/")[0] for name in samples(metrics)] == ["quire_build_info", "quire_ready"]
     engine = FakeEngine(model=None)
@@ -130,17 +130,17 @@ async def test_before_there_is_a_model() -> None:
     assert samples(metrics)["quire_ready"] == 0
 
 
-async def test_ready_is_what_the_engine_says() -> None:
-    metrics = await watching(Clock())
+async def test_ready_follows_the_engine() -> None:
+    metrics = await metrics_of_fake_engine(Clock())
     engine = cast("FakeEngine", metrics.engine)
     for state in ServerState:
         engine.become(state)
         assert samples(metrics)["quire_ready"] == (state is ServerState.SERVING)
 
 
-async def test_exemplars_are_the_last_request_of_each_bucket() -> None:
+async def test_exemplar_is_the_last_request_of_its_bucket() -> None:
     clock = Clock()
-    metrics = await watching(clock)
+    metrics = await metrics_of_fake_engine(clock)
     for name, queue_s in (("first", 1.5), ("second", 1.75), ("third", 400)):
         request = metrics.request(1, clock.now_s, exemplar_labels(name, "5" * 32))
         clock.now_s += queue_s
@@ -156,8 +156,8 @@ async def test_exemplars_are_the_last_request_of_each_bucket() -> None:
     assert b'"second"' not in metrics.render()
 
 
-async def test_no_exemplar_is_too_long_for_open_metrics() -> None:
-    metrics = await watching(Clock())
+async def test_exemplars_fit_the_limit_of_open_metrics() -> None:
+    metrics = await metrics_of_fake_engine(Clock())
     for request_id in ("x" * 256, "é" * 128, '"' * 256, ""):
         request = metrics.request(1, 100.0, exemplar_labels(request_id, "5" * 32))
         request.started(num_prompt_tokens=10, num_cached_tokens=0)
@@ -177,15 +177,15 @@ async def test_no_exemplar_is_too_long_for_open_metrics() -> None:
         ("application/openmetrics-text-not", TEXT),
     ],
 )
-async def test_who_asks_for_open_metrics_gets_it(accept: str, content_type: str) -> None:
-    metrics = await watching(Clock())
+async def test_content_type_follows_the_accept_header(accept: str, content_type: str) -> None:
+    metrics = await metrics_of_fake_engine(Clock())
     given, page = metrics.answer(accept)
     assert given == content_type
     assert page.endswith(b"# EOF\n") == (content_type == OPEN_METRICS)
 
 
-async def test_a_request_waits_once_however_many_of_its_samples_do() -> None:
-    metrics = await watching(Clock())
+async def test_request_with_several_waiting_samples_counts_once() -> None:
+    metrics = await metrics_of_fake_engine(Clock())
     core = Scheduler(Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64), num_blocks=16, block_size=4)
     cast("FakeEngine", metrics.engine).core = core
     core.executor_attached(1, 16)
@@ -201,8 +201,8 @@ async def test_a_request_waits_once_however_many_of_its_samples_do() -> None:
     assert found["quire_queue_requests/new"] == found["quire_queue_requests/preempted"] == 0
 
 
-async def test_pool_and_core() -> None:
-    found = samples(await watching(Clock()))
+async def test_pool_and_core_are_measured() -> None:
+    found = samples(await metrics_of_fake_engine(Clock()))
     assert {state: found[f"quire_kv_blocks/{state}"] for state in ("free", "cached", "active")} == {
         "free": 1,
         "cached": 1,
@@ -214,8 +214,8 @@ async def test_pool_and_core() -> None:
     assert found["quire_preemptions_total/recompute"] == 0
 
 
-async def test_steps_and_the_age_of_the_queue() -> None:
-    metrics = await watching(Clock())
+async def test_steps_and_age_of_the_queue_are_measured() -> None:
+    metrics = await metrics_of_fake_engine(Clock())
     cast("FakeEngine", metrics.engine).oldest_waiting_s = 2.5
     for num_tokens in (512, 3):
         metrics.planned(StepPlan(epoch=1, step_id=1, num_tokens=num_tokens), 0.25)
@@ -225,17 +225,17 @@ async def test_steps_and_the_age_of_the_queue() -> None:
     assert found["quire_schedule_duration_seconds_sum"] == 0.5
 
 
-async def test_through_the_server(servers: Servers) -> None:
+async def test_requests_through_the_server_are_counted(servers: Servers) -> None:
     served = await servers.start()
-    done = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    done = served.generation.Generate(pb.GenerateRequest(text="hello"))
     submitted = (await served.engine.next_request()).start(num_cached_tokens=1)
     submitted.emit([60, 61])
     submitted.finish(FinishReason.EOS)
     assert [message async for message in done]
-    gone = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    gone = served.generation.Generate(pb.GenerateRequest(text="hello"))
     await served.engine.next_request()
     gone.cancel()
-    refused = served.generation.Generate(wire.GenerateRequest())
+    refused = served.generation.Generate(pb.GenerateRequest())
     await refused.code()
     await served.idle()
     await asyncio.sleep(0)

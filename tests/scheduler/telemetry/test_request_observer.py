@@ -1,4 +1,4 @@
-"""One line of log a request, with what an operator asks for and nothing that a client would not have told."""
+"""Each request is one log record with ids, sizes and times, and without its prompt, output or cache salt."""
 
 import io
 import json
@@ -11,14 +11,13 @@ import grpc.aio
 import pytest
 
 from quire.logs import configure
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason, QueueFull
-from scheduler.requests.incoming import IncomingRequest
 from scheduler.telemetry.metrics import SchedulerMetrics
-from scheduler.telemetry.request_observer import RequestObserver
-from tests.scheduler.conftest import Served, Servers
-from tests.support.scheduler.asked import Unread
-from tests.support.scheduler.theatre import Theatre, ended
+from scheduler.telemetry.request_observer import Caller, RequestObserver
+from tests.support.scheduler.scripted_engine import ScriptedEngine, ended
+from tests.support.scheduler.servers import Served, Servers
+from tests.support.scheduler.validator_rig import Unread
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
@@ -40,7 +39,7 @@ class Log:
         return [record for record in records if record["event"] == event]
 
     def fields(self, event: str) -> dict[str, Any]:
-        """Of the only such line, without what every line has and times."""
+        """Returns the fields of the only such record, without those that every record has."""
         (record,) = self.of(event)
         assert record.pop("client").startswith(("ipv4:127.0.0.1:", "ipv6:"))
         assert record.pop("logger") == "scheduler.requests"
@@ -60,16 +59,16 @@ def log() -> Iterator[Log]:
     root.setLevel(level)
 
 
-async def refusal(served: Served, request: wire.GenerateRequest) -> grpc.StatusCode:
+async def refusal(served: Served, request: pb.GenerateRequest) -> grpc.StatusCode:
     code: grpc.StatusCode = await served.generation.Generate(request).code()
     await served.idle()
     return code
 
 
-async def test_a_request_that_ends(servers: Servers, log: Log) -> None:
+async def test_ended_request_is_logged(servers: Servers, log: Log) -> None:
     served = await servers.start()
-    request = wire.GenerateRequest(
-        request_id="mine", text=f"hello {SECRET}", cache_salt=SECRET, stopping=wire.StoppingParams(stop=[SECRET])
+    request = pb.GenerateRequest(
+        request_id="mine", text=f"hello {SECRET}", cache_salt=SECRET, stopping=pb.StoppingParams(stop=[SECRET])
     )
     call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
     submitted = (await served.engine.next_request()).start(num_cached_tokens=2)
@@ -93,9 +92,9 @@ async def test_a_request_that_ends(servers: Servers, log: Log) -> None:
     assert "hello" not in log.text
 
 
-async def test_a_request_whose_client_goes(servers: Servers, log: Log) -> None:
+async def test_request_of_a_disconnected_client_is_logged_as_cancelled(servers: Servers, log: Log) -> None:
     served = await servers.start()
-    call = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    call = served.generation.Generate(pb.GenerateRequest(text="hello"))
     submitted = (await served.engine.next_request()).start()
     submitted.emit([60, 61])
     call.cancel()
@@ -104,9 +103,9 @@ async def test_a_request_whose_client_goes(servers: Servers, log: Log) -> None:
     assert (fields["request_id"], fields["reason"], fields["generated_tokens"]) == ("quire-1", "cancelled", 2)
 
 
-async def test_a_deadline_counts_what_was_computed_before_it(servers: Servers, log: Log) -> None:
+async def test_tokens_before_a_deadline_are_counted(servers: Servers, log: Log) -> None:
     served = await servers.start()
-    call = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    call = served.generation.Generate(pb.GenerateRequest(text="hello"))
     submitted = (await served.engine.next_request()).start()
     submitted.emit([60, 61])
     submitted.finish(FinishReason.DEADLINE)
@@ -115,61 +114,63 @@ async def test_a_deadline_counts_what_was_computed_before_it(servers: Servers, l
     await served.idle()
     fields = log.fields("request ended")
     assert (fields["reason"], fields["generated_tokens"]) == ("deadline", 2)
-    assert servers.metrics.num_generation_tokens == 2
-    assert servers.metrics.histograms["quire_request_generation_tokens"].sum == 2
+    assert servers.metrics.measurements.num_generation_tokens == 2
+    assert servers.metrics.measurements.histograms["quire_request_generation_tokens"].sum == 2
 
 
-async def test_refused_requests(servers: Servers, log: Log) -> None:
+async def test_refused_requests_are_logged(servers: Servers, log: Log) -> None:
     served = await servers.start()
-    assert await refusal(served, wire.GenerateRequest(request_id="a\nb")) is grpc.StatusCode.INVALID_ARGUMENT
+    assert await refusal(served, pb.GenerateRequest(request_id="a\nb")) is grpc.StatusCode.INVALID_ARGUMENT
     assert log.fields("request refused") == {"request_id": "a\\nb", "status": "invalid_argument"}
     served.engine.refusal = QueueFull("no")
-    assert await refusal(served, wire.GenerateRequest(text="x")) is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert await refusal(served, pb.GenerateRequest(text="x")) is grpc.StatusCode.RESOURCE_EXHAUSTED
     refused = log.of("request refused")[1]
     assert (refused["status"], refused["request_id"]) == ("resource_exhausted", "quire-1")
 
 
-def test_an_id_that_is_none_is_not_written_out(log: Log) -> None:
-    """JSON has ids of any type, and of any size; that one is wrong is told later."""
-    RequestObserver(SchedulerMetrics()).arrived(IncomingRequest(request_id=Unread([0]))).refused("invalid_argument")
+def test_request_id_that_is_not_a_string_is_not_logged(log: Log) -> None:
+    """JSON allows request ids of any type and size, and they are logged before they are checked."""
+    RequestObserver(SchedulerMetrics()).arrived(Caller(), request_id=Unread([0]), is_chat=False).refused(
+        "invalid_argument"
+    )
     assert "request_id" not in log.of("request refused")[0]
 
 
-async def test_a_bug_of_ours_is_logged_with_the_request(servers: Servers, log: Log) -> None:
+async def test_bug_is_logged_with_the_request(servers: Servers, log: Log) -> None:
     served = await servers.start()
     served.engine.refusal = RuntimeError("boom")
-    request = wire.GenerateRequest(request_id="mine", text="x")
+    request = pb.GenerateRequest(request_id="mine", text="x")
     call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
     assert await call.code() is grpc.StatusCode.INTERNAL
-    (record,) = log.of("a request failed by a bug of ours")
+    (record,) = log.of("a request failed because of a bug")
     assert (record["request_id"], record["trace_id"]) == ("mine", TRACE_ID)
     assert "boom" in record["exception"]
 
 
-async def test_exemplars_point_at_requests(servers: Servers) -> None:
+async def test_exemplars_have_ids_of_requests(servers: Servers) -> None:
     served = await servers.start()
-    request = wire.GenerateRequest(request_id="mine", text="hello")
+    request = pb.GenerateRequest(request_id="mine", text="hello")
     call = served.generation.Generate(request, metadata=(("traceparent", TRACEPARENT),))
     submitted = (await served.engine.next_request()).start()
     submitted.emit([60])
     submitted.finish(FinishReason.LENGTH)
     assert [message async for message in call]
     for name in ("time_to_first_token", "request_queue_time", "request_prefill_time", "e2e_request_latency"):
-        histogram = servers.metrics.histograms[f"quire_{name}_seconds"]
+        histogram = servers.metrics.measurements.histograms[f"quire_{name}_seconds"]
         assert [last[0] for last in histogram.exemplars if last] == [{"request_id": "mine", "trace_id": TRACE_ID}]
 
 
-async def test_the_engine_names_the_request_whose_stream_breaks(
-    theatre: Theatre, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_engine_logs_the_request_of_a_broken_stream(
+    scripted_engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object) -> None:
         raise RuntimeError("boom")
 
-    monkeypatch.setattr("scheduler.requests.response_stream._Completion.add", broken)
-    client = await theatre.ask([1, 2, 3], 5)
-    await theatre.step(2)
+    monkeypatch.setattr("scheduler.requests.completion.Completion.add", broken)
+    client = await scripted_engine.ask([1, 2, 3], 5)
+    await scripted_engine.step(2)
     assert (await ended(client)).messages
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.name == "scheduler.engine.dispatcher"
     assert vars(record)["request_id"] == "quire-1"
-    assert theatre.metrics.num_finished[FinishReason.ERROR] == 1
+    assert scripted_engine.metrics.measurements.num_finished[FinishReason.ERROR] == 1

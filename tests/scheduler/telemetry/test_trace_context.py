@@ -1,4 +1,4 @@
-"""W3C Trace Context: what the standard allows is read, and nothing else."""
+"""Trace Context headers are read if the standard allows them, and ignored otherwise."""
 
 import pytest
 
@@ -16,7 +16,7 @@ TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
         (f"cc-{TRACE}-{SPAN}-01-what-the-future-will-be-like", True),
     ],
 )
-def test_good_ones(header: str, is_sampled: bool) -> None:
+def test_valid_headers_are_read(header: str, is_sampled: bool) -> None:
     assert parse_trace_context(header, "a=1,b=2") == TraceContext(TRACE, SPAN, is_sampled, "a=1,b=2")
 
 
@@ -37,12 +37,12 @@ def test_good_ones(header: str, is_sampled: bool) -> None:
         f"cc-{TRACE}-{SPAN}-01.more",
     ],
 )
-def test_bad_ones(header: str | None) -> None:
+def test_invalid_headers_are_ignored(header: str | None) -> None:
     assert parse_trace_context(header) is None
 
 
 @pytest.mark.parametrize("state", ["a=1", "congo=t61rcWkgMzE, rojo=00f067aa0ba902b7", "t@vendor=x y z!", "0=~"])
-def test_states_are_passed_on(state: str) -> None:
+def test_valid_states_are_kept(state: str) -> None:
     context = parse_trace_context(f"00-{TRACE}-{SPAN}-01", state)
     assert context is not None
     assert context.state == state
@@ -63,7 +63,7 @@ def test_states_are_passed_on(state: str) -> None:
         ",".join(f"k{number}=v" for number in range(33)),
     ],
 )
-def test_bad_states_are_left_out(state: str) -> None:
+def test_invalid_states_are_dropped(state: str) -> None:
     context = parse_trace_context(f"00-{TRACE}-{SPAN}-01", state)
     assert context is not None
     assert context.state == ""

@@ -1,4 +1,4 @@
-"""Traces, delivered to a collector of our own; and serving that does not care whether there is one."""
+"""Traces reach a test collector, and a missing collector does not affect serving."""
 
 import asyncio
 import logging
@@ -15,12 +15,12 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.core import FinishReason, QueueFull
-from tests.scheduler.conftest import Served, Servers
 from tests.scheduler.test_main import Launcher, launcher, request, rest_of
 from tests.support.paths import ROOT
+from tests.support.scheduler.servers import Served, Servers
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry is not installed (extra otel)")
 
@@ -40,7 +40,7 @@ SECRET = "xyzzy"
 
 
 class Collector:
-    """Speaks OTLP over HTTP on a port of its own."""
+    """A collector that receives OTLP over HTTP on its own port."""
 
     def __init__(self, status: int = 200) -> None:
         requests: list[ExportTraceServiceRequest] = []
@@ -72,7 +72,7 @@ class Collector:
 
     @property
     def spans(self) -> dict[str, Span]:
-        """By name; of each name there is one."""
+        """The received spans by name; names are unique."""
         found: dict[str, Span] = {}
         for each in self.requests:
             for resource in each.resource_spans:
@@ -109,8 +109,8 @@ async def start(servers: Servers, tracer: Any) -> Served:
     return served
 
 
-async def traced(served: Served, message: wire.GenerateRequest, flags: str = "01") -> None:
-    """A request of three tokens, in a trace of its client's."""
+async def traced(served: Served, message: pb.GenerateRequest, flags: str = "01") -> None:
+    """Runs a request of three tokens as part of a client's trace."""
     call = served.generation.Generate(message, metadata=(("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-{flags}"),))
     submitted = (await served.engine.next_request()).start(num_cached_tokens=2)
     submitted.emit([60, 61, 62])
@@ -128,17 +128,17 @@ def attributes(span: Span) -> dict[str, Any]:
     return values
 
 
-async def test_a_request_and_its_phases(servers: Servers, collector: Collector, tracer: Any) -> None:
+async def test_request_and_its_phases_are_spans(servers: Servers, collector: Collector, tracer: Any) -> None:
     served = await start(servers, tracer)
     before_ns = time.time_ns()
     await traced(
         served,
-        wire.GenerateRequest(
+        pb.GenerateRequest(
             request_id="mine",
             text=f"hello {SECRET}",
             cache_salt=SECRET,
-            sampling=wire.SamplingParams(temperature=0.5, top_p=0.75, top_k=7),
-            stopping=wire.StoppingParams(max_tokens=9, stop=[SECRET]),
+            sampling=pb.SamplingParams(temperature=0.5, top_p=0.75, top_k=7),
+            stopping=pb.StoppingParams(max_tokens=9, stop=[SECRET]),
         ),
     )
     after_ns = time.time_ns()
@@ -151,13 +151,13 @@ async def test_a_request_and_its_phases(servers: Servers, collector: Collector, 
     assert set(spans) == {"queue", "prefill", "decode"}
     assert {span.parent_span_id for span in spans.values()} == {root.span_id}
     assert {span.trace_id for span in spans.values()} == {root.trace_id}
-    # One after the other, together the whole request, and at the right time of day.
+    # The phases follow each other, cover the whole request, and have the right time of day.
     edges = [
         (spans[name].start_time_unix_nano, spans[name].end_time_unix_nano) for name in ("queue", "prefill", "decode")
     ]
     assert [end for _, end in edges[:-1]] == [begin for begin, _ in edges[1:]]
     assert (edges[0][0], edges[-1][1]) == (root.start_time_unix_nano, root.end_time_unix_nano)
-    slack_ns = 50_000_000  # between the clock of the metrics and that of the day
+    slack_ns = 50_000_000  # difference between the clock of the metrics and the time of day
     assert before_ns - slack_ns <= edges[0][0] <= edges[-1][1] <= after_ns + slack_ns
     found = attributes(root)
     first_token_s = (edges[2][0] - edges[0][0]) / 1e9
@@ -184,23 +184,23 @@ async def test_a_request_and_its_phases(servers: Servers, collector: Collector, 
     assert not any(SECRET.encode() in body for body in collector.bodies)
 
 
-async def test_a_client_that_does_not_record(servers: Servers, collector: Collector, tracer: Any) -> None:
+async def test_client_decides_whether_spans_are_recorded(servers: Servers, collector: Collector, tracer: Any) -> None:
     served = await start(servers, tracer)
-    await traced(served, wire.GenerateRequest(text="hello"), flags="00")
+    await traced(served, pb.GenerateRequest(text="hello"), flags="00")
     tracer.close()
     assert collector.spans == {}
-    exemplars = servers.metrics.histograms["quire_e2e_request_latency_seconds"].exemplars
+    exemplars = servers.metrics.measurements.histograms["quire_e2e_request_latency_seconds"].exemplars
     assert [last[0]["trace_id"] for last in exemplars if last] == [TRACE_ID]
 
 
-async def test_what_has_no_trace_gets_one(servers: Servers, collector: Collector, tracer: Any) -> None:
+async def test_request_without_a_trace_starts_one(servers: Servers, collector: Collector, tracer: Any) -> None:
     served = await start(servers, tracer)
-    call = served.generation.Generate(wire.GenerateRequest(text="hello"))
+    call = served.generation.Generate(pb.GenerateRequest(text="hello"))
     (await served.engine.next_request()).start()
     call.cancel()
     await served.idle()
     served.engine.refusal = QueueFull("no")
-    assert await served.generation.Generate(wire.GenerateRequest(text="hello")).code()
+    assert await served.generation.Generate(pb.GenerateRequest(text="hello")).code()
     await served.idle()
     tracer.close()
     spans = collector.spans
@@ -208,30 +208,30 @@ async def test_what_has_no_trace_gets_one(servers: Servers, collector: Collector
     ended, refused = spans["text_completion tiny"], spans["text_completion"]
     assert ended.parent_span_id == refused.parent_span_id == b""
     assert ended.trace_id != refused.trace_id
-    exemplars = servers.metrics.histograms["quire_e2e_request_latency_seconds"].exemplars
+    exemplars = servers.metrics.measurements.histograms["quire_e2e_request_latency_seconds"].exemplars
     assert [last[0]["trace_id"] for last in exemplars if last] == [ended.trace_id.hex()]
     assert attributes(ended)["quire.finish_reason"] == "cancelled"
     assert attributes(refused)["error.type"] == "resource_exhausted"
-    assert refused.status.code == 0, "no fault of the server's"
+    assert refused.status.code == 0, "not an error of the server"
 
 
-@pytest.mark.parametrize("kind", ["nobody listens", "nobody answers", "it is broken"])
-async def test_a_dead_collector_costs_nobody_anything(
+@pytest.mark.parametrize("kind", ["refused", "silent", "broken"])
+async def test_dead_collector_does_not_affect_serving(
     servers: Servers, kind: str, monkeypatch: pytest.MonkeyPatch, silent_port: int
 ) -> None:
     broken = Collector(status=500)
     endpoint = {
-        "nobody listens": "http://127.0.0.1:1",
-        "nobody answers": f"http://127.0.0.1:{silent_port}",
-        "it is broken": broken.endpoint,
+        "refused": "http://127.0.0.1:1",
+        "silent": f"http://127.0.0.1:{silent_port}",
+        "broken": broken.endpoint,
     }[kind]
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
     tracer = otel.OtlpTracer(endpoint)
     served = await start(servers, tracer)
     for _ in range(30):
-        await traced(served, wire.GenerateRequest(text="hello"))
-    assert servers.metrics.num_finished[FinishReason.EOS] == 30
-    await asyncio.to_thread(tracer.close)  # returns, all the same
+        await traced(served, pb.GenerateRequest(text="hello"))
+    assert servers.metrics.measurements.num_finished[FinishReason.EOS] == 30
+    await asyncio.to_thread(tracer.close)  # returns although nothing was delivered
     broken.close()
 
 
@@ -241,7 +241,7 @@ def silent_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-async def test_the_whole_process(launcher: Launcher, collector: Collector) -> None:
+async def test_scheduler_process_sends_traces(launcher: Launcher, collector: Collector) -> None:
     scheduler = await launcher.scheduler(await launcher.executor(), otlp_endpoint=collector.endpoint)
     await scheduler.ready()
     async with grpc.aio.insecure_channel(scheduler.addresses["grpc"]) as channel:
@@ -251,8 +251,7 @@ async def test_the_whole_process(launcher: Launcher, collector: Collector) -> No
     assert set(collector.spans) == {"text_completion fake", "queue", "prefill", "decode"}
 
 
-def test_without_opentelemetry() -> None:
-    """Nothing of it is loaded unless it is wanted; and then its absence is said in words."""
+def test_missing_opentelemetry_is_a_configuration_error() -> None:
     script = """
 import sys
 sys.modules["opentelemetry"] = None
@@ -267,7 +266,7 @@ print(scheduler.main.run(SchedulerConfig(
     assert "Traceback" not in done.stderr
 
 
-def test_nothing_is_loaded_that_is_not_wanted() -> None:
+def test_opentelemetry_is_loaded_only_if_needed() -> None:
     script = "import scheduler.main, sys; print([name for name in sys.modules if name.startswith('opentelemetry')])"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""Templates of checkpoints run as they expect; hostile ones hurt nobody."""
+"""Chat templates get what they expect, and hostile ones are contained."""
 
 import asyncio
 import json
@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from scheduler.core import InvalidRequest, QueueFull, Unavailable
-from scheduler.requests.incoming import ChatMessage
-from scheduler.text.chat import ChatLimits, ChatRenderer, load_template
+from scheduler.text.chat import ChatLimits, ChatMessage, ChatRenderer, load_template
 from scheduler.text.checkpoint import Checkpoint
-from tests.scheduler.conftest import CHAT_TEMPLATE
+from tests.support.scheduler.small_tokenizers import CHAT_TEMPLATE
 
 CHAT = [ChatMessage("system", "Be brief."), ChatMessage("user", "Hello")]
 VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -34,11 +33,11 @@ async def refusal(template: str, messages: list[ChatMessage] = CHAT, **limits: f
     return caught.value.violations["chat"]
 
 
-async def test_a_template() -> None:
+async def test_template_renders_a_chat() -> None:
     assert await render(CHAT_TEMPLATE) == "<s><|system|>Be brief.<|user|>Hello<|assistant|>"
 
 
-async def test_what_templates_expect() -> None:
+async def test_templates_get_functions_and_filters_that_they_expect() -> None:
     template = """
     {%- set ns = namespace(count=0) %}
     {%- if tools is none and documents is none %}none {% endif %}
@@ -80,51 +79,51 @@ async def test_hostile_templates_are_refused(template: str) -> None:
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ 7 ** (9 ** 9) }}",  # one instruction of the interpreter: no exception can end it
+        "{{ 7 ** (9 ** 9) }}",  # one instruction of the interpreter, which no exception can end
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
-async def test_endless_templates_are_ended(template: str) -> None:
+async def test_endless_templates_are_stopped(template: str) -> None:
     assert "ran for more than" in await refusal(template, max_render_s=0.2)
 
 
-async def test_the_next_chat_after_an_endless_one() -> None:
-    # Depends on the messages: otherwise the compiler would compute it, for every chat.
+async def test_chat_after_an_endless_one_is_rendered() -> None:
+    # It depends on the messages, because the compiler would compute a constant for every chat.
     endless_power = "{{ 7 ** (9 ** (messages | length + 8)) }}"
     template = "{% if messages[0].content == 'loop' %}" + endless_power + "{% endif %}{{ messages[0].content }}"
     renderer = ChatRenderer(template, {}, ChatLimits(max_render_s=0.2))
     endless = asyncio.create_task(renderer.render([ChatMessage("user", "loop")]))
-    behind = asyncio.create_task(renderer.render([ChatMessage("user", "a")]))
-    assert await behind == "a"
+    next_chat = asyncio.create_task(renderer.render([ChatMessage("user", "a")]))
+    assert await next_chat == "a"
     with pytest.raises(InvalidRequest):
         await endless
     await renderer.close()
 
 
-async def test_long_text() -> None:
+async def test_length_of_the_text_is_limited() -> None:
     assert len(await render("{{ 'x' * 1000 }}", max_text_bytes=1000)) == 1000
     assert "more than 1000 bytes" in await refusal("{{ 'é' * 501 }}", max_text_bytes=1000)
     looping = "{% for i in range(99999) %}xxxxxxxxxxxxxxxxxxxxxxxx{% endfor %}"
     assert "more than 1000 bytes" in await refusal(looping, max_text_bytes=1000)
 
 
-async def test_memory_has_a_bound() -> None:
+async def test_memory_is_limited() -> None:
     large = "{{ ('x' * (3 * 10**8)) | length }}"
     assert await render(large) == "300000000"
     assert "MemoryError" in await refusal(large, max_memory_bytes=2**28)
 
 
-async def test_odd_text_goes_through() -> None:
+async def test_unusual_text_is_unchanged() -> None:
     odd = "\x00\x7f\u2028{{ 1 }}{% raw %}\U0010ffff</s>"
     assert await render("{{ messages[0].content }}", [ChatMessage("user", odd)]) == odd
 
 
-async def test_a_large_chat() -> None:
+async def test_large_chat_is_rendered() -> None:
     chat = [ChatMessage("user", "x" * 2000)] * 1000
     assert len(await render("{% for m in messages %}{{ m.content }}{% endfor %}", chat)) == 2_000_000
 
 
-async def test_what_waits_is_bounded() -> None:
+async def test_waiting_chats_are_limited() -> None:
     renderer = ChatRenderer("{{ messages[0].content }}", {}, ChatLimits(max_pending_characters=30))
     tasks = [asyncio.create_task(renderer.render([ChatMessage("user", "x" * 10)])) for _ in range(2)]
     await asyncio.sleep(0)
@@ -135,15 +134,15 @@ async def test_what_waits_is_bounded() -> None:
     await renderer.close()
 
 
-async def test_callers_that_give_up_do_not_mix_up_the_others() -> None:
+async def test_cancelled_callers_do_not_affect_others() -> None:
     renderer = ChatRenderer("{{ messages[0].content }}", {})
     await renderer.start()
     for i in range(20):
-        leaving = asyncio.create_task(renderer.render([ChatMessage("user", f"leaving {i}")]))
+        cancelled = asyncio.create_task(renderer.render([ChatMessage("user", f"cancelled {i}")]))
         for _ in range(i % 5):
             await asyncio.sleep(0)
-        leaving.cancel()
-        assert await renderer.render([ChatMessage("user", f"staying {i}")]) == f"staying {i}"
+        cancelled.cancel()
+        assert await renderer.render([ChatMessage("user", f"waiting {i}")]) == f"waiting {i}"
     await renderer.close()
 
 
@@ -157,7 +156,7 @@ async def test_close_does_not_wait_for_an_endless_template(has_started: bool) ->
         assert isinstance(outcome, Unavailable)
 
 
-def test_where_templates_are_found(tmp_path: Path) -> None:
+def test_templates_are_found_in_files_of_the_checkpoint(tmp_path: Path) -> None:
     checkpoint, config = Checkpoint(tmp_path), tmp_path / "tokenizer_config.json"
     assert load_template(checkpoint) is None
     config.write_text(json.dumps({"chat_template": "one"}))

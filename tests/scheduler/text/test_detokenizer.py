@@ -1,4 +1,4 @@
-"""Text comes out in whole characters, and all of it together is what the tokenizer's own decode says."""
+"""Detokenizers return whole characters, which together equal the tokenizer's own decode."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -33,7 +33,7 @@ cuts = st.lists(st.integers(1, 5), min_size=1, max_size=5)
 
 
 def token_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Any ids, some beyond the vocabulary: a model's logits can be wider than its tokenizer."""
+    """Draws token ids, also beyond the vocabulary, because logits can be wider than the tokenizer."""
     return st.lists(st.integers(0, tokenizer.get_vocab_size() + 2), max_size=24)
 
 
@@ -52,7 +52,7 @@ def all_text(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> str:
 @pytest.mark.parametrize("name", ALL)
 @settings(max_examples=150, deadline=None)
 @given(data=st.data())
-def test_text_is_what_decode_says(name: str, data: st.DataObject) -> None:
+def test_text_equals_decode(name: str, data: st.DataObject) -> None:
     ids = ALL[name].encode(data.draw(texts), add_special_tokens=False).ids
     assert all_text(VOCABULARIES[name].detokenizer(), ids, data.draw(cuts)) == ALL[name].decode(ids)
 
@@ -60,19 +60,19 @@ def test_text_is_what_decode_says(name: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("name", ["byte_level", "metaspace", "metaspace_never"])
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())
-def test_random_ids_too(name: str, data: st.DataObject) -> None:
+def test_text_of_random_ids_equals_decode(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_ids(ALL[name]))
     assert all_text(VOCABULARIES[name].detokenizer(), ids, data.draw(cuts)) == ALL[name].decode(ids)
 
 
 @settings(max_examples=300, deadline=None)
 @given(ids=st.lists(st.sampled_from(range(WORDPIECE.get_vocab_size())), max_size=24), sizes=cuts)
-def test_random_ids_over_a_window(ids: list[int], sizes: list[int]) -> None:
+def test_text_over_a_window_equals_decode(ids: list[int], sizes: list[int]) -> None:
     assert all_text(VOCABULARIES["wordpiece"].detokenizer(), ids, sizes) == WORDPIECE.decode(ids)
 
 
 def is_well_defined(tokenizer: Tokenizer, ids: list[int]) -> bool:
-    """False for a run of byte tokens of which a part is whole characters, and the whole is not."""
+    """Returns False if a run of byte tokens has whole characters and is broken elsewhere."""
     tokens = [tokenizer.id_to_token(i) or "<unk>" for i in ids]
     tokens = [token for token in tokens if token not in ("<unk>", "<s>", "</s>")]
     for is_byte, run in groupby(tokens, key=lambda token: token.startswith("<0x") and len(token) == 6):
@@ -88,21 +88,21 @@ def is_well_defined(tokenizer: Tokenizer, ids: list[int]) -> bool:
 @pytest.mark.parametrize("name", ["sentencepiece", "gemma"])
 @settings(max_examples=400, deadline=None)
 @given(data=st.data())
-def test_byte_fallback_of_random_ids(name: str, data: st.DataObject) -> None:
+def test_byte_fallback_of_random_ids_equals_decode(name: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]
     some_bytes = [id_of(tokenizer, f"<0x{byte:02X}>") for byte in (0x0A, 0x41, 0xE4, 0xBD, 0xA0, 0xF0, 0x9F, 0xFF)]
     ids = data.draw(st.lists(st.sampled_from(some_bytes) | st.integers(0, 302), max_size=16))
     text = all_text(VOCABULARIES[name].detokenizer(), ids, data.draw(cuts))
     if is_well_defined(tokenizer, ids):
         assert text == tokenizer.decode(ids)
-    else:  # what was whole stays, what is broken is replaced byte by byte
+    else:  # whole characters stay, broken ones are replaced byte by byte
         assert text.count("\ufffd") <= tokenizer.decode(ids).count("\ufffd")
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "gemma", "metaspace", "metaspace_never"])
 @settings(max_examples=150, deadline=None)
 @given(prompt=texts, output=texts, data=st.data())
-def test_an_output_that_continues_a_text_joins_it(name: str, prompt: str, output: str, data: st.DataObject) -> None:
+def test_output_that_continues_a_text_joins_it(name: str, prompt: str, output: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]
     prompt_ids = tokenizer.encode("a" + prompt, add_special_tokens=False).ids
     output_ids = tokenizer.encode(output, add_special_tokens=False).ids
@@ -114,7 +114,7 @@ def test_an_output_that_continues_a_text_joins_it(name: str, prompt: str, output
 @settings(max_examples=100, deadline=None)
 @given(text=texts)
 @example(text="😀你👩‍")
-def test_never_half_a_character(name: str, text: str) -> None:
+def test_characters_are_never_cut(name: str, text: str) -> None:
     ids = ALL[name].encode(text, add_special_tokens=False).ids
     detokenizer = VOCABULARIES[name].detokenizer()
     sent = ""
@@ -125,21 +125,21 @@ def test_never_half_a_character(name: str, text: str) -> None:
     assert detokenizer.flush() == ""
 
 
-def test_an_emoji_waits_for_its_last_byte() -> None:
+def test_emoji_waits_for_its_last_byte() -> None:
     ids = BYTE_LEVEL.encode("🦊", add_special_tokens=False).ids
     assert len(ids) > 1
     detokenizer = VOCABULARIES["byte_level"].detokenizer()
     assert [detokenizer.decode([token_id]) for token_id in ids] == [""] * (len(ids) - 1) + ["🦊"]
 
 
-def test_a_character_that_is_never_completed() -> None:
+def test_incomplete_character_becomes_a_replacement_character() -> None:
     ids = BYTE_LEVEL.encode("🦊", add_special_tokens=False).ids[:-1]
     detokenizer = VOCABULARIES["byte_level"].detokenizer()
     assert detokenizer.decode(ids) == ""
     assert detokenizer.flush() == BYTE_LEVEL.decode(ids) == "\ufffd"
 
 
-def test_byte_tokens_break_one_by_one() -> None:
+def test_broken_byte_tokens_are_replaced_one_by_one() -> None:
     ids = [id_of(SENTENCEPIECE, token) for token in ("<0xE4>", "<0xBD>")]
     assert SENTENCEPIECE.decode(ids) == "\ufffd\ufffd"
     assert all_text(VOCABULARIES["sentencepiece"].detokenizer(), ids, [1]) == "\ufffd\ufffd"
@@ -159,7 +159,7 @@ def test_special_tokens_have_no_text(name: str) -> None:
     assert all_text(VOCABULARIES[name].detokenizer(), special * 40, [3]) == ""
 
 
-def test_a_window_does_not_grow() -> None:
+def test_window_does_not_grow() -> None:
     detokenizer = VOCABULARIES["wordpiece"].detokenizer()
     ids = WORDPIECE.encode("the fox said hello", add_special_tokens=False).ids * 50
     detokenizer.decode(ids)

@@ -1,4 +1,4 @@
-"""The matcher agrees with a search of the whole text, however the text is cut."""
+"""The matcher agrees with a search of the whole text, whatever pieces the text arrives in."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ cuts = st.lists(st.integers(0, 4), max_size=12)
 
 
 def naive(text: str, stops: list[str], include_stop: bool) -> str | None:
-    """The text up to the match that is complete first, the longest of several; None without a match."""
+    """Returns the text up to the first complete match (the longest of several), or None without a match."""
     matches = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
     if not matches:
         return None
@@ -30,7 +30,7 @@ def cut(text: str, sizes: list[int]) -> list[str]:
 
 @settings(max_examples=1000, deadline=None)
 @given(text=letters, stops=stop_lists, sizes=cuts, include_stop=st.booleans())
-def test_as_a_search_of_the_whole(text: str, stops: list[str], sizes: list[int], include_stop: bool) -> None:
+def test_matches_equal_a_search_of_the_text(text: str, stops: list[str], sizes: list[int], include_stop: bool) -> None:
     matcher = StopMatcher(stops, include_stop=include_stop)
     sent, num_fed = "", 0
     for piece in cut(text, sizes):
@@ -54,7 +54,7 @@ def test_as_a_search_of_the_whole(text: str, stops: list[str], sizes: list[int],
 
 @settings(max_examples=500, deadline=None)
 @given(text=letters, stops=stop_lists, sizes=cuts)
-def test_holds_back_only_what_may_become_a_stop_string(text: str, stops: list[str], sizes: list[int]) -> None:
+def test_only_text_that_may_become_a_stop_string_is_held_back(text: str, stops: list[str], sizes: list[int]) -> None:
     matcher = StopMatcher(stops)
     fed = sent = ""
     for piece in cut(text, sizes):
@@ -69,19 +69,19 @@ def test_holds_back_only_what_may_become_a_stop_string(text: str, stops: list[st
         assert held == longest
 
 
-def test_the_longer_of_two_that_are_complete_at_once() -> None:
+def test_longest_of_simultaneous_matches_wins() -> None:
     assert StopMatcher(["b", "ab"]).feed("xab") == "x"
     assert StopMatcher(["b", "ab"], include_stop=True).feed("xab") == "xab"
 
 
-def test_the_one_that_is_complete_first_not_the_one_that_starts_first() -> None:
+def test_match_that_completes_first_wins() -> None:
     whole, by_character = StopMatcher(["abc", "b"]), StopMatcher(["abc", "b"])
     assert whole.feed("abc") == "a"
     assert [by_character.feed(character) for character in "ab"] == ["", "a"]
     assert by_character.has_matched
 
 
-def test_nothing_is_looked_for_before_min_tokens() -> None:
+def test_search_starts_at_min_tokens() -> None:
     matcher = StopMatcher(["a"], min_tokens=3)
     assert matcher.feed("a") == "a"
     assert matcher.feed("a") == "a"
@@ -91,7 +91,7 @@ def test_nothing_is_looked_for_before_min_tokens() -> None:
     assert matcher.num_tokens == 3
 
 
-def test_a_match_in_the_last_text() -> None:
+def test_flushed_text_can_complete_a_match() -> None:
     matcher = StopMatcher(["ab"])
     assert matcher.feed("xa") == "x"
     assert matcher.flush("b!") == ""
@@ -99,7 +99,7 @@ def test_a_match_in_the_last_text() -> None:
 
 
 @pytest.mark.parametrize("include_stop", [True, False])
-def test_characters_beyond_ascii(include_stop: bool) -> None:
+def test_characters_beyond_ascii_match(include_stop: bool) -> None:
     matcher = StopMatcher(["。\n"], include_stop=include_stop)
     assert matcher.feed("好。") == "好"
     assert matcher.feed("\n再") == ("。\n" if include_stop else "")

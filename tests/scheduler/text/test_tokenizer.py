@@ -1,4 +1,4 @@
-"""Text to ids, without holding up the event loop or piling up texts."""
+"""The tokenizer does not block the event loop, and limits the texts that wait."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from scheduler.core import InvalidRequest, QueueFull
 from scheduler.text import tokenizer as tokenizer_module
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
 from scheduler.text.tokenizer import Tokenizer, TokenizerLimits
-from tests.scheduler.conftest import until
+from tests.support.waiting import until
 
 LONG = "hello fox " * 1000
 
@@ -25,14 +25,14 @@ def tokenizer(byte_level: FastTokenizer) -> Iterator[Tokenizer]:
 
 
 @pytest.mark.parametrize("text", ["", "hello", "\x00", "<s>a</s>", "你好 🦊", LONG])
-async def test_as_the_library_encodes(tokenizer: Tokenizer, byte_level: FastTokenizer, text: str) -> None:
+async def test_ids_equal_those_of_the_library(tokenizer: Tokenizer, byte_level: FastTokenizer, text: str) -> None:
     assert await tokenizer.encode(text) == byte_level.encode(text).ids
     assert (
         await tokenizer.encode(text, add_special_tokens=False) == byte_level.encode(text, add_special_tokens=False).ids
     )
 
 
-async def test_truncation_of_the_checkpoint_is_undone(byte_level: FastTokenizer) -> None:
+async def test_truncation_and_padding_of_the_checkpoint_are_disabled(byte_level: FastTokenizer) -> None:
     truncating = FastTokenizer.from_str(byte_level.to_str())
     truncating.enable_truncation(4)
     truncating.enable_padding(length=10)
@@ -42,7 +42,7 @@ async def test_truncation_of_the_checkpoint_is_undone(byte_level: FastTokenizer)
 
 
 class SlowEncoder:
-    """Stands where the library's tokenizer does; encodes when it is told to."""
+    """Replaces the library's tokenizer, and encodes when `go` is set."""
 
     def __init__(self) -> None:
         self.go = threading.Event()
@@ -66,19 +66,19 @@ async def slow(tokenizer: Tokenizer) -> AsyncIterator[SlowEncoder]:
     encoder.go.set()
 
 
-async def test_the_loop_goes_on_meanwhile(tokenizer: Tokenizer, slow: SlowEncoder) -> None:
+async def test_event_loop_runs_during_encoding(tokenizer: Tokenizer, slow: SlowEncoder) -> None:
     task = asyncio.create_task(tokenizer.encode(LONG))
     await until(lambda: slow.num_started == 1)
     slow.go.set()
     assert await task == [1]
 
 
-async def test_what_waits_is_bounded_and_given_back(tokenizer: Tokenizer, slow: SlowEncoder) -> None:
+async def test_waiting_text_is_limited_and_released(tokenizer: Tokenizer, slow: SlowEncoder) -> None:
     tasks = [asyncio.create_task(tokenizer.encode(LONG)) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull):
         await tokenizer.encode(LONG)
-    # Callers that give up change nothing while threads hold their texts.
+    # Cancelled callers do not release texts that threads still hold.
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -90,11 +90,11 @@ async def test_what_waits_is_bounded_and_given_back(tokenizer: Tokenizer, slow: 
     assert await tokenizer.encode(LONG) == [1]
 
 
-async def test_one_text_beyond_the_bound_is_taken_alone(tokenizer: Tokenizer, byte_level: FastTokenizer) -> None:
+async def test_single_text_beyond_the_limit_is_accepted(tokenizer: Tokenizer, byte_level: FastTokenizer) -> None:
     assert await tokenizer.encode(LONG * 4) == byte_level.encode(LONG * 4).ids
 
 
-async def test_a_word_that_the_vocabulary_lacks() -> None:
+async def test_word_that_the_vocabulary_lacks_is_invalid() -> None:
     words = FastTokenizer(models.WordLevel({"hello": 0}, unk_token="[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer = Tokenizer(words)
@@ -104,30 +104,30 @@ async def test_a_word_that_the_vocabulary_lacks() -> None:
     tokenizer.close()
 
 
-async def test_pathological_text_is_harmless(tokenizer: Tokenizer) -> None:
+async def test_pathological_text_is_encoded(tokenizer: Tokenizer) -> None:
     for text in ("a" * 200_000, " " * 200_000, "\n " * 100_000, "\u0301" * 50_000, "aB1!" * 50_000):
         assert await tokenizer.encode(text)
 
 
-def test_load(checkpoint: Checkpoint, byte_level: FastTokenizer) -> None:
+def test_load_reads_special_tokens(checkpoint: Checkpoint, byte_level: FastTokenizer) -> None:
     tokenizer = Tokenizer.load(checkpoint)
     assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
     assert tokenizer.eos_token_id == byte_level.token_to_id("</s>")
     tokenizer.close()
 
 
-def test_load_without_tokenizer_json(checkpoint: Checkpoint) -> None:
+def test_tokenizer_json_is_required(checkpoint: Checkpoint) -> None:
     (checkpoint.directory / "tokenizer.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
         Tokenizer.load(checkpoint)
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", '{"model": {"type": "Exec"}}'])
-def test_load_of_nonsense(checkpoint: Checkpoint, content: str) -> None:
+def test_malformed_tokenizer_json_is_an_error(checkpoint: Checkpoint, content: str) -> None:
     (checkpoint.directory / "tokenizer.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.load(checkpoint)
 
 
-def test_short_texts_stay_on_the_loop() -> None:
+def test_short_texts_are_encoded_at_once() -> None:
     assert len("hello") <= tokenizer_module.MAX_INLINE_CHARACTERS < len(LONG)

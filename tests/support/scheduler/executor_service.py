@@ -22,7 +22,7 @@ END_REASONS = {
 
 
 class ExecutorService(ExecutorServicer):
-    """`step_s`: how long a step takes, so that a test can come in between."""
+    """Serves the fake executor. `step_s` is the duration of a step, so that a test can act in between."""
 
     def __init__(self, vocab_size: int, step_s: float = 0.001) -> None:
         self._description = pb.DescribeResponse(

@@ -1,4 +1,4 @@
-"""An engine whose tokens a test writes, with the interface and promises of `scheduler.engine.engine.Engine`."""
+"""An engine whose tokens a test writes, with the interface and guarantees of `scheduler.engine.engine.Engine`."""
 
 import asyncio
 from collections.abc import Callable
@@ -37,7 +37,7 @@ MODEL = ModelDescription(
 
 @dataclass
 class Submitted:
-    """A request in the engine's hands. `done` holds the indices that have ended."""
+    """A request that the engine has. `done` holds the indices of the sequences that have ended."""
 
     request: Request
     sink: Sink
@@ -56,8 +56,9 @@ class Submitted:
         return self
 
     def emit(self, token_ids: list[int], index: int = 0) -> None:
-        """One call a token, as the engine does; none to a sequence that has ended. With the log-probabilities that the
-        request wants, all of them made up.
+        """Sends tokens to the sink one by one, like the engine, with made-up log-probabilities if they were requested.
+
+        Does nothing if the sequence has ended.
         """
         num_logprobs = self.request.params.num_logprobs
         for token_id in token_ids:
@@ -73,7 +74,7 @@ class Submitted:
             self.sink.finished(index, reason, num_preemptions)
 
     def emit_beams(self, beams: list[tuple[list[int], float]]) -> None:
-        """The whole result of a beam search at once, as the engine tells it."""
+        """Sends the whole result of a beam search at once, like the engine."""
         for index, (token_ids, score) in enumerate(beams):
             self.done.add(index)
             self.sink.tokens(index, token_ids)
@@ -81,7 +82,7 @@ class Submitted:
 
 
 def made_up_logprobs(token_id: int, num_logprobs: int) -> TokenLogprobs:
-    """Different for each token, and exact in float32."""
+    """Returns log-probabilities that differ for each token and are exact in float32."""
     top = list(range(1, num_logprobs))
     return TokenLogprobs(
         [token_id, *top], [-token_id / 8, *(-rank / 4 for rank in top)], [token_id + 1, *range(1, num_logprobs)]
@@ -89,7 +90,7 @@ def made_up_logprobs(token_id: int, num_logprobs: int) -> TokenLogprobs:
 
 
 class FakeEngine:
-    """`submitted` grows with each request; `refusal`, if set, is raised instead."""
+    """A fake engine. `submitted` has all requests; `refusal`, if set, is raised instead of accepting one."""
 
     def __init__(self, model: ModelDescription | None = MODEL) -> None:
         self._model = model
@@ -206,7 +207,7 @@ class FakeEngine:
         self._model = replace(self.description, max_model_len=max_prompt_and_output)
 
     async def next_request(self) -> Submitted:
-        """The next of the requests that arrive, each once."""
+        """Returns the next request that was submitted; each is returned once."""
         return await asyncio.wait_for(self._arrived.get(), 30)
 
     def _check_idle(self) -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers of every kind, small enough to be trained while a test runs."""
+"""Tokenizers of every kind, small enough to be trained during a test."""
 
 import json
 
@@ -14,12 +14,18 @@ from tokenizers import (
 )
 
 TEXTS = [
-    "Once upon a time there was a small fox who lived near the old river.",
+    "Once upon a time there was a small fox that lived near the old river.",
     "the fox said: hello, hello! the river said nothing, nothing at all.",
     "你好,世界。从前有一只小狐狸。 こんにちは世界",
     "😀😃🎉 café naïve façade — “quotes” … ½ € 👩‍👩‍👧",
     "def f(x):\n    return x * 2\n\n\tprint(f(21))",
 ]
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
 
 
 def id_of(tokenizer: Tokenizer, token: str) -> int:
@@ -30,7 +36,7 @@ def id_of(tokenizer: Tokenizer, token: str) -> int:
 
 
 def byte_level() -> Tokenizer:
-    """As GPT-2, Llama 3 and Qwen: every token is a string of bytes, and many of the rare characters are split."""
+    """Returns a tokenizer like GPT-2, Llama 3 and Qwen: tokens are bytes, and many rare characters are split."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -49,7 +55,10 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(*, strip: bool = True) -> Tokenizer:
-    """As Llama 2 and Mistral (`strip`) or Gemma: `▁` for spaces, and a byte token for each byte of a rare character."""
+    """Returns a tokenizer like Llama 2 and Mistral (`strip`) or Gemma.
+
+    Spaces are `▁`, and each byte of a rare character is a byte token.
+    """
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     trained.normalizer = normalizers.Replace(" ", "▁")
     trainer = trainers.BpeTrainer(
@@ -77,7 +86,7 @@ def sentencepiece(*, strip: bool = True) -> Tokenizer:
 
 
 def metaspace(prepend_scheme: str = "always") -> Tokenizer:
-    """As T5 and XLM-R: Unigram with `▁`."""
+    """Returns a tokenizer like T5 and XLM-R: Unigram with `▁`."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend_scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=prepend_scheme)
@@ -89,7 +98,7 @@ def metaspace(prepend_scheme: str = "always") -> Tokenizer:
 
 
 def wordpiece() -> Tokenizer:
-    """As BERT: a kind that is decoded over a window."""
+    """Returns a tokenizer like BERT, which is decoded over a window."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(cleanup=False)

@@ -1,12 +1,13 @@
-"""A response stream and the engine's side of it, over a small tokenizer."""
+"""A response stream with a small tokenizer, and the engine's side of it."""
 
 import asyncio
 from typing import Any
 
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason
-from scheduler.requests.response_stream import ResponseStream, StreamSettings
-from scheduler.requests.write_queue import Turnstile
+from scheduler.requests.response_stream import ResponseStream
+from scheduler.requests.stream_settings import StreamSettings
+from scheduler.requests.write_queue import WriteQueue
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.text.detokenizer import Vocabulary
 from tests.support.scheduler import small_tokenizers
@@ -22,11 +23,11 @@ def ids(text: str) -> list[int]:
 
 
 class Rig:
-    """A stream, and the engine's side of it. `stop` ends a sequence at once, as the engine does."""
+    """A stream and the engine's side of it. A stopped sequence ends at once, as in the engine."""
 
     def __init__(self, **settings: Any) -> None:
         self.metrics = SchedulerMetrics()
-        turnstile = settings.pop("turnstile", None) or Turnstile()
+        write_queue = settings.pop("write_queue", None) or WriteQueue()
         num_sequences = settings.get("num_sequences", 1)
         self.stops: list[int] = []
         self.stream = ResponseStream(
@@ -34,7 +35,7 @@ class Rig:
             VOCABULARY.detokenizer,
             self._stop,
             self.metrics.request(num_sequences, self.metrics.clock()),
-            turnstile,
+            write_queue,
         )
 
     def _stop(self, index: int) -> None:
@@ -51,16 +52,16 @@ class Rig:
             self.stream.finished(index, reason, 0)
         return self
 
-    async def messages(self, received: list[wire.GenerateResponse] | None = None) -> list[wire.GenerateResponse]:
-        """All of them, in `received` if given: there they are after an error, too."""
+    async def messages(self, received: list[pb.GenerateResponse] | None = None) -> list[pb.GenerateResponse]:
+        """Returns all messages. They are also in `received` if it is given, even after an error."""
         received = [] if received is None else received
         async for message in self.stream.messages():
             received.append(message)
         return received
 
 
-async def read_now_and_then(rig: Rig, token_ids: list[int], reads: list[bool]) -> list[wire.GenerateResponse]:
-    """Samples the tokens one by one; where `reads` says so, the reader has its turn before the next. All messages."""
+async def read_now_and_then(rig: Rig, token_ids: list[int], reads: list[bool]) -> list[pb.GenerateResponse]:
+    """Emits the tokens one by one, and lets the reader run after those where `reads` is true. Returns all messages."""
     num_logprobs = rig.stream._settings.num_logprobs
     reader = asyncio.create_task(rig.messages())
     for token_id, is_read in zip(token_ids, reads, strict=False):
@@ -80,9 +81,9 @@ def started_rig(**settings: Any) -> Rig:
     return rig
 
 
-def text_of(messages: list[wire.GenerateResponse], index: int = 0) -> str:
+def text_of(messages: list[pb.GenerateResponse], index: int = 0) -> str:
     return "".join(m.delta.text for m in messages if m.HasField("delta") and m.delta.index == index)
 
 
-def tokens_of(messages: list[wire.GenerateResponse], index: int = 0) -> list[int]:
+def tokens_of(messages: list[pb.GenerateResponse], index: int = 0) -> list[int]:
     return [i for m in messages if m.HasField("delta") and m.delta.index == index for i in m.delta.token_ids]

@@ -1,37 +1,43 @@
-"""A scheduler whose executor answers when told to, and whose metrics count steps instead of seconds.
+"""A scheduler whose executor answers when the test says so, and whose metrics count steps instead of seconds.
 
-All of it is real but the executor. The pool has 8 blocks of 4 tokens; `Theatre.added` says what every counter and
-histogram has gained since it was asked last.
+Everything but the executor is real. The pool has 8 blocks of 4 tokens. `ScriptedEngine.added` returns what the counters
+and histograms have gained since the previous call.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from quire.v1 import generation_pb2 as wire
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import QuireError, StepPlan
 from scheduler.engine.engine import Engine
 from scheduler.requests.generation_defaults import GenerationDefaults
-from scheduler.requests.incoming import IncomingRequest, Sampling, Stopping
 from scheduler.requests.intake import Intake, ServedModel
+from scheduler.requests.request_fields import RequestFields
 from scheduler.telemetry.metrics import SchedulerMetrics
+from scheduler.telemetry.request_observer import Caller
 from scheduler.text.checkpoint import Checkpoint
 from scheduler.text.tokenizer import Tokenizer
 from tests.support.scheduler.engine_rig import engine_options
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient, FakeStream
+from tests.support.waiting import until
 
 NUM_BLOCKS = 8
 VOCABULARY = range(DESCRIPTION.vocab_size)
 
 Counts = dict[str, float]
 
+SEED_1: Mapping[str, Any] = {"seed": 1}
+IGNORE_EOS: Mapping[str, Any] = {"ignore_eos": True}
+
 
 class SteppedClient(FakeClient):
-    """Its executor computes a plan at once, and keeps the result until `step`."""
+    """A client whose executor computes plans at once; `held` keeps the results until `ScriptedEngine.step`."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -52,6 +58,8 @@ class SteppedClient(FakeClient):
 
 
 class SteppedStream(FakeStream):
+    """A plan stream that computes each plan when it is sent, and delivers its result at the next step."""
+
     async def send(self, plan: StepPlan) -> None:
         result = self.executor.execute(plan)
         client = self._client
@@ -61,15 +69,15 @@ class SteppedStream(FakeStream):
 
 @dataclass
 class Client:
-    """Takes every message at once. `error` is what ended its stream, if not its end."""
+    """A client that reads every message at once. `error` is the error that ended its stream, if any."""
 
     task: asyncio.Task[None] | None = None
-    messages: list[wire.GenerateResponse] = field(default_factory=list)
+    messages: list[pb.GenerateResponse] = field(default_factory=list)
     error: QuireError | None = None
 
     @property
     def token_ids(self) -> dict[int, list[int]]:
-        """By sequence."""
+        """The received token ids of each sequence."""
         found: dict[int, list[int]] = {}
         for message in self.messages:
             if message.HasField("delta"):
@@ -77,7 +85,7 @@ class Client:
         return found
 
 
-class Theatre:
+class ScriptedEngine:
     """The scheduler, its executor, and its clients."""
 
     def __init__(self, client: SteppedClient, engine: Engine, intake: Intake, metrics: SchedulerMetrics) -> None:
@@ -94,16 +102,19 @@ class Theatre:
         max_tokens: int,
         *,
         deadline_s: float | None = None,
-        sampling: Sampling = Sampling(seed=1),  # noqa: B008  (a frozen value)
-        stopping: Stopping | None = None,
+        sampling: Mapping[str, Any] = SEED_1,
+        stopping: Mapping[str, Any] = IGNORE_EOS,
     ) -> Client:
-        stopping = replace(stopping or Stopping(ignore_eos=True), max_tokens=max_tokens)
-        incoming = IncomingRequest(token_ids=prompt, sampling=sampling, stopping=stopping)
+        """Sends a request, and returns its client."""
+        values = {"token_ids.ids": prompt}
+        values |= {f"sampling.{name}": value for name, value in sampling.items()}
+        values |= {f"stopping.{name}": value for name, value in stopping.items()}
+        fields = RequestFields(values | {"stopping.max_tokens": max_tokens})
         client = Client()
 
         async def take() -> None:
             try:
-                async with self.intake.open(incoming, deadline_s) as stream:
+                async with self.intake.open(fields, Caller(), deadline_s) as stream:
                     async for message in stream.messages():
                         client.messages.append(message)
             except QuireError as error:
@@ -113,11 +124,12 @@ class Theatre:
         return client
 
     async def quiet(self) -> None:
-        """Until nobody has anything to do, but for what is held: no thread and no socket takes part."""
+        """Returns when nothing can happen before the next step; no thread or socket takes part."""
         for _ in range(200):
             await asyncio.sleep(0)
 
     async def step(self, times: int = 1) -> None:
+        """Delivers the result of the oldest plan, and lets the scheduler react; the clock advances by 1 s."""
         await self.quiet()
         for _ in range(times):
             assert self.client.held, "no plan is out"
@@ -126,6 +138,7 @@ class Theatre:
             await self.quiet()
 
     async def leave(self, client: Client) -> None:
+        """Disconnects a client."""
         assert client.task is not None
         client.task.cancel()
         with suppress(asyncio.CancelledError):
@@ -133,15 +146,14 @@ class Theatre:
         await self.quiet()
 
     async def lose_executor(self) -> None:
-        """And have it back, after the engine's pause."""
+        """Loses the executor, and returns when the engine has connected to it again."""
         epoch = self.engine.core.epoch if self.engine.core else 0
         self.client.lose()
-        while self.engine.core is None or self.engine.core.epoch == epoch:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: self.engine.core is not None and self.engine.core.epoch != epoch)
         await self.quiet()
 
     def added(self) -> Counts:
-        """What has changed since the last call: counters, and counts and sums of histograms."""
+        """Returns what counters, and counts and sums of histograms, have gained since the last call."""
         now = self.counts()
         added = {name: value - self._seen.get(name, 0) for name, value in now.items()}
         self._seen = now
@@ -167,7 +179,7 @@ class Theatre:
 
 
 UNCOUNTED = "schedule_duration_seconds_sum"
-"""What the core really took: the only number here that is not decided by the script."""
+"""The time that the core really took: the only number that the script does not determine."""
 
 
 def short(name: str, labels: dict[str, str]) -> str:
@@ -176,7 +188,7 @@ def short(name: str, labels: dict[str, str]) -> str:
 
 
 def steps(*num_tokens: int) -> Counts:
-    """Plans of so many tokens each."""
+    """Counts of one plan for each number of tokens."""
     return {
         "step_batch_tokens_count": len(num_tokens),
         "step_batch_tokens_sum": sum(num_tokens),
@@ -185,7 +197,7 @@ def steps(*num_tokens: int) -> Counts:
 
 
 def prompt_tokens(num_tokens: int, num_cached: int = 0) -> Counts:
-    """Of requests that were started: looked up, and found or not; each counts once."""
+    """Counts of prompt tokens of started requests: each is looked up once, and found or not."""
     return {
         "prefix_cache_queries_tokens": num_tokens,
         "prefix_cache_hits_tokens": num_cached,
@@ -200,7 +212,7 @@ def times(name: str, *seconds: float) -> Counts:
 
 
 def total(*parts: Counts) -> Counts:
-    """Without what is nothing."""
+    """Returns the sums of the parts, without zeros."""
     counts: Counts = {}
     for part in parts:
         for name, value in part.items():
@@ -209,21 +221,21 @@ def total(*parts: Counts) -> Counts:
 
 
 @asynccontextmanager
-async def opened(checkpoint: Checkpoint) -> AsyncIterator[Theatre]:
+async def open_scripted_engine(checkpoint: Checkpoint) -> AsyncIterator[ScriptedEngine]:
     client = SteppedClient()
-    theatre: Theatre
-    metrics = SchedulerMetrics(clock=lambda: theatre.now_s)
+    scripted_engine: ScriptedEngine
+    metrics = SchedulerMetrics(clock=lambda: scripted_engine.now_s)
     engine = Engine(
         client, engine_options(max_in_flight=1, max_waiting_requests=2), on_plan=lambda _, *plan: metrics.planned(*plan)
     )
     metrics.engine = engine
     tokenizer = Tokenizer.load(checkpoint)
     model = ServedModel(tokenizer, None, GenerationDefaults(eos_token_ids=tuple(VOCABULARY)))
-    theatre = Theatre(client, engine, Intake(engine, model, metrics), metrics)
+    scripted_engine = ScriptedEngine(client, engine, Intake(engine, model, metrics), metrics)
     running = asyncio.create_task(engine.run())
     await engine.described()
-    await theatre.quiet()
-    yield theatre
+    await scripted_engine.quiet()
+    yield scripted_engine
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
@@ -231,7 +243,7 @@ async def opened(checkpoint: Checkpoint) -> AsyncIterator[Theatre]:
 
 
 async def ended(client: Client) -> Client:
-    """With an error."""
+    """Waits for a client whose stream ends with an error."""
     assert client.task is not None
     await asyncio.wait_for(client.task, 30)
     assert client.error is not None

@@ -1,4 +1,4 @@
-"""Calls to the public service, and what their errors say."""
+"""Calls to the public service, and the details of their errors."""
 
 from typing import Any
 
@@ -8,23 +8,23 @@ import pytest
 from google.rpc.error_details_pb2 import BadRequest
 from google.rpc.status_pb2 import Status
 
-from quire.v1 import generation_pb2 as wire
-from tests.scheduler.conftest import Served
+from quire.v1 import generation_pb2 as pb
+from tests.support.scheduler.servers import Served
 
 
-def text_request(text: str = "hello", **fields: Any) -> wire.GenerateRequest:
-    return wire.GenerateRequest(text=text, **fields)
+def text_request(text: str = "hello", **fields: Any) -> pb.GenerateRequest:
+    return pb.GenerateRequest(text=text, **fields)
 
 
-async def collect(call: Any, received: list[wire.GenerateResponse] | None = None) -> list[wire.GenerateResponse]:
-    """All messages, in `received` if given: there they are after an error, too."""
+async def collect(call: Any, received: list[pb.GenerateResponse] | None = None) -> list[pb.GenerateResponse]:
+    """Returns all messages. They are also in `received` if it is given, even after an error."""
     received = [] if received is None else received
     async for message in call:
         received.append(message)
     return received
 
 
-async def failure(served: Served, request: wire.GenerateRequest, **options: Any) -> grpc.aio.AioRpcError:
+async def failure(served: Served, request: pb.GenerateRequest, **options: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await collect(served.generation.Generate(request, **options))
     return caught.value

@@ -1,0 +1,63 @@
+"""The limits that the validator holds requests to."""
+
+from dataclasses import dataclass
+
+from scheduler.core import CapacityExceeded
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits that do not depend on the model.
+
+    max_prompt_bytes           text, or all roles and contents of a chat, in UTF-8 before tokenisation
+    max_chat_messages          messages of a chat
+    max_request_id_bytes       the client's request id
+    max_cache_salt_bytes
+    max_num_stop               stop strings
+    max_stop_bytes             each stop string
+    max_num_stop_token_ids
+    max_beam_width             the model and max_num_seqs may allow less
+    max_length_penalty         absolute value; keeps a length to its power within a float
+    max_num_logprobs           most probable tokens reported with each token
+    max_num_logit_bias         entries of logit_bias
+    max_logit_bias             absolute value
+    max_num_allowed_token_ids
+    """
+
+    max_prompt_bytes: int = 2 * 2**20
+    max_chat_messages: int = 1024
+    max_request_id_bytes: int = 256
+    max_cache_salt_bytes: int = 256
+    max_num_stop: int = 16
+    max_stop_bytes: int = 256
+    max_num_stop_token_ids: int = 64
+    max_beam_width: int = 64
+    max_length_penalty: float = 10.0
+    max_num_logprobs: int = 20
+    max_num_logit_bias: int = 1024
+    max_logit_bias: float = 100.0
+    max_num_allowed_token_ids: int = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBounds:
+    """Bounds that come from the served model.
+
+    vocab_size                width of the logits; every token id is below it
+    max_num_seqs              sequences that can run at once
+    max_tokens_per_sequence   prompt and output together, as the model and the pool allow
+    has_chat_template
+    """
+
+    vocab_size: int
+    max_num_seqs: int
+    max_tokens_per_sequence: int
+    has_chat_template: bool = False
+
+    def check_capacity(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Raises CapacityExceeded if one sequence can never hold so many tokens."""
+        if num_prompt_tokens + num_output_tokens > self.max_tokens_per_sequence:
+            raise CapacityExceeded(
+                f"{num_prompt_tokens} prompt tokens and {num_output_tokens} of output are more than the "
+                f"{self.max_tokens_per_sequence} that one sequence can hold here"
+            )
