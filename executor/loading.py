@@ -20,7 +20,7 @@ from executor.memory.kv_pool import allocate_pool, choose_num_blocks, kv_bytes_p
 from executor.models.decoder import Decoder
 from executor.models.eager import EagerModel
 from executor.models.weights import expected_shapes, load_weights
-from executor.plans.limits import Limits, resolve_limits, resolve_max_model_len, resolve_max_num_seqs
+from executor.plans.limits import PlanLimits, resolve_limits, resolve_max_model_len, resolve_max_num_seqs
 from kernels import reference
 from kernels.memory import populate
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 """Tells a person what goes on."""
 
-MakeRunner = Callable[["Tensor", Limits, kernels.Progress], "ModelRunner | CudaRunner"]
+MakeRunner = Callable[["Tensor", PlanLimits, kernels.Progress], "ModelRunner | CudaRunner"]
 """Makes everything ready that a first step needs."""
 
 
@@ -115,7 +115,7 @@ def _make_runner(
     home: kernels.Kernels,
     shape: kernels.AttentionShape,
     pool: "Tensor",
-    limits: Limits,
+    limits: PlanLimits,
     progress: kernels.Progress,
 ) -> "ModelRunner":
     from executor.device.runner import ModelRunner  # loads numba, which a GPU host does without
@@ -124,7 +124,7 @@ def _make_runner(
     return ModelRunner(_model(decoder, home, pool, limits), limits)
 
 
-def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: Limits) -> "Model":
+def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: PlanLimits) -> "Model":
     """On the CPU a program of compiled kernels; with the reference kernels, one operation after the other."""
     if home is reference:
         return EagerModel(decoder, home, pool)
@@ -137,9 +137,10 @@ def _prepare_cuda(
     decoder: Decoder, shape: kernels.AttentionShape, max_num_seqs: int, max_model_len: int
 ) -> tuple["MakeRunner", int]:
     """Takes what a runner holds besides the pool, before the pool takes what is left; and how many bytes that is."""
-    from executor.cuda.loading import allocate_buffers, make_runner
+    from executor.cuda.buffers import StepBuffers
+    from executor.cuda.loading import make_runner
 
-    buffers = allocate_buffers(decoder, shape, max_num_seqs, max_model_len)
+    buffers = StepBuffers.allocate(decoder, shape, max_num_seqs, max_model_len, decoder.device)
     return partial(make_runner, decoder, shape, buffers), buffers.num_bytes
 
 

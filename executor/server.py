@@ -20,7 +20,7 @@ from executor.device.device import device_is_sane, prepare_compute_thread, resol
 from executor.device.device_thread import DeviceThread
 from executor.loading import LoadedModel
 from executor.metrics import Metrics
-from executor.plans import plan_wire as wire
+from executor.plans import plan_wire
 from executor.stream.servicer import ExecutorServicer
 from quire.addresses import AddressInUse, at_port
 from quire.executor.v1 import executor_pb2 as pb
@@ -118,7 +118,7 @@ class Server:
         self._ended.set()
 
     def _describe(self, epoch: int) -> pb.DescribeResponse:
-        return wire.description_to_message(
+        return plan_wire.description_to_message(
             self._model.runner.limits,
             incarnation=self._incarnation,
             model_name=self._model.model_name,

@@ -65,7 +65,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Echo:
+class Marker:
     """Nothing to run: the outcome is delivered once all work before it is done."""
 
     outcome: Failure | EndOfPlans
@@ -84,7 +84,7 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class LivenessProbe:
     """Do both threads move? `answered` is called on the results thread, once all work before it is done."""
 
     answered: Callable[[], None]
@@ -120,7 +120,7 @@ class DeviceThread:
         self._device_lost = device_lost
         self._idle_work = idle_work
         self._patience_s = _PATIENCE_S
-        self._work: queue.SimpleQueue[Step | Echo | Question | _Inspection | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[Step | Marker | LivenessProbe | _Inspection | None] = queue.SimpleQueue()
         self._results = ResultsThread()
         self._untold: Callable[[], None] | None = None
         self._is_stopping = False
@@ -135,7 +135,7 @@ class DeviceThread:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
-    def put(self, work: Step | Echo | Question) -> None:
+    def put(self, work: Step | Marker | LivenessProbe) -> None:
         self._work.put(work)
 
     def stop(self) -> None:
@@ -154,7 +154,7 @@ class DeviceThread:
         """Asks the threads whether they move, unless they owe an answer already. Call it now and then."""
         if self._asked_ns is None:
             self._asked_ns = time.monotonic_ns()
-            self.put(Question(self._answered))
+            self.put(LivenessProbe(self._answered))
 
     def silent_s(self) -> float:
         """For how long a question has been waiting without so much as a step's end meanwhile; 0 if none is waiting.
@@ -176,9 +176,9 @@ class DeviceThread:
             if isinstance(work, _Inspection):
                 if not self._survives(work.failure):
                     return
-            elif isinstance(work, Question):
+            elif isinstance(work, LivenessProbe):
                 self._results.put(work.answered)
-            elif isinstance(work, Echo):
+            elif isinstance(work, Marker):
                 self._results.put(partial(work.deliver, work.outcome))
             elif not self._is_stopping and work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
                 outcome = self._step(work, time.monotonic_ns(), idle_since_ns)
@@ -192,7 +192,7 @@ class DeviceThread:
                     self._results.put(partial(self._work.put, _Inspection(outcome)))
         self._tell()
 
-    def _next_work(self) -> Step | Echo | Question | _Inspection | None:
+    def _next_work(self) -> Step | Marker | LivenessProbe | _Inspection | None:
         """Waits for it. Between two steps of a busy time nothing else is begun: it would make the second one wait."""
         if self._work.empty():
             self._tell()

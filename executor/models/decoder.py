@@ -19,14 +19,14 @@ from kernels import Kernels
 class Rows:
     """What a step computes, on the device, one row a token.
 
-    token_ids[T], positions[T] int32; slot_mapping[T] int64, where each row's KV goes. sample_rows[num_samples] int64
+    token_ids[T], positions[T] int32; slot_mapping[T] int64, where each row's KV goes. logit_rows[num_samples] int64
     names the rows that logits are made of; None: all of them, in order.
     """
 
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    sample_rows: Tensor | None = None
+    logit_rows: Tensor | None = None
 
 
 class Attend(Protocol):
@@ -75,11 +75,11 @@ class Decoder:
         hidden = kernels.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             attended = self._attention(hidden, layer, rows, pool[index], self.config.windows[index], attend)
-            if index + 1 == len(layers) and rows.sample_rows is not None:
+            if index + 1 == len(layers) and rows.logit_rows is not None:
                 # Behind the last attention only the rows count that logits are made of: of a prompt one, or none.
-                if not len(rows.sample_rows):
+                if not len(rows.logit_rows):
                     return residual[:0]
-                attended, residual = attended[rows.sample_rows], residual[rows.sample_rows]
+                attended, residual = attended[rows.logit_rows], residual[rows.logit_rows]
             hidden = kernels.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
             hidden = layer.down(kernels.silu_multiply(layer.gate_up(hidden)))
             if index + 1 < len(layers):

@@ -16,6 +16,7 @@ number alone. Rows that change logits are taken apart; all others are looked at 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,5 +69,6 @@ def _choose(logits: Tensor, draw: Draw, wanted: NDArray[np.bool_] | np.bool_) ->
         return likeliest
     rows = np.flatnonzero(np.broadcast_to(wanted, len(logits)))
     token_ids = np.empty(len(logits), dtype=np.int32)
-    token_ids[rows] = cpu.sample(logits, rows, draw.temperatures, draw.top_ks, draw.top_ps, draw.min_ps, draw.uniforms)
+    columns: list[Any] = [*draw.params.arrays, draw.uniforms]  # in the order of the parameters of `sample`
+    token_ids[rows] = cpu.sample(logits, rows, *columns)
     return token_ids

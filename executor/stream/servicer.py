@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from executor.device.device_thread import DeviceThread, Echo, EndOfPlans, Failure, FailureKind, Question, Step
+from executor.device.device_thread import DeviceThread, EndOfPlans, Failure, FailureKind, LivenessProbe, Marker, Step
 from executor.errors import EpochRefused, PlanRejected
-from executor.plans import plan_wire as wire
+from executor.plans import plan_wire
 from executor.plans.plan import StepTimings
-from executor.stream.plan_stream import PlanStream
+from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
 
@@ -35,8 +35,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         self._describe = describe
         self._observe = observe
         self._last_epoch = 0
-        self._active: PlanStream | None = None
-        self._streams: set[PlanStream] = set()
+        self._active: PlanSession | None = None
+        self._streams: set[PlanSession] = set()
         self._is_shut_down = False
 
     async def Describe(  # noqa: N802  # the name of the rpc
@@ -50,7 +50,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         def answered() -> None:
             loop.call_soon_threadsafe(moved.set)
 
-        self._device.put(Question(answered))
+        self._device.put(LivenessProbe(answered))
         await moved.wait()
         return self._describe(self._last_epoch)
 
@@ -59,7 +59,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         request_iterator: AsyncIterator[pb.StepPlan],
         context: grpc.aio.ServicerContext[pb.StepPlan, pb.StepResult],
     ) -> AsyncIterator[pb.StepResult]:
-        stream = PlanStream(asyncio.get_running_loop())
+        stream = PlanSession(asyncio.get_running_loop())
         self._streams.add(stream)
         if self._is_shut_down:
             stream.fail(FailureKind.SHUTDOWN, "the executor is shutting down")
@@ -69,7 +69,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
                 if isinstance(outcome, Failure):
                     await context.abort(_STATUS[outcome.kind], outcome.message)
                 self._observe(outcome.timings)
-                yield wire.output_to_message(outcome)
+                yield plan_wire.output_to_message(outcome)
         finally:
             reader.cancel()
             self._streams.discard(stream)
@@ -82,7 +82,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         for stream in self._streams:
             stream.fail(FailureKind.SHUTDOWN, "the executor is shutting down")
 
-    async def _read_plans(self, messages: AsyncIterator[pb.StepPlan], stream: PlanStream) -> None:
+    async def _read_plans(self, messages: AsyncIterator[pb.StepPlan], stream: PlanSession) -> None:
         """Hands plans to the device thread until one is out of order or the scheduler has no more.
 
         Failures go through the device thread too, so that results of the plans before them come out first.
@@ -92,7 +92,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             async for message in messages:
                 arrived_ns = time.monotonic_ns()
                 await stream.room()
-                plan = wire.plan_from_message(message)
+                plan = plan_wire.plan_from_message(message)
                 stream.check_order(plan, self._last_epoch)
                 self._take_over(stream)
                 self._device.put(Step(plan, arrived_ns, stream.deliver))
@@ -100,9 +100,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             last = Failure(FailureKind.PLAN_REJECTED, str(error))
         except EpochRefused as error:
             last = Failure(FailureKind.EPOCH_REFUSED, str(error))
-        self._device.put(Echo(last, stream.deliver))
+        self._device.put(Marker(last, stream.deliver))
 
-    def _take_over(self, stream: PlanStream) -> None:
+    def _take_over(self, stream: PlanSession) -> None:
         """The stream that sent a plan in order has the device from now on."""
         if self._active is not stream:
             if self._active is not None:

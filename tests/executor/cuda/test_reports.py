@@ -133,7 +133,7 @@ def test_nobody_waits_for_who_asked_before(pair, checkpoint) -> None:
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="half precision on a GPU rounds otherwise")
 def test_prompts_in_pieces(pair, checkpoint, monkeypatch) -> None:
     monkeypatch.setattr("executor.sampling.logprobs._CHUNK", 307 * 2)
-    monkeypatch.setattr("executor.cuda.runner.MAX_NUMBERS", 307)
+    monkeypatch.setattr("executor.cuda.sampler.MAX_NUMBERS", 307)
     both, source = pair("llama"), checkpoint("llama")
     conductors = [Conductor(Finished(both.cuda)), Conductor(both.reference)]
     for conductor in conductors:

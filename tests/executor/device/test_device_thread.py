@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from executor.device.device_thread import DeviceThread, Echo, EndOfPlans, Failure, FailureKind, Outcome, Step
+from executor.device.device_thread import DeviceThread, EndOfPlans, Failure, FailureKind, Marker, Outcome, Step
 from executor.errors import PlanRejected
 from executor.plans.plan import StepOutput, StepPlan
 from tests.support.executor.fake_runner import FakeRunner
@@ -41,7 +41,7 @@ class Bench:
     def fence(self) -> list[Outcome]:
         """All outcomes so far."""
         end = EndOfPlans()
-        self.thread.put(Echo(end, self.outcomes.put))
+        self.thread.put(Marker(end, self.outcomes.put))
         outcomes = []
         while (outcome := self.outcomes.get(timeout=10)) is not end:
             outcomes.append(outcome)

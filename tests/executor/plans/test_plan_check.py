@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from executor.errors import PlanRejected
-from executor.plans.limits import Limits
+from executor.plans.limits import PlanLimits
 from executor.plans.plan import Admission, Fork, SequenceParams, StepPlan
 from executor.slots.slots import Slots
 from tests.support.executor.conductor import ints, tuples
 
-LIMITS = Limits(
+LIMITS = PlanLimits(
     vocab_size=100, max_model_len=20, block_size=4, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=12
 )
 PARAMS = SequenceParams(max_total_tokens=15)
@@ -240,7 +240,7 @@ def state(slots: Slots) -> dict[str, np.ndarray]:
     return {name: getattr(counters, name).copy() for name in names} | {
         "token_ids": slots.token_ids.copy(),
         "block_tables": slots.block_tables.copy(),
-        "temperatures": slots._sampling._temperatures.copy(),
+        "temperatures": slots._sampling._params.temperature.copy(),
         "seeds": slots._sampling._seeds.copy(),
     }
 

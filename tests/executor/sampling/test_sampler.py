@@ -8,7 +8,7 @@ import torch
 
 from executor.plans.plan import SequenceParams
 from executor.sampling.sampler import sample
-from executor.slots.sampling_table import Draw, SamplingTable
+from executor.slots.sampling_table import Draw, SamplingColumns, SamplingTable
 from tests.support.executor.conductor import ints
 
 NUM_DRAWS = 20_000
@@ -18,10 +18,12 @@ def draw(num_rows: int, *, seed: int = 0, banned=(), **params: float) -> Draw:
     """The same parameters for all rows, evenly random uniforms."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
     return Draw(
-        temperatures=np.full(num_rows, values["temperature"], np.float32),
-        top_ks=np.full(num_rows, values["top_k"], np.int32),
-        top_ps=np.full(num_rows, values["top_p"], np.float32),
-        min_ps=np.full(num_rows, values["min_p"], np.float32),
+        params=SamplingColumns(
+            temperature=np.full(num_rows, values["temperature"], np.float32),
+            top_k=np.full(num_rows, values["top_k"], np.int32),
+            top_p=np.full(num_rows, values["top_p"], np.float32),
+            min_p=np.full(num_rows, values["min_p"], np.float32),
+        ),
         uniforms=np.random.default_rng(seed).random(num_rows, dtype=np.float32),
         banned=banned,
     )
@@ -93,7 +95,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
     assert sample(logits, draw(2, temperature=0.0)).tolist() == [1, 0]
     mixed = draw(2)
-    mixed.temperatures[0] = 0
+    mixed.params.temperature[0] = 0
     assert sample(logits.clone(), mixed)[0] == 1
 
 
@@ -135,20 +137,14 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     generator = np.random.default_rng(3)
     logits = torch.from_numpy(generator.normal(0, 2, (24, 600)).astype(np.float32))
     all_rows = draw(24)
-    all_rows.temperatures[:] = generator.choice([0.0, 0.7, 1.3], 24)
-    all_rows.top_ks[:] = generator.choice([0, 3, 300], 24)
-    all_rows.top_ps[:] = generator.choice([1.0, 0.5, 0.99], 24)
-    all_rows.min_ps[:] = generator.choice([0.0, 0.1], 24)
+    all_rows.params.temperature[:] = generator.choice([0.0, 0.7, 1.3], 24)
+    all_rows.params.top_k[:] = generator.choice([0, 3, 300], 24)
+    all_rows.params.top_p[:] = generator.choice([1.0, 0.5, 0.99], 24)
+    all_rows.params.min_p[:] = generator.choice([0.0, 0.1], 24)
     together = sample(logits.clone(), all_rows)
 
     def pick(rows: np.ndarray) -> np.ndarray:
-        part = Draw(
-            all_rows.temperatures[rows],
-            all_rows.top_ks[rows],
-            all_rows.top_ps[rows],
-            all_rows.min_ps[rows],
-            all_rows.uniforms[rows],
-        )
+        part = Draw(all_rows.params.take(rows), all_rows.uniforms[rows])
         return sample(logits[torch.from_numpy(rows)].clone(), part)
 
     assert np.concatenate([pick(np.array([row])) for row in range(24)]).tolist() == together.tolist()
@@ -162,9 +158,9 @@ def test_the_table_hands_out_what_was_set() -> None:
     table.copy_slots(ints(2), ints(0))
     table.set_seeds(ints(0), np.array([10], dtype=np.uint64))
     drawn = table.draw(ints(0, 2), ints(11, 12))
-    assert drawn.temperatures.tolist() == [0.5, 0.5]
-    assert drawn.top_ks.tolist() == [0, 0], "a top_k of the vocabulary or more cuts nothing"
-    assert (drawn.top_ps.tolist(), drawn.min_ps.tolist()) == ([0.25] * 2, [0.125] * 2)
+    assert drawn.params.temperature.tolist() == [0.5, 0.5]
+    assert drawn.params.top_k.tolist() == [0, 0], "a top_k of the vocabulary or more cuts nothing"
+    assert (drawn.params.top_p.tolist(), drawn.params.min_p.tolist()) == ([0.25] * 2, [0.125] * 2)
     assert [(row, sorted(ids.tolist())) for row, ids in drawn.banned] == [(0, [3, 4, 5])]
     assert drawn.uniforms[0] != table.draw(ints(2), ints(11)).uniforms[0]
     assert table.end_reasons(ints(0, 2, 0, 2), ints(3, 5, 6, 6), ints(30, 30, 29, 30)).tolist() == [

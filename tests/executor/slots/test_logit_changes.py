@@ -243,21 +243,13 @@ def test_greedy_rows_beside_changed_ones(monkeypatch) -> None:
         monkeypatch.setattr(sampler, "_CHUNK", size)
         for temperature in (0.0, 1.0):
             mixed = draw(24, temperature=temperature)
-            mixed.temperatures[::12] = 0
+            mixed.params.temperature[::12] = 0
             own = SamplingTable(24, VOCAB_SIZE).draw(slots, slots, table.of(slots))
-            both = type(mixed)(
-                mixed.temperatures, mixed.top_ks, mixed.top_ps, mixed.min_ps, mixed.uniforms, (), own.changes
-            )
+            both = replace(mixed, changes=own.changes)
             token_ids = sample(logits, both)
             assert token_ids[::12].tolist() == plain[::12].tolist()
             for row in range(24):
-                alone = type(mixed)(
-                    *(column[[row]] for column in (both.temperatures, both.top_ks, both.top_ps)),
-                    both.min_ps[[row]],
-                    both.uniforms[[row]],
-                    (),
-                    table.of(slots[[row]]),
-                )
+                alone = replace(both.unchanged(ints(row)), changes=table.of(slots[[row]]))
                 assert sample(logits[[row]], alone).tolist() == [token_ids[row]]
             assert torch.equal(logits, before)
 
@@ -282,8 +274,8 @@ def test_distribution_with_penalties_and_bias() -> None:
     table.set(0, params, ints(*history))
     plain = draw(num_draws, temperature=1.3, top_k=20, top_p=0.9)
     slots = np.zeros(num_draws, dtype=np.int32)
-    columns = (plain.temperatures, plain.top_ks, plain.top_ps, plain.min_ps, plain.uniforms)
-    token_ids = sample(torch.from_numpy(logits).repeat(num_draws, 1), type(plain)(*columns, (), table.of(slots)))
+    drawn = replace(plain, changes=table.of(slots))
+    token_ids = sample(torch.from_numpy(logits).repeat(num_draws, 1), drawn)
     counts, possible = np.bincount(token_ids, minlength=vocab_size), expected > 0
     assert not counts[~possible].any()
     chi_square = ((counts - num_draws * expected)[possible] ** 2 / (num_draws * expected[possible])).sum()
@@ -302,8 +294,7 @@ def test_the_greatest_penalties_are_no_infinities() -> None:
     assert not changed.isposinf().any()
     for temperature in (0.0, 1.0, 1e-30):
         plain = draw(1, temperature=temperature)
-        columns = (plain.temperatures, plain.top_ks, plain.top_ps, plain.min_ps, plain.uniforms)
-        assert sample(torch.ones(1, 8), type(plain)(*columns, (), changes))[0] in (1, 2)
+        assert sample(torch.ones(1, 8), replace(plain, changes=changes))[0] in (1, 2)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())

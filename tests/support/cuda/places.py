@@ -9,7 +9,8 @@ import torch
 
 from executor.config import ExecutorConfig
 from executor.cuda.accelerator import accelerator_for
-from executor.cuda.runner import CudaRunner, StepBuffers
+from executor.cuda.buffers import StepBuffers
+from executor.cuda.runner import CudaRunner
 from executor.loading import load_model
 from executor.models.decoder import Decoder
 from kernels import AttentionShape

@@ -219,6 +219,6 @@ class LogitsRecorder:
         self.last: torch.Tensor | None = None
         runner.model = self  # type: ignore[assignment]
 
-    def forward(self, batch: object, block_tables: object) -> torch.Tensor:
-        self.last = self._model.forward(batch, block_tables).clone()  # type: ignore[arg-type]
+    def forward(self, step: object, rows: object, block_tables: object) -> torch.Tensor:
+        self.last = self._model.forward(step, rows, block_tables).clone()  # type: ignore[arg-type]
         return self.last.clone()

@@ -10,13 +10,13 @@ import torch
 
 from executor.errors import PlanRejected
 from executor.loading import LoadedModel
-from executor.plans.limits import Limits
+from executor.plans.limits import PlanLimits
 from executor.plans.plan import StepOutput, StepPlan, StepTimings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIMITS = Limits(
+LIMITS = PlanLimits(
     vocab_size=100, max_model_len=64, block_size=4, num_blocks=33, max_num_seqs=4, max_num_batched_tokens=32
 )
 

@@ -14,7 +14,7 @@ from executor.plans.plan import StepPlan
 _WINDOW = 16
 
 
-class PlanStream:
+class PlanSession:
     """epoch is 0 until the first plan."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
