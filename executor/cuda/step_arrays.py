@@ -28,7 +28,7 @@ class TokenEnds(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class AdmittedSlots(Generic[A]):
-    """slots[n] int64, states[n, STATE_FIELDS] int32, and table[m, 3] int32 (slot, logical block, physical block)."""
+    """Admitted slots: slots[n] int64, states[n, STATE_FIELDS] int32, and tables[m, 3] int32 like `table_updates`."""
 
     slots: A
     states: A
@@ -38,7 +38,7 @@ class AdmittedSlots(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class BranchedSlots(Generic[A]):
-    """slots[n] and parents[n] int64, token_ids[n] int32."""
+    """Branched slots: slots[n] and parents[n] int64, token_ids[n] int32."""
 
     slots: A
     parents: A
@@ -47,7 +47,7 @@ class BranchedSlots(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class ForkedSlots(Generic[A]):
-    """parents[n] and children[n] int64."""
+    """Forked slots: parents[n] and children[n], int64."""
 
     parents: A
     children: A
@@ -71,7 +71,7 @@ class MixedRows(Generic[A]):
 
 @dataclass(frozen=True, slots=True)
 class SamplingArrays(Generic[A]):
-    """How rows are sampled, as far as their slots do not say it.
+    """The sampling parameters of rows that are not in their slots.
 
     banned[n] int64: rows too short to end, whose end ids get -inf; None: there are none.
     uniforms[R] float32: None if all rows are greedy.

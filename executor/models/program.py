@@ -1,16 +1,16 @@
-"""A decoder as one program of CPU kernels: a step is a few numbers written, and one call.
+"""A decoder as one program of CPU kernels: a step writes a few numbers and makes one call.
 
-The layers are those of `executor.models.decoder`, over buffers that are allocated once for the largest step::
+The layers are those of `executor.models.decoder`, on buffers that are allocated once for the largest step::
 
     residual[T, H] ─ norm → hidden[T, H] ─ qkv → fused[T, Hq + 2 Hkv, D] ─ rotate, store → KV pool
                                                       └ attention → attended[T, Hq, D] ─ output → hidden
     residual += hidden, norm → hidden ─ gate and up → gate_up[T, 2 I] ─ silu · → activated[T, I] ─ down → hidden
 
-Behind the last attention only the rows count that logits are made of: of a prompt one, or none. They are taken out
-there, and the rest of that layer is theirs alone.
+After the last attention only the logit rows matter: one of a prompt, or none. They are copied to other buffers, and the
+rest of that layer is computed for them alone.
 
-Only pages that a step writes are taken from the system: nearly all steps make logits of one row a sequence, and those
-that score a prompt of all its rows.
+The system provides pages only when a step writes them. Nearly all steps make logits of one row per sequence; steps that
+score a prompt make logits of all its rows.
 """
 
 import math
@@ -83,7 +83,7 @@ class ProgramModel:
         return buffers.logits[:num_logits]
 
     def copy_blocks(self, copies: Ints) -> None:
-        """copies[n, 2]: (source, destination)."""
+        """Copies whole blocks of all layers. copies[n, 2]: (source, destination)."""
         sources, destinations = torch.from_numpy(np.ascontiguousarray(copies.T, dtype=np.int64))
         cpu.copy_blocks(self.pool, sources, destinations)
 
@@ -113,7 +113,7 @@ class _Inputs:
 
 
 class _Buffers:
-    """What passes from job to job. Sizes are those of the largest step."""
+    """The arrays that pass from job to job, sized for the largest step."""
 
     def __init__(self, decoder: Decoder, max_num_rows: int, max_num_seqs: int) -> None:
         config, dtype = decoder.config, decoder.dtype
@@ -135,7 +135,7 @@ class _Buffers:
         self.arrivals = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int64)
 
     def reserve_parts(self, num_sequences: int, max_chunks: int) -> None:
-        """For attention over contexts of several chunks; grows by doubling, as contexts do."""
+        """Makes room for attention over contexts of several chunks. Grows to twice what is needed, as contexts grow."""
         num_numbers = num_sequences * max_chunks * math.prod(self._part_shape) if max_chunks > 1 else 0
         if self.parts.numel() < num_numbers:
             self.parts = zeros((2 * num_numbers,), torch.float32)
@@ -177,7 +177,7 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
 class _Builder:
     """Appends jobs to a program, each on buffers of the model.
 
-    attended  what attention has made of the rows that go on
+    attended  output of attention for the rows that are computed further
     """
 
     def __init__(self, decoder: Decoder, buffers: _Buffers) -> None:
@@ -190,11 +190,11 @@ class _Builder:
         self._storage = storage_of(decoder.dtype)
 
     def embed(self, embedding: Tensor) -> None:
-        """residual = the embeddings of the tokens."""
+        """Sets residual to the embeddings of the tokens."""
         self._take(embedding, self._residual)
 
     def keep_logit_rows(self) -> None:
-        """From here on there are only the rows that logits are made of, as the first ones of other buffers."""
+        """Copies the logit rows to other buffers. All jobs after this compute these rows alone."""
         self._part = _LOGITS
         self._take(self.attended, self._buffers.kept_attended)
         self._take(self._residual, self._buffers.kept_residual)
@@ -204,7 +204,7 @@ class _Builder:
         self.program.add(take_kernel(), TAKE_JOB, self._part, **take_fields(source, out))
 
     def norm(self, added: Tensor | None, weight: Tensor) -> None:
-        """residual += added; hidden is its norm."""
+        """Adds `added` to residual, and sets hidden to the norm of the sum."""
         x, residual = (self._residual, None) if added is None else (added, self._residual)
         self._norm(self._part, x, residual, weight, self._buffers.hidden)
 
@@ -213,13 +213,13 @@ class _Builder:
         self.program.add(norm_kernel(self._storage), NORM_JOB, part, **fields)
 
     def linear(self, x: Tensor, layer: Linear, out: Tensor) -> None:
-        """out = the layer of x."""
+        """Sets out to the layer's output for x."""
         if not isinstance(layer, PackedLinear):
             raise TypeError("a program multiplies packed weights")
         self.program.add(layer.kernel(self._decoder.dtype), LINEAR_JOB, self._part, **layer.fields(x, out))
 
     def attend(self, layer: LayerWeights, kv: Tensor, window: int) -> None:
-        """Rotates what `fused` holds, stores keys and values, and attends: `attended`."""
+        """Rotates queries and keys in `fused`, stores keys and values, and attends into `attended`."""
         config, buffers = self._decoder.config, self._buffers
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         query, key, value = torch.split(buffers.fused, heads, dim=1)
@@ -235,6 +235,6 @@ class _Builder:
         self.program.add(attend_kernel(), ATTENTION_JOB, _ROWS, **attended)
 
     def activate(self) -> None:
-        """activated = silu(gate) * up."""
+        """Sets activated to silu(gate) * up."""
         fields = silu_fields(self._buffers.gate_up, self._buffers.activated)
         self.program.add(silu_kernel(self._storage), SILU_JOB, self._part, **fields)

@@ -62,12 +62,12 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to sample one token from each row of logits.
+    """Everything needed to sample one token from each row of logits.
 
     params        [num_rows]
-    uniforms      [num_rows] in [0, 1), one for the choice of each row; any numbers if all rows are greedy
+    uniforms      [num_rows] in [0, 1), one for each row; any numbers if all rows are greedy
     banned        (row, token ids) whose logits are -inf
-    changes       of the logits of some rows, made before any token is banned
+    changes       changes to the logits of some rows, made before any token is banned
     """
 
     params: SamplingColumns

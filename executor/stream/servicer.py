@@ -15,7 +15,7 @@ from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
 
 Describe = Callable[[int], pb.DescribeResponse]
-"""The description, given the highest epoch so far."""
+"""Returns the description of this executor, given the highest epoch so far."""
 
 _STATUS = {
     FailureKind.PLAN_REJECTED: grpc.StatusCode.INVALID_ARGUMENT,
@@ -27,10 +27,10 @@ _STATUS = {
 
 
 class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
-    """One stream at a time has the device: the one with the highest epoch."""
+    """Serves plan streams. The stream with the highest epoch has the device."""
 
     def __init__(self, device: DeviceThread, describe: Describe, observe: Callable[[StepTimings], None]) -> None:
-        """observe: called with the timings of each step, on the event loop."""
+        """Calls `observe` with the timings of each step, on the event loop."""
         self._device = device
         self._describe = describe
         self._observe = observe
@@ -44,14 +44,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         request: pb.DescribeRequest,
         context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.DescribeResponse],
     ) -> pb.DescribeResponse:
-        """Answered when the device thread comes to it: an executor that hangs does not say that it is there."""
-        loop, moved = asyncio.get_running_loop(), asyncio.Event()
+        """Answers when the device thread reaches the request, so an executor that hangs does not answer."""
+        loop, has_answered = asyncio.get_running_loop(), asyncio.Event()
 
         def answered() -> None:
-            loop.call_soon_threadsafe(moved.set)
+            loop.call_soon_threadsafe(has_answered.set)
 
         self._device.put(LivenessProbe(answered))
-        await moved.wait()
+        await has_answered.wait()
         return self._describe(self._last_epoch)
 
     async def Run(  # noqa: N802
@@ -77,15 +77,15 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
                 self._active = None
 
     def shut_down(self) -> None:
-        """Ends every stream; new ones end at once."""
+        """Ends all streams. New streams end at once."""
         self._is_shut_down = True
         for stream in self._streams:
             stream.fail(FailureKind.SHUTDOWN, "the executor is shutting down")
 
     async def _read_plans(self, messages: AsyncIterator[pb.StepPlan], stream: PlanSession) -> None:
-        """Hands plans to the device thread until one is out of order or the scheduler has no more.
+        """Passes plans to the device thread until one is out of order or the scheduler has sent the last one.
 
-        Failures go through the device thread too, so that results of the plans before them come out first.
+        Failures pass through the device thread too, so that the results of earlier plans come first.
         """
         last: Failure | EndOfPlans = EndOfPlans()
         try:
@@ -103,7 +103,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         self._device.put(Marker(last, stream.deliver))
 
     def _take_over(self, stream: PlanSession) -> None:
-        """The stream that sent a plan in order has the device from now on."""
+        """Gives the device to a stream that has sent a plan in order."""
         if self._active is not stream:
             if self._active is not None:
                 self._active.fail(FailureKind.TAKEN_OVER, f"epoch {stream.epoch} took over")

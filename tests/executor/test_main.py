@@ -77,7 +77,7 @@ def test_a_process_whose_device_hangs_ends_with_its_traces(checkpoint) -> None:
     finally:
         process.kill()
     assert process.returncode == EXIT_DEVICE_LOST
-    assert "this executor hangs, and ends" in errors
+    assert "this executor hangs and exits" in errors
     assert "in hang" in errors
 
 

@@ -99,7 +99,7 @@ def test_plans_are_launched_before_a_result_is_there(bench, checkpoint) -> None:
     while len(bench.runner._launched) < 3:
         assert bench.thread.is_alive
     assert bench.outcomes.empty()
-    bench.thread.look()
+    bench.thread.probe()
     assert bench.thread.silent_s() > 0
     bench.device.gate.set()
     for plan in own:

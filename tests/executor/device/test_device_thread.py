@@ -176,16 +176,16 @@ def test_a_rejected_plan_does_not_question_the_device(bench) -> None:
 
 
 def test_a_thread_that_hangs_is_silent(bench) -> None:
-    bench.thread.look()
+    bench.thread.probe()
     bench.fence()
     assert bench.thread.silent_s() == 0, "idle, and answers"
     bench.runner.gate.clear()
     bench.put(1, 1)
     assert bench.thread.silent_s() == 0, "nobody asks"
-    bench.thread.look()
+    bench.thread.probe()
     before_s = bench.thread.silent_s()
     while bench.thread.silent_s() <= before_s:
-        bench.thread.look()
+        bench.thread.probe()
     bench.runner.gate.set()
     bench.fence()
     assert bench.thread.silent_s() == 0
@@ -196,12 +196,12 @@ def test_silence_begins_anew_with_each_step(late) -> None:
     late.put(1, 1)
     late.put(1, 2)
     wait_until_launched(late, 2)
-    late.thread.look()
-    asked_ns = late.thread._asked_ns
+    late.thread.probe()
+    probed_ns = late.thread._probed_ns
     late.runner.gates[1].set()
     assert late.outcomes.get(timeout=10).step_id == 1
-    assert late.thread._asked_ns == asked_ns, "it waits for the second step"
-    assert late.thread.silent_s() < (time.monotonic_ns() - asked_ns) * 1e-9
+    assert late.thread._probed_ns == probed_ns, "it waits for the second step"
+    assert late.thread.silent_s() < (time.monotonic_ns() - probed_ns) * 1e-9
 
 
 class LateRunner(FakeRunner):
@@ -260,7 +260,7 @@ def test_launched_steps_leave_in_order(late) -> None:
 def test_an_unfinished_step_is_silent_too(late) -> None:
     late.put(1, 1)
     wait_until_launched(late, 1)
-    late.thread.look()
+    late.thread.probe()
     before_s = late.thread.silent_s()
     while late.thread.silent_s() <= before_s:
         pass
