@@ -1,4 +1,4 @@
-"""Random checkpoints and runners, made once a session."""
+"""Random checkpoints and runners, made once per session."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RandomCheckpoint]:
-    """By name of `checkpoints.FAMILIES`; made when first asked for."""
+    """Returns a function that makes the checkpoint of a name in `checkpoints.FAMILIES`, once for all tests."""
     made: dict[str, RandomCheckpoint] = {}
 
     def get(name: str) -> RandomCheckpoint:
@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Rand
 
 @pytest.fixture(scope="session")
 def make_runner() -> MakeRunner:
-    """A runner for a directory; settings are those of ExecutorConfig."""
+    """Returns a function that makes a runner for a directory, with settings of ExecutorConfig."""
 
     def make(directory: Path, **settings: Any) -> ModelRunner:
         defaults = {

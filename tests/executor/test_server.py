@@ -1,4 +1,4 @@
-"""The service over real gRPC: description, order, epochs, failures, takeovers, cuts."""
+"""The service over real gRPC: description, order, epochs, failures, takeovers and cut streams."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from executor.server import Server
 from quire.addresses import AddressInUse, with_port
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from tests.support.executor.conductor import ints
 from tests.support.executor.fake_runner import FakeRunner, loaded
 from tests.support.executor.messages import read
+from tests.support.executor.plan_driver import ints
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -58,7 +58,7 @@ def plan(epoch: int, step_id: int, **fields) -> pb.StepPlan:
 
 
 async def status(call) -> tuple[grpc.StatusCode, str]:
-    """How the call ended, once all results are read."""
+    """Reads all results and returns the status of the call."""
     with contextlib.suppress(grpc.aio.AioRpcError):
         while await asyncio.wait_for(call.read(), 10) is not grpc.aio.EOF:
             pass
@@ -106,7 +106,7 @@ async def test_an_old_epoch_is_refused(stub) -> None:
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert details == f"epoch {epoch} is old: the last one was 5"
     await first.write(plan(5, 2))
-    assert (await read(first)).step_id == 2, "the stream that has the device goes on"
+    assert (await read(first)).step_id == 2, "the stream that has the device continues"
     first.cancel()
 
 
@@ -120,8 +120,8 @@ async def test_an_old_epoch_is_refused(stub) -> None:
         ([(0, 1)], 0, "epoch 0 is old"),
     ],
 )
-async def test_plans_out_of_order(plans, num_results, complaint, stub, runner) -> None:
-    """Results of the plans before come out, then the stream ends."""
+async def test_plans_out_of_order_end_the_stream(plans, num_results, complaint, stub, runner) -> None:
+    """The results of earlier plans are delivered, and then the stream ends."""
     call = stub.Run()
     for epoch, step_id in plans:
         await call.write(plan(epoch, step_id))
@@ -181,7 +181,7 @@ async def test_a_newer_epoch_takes_over(stub, runner) -> None:
 
 
 async def test_takeover_while_a_step_runs(stub, runner) -> None:
-    """The old stream ends at once; what it still had queued is not run."""
+    """The old stream ends at once, and its queued plans are not run."""
     old, new = stub.Run(), stub.Run()
     await old.write(plan(1, 1))
     await read(old)
@@ -213,8 +213,8 @@ async def test_a_cut_stream_leaves_the_executor_serving(stub, runner, caplog) ->
     assert not caplog.records
 
 
-async def test_more_plans_than_the_window_holds(stub, runner) -> None:
-    """The executor stops reading, and nothing is lost."""
+async def test_plans_beyond_the_window_are_not_lost(stub, runner) -> None:
+    """The executor stops reading while the window is full."""
     runner.gate.clear()
     call = stub.Run()
     for step_id in range(1, 41):
@@ -224,7 +224,7 @@ async def test_more_plans_than_the_window_holds(stub, runner) -> None:
     call.cancel()
 
 
-async def test_a_device_that_hangs_describes_nothing(stub, runner) -> None:
+async def test_describe_is_not_answered_while_the_device_hangs(stub, runner) -> None:
     runner.gate.clear()
     call = stub.Run()
     await call.write(plan(1, 1))
@@ -237,7 +237,7 @@ async def test_a_device_that_hangs_describes_nothing(stub, runner) -> None:
     call.cancel()
 
 
-async def test_an_executor_that_hangs_for_long_ends(runner) -> None:
+async def test_an_executor_that_hangs_stops_serving(runner) -> None:
     server = Server(replace(CONFIG, step_timeout_s=0.1), loaded(runner))
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         call = ExecutorStub(channel).Run()
@@ -250,7 +250,7 @@ async def test_an_executor_that_hangs_for_long_ends(runner) -> None:
     runner.gate.set()
 
 
-async def test_an_idle_executor_never_ends_by_itself(runner) -> None:
+async def test_an_idle_executor_keeps_serving(runner) -> None:
     server = Server(replace(CONFIG, step_timeout_s=0.1), loaded(runner))
     await server.start()
     waiting = asyncio.create_task(server.wait())
@@ -262,7 +262,7 @@ async def test_an_idle_executor_never_ends_by_itself(runner) -> None:
 
 
 async def test_health_follows_the_device(channel, runner) -> None:
-    """NOT_SERVING while a step hangs, SERVING again after it."""
+    """The status is NOT_SERVING while a step hangs, and SERVING again afterwards."""
     server = Server(replace(CONFIG, step_timeout_s=0.2), loaded(runner))
     address = await server.start()
     waiting = asyncio.create_task(server.wait())
@@ -320,7 +320,7 @@ async def test_reflection(channel) -> None:
     assert {"quire.executor.v1.Executor", "grpc.health.v1.Health"} <= names
 
 
-async def test_a_taken_port(server, runner) -> None:
+async def test_a_port_in_use_is_reported(server, runner) -> None:
     second = Server(replace(CONFIG, listen_address=server.address), loaded(runner))
     with pytest.raises(AddressInUse, match=f"cannot listen on {server.address}"):
         await second.start()

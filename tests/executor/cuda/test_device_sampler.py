@@ -1,4 +1,4 @@
-"""Sampling on the device against `executor.sampling.sampler`, row by row."""
+"""Sampling on the device equals `executor.sampling.sampler` row by row."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from executor.plans.limits import PlanLimits
 from executor.plans.plan import Admission, SequenceParams, StepPlan
 from executor.sampling.sampler import sample as sample_on_host
 from executor.slots.sampling_table import SamplingTable
-from tests.support.cuda.places import DEVICE
-from tests.support.executor.conductor import ints
+from tests.support.cuda.runner_pair import DEVICE
+from tests.support.executor.plan_driver import ints
 
 NUM_ROWS, VOCAB_SIZE = 24, 700
 LIMITS = PlanLimits(
@@ -58,7 +58,7 @@ def logits_of(kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["random", "ties", "flat", "mostly -inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_equals_the_sampler_of_the_host(kind, dtype, monkeypatch) -> None:
+def test_tokens_equal_those_of_the_host_sampler(kind, dtype, monkeypatch) -> None:
     monkeypatch.setattr(device_sampler, "MAX_NUMBERS", 3 * VOCAB_SIZE)
     random = np.random.default_rng(11)
     logits = logits_of(kind).to(dtype)

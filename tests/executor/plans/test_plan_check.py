@@ -1,4 +1,4 @@
-"""Malformed plans: each is refused with a message that names the offence, and changes nothing."""
+"""Each malformed plan is rejected with a message that names the mistake, and changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from executor.errors import PlanRejected
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import Admission, Fork, SequenceParams, StepPlan
 from executor.slots.slots import Slots
-from tests.support.executor.conductor import ints, tuples
+from tests.support.executor.plan_driver import ints, tuples
 
 LIMITS = PlanLimits(
     vocab_size=100, max_model_len=20, block_size=4, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=12
@@ -186,7 +186,7 @@ BAD_PLANS = {
 
 
 @pytest.mark.parametrize("name", BAD_PLANS)
-def test_a_bad_plan_is_refused_and_changes_nothing(name, slots) -> None:
+def test_a_bad_plan_is_rejected_and_changes_nothing(name, slots) -> None:
     bad, message = BAD_PLANS[name]
     before = state(slots)
     with pytest.raises(PlanRejected) as rejection:
@@ -230,7 +230,7 @@ GOOD_PLANS = {
 
 
 @pytest.mark.parametrize("name", GOOD_PLANS)
-def test_a_good_plan_is_taken(name, slots) -> None:
+def test_a_good_plan_is_accepted(name, slots) -> None:
     slots.apply(GOOD_PLANS[name])
 
 
@@ -279,7 +279,7 @@ BAD_BRANCHES = {
 
 
 @pytest.mark.parametrize("name", BAD_BRANCHES)
-def test_a_bad_branch_is_refused_and_changes_nothing(name, group) -> None:
+def test_a_bad_branch_is_rejected_and_changes_nothing(name, group) -> None:
     bad, message = BAD_BRANCHES[name]
     before = state(group)
     with pytest.raises(PlanRejected) as rejection:
@@ -289,7 +289,7 @@ def test_a_bad_branch_is_refused_and_changes_nothing(name, group) -> None:
         np.testing.assert_array_equal(value, before[key], err_msg=key)
 
 
-def test_a_beam_at_the_models_length_cannot_branch(slots) -> None:
+def test_a_beam_of_max_model_len_cannot_branch(slots) -> None:
     long = replace(BEAM, max_total_tokens=20)
     for _ in range(2):
         slots.apply(
@@ -308,7 +308,7 @@ def test_a_beam_at_the_models_length_cannot_branch(slots) -> None:
 
 
 def test_branches_are_simultaneous(group) -> None:
-    """A beam goes on in two slots, one of them the other's; what is copied is what was there before."""
+    """A beam branches into two slots, one of which is another beam's; each copy is of the state before all branches."""
     group.apply(beams((2, 2, 41), (3, 2, 42), retired_slots=ints(3)))
     assert group.counters.row_count[2:].tolist() == [1, 1]
     group.advance()

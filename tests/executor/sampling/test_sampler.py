@@ -9,13 +9,13 @@ import torch
 from executor.plans.plan import SequenceParams
 from executor.sampling.sampler import sample
 from executor.slots.sampling_table import Draw, SamplingColumns, SamplingTable
-from tests.support.executor.conductor import ints
+from tests.support.executor.plan_driver import ints
 
 NUM_DRAWS = 20_000
 
 
 def draw(num_rows: int, *, seed: int = 0, banned=(), **params: float) -> Draw:
-    """The same parameters for all rows, evenly random uniforms."""
+    """Returns a draw with the same parameters for all rows and random uniforms."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
     return Draw(
         params=SamplingColumns(
@@ -32,7 +32,7 @@ def draw(num_rows: int, *, seed: int = 0, banned=(), **params: float) -> Draw:
 def expected_probabilities(
     logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """The definition in a few lines of float64, one cut after the other."""
+    """Returns the probabilities by definition: a few lines of float64, one cut after the other."""
     probabilities = np.exp((logits - logits.max()) / temperature)
     order = np.lexsort((np.arange(len(logits)), -logits))
     if top_k:
@@ -62,7 +62,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_distribution(name) -> None:
+def test_tokens_follow_the_distribution(name) -> None:
     logits = np.random.default_rng(5).normal(0, 1.6, 30).astype(np.float32)
     expected = expected_probabilities(logits.astype(np.float64), **CUTS[name])
     token_ids = sample(torch.from_numpy(logits).expand(NUM_DRAWS, 30).clone(), draw(NUM_DRAWS, **CUTS[name]))
@@ -71,7 +71,7 @@ def test_distribution(name) -> None:
     possible = expected > 0
     chi_square = ((counts - NUM_DRAWS * expected)[possible] ** 2 / (NUM_DRAWS * expected[possible])).sum()
     degrees = possible.sum() - 1
-    # The uniforms are fixed: this either holds or does not. Six standard deviations above the mean.
+    # Six standard deviations above the mean. The uniforms are fixed, so the outcome never varies.
     assert chi_square <= degrees + 6 * np.sqrt(2 * degrees)
 
 
@@ -108,7 +108,7 @@ def test_banned_tokens_are_never_sampled() -> None:
         assert 0 not in sample(logits.clone(), draw(500, banned=banned, **params))
 
 
-def test_nothing_allowed_still_gives_a_token_id() -> None:
+def test_rows_without_allowed_tokens_still_get_a_token_id() -> None:
     banned = ((0, ints(0, 1, 2)),)
     for params in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"top_k": 1}):
         assert 0 <= sample(torch.zeros(1, 3), draw(1, banned=banned, **params))[0] < 3
@@ -122,7 +122,7 @@ def test_extreme_temperatures(temperature) -> None:
         assert token_ids == {1} if temperature < 1 else token_ids <= {0, 1, 2}
 
 
-def test_nearly_all_of_a_large_vocabulary_can_be_likely() -> None:
+def test_flat_distributions_over_a_large_vocabulary() -> None:
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 0.1, (40, 5000)).astype(np.float32))
     token_ids = sample(logits.clone(), draw(40, top_p=0.95))
     for row, token_id in enumerate(token_ids):
@@ -133,7 +133,7 @@ def test_nearly_all_of_a_large_vocabulary_can_be_likely() -> None:
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:
-    """Rows with all kinds of parameters, alone and together, in any order."""
+    """Samples rows with all kinds of parameters alone and together, in any order."""
     generator = np.random.default_rng(3)
     logits = torch.from_numpy(generator.normal(0, 2, (24, 600)).astype(np.float32))
     all_rows = draw(24)
@@ -152,7 +152,7 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     assert pick(order).tolist() == together[order].tolist()
 
 
-def test_the_table_hands_out_what_was_set() -> None:
+def test_the_table_returns_what_was_set() -> None:
     table = SamplingTable(4, vocab_size=50)
     table.set(2, SequenceParams(30, 12, 0.5, 60, 0.25, 0.125, 9, ints(3), ints(4, 5)))
     table.copy_slots(ints(2), ints(0))

@@ -1,4 +1,4 @@
-"""A runner without a model: takes any plan, and fails or hangs on request."""
+"""A runner without a model that accepts any plan, and fails or hangs on request."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ LIMITS = PlanLimits(
 
 
 class FakeRunner:
-    """Every step samples one token: the step's id.
+    """A runner whose steps each sample one token: the step's id.
 
-    errors    by step id: raised instead
-    gate      steps wait here; open at first
+    errors    errors that steps raise instead, by step id
+    gate      steps wait for it; open at first
     entered   set by the first step
     """
 

@@ -1,4 +1,4 @@
-"""A little scheduler for tests: builds the plans that a runner is driven with, and checks results against its books."""
+"""A small scheduler for tests: makes the plans for a runner, and checks the results against its own state."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def tuples(width: int, *values: tuple[int, ...]) -> Ints:
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
-    """A sequence in a slot, as the conductor sees it."""
+class DrivenSequence:
+    """A sequence in a slot, as the driver knows it."""
 
     slot: int
     tokens: list[int]
@@ -47,15 +47,15 @@ class Seat:
         return min(self.max_chunk, len(self.tokens) - self.num_computed_tokens)
 
 
-class Conductor:
-    """Steps all its sequences together. Blocks are handed out in a random order."""
+class PlanDriver:
+    """Drives a runner with plans that step all sequences together. Blocks are assigned in random order."""
 
     def __init__(self, runner: ModelRunner, epoch: int = 1) -> None:
         self.runner = runner
         self.limits = runner.limits
         self.epoch = epoch
         self.step_id = 0
-        self.seats: list[Seat] = []
+        self.sequences: list[DrivenSequence] = []
         self.free_blocks = list(range(1, self.limits.num_blocks))
         random.Random(0).shuffle(self.free_blocks)
         self.free_slots = list(range(self.limits.max_num_seqs))
@@ -74,9 +74,9 @@ class Conductor:
         max_chunk: int = 1 << 20,
         prefix: list[int] | None = None,
         **params: object,
-    ) -> Seat:
-        """A sequence that generates `num_tokens`, from the next step on. prefix: blocks that hold its first tokens."""
-        seat = Seat(
+    ) -> DrivenSequence:
+        """Admits a sequence that generates `num_tokens` from the next step on. prefix: blocks of its first tokens."""
+        sequence = DrivenSequence(
             slot=self.free_slots.pop(0),
             tokens=list(prompt),
             num_prompt_tokens=len(prompt),
@@ -88,18 +88,20 @@ class Conductor:
             num_computed_tokens=len(prefix or []) * self.limits.block_size,
         )
         self._admissions.append(
-            Admission(seat.slot, ints(*prompt), seat.num_computed_tokens, ints(*seat.block_table), seat.params)
+            Admission(
+                sequence.slot, ints(*prompt), sequence.num_computed_tokens, ints(*sequence.block_table), sequence.params
+            )
         )
-        self.seats.append(seat)
-        return seat
+        self.sequences.append(sequence)
+        return sequence
 
-    def retire(self, seat: Seat, *, keep_blocks: bool = False) -> None:
-        """With the next step's plan; its slot and blocks can be used again from that plan on."""
-        self._retired.append(seat.slot)
-        self.free_slots.insert(0, seat.slot)
-        self.seats.remove(seat)
+    def retire(self, sequence: DrivenSequence, *, keep_blocks: bool = False) -> None:
+        """Retires a sequence with the next plan, in which its slot and blocks can be reused."""
+        self._retired.append(sequence.slot)
+        self.free_slots.insert(0, sequence.slot)
+        self.sequences.remove(sequence)
         if not keep_blocks:
-            self.free_blocks += seat.block_table
+            self.free_blocks += sequence.block_table
 
     def step(
         self,
@@ -107,23 +109,23 @@ class Conductor:
         forks: tuple[Fork, ...] = (),
         copies: tuple[tuple[int, int], ...] = (),
         more: StepPlan | None = None,
-        branches: tuple[tuple[Seat, Seat, int], ...] = (),
+        branches: tuple[tuple[DrivenSequence, DrivenSequence, int], ...] = (),
     ) -> StepOutput:
-        """One step of everybody, with only what changed in the plan. `more` replaces nothing but the table updates.
+        """Runs one step of all sequences with a plan of the changes. `more` adds its table updates to them.
 
-        branches: (beam, its parent, token); each gets copies of all of its parent's blocks.
+        branches: (beam, its parent, token). Each gets copies of all blocks of its parent.
         """
         updates, counts = self._branch(branches), []
         copies += tuple(self._copied)
-        for seat in self.seats:
-            count = seat.next_count
-            needed = -(-(seat.num_computed_tokens + count) // self.limits.block_size)
-            while len(seat.block_table) < needed:
-                seat.block_table.append(self.free_blocks.pop(0))
-                updates.append((seat.slot, len(seat.block_table) - 1, seat.block_table[-1]))
-            if count != seat.row_count:
-                seat.row_count = count
-                counts.append((seat.slot, count))
+        for sequence in self.sequences:
+            count = sequence.next_count
+            needed = -(-(sequence.num_computed_tokens + count) // self.limits.block_size)
+            while len(sequence.block_table) < needed:
+                sequence.block_table.append(self.free_blocks.pop(0))
+                updates.append((sequence.slot, len(sequence.block_table) - 1, sequence.block_table[-1]))
+            if count != sequence.row_count:
+                sequence.row_count = count
+                counts.append((sequence.slot, count))
         if more is not None:
             updates += [tuple(update) for update in more.table_updates.tolist()]
         self.step_id += 1
@@ -136,7 +138,7 @@ class Conductor:
             block_copies=tuples(2, *copies),
             row_counts=tuples(2, *counts),
             forks=forks,
-            branches=tuples(3, *((seat.slot, parent.slot, token_id) for seat, parent, token_id in branches)),
+            branches=tuples(3, *((sequence.slot, parent.slot, token_id) for sequence, parent, token_id in branches)),
         )
         self._retired, self._admissions = [], []
         output = self.runner.execute(plan)
@@ -146,41 +148,45 @@ class Conductor:
         self._commit(output, forks)
         return output
 
-    def beam_of(self, seat: Seat) -> Seat:
-        """A place for a branch of a beam, without tokens yet."""
-        beam = replace(seat, slot=self.free_slots.pop(0), tokens=[], block_table=[], row_count=0)
-        self.seats.append(beam)
+    def add_beam(self, sequence: DrivenSequence) -> DrivenSequence:
+        """Returns a new sequence for a branch of a beam, without tokens yet."""
+        beam = replace(sequence, slot=self.free_slots.pop(0), tokens=[], block_table=[], row_count=0)
+        self.sequences.append(beam)
         return beam
 
-    def _branch(self, branches: tuple[tuple[Seat, Seat, int], ...]) -> list[tuple[int, ...]]:
-        """Table updates."""
+    def _branch(self, branches: tuple[tuple[DrivenSequence, DrivenSequence, int], ...]) -> list[tuple[int, ...]]:
+        """Applies branches and returns their table updates."""
         updates, before = [], {parent.slot: replace(parent) for _, parent, _ in branches}
-        for seat, parent, token_id in branches:
+        for sequence, parent, token_id in branches:
             source = before[parent.slot]
-            self._released += seat.block_table
-            seat.tokens, seat.num_computed_tokens = [*source.tokens, token_id], source.num_computed_tokens
-            seat.block_table, seat.row_count = [self.free_blocks.pop(0) for _ in source.block_table], 1
-            self._copied += zip(source.block_table, seat.block_table, strict=True)
-            updates += [(seat.slot, index, block) for index, block in enumerate(seat.block_table)]
+            self._released += sequence.block_table
+            sequence.tokens, sequence.num_computed_tokens = [*source.tokens, token_id], source.num_computed_tokens
+            sequence.block_table, sequence.row_count = [self.free_blocks.pop(0) for _ in source.block_table], 1
+            self._copied += zip(source.block_table, sequence.block_table, strict=True)
+            updates += [(sequence.slot, index, block) for index, block in enumerate(sequence.block_table)]
         return updates
 
     def run(self) -> None:
-        """Until all have ended; whoever ends is retired with the next plan."""
-        while self.seats:
+        """Steps until all sequences have ended. Each is retired with the plan after its end."""
+        while self.sequences:
             self.step()
-            for seat in [seat for seat in self.seats if seat.reason]:
-                self.retire(seat)
+            for sequence in [sequence for sequence in self.sequences if sequence.reason]:
+                self.retire(sequence)
 
     def _commit(self, output: StepOutput, forks: tuple[Fork, ...]) -> None:
-        for seat in self.seats:
-            seat.num_computed_tokens += seat.row_count
-        reaching = [seat for seat in self.seats if seat.row_count and seat.num_computed_tokens == len(seat.tokens)]
-        sampled = [seat for seat in reaching if not seat.params.num_candidates]
-        for seat in reaching:
-            if seat.params.num_candidates:
-                seat.row_count = 0
+        for sequence in self.sequences:
+            sequence.num_computed_tokens += sequence.row_count
+        reaching = [
+            sequence
+            for sequence in self.sequences
+            if sequence.row_count and sequence.num_computed_tokens == len(sequence.tokens)
+        ]
+        sampled = [sequence for sequence in reaching if not sequence.params.num_candidates]
+        for sequence in reaching:
+            if sequence.params.num_candidates:
+                sequence.row_count = 0
         for fork in forks:
-            parent = next(seat for seat in self.seats if seat.slot == fork.parent_slot)
+            parent = next(sequence for sequence in self.sequences if sequence.slot == fork.parent_slot)
             child = replace(
                 parent,
                 slot=fork.child_slot,
@@ -190,28 +196,30 @@ class Conductor:
                 row_count=1,
             )
             self.free_slots.remove(child.slot)
-            self.seats.append(child)
+            self.sequences.append(child)
             sampled.append(child)
-        sampled.sort(key=lambda seat: seat.slot)
+        sampled.sort(key=lambda sequence: sequence.slot)
         assert len(output.token_ids) == len(output.end_reasons) == len(sampled)
-        for seat, token_id, reason in zip(sampled, output.token_ids.tolist(), output.end_reasons.tolist(), strict=True):
-            seat.tokens.append(token_id)
-            if not seat.reason:
-                seat.reason = EndReason(reason)
+        for sequence, token_id, reason in zip(
+            sampled, output.token_ids.tolist(), output.end_reasons.tolist(), strict=True
+        ):
+            sequence.tokens.append(token_id)
+            if not sequence.reason:
+                sequence.reason = EndReason(reason)
 
 
 def generate(
     runner: ModelRunner, prompts: list[list[int]], num_tokens: int, max_chunk: int = 1 << 20
 ) -> list[list[int]]:
-    """Greedy output of all prompts, computed together."""
-    conductor = Conductor(runner)
-    seats = [conductor.admit(prompt, num_tokens, max_chunk=max_chunk) for prompt in prompts]
-    conductor.run()
-    return [seat.output for seat in seats]
+    """Returns the greedy output of all prompts, computed together."""
+    driver = PlanDriver(runner)
+    sequences = [driver.admit(prompt, num_tokens, max_chunk=max_chunk) for prompt in prompts]
+    driver.run()
+    return [sequence.output for sequence in sequences]
 
 
 class LogitsRecorder:
-    """Stands in front of a runner's model and keeps the logits of the last step."""
+    """A wrapper of a runner's model that keeps the logits of the last step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._model = runner.model
