@@ -84,7 +84,7 @@ class Forward:
         return self.model.hidden(rows, self.pool, partial(_attend, decodes, prefills, num_decodes))
 
     def mixed_rows(self, step: StepInputs, slots: Slots) -> MixedRows[HostArray]:
-        """Returns what the device is sent of a step that is not decode-only."""
+        """Returns the arrays to send for a step that is not decode-only."""
         row_slots, positions, num = step.row_slots, step.positions, step.num_decodes
         tiles = None
         if len(step.slots) > num:

@@ -42,8 +42,8 @@ from kernels.triton import choose_greedily, copy_blocks
 
 _log = logging.getLogger(__name__)
 
-# Stands on the host for a token that only the device knows. It is negative, as `open_rows` needs it, and no end id, so
-# the host takes it that a sequence ends for its length or not at all until a result says otherwise.
+# Stands on the host for a token that only the device knows. It is negative, as `open_rows` needs it, and no end id,
+# so the host assumes that a sequence only ends for its length until a result says otherwise.
 _UNKNOWN_TOKEN = -2
 
 
@@ -52,7 +52,7 @@ class Launch:
     """A step that is ready to be launched.
 
     draw    how the slots of step.sampling sample
-    arrays  what the device is sent
+    arrays  arrays to send to the device
     bucket  number of rows of the graph to run, of this kind; 0 if the step is not decode-only
     """
 
@@ -86,7 +86,7 @@ class CudaRunner:
         self._upload = Upload(accelerator)
         self.graphs = Graphs(accelerator, limits.max_num_seqs, self._graph_body)
         # The rows that the device has in buffers.rows.slots; None if that is not known.
-        self._rows_there: Ints | None = None
+        self._device_rows: Ints | None = None
         self._generations = np.zeros(limits.max_num_seqs, dtype=np.int64)
         self._launched: deque[LaunchedStep] = deque()
         self._previous_end: Mark | None = None
@@ -95,7 +95,7 @@ class CudaRunner:
         """Empties all slots for a new epoch. The KV pool keeps its contents, and steps under way can still finish."""
         self.slots.clear()
         self._launched.clear()
-        self._rows_there = None  # a step that failed may have noted rows that were never sent
+        self._device_rows = None  # a step that failed may have noted rows that were never sent
         self._generations += 1
 
     def captures(self) -> Iterator[None]:
@@ -161,23 +161,23 @@ class CudaRunner:
         The host may not know yet that a sequence has ended, and may reject a plan that is right for an ended one. So a
         plan is rejected only when it still looks wrong with all results in.
         """
-        self._learn(waits=False)
+        self._learn_ends(waits=False)
         try:
             self.slots.apply(plan)
         except PlanRejected:
             if not self._launched:
                 raise
-            self._learn(waits=True)
+            self._learn_ends(waits=True)
             self.slots.apply(plan)
         begun = [*plan.retired_slots.tolist()]
         begun += [admission.slot for admission in plan.admissions] + [fork.child_slot for fork in plan.forks]
         self._generations[begun] += 1
         self._generations[plan.branches[:, 0]] += 1
         if self._launched and self.slots.is_synchronous:
-            self._learn(waits=True)
-            self.slots.sort_out()
+            self._learn_ends(waits=True)
+            self.slots.classify()
 
-    def _learn(self, *, waits: bool) -> None:
+    def _learn_ends(self, *, waits: bool) -> None:
         """Marks slots as ended by the steps whose results are in, or by all steps."""
         while self._launched and (waits or self._launched[0].is_finished):
             launched = self._launched.popleft()
@@ -188,9 +188,9 @@ class CudaRunner:
         """Returns the slots of a decode-only step, padded; None if the device has them from the step before."""
         slots = np.full(bucket, self._buffers.on_device.padding_slot, dtype=np.int32)
         slots[: len(step.slots)] = step.slots
-        if self._rows_there is not None and np.array_equal(self._rows_there, slots):
+        if self._device_rows is not None and np.array_equal(self._device_rows, slots):
             return None
-        self._rows_there = slots
+        self._device_rows = slots
         return slots
 
     def _launch(self, launch: Launch) -> LaunchedStep:
@@ -209,7 +209,7 @@ class CudaRunner:
             self._buffers.on_device.fork(sent.forked)
         is_live = np.isin(launch.step.reporting, launch.step.sampling)
         logprobs = with_overrun(self.slots, launch.step.reporting, is_live, reports.logprobs)
-        return self._finishing(launch, start, forwarded, prepare_ns, replace(reports, logprobs=logprobs))
+        return self._fetch_results(launch, start, forwarded, prepare_ns, replace(reports, logprobs=logprobs))
 
     def _compute(self, launch: Launch, sent: StepArrays[Tensor]) -> tuple[Mark, Reports]:
         """Launches model, sampler and ends. Returns the mark between the first two; one graph for all has none."""
@@ -264,7 +264,7 @@ class CudaRunner:
             candidates=report_candidates(self.slots, step.beams, beams),
         )
 
-    def _finishing(
+    def _fetch_results(
         self, launch: Launch, start: Mark, forwarded: Mark, prepare_ns: int, reports: Reports
     ) -> LaunchedStep:
         """Starts the copy of the results to the host."""
@@ -283,7 +283,7 @@ class CudaRunner:
     def _capture(self, kind: StepKind, bucket: int) -> None:
         """Captures a graph on rows of padding, so that the run before the capture changes nothing."""
         self._buffers.rows.slots.fill_(self._buffers.on_device.padding_slot)
-        self._rows_there = None
+        self._device_rows = None
         self.graphs.capture(kind, bucket)
 
     def _graph_body(self, kind: StepKind, num_rows: int) -> Body:

@@ -1,4 +1,4 @@
-"""The arrays of a step that the device is sent, by name: NumPy arrays on the host, tensors on the device.
+"""The arrays of a step that are sent to the device, by name: NumPy arrays on the host, tensors on the device.
 
 An array that a step does not need is None and is not sent. Nearly all decode steps that only choose the largest logits
 send nothing.

@@ -1,4 +1,4 @@
-"""A decoder that runs operation by operation on any device. With the reference kernels, it is the yardstick.
+"""A decoder that runs operation by operation on any device. With reference kernels, others are tested by it.
 
 Each layer attends for the rows of decodes, which come first, and then for those of prefills.
 """

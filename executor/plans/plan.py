@@ -133,7 +133,7 @@ class StepPlan:
 
 
 class EndReason(IntEnum):
-    """Why a sequence ended; values as on the wire. GOES_ON is no end."""
+    """The reason for which a sequence ended, with the values of executor.proto. GOES_ON is no end."""
 
     GOES_ON = 0
     EOS = 1

@@ -37,7 +37,7 @@ class Slots:
         self.reports = ReportTable(limits.max_num_seqs)
         self._sampling = SamplingTable(limits.max_num_seqs, limits.vocab_size)
         self._changes = ChangeTable(limits.max_num_seqs, limits.vocab_size)
-        self.sort_out()
+        self.classify()
 
     def clear(self) -> None:
         """Empties all slots for a new epoch."""
@@ -45,7 +45,7 @@ class Slots:
         self._sampling.clear()
         self._changes.clear()
         self.reports.clear()
-        self.sort_out()
+        self.classify()
 
     def apply(self, plan: StepPlan) -> None:
         """Retires, admits, branches, and sets table entries and row counts.
@@ -66,7 +66,7 @@ class Slots:
         if plan.table_updates.size:
             slots, logical, physical = plan.table_updates.T
             self.block_tables[slots, logical] = physical
-        self.sort_out()
+        self.classify()
 
     def _branch(self, slots: Ints, parents: Ints, token_ids: Ints) -> None:
         """Branches everything but the counters, which have branched already."""
@@ -84,7 +84,7 @@ class Slots:
         self._changes.copy_slots(sources, destinations)
         self.reports.copy_slots(sources, destinations)
 
-    def sort_out(self) -> None:
+    def classify(self) -> None:
         """Sorts the slots into those that compute, are overrun, and sample in this step.
 
         Called by `apply`, and again if a sequence turns out to have ended.

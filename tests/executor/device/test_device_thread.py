@@ -9,43 +9,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from executor.device.device_thread import DeviceThread, EndOfPlans, Failure, FailureKind, Marker, Outcome, Step
+from executor.device.device_thread import Failure, FailureKind
 from executor.errors import PlanRejected
-from executor.plans.plan import StepOutput, StepPlan
+from tests.support.executor.device_harness import Harness, steps
 from tests.support.executor.fake_runner import FakeRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-
-class Harness:
-    """A device thread, with a queue of everything it delivers."""
-
-    def __init__(self, runner: FakeRunner | None = None, idle_work: Iterator[None] | None = None) -> None:
-        self.runner = runner or FakeRunner()
-        self.is_sane = True
-        self.lost = threading.Event()
-        self.outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
-        self.prepared_on: list[threading.Thread] = []
-        self.thread = DeviceThread(
-            self.runner,
-            prepare=lambda: self.prepared_on.append(threading.current_thread()),
-            device_is_sane=lambda: self.is_sane,
-            device_lost=self.lost.set,
-            idle_work=idle_work,
-        )
-
-    def put(self, epoch: int, step_id: int) -> None:
-        self.thread.put(Step(StepPlan(epoch, step_id), arrived_ns=0, deliver=self.outcomes.put))
-
-    def flush(self) -> list[Outcome]:
-        """Waits for all work so far and returns its outcomes."""
-        end = EndOfPlans()
-        self.thread.put(Marker(end, self.outcomes.put))
-        outcomes = []
-        while (outcome := self.outcomes.get(timeout=10)) is not end:
-            outcomes.append(outcome)
-        return outcomes
+    from executor.plans.plan import StepOutput, StepPlan
 
 
 @pytest.fixture
@@ -54,11 +26,6 @@ def harness() -> Iterator[Harness]:
     yield harness
     harness.runner.gate.set()
     harness.thread.stop()
-
-
-def steps(outcomes: list[Outcome]) -> list[tuple[int, int]]:
-    assert all(isinstance(outcome, StepOutput) for outcome in outcomes)
-    return [(outcome.epoch, outcome.step_id) for outcome in outcomes]
 
 
 def test_steps_run_in_order(harness) -> None:
@@ -189,144 +156,6 @@ def test_a_hanging_thread_is_silent(harness) -> None:
     harness.runner.gate.set()
     harness.flush()
     assert harness.thread.silent_s() == 0
-
-
-def test_silence_restarts_with_each_step(late) -> None:
-    """The number of waiting steps and the age of the probe do not matter."""
-    late.put(1, 1)
-    late.put(1, 2)
-    wait_until_launched(late, 2)
-    late.thread.probe()
-    probed_ns = late.thread._probed_ns
-    late.runner.gates[1].set()
-    assert late.outcomes.get(timeout=10).step_id == 1
-    assert late.thread._probed_ns == probed_ns, "the probe waits for the second step"
-    assert late.thread.silent_s() < (time.monotonic_ns() - probed_ns) * 1e-9
-
-
-class LateRunner(FakeRunner):
-    """A runner that launches at once. A step finishes or fails when its own gate opens.
-
-    late_errors  errors that `finish` raises, by step id
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late_errors: dict[int, Exception] = {}
-        self.gates: dict[int, threading.Event] = {step_id: threading.Event() for step_id in range(1, 6)}
-
-    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> LateStep:
-        return LateStep(self, super().execute(plan, computing))
-
-
-class LateStep:
-    def __init__(self, runner: LateRunner, output: StepOutput) -> None:
-        self._runner, self._output = runner, output
-
-    def finish(self) -> StepOutput:
-        assert self._runner.gates[self._output.step_id].wait(30)
-        if self._output.step_id in self._runner.late_errors:
-            raise self._runner.late_errors[self._output.step_id]
-        return self._output
-
-
-@pytest.fixture
-def late() -> Iterator[Harness]:
-    late = Harness(LateRunner())
-    yield late
-    for gate in late.runner.gates.values():
-        gate.set()
-    late.thread.stop()
-
-
-def wait_until_launched(late: Harness, num_steps: int) -> None:
-    while len(late.runner.executed) < num_steps:
-        assert late.thread.is_alive
-
-
-def test_launched_steps_are_delivered_in_order(late) -> None:
-    for step_id in (1, 2, 3):
-        late.put(1, step_id)
-    wait_until_launched(late, 3)
-    for step_id in (3, 2):
-        late.runner.gates[step_id].set()
-    assert late.outcomes.empty()
-    late.runner.gates[1].set()
-    outcomes = late.flush()
-    assert steps(outcomes) == [(1, 1), (1, 2), (1, 3)]
-    assert all(outcome.timings.queue_ns > 0 for outcome in outcomes)
-
-
-def test_an_unfinished_step_is_silent(late) -> None:
-    late.put(1, 1)
-    wait_until_launched(late, 1)
-    late.thread.probe()
-    before_s = late.thread.silent_s()
-    while late.thread.silent_s() <= before_s:
-        pass
-    late.runner.gates[1].set()
-    late.flush()
-    assert late.thread.silent_s() == 0
-
-
-def test_a_late_failure_ends_its_epoch_only(late) -> None:
-    late.runner.late_errors[2] = RuntimeError("illegal address")
-    for step_id in (1, 2, 3):
-        late.put(1, step_id)
-    wait_until_launched(late, 3)
-    for gate in late.runner.gates.values():
-        gate.set()
-    outcomes = late.flush()
-    assert steps(outcomes[:1]) == [(1, 1)]
-    assert outcomes[1:] == [Failure(FailureKind.INTERNAL, "step 2: RuntimeError: illegal address")]
-    late.put(1, 4)
-    assert late.flush() == []
-    assert (1, 4) not in late.runner.executed
-    late.runner.late_errors.clear()
-    late.put(2, 1)
-    assert steps(late.flush()) == [(2, 1)]
-    assert not late.lost.is_set()
-
-
-def test_a_rejected_plan_waits_for_the_results_before_it(late) -> None:
-    late.runner.errors[3] = PlanRejected("no such block")
-    for step_id in (1, 2, 3, 4):
-        late.put(1, step_id)
-    wait_until_launched(late, 2)
-    assert late.outcomes.empty()
-    for gate in late.runner.gates.values():
-        gate.set()
-    outcomes = late.flush()
-    assert steps(outcomes[:2]) == [(1, 1), (1, 2)]
-    assert outcomes[2:] == [Failure(FailureKind.PLAN_REJECTED, "step 3: no such block")]
-
-
-@pytest.mark.parametrize("where", ["errors", "late_errors"])
-def test_a_device_lost_late_ends_the_thread(where, late) -> None:
-    """The second step fails at its launch or afterwards, while the first one is still under way."""
-    late.is_sane = False
-    getattr(late.runner, where)[2] = RuntimeError("gone")
-    for step_id in (1, 2):
-        late.put(1, step_id)
-    wait_until_launched(late, 1)
-    assert not late.lost.is_set()
-    for gate in late.runner.gates.values():
-        gate.set()
-    assert steps([late.outcomes.get(timeout=10)]) == [(1, 1)]
-    assert late.outcomes.get(timeout=10).kind is FailureKind.INTERNAL
-    assert late.lost.wait(10)
-    late.thread.stop()
-    assert not late.thread.is_alive
-
-
-def test_stop_finishes_launched_steps(late) -> None:
-    late.put(1, 1)
-    wait_until_launched(late, 1)
-    opener = threading.Timer(0.05, late.runner.gates[1].set)
-    opener.start()
-    late.thread.stop()
-    assert steps([late.outcomes.get_nowait()]) == [(1, 1)]
-    opener.join()
 
 
 def test_stop_drops_steps_that_have_not_begun(harness) -> None:
