@@ -6,6 +6,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.plans.limits import PlanLimits
@@ -62,18 +63,7 @@ class ModelRunner:
             self.model.copy_blocks(plan.block_copies)
         logits = self.model.forward(step, rows, self.slots.block_tables) if step.num_rows else None
         forwarded_ns = time.monotonic_ns()
-        token_ids, end_reasons = np.zeros(len(step.reporting), np.int32), np.zeros(len(step.reporting), np.uint8)
-        is_live = np.zeros(len(step.reporting), dtype=np.bool_)
-        logprobs: Logprobs | None = None
-        if logits is not None and step.sampling.size:
-            places = np.searchsorted(step.reporting, step.sampling)
-            own_logits = _sampled_logits(step, logits)
-            own_ids = sample(own_logits, self.slots.draw(step.sampling))
-            logprobs = report_tokens(self.slots, step.sampling, own_logits, own_ids)
-            token_ids[places], end_reasons[places] = own_ids, self.slots.append(step.sampling, own_ids)
-            is_live[places] = True
-        logprobs = with_overrun(self.slots, step.reporting, is_live, logprobs)
-        reports = Reports(logprobs, *self._report(step, logits))
+        token_ids, end_reasons, reports = self._sample(step, logits)
         return StepOutput(
             epoch=plan.epoch,
             step_id=plan.step_id,
@@ -86,6 +76,21 @@ class ModelRunner:
             ),
             reports=reports,
         )
+
+    def _sample(self, step: StepInputs, logits: Tensor | None) -> tuple[Ints, NDArray[np.uint8], Reports]:
+        """Samples and appends. Returns the token ids and end reasons of step.reporting, and the reports."""
+        token_ids, end_reasons = np.zeros(len(step.reporting), np.int32), np.zeros(len(step.reporting), np.uint8)
+        is_live = np.zeros(len(step.reporting), dtype=np.bool_)
+        logprobs: Logprobs | None = None
+        if logits is not None and step.sampling.size:
+            places = np.searchsorted(step.reporting, step.sampling)
+            own_logits = _sampled_logits(step, logits)
+            own_ids = sample(own_logits, self.slots.draw(step.sampling))
+            logprobs = report_tokens(self.slots, step.sampling, own_logits, own_ids)
+            token_ids[places], end_reasons[places] = own_ids, self.slots.append(step.sampling, own_ids)
+            is_live[places] = True
+        logprobs = with_overrun(self.slots, step.reporting, is_live, logprobs)
+        return token_ids, end_reasons, Reports(logprobs, *self._report(step, logits))
 
     def _report(self, step: StepInputs, logits: Tensor | None) -> tuple[Logprobs | None, Logprobs | None]:
         """Returns the reports on prompts and on beams. Hardly any step has either."""
