@@ -1,4 +1,4 @@
-"""What can be set on an executor. All of it is here; nothing else is read from anywhere."""
+"""All settings of an executor. It reads no others, neither from files nor from the environment."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -15,31 +15,31 @@ LOAD_FORMATS = ("safetensors", "random")
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """One executor: one model on one device.
+    """The settings of one executor, which serves one model on one device.
 
     model                   directory with config.json and safetensors, or a hub id `namespace/name`
-    revision                of the hub id: branch, tag or commit; None: the default branch
-    model_name              what the model is called towards clients; None: the hub id or the directory's name
-    dtype                   of weights, activations and KV; "auto": as the checkpoint says
-    load_format             "safetensors"; "random": weights drawn at random for the shapes of config.json, which is all
-                            that is read, to measure a model without having it
-    device                  "cpu", "cuda", "cuda:1"; "auto": the first GPU, else the CPU
-    kernels                 "auto": the fastest home for the device; "reference": plain torch
-    block_size              tokens a KV block
-    num_blocks              blocks of the KV pool, null block included; None: as many as the memory share holds
-    memory_fraction         share of the memory that is free once the weights are loaded, for the KV pool;
-                            None: 0.9 on a GPU; on the CPU 0.4, but at most 2 GiB
-    max_num_seqs            slots; None: 256 on a GPU, 64 on the CPU
-    max_num_batched_tokens  most tokens of one step; None: 8192 on a GPU, 512 on the CPU (short steps keep
-                            decodes smooth while long prompts are computed)
-    max_model_len           most tokens of one sequence; None: what the checkpoint was made for
-    listen_address          of the gRPC server: "host:port" (port 0: any free one) or "unix:/path"
-    metrics_address         of the Prometheus endpoint, "host:port"; "": none
-    num_threads             CPU threads of one step; None: all cores, but one from three on
-    step_timeout_s          without so much as a step's end for so long, this executor says NOT_SERVING; for twice as
-                            long, it ends, with the traces of its threads, to be started anew
+    revision                branch, tag or commit of the hub id; None: the default branch
+    model_name              name of the model towards clients; None: the hub id or the directory's name
+    dtype                   dtype of weights, activations and KV; "auto": the one the checkpoint names
+    load_format             "safetensors"; "random": draws random weights for the shapes in config.json and reads no
+                            other file, to measure a model without its weights
+    device                  "cpu", "cuda", "cuda:1"; "auto": the first GPU if there is one, else the CPU
+    kernels                 "auto": the fastest kernels for the device; "reference": plain torch
+    block_size              tokens per KV block
+    num_blocks              blocks of the KV pool, including the null block; None: as many as memory_fraction allows
+    memory_fraction         share of the memory that is free after loading the weights, for the KV pool;
+                            None: 0.9 on a GPU; 0.4 on the CPU, but at most 2 GiB
+    max_num_seqs            number of slots; None: 256 on a GPU, 64 on the CPU
+    max_num_batched_tokens  maximum number of tokens in one step; None: 8192 on a GPU, 512 on the CPU, where short steps
+                            keep decodes smooth while long prompts are computed
+    max_model_len           maximum number of tokens of one sequence; None: what the checkpoint was made for
+    listen_address          address of the gRPC server: "host:port" (port 0: any free one) or "unix:/path"
+    metrics_address         address of the Prometheus endpoint, "host:port"; "": none
+    num_threads             CPU threads of one step; None: all cores, but one less if there are three or more
+    step_timeout_s          after this long without the end of a step, the executor reports NOT_SERVING; after twice as
+                            long, it logs the stacks of its threads and exits, so that it can be restarted
     log_level               "debug", "info", "warning", "error"
-    log_format              "console", for people; "json", a line of JSON each
+    log_format              "console": for people; "json": one JSON object per line
     """
 
     model: str
@@ -85,7 +85,7 @@ class ExecutorConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
-        """Raises ConfigError on a key that is not a field and on a value of the wrong type."""
+        """Builds a configuration. Raises ConfigError for an unknown key and for a value of the wrong type."""
         types = get_type_hints(cls)
         unknown = sorted(set(values) - set(types))
         if unknown:

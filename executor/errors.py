@@ -1,16 +1,16 @@
-"""Errors of the executor, by blame."""
+"""Errors of the executor, one for each party that can be to blame."""
 
 
 class ExecutorError(Exception):
-    """Base of all of them."""
+    """Base class of all errors of the executor."""
 
 
 class ConfigError(ExecutorError):
-    """The person who started it: an unknown key, a value out of range, settings that contradict each other."""
+    """The configuration is wrong: an unknown key, a value out of range, or settings that contradict each other."""
 
 
 class CheckpointError(ExecutorError):
-    """The model: no such directory, a broken file, an architecture we do not know, tensors missing or misshapen."""
+    """The model cannot be used: no such directory, a broken file, an unknown architecture, wrong tensors."""
 
 
 class OutOfMemory(ExecutorError):
@@ -18,8 +18,8 @@ class OutOfMemory(ExecutorError):
 
 
 class PlanRejected(ExecutorError):
-    """The scheduler: a plan is malformed or breaks a rule of the plan stream. Nothing of it was run."""
+    """The scheduler sent a plan that is malformed or breaks a rule of the plan stream. No part of it was run."""
 
 
 class EpochRefused(ExecutorError):
-    """The scheduler: an old epoch, or a gap in the step ids."""
+    """The scheduler sent an old epoch, or left a gap in the step ids."""

@@ -1,4 +1,4 @@
-"""From a configuration to a runner that is ready for its first plan."""
+"""Loads a model as configured into a runner that is ready for its first plan."""
 
 import time
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from executor.memory.kv_pool import allocate_pool, choose_num_blocks, kv_bytes_p
 from executor.models.decoder import Decoder
 from executor.models.eager import EagerModel
 from executor.models.weights import expected_shapes, load_weights
-from executor.plans.limits import Limits, resolve_limits, resolve_max_model_len, resolve_max_num_seqs
+from executor.plans.limits import PlanLimits, resolve_limits, resolve_max_model_len, resolve_max_num_seqs
 from kernels import reference
 from kernels.memory import populate
 
@@ -33,17 +33,17 @@ if TYPE_CHECKING:
     from executor.device.runner import Model, ModelRunner
 
 Say = Callable[[str], None]
-"""Tells a person what goes on."""
+"""Prints a line about progress."""
 
-MakeRunner = Callable[["Tensor", Limits, kernels.Progress], "ModelRunner | CudaRunner"]
-"""Makes everything ready that a first step needs."""
+MakeRunner = Callable[["Tensor", PlanLimits, kernels.Progress], "ModelRunner | CudaRunner"]
+"""Makes a runner, and everything that its first step needs."""
 
 
 @dataclass(slots=True)
 class LoadedModel:
-    """A runner, and what is worth knowing about it. Memory in bytes by kind, start-up time in seconds by phase.
+    """A runner with the facts about it: memory in bytes by kind, start-up time in seconds by phase.
 
-    idle_work  what is worth doing while there is no step to run, some milliseconds a turn
+    idle_work  work for when there is no step to run, some milliseconds per item
     """
 
     runner: "ModelRunner | CudaRunner"
@@ -57,16 +57,16 @@ class LoadedModel:
 
 
 def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
-    """Raises ConfigError, CheckpointError or OutOfMemory."""
+    """Loads the model. Raises ConfigError, CheckpointError or OutOfMemory."""
     startup_s: dict[str, float] = {}
     device = resolve_device(config.device)
     with _timed(startup_s, "locate"):
         directory = locate(config.model, config.revision)
     model_config = read_model_config(directory)
     max_model_len = resolve_max_model_len(config, model_config)
-    home = _kernels(config.kernels, device)
+    backend = _kernels(config.kernels, device)
     with _timed(startup_s, "weights"):
-        decoder, num_weight_bytes = _load_decoder(config, model_config, directory, device, home, max_model_len, say)
+        decoder, num_weight_bytes = _load_decoder(config, model_config, directory, device, backend, max_model_len, say)
     shape = kernels.AttentionShape(
         dtype=decoder.dtype,
         num_heads=model_config.num_heads,
@@ -75,7 +75,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         block_size=config.block_size,
     )
     memory_bytes = {"weights": num_weight_bytes}
-    make_runner: MakeRunner = partial(_make_runner, decoder, home, shape)
+    make_runner: MakeRunner = partial(_make_runner, decoder, backend, shape)
     if device.type == "cuda" and config.kernels == "auto":
         max_num_seqs = resolve_max_num_seqs(config, on_cpu=False)
         make_runner, memory_bytes["step_buffers"] = _prepare_cuda(decoder, shape, max_num_seqs, max_model_len)
@@ -102,7 +102,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
 
 
 def _idle_work(runner: "ModelRunner | CudaRunner", pool: torch.Tensor) -> "Iterator[None] | None":
-    """What the first steps would else do on their way."""
+    """Returns work that the first steps would otherwise have to do themselves."""
     if pool.device.type == "cpu":
         return populate(pool)
     from executor.cuda.runner import CudaRunner  # loads Triton, which a CPU host does without
@@ -112,23 +112,23 @@ def _idle_work(runner: "ModelRunner | CudaRunner", pool: torch.Tensor) -> "Itera
 
 def _make_runner(
     decoder: Decoder,
-    home: kernels.Kernels,
+    backend: kernels.Kernels,
     shape: kernels.AttentionShape,
     pool: "Tensor",
-    limits: Limits,
+    limits: PlanLimits,
     progress: kernels.Progress,
 ) -> "ModelRunner":
     from executor.device.runner import ModelRunner  # loads numba, which a GPU host does without
 
-    home.warm_up(shape, progress)
-    return ModelRunner(_model(decoder, home, pool, limits), limits)
+    backend.warm_up(shape, progress)
+    return ModelRunner(_model(decoder, backend, pool, limits), limits)
 
 
-def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: Limits) -> "Model":
-    """On the CPU a program of compiled kernels; with the reference kernels, one operation after the other."""
-    if home is reference:
-        return EagerModel(decoder, home, pool)
-    from executor.models.program import ProgramModel  # likewise
+def _model(decoder: Decoder, backend: kernels.Kernels, pool: torch.Tensor, limits: PlanLimits) -> "Model":
+    """Returns a program of compiled kernels for the CPU, or with reference kernels a model that runs each operation."""
+    if backend is reference:
+        return EagerModel(decoder, backend, pool)
+    from executor.models.program import ProgramModel  # loads numba
 
     return ProgramModel(decoder, pool, limits.max_num_batched_tokens, limits.max_num_seqs)
 
@@ -136,10 +136,11 @@ def _model(decoder: Decoder, home: kernels.Kernels, pool: torch.Tensor, limits: 
 def _prepare_cuda(
     decoder: Decoder, shape: kernels.AttentionShape, max_num_seqs: int, max_model_len: int
 ) -> tuple["MakeRunner", int]:
-    """Takes what a runner holds besides the pool, before the pool takes what is left; and how many bytes that is."""
-    from executor.cuda.loading import allocate_buffers, make_runner
+    """Allocates what a runner holds besides the pool, before the pool takes the rest. Returns its bytes too."""
+    from executor.cuda.buffers import StepBuffers
+    from executor.cuda.loading import make_runner
 
-    buffers = allocate_buffers(decoder, shape, max_num_seqs, max_model_len)
+    buffers = StepBuffers.allocate(decoder, shape, max_num_seqs, max_model_len, decoder.device)
     return partial(make_runner, decoder, shape, buffers), buffers.num_bytes
 
 
@@ -148,16 +149,16 @@ def _load_decoder(
     model_config: ModelConfig,
     directory: Path,
     device: torch.device,
-    home: kernels.Kernels,
+    backend: kernels.Kernels,
     max_model_len: int,
     say: Say,
 ) -> tuple[Decoder, int]:
     checkpoint = _checkpoint(config, model_config, directory, device)
     dtype = _dtype(config, model_config, checkpoint)
     say(f"loading {model_config.architecture} from {directory} as {str(dtype).removeprefix('torch.')} on {device}")
-    weights = load_weights(checkpoint, model_config, dtype, device, home, _layer_progress(say))
+    weights = load_weights(checkpoint, model_config, dtype, device, backend, _layer_progress(say))
     say(f"weights: {weights.num_bytes / 2**20:,.0f} MiB")
-    return Decoder(model_config, weights, home, max_model_len), weights.num_bytes
+    return Decoder(model_config, weights, backend, max_model_len), weights.num_bytes
 
 
 def _checkpoint(
@@ -169,7 +170,7 @@ def _checkpoint(
 
 
 def _dtype(config: ExecutorConfig, model_config: ModelConfig, checkpoint: TensorSource) -> torch.dtype:
-    """As configured, else as config.json says, else as the embedding is stored."""
+    """Returns the configured dtype, else the one in config.json, else that of the embedding on disk."""
     if config.dtype != "auto":
         return torch_dtype(config.dtype)
     if model_config.dtype is not None:
@@ -180,7 +181,7 @@ def _dtype(config: ExecutorConfig, model_config: ModelConfig, checkpoint: Tensor
 
 
 def _layer_progress(say: Say) -> Callable[[int, int], None]:
-    """Says something once a second, so nothing about a model that loads at once."""
+    """Prints progress once a second, so nothing for a model that loads faster."""
     said_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
@@ -199,7 +200,7 @@ def _kernels(name: str, device: torch.device) -> kernels.Kernels:
 
 
 def _kernel_progress(say: Say) -> kernels.Progress:
-    """Kernels that are found in the cache take no time worth a word."""
+    """Prints progress only after half a second: kernels from the cache are ready sooner."""
     quiet_until_s = time.monotonic() + 0.5
 
     def progress(name: str, done: int, total: int) -> None:

@@ -1,7 +1,7 @@
-"""The executor process: loads, says `ready`, serves until SIGTERM or SIGINT.
+"""The executor process: loads a model, prints `ready`, and serves until SIGTERM or SIGINT.
 
-Exit codes: 0 ended when asked to · 1 the device is lost or hangs, or a bug · 2 the configuration, the model or its
-memory · 3 an address is in use.
+Exit codes: 0 stopped by a signal · 1 the device is lost or hangs, or a bug · 2 wrong configuration or model, or too
+little memory · 3 an address is in use.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ EXIT_ADDRESS_IN_USE = 3
 
 
 def run(config: ExecutorConfig) -> int:
-    """Returns the exit code. Progress goes to standard output, one line a fact; errors go to standard error."""
+    """Runs the executor and returns its exit code. Prints progress to standard output, errors to standard error."""
     logs.configure("executor", config.log_level, config.log_format)
     try:
         with _interrupted_by_sigterm():
@@ -45,7 +45,7 @@ def run(config: ExecutorConfig) -> int:
 
 
 def _leave() -> NoReturn:
-    """At once: threads that the device holds on to would be waited for in vain. What was logged is written first."""
+    """Exits at once, after flushing the logs: threads that are stuck in the device cannot be joined."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -53,7 +53,7 @@ def _leave() -> NoReturn:
 
 
 def _load_and_serve(config: ExecutorConfig) -> bool:
-    """False if the device was lost, or hangs. Addresses are tried before minutes are spent on loading a model."""
+    """Returns False if the device was lost or hangs. Checks addresses first, since loading a model may take minutes."""
     for address in (config.listen_address, config.metrics_address):
         if address:
             check_free(address)
@@ -63,7 +63,7 @@ def _load_and_serve(config: ExecutorConfig) -> bool:
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt, as SIGINT does, until the server takes both over."""
+    """Lets SIGTERM raise KeyboardInterrupt, as SIGINT does, until the server handles both."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

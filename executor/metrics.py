@@ -1,7 +1,7 @@
-"""What Prometheus sees of an executor. Names are part of the public interface.
+"""The Prometheus metrics of an executor. Their names are part of the public interface.
 
-Every sample is labelled with the model and with the executor: the address that it listens on, so that several under one
-scheduler can be told apart, and a new process in an old one's place is the same executor.
+Each sample has the labels of the model and of the executor. The executor's label is the address it listens on: it tells
+executors under one scheduler apart and stays the same when a process is restarted.
 """
 
 import math
@@ -31,10 +31,10 @@ _ANY_HOST = ("0.0.0.0", "::")
 
 
 class Metrics(Collector):
-    """A registry of its own. Steps are recorded by one thread, and read by another when somebody scrapes."""
+    """Metrics in a registry of their own. One thread records steps, and another reads them for a scrape."""
 
     def __init__(self, model_name: str, address: str) -> None:
-        """`address`: what the executor was told to listen on."""
+        """Starts without samples of steps. `address` is the configured address to listen on."""
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "executor": executor_label(address)}
         self._phases = {phase: Histogram(_STEP_BUCKETS_S) for phase in _PHASES}
@@ -47,7 +47,7 @@ class Metrics(Collector):
         self.registry.register(self)
 
     def close(self) -> None:
-        """Stops serving. No error if nothing is served."""
+        """Stops serving. Does nothing if nothing is served."""
         if self._http is not None:
             self._http.shutdown()
             self._http.server_close()
@@ -67,7 +67,7 @@ class Metrics(Collector):
         self._startup_s[phase] = duration_s
 
     def listens_on(self, address: str) -> None:
-        """The address with its real port."""
+        """Sets the address with its real port."""
         self._labels["executor"] = executor_label(address)
 
     def serve(self, address: str) -> None:
@@ -79,26 +79,28 @@ class Metrics(Collector):
             raise listen_error(address, error) from None
 
     def describe(self) -> list[Metric]:
-        return []  # asked for when registering; the names are known to be ours
+        return []  # called at registration; there are no other collectors to conflict with
 
     def collect(self) -> Iterator[Metric]:
         yield self._gauge("quire_build_info", "Always 1", ("service", "version"), {("executor", build_version()): 1.0})
         durations = HistogramMetricFamily(
-            "quire_executor_step_duration_seconds", "Time of one step by phase", labels=[*self._labels, "phase"]
+            "quire_executor_step_duration_seconds", "Duration of one step, by phase", labels=[*self._labels, "phase"]
         )
         for phase, each in self._phases.items():
             durations.add_metric([*self._labels.values(), phase], each.cumulative(), each.sum)
         yield durations
         yield self._gauge(
-            "quire_executor_last_step_timestamp_seconds", "End of the last step; before the first, of the start",
+            "quire_executor_last_step_timestamp_seconds",
+            "Time at which the last step ended; before the first step, the time of the start",
             (), {(): self._last_step_s},
         )  # fmt: skip
         yield self._gauge(
-            "quire_executor_start_timestamp_seconds", "When this process had its model and began to listen",
+            "quire_executor_start_timestamp_seconds",
+            "Time at which this process had loaded its model and began to listen",
             (), {(): self._started_s},
         )  # fmt: skip
         yield self._gauge(
-            "quire_executor_memory_bytes", "Memory held, by kind",
+            "quire_executor_memory_bytes", "Memory in use, by kind",
             ("kind",), {(kind,): float(num_bytes) for kind, num_bytes in self._memory_bytes.items()},
         )  # fmt: skip
         yield self._gauge(
@@ -107,7 +109,7 @@ class Metrics(Collector):
         )  # fmt: skip
         yield self._gauge(
             "quire_executor_idle_ratio",
-            f"Share of the last {_IDLE_WINDOW_S:.0f} s or so in which the device thread had no plan",
+            f"Share of about the last {_IDLE_WINDOW_S:.0f} s in which the device thread had no plan",
             (), {(): self._idle.current()},
         )  # fmt: skip
 
@@ -119,7 +121,7 @@ class Metrics(Collector):
 
 
 def executor_label(address: str) -> str:
-    """An address that tells executors apart: where it names no host, this machine's."""
+    """Returns an address that tells executors apart: with this machine's name if the address has no host."""
     if address.startswith(UNIX):
         return address
     listens = HostPort.parse(address)
@@ -127,19 +129,19 @@ def executor_label(address: str) -> str:
 
 
 class IdleRatio:
-    """An average of idle time over all time, in which what happened t seconds ago weighs exp(-t / window)."""
+    """The average share of idle time, in which an instant t seconds ago has the weight exp(-t / window)."""
 
     def __init__(self) -> None:
         self._ratio = 1.0
         self._measured_at_s = time.monotonic()
 
     def add(self, idle_s: float, busy_s: float) -> None:
-        """A step that took `busy_s`, after `idle_s` without one, has just ended."""
+        """Adds a step that has just ended: it took `busy_s`, after `idle_s` without a step."""
         self._ratio = _faded(_faded(self._ratio, 1.0, idle_s), 0.0, busy_s)
         self._measured_at_s = time.monotonic()
 
     def current(self) -> float:
-        """The time since the last step ended counts as idle."""
+        """Returns the ratio now. The time since the last step ended counts as idle."""
         return _faded(self._ratio, 1.0, time.monotonic() - self._measured_at_s)
 
 

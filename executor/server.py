@@ -1,4 +1,4 @@
-"""The gRPC server around the device thread: Executor, health and reflection, from ready to the end."""
+"""The gRPC server around the device thread, with the services Executor, health and reflection."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from executor.device.device import device_is_sane, prepare_compute_thread, resol
 from executor.device.device_thread import DeviceThread
 from executor.loading import LoadedModel
 from executor.metrics import Metrics
-from executor.plans import plan_wire as wire
+from executor.plans import plan_wire
 from executor.stream.servicer import ExecutorServicer
 from quire.addresses import AddressInUse, at_port
 from quire.executor.v1 import executor_pb2 as pb
@@ -32,12 +32,12 @@ _EXECUTOR_SERVICE = pb.DESCRIPTOR.services_by_name["Executor"].full_name
 _WATCH_INTERVAL_S = 1.0
 _STOP_GRACE_S = 2.0
 _OPTIONS: list[tuple[str, Any]] = [
-    # Two executors on one port would each get some of the plans.
+    # Two executors that share a port would each get some of the plans.
     ("grpc.so_reuseport", 0),
-    # A plan that admits many long prompts: 256 sequences of 128 k tokens are 128 MiB.
+    # For a plan that admits many long prompts: 256 sequences of 128 k tokens take 128 MiB.
     ("grpc.max_receive_message_length", 256 << 20),
     ("grpc.max_send_message_length", 256 << 20),
-    # A scheduler may ask every few seconds whether we are still here, with or without plans under way.
+    # A scheduler may send keepalive pings every few seconds, with or without plans in flight.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -45,7 +45,7 @@ _OPTIONS: list[tuple[str, Any]] = [
 
 
 class Server:
-    """Everything that serves one loaded model. `start`, then `wait`, then `stop`."""
+    """Everything that serves one loaded model. Call `start`, then `wait`, then `stop`."""
 
     def __init__(self, config: ExecutorConfig, model: LoadedModel) -> None:
         self._config = config
@@ -68,7 +68,7 @@ class Server:
         self._server = grpc.aio.server(options=_OPTIONS)
 
     async def start(self) -> str:
-        """Returns the address it listens on. Raises AddressInUse."""
+        """Starts to serve, and returns the address. Raises AddressInUse."""
         executor_pb2_grpc.add_ExecutorServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         services = (_EXECUTOR_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
@@ -82,18 +82,21 @@ class Server:
         return address
 
     async def wait(self) -> bool:
-        """Until `end` is called, or the device is lost or hangs; False in these cases. Keeps health true meanwhile."""
+        """Waits until `end` is called, or the device is lost or hangs, and keeps the health status up to date.
+
+        Returns False if the device is lost or hangs.
+        """
         timeout_s = self._config.step_timeout_s
         interval_s = min(_WATCH_INTERVAL_S, timeout_s / 4)
         stalled_s = 0.0
         while not self._ended.is_set():
-            self._device.look()
+            self._device.probe()
             is_serving = self._device.is_alive and self._device.silent_s() < timeout_s
-            # Counted, not read off a clock: nobody was late while the whole process, or the machine, stood still.
+            # Counted, not measured by a clock, which goes on while the whole process or the machine is suspended.
             stalled_s = 0.0 if is_serving else stalled_s + interval_s
             await self._set_health(is_serving)
             if stalled_s > timeout_s:
-                _log.critical("no step has ended for %g s: this executor hangs, and ends", self._device.silent_s())
+                _log.critical("no step has ended for %g s: this executor hangs and exits", self._device.silent_s())
                 faulthandler.dump_traceback()
                 self._lose_device()
             with contextlib.suppress(TimeoutError):
@@ -105,7 +108,7 @@ class Server:
         self._ended.set()
 
     async def stop(self) -> None:
-        """Ends all streams, waits for the step that is running, and closes the address."""
+        """Ends all streams, waits for the running step, and closes the address."""
         await self._set_health(is_serving=False)
         self._servicer.shut_down()
         await self._server.stop(_STOP_GRACE_S)
@@ -118,7 +121,7 @@ class Server:
         self._ended.set()
 
     def _describe(self, epoch: int) -> pb.DescribeResponse:
-        return wire.description_to_message(
+        return plan_wire.description_to_message(
             self._model.runner.limits,
             incarnation=self._incarnation,
             model_name=self._model.model_name,
@@ -136,7 +139,7 @@ class Server:
 
 
 async def serve(config: ExecutorConfig, model: LoadedModel, say: Callable[[str], None]) -> bool:
-    """Serves until SIGTERM or SIGINT, and returns True; False if the device was lost, or hangs. Raises AddressInUse."""
+    """Serves until SIGTERM or SIGINT. Returns False if the device was lost or hangs. Raises AddressInUse."""
     server = Server(config, model)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -150,13 +153,13 @@ async def serve(config: ExecutorConfig, model: LoadedModel, say: Callable[[str],
 
 
 def _bind(server: grpc.aio.Server, address: str) -> str:
-    """The address with the port that was really taken."""
+    """Binds the server, and returns the address with its real port."""
     try:
         port = server.add_insecure_port(address)
     except RuntimeError:
         port = 0
     if not port:
-        raise AddressInUse(f"cannot listen on {address}: in use, or not ours to take")
+        raise AddressInUse(f"cannot listen on {address}: in use, or not permitted")
     return at_port(address, port)
 
 

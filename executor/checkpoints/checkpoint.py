@@ -1,6 +1,6 @@
-"""A checkpoint on disk: which safetensors files it has, and memory-mapped tensors out of them.
+"""A checkpoint on disk: its safetensors files, and memory-mapped tensors from them.
 
-Only safetensors are read: no pickle, and no code that comes with a model.
+Only safetensors are read: no pickle files, and no code that comes with a model.
 """
 
 import json
@@ -22,7 +22,7 @@ _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
 
 
 def locate(model: str, revision: str | None = None) -> Path:
-    """The directory of a model: `model` itself, or the local snapshot of a hub id (downloaded where needed)."""
+    """Returns the directory of a model: `model` itself, or the local snapshot of a hub id, downloaded if necessary."""
     try:
         directory = local_directory(model)
     except ModelNotFound as error:
@@ -42,7 +42,7 @@ def _download(model: str, revision: str | None) -> Path:
 
 
 class TensorSource(Protocol):
-    """Where the weights of a model come from. See `Checkpoint`."""
+    """A source of a model's weights. See `Checkpoint`."""
 
     @property
     def names(self) -> frozenset[str]: ...
@@ -57,10 +57,10 @@ class _OpenFile(Protocol):
 
 
 class Checkpoint:
-    """All tensors of a model by name. Files stay open and mapped as long as this lives; pages are read on use."""
+    """All tensors of a model by name. The files stay open and mapped as long as this exists; pages are read on use."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises CheckpointError: no safetensors, a shard missing, a broken file, an index that names the unknown."""
+        """Raises CheckpointError for missing or broken files, and for an index that lists unknown tensors."""
         self.directory = directory
         self._file_of: dict[str, _OpenFile] = {}
         index = _read_index(directory)
@@ -78,11 +78,11 @@ class Checkpoint:
         return tuple(self._file_of[name].get_slice(name).get_shape())
 
     def tensor(self, name: str) -> Tensor:
-        """A view of the mapped file, in the dtype it was stored in. Not to be written to."""
+        """Returns a read-only view of the mapped file, in the dtype of the file."""
         return self._file_of[name].get_tensor(name)
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
-        """Raises CheckpointError unless the checkpoint holds exactly these tensors, `ignored` ones aside."""
+        """Raises CheckpointError unless the checkpoint holds exactly these tensors, apart from `ignored` ones."""
         if missing := [name for name in expected if name not in self._file_of]:
             raise CheckpointError(f"{self.directory}: missing tensors: {_some(missing)}")
         if unknown := sorted(name for name in self.names - expected.keys() if not ignored.search(name)):
@@ -93,7 +93,7 @@ class Checkpoint:
 
 
 def _read_index(directory: Path) -> dict[str, str] | None:
-    """Tensor name → file name, of a sharded checkpoint; None where there is no index."""
+    """Returns the file name of each tensor of a sharded checkpoint; None if there is no index."""
     path = directory / _INDEX_FILE
     if not path.is_file():
         return None
@@ -136,7 +136,7 @@ def _some(names: list[str], limit: int = 5) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtypes we compute in. Raises CheckpointError for any other."""
+    """Returns the dtype of this name. Raises CheckpointError for a dtype that the executor does not compute in."""
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in dtypes:
         raise CheckpointError(f"dtype {name!r} is not supported; known: {', '.join(dtypes)} (set dtype)")

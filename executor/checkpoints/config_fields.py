@@ -1,4 +1,4 @@
-"""Typed reading of a JSON object: every access says what it expects, every error names the field."""
+"""Typed access to a JSON object: each access says what it expects, and each error names the field."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ _REQUIRED: Any = object()
 
 
 class Fields:
-    """A view of one JSON object. A field that is absent or null takes the default; without one it is an error."""
+    """A view of one JSON object. A field that is absent or null takes the default; without a default it is an error."""
 
     __slots__ = ("_content", "_prefix")
 
@@ -23,32 +23,32 @@ class Fields:
     @overload
     def size(self, name: str, default: None) -> int | None: ...
     def size(self, name: str, default: int | None = _REQUIRED) -> int | None:
-        """An integer above 0."""
+        """Returns an integer above 0."""
         value = self._get(name, default)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise self._error(name, "a positive integer", value)
         return value
 
     def nullable_size(self, name: str, absent: int) -> int | None:
-        """An integer above 0; None where the file says null, which is not the same as saying nothing."""
+        """Returns an integer above 0; None if the field is null, and `absent` if there is no such field."""
         return self.size(name, None) if name in self._content else absent
 
     def count(self, name: str, default: int) -> int:
-        """An integer, 0 or more."""
+        """Returns an integer, 0 or more."""
         value = self._get(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise self._error(name, "an integer, 0 or more", value)
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
-        """A finite number, 0 or more."""
+        """Returns a finite number, 0 or more."""
         value = self._get(name, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
             raise self._error(name, "a number, 0 or more", value)
         return float(value)
 
     def numbers(self, name: str) -> tuple[float, ...]:
-        """A list of positive numbers."""
+        """Returns a list of positive numbers."""
         value = self._get(name, _REQUIRED)
         if not isinstance(value, list) or not all(isinstance(item, int | float) and item > 0 for item in value):
             raise self._error(name, "a list of positive numbers", value)

@@ -1,6 +1,6 @@
-"""config.json of a checkpoint, read into the numbers that the decoder needs.
+"""Reads config.json of a checkpoint into the numbers that the decoder needs.
 
-Fields that would change the mathematics in a way we do not compute are errors, never ignored.
+A field that asks for mathematics the decoder does not implement is an error; it is never ignored.
 """
 
 import json
@@ -26,10 +26,10 @@ from executor.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Where one architecture differs from the others when config.json is silent or its classes hard-wire it.
+    """The traits of an architecture that config.json leaves out or that its classes hard-wire.
 
     qkv_bias, output_bias   True or False; None: the field `attention_bias` decides
-    has_window              `sliding_window` holds for all layers
+    has_window              `sliding_window` applies to all layers
     layer_windows           `use_sliding_window` and `layer_types` choose the layers with a sliding window
     """
 
@@ -55,10 +55,10 @@ _ARCHITECTURE_OF_MODEL_TYPE = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
-# Tokens, where config.json does not mention the window at all (null is different: no window).
+# Window in tokens if config.json has no such field at all. Null is different: it means no window.
 _ABSENT_WINDOW = 4096
 
-# Field → values under which it changes nothing. Anything else is mathematics we do not do.
+# Values under which a field changes nothing. All others are mathematics that the decoder does not implement.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None,),
@@ -75,12 +75,12 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder-only transformer of the Llama kind.
+    """The dimensions of a decoder-only transformer of the Llama kind.
 
-    windows         of each layer, in tokens, the query's own included; 0: the whole context
-    qkv_bias        the projections to queries, keys and values add a bias; output_bias, mlp_bias likewise
+    windows         window of each layer in tokens, the query's own included; 0: the whole context
+    qkv_bias        the projections to queries, keys and values add a bias; output_bias and mlp_bias likewise
     qk_norm         RMS norm over each head's query and key before the rotation
-    dtype           "float32", "bfloat16", "float16", or None where config.json does not say
+    dtype           "float32", "bfloat16", "float16", or None if config.json does not name one
     """
 
     architecture: str
@@ -112,7 +112,7 @@ class ModelConfig:
 
 
 def read_model_config(directory: Path) -> ModelConfig:
-    """Raises CheckpointError with the file and the field at fault."""
+    """Reads config.json in a directory. Raises CheckpointError with the file and the field at fault."""
     path = directory / "config.json"
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -129,10 +129,13 @@ def read_model_config(directory: Path) -> ModelConfig:
 
 
 def parse_model_config(content: Mapping[str, Any]) -> ModelConfig:
-    """Raises CheckpointError on an unknown architecture and on fields that are missing, wrong or not computed."""
+    """Interprets config.json.
+
+    Raises CheckpointError for an unknown architecture and for fields that are missing, wrong or not supported.
+    """
     architecture = _architecture(content)
     family = FAMILIES[architecture]
-    _refuse_other_mathematics(content)
+    _refuse_unsupported_fields(content)
     config = Fields(content)
     hidden_size, num_heads = config.size("hidden_size"), config.size("num_attention_heads")
     num_kv_heads = config.size("num_key_value_heads", num_heads)
@@ -174,7 +177,7 @@ def _architecture(content: Mapping[str, Any]) -> str:
     return str(architecture)
 
 
-def _refuse_other_mathematics(content: Mapping[str, Any]) -> None:
+def _refuse_unsupported_fields(content: Mapping[str, Any]) -> None:
     for name, neutral in _NEUTRAL.items():
         if name in content and content[name] not in neutral:
             raise CheckpointError(f"{name}: {content[name]!r} is not supported")
@@ -204,7 +207,7 @@ def _dtype(content: Mapping[str, Any]) -> str | None:
 
 
 def _rope(config: Fields, head_dim: int) -> Rope:
-    """Both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
+    """Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
     nested = config.mapping("rope_parameters") or config.mapping("rope_scaling") or {}
     parameters = Fields(nested, prefix="rope_parameters.")
     if nested.get("partial_rotary_factor") not in (None, 1, 1.0):

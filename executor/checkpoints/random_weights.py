@@ -1,4 +1,4 @@
-"""Weights out of a random number generator, in the place of a checkpoint's: the speed of a shape needs no training."""
+"""Random weights in place of a checkpoint's, to measure the speed of a model without having it."""
 
 import re
 import zlib
@@ -9,15 +9,15 @@ from torch import Tensor
 
 from executor.errors import CheckpointError
 
-# What models are commonly initialised with: activations stay in the range that 16 bits hold.
+# The usual initialisation of models: activations stay in the range of 16-bit floats.
 _STANDARD_DEVIATION = 0.02
 
 
 class RandomCheckpoint:
-    """Tensors of given shapes: norms are ones, everything else is normal.
+    """Tensors of given shapes: norms are ones, all others are normally distributed.
 
-    They are drawn where they are going to stay, so that nothing has to be kept or copied. A name stands for the same
-    numbers on every machine of one kind of device.
+    They are drawn on the device where they stay, so nothing has to be copied. A name gives the same numbers on every
+    machine with the same kind of device.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class RandomCheckpoint:
         return frozenset(self._shapes)
 
     def tensor(self, name: str) -> Tensor:
-        """A new tensor in the dtype and on the device."""
+        """Returns a new tensor in the dtype and on the device."""
         shape = self._shapes[name]
         if name.endswith("norm.weight"):
             return torch.ones(shape, dtype=self._dtype, device=self._device)

@@ -1,10 +1,10 @@
-"""Rotary position embeddings: which angle each position and each pair of dimensions gets.
+"""Rotary position embeddings: the angle by which each pair of dimensions is turned at each position.
 
-RoPE: Su et al., RoFormer, 2021. A scaling is a value (one of the dataclasses below) that yields two tables.
-All of them are functions of the position alone, as paging, prefix sharing and recomputation need; the two
-whose inventors let the angles depend on the length of the sequence say below how that was resolved.
+RoPE: Su et al., RoFormer, 2021. A scaling is a value (one of the dataclasses below) that yields two tables. All tables
+are functions of the position alone, as paging, prefix sharing and recomputation require. In two of the scalings the
+angles originally depend on the length of the sequence; their docstrings say how that is resolved.
 
-Frequencies are computed in float32 and in the same order as `transformers` does, so that both agree to the bit.
+Frequencies are computed in float32 and in the same order as in `transformers`, so that both agree to the bit.
 """
 
 import math
@@ -20,17 +20,17 @@ class Rope(Protocol):
 
     @property
     def max_context_len(self) -> int:
-        """Tokens up to which this scaling is meant to be used."""
+        """Returns the maximum context length that this scaling is meant for."""
         ...
 
     def tables(self, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
-        """cos[num_positions, head_dim / 2] and sin of the same shape, float32, attention factor included."""
+        """Returns cos[num_positions, head_dim / 2] and sin of the same shape, float32, attention factor included."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DefaultRope:
-    """No scaling: pair i turns by theta ** (-2 i / head_dim) a token."""
+    """No scaling: pair i turns by theta ** (-2 i / head_dim) per token."""
 
     theta: float
     max_context_len: int
@@ -59,10 +59,10 @@ class LinearRope:
 class DynamicNtkRope:
     """NTK-aware scaling whose base grows with the sequence.
 
-    A token at position p is turned as in a sequence that ends with it: unscaled below `max_position_embeddings`,
-    with the base for p + 1 tokens from there on. Token-by-token generation in `transformers` gives the same
-    angles; it differs for prompts that are longer than `max_position_embeddings` already, where it turns all
-    tokens by the length of whatever was computed in one go.
+    A token at position p is turned as in a sequence that ends with it: unscaled below `max_position_embeddings`, and
+    with the base for p + 1 tokens from there on. Token-by-token generation in `transformers` gives the same angles.
+    It differs for prompts longer than `max_position_embeddings`: there, `transformers` turns all tokens by the number
+    of tokens that are computed in one pass.
     """
 
     theta: float
@@ -82,7 +82,7 @@ class DynamicNtkRope:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Rope:
-    """Llama 3.1: long wavelengths are divided by `factor`, short ones kept, those between blended."""
+    """Llama 3.1: frequencies of long wavelengths are divided by `factor`, short ones kept, those between blended."""
 
     theta: float
     factor: float
@@ -107,7 +107,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True, slots=True)
 class YarnRope:
-    """YaRN (Peng et al., 2023): fast pairs are kept, slow pairs interpolated, a linear ramp between them."""
+    """YaRN (Peng et al., 2023): fast pairs are kept, slow pairs interpolated, with a linear ramp between them."""
 
     theta: float
     factor: float
@@ -130,7 +130,7 @@ class YarnRope:
         return _tables(interpolated * (1 - keep) + extrapolated * keep, num_positions, self.attention_factor)
 
     def _ramp(self, head_dim: int) -> Tensor:
-        """0 for the pairs that turn more than beta_fast times in the original context, 1 below beta_slow."""
+        """Returns 0 for pairs that turn more than beta_fast times in the original context, 1 below beta_slow."""
         low, high = self._pair_turning(self.beta_fast, head_dim), self._pair_turning(self.beta_slow, head_dim)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
@@ -139,17 +139,17 @@ class YarnRope:
         return ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
 
     def _pair_turning(self, num_turns: float, head_dim: int) -> float:
-        """The (fractional) pair that turns `num_turns` times over the original context."""
+        """Returns the (fractional) pair that turns `num_turns` times over the original context."""
         wavelength_ratio = self.original_max_position_embeddings / (num_turns * 2 * math.pi)
         return head_dim * math.log(wavelength_ratio) / (2 * math.log(self.theta))
 
 
 @dataclass(frozen=True, slots=True)
 class LongRope:
-    """LongRoPE (Ding et al., 2024): one divisor a pair, a set for short contexts and one for long ones.
+    """LongRoPE (Ding et al., 2024): one divisor for each pair, with a set for short contexts and a set for long ones.
 
-    Which set is used must not change within a sequence: an executor whose max_model_len stays within the original
-    context uses the short set, any other the long one.
+    The set must not change within a sequence: an executor whose max_model_len is within the original context uses the
+    short set, all others the long set.
     """
 
     theta: float
@@ -167,7 +167,7 @@ class LongRope:
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's temperature on the attention logits, as a factor of cos and sin."""
+    """Returns YaRN's temperature on the attention logits, as a factor of cos and sin."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -176,7 +176,7 @@ def longrope_attention_factor(factor: float, original_max_position_embeddings: i
 
 
 def _exponents(head_dim: int) -> Tensor:
-    """2 i / head_dim for each pair i."""
+    """Returns 2 i / head_dim for each pair i."""
     return torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
 
 
@@ -185,6 +185,6 @@ def _frequencies(theta: float, head_dim: int) -> Tensor:
 
 
 def _tables(frequencies: Tensor, num_positions: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """frequencies[head_dim / 2], or [num_positions, head_dim / 2] where they depend on the position."""
+    """Returns cos and sin for frequencies[head_dim / 2], or for [num_positions, head_dim / 2] where they vary."""
     angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * frequencies
     return angles.cos() * factor, angles.sin() * factor

@@ -1,4 +1,4 @@
-"""The runner for GPUs: a step is launched by one thread and finished by another, and nothing in between waits.
+"""The runner for GPUs: one thread launches a step and another finishes it, and launching never waits for a result.
 
-It runs on the CPU as well, with the kernels in Triton's interpreter: all that is CUDA's alone is in `accelerator`.
+It runs on the CPU as well, with the kernels in Triton's interpreter: everything specific to CUDA is in `accelerator`.
 """

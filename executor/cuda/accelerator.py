@@ -1,4 +1,4 @@
-"""All that a step needs of CUDA itself: streams, events, pinned memory, graphs. And the same without a GPU, at once.
+"""Everything specific to CUDA: streams, events, pinned memory and graphs; and a stand-in for machines without a GPU.
 
 compute   ── upload ── step ── ● end mark ── upload ── step ── ● ──►     the device thread's current stream
 copies                          └── results to the host ── ●             waited for by the results thread
@@ -14,55 +14,55 @@ import torch
 from torch import Tensor
 
 Body = Callable[[], None]
-"""Launches work on buffers that stay where they are, results included: memory taken on the way is anybody's after."""
+"""Launches work whose inputs and results are in buffers that stay in place. Its temporaries are reused afterwards."""
 
 
 class Mark(Protocol):
-    """A point in the order of the device's work."""
+    """A point in the sequence of the device's work."""
 
     def wait(self) -> None:
-        """Until the device has come here. Raises RuntimeError if it failed on the way."""
+        """Waits until the device reaches this point. Raises RuntimeError if it fails before that."""
         ...
 
     def ns_since(self, earlier: "Mark") -> int:
-        """Nanoseconds on the device's clock; both marks have been reached."""
+        """Returns nanoseconds on the device's clock. Both marks must have been reached."""
         ...
 
 
 class Accelerator(Protocol):
-    """One device, and the one stream that its work is put on. Marks apart, all of it is for the device thread."""
+    """One device with one stream of work. Only the device thread may use it; marks may be used by any thread."""
 
     device: torch.device
 
     def working(self) -> AbstractContextManager[object]:
-        """Within it, what this thread launches goes to the device's stream."""
+        """Returns a context in which this thread's launches go to the device's stream."""
         ...
 
     def host_bytes(self, num_bytes: int) -> Tensor:
-        """[num_bytes] uint8 on the host, from which the device copies without holding anybody up."""
+        """Returns [num_bytes] uint8 on the host, from which the device copies without blocking the host."""
         ...
 
     def send(self, host: Tensor) -> Tensor:
-        """A new tensor on the device. `host` must not change before a mark set after this has been reached."""
+        """Returns a copy on the device. `host` must not change until a mark that is set after this has been reached."""
         ...
 
     def mark(self) -> Mark: ...
 
     def fetch(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """Copies source to target, of `host_bytes`, once the device has come to `after`; beside its work, not in it.
+        """Copies source to target, which is of `host_bytes`, once the device reaches `after`, beside its other work.
 
-        Nobody writes to source from then on. target holds it when the mark that is returned has been reached.
+        source must not be written any more. The copy is complete when the returned mark has been reached.
         """
         ...
 
     def capture(self, body: Body) -> Body:
-        """What launches the same work again, on the same buffers. Runs body; that must change nothing that matters."""
+        """Returns a function that launches the same work again. Runs body once before, so body must be repeatable."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class CudaMark:
-    """An event."""
+    """A mark that is a CUDA event."""
 
     event: torch.cuda.Event
 
@@ -71,13 +71,13 @@ class CudaMark:
 
     def ns_since(self, earlier: Mark) -> int:
         if not isinstance(earlier, CudaMark):
-            raise TypeError("marks of two kinds of devices")
+            raise TypeError("marks of different kinds of devices")
         duration_ms: float = earlier.event.elapsed_time(self.event)
         return round(duration_ms * 1e6)
 
 
 class CudaAccelerator:
-    """A GPU."""
+    """An accelerator that is a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -85,7 +85,7 @@ class CudaAccelerator:
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._captures = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._memory = torch.cuda.graph_pool_handle()
-        # Weights and buffers were written on other streams.
+        # Weights and buffers were written in other streams.
         torch.cuda.synchronize(device)
 
     def working(self) -> AbstractContextManager[object]:
@@ -113,16 +113,16 @@ class CudaAccelerator:
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
             copied.record(self._copies)
-        # Memory of the compute stream: once freed, it may be given out again before the copy is done.
+        # The memory belongs to the compute stream: once freed, it could be reused before the copy is done.
         source.record_stream(self._copies)
         return CudaMark(copied)
 
     def capture(self, body: Body) -> Body:
-        """All graphs share one pool of memory: they run one after the other.
+        """Captures a graph. All graphs share one pool of memory, as they run one after the other.
 
-        The first run is eager, so that what is made ready on first use (kernels, cuBLAS) is ready when the capture,
-        in which nothing may be compiled, loaded or allocated by the driver, comes by. Other threads go on meanwhile:
-        their calls are none of the capture's business (`thread_local`).
+        The first run is eager: it prepares what is prepared on first use (kernels, cuBLAS), because nothing may be
+        compiled, loaded or allocated by the driver during the capture. With `thread_local`, calls of other threads do
+        not disturb the capture.
         """
         torch.cuda.synchronize(self.device)
         with torch.cuda.stream(self._captures):
@@ -136,7 +136,7 @@ class CudaAccelerator:
 
 @dataclass(frozen=True, slots=True)
 class EagerMark:
-    """Reached as soon as it is set."""
+    """A mark that is reached as soon as it is set."""
 
     set_ns: int
 
@@ -145,12 +145,12 @@ class EagerMark:
 
     def ns_since(self, earlier: Mark) -> int:
         if not isinstance(earlier, EagerMark):
-            raise TypeError("marks of two kinds of devices")
+            raise TypeError("marks of different kinds of devices")
         return self.set_ns - earlier.set_ns
 
 
 class EagerAccelerator:
-    """The CPU in a GPU's place: everything is done when it is launched."""
+    """The CPU in place of a GPU: all work is done as it is launched."""
 
     device = torch.device("cpu")
 
@@ -176,5 +176,5 @@ class EagerAccelerator:
 
 
 def accelerator_for(device: torch.device) -> Accelerator:
-    """Raises RuntimeError if a CUDA device is not there."""
+    """Returns the accelerator of a device. Raises RuntimeError if there is no such CUDA device."""
     return CudaAccelerator(device) if device.type == "cuda" else EagerAccelerator()

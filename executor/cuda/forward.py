@@ -1,4 +1,4 @@
-"""From the rows of a step to logits: decodes on buffers that stay where they are, everything else on new ones."""
+"""From the rows of a step to logits: decode-only steps on buffers that stay in place, all others on new tensors."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -7,11 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from executor.cuda.buffers import DecodeRows
 from executor.cuda.device_slots import DeviceSlots
-from executor.cuda.host_step import HostStep
-from executor.cuda.upload import Arrays
+from executor.cuda.step_arrays import HostArray, MixedRows
 from executor.models.decoder import Decoder, Rows
 from executor.slots.slots import Slots
+from executor.slots.step_inputs import StepInputs
 from kernels import AttentionShape
 from kernels.triton import (
     DecodePlanner,
@@ -25,23 +26,9 @@ from kernels.triton import (
 from kernels.triton.tuning import prefill_tuning
 
 
-class DecodeRows:
-    """Buffers for the rows of decode steps, max_num_seqs of each. `slots` is what is sent; the rest is computed."""
-
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        def numbers(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(max_num_seqs, dtype=dtype, device=device)
-
-        self.slots = numbers(torch.int32)
-        self.token_ids = numbers(torch.int32)
-        self.positions = numbers(torch.int32)
-        self.context_lens = numbers(torch.int32)
-        self.slot_mapping = numbers(torch.int64)
-
-
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """The model over its pool. Mutates the pool, and what planner and rows hold."""
+    """The model and its pool. Mutates the pool, and the buffers of `planner` and `rows`."""
 
     model: Decoder
     pool: Tensor
@@ -51,7 +38,10 @@ class Forward:
     rows: DecodeRows
 
     def decode(self, num_rows: int) -> Tensor:
-        """Logits of rows.slots[:num_rows], padding included. Can be captured: nothing depends on what rows hold."""
+        """Returns the logits of rows.slots[:num_rows], padding included.
+
+        Can be captured: the launches do not depend on the contents of the rows.
+        """
         rows, tables = self.rows, self.on_device.block_tables
         slots, context_lens = rows.slots[:num_rows], rows.context_lens[:num_rows]
         token_ids, positions = rows.token_ids[:num_rows], rows.positions[:num_rows]
@@ -70,10 +60,9 @@ class Forward:
         own = Rows(token_ids, positions, slot_mapping)
         return self.model.forward(own, self.pool, partial(_attend, work, None, num_rows))
 
-    def mixed(self, num_decodes: int, sent: dict[str, Tensor]) -> Tensor:
-        """What logits are made of, [rows, hidden_size], of rows of any step, with the arrays of `mixed_rows` there: of
-        those that sample, of beams, and of prompts."""
-        tables, row_slots = self.on_device.block_tables, sent["row_slots"]
+    def mixed(self, num_decodes: int, sent: MixedRows[Tensor]) -> Tensor:
+        """Returns the hidden states of the step's `logit_rows`: [L, hidden_size]."""
+        tables, row_slots = self.on_device.block_tables, sent.row_slots
         token_ids, positions, context_lens = (torch.empty_like(row_slots) for _ in range(3))
         slot_mapping = torch.empty(len(row_slots), dtype=torch.int64, device=row_slots.device)
         open_rows(
@@ -85,31 +74,31 @@ class Forward:
             context_lens,
             slot_mapping,
             self.shape.block_size,
-            sent["known_rows"],
+            sent.known_rows,
         )
         decodes = self.planner.plan(tables, context_lens[:num_decodes], row_slots[:num_decodes])
         prefills = None
-        if "tiles" in sent:
-            prefills = PrefillWork(tables, sent["tiles"], prefill_tuning(self.shape, tables.device))
-        rows = Rows(token_ids, positions, slot_mapping, sent["sample_rows"])
+        if sent.tiles is not None:
+            prefills = PrefillWork(tables, sent.tiles, prefill_tuning(self.shape, tables.device))
+        rows = Rows(token_ids, positions, slot_mapping, sent.logit_rows)
         return self.model.hidden(rows, self.pool, partial(_attend, decodes, prefills, num_decodes))
 
-    def mixed_rows(self, step: HostStep, slots: Slots) -> Arrays:
-        """What the device has to be sent of a step that has prefills, or children."""
-        starts, row_slots = step.starts, np.repeat(step.order, step.counts)
-        positions = np.arange(starts[-1], dtype=np.int32)
-        positions += np.repeat(step.first_positions - starts[:-1], step.counts)
-        # Tokens that only the device knows are negative in the books: those rows take the slot's last token.
-        known = np.stack((slots.token_ids[row_slots, positions], positions))
-        sample_rows = np.concatenate((step.sample_rows, step.beam_rows, step.prompt_rows))
-        arrays: Arrays = {"row_slots": row_slots, "known_rows": known, "sample_rows": sample_rows}
-        if len(step.order) > step.num_decodes:
-            num = step.num_decodes
-            lengths = step.first_positions[num:] + step.counts[num:]
-            query_starts = starts[num:] - starts[num]
-            device = self.pool.device
-            arrays["tiles"] = list_tiles(self.shape, device, query_starts, lengths, step.order[num:])
-        return arrays
+    def mixed_rows(self, step: StepInputs, slots: Slots) -> MixedRows[HostArray]:
+        """Returns the arrays to send for a step that is not decode-only."""
+        row_slots, positions, num = step.row_slots, step.positions, step.num_decodes
+        tiles = None
+        if len(step.slots) > num:
+            query_starts = step.query_starts[num:] - step.query_starts[num]
+            tiles = list_tiles(self.shape, self.pool.device, query_starts, step.context_lens[num:], step.slots[num:])
+        return MixedRows(
+            row_slots=row_slots,
+            # Tokens that only the device knows are negative on the host: such rows take the slot's last token.
+            known_rows=np.stack((slots.token_ids[row_slots, positions], positions)),
+            logit_rows=step.logit_rows,
+            sampling=step.sampling,
+            sampled_logits=step.sampled_logits if step.has_forks else None,
+            tiles=tiles,
+        )
 
 
 def _attend(
@@ -122,7 +111,7 @@ def _attend(
     scale: float,
     window: int,
 ) -> None:
-    """The attention of a planned step, see `executor.models.decoder.Attend`."""
+    """Computes the attention of a planned step, see `executor.models.decoder.Attend`."""
     if num_decodes:
         attend_decode(query[:num_decodes], kv, decodes, out[:num_decodes], scale, window)
     if prefills is not None:

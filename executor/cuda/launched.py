@@ -1,4 +1,4 @@
-"""A step that is under way, and what it becomes."""
+"""A step that is under way on the device, and its result."""
 
 import threading
 from dataclasses import dataclass
@@ -9,14 +9,15 @@ from torch import Tensor
 
 from executor.cuda.accelerator import Mark
 from executor.plans.plan import Ints, Reports, StepOutput, StepPlan, StepTimings
+from executor.slots.step_inputs import StepInputs
 from kernels.triton import RESULT_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Points of a step on the device: once all it needs is there, between model and sampler, after its last work.
+    """Points of a step on the device: when its inputs are there, between model and sampler, and after its last work.
 
-    previous_end: where the step before was done, if there was one.
+    previous_end is the end of the step before, if there was one.
     """
 
     start: Mark
@@ -26,26 +27,28 @@ class Marks:
 
 
 class LaunchedStep:
-    """See `executor.device.results_thread.LaunchedStep`."""
+    """Implements `executor.device.results_thread.LaunchedStep`."""
 
     def __init__(
         self,
         plan: StepPlan,
-        reporting: Ints,
-        sampling: Ints,
-        lives: NDArray[np.int64],
+        step: StepInputs,
+        generations: NDArray[np.int64],
         results: Tensor | None,
         arrived: Mark,
         marks: Marks,
         prepare_ns: int,
         reports: Reports,
     ) -> None:
-        """reporting: slots with a result, ascending; sampling[R]: those with a row of results[R, RESULT_FIELDS], which
-        are on the host once `arrived` is reached. lives[R]: the how-manieth life of the slot this was."""
+        """Arrays are in the order of step.sampling[R].
+
+        results[R, RESULT_FIELDS] int32 are on the host once `arrived` is reached. generations[R] are the slot
+        generations of the step: how many sequences each slot has held.
+        """
         self._plan = plan
-        self._reporting = reporting
-        self._sampling = sampling
-        self._lives = lives
+        self._reporting = step.reporting
+        self._sampling = step.sampling
+        self._generations = generations
         self._results = results
         self._arrived = arrived
         self._marks = marks
@@ -53,29 +56,32 @@ class LaunchedStep:
         self._reports = reports
         self._lock = threading.Lock()
         self._output: StepOutput | None = None
-        self._has_ended = np.zeros(len(sampling), dtype=np.bool_)
+        self._has_ended = np.zeros(len(step.sampling), dtype=np.bool_)
 
     @property
     def is_finished(self) -> bool:
         return self._output is not None
 
     def finish(self) -> StepOutput:
-        """Waits for the device. Any thread may call it, any number of times. Raises what went wrong on the device."""
+        """Waits for the device. Any thread may call it, any number of times. Raises the error of a failed step."""
         with self._lock:
             if self._output is None:
                 self._output = self._read()
             return self._output
 
     def sampled(self) -> Ints:
-        """What the slots have sampled, in their order. Waits for the device."""
+        """Returns the sampled tokens in the order of the slots. Waits for the device."""
         token_ids = self.finish().token_ids
         own: Ints = token_ids[np.searchsorted(self._reporting, self._sampling)]
         return own
 
-    def ended(self, lives: NDArray[np.int64]) -> Ints:
-        """Slots known to have ended by this step's result. lives: of all slots, now; ended lives tell nothing new."""
-        same_life = lives[self._sampling] == self._lives
-        ended: Ints = self._sampling[same_life & self._has_ended]
+    def ended(self, generations: NDArray[np.int64]) -> Ints:
+        """Returns the slots that have ended by this step's result and still hold the same sequence.
+
+        generations: the slot generations of all slots now.
+        """
+        is_same = generations[self._sampling] == self._generations
+        ended: Ints = self._sampling[is_same & self._has_ended]
         return ended
 
     def _read(self) -> StepOutput:

@@ -1,4 +1,4 @@
-"""A runner for a GPU that is ready for its first plan: nothing is compiled once it serves."""
+"""Makes a runner for a GPU that is ready for its first plan, so that nothing is compiled while it serves."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from executor.cuda.accelerator import accelerator_for
-from executor.cuda.runner import CudaRunner, StepBuffers
+from executor.cuda.runner import CudaRunner
 from executor.plans.plan import Admission, SequenceParams, StepPlan
 from kernels.triton import warm_up
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from executor.cuda.buffers import StepBuffers
     from executor.models.decoder import Decoder
-    from executor.plans.limits import Limits
+    from executor.plans.limits import PlanLimits
     from kernels import AttentionShape, Progress
 
-# What each kind of step launches: a greedy one, one that draws, and one with reports, of changed logits.
+# Parameters of one step of each kind: a greedy one, one that draws, and one with reports and changed logits.
 _REHEARSED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0},
@@ -26,16 +27,12 @@ _REHEARSED: tuple[dict[str, Any], ...] = (
 )
 
 
-def allocate_buffers(model: Decoder, shape: AttentionShape, max_num_seqs: int, max_model_len: int) -> StepBuffers:
-    return StepBuffers.allocate(model, shape, max_num_seqs, max_model_len, model.device)
-
-
 def make_runner(
-    model: Decoder, shape: AttentionShape, buffers: StepBuffers, pool: Tensor, limits: Limits, progress: Progress
+    model: Decoder, shape: AttentionShape, buffers: StepBuffers, pool: Tensor, limits: PlanLimits, progress: Progress
 ) -> CudaRunner:
-    """Compiles all kernels, and runs some steps: what libraries prepare on first use, they prepare now."""
+    """Compiles all kernels and runs a few steps, so that libraries prepare now what they prepare on first use."""
     accelerator = accelerator_for(model.device)
-    with accelerator.working():  # Triton launches on the current device, which else is the first
+    with accelerator.working():  # Triton launches on the current device, which is otherwise the first
         warm_up(
             shape,
             progress,
@@ -50,9 +47,9 @@ def make_runner(
 
 
 def rehearse(runner: CudaRunner) -> None:
-    """A prompt and a decode of each kind: captures the smallest graphs. Writes to block 1 alone.
+    """Runs a prompt and a decode of each kind, which captures the smallest graphs.
 
-    Nothing is left behind but that. Does nothing where a sequence of three tokens does not fit.
+    Leaves nothing behind except in block 1. Does nothing if a sequence of three tokens does not fit.
     """
     limits = runner.limits
     if limits.max_model_len < 4 or limits.block_size < 3 or limits.max_num_batched_tokens < 2:

@@ -1,88 +1,68 @@
 """One step on a GPU: launched here, and finished when its result has arrived.
 
-    host     │ check, books │ launch n │ check, books │ launch n + 1 │ …
-    device                  │ deltas, rows, model, sampler, ends: n  │ n + 1 │ …
+    host     │ prepare n │ launch n │ prepare n + 1 │ launch n + 1 │ …
+    device               │ slots, rows, model, sampler, ends: n    │ n + 1 │ …
     results                                                  n copied out │ finish n
 
-The host never waits for a result in order to launch. What it lacks, the last tokens and who has ended, is on the
-device. The exception are steps in which logits are changed, or more is reported than tokens: such a step waits for
-those before it, and for its own result.
+The host never waits for a result in order to launch. The last tokens, and which sequences have ended, are on the
+device. Steps in which logits are changed, or something besides tokens is reported, are the exception: such a step waits
+for all steps before it, and for its own result.
 """
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from executor.cuda.accelerator import Accelerator, Body, Mark
-from executor.cuda.device_slots import DeviceSlots, fork_deltas, slot_deltas
-from executor.cuda.forward import DecodeRows, Forward
-from executor.cuda.graphs import Graphs
-from executor.cuda.host_step import HostStep, take_step
+from executor.cuda.buffers import StepBuffers
+from executor.cuda.device_slots import slot_changes
+from executor.cuda.forward import Forward
+from executor.cuda.graphs import Graphs, StepKind
 from executor.cuda.launched import LaunchedStep, Marks
-from executor.cuda.sampler import MAX_NUMBERS, Recipe, sample
-from executor.cuda.upload import Arrays, Upload
+from executor.cuda.sampler import sample, sample_changed, sampling_arrays
+from executor.cuda.step_arrays import HostArray, StepArrays, send
+from executor.cuda.upload import Upload
 from executor.errors import PlanRejected
 from executor.models.decoder import Decoder
-from executor.plans.limits import Limits
-from executor.plans.plan import EndReason, Ints, Logprobs, Reports, StepPlan
+from executor.plans.limits import PlanLimits
+from executor.plans.plan import Ints, Logprobs, Reports, StepPlan
 from executor.sampling.logprobs import join, row_pieces
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.slots.sampling_table import Draw
 from executor.slots.slots import Slots
+from executor.slots.step_inputs import StepInputs, begin_step
 from kernels import AttentionShape
-from kernels.triton import RESULT_FIELDS, DecodePlanner, choose_greedily, close_rows, copy_blocks
+from kernels.triton import choose_greedily, copy_blocks
 
 _log = logging.getLogger(__name__)
 
-
-class StepKind(Enum):
-    """What a graph holds: the model alone, or a whole step whose rows are all greedy."""
-
-    FORWARD = "forward"
-    GREEDY = "greedy"
+# Stands on the host for a token that only the device knows. It is negative, as `open_rows` needs it, and no end id,
+# so the host assumes that a sequence only ends for its length until a result says otherwise.
+_UNKNOWN_TOKEN = -2
 
 
 @dataclass(frozen=True, slots=True)
-class StepBuffers:
-    """Device memory that lives as long as the runner, and is taken before the KV pool takes what is left.
+class Launch:
+    """A step that is ready to be launched.
 
-    logits[max_num_seqs, vocab_size] of decode steps that sample, one buffer for all of their graphs;
-    next_tokens[max_num_seqs] and results[max_num_seqs, RESULT_FIELDS], int32.
+    draw    how the slots of step.sampling sample
+    arrays  arrays to send to the device
+    bucket  number of rows of the graph to run, of this kind; 0 if the step is not decode-only
     """
 
-    on_device: DeviceSlots
-    planner: DecodePlanner
-    rows: DecodeRows
-    logits: Tensor
-    next_tokens: Tensor
-    results: Tensor
-
-    @classmethod
-    def allocate(
-        cls, model: Decoder, shape: AttentionShape, max_num_seqs: int, max_model_len: int, device: torch.device
-    ) -> "StepBuffers":
-        config = model.config
-        max_blocks_per_seq = -(-max_model_len // shape.block_size)
-        return cls(
-            on_device=DeviceSlots(max_num_seqs, max_blocks_per_seq, config.vocab_size, device),
-            planner=DecodePlanner(shape, device, max_num_seqs, max_model_len, config.windows),
-            rows=DecodeRows(max_num_seqs, device),
-            logits=torch.zeros((max_num_seqs, config.vocab_size), dtype=model.dtype, device=device),
-            next_tokens=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
-            results=torch.zeros((max_num_seqs, RESULT_FIELDS), dtype=torch.int32, device=device),
-        )
-
-    @property
-    def num_bytes(self) -> int:
-        """The rows are too small to count."""
-        return self.on_device.num_bytes + self.planner.num_bytes + self.logits.nbytes
+    plan: StepPlan
+    step: StepInputs
+    draw: Draw
+    arrays: StepArrays[HostArray]
+    kind: StepKind
+    bucket: int
+    started_ns: int
 
 
 class CudaRunner:
@@ -94,7 +74,7 @@ class CudaRunner:
         shape: AttentionShape,
         buffers: StepBuffers,
         pool: Tensor,
-        limits: Limits,
+        limits: PlanLimits,
         accelerator: Accelerator,
     ) -> None:
         self.limits = limits
@@ -105,24 +85,24 @@ class CudaRunner:
         self._accelerator = accelerator
         self._upload = Upload(accelerator)
         self.graphs = Graphs(accelerator, limits.max_num_seqs, self._graph_body)
-        # The rows that the device has in buffers.rows.slots; None: it is not known.
-        self._rows_there: Ints | None = None
-        self._lives = np.zeros(limits.max_num_seqs, dtype=np.int64)
+        # The rows that the device has in buffers.rows.slots; None if that is not known.
+        self._device_rows: Ints | None = None
+        self._generations = np.zeros(limits.max_num_seqs, dtype=np.int64)
         self._launched: deque[LaunchedStep] = deque()
         self._previous_end: Mark | None = None
 
     def reset(self) -> None:
-        """A new epoch: all slots are empty. The KV pool keeps what it holds; steps under way are finished by others."""
+        """Empties all slots for a new epoch. The KV pool keeps its contents, and steps under way can still finish."""
         self.slots.clear()
         self._launched.clear()
-        self._rows_there = None  # a step that failed may have noted rows that were never sent
-        self._lives += 1
+        self._device_rows = None  # a step that failed may have noted rows that were never sent
+        self._generations += 1
 
     def captures(self) -> Iterator[None]:
-        """Captures the graphs that no step has needed yet, one a turn: steps that come later do not wait for it.
+        """Captures the graphs that no step has needed yet, one at each turn, so that later steps do not wait for them.
 
-        The largest first, in whose memory the others find room. Where the device has no more of it, the rest is left
-        to the steps that need it.
+        The largest comes first, as the others find room in its memory. When the device runs out of memory, the rest is
+        left to the steps that need it.
         """
         for bucket in reversed(self.graphs.buckets):
             for kind in StepKind:
@@ -138,155 +118,157 @@ class CudaRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> LaunchedStep:
-        """Launches one step. Raises PlanRejected, and then nothing has changed. computing: called before the launch."""
-        started_ns = time.monotonic_ns()
+        """Launches one step. Raises PlanRejected, in which case nothing has changed.
+
+        computing  called when the step is prepared, right before it is launched
+        """
         with self._accelerator.working():
-            self._accept(plan)
-            step = take_step(self.slots, plan.forks)
+            launch = self._prepare(plan)
             computing()
-            launched = self._launch(plan, step, started_ns)
-            if step.has_reports:
-                self.slots.append(step.sampling, launched.sampled())
+            launched = self._launch(launch)
+            if launch.step.is_synchronous:
+                self.slots.append(launch.step.sampling, launched.sampled())
         self._launched.append(launched)
         return launched
 
-    def _accept(self, plan: StepPlan) -> None:
-        """Checks the plan and applies it to the books. Raises PlanRejected.
+    def _prepare(self, plan: StepPlan) -> Launch:
+        """Applies the plan and collects what its step needs. Raises PlanRejected, in which case nothing has changed."""
+        started_ns = time.monotonic_ns()
+        self._apply(plan)
+        step = begin_step(self.slots, plan.forks)
+        draw = self.slots.draw(step.sampling)
+        arrays = replace(
+            slot_changes(plan, self.limits),
+            copied_blocks=np.ascontiguousarray(plan.block_copies.T, dtype=np.int64) if plan.block_copies.size else None,
+            sampling=sampling_arrays(draw),
+        )
+        kind = StepKind.GREEDY if draw.is_plain_greedy and not step.is_synchronous else StepKind.FORWARD
+        bucket = 0
+        if step.is_decode_only:
+            bucket = self.graphs.bucket(len(step.slots))
+            if self.graphs.needs_capture(kind, bucket):
+                self._capture(kind, bucket)
+            arrays = replace(arrays, decode_slots=self._changed_rows(step, bucket))
+        elif step.num_rows:
+            arrays = replace(arrays, mixed=self._forward.mixed_rows(step, self.slots))
+        if not step.is_synchronous:
+            self.slots.append(step.sampling, np.full(len(step.sampling), _UNKNOWN_TOKEN, dtype=np.int32))
+        return Launch(plan, step, draw, arrays, kind, bucket, started_ns)
 
-        The books may not know yet that a sequence has ended, and what is allowed for an ended one may look wrong. So a
-        plan that looks wrong is looked at again when all results are in.
+    def _apply(self, plan: StepPlan) -> None:
+        """Checks the plan and applies it to the slots. Raises PlanRejected.
+
+        The host may not know yet that a sequence has ended, and may reject a plan that is right for an ended one. So a
+        plan is rejected only when it still looks wrong with all results in.
         """
-        self._learn(waits=False)
+        self._learn_ends(waits=False)
         try:
             self.slots.apply(plan)
         except PlanRejected:
             if not self._launched:
                 raise
-            self._learn(waits=True)
+            self._learn_ends(waits=True)
             self.slots.apply(plan)
         begun = [*plan.retired_slots.tolist()]
         begun += [admission.slot for admission in plan.admissions] + [fork.child_slot for fork in plan.forks]
-        self._lives[begun] += 1
-        self._lives[plan.branches[:, 0]] += 1
-        if self._launched and self.slots.wants_reports:
-            self._learn(waits=True)
-            self.slots.sort_out()
+        self._generations[begun] += 1
+        self._generations[plan.branches[:, 0]] += 1
+        if self._launched and self.slots.is_synchronous:
+            self._learn_ends(waits=True)
+            self.slots.classify()
 
-    def _learn(self, *, waits: bool) -> None:
-        """Who has ended, from the steps whose results are in; or from all steps."""
+    def _learn_ends(self, *, waits: bool) -> None:
+        """Marks slots as ended by the steps whose results are in, or by all steps."""
         while self._launched and (waits or self._launched[0].is_finished):
             launched = self._launched.popleft()
             launched.finish()
-            self.slots.counters.has_ended[launched.ended(self._lives)] = True
+            self.slots.counters.has_ended[launched.ended(self._generations)] = True
 
-    def _launch(self, plan: StepPlan, step: HostStep, started_ns: int) -> LaunchedStep:
-        recipe = Recipe.of(step.draw)
-        is_decode_only = step.is_decode_only
-        bucket = self.graphs.bucket(len(step.order)) if is_decode_only else 0
-        kind = StepKind.GREEDY if recipe.is_plain_greedy and not step.has_reports else StepKind.FORWARD
-        if is_decode_only and self.graphs.needs_capture(kind, bucket):
-            self._capture(kind, bucket)
-        arrays = slot_deltas(plan, self.limits) | fork_deltas(plan.forks)
-        if plan.block_copies.size:
-            arrays["copied_blocks"] = np.ascontiguousarray(plan.block_copies.T, dtype=np.int64)
-        if is_decode_only:
-            arrays |= self._changed_rows(step, bucket)
-        elif len(step.order):
-            arrays |= self._forward.mixed_rows(step, self.slots) | {"sampling": step.sampling}
-
-        arrays |= recipe.arrays()
-
-        sent = self._upload.send(arrays) if arrays else {}
-        # Not before: a device that has nothing to do reaches a mark at once, and what we do until then is its idleness.
-        start = self._accelerator.mark()
-        prepared_ns = time.monotonic_ns()
-        self._buffers.on_device.apply(sent)
-        if "copied_blocks" in sent:
-            copy_blocks(self._pool, *sent["copied_blocks"])
-        reports = Reports()
-        if len(step.order):
-            forwarded, reports = self._compute(step, kind, bucket, recipe, sent)
-        else:
-            forwarded = self._accelerator.mark()
-            self._buffers.on_device.fork(sent)
-        is_live = np.isin(step.reporting, step.sampling)
-        reports = replace(reports, logprobs=with_overrun(self.slots, step.reporting, is_live, reports.logprobs))
-        return self._finishing(plan, step, start, forwarded, prepared_ns - started_ns, reports)
-
-    def _changed_rows(self, step: HostStep, bucket: int) -> Arrays:
-        """The slots of a decode step, padded; nothing if they are the last step's."""
+    def _changed_rows(self, step: StepInputs, bucket: int) -> Ints | None:
+        """Returns the slots of a decode-only step, padded; None if the device has them from the step before."""
         slots = np.full(bucket, self._buffers.on_device.padding_slot, dtype=np.int32)
-        slots[: len(step.order)] = step.order
-        if self._rows_there is not None and np.array_equal(self._rows_there, slots):
-            return {}
-        self._rows_there = slots
-        return {"decode_slots": slots}
+        slots[: len(step.slots)] = step.slots
+        if self._device_rows is not None and np.array_equal(self._device_rows, slots):
+            return None
+        self._device_rows = slots
+        return slots
 
-    def _compute(
-        self, step: HostStep, kind: StepKind, bucket: int, recipe: Recipe, sent: dict[str, Tensor]
-    ) -> tuple[Mark, Reports]:
-        """Model, sampler and ends. Returns the mark between the first two; a whole step in a graph has none."""
-        buffers, num_rows, model = self._buffers, len(step.sampling), self._forward.model
-        num_logits = num_rows + len(step.beams)
-        hidden: Tensor | None = None
-        if bucket:
-            if "decode_slots" in sent:
-                buffers.rows.slots[:bucket].copy_(sent["decode_slots"])
-            self.graphs.run(kind, bucket)
-            logits, slots = buffers.logits, buffers.rows.slots
-            forwarded = self._accelerator.mark()
-            if kind is StepKind.GREEDY:
-                return forwarded, Reports()
-        else:
-            hidden, slots = self._forward.mixed(step.num_decodes, sent), sent["sampling"]
-            logits = model.logits(hidden[:num_logits])
-            forwarded = self._accelerator.mark()
-            buffers.on_device.fork(sent)
+    def _launch(self, launch: Launch) -> LaunchedStep:
+        sent = send(launch.arrays, self._upload)
+        # Not earlier: an idle device reaches a mark at once, and the time until then counts as its idleness.
+        start = self._accelerator.mark()
+        prepare_ns = time.monotonic_ns() - launch.started_ns
+        self._buffers.on_device.apply(sent)
+        if sent.copied_blocks is not None:
+            copy_blocks(self._pool, *sent.copied_blocks)
         reports = Reports()
-        if num_rows:
-            next_tokens, slots = buffers.next_tokens[:num_rows], slots[:num_rows]
-            # Banned logits are lost, but what is reported is the model's.
-            own = logits[:num_rows].clone() if step.has_reports else logits[:num_rows]
-            sample(own, slots, buffers.on_device, recipe, sent, next_tokens)
-            if step.draw.changes is not None:
-                self._sample_changed(step.draw, logits, slots, next_tokens)
-            self._close(slots)
-        if step.has_reports:
-            prompts = None if hidden is None else hidden[num_logits:]
-            reports = self._report(step, logits[:num_logits], prompts)
-        return forwarded, reports
+        if launch.step.num_rows:
+            forwarded, reports = self._compute(launch, sent)
+        else:
+            forwarded = self._accelerator.mark()
+            self._buffers.on_device.fork(sent.forked)
+        is_live = np.isin(launch.step.reporting, launch.step.sampling)
+        logprobs = with_overrun(self.slots, launch.step.reporting, is_live, reports.logprobs)
+        return self._fetch_results(launch, start, forwarded, prepare_ns, replace(reports, logprobs=logprobs))
 
-    def _sample_changed(self, draw: Draw, logits: Tensor, slots: Tensor, next_tokens: Tensor) -> None:
-        """Rows that change their logits once more: mutates next_tokens."""
-        on_device = self._buffers.on_device
-        for part in draw.changes.parts(MAX_NUMBERS) if draw.changes is not None else ():
-            recipe = Recipe.of(draw.unchanged(part.rows))
-            sent = self._upload.send(recipe.arrays() | {"changed_rows": part.rows.astype(np.int64)})
-            rows = sent["changed_rows"]
-            token_ids = torch.empty(len(rows), dtype=torch.int32, device=rows.device)
-            sample(part.changed(logits), slots.index_select(0, rows), on_device, recipe, sent, token_ids)
-            next_tokens.index_copy_(0, rows, token_ids)
+    def _compute(self, launch: Launch, sent: StepArrays[Tensor]) -> tuple[Mark, Reports]:
+        """Launches model, sampler and ends. Returns the mark between the first two; one graph for all has none."""
+        if launch.bucket:
+            if sent.decode_slots is not None:
+                self._buffers.rows.slots[: launch.bucket].copy_(sent.decode_slots)
+            self.graphs.run(launch.kind, launch.bucket)
+            forwarded = self._accelerator.mark()
+            if launch.kind is StepKind.GREEDY:
+                return forwarded, Reports()
+            num_rows = len(launch.step.sampling)
+            logits, slots = self._buffers.logits[:num_rows], self._buffers.rows.slots[:num_rows]
+            return forwarded, self._sample(launch, sent, slots, logits, None)
+        if sent.mixed is None:
+            raise ValueError("a step with rows is decode-only, or its rows are sent")
+        hidden = self._forward.mixed(launch.step.num_decodes, sent.mixed)
+        logits = self._forward.model.logits(hidden[: launch.step.first_prompt_logit])
+        forwarded = self._accelerator.mark()
+        self._buffers.on_device.fork(sent.forked)
+        return forwarded, self._sample(launch, sent, sent.mixed.sampling, logits, hidden)
 
-    def _report(self, step: HostStep, logits: Tensor, prompts: Tensor | None) -> Reports:
-        """Of logits[sampling, then beams], and of prompts[rows, hidden_size]: their logits are made in pieces."""
-        slots, num_rows = self.slots, len(step.sampling)
-        token_ids = self._buffers.next_tokens[:num_rows].cpu().numpy()
+    def _sample(
+        self, launch: Launch, sent: StepArrays[Tensor], slots: Tensor, logits: Tensor, hidden: Tensor | None
+    ) -> Reports:
+        """Samples, ends sequences, and reports. logits of slots that sample, then of beams; hidden[L, hidden_size]."""
+        step, own = launch.step, logits[: launch.step.num_sampled_logits]
+        if sent.mixed is not None and sent.mixed.sampled_logits is not None:
+            own = own.index_select(0, sent.mixed.sampled_logits)
+        if len(step.sampling):
+            on_device, next_tokens = self._buffers.on_device, self._buffers.next_tokens[: len(step.sampling)]
+            # Sampling overwrites banned logits, but reports and changes start from the model's own.
+            scratch = own.clone() if step.is_synchronous else own
+            sample(scratch, slots, on_device, sent.sampling, next_tokens)
+            sample_changed(launch.draw, own, slots, on_device, self._upload, next_tokens)
+            self._buffers.close(slots)
+        return self._report(step, own, logits[step.num_sampled_logits :], hidden) if step.is_synchronous else Reports()
+
+    def _report(self, step: StepInputs, sampled: Tensor, beams: Tensor, hidden: Tensor | None) -> Reports:
+        """Reports on logits[R, vocab_size] that were sampled, on those of beams, and on prompts.
+
+        The logits of prompts are made in pieces, of the last of hidden[L, hidden_size].
+        """
+        token_ids = self._buffers.next_tokens[: len(step.sampling)].cpu().numpy()
         pieces: list[Logprobs] = []
-        if prompts is not None and len(prompts):
+        if hidden is not None and len(prompts := hidden[step.first_prompt_logit :]):
             for rows in row_pieces(len(prompts), self.limits.vocab_size):
-                piece = report_prompts(slots, self._forward.model.logits(prompts[rows]), rows)
+                piece = report_prompts(self.slots, self._forward.model.logits(prompts[rows]), rows)
                 pieces += [] if piece is None else [piece]
         return Reports(
-            logprobs=report_tokens(slots, step.sampling, logits[:num_rows], token_ids),
+            logprobs=report_tokens(self.slots, step.sampling, sampled, token_ids),
             prompt_logprobs=join(pieces) if pieces else None,
-            candidates=report_candidates(slots, step.beams, logits[num_rows:]),
+            candidates=report_candidates(self.slots, step.beams, beams),
         )
 
-    def _finishing(
-        self, plan: StepPlan, step: HostStep, start: Mark, forwarded: Mark, prepare_ns: int, reports: Reports
+    def _fetch_results(
+        self, launch: Launch, start: Mark, forwarded: Mark, prepare_ns: int, reports: Reports
     ) -> LaunchedStep:
-        """Sends the results on their way to the host."""
-        num_rows, results = len(step.sampling), None
+        """Starts the copy of the results to the host."""
+        num_rows, results = len(launch.step.sampling), None
         # The next step writes to the buffer again, maybe before this copy of it is on the host.
         snapshot = self._buffers.results[:num_rows].clone() if num_rows else None
         end = arrived = self._accelerator.mark()
@@ -295,36 +277,24 @@ class CudaRunner:
             arrived = self._accelerator.fetch(snapshot.view(-1).view(torch.uint8), results, end)
         marks = Marks(start, forwarded, end, self._previous_end)
         self._previous_end = end
-        lives = self._lives[step.sampling]
-        return LaunchedStep(plan, step.reporting, step.sampling, lives, results, arrived, marks, prepare_ns, reports)
+        generations = self._generations[launch.step.sampling]
+        return LaunchedStep(launch.plan, launch.step, generations, results, arrived, marks, prepare_ns, reports)
 
     def _capture(self, kind: StepKind, bucket: int) -> None:
-        """On rows of padding: the run before the capture changes nothing."""
+        """Captures a graph on rows of padding, so that the run before the capture changes nothing."""
         self._buffers.rows.slots.fill_(self._buffers.on_device.padding_slot)
-        self._rows_there = None
+        self._device_rows = None
         self.graphs.capture(kind, bucket)
 
-    def _graph_body(self, kind: Hashable, num_rows: int) -> Body:
-        """The work of a decode step on so many rows, as one function of nothing."""
+    def _graph_body(self, kind: StepKind, num_rows: int) -> Body:
+        """Returns the work of a decode-only step on so many rows, as a function without parameters."""
 
         def body() -> None:
             logits = self._forward.decode(num_rows)
             if kind is StepKind.GREEDY:
                 choose_greedily(logits, self._buffers.next_tokens[:num_rows])
-                self._close(self._buffers.rows.slots[:num_rows])
+                self._buffers.close(self._buffers.rows.slots[:num_rows])
             else:
                 self._buffers.logits[:num_rows].copy_(logits)
 
         return body
-
-    def _close(self, slots: Tensor) -> None:
-        """next_tokens become the last tokens of the slots, and the step's results."""
-        buffers, num_rows = self._buffers, len(slots)
-        close_rows(
-            buffers.on_device.states,
-            buffers.on_device.end_kinds,
-            slots,
-            buffers.next_tokens[:num_rows],
-            buffers.results[:num_rows],
-            EndReason.LENGTH,
-        )

@@ -1,72 +1,67 @@
-"""Sampling on the device: chooses the tokens that `executor.sampling.sampler` would choose, without a host read.
+"""Sampling on the device: chooses the tokens that `executor.sampling.sampler` would, without reading on the host.
 
-Every row gets its likeliest token; rows that are to draw get another one. Which parameters a row has is on the device,
-in its slot: nothing but the uniform numbers is sent, and nothing has a shape that depends on them.
+Each row gets its most likely token first; rows that draw then get another one. The parameters of a row are on the
+device, in its slot. Only uniform numbers are sent, and no shape depends on the parameters.
 """
-
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.cuda.device_slots import DeviceSlots
-from executor.cuda.upload import Arrays
+from executor.cuda.step_arrays import ChangedRows, HostArray, SamplingArrays, send
+from executor.cuda.upload import Upload
 from executor.slots.sampling_table import Draw
 from kernels.triton import choose_greedily, draw_tokens
 
-# Numbers handled at once: bounds the temporaries of large batches over large vocabularies to some 300 MB.
+# Logits handled at once: bounds the temporaries of large batches over large vocabularies to some 300 MB.
 MAX_NUMBERS = 1 << 23
 
 
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """What a step's sampling needs to be told. banned: rows too short to end, whose end ids get -inf."""
-
-    is_greedy: bool
-    banned: NDArray[np.int64]
-    uniforms: NDArray[np.float32]
-
-    @classmethod
-    def of(cls, draw: Draw) -> "Recipe":
-        return cls(
-            is_greedy=draw.is_greedy,
-            banned=np.array([row for row, _ in draw.banned], dtype=np.int64),
-            uniforms=draw.uniforms,
-        )
-
-    @property
-    def is_plain_greedy(self) -> bool:
-        """Nothing but the largest logit of each row is asked for."""
-        return self.is_greedy and not self.banned.size
-
-    def arrays(self) -> Arrays:
-        """What the device has to be sent, and `sample` to be given back as tensors."""
-        arrays: Arrays = {}
-        if self.banned.size:
-            arrays["banned"] = self.banned
-        if not self.is_greedy:
-            arrays["uniforms"] = self.uniforms
-        return arrays
+def sampling_arrays(draw: Draw) -> SamplingArrays[HostArray] | None:
+    """Returns the arrays of a draw that are not in its slots; None if there are none."""
+    if draw.is_plain_greedy:
+        return None
+    return SamplingArrays(
+        banned=np.array([row for row, _ in draw.banned], dtype=np.int64) if draw.banned else None,
+        uniforms=None if draw.is_greedy else draw.uniforms,
+    )
 
 
 def sample(
-    logits: Tensor, slots: Tensor, on_device: DeviceSlots, recipe: Recipe, sent: dict[str, Tensor], token_ids: Tensor
+    logits: Tensor,
+    slots: Tensor,
+    on_device: DeviceSlots,
+    sent: SamplingArrays[Tensor] | None,
+    token_ids: Tensor,
 ) -> None:
-    """logits[R, vocab_size] of slots[R] int32 → token_ids[R] int32. Mutates token_ids, and banned logits.
+    """Samples token_ids[R] int32 for slots[R] int32 from logits[R, vocab_size].
 
-    Launches a few kernels, and waits for none of them.
+    Mutates token_ids and the banned logits. Launches a few kernels, and waits for none of them.
     """
-    if recipe.banned.size:
-        _ban(logits, slots, on_device, sent["banned"])
+    if sent is not None and sent.banned is not None:
+        _ban(logits, slots, on_device, sent.banned)
     choose_greedily(logits, token_ids)
-    if not recipe.is_greedy:
-        draw_tokens(logits, on_device.states, slots, sent["uniforms"], token_ids)
+    if sent is not None and sent.uniforms is not None:
+        draw_tokens(logits, on_device.states, slots, sent.uniforms, token_ids)
+
+
+def sample_changed(
+    draw: Draw, logits: Tensor, slots: Tensor, on_device: DeviceSlots, upload: Upload, token_ids: Tensor
+) -> None:
+    """Samples the rows that change their logits a second time, from logits[R, vocab_size] as the model made them.
+
+    Mutates token_ids[R] int32.
+    """
+    for part in draw.changes.parts(MAX_NUMBERS) if draw.changes is not None else ():
+        sent = send(ChangedRows(part.rows.astype(np.int64), sampling_arrays(draw.unchanged(part.rows))), upload)
+        own_ids = torch.empty(len(part.rows), dtype=torch.int32, device=logits.device)
+        sample(part.changed(logits), slots.index_select(0, sent.rows), on_device, sent.sampling, own_ids)
+        token_ids.index_copy_(0, sent.rows, own_ids)
 
 
 def _ban(logits: Tensor, slots: Tensor, on_device: DeviceSlots, rows: Tensor) -> None:
-    """-inf for all tokens that would end these rows."""
+    """Sets the logits of all tokens that would end these rows to -inf."""
     for some in torch.split(rows, max(1, MAX_NUMBERS // logits.shape[1])):
         ends = on_device.end_kinds.index_select(0, slots.index_select(0, some)) != 0
         logits.index_copy_(0, some, logits.index_select(0, some).masked_fill(ends, -torch.inf))

@@ -1,10 +1,11 @@
-"""What a step tells the device: some arrays, packed into one pinned buffer and sent with one copy.
+"""Sends arrays to the device: they are packed into one pinned buffer and travel with one copy.
 
     buffer   │ int32 … │ float32 … │ int64 … │        each at a multiple of 16 bytes, as kernels were compiled for
 
 Buffers are used in turn: the copy from one may still be under way while the next is filled.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,6 @@ from torch import Tensor
 
 from executor.cuda.accelerator import Accelerator, Mark
 
-Arrays = dict[str, NDArray[Any]]
-"""By name. Names are those of whoever reads them on the device."""
-
 _NUM_BUFFERS = 4
 _ALIGNMENT = 16
 _FIRST_BYTES = 1 << 16
@@ -24,7 +22,7 @@ _DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64, np.
 
 
 class Upload:
-    """Buffers grow with what is sent: rarely, and at first."""
+    """Pinned buffers that grow with what is sent: rarely, and mostly at the start."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -32,10 +30,10 @@ class Upload:
         self._sent: list[Mark | None] = [None] * _NUM_BUFFERS
         self._next = 0
 
-    def send(self, arrays: Arrays) -> dict[str, Tensor]:
-        """The same arrays, int32, int64 or float32, on the device.
+    def send(self, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+        """Returns the same arrays, int32, int64 or float32, on the device.
 
-        Waits until the buffer is free again: its copy is the fourth last, and long done.
+        Waits until a buffer is free again. Its copy was started three sends ago, so it is nearly always done.
         """
         offsets, total = _layout(arrays)
         which, self._next = self._next, (self._next + 1) % _NUM_BUFFERS
@@ -44,24 +42,22 @@ class Upload:
         if total > len(self._buffers[which]):
             self._buffers[which] = self._accelerator.host_bytes(2 * total)
         host = self._buffers[which][:total]
-        place = host.numpy()
-        for name, array in arrays.items():
+        target = host.numpy()
+        for offset, array in zip(offsets, arrays, strict=True):
             if array.size:
-                place[offsets[name] : offsets[name] + array.nbytes] = (
-                    np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-                )
+                target[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         on_device = self._accelerator.send(host)
         self._sent[which] = self._accelerator.mark()
-        return {
-            name: on_device[offsets[name] : offsets[name] + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
-            for name, array in arrays.items()
-        }
+        return [
+            on_device[offset : offset + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)
+            for offset, array in zip(offsets, arrays, strict=True)
+        ]
 
 
-def _layout(arrays: Arrays) -> tuple[dict[str, int], int]:
-    """Where each array begins, and how many bytes all take."""
-    offsets, total = {}, 0
-    for name, array in arrays.items():
-        offsets[name] = total
+def _layout(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], int]:
+    """Returns the offset of each array in the buffer, and the number of bytes that all of them take."""
+    offsets, total = [], 0
+    for array in arrays:
+        offsets.append(total)
         total += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
     return offsets, total

@@ -1,4 +1,4 @@
-"""The device: which one, and how many CPU threads."""
+"""Chooses the device and the number of CPU threads, and prepares the thread that computes."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ _NICENESS = 5
 
 
 def resolve_device(name: str) -> torch.device:
-    """Raises ConfigError if there is no such device."""
+    """Returns the device of this name. Raises ConfigError if there is no such device."""
     if name == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -31,10 +31,10 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_num_threads(num_threads: int | None) -> int:
-    """All cores this process may use; from three on, one is left to the scheduler and the clients.
+    """Returns the configured number, else the cores this process may use, less one if there are three or more.
 
-    On two cores the second one is worth more to the step, although both sides then share it: a thread that loses its
-    core is not waited for unless it holds work (`kernels.cpu.program`).
+    The spare core is for the scheduler and the clients. With two cores, the step gains more from the second core
+    than it loses by sharing it: a thread without a core is not waited for unless it holds work (`kernels.cpu.program`).
     """
     if num_threads is not None:
         return num_threads
@@ -43,18 +43,18 @@ def resolve_num_threads(num_threads: int | None) -> int:
 
 
 def prepare_compute_thread(device: torch.device, num_threads: int) -> None:
-    """Called on the thread that is to compute, before it does: how many threads help it, and whom they give way to.
+    """Sets the number of threads and their priority. Called first on the thread that computes.
 
-    On the CPU scheduler, clients and gRPC share the cores with the step. They need little, but at once: what they wait
-    for a core, the next plan comes later. So those who compute, and have work for milliseconds, are a little nicer.
+    On the CPU, the scheduler, the clients and gRPC share the cores with the step. They need little time, but delay the
+    next plan when they wait for a core. So the compute threads, which have work for milliseconds, get a lower priority.
     """
     torch.set_num_threads(num_threads)
-    if device.type == "cpu" and sys.platform == "linux":  # where a thread has a priority of its own
+    if device.type == "cpu" and sys.platform == "linux":  # elsewhere, threads have no priority of their own
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICENESS)
 
 
 def device_is_sane(device: torch.device) -> bool:
-    """After an exception: can the device still compute? A GPU that had a fault in a kernel cannot."""
+    """Returns whether the device can still compute after an exception. A GPU with a fault in a kernel cannot."""
     try:
         probe = torch.ones(1, device=device)
         return bool((probe + probe).item() == 2.0)

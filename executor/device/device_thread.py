@@ -1,11 +1,11 @@
-"""The one thread that touches the device. It knows neither gRPC nor asyncio: work comes in by a queue, outcomes leave
-by a callback.
+"""The only thread that uses the device. It knows neither gRPC nor asyncio: work comes from a queue, outcomes go to
+callbacks.
 
-Work is done in the order it was put. Epochs come with it: the first plan of a newer epoch empties the slots, plans of
-older epochs are dropped, and after a failure the rest of its epoch is dropped too.
+Work is done in the order in which it was put. The first plan of a newer epoch empties the slots, plans of older epochs
+are dropped, and after a failure the rest of its epoch is dropped too.
 
-A runner either computes a step at once, or launches it and leaves the waiting to others. Launched steps are finished by
-the results thread while this one launches the next; a failure that comes to light there counts as the step's own.
+A runner either computes a step at once, or launches it without waiting. The results thread finishes launched steps
+while this thread launches the next one; a failure that only appears there counts as a failure of the step.
 """
 
 import logging
@@ -24,12 +24,12 @@ from executor.plans.plan import StepOutput, StepPlan
 
 _log = logging.getLogger(__name__)
 
-_PATIENCE_S = 0.05
-"""An idle time that has lasted so long may last longer."""
+_IDLE_DELAY_S = 0.05
+"""Time without a step after which idle work begins."""
 
 
 class FailureKind(Enum):
-    """Whose fault it is that a stream ends."""
+    """The reason for which a stream ends early."""
 
     PLAN_REJECTED = "plan rejected"
     EPOCH_REFUSED = "epoch refused"
@@ -40,7 +40,7 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The stream ends, with this message for the scheduler."""
+    """The end of a stream, with a message for the scheduler."""
 
     kind: FailureKind
     message: str
@@ -48,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class EndOfPlans:
-    """The scheduler sends no more plans; all results are out."""
+    """The scheduler has sent its last plan, and all results have been delivered."""
 
 
 Outcome = StepOutput | Failure | EndOfPlans
@@ -57,7 +57,7 @@ Deliver = Callable[[Outcome], None]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A plan to run. arrived_ns on the monotonic clock."""
+    """A plan to run. arrived_ns is on the monotonic clock."""
 
     plan: StepPlan
     arrived_ns: int
@@ -65,18 +65,17 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Echo:
-    """Nothing to run: the outcome is delivered once all work before it is done."""
+class Marker:
+    """A point in the queue: its outcome is delivered once all work before it is done."""
 
     outcome: Failure | EndOfPlans
     deliver: Deliver
 
 
 class Runner(Protocol):
-    """`executor.device.runner.ModelRunner` or `executor.cuda.runner.CudaRunner`, as far as this thread cares.
+    """The interface of `executor.device.runner.ModelRunner` and `executor.cuda.runner.CudaRunner` to this thread.
 
-    execute  raises PlanRejected, and then nothing has changed; may call `computing` when it has nothing left to do but
-             compute
+    execute  raises PlanRejected, in which case nothing has changed; calls `computing` right before it computes
     """
 
     def reset(self) -> None: ...
@@ -84,26 +83,29 @@ class Runner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Do both threads move? `answered` is called on the results thread, once all work before it is done."""
+class LivenessProbe:
+    """A check that both threads make progress.
+
+    `answered` is called on the results thread once all work before the probe is done.
+    """
 
     answered: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Inspection:
-    """A step has failed late: is the device still there?"""
+    """A check of the device after a step has failed."""
 
     failure: Failure
 
 
 class DeviceThread:
-    """Starts at once; `stop` ends it after the step it is at.
+    """A thread that starts at once; `stop` ends it after the current step.
 
-    prepare         called first, on the new thread: thread-local settings of the libraries
-    device_is_sane  called after an exception from a step, outside any step
-    device_lost     called on this thread, once, when the device is not sane any more; the thread then ends
-    idle_work       taken a turn at a time while no step has come for a while
+    prepare         called first on the new thread, for thread-local settings of libraries
+    device_is_sane  called after a step has raised an error, outside any step
+    device_lost     called once on this thread when the device is not sane any more; the thread then ends
+    idle_work       advanced one item at a time while no step arrives
     """
 
     def __init__(
@@ -119,28 +121,30 @@ class DeviceThread:
         self._device_is_sane = device_is_sane
         self._device_lost = device_lost
         self._idle_work = idle_work
-        self._patience_s = _PATIENCE_S
-        self._work: queue.SimpleQueue[Step | Echo | Question | _Inspection | None] = queue.SimpleQueue()
+        self._idle_delay_s = _IDLE_DELAY_S
+        self._work: queue.SimpleQueue[Step | Marker | LivenessProbe | _Inspection | None] = queue.SimpleQueue()
         self._results = ResultsThread()
-        self._untold: Callable[[], None] | None = None
+        self._pending: Callable[[], None] | None = None
         self._is_stopping = False
         self._epoch = 0
-        # Written by both threads, each time to the greater of two: under the lock.
+        # Written by both threads, and only ever increased: under the lock.
         self._failed_epoch = 0
         self._failing = threading.Lock()
-        # The results thread's own: the last epoch that failed late.
+        # The last epoch that failed late. Only the results thread uses it.
         self._late_epoch = 0
-        self._asked_ns: int | None = None
-        self._moved_ns = 0
+        self._probed_ns: int | None = None
+        self._progress_ns = 0
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
-    def put(self, work: Step | Echo | Question) -> None:
+    def put(self, work: Step | Marker | LivenessProbe) -> None:
         self._work.put(work)
 
     def stop(self) -> None:
-        """Returns when the threads have ended. Work that was not begun is dropped, its callbacks are not called; what
-        was launched is finished."""
+        """Returns when both threads have ended.
+
+        Launched steps are finished. Work that has not begun is dropped without calling its callbacks.
+        """
         self._is_stopping = True
         self._work.put(None)
         self._thread.join()
@@ -150,88 +154,88 @@ class DeviceThread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def look(self) -> None:
-        """Asks the threads whether they move, unless they owe an answer already. Call it now and then."""
-        if self._asked_ns is None:
-            self._asked_ns = time.monotonic_ns()
-            self.put(Question(self._answered))
+    def probe(self) -> None:
+        """Starts a probe of both threads unless one is under way. Call it at intervals."""
+        if self._probed_ns is None:
+            self._probed_ns = time.monotonic_ns()
+            self.put(LivenessProbe(self._answered))
 
     def silent_s(self) -> float:
-        """For how long a question has been waiting without so much as a step's end meanwhile; 0 if none is waiting.
+        """Returns for how long a probe has been waiting while no step ended; 0 if no probe is waiting.
 
-        So a step, however many wait behind it, and threads that have nothing to do are all looked at alike.
+        This detects a step that hangs, however many wait behind it, as well as threads that hang without work.
         """
-        asked_ns = self._asked_ns
-        return 0.0 if asked_ns is None else (time.monotonic_ns() - max(asked_ns, self._moved_ns)) * 1e-9
+        probed_ns = self._probed_ns
+        return 0.0 if probed_ns is None else (time.monotonic_ns() - max(probed_ns, self._progress_ns)) * 1e-9
 
     def _answered(self) -> None:
-        self._asked_ns = None
+        self._probed_ns = None
 
     def _run(self) -> None:
         self._prepare()
         idle_since_ns = time.monotonic_ns()
         while (work := self._next_work()) is not None:
             if not isinstance(work, Step):
-                self._tell()
+                self._deliver_pending()
             if isinstance(work, _Inspection):
-                if not self._survives(work.failure):
+                if not self._passes_inspection(work.failure):
                     return
-            elif isinstance(work, Question):
+            elif isinstance(work, LivenessProbe):
                 self._results.put(work.answered)
-            elif isinstance(work, Echo):
+            elif isinstance(work, Marker):
                 self._results.put(partial(work.deliver, work.outcome))
             elif not self._is_stopping and work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
                 outcome = self._step(work, time.monotonic_ns(), idle_since_ns)
-                self._patience_s = _PATIENCE_S
-                self._moved_ns = idle_since_ns = time.monotonic_ns()
-                self._tell()
+                self._idle_delay_s = _IDLE_DELAY_S
+                self._progress_ns = idle_since_ns = time.monotonic_ns()
+                self._deliver_pending()
                 if outcome is not None:
-                    self._untold = partial(work.deliver, outcome)
+                    self._pending = partial(work.deliver, outcome)
                 if isinstance(outcome, Failure):
-                    self._tell()
+                    self._deliver_pending()
                     self._results.put(partial(self._work.put, _Inspection(outcome)))
-        self._tell()
+        self._deliver_pending()
 
-    def _next_work(self) -> Step | Echo | Question | _Inspection | None:
-        """Waits for it. Between two steps of a busy time nothing else is begun: it would make the second one wait."""
+    def _next_work(self) -> Step | Marker | LivenessProbe | _Inspection | None:
+        """Waits for work, with idle work meanwhile. Between two steps of a busy time it starts no idle work."""
         if self._work.empty():
-            self._tell()
+            self._deliver_pending()
         while self._idle_work is not None:
             try:
-                return self._work.get(timeout=self._patience_s)
+                return self._work.get(timeout=self._idle_delay_s)
             except queue.Empty:
-                self._patience_s = 0.0
-                self._take_a_turn(self._idle_work)
+                self._idle_delay_s = 0.0
+                self._advance_idle_work(self._idle_work)
         return self._work.get()
 
-    def _take_a_turn(self, idle_work: Iterator[None]) -> None:
+    def _advance_idle_work(self, idle_work: Iterator[None]) -> None:
         try:
             next(idle_work)
         except StopIteration:
             self._idle_work = None
 
-    def _tell(self) -> None:
-        """Has the last step's outcome delivered, by the results thread, if it was not yet.
+    def _deliver_pending(self) -> None:
+        """Lets the results thread deliver the last step's outcome, unless that has been done.
 
-        Whoever is told wakes up, and wants a processor and Python's lock at once. While another step waits, this thread
-        needs both to begin it: so the outcome is told when that one computes, which needs no lock.
+        The receiver wakes up and needs a core and Python's lock at once. This thread needs both to begin a step that is
+        waiting, so the outcome is delivered while that step computes, which needs no lock.
         """
-        if self._untold is not None:
-            self._results.put(self._untold)
-            self._untold = None
+        if self._pending is not None:
+            self._results.put(self._pending)
+            self._pending = None
 
     def _step(self, work: Step, taken_ns: int, idle_since_ns: int) -> Outcome | None:
-        """None if the step was launched: its outcome is delivered when there is one."""
+        """Runs a step. Returns None if it was launched: the results thread then delivers its outcome."""
         plan = work.plan
         if plan.epoch > self._epoch:
             self._epoch = plan.epoch
             self._runner.reset()
         try:
-            output = self._runner.execute(plan, self._tell)
+            output = self._runner.execute(plan, self._deliver_pending)
         except PlanRejected as error:
             self._fail_epoch(plan.epoch)
             return Failure(FailureKind.PLAN_REJECTED, f"step {plan.step_id}: {error}")
-        except Exception as error:  # noqa: BLE001  # whatever it was: it ends this epoch, the next starts empty
+        except Exception as error:  # noqa: BLE001  # any error ends this epoch; the next one starts empty
             _log.exception("step %d of epoch %d failed", plan.step_id, plan.epoch)
             self._fail_epoch(plan.epoch)
             return _internal(plan, error)
@@ -243,15 +247,15 @@ class DeviceThread:
         return replace(output, timings=timings)
 
     def _unfinished(self, work: Step, launched: LaunchedStep, queue_ns: int) -> Unfinished:
-        """What to do with the step's outcome; on the results thread."""
+        """Returns a launched step with callbacks that deliver its outcome on the results thread."""
 
         def finished(output: StepOutput) -> None:
-            self._moved_ns = time.monotonic_ns()
+            self._progress_ns = time.monotonic_ns()
             if work.plan.epoch > self._late_epoch:
                 work.deliver(replace(output, timings=replace(output.timings, queue_ns=queue_ns)))
 
         def failed(error: Exception) -> None:
-            self._moved_ns = time.monotonic_ns()
+            self._progress_ns = time.monotonic_ns()
             if work.plan.epoch > self._late_epoch:
                 self._late_epoch = work.plan.epoch
                 self._fail_epoch(work.plan.epoch)
@@ -265,7 +269,7 @@ class DeviceThread:
         with self._failing:
             self._failed_epoch = max(self._failed_epoch, epoch)
 
-    def _survives(self, failure: Failure) -> bool:
+    def _passes_inspection(self, failure: Failure) -> bool:
         if failure.kind is not FailureKind.INTERNAL or self._device_is_sane():
             return True
         _log.critical("the device does not answer any more")

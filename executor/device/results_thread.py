@@ -1,7 +1,7 @@
-"""The thread that waits for steps which were launched and are not finished, and that tells outcomes, so that the device
-thread need do neither.
+"""The thread that waits for launched steps and delivers outcomes, so that the device thread does neither.
 
-Outcomes leave in the order in which they were put. A step that fails late ends its epoch like one that fails at once.
+Outcomes are delivered in the order in which they were put. A step that fails late ends its epoch, like one that fails
+at once.
 """
 
 import logging
@@ -17,16 +17,16 @@ _log = logging.getLogger(__name__)
 
 
 class LaunchedStep(Protocol):
-    """A step that the device may still be at."""
+    """A step that may still be running on the device."""
 
     def finish(self) -> StepOutput:
-        """Waits for the device. Raises what went wrong there."""
+        """Waits for the device. Raises the error of a step that failed there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Unfinished:
-    """A launched step, and whom its outcome concerns. `failed` is called instead of `finished` if it went wrong."""
+    """A launched step, and the callbacks for its outcome: `finished`, or `failed` if it raised an error."""
 
     launched: LaunchedStep
     finished: Callable[[StepOutput], None]
@@ -34,7 +34,7 @@ class Unfinished:
 
 
 class ResultsThread:
-    """Starts at once."""
+    """A thread that starts at once and runs until `stop`."""
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[Unfinished | Callable[[], None] | None] = queue.SimpleQueue()
@@ -42,11 +42,11 @@ class ResultsThread:
         self._thread.start()
 
     def put(self, work: Unfinished | Callable[[], None]) -> None:
-        """A step to wait for, or something to call when all that was put before is done."""
+        """Adds a step to wait for, or a callback for when everything before it is done."""
         self._work.put(work)
 
     def stop(self) -> None:
-        """Returns when all that was put is done."""
+        """Returns when everything that was put is done."""
         self._work.put(None)
         self._thread.join()
 
@@ -60,7 +60,7 @@ class ResultsThread:
     def _finish(self, work: Unfinished) -> None:
         try:
             output = work.launched.finish()
-        except Exception as error:  # noqa: BLE001  # whatever it was: it ends the epoch of the step
+        except Exception as error:  # noqa: BLE001  # any error ends the epoch of the step
             _log.exception("a step failed on the device")
             work.failed(error)
         else:

@@ -1,4 +1,4 @@
-"""One step: a plan goes in, sampled tokens come out."""
+"""Runs one step at once: a plan goes in, sampled tokens come out."""
 
 import time
 from collections.abc import Callable
@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from executor.plans.limits import Limits
-from executor.plans.plan import Fork, Ints, Logprobs, Reports, StepOutput, StepPlan, StepTimings
+from executor.plans.limits import PlanLimits
+from executor.plans.plan import Ints, Logprobs, Reports, StepOutput, StepPlan, StepTimings
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.sampling.sampler import sample
-from executor.slots.batch import Batch, build_batch
 from executor.slots.slots import Slots
+from executor.slots.step_inputs import StepInputs, TokenRows, begin_step, token_rows
 
 
 class Model(Protocol):
@@ -23,44 +23,47 @@ class Model(Protocol):
     @property
     def pool(self) -> Tensor: ...
 
-    def forward(self, batch: Batch, block_tables: Ints) -> Tensor:
-        """Logits[num_samples, vocab_size] of the batch's sample rows, the caller's until the next call.
+    def forward(self, step: StepInputs, rows: TokenRows, block_tables: Ints) -> Tensor:
+        """Returns logits[len(step.logit_rows), vocab_size], which the caller may use and change until the next call.
 
-        Writes the KV of all its tokens. block_tables[max_num_seqs, max_blocks_per_seq]: those of all slots, int32.
+        Writes the KV of all rows. block_tables[max_num_seqs, max_blocks_per_seq] int32 are those of all slots.
         """
         ...
 
     def copy_blocks(self, copies: Ints) -> None:
-        """copies[n, 2]: (source, destination), whole blocks of all layers."""
+        """Copies whole blocks of all layers. copies[n, 2]: (source, destination)."""
         ...
 
 
 class ModelRunner:
-    """A model and the slots. One thread at a time."""
+    """A model and the slots. One thread at a time may use it."""
 
-    def __init__(self, model: Model, limits: Limits) -> None:
+    def __init__(self, model: Model, limits: PlanLimits) -> None:
         self.limits = limits
         self.slots = Slots(limits)
         self.model = model
 
     def reset(self) -> None:
-        """A new epoch: all slots are empty. The KV pool keeps what it holds."""
+        """Empties all slots for a new epoch. The KV pool keeps its contents."""
         self.slots.clear()
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
-        """Runs one step. Raises PlanRejected, and then nothing has changed.
+        """Runs one step. Raises PlanRejected, in which case nothing has changed.
 
-        computing  called when the batch is ready, and the model next
+        computing  called when the step is prepared, right before the model runs
         """
         started_ns = time.monotonic_ns()
         self.slots.apply(plan)
-        batch = build_batch(self.slots)
+        step = begin_step(self.slots, plan.forks)
+        rows = token_rows(step, self.slots)
         prepared_ns = time.monotonic_ns()
         computing()
-        logits = self._forward(plan, batch)
+        if plan.block_copies.size:
+            self.model.copy_blocks(plan.block_copies)
+        logits = self.model.forward(step, rows, self.slots.block_tables) if step.num_rows else None
         forwarded_ns = time.monotonic_ns()
-        token_ids, end_reasons, reports = self._sample(plan, logits)
+        token_ids, end_reasons, reports = self._sample(step, logits)
         return StepOutput(
             epoch=plan.epoch,
             step_id=plan.step_id,
@@ -74,52 +77,32 @@ class ModelRunner:
             reports=reports,
         )
 
-    def _forward(self, plan: StepPlan, batch: Batch | None) -> Tensor | None:
-        """Copies blocks, then computes the batch: logits[num_samples, vocab_size] of its sample rows."""
-        if plan.block_copies.size:
-            self.model.copy_blocks(plan.block_copies)
-        return None if batch is None else self.model.forward(batch, self.slots.block_tables)
-
-    def _sample(self, plan: StepPlan, logits: Tensor | None) -> tuple[Ints, NDArray[np.uint8], Reports]:
-        """Advances, forks, samples and appends. Token ids and end reasons of all slots with a result, and reports."""
-        slots = self.slots
-        reporting = np.sort(np.concatenate((slots.sampling, slots.overrun, _children(plan.forks))))
-        slots.advance()
-        slots.fork(plan.forks)
-
-        token_ids = np.zeros(len(reporting), dtype=np.int32)
-        end_reasons = np.zeros(len(reporting), dtype=np.uint8)
-        is_live = ~slots.counters.has_ended[reporting]
-        if logits is None:
-            return token_ids, end_reasons, Reports(with_overrun(slots, reporting, is_live, None))
-        live = reporting[is_live]
+    def _sample(self, step: StepInputs, logits: Tensor | None) -> tuple[Ints, NDArray[np.uint8], Reports]:
+        """Samples and appends. Returns the token ids and end reasons of step.reporting, and the reports."""
+        token_ids, end_reasons = np.zeros(len(step.reporting), np.int32), np.zeros(len(step.reporting), np.uint8)
+        is_live = np.zeros(len(step.reporting), dtype=np.bool_)
         logprobs: Logprobs | None = None
-        if live.size:
-            own_logits = _logits_of(live, slots, plan.forks, logits)
-            own_ids = sample(own_logits, slots.draw(live))
-            logprobs = report_tokens(slots, live, own_logits, own_ids)
-            token_ids[is_live], end_reasons[is_live] = own_ids, slots.append(live, own_ids)
-        logprobs = with_overrun(slots, reporting, is_live, logprobs)
-        return token_ids, end_reasons, Reports(logprobs, *self._report(logits))
+        if logits is not None and step.sampling.size:
+            places = np.searchsorted(step.reporting, step.sampling)
+            own_logits = _sampled_logits(step, logits)
+            own_ids = sample(own_logits, self.slots.draw(step.sampling))
+            logprobs = report_tokens(self.slots, step.sampling, own_logits, own_ids)
+            token_ids[places], end_reasons[places] = own_ids, self.slots.append(step.sampling, own_ids)
+            is_live[places] = True
+        logprobs = with_overrun(self.slots, step.reporting, is_live, logprobs)
+        return token_ids, end_reasons, Reports(logprobs, *self._report(step, logits))
 
-    def _report(self, logits: Tensor) -> tuple[Logprobs | None, Logprobs | None]:
-        """Of prompts and of beams; nearly always of nobody."""
-        slots, num_reaching = self.slots, len(self.slots.reaching)
-        if slots.prompt_spans is None and not slots.beams.size:
+    def _report(self, step: StepInputs, logits: Tensor | None) -> tuple[Logprobs | None, Logprobs | None]:
+        """Returns the reports on prompts and on beams. Hardly any step has either."""
+        if logits is None or (self.slots.prompt_spans is None and not step.beams.size):
             return None, None
-        beams = torch.from_numpy(np.searchsorted(slots.reaching, slots.beams)).to(logits.device)
-        return report_prompts(slots, logits[num_reaching:]), report_candidates(slots, slots.beams, logits[beams])
+        beams = logits[step.num_sampled_logits : step.first_prompt_logit]
+        prompts = report_prompts(self.slots, logits[step.first_prompt_logit :])
+        return prompts, report_candidates(self.slots, step.beams, beams)
 
 
-def _children(forks: tuple[Fork, ...]) -> Ints:
-    return np.array([fork.child_slot for fork in forks], dtype=np.int32)
-
-
-def _logits_of(live: Ints, slots: Slots, forks: tuple[Fork, ...], logits: Tensor) -> Tensor:
-    """Rows of logits for each live slot: its own, or its parent's. The first rows are those of the slots that reach."""
-    if not forks and not slots.beams.size:
-        return logits if slots.prompt_spans is None else logits[: len(live)]
-    row_of = {slot: row for row, slot in enumerate(slots.reaching.tolist())}
-    row_of |= {fork.child_slot: row_of[fork.parent_slot] for fork in forks if fork.parent_slot in row_of}
-    rows = torch.tensor([row_of[slot] for slot in live.tolist()], device=logits.device)
-    return logits[rows]
+def _sampled_logits(step: StepInputs, logits: Tensor) -> Tensor:
+    """Returns logits[len(step.sampling), vocab_size]: a copy if slots were forked, else a view."""
+    if not step.has_forks:
+        return logits[: step.num_sampled_logits]
+    return logits[torch.from_numpy(step.sampled_logits).to(logits.device)]

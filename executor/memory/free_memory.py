@@ -1,4 +1,4 @@
-"""How much memory is really free: on the device, or in the container this process runs in."""
+"""Measures the memory that is free on the device, or in the container that this process runs in."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on `device` now. Memory that torch has cached but does not use counts as free."""
+    """Returns the bytes that can be allocated on `device` now, including memory that torch has only cached."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -21,7 +21,7 @@ def free_memory_bytes(device: torch.device) -> int:
 
 
 def cgroup_free_bytes(v2: Path, v1: Path) -> int | None:
-    """What the memory limit of our control group leaves, reclaimable file pages included; None without a limit."""
+    """Returns the bytes left under the control group's limit, reclaimable file pages included; None without a limit."""
     for limit_file, usage_file, inactive_key in (
         (v2 / "memory.max", v2 / "memory.current", "inactive_file"),
         (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", "total_inactive_file"),

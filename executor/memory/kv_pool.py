@@ -1,8 +1,8 @@
-"""The KV pool: keys and values of all sequences, in blocks.
+"""The KV pool: the keys and values of all sequences, in blocks.
 
     pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
 
-Block 0 is the null block: padding writes there, nobody reads it. Which block holds what is the scheduler's business.
+Block 0 is the null block: padding is written to it, and it is never read. The scheduler decides what all others hold.
 """
 
 import torch
@@ -20,14 +20,14 @@ _CPU_CAP_BYTES = 2 << 30
 
 
 def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
-    """Over all layers, keys and values."""
+    """Returns the bytes of one token's keys and values in all layers."""
     return 2 * model.num_layers * model.kv_size * dtype.itemsize
 
 
 def choose_num_blocks(config: ExecutorConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """As configured, else what the memory share holds. Call it once the weights are in place.
+    """Returns the configured number of blocks, else what fits into the memory share. Call it after loading the weights.
 
-    Raises OutOfMemory if that is not even the null block and one more.
+    Raises OutOfMemory if not even the null block and one more fit.
     """
     if config.num_blocks is not None:
         return config.num_blocks
@@ -52,7 +52,7 @@ def _budget_bytes(memory_fraction: float | None, free_bytes: int, on_cpu: bool) 
 def allocate_pool(
     model: ModelConfig, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A pool of zeros. On the CPU its pages are not taken from the system yet: `kernels.memory.populate` does it."""
+    """Returns a pool of zeros. On the CPU, the system provides its pages later, see `kernels.memory.populate`."""
     shape = (model.num_layers, num_blocks, 2, model.num_kv_heads, block_size, model.head_dim)
     try:
         if device.type != "cpu":

@@ -1,1 +1,0 @@
-"""Models: the decoder, and the weights it is made of."""

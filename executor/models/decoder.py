@@ -17,28 +17,31 @@ from kernels import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a step computes, on the device, one row a token.
+    """The rows of a step on the device, one for each token.
 
-    token_ids[T], positions[T] int32; slot_mapping[T] int64, where each row's KV goes. sample_rows[num_samples] int64
-    names the rows that logits are made of; None: all of them, in order.
+    token_ids[T], positions[T] int32; slot_mapping[T] int64, where each row's KV goes. logit_rows[L] int64 names
+    the rows that logits are made of; None: all of them, in order.
     """
 
     token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
-    sample_rows: Tensor | None = None
+    logit_rows: Tensor | None = None
 
 
 class Attend(Protocol):
-    """The attention of one step: called once a layer, for all rows of the step."""
+    """The attention of one step, called once for each layer and all rows of the step."""
 
     def __call__(self, query: Tensor, kv: Tensor, out: Tensor, scale: float, window: int) -> None:
-        """query[T, Hq, D], kv as in `kernels.Kernels`; mutates out[T, Hq, D]. The step's KV has been stored."""
+        """Attends with query[T, Hq, D] to kv, laid out as in `kernels.Kernels`. Mutates out[T, Hq, D].
+
+        The KV of the step's rows has been stored before.
+        """
         ...
 
 
 class Decoder:
-    """Weights and rotary tables on one device; stateless between steps: all state is in the KV pool."""
+    """Weights and rotary tables on one device. It has no state between steps: all state is in the KV pool."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int) -> None:
         self.config = config
@@ -57,29 +60,29 @@ class Decoder:
         return self.weights.embedding.device
 
     def forward(self, rows: Rows, pool: Tensor, attend: Attend) -> Tensor:
-        """Logits[num_samples, vocab_size] of the sample rows; writes the KV of all rows to the pool.
+        """Returns logits[L, vocab_size] of the logit rows, and writes the KV of all rows to the pool.
 
         pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim].
         """
         return self.logits(self.hidden(rows, pool, attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, vocab_size] of hidden[n, hidden_size]."""
+        """Returns logits[n, vocab_size] of hidden[n, hidden_size]."""
         return self.weights.head(hidden) if len(hidden) else hidden.new_empty((0, self.config.vocab_size))
 
     def hidden(self, rows: Rows, pool: Tensor, attend: Attend) -> Tensor:
-        """What logits are made of, [num_samples, hidden_size]; all else is as in `forward`."""
+        """Returns the hidden states that logits are made of, [L, hidden_size]. All else is as in `forward`."""
         kernels, eps = self._kernels, self.config.rms_norm_eps
         layers = self.weights.layers
         residual = torch.nn.functional.embedding(rows.token_ids, self.weights.embedding)
         hidden = kernels.rms_norm(residual, layers[0].input_norm, eps)
         for index, layer in enumerate(layers):
             attended = self._attention(hidden, layer, rows, pool[index], self.config.windows[index], attend)
-            if index + 1 == len(layers) and rows.sample_rows is not None:
-                # Behind the last attention only the rows count that logits are made of: of a prompt one, or none.
-                if not len(rows.sample_rows):
+            if index + 1 == len(layers) and rows.logit_rows is not None:
+                # After the last attention only the logit rows matter: one of a prompt, or none.
+                if not len(rows.logit_rows):
                     return residual[:0]
-                attended, residual = attended[rows.sample_rows], residual[rows.sample_rows]
+                attended, residual = attended[rows.logit_rows], residual[rows.logit_rows]
             hidden = kernels.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
             hidden = layer.down(kernels.silu_multiply(layer.gate_up(hidden)))
             if index + 1 < len(layers):
@@ -89,7 +92,7 @@ class Decoder:
     def _attention(
         self, hidden: Tensor, layer: LayerWeights, rows: Rows, kv: Tensor, window: int, attend: Attend
     ) -> Tensor:
-        """hidden[T, hidden_size] → what the heads have attended to, [T, Hq * D]."""
+        """Returns the output of the heads, [T, Hq * D], for hidden[T, hidden_size]."""
         query, key, value = self._project(hidden, layer)
         self._kernels.rotate_and_store(query, key, value, self.cos, self.sin, rows.positions, kv, rows.slot_mapping)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -97,7 +100,7 @@ class Decoder:
         return out.flatten(1)
 
     def _project(self, hidden: Tensor, layer: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
-        """query[T, Hq, D], key[T, Hkv, D] and value[T, Hkv, D], normed per head where the model does so."""
+        """Returns query[T, Hq, D], key[T, Hkv, D] and value[T, Hkv, D], normed per head if the model does so."""
         config, eps = self.config, self.config.rms_norm_eps
         qkv = layer.qkv(hidden).view(len(hidden), -1, config.head_dim)
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]

@@ -1,6 +1,6 @@
-"""A decoder that is run operation by operation, on any device, with the kernels of the reference: the yardstick.
+"""A decoder that runs operation by operation on any device. With reference kernels, others are tested by it.
 
-Each layer attends to the rows of decodes, which come first, and then to those of prefills, by the arrays of the batch.
+Each layer attends for the rows of decodes, which come first, and then for those of prefills.
 """
 
 from dataclasses import dataclass
@@ -12,34 +12,38 @@ from torch import Tensor
 
 from executor.models.decoder import Decoder, Rows
 from executor.plans.plan import Ints
-from executor.slots.batch import Batch
+from executor.slots.step_inputs import StepInputs, TokenRows
 from kernels import Kernels
 
 
 class EagerModel:
-    """See `executor.device.runner.Model`. pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]."""
+    """Implements `executor.device.runner.Model`.
+
+    pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
+    """
 
     def __init__(self, decoder: Decoder, kernels: Kernels, pool: Tensor) -> None:
         self.decoder = decoder
         self._kernels = kernels
         self.pool = pool
 
-    def forward(self, batch: Batch, block_tables: Ints) -> Tensor:
-        """Logits[num_samples, vocab_size]; on a GPU they are there when this returns."""
+    def forward(self, step: StepInputs, rows: TokenRows, block_tables: Ints) -> Tensor:
+        """Returns logits[len(step.logit_rows), vocab_size]; on a GPU they are complete when this returns."""
         device = self.pool.device
-        rows = Rows(
-            token_ids=_tensor(batch.token_ids, device),
-            positions=_tensor(batch.positions, device),
-            slot_mapping=_tensor(batch.slot_mapping, device),
-            sample_rows=_tensor(batch.sample_rows.astype(np.int64), device),
+        own = Rows(
+            token_ids=_tensor(rows.token_ids, device),
+            positions=_tensor(rows.positions, device),
+            slot_mapping=_tensor(rows.slot_mapping, device),
+            logit_rows=_tensor(step.logit_rows, device),
         )
-        logits = self.decoder.forward(rows, self.pool, _Attention.of(batch, block_tables, self._kernels, device))
+        attend = _Attention.of(step, block_tables, self.pool.shape[4], self._kernels, device)
+        logits = self.decoder.forward(own, self.pool, attend)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         return logits
 
     def copy_blocks(self, copies: Ints) -> None:
-        """copies[n, 2]: (source, destination)."""
+        """Copies whole blocks of all layers. copies[n, 2]: (source, destination)."""
         pairs = np.ascontiguousarray(copies.T, dtype=np.int64)
         sources, destinations = torch.from_numpy(pairs).to(self.pool.device)
         self._kernels.copy_blocks(self.pool, sources, destinations)
@@ -47,7 +51,10 @@ class EagerModel:
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """See `executor.models.decoder.Attend`. query_starts[prefills + 1] int32 count from the first prefill row."""
+    """Implements `executor.models.decoder.Attend`.
+
+    query_starts[prefills + 1] int32 count from the first row of a prefill.
+    """
 
     kernels: Kernels
     num_decodes: int
@@ -56,15 +63,17 @@ class _Attention:
     query_starts: Tensor
 
     @classmethod
-    def of(cls, batch: Batch, block_tables: Ints, kernels: Kernels, device: torch.device) -> "_Attention":
-        """block_tables[max_num_seqs, max_blocks_per_seq]: those of all slots."""
-        num_columns = -(-int(batch.context_lens.max()) // batch.block_size)
-        starts = batch.query_starts[batch.num_decodes :]
+    def of(
+        cls, step: StepInputs, block_tables: Ints, block_size: int, kernels: Kernels, device: torch.device
+    ) -> "_Attention":
+        """Returns the attention of a step. block_tables[max_num_seqs, max_blocks_per_seq] are those of all slots."""
+        num_columns = -(-int(step.context_lens.max()) // block_size)
+        starts = step.query_starts[step.num_decodes :]
         return cls(
             kernels=kernels,
-            num_decodes=batch.num_decodes,
-            block_tables=_tensor(block_tables[batch.slots, :num_columns], device),
-            context_lens=_tensor(batch.context_lens, device),
+            num_decodes=step.num_decodes,
+            block_tables=_tensor(block_tables[step.slots, :num_columns], device),
+            context_lens=_tensor(step.context_lens, device),
             query_starts=_tensor(starts - starts[0], device),
         )
 

@@ -1,16 +1,16 @@
-"""A decoder as one program of CPU kernels: a step is a few numbers written, and one call.
+"""A decoder as one program of CPU kernels: a step writes a few numbers and makes one call.
 
-The layers are those of `executor.models.decoder`, over buffers that are allocated once for the largest step::
+The layers are those of `executor.models.decoder`, on buffers that are allocated once for the largest step::
 
     residual[T, H] ─ norm → hidden[T, H] ─ qkv → fused[T, Hq + 2 Hkv, D] ─ rotate, store → KV pool
                                                       └ attention → attended[T, Hq, D] ─ output → hidden
     residual += hidden, norm → hidden ─ gate and up → gate_up[T, 2 I] ─ silu · → activated[T, I] ─ down → hidden
 
-Behind the last attention only the rows count that logits are made of: of a prompt one, or none. They are taken out
-there, and the rest of that layer is theirs alone.
+After the last attention only the logit rows matter: one of a prompt, or none. They are copied to other buffers, and the
+rest of that layer is computed for them alone.
 
-Only pages that a step writes are taken from the system: nearly all steps make logits of one row a sequence, and those
-that score a prompt of all its rows.
+The system provides pages only when a step writes them. Nearly all steps make logits of one row per sequence; steps that
+score a prompt make logits of all its rows.
 """
 
 import math
@@ -22,7 +22,7 @@ from torch import Tensor
 from executor.models.decoder import Decoder
 from executor.models.weights import LayerWeights
 from executor.plans.plan import Ints
-from executor.slots.batch import Batch
+from executor.slots.step_inputs import StepInputs, TokenRows
 from kernels import Linear, cpu
 from kernels.cpu.attend import ATTENTION_JOB, attend_kernel
 from kernels.cpu.attention import attention_fields
@@ -44,8 +44,8 @@ from kernels.cpu.program import Program
 from kernels.cpu.tiles import CHUNK
 from kernels.memory import zeros
 
-# Parts of the program: jobs over all rows of a step, and those over the rows that are sampled.
-_ROWS, _SAMPLES = "rows", "samples"
+# Parts of the program: jobs over all rows of a step, and jobs over the rows that logits are made of.
+_ROWS, _LOGITS = "rows", "logits"
 
 
 class ProgramModel:
@@ -61,35 +61,35 @@ class ProgramModel:
         self._block_tables: Ints | None = None
         self._program = _build(decoder, pool, self._buffers)
 
-    def forward(self, batch: Batch, block_tables: Ints) -> Tensor:
-        """Logits[num_samples, vocab_size], overwritten by the next step."""
-        buffers, num_samples = self._buffers, len(batch.sample_rows)
-        max_chunks = -(-int(batch.context_lens.max()) // CHUNK)
-        buffers.reserve_parts(len(batch.slots), max_chunks)
-        buffers.inputs.take(batch)
+    def forward(self, step: StepInputs, rows: TokenRows, block_tables: Ints) -> Tensor:
+        """Returns logits[len(step.logit_rows), vocab_size], which the next step overwrites."""
+        buffers, num_logits = self._buffers, len(step.logit_rows)
+        max_chunks = -(-int(step.context_lens.max()) // CHUNK)
+        buffers.reserve_parts(len(step.slots), max_chunks)
+        buffers.inputs.take(step, rows)
         if block_tables is not self._block_tables:
             self._block_tables = block_tables
             tables = {"block_tables": block_tables.ctypes.data, "table_width": block_tables.shape[1]}
             self._program.set(_ROWS, **tables)
         self._program.set(
             _ROWS,
-            num_rows=batch.num_rows,
-            num_sequences=len(batch.slots),
+            num_rows=step.num_rows,
+            num_sequences=len(step.slots),
             max_chunks=max_chunks,
             parts=buffers.parts.data_ptr(),
         )
-        self._program.set(_SAMPLES, num_rows=num_samples)
+        self._program.set(_LOGITS, num_rows=num_logits)
         self._program.run()
-        return buffers.logits[:num_samples]
+        return buffers.logits[:num_logits]
 
     def copy_blocks(self, copies: Ints) -> None:
-        """copies[n, 2]: (source, destination)."""
+        """Copies whole blocks of all layers. copies[n, 2]: (source, destination)."""
         sources, destinations = torch.from_numpy(np.ascontiguousarray(copies.T, dtype=np.int64))
         cpu.copy_blocks(self.pool, sources, destinations)
 
 
 class _Inputs:
-    """The batch of a step, where the program finds it."""
+    """The inputs of a step at addresses that stay the same for the program."""
 
     def __init__(self, max_num_rows: int, max_num_seqs: int) -> None:
         self.token_ids = np.zeros(max_num_rows, np.int32)
@@ -98,22 +98,22 @@ class _Inputs:
         self.slots = np.zeros(max_num_seqs, np.int32)
         self.query_starts = np.zeros(max_num_seqs + 1, np.int32)
         self.context_lens = np.zeros(max_num_seqs, np.int32)
-        self.sample_rows = np.zeros(max_num_rows, np.int32)
+        self.logit_rows = np.zeros(max_num_rows, np.int32)
 
-    def take(self, batch: Batch) -> None:
-        """Copies the batch."""
-        num_rows, num_sequences = batch.num_rows, len(batch.slots)
-        self.token_ids[:num_rows] = batch.token_ids
-        self.positions[:num_rows] = batch.positions
-        self.slot_mapping[:num_rows] = batch.slot_mapping
-        self.slots[:num_sequences] = batch.slots
-        self.query_starts[: num_sequences + 1] = batch.query_starts
-        self.context_lens[:num_sequences] = batch.context_lens
-        self.sample_rows[: len(batch.sample_rows)] = batch.sample_rows
+    def take(self, step: StepInputs, rows: TokenRows) -> None:
+        """Copies the inputs of a step."""
+        num_rows, num_sequences = step.num_rows, len(step.slots)
+        self.token_ids[:num_rows] = rows.token_ids
+        self.positions[:num_rows] = rows.positions
+        self.slot_mapping[:num_rows] = rows.slot_mapping
+        self.slots[:num_sequences] = step.slots
+        self.query_starts[: num_sequences + 1] = step.query_starts
+        self.context_lens[:num_sequences] = step.context_lens
+        self.logit_rows[: len(step.logit_rows)] = step.logit_rows
 
 
 class _Buffers:
-    """What passes from job to job. Sizes are those of the largest step."""
+    """The arrays that pass from job to job, sized for the largest step."""
 
     def __init__(self, decoder: Decoder, max_num_rows: int, max_num_seqs: int) -> None:
         config, dtype = decoder.config, decoder.dtype
@@ -126,8 +126,8 @@ class _Buffers:
         self.attended = zeros((max_num_rows, num_heads, head_dim), dtype)
         self.gate_up = zeros((max_num_rows, 2 * config.intermediate_size), dtype)
         self.activated = zeros((max_num_rows, config.intermediate_size), dtype)
-        self.sampled_residual = zeros((max_num_rows, config.hidden_size), dtype)
-        self.sampled_attended = zeros((max_num_rows, num_heads, head_dim), dtype)
+        self.kept_residual = zeros((max_num_rows, config.hidden_size), dtype)
+        self.kept_attended = zeros((max_num_rows, num_heads, head_dim), dtype)
         self.logits = zeros((max_num_rows, config.vocab_size), dtype)
         self.inputs = _Inputs(max_num_rows, max_num_seqs)
         self._part_shape = (num_kv_heads, num_heads // num_kv_heads * (head_dim + 2))
@@ -135,7 +135,7 @@ class _Buffers:
         self.arrivals = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int64)
 
     def reserve_parts(self, num_sequences: int, max_chunks: int) -> None:
-        """For attention over contexts of several chunks; grows by doubling, as contexts do."""
+        """Makes room for attention over contexts of several chunks. Grows to twice what is needed, as contexts grow."""
         num_numbers = num_sequences * max_chunks * math.prod(self._part_shape) if max_chunks > 1 else 0
         if self.parts.numel() < num_numbers:
             self.parts = zeros((2 * num_numbers,), torch.float32)
@@ -150,7 +150,7 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
         build.linear(buffers.hidden, layer.qkv, buffers.fused)
         build.attend(layer, pool[index], config.windows[index])
         if index + 1 == config.num_layers:
-            build.sample()
+            build.keep_logit_rows()
         build.linear(build.attended, layer.output, buffers.hidden)
         build.norm(buffers.hidden, layer.mlp_norm)
         build.linear(buffers.hidden, layer.gate_up, buffers.gate_up)
@@ -170,14 +170,14 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
         context_lens=inputs.context_lens.ctypes.data,
         arrivals=buffers.arrivals.data_ptr(),
     )
-    program.set(_SAMPLES, indices=inputs.sample_rows.ctypes.data)
+    program.set(_LOGITS, indices=inputs.logit_rows.ctypes.data)
     return program
 
 
 class _Builder:
     """Appends jobs to a program, each on buffers of the model.
 
-    attended  what attention has made of the rows that go on
+    attended  output of attention for the rows that are computed further
     """
 
     def __init__(self, decoder: Decoder, buffers: _Buffers) -> None:
@@ -190,21 +190,21 @@ class _Builder:
         self._storage = storage_of(decoder.dtype)
 
     def embed(self, embedding: Tensor) -> None:
-        """residual = the embeddings of the tokens."""
+        """Sets residual to the embeddings of the tokens."""
         self._take(embedding, self._residual)
 
-    def sample(self) -> None:
-        """From here on there are only the rows that logits are made of, as the first ones of other buffers."""
-        self._part = _SAMPLES
-        self._take(self.attended, self._buffers.sampled_attended)
-        self._take(self._residual, self._buffers.sampled_residual)
-        self.attended, self._residual = self._buffers.sampled_attended, self._buffers.sampled_residual
+    def keep_logit_rows(self) -> None:
+        """Copies the logit rows to other buffers. All jobs after this compute these rows alone."""
+        self._part = _LOGITS
+        self._take(self.attended, self._buffers.kept_attended)
+        self._take(self._residual, self._buffers.kept_residual)
+        self.attended, self._residual = self._buffers.kept_attended, self._buffers.kept_residual
 
     def _take(self, source: Tensor, out: Tensor) -> None:
         self.program.add(take_kernel(), TAKE_JOB, self._part, **take_fields(source, out))
 
     def norm(self, added: Tensor | None, weight: Tensor) -> None:
-        """residual += added; hidden is its norm."""
+        """Adds `added` to residual, and sets hidden to the norm of the sum."""
         x, residual = (self._residual, None) if added is None else (added, self._residual)
         self._norm(self._part, x, residual, weight, self._buffers.hidden)
 
@@ -213,13 +213,13 @@ class _Builder:
         self.program.add(norm_kernel(self._storage), NORM_JOB, part, **fields)
 
     def linear(self, x: Tensor, layer: Linear, out: Tensor) -> None:
-        """out = the layer of x."""
+        """Sets out to the layer's output for x."""
         if not isinstance(layer, PackedLinear):
             raise TypeError("a program multiplies packed weights")
         self.program.add(layer.kernel(self._decoder.dtype), LINEAR_JOB, self._part, **layer.fields(x, out))
 
     def attend(self, layer: LayerWeights, kv: Tensor, window: int) -> None:
-        """Rotates what `fused` holds, stores keys and values, and attends: `attended`."""
+        """Rotates queries and keys in `fused`, stores keys and values, and attends into `attended`."""
         config, buffers = self._decoder.config, self._buffers
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         query, key, value = torch.split(buffers.fused, heads, dim=1)
@@ -235,6 +235,6 @@ class _Builder:
         self.program.add(attend_kernel(), ATTENTION_JOB, _ROWS, **attended)
 
     def activate(self) -> None:
-        """activated = silu(gate) * up."""
+        """Sets activated to silu(gate) * up."""
         fields = silu_fields(self._buffers.gate_up, self._buffers.activated)
         self.program.add(silu_kernel(self._storage), SILU_JOB, self._part, **fields)

@@ -1,4 +1,4 @@
-"""From tensor names on disk to the layers of a decoder. All families name their tensors alike."""
+"""Loads the layers of a decoder from tensors on disk, which all families name alike."""
 
 import re
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from executor.checkpoints.model_config import ModelConfig
 from kernels import Kernels, Linear
 
 Progress = Callable[[int, int], None]
-"""Called after each layer: how many are loaded, how many there are."""
+"""Called after each layer with the number of layers loaded and the number of all layers."""
 
-# Tables that older exporters wrote; we compute them.
+# Tables that older exporters wrote. The decoder computes them.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 _DERIVED_OR_TIED = re.compile(rf"{_DERIVED.pattern}|^lm_head\.weight$")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. Norm weights are [hidden_size]; those of queries and keys [head_dim], or None without qk-norm."""
+    """Weights of one layer. Norms are [hidden_size]; those of queries and keys [head_dim], or None without qk-norm."""
 
     input_norm: Tensor
     qkv: Linear
@@ -35,7 +35,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embedding[vocab_size, hidden_size]; tied or not, the head is a layer of its own."""
+    """Weights of a decoder. embedding[vocab_size, hidden_size]; the head is a layer of its own even if it is tied."""
 
     embedding: Tensor
     layers: tuple[LayerWeights, ...]
@@ -44,7 +44,7 @@ class DecoderWeights:
 
     @property
     def num_bytes(self) -> int:
-        """Of everything that stays in memory; norms are too small to count."""
+        """Returns the memory that the weights take. Norms are too small to count."""
         linears = [self.head]
         for layer in self.layers:
             linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
@@ -59,7 +59,7 @@ def load_weights(
     kernels: Kernels,
     progress: Progress | None = None,
 ) -> DecoderWeights:
-    """Raises CheckpointError if a tensor is missing, misshapen or unknown, before anything is read."""
+    """Loads all weights. Raises CheckpointError for a missing, misshapen or unknown tensor before it reads any."""
     ignored = _DERIVED_OR_TIED if config.tie_word_embeddings else _DERIVED
     checkpoint.check_shapes(expected_shapes(config), ignored)
     reader = _Reader(checkpoint, dtype, device, kernels)
@@ -78,7 +78,7 @@ def load_weights(
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that a checkpoint of this configuration must have."""
+    """Returns the shape of every tensor that a checkpoint of this configuration must have."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
@@ -102,7 +102,7 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _linears(config: ModelConfig) -> list[tuple[str, int, int, bool]]:
-    """Of one layer: name, output size, input size, has a bias."""
+    """Returns (name, output size, input size, has a bias) of the linear layers in one decoder layer."""
     hidden, intermediate = config.hidden_size, config.intermediate_size
     return [
         ("self_attn.q_proj", config.query_size, hidden, config.qkv_bias),
@@ -117,7 +117,7 @@ def _linears(config: ModelConfig) -> list[tuple[str, int, int, bool]]:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Tensors of a checkpoint, in the model's dtype and on its device."""
+    """Reads tensors of a checkpoint in the model's dtype and on its device."""
 
     checkpoint: TensorSource
     dtype: torch.dtype
@@ -128,7 +128,7 @@ class _Reader:
         return self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
 
     def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
-        """One layer, or several stacked into one."""
+        """Returns one linear layer, or several stacked into one."""
         weights = [self.tensor(f"{prefix}{name}.weight") for name in names]
         biases = [self.tensor(f"{prefix}{name}.bias") for name in names] if has_bias else None
         return self.kernels.pack_linear(weights, biases)

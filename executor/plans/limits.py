@@ -1,4 +1,4 @@
-"""The numbers every plan is held against."""
+"""The limits that every plan has to keep."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from executor.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class PlanLimits:
     """Sizes of this executor, fixed for the life of the process.
 
-    vocab_size counts logits: every token id is below it. num_blocks counts the null block (id 0) too.
+    vocab_size is the width of the logits: every token id is below it. num_blocks includes the null block (id 0).
     max_model_len bounds the tokens of one sequence, max_num_batched_tokens those of one step.
     """
 
@@ -28,7 +28,10 @@ class Limits:
 
 
 def resolve_max_model_len(config: ExecutorConfig, model: ModelConfig) -> int:
-    """Raises ConfigError where more tokens are asked for than the rotary embedding of the checkpoint reaches."""
+    """Returns the configured length, else the checkpoint's.
+
+    Raises ConfigError if the configured length is beyond the reach of the checkpoint's rotary embedding.
+    """
     if config.max_model_len is None:
         return model.max_position_embeddings
     if config.max_model_len > model.rope.max_context_len:
@@ -45,16 +48,16 @@ def resolve_max_num_seqs(config: ExecutorConfig, on_cpu: bool) -> int:
 
 def resolve_limits(
     config: ExecutorConfig, model: ModelConfig, max_model_len: int, num_blocks: int, on_cpu: bool
-) -> Limits:
-    """Fills in what the configuration leaves to the device.
+) -> PlanLimits:
+    """Returns the limits, with the defaults of the device for settings that are not configured.
 
-    Raises ConfigError if one step could not hold a token of every sequence.
+    Raises ConfigError if one step could not hold a token of each sequence.
     """
     max_num_seqs = resolve_max_num_seqs(config, on_cpu)
     max_num_batched_tokens = config.max_num_batched_tokens or max(512 if on_cpu else 8192, max_num_seqs)
     if max_num_batched_tokens < max_num_seqs:
         raise ConfigError(f"max_num_batched_tokens: {max_num_batched_tokens} is less than max_num_seqs {max_num_seqs}")
-    return Limits(
+    return PlanLimits(
         vocab_size=model.vocab_size,
         max_model_len=max_model_len,
         block_size=config.block_size,

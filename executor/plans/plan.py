@@ -1,11 +1,13 @@
-"""What goes into a step and what comes out: the plan stream as plain data.
+"""Plans and results of steps as plain data.
 
-The meaning of each field, and the order in which a plan takes effect, is documented in executor.proto. All integer
-arrays are int32, unless said otherwise.
+executor.proto documents the meaning of each field and the order in which the parts of a plan take effect. All integer
+arrays are int32 unless a docstring says otherwise.
 """
 
+import math
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,33 +16,70 @@ Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The numbers from least to most that a parameter may be. Infinities and NaN are never among them."""
+
+    least: float
+    most: float = math.inf
+    includes_least: bool = True
+
+    def __contains__(self, value: float) -> bool:
+        above = self.least <= value if self.includes_least else self.least < value
+        return above and value <= self.most and abs(value) < math.inf
+
+    def __str__(self) -> str:
+        opening = "[" if self.includes_least and self.least > -math.inf else "("
+        return f"{opening}{self.least}, {self.most}{']' if self.most < math.inf else ')'}"
+
+
+_SEEDS = Interval(0, (1 << 64) - 1)
+
+
 def _empty(*shape: int) -> Ints:
     return np.empty(shape, dtype=np.int32)
 
 
+def _no_tokens() -> Ints:
+    return _empty(0)
+
+
+_TOKEN_IDS = {"are_token_ids": True}
+"""Metadata of a field of token ids. A plan with an id outside the vocabulary is rejected."""
+
+
+def _within(default: float, interval: Interval) -> Any:
+    """Returns a field that holds a number. A plan with a number outside the interval is rejected."""
+    return field(default=default, metadata={"interval": interval})
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceParams:
-    """How a sequence is sampled, what is reported of it, and when it ends. Token bounds count prompt and output.
+    """Parameters of a sequence: how it is sampled, what is reported of it, and when it ends.
 
-    bias_values[n] float32 belong to bias_token_ids[n]. num_logprobs and num_prompt_logprobs: 0 is none, k + 1 the token
-    itself and the k most probable. num_candidates: above 0, the sequence is a beam.
+    A parameter is declared here, with the values it may have, and sent under the same name in executor.proto. The check
+    and the decoding of plans read this declaration.
+
+    Bounds on tokens count prompt and output. bias_values[n] float32 belong to bias_token_ids[n]. num_logprobs and
+    num_prompt_logprobs: 0 is none, k + 1 is the token itself and the k most probable ones. num_candidates: above 0, the
+    sequence is a beam.
     """
 
     max_total_tokens: int
     min_total_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    eos_token_ids: Ints = field(default_factory=lambda: _empty(0))
-    stop_token_ids: Ints = field(default_factory=lambda: _empty(0))
-    allowed_token_ids: Ints = field(default_factory=lambda: _empty(0))
-    bias_token_ids: Ints = field(default_factory=lambda: _empty(0))
+    temperature: float = _within(0.0, Interval(0))
+    top_k: int = _within(0, Interval(0))
+    top_p: float = _within(1.0, Interval(0, 1, includes_least=False))
+    min_p: float = _within(0.0, Interval(0, 1))
+    seed: int = _within(0, _SEEDS)
+    eos_token_ids: Ints = field(default_factory=_no_tokens, metadata=_TOKEN_IDS)
+    stop_token_ids: Ints = field(default_factory=_no_tokens, metadata=_TOKEN_IDS)
+    allowed_token_ids: Ints = field(default_factory=_no_tokens, metadata=_TOKEN_IDS)
+    bias_token_ids: Ints = field(default_factory=_no_tokens, metadata=_TOKEN_IDS)
     bias_values: Floats = field(default_factory=lambda: np.empty(0, dtype=np.float32))
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    repetition_penalty: float = _within(1.0, Interval(0, includes_least=False))
+    frequency_penalty: float = _within(0.0, Interval(-math.inf))
+    presence_penalty: float = _within(0.0, Interval(-math.inf))
     num_prompt_tokens: int = 0
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
@@ -53,7 +92,10 @@ class SequenceParams:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """token_ids[num_tokens], of which the first num_computed_tokens have their KV in the pool; block_table[blocks]."""
+    """A sequence that takes a slot.
+
+    token_ids[num_tokens], the first num_computed_tokens of which have their KV in the pool; block_table[blocks].
+    """
 
     slot: int
     token_ids: Ints
@@ -64,7 +106,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """`child_slot` becomes a copy of `parent_slot`, but for the seed."""
+    """`child_slot` becomes a copy of `parent_slot`, except for the seed."""
 
     parent_slot: int
     child_slot: int
@@ -73,10 +115,10 @@ class Fork:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step, as a difference to the step before.
+    """One step, as the difference from the step before.
 
     retired_slots[n], table_updates[n, 3] (slot, logical block, physical block), block_copies[n, 2] (source,
-    destination), row_counts[n, 2] (slot, tokens a step), branches[n, 3] (slot, parent slot, token).
+    destination), row_counts[n, 2] (slot, tokens per step), branches[n, 3] (slot, parent slot, token).
     """
 
     epoch: int
@@ -91,7 +133,7 @@ class StepPlan:
 
 
 class EndReason(IntEnum):
-    """Why a sequence ended; values as on the wire. GOES_ON is no end."""
+    """The reason for which a sequence ended, with the values of executor.proto. GOES_ON is no end."""
 
     GOES_ON = 0
     EOS = 1
@@ -101,11 +143,13 @@ class EndReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class StepTimings:
-    """Nanoseconds: the plan waiting for the device thread, preparing the batch, the model, sampling; and how long the
-    device thread had nothing to do before. The runner leaves the first and the last to the device thread.
+    """Durations of the parts of a step, in nanoseconds.
 
-    Where steps are launched, forward, sample and idle are on the device's clock and follow on one another without a
-    gap; preparing then overlaps with them.
+    queue_ns is how long the plan waited for the device thread, and idle_ns how long the device had nothing to do before
+    the step. Runners that compute a step at once leave both to the device thread.
+
+    For launched steps, forward, sample and idle are measured by the device's clock and follow each other without a gap;
+    preparing then overlaps with them.
     """
 
     prepare_ns: int
@@ -117,13 +161,16 @@ class StepTimings:
 
     @property
     def busy_ns(self) -> int:
-        """What the step took of the time that is not idle."""
+        """Returns how long the step kept the device busy."""
         return self.forward_ns + self.sample_ns + (0 if self.prepare_overlaps else self.prepare_ns)
 
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of some tokens, slot after slot: token_ids[n], values[n] float32, ranks[n]; no ranks where they are in order."""
+    """Log-probabilities of tokens, slot after slot: token_ids[n], values[n] float32, ranks[n].
+
+    There are no ranks where the tokens of a slot are in order of probability.
+    """
 
     token_ids: Ints
     values: Floats
@@ -132,7 +179,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """What slots asked for, by ascending slot; None if no slot did. As in executor.proto."""
+    """Reports that slots asked for, by ascending slot, as in executor.proto. A part is None if no slot asked for it."""
 
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
@@ -141,7 +188,7 @@ class Reports:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """token_ids[n] and end_reasons[n] (uint8, EndReason) of the slots that sampled, by ascending slot."""
+    """The result of a step, by ascending slot: token_ids[n] and end_reasons[n] (uint8, EndReason), and reports."""
 
     epoch: int
     step_id: int

@@ -1,24 +1,28 @@
-"""Every rule a plan must keep, checked completely before anything changes.
+"""Checks every rule that a plan must keep, before anything changes.
 
-`project` computes the counters as they stand right before the step's tokens are computed (effects 1 to 6 of the plan
-stream) and raises PlanRejected, naming the offence, if the plan breaks a rule on the way. It mutates nothing: the slots
-then take the projected counters over.
+`project` computes the counters as they are right before the step's tokens are computed (effects 1 to 6 of the plan
+stream). If the plan breaks a rule, it raises PlanRejected with a message that names the rule. It mutates nothing: the
+slots take over the projected counters afterwards.
 """
 
-import math
+from dataclasses import fields
 
 import numpy as np
 
 from executor.errors import PlanRejected
-from executor.plans.limits import Limits
-from executor.plans.plan import Admission, Fork, Ints, SequenceParams, StepPlan
+from executor.plans.limits import PlanLimits
+from executor.plans.plan import Admission, Fork, Interval, Ints, SequenceParams, StepPlan
 from executor.plans.slot_counters import SlotCounters
 
-_SEEDS = 1 << 64
+_INTERVALS: tuple[tuple[str, Interval], ...] = tuple(
+    (each.name, each.metadata["interval"]) for each in fields(SequenceParams) if "interval" in each.metadata
+)
+_TOKEN_IDS = tuple(each.name for each in fields(SequenceParams) if "are_token_ids" in each.metadata)
+_SEEDS = dict(_INTERVALS)["seed"]
 
 
-def project(plan: StepPlan, now: SlotCounters, limits: Limits) -> SlotCounters:
-    """The counters after retiring, admitting, branching, table updates and row counts. Raises PlanRejected."""
+def project(plan: StepPlan, now: SlotCounters, limits: PlanLimits) -> SlotCounters:
+    """Returns the counters after retiring, admitting, branching, table updates and row counts. Raises PlanRejected."""
     after = now.copy()
     _retire(plan.retired_slots, after, limits)
     for admission in plan.admissions:
@@ -32,7 +36,7 @@ def project(plan: StepPlan, now: SlotCounters, limits: Limits) -> SlotCounters:
     return after
 
 
-def _retire(slots: Ints, after: SlotCounters, limits: Limits) -> None:
+def _retire(slots: Ints, after: SlotCounters, limits: PlanLimits) -> None:
     if not slots.size:
         return
     _check_slots("retired_slots", slots, after, limits)
@@ -40,7 +44,7 @@ def _retire(slots: Ints, after: SlotCounters, limits: Limits) -> None:
     after.clear(slots)
 
 
-def _admit(admission: Admission, after: SlotCounters, limits: Limits) -> None:
+def _admit(admission: Admission, after: SlotCounters, limits: PlanLimits) -> None:
     slot, where = admission.slot, f"admission to slot {admission.slot}"
     if not 0 <= slot < limits.max_num_seqs:
         raise PlanRejected(f"{where}: there are {limits.max_num_seqs} slots")
@@ -65,48 +69,32 @@ def _admit(admission: Admission, after: SlotCounters, limits: Limits) -> None:
     after.num_blocks[slot] = num_blocks
 
 
-def _check_params(where: str, params: SequenceParams, num_tokens: int, limits: Limits) -> None:
+def _check_params(where: str, params: SequenceParams, num_tokens: int, limits: PlanLimits) -> None:
     if not num_tokens < params.max_total_tokens <= limits.max_model_len:
         raise PlanRejected(
             f"{where}: max_total_tokens {params.max_total_tokens} is not above its {num_tokens} tokens"
             f" and within max_model_len {limits.max_model_len}"
         )
-    if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise PlanRejected(f"{where}: temperature {params.temperature}")
-    if not 0 < params.top_p <= 1:
-        raise PlanRejected(f"{where}: top_p {params.top_p} is not in (0, 1]")
-    if not 0 <= params.min_p <= 1:
-        raise PlanRejected(f"{where}: min_p {params.min_p} is not in [0, 1]")
-    if params.top_k < 0:
-        raise PlanRejected(f"{where}: top_k {params.top_k}")
-    if not 0 <= params.seed < _SEEDS:
-        raise PlanRejected(f"{where}: seed {params.seed} is not a 64-bit unsigned integer")
-    _check_token_ids(f"{where}: eos_token_ids", params.eos_token_ids, limits)
-    _check_token_ids(f"{where}: stop_token_ids", params.stop_token_ids, limits)
-    _check_changes(where, params, num_tokens, limits)
+    for name, interval in _INTERVALS:
+        if (value := getattr(params, name)) not in interval:
+            raise PlanRejected(f"{where}: {name} {value} is not in {interval}")
+    for name in _TOKEN_IDS:
+        _check_token_ids(f"{where}: {name}", getattr(params, name), limits)
+    _check_bias(where, params)
+    if not 0 <= params.num_prompt_tokens <= num_tokens:
+        raise PlanRejected(f"{where}: num_prompt_tokens {params.num_prompt_tokens} of {num_tokens} tokens")
     _check_reports(where, params, limits)
 
 
-def _check_changes(where: str, params: SequenceParams, num_tokens: int, limits: Limits) -> None:
-    """What changes logits."""
-    _check_token_ids(f"{where}: allowed_token_ids", params.allowed_token_ids, limits)
-    _check_token_ids(f"{where}: bias_token_ids", params.bias_token_ids, limits)
+def _check_bias(where: str, params: SequenceParams) -> None:
     _check_distinct(f"{where}: bias_token_ids: token id", params.bias_token_ids)
     if len(params.bias_values) != len(params.bias_token_ids):
         raise PlanRejected(f"{where}: {len(params.bias_values)} bias_values for {len(params.bias_token_ids)} tokens")
     if not np.isfinite(params.bias_values).all():
         raise PlanRejected(f"{where}: bias_values: not all are finite")
-    if not (math.isfinite(params.repetition_penalty) and params.repetition_penalty > 0):
-        raise PlanRejected(f"{where}: repetition_penalty {params.repetition_penalty}")
-    if not math.isfinite(params.frequency_penalty):
-        raise PlanRejected(f"{where}: frequency_penalty {params.frequency_penalty}")
-    if not math.isfinite(params.presence_penalty):
-        raise PlanRejected(f"{where}: presence_penalty {params.presence_penalty}")
-    if not 0 <= params.num_prompt_tokens <= num_tokens:
-        raise PlanRejected(f"{where}: num_prompt_tokens {params.num_prompt_tokens} of {num_tokens} tokens")
 
 
-def _check_reports(where: str, params: SequenceParams, limits: Limits) -> None:
+def _check_reports(where: str, params: SequenceParams, limits: PlanLimits) -> None:
     for name, num_reported, most in (
         ("num_logprobs", params.num_logprobs, limits.vocab_size + 1),
         ("num_prompt_logprobs", params.num_prompt_logprobs, limits.vocab_size + 1),
@@ -116,8 +104,8 @@ def _check_reports(where: str, params: SequenceParams, limits: Limits) -> None:
             raise PlanRejected(f"{where}: {name} {num_reported} is not in [0, {most}]")
 
 
-def _branch(branches: Ints, after: SlotCounters, limits: Limits) -> None:
-    """Parents are beams that have reported; so are the slots they overwrite, unless those are empty."""
+def _branch(branches: Ints, after: SlotCounters, limits: PlanLimits) -> None:
+    """Branches have parents that are beams and have reported, and so have the slots they overwrite, unless empty."""
     if not branches.size:
         return
     slots, parents, token_ids = branches.T
@@ -137,8 +125,8 @@ def _branch(branches: Ints, after: SlotCounters, limits: Limits) -> None:
     after.row_count[slots] = 1
 
 
-def _extend_tables(updates: Ints, after: SlotCounters, limits: Limits) -> None:
-    """Entries may replace others or extend a table; a table never has holes."""
+def _extend_tables(updates: Ints, after: SlotCounters, limits: PlanLimits) -> None:
+    """Entries may replace others or extend a table, but a table never has holes."""
     if not updates.size:
         return
     slots, logical, physical = updates.T
@@ -149,13 +137,13 @@ def _extend_tables(updates: Ints, after: SlotCounters, limits: Limits) -> None:
     _check_distinct("table_updates: entry", slots.astype(np.int64) * limits.max_blocks_per_seq + logical)
     is_new = logical >= after.num_blocks[slots]
     after.num_blocks += np.bincount(slots[is_new], minlength=limits.max_num_seqs).astype(np.int32)
-    # The new entries of a slot are distinct: unless one lies at or beyond the new length, they fill it exactly.
+    # The new entries of a slot are distinct, so they fill the table exactly unless one lies beyond its new length.
     if (logical >= after.num_blocks[slots]).any():
         slot = slots[np.argmax(logical >= after.num_blocks[slots])]
         raise PlanRejected(f"table_updates: slot {slot}: the table would have a hole")
 
 
-def _check_copies(copies: Ints, limits: Limits) -> None:
+def _check_copies(copies: Ints, limits: PlanLimits) -> None:
     if not copies.size:
         return
     _check_blocks("block_copies", copies.ravel(), limits)
@@ -165,7 +153,7 @@ def _check_copies(copies: Ints, limits: Limits) -> None:
         raise PlanRejected(f"block_copies: block {both[0]} is both a source and a destination")
 
 
-def _set_row_counts(row_counts: Ints, after: SlotCounters, limits: Limits) -> None:
+def _set_row_counts(row_counts: Ints, after: SlotCounters, limits: PlanLimits) -> None:
     if not row_counts.size:
         return
     slots, counts = row_counts.T
@@ -176,8 +164,8 @@ def _set_row_counts(row_counts: Ints, after: SlotCounters, limits: Limits) -> No
     after.row_count[slots] = counts
 
 
-def _check_rows(after: SlotCounters, limits: Limits) -> None:
-    """Every row has a token to compute and a block to write to; all of them fit into one step."""
+def _check_rows(after: SlotCounters, limits: PlanLimits) -> None:
+    """Checks that each row has a token to compute and a block to write to, and that all rows fit into one step."""
     if (num_batched := int(after.row_count.sum(dtype=np.int64))) > limits.max_num_batched_tokens:
         raise PlanRejected(f"{num_batched} tokens in one step, more than {limits.max_num_batched_tokens}")
     planned = after.num_planned_tokens
@@ -197,8 +185,8 @@ def _check_rows(after: SlotCounters, limits: Limits) -> None:
         )
 
 
-def _check_forks(forks: tuple[Fork, ...], after: SlotCounters, limits: Limits) -> None:
-    """Parents sample in this step (or are overrun); children take slots that nobody has."""
+def _check_forks(forks: tuple[Fork, ...], after: SlotCounters, limits: PlanLimits) -> None:
+    """Checks that parents sample in this step (or are overrun) and that children take empty slots."""
     children: set[int] = set()
     for fork in forks:
         parent, child, where = fork.parent_slot, fork.child_slot, f"fork of slot {fork.parent_slot}"
@@ -211,28 +199,28 @@ def _check_forks(forks: tuple[Fork, ...], after: SlotCounters, limits: Limits) -
         samples = after.num_planned_tokens[parent] == after.num_tokens[parent] or after.has_ended[parent]
         if not (after.row_count[parent] and samples) or after.is_beam[parent]:
             raise PlanRejected(f"{where}: it does not sample in this step")
-        if not 0 <= fork.seed < _SEEDS:
-            raise PlanRejected(f"{where}: seed {fork.seed} is not a 64-bit unsigned integer")
+        if fork.seed not in _SEEDS:
+            raise PlanRejected(f"{where}: seed {fork.seed} is not in {_SEEDS}")
         children.add(child)
 
 
-def _check_slots(where: str, slots: Ints, after: SlotCounters, limits: Limits) -> None:
+def _check_slots(where: str, slots: Ints, after: SlotCounters, limits: PlanLimits) -> None:
     _check_in_range(where, slots, limits)
     if empty := slots[~after.is_admitted[slots]].tolist():
         raise PlanRejected(f"{where}: slot {empty[0]} is empty")
 
 
-def _check_in_range(where: str, slots: Ints, limits: Limits) -> None:
+def _check_in_range(where: str, slots: Ints, limits: PlanLimits) -> None:
     if outside := slots[(slots < 0) | (slots >= limits.max_num_seqs)].tolist():
         raise PlanRejected(f"{where}: slot {outside[0]}: there are {limits.max_num_seqs} slots")
 
 
-def _check_blocks(where: str, blocks: Ints, limits: Limits) -> None:
+def _check_blocks(where: str, blocks: Ints, limits: PlanLimits) -> None:
     if outside := blocks[(blocks < 1) | (blocks >= limits.num_blocks)].tolist():
         raise PlanRejected(f"{where}: block {outside[0]} is not in [1, {limits.num_blocks})")
 
 
-def _check_token_ids(where: str, token_ids: Ints, limits: Limits) -> None:
+def _check_token_ids(where: str, token_ids: Ints, limits: PlanLimits) -> None:
     if outside := token_ids[(token_ids < 0) | (token_ids >= limits.vocab_size)].tolist():
         raise PlanRejected(f"{where}: token id {outside[0]} is not in [0, {limits.vocab_size})")
 

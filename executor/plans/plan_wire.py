@@ -1,9 +1,13 @@
-"""Between the plan stream's messages and plain data. Bytes are read where they lie: no object an element."""
+"""The codec between plans and messages. Packed integers are read in place, without an object for each of them."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, get_type_hints
 
 import numpy as np
 
 from executor.errors import PlanRejected
-from executor.plans.limits import Limits
+from executor.plans.limits import PlanLimits
 from executor.plans.plan import Admission, Floats, Fork, Ints, Logprobs, SequenceParams, StepOutput, StepPlan
 from quire.executor.v1 import executor_pb2 as pb
 
@@ -12,7 +16,7 @@ _FLOAT32 = np.dtype("<f4")
 
 
 def plan_from_message(message: pb.StepPlan) -> StepPlan:
-    """Raises PlanRejected if packed integers do not come out even."""
+    """Decodes a plan. Raises PlanRejected if the length of a packed array is not a whole number of elements."""
     return StepPlan(
         epoch=message.epoch,
         step_id=message.step_id,
@@ -48,7 +52,7 @@ def output_to_message(output: StepOutput) -> pb.StepResult:
 
 
 def description_to_message(
-    limits: Limits,
+    limits: PlanLimits,
     *,
     incarnation: str,
     model_name: str,
@@ -74,34 +78,24 @@ def description_to_message(
 
 
 def _admission(message: pb.Admission) -> Admission:
-    params = message.params
     return Admission(
         slot=message.slot,
         token_ids=_ints("admissions.token_ids", message.token_ids),
         num_computed_tokens=message.num_computed_tokens,
         block_table=_ints("admissions.block_table", message.block_table),
-        params=SequenceParams(
-            max_total_tokens=params.max_total_tokens,
-            min_total_tokens=params.min_total_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            min_p=params.min_p,
-            seed=params.seed,
-            eos_token_ids=_ints("params.eos_token_ids", params.eos_token_ids),
-            stop_token_ids=_ints("params.stop_token_ids", params.stop_token_ids),
-            allowed_token_ids=_ints("params.allowed_token_ids", params.allowed_token_ids),
-            bias_token_ids=_ints("params.bias_token_ids", params.bias_token_ids),
-            bias_values=_floats("params.bias_values", params.bias_values),
-            repetition_penalty=params.repetition_penalty or 1.0,
-            frequency_penalty=params.frequency_penalty,
-            presence_penalty=params.presence_penalty,
-            num_prompt_tokens=params.num_prompt_tokens,
-            num_logprobs=params.num_logprobs,
-            num_prompt_logprobs=params.num_prompt_logprobs,
-            num_candidates=params.num_candidates,
-        ),
+        params=_params(message.params),
     )
+
+
+def _params(message: pb.SequenceParams) -> SequenceParams:
+    """Decodes parameters: each field of the message has the name of the parameter."""
+    values = {name: decode(getattr(message, name)) for name, decode in _DECODERS.items()}
+    values["repetition_penalty"] = values["repetition_penalty"] or 1.0
+    return SequenceParams(**values)
+
+
+def _number(value: float) -> float:
+    return value
 
 
 def _logprobs(logprobs: Logprobs | None) -> pb.Logprobs | None:
@@ -131,3 +125,12 @@ def _tuples(field: str, data: bytes, width: int) -> Ints:
     if len(values) % width:
         raise PlanRejected(f"{field}: {len(values)} integers are no whole number of {width}-tuples")
     return values.reshape(-1, width)
+
+
+def _decoder(name: str, kind: object) -> Callable[[Any], Any]:
+    packed: dict[object, Callable[[str, bytes], Any]] = {Ints: _ints, Floats: _floats}
+    return partial(packed[kind], f"params.{name}") if kind in packed else _number
+
+
+_DECODERS = {name: _decoder(name, kind) for name, kind in get_type_hints(SequenceParams).items()}
+"""Functions that turn the field of a message into a parameter, by name."""

@@ -1,4 +1,4 @@
-"""The numbers a plan is checked against: a few integers for each slot."""
+"""The state that a plan is checked against: a few integers for each slot."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -11,14 +11,15 @@ from executor.plans.plan import Ints
 
 @dataclass(slots=True)
 class SlotCounters:
-    """One entry a slot, [max_num_seqs] each; all zero for an empty slot.
+    """One entry for each slot, [max_num_seqs] each; all zero for an empty slot.
 
         token_ids     ├── num_computed_tokens ──┼── row_count ──┼── … num_tokens
         block table   ├──────── num_blocks entries ─────────┤
 
-    is_admitted, has_ended   bool. has_ended: decided here, the slot is overrun until it is retired
-    is_beam                  bool: reports candidates where others sample
-    row_count                tokens computed a step
+    is_admitted              the slot holds a sequence
+    has_ended                the executor has ended the sequence; the slot is overrun until it is retired
+    is_beam                  the slot reports candidates where others sample
+    row_count                number of tokens computed per step
     """
 
     is_admitted: NDArray[np.bool_]
@@ -57,7 +58,7 @@ class SlotCounters:
             array[slots] = 0
 
     def copy_slots(self, sources: Ints, destinations: Ints) -> None:
-        """All at once: a slot may be a source and a destination."""
+        """Copies all slots at once: a slot may be both a source and a destination."""
         for array in self._arrays():
             array[destinations] = array[sources]
 
@@ -74,11 +75,11 @@ class SlotCounters:
 
     @property
     def has_reported(self) -> NDArray[np.bool_]:
-        """Beams whose next token is for the scheduler to choose."""
+        """Returns which slots are beams that wait for the scheduler to choose their next token."""
         has_reported: NDArray[np.bool_] = self.is_beam & (self.num_computed_tokens == self.num_tokens)
         return has_reported
 
     @property
     def num_planned_tokens(self) -> Ints:
-        """Tokens whose KV is in the pool once this step is done."""
+        """Returns how many tokens of each slot have their KV in the pool once this step is done."""
         return self.num_computed_tokens + self.row_count

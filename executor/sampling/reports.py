@@ -1,4 +1,4 @@
-"""What a step has to report besides its tokens, from the logits as the model made them."""
+"""The reports of a step besides its tokens, from the logits as the model made them."""
 
 import numpy as np
 import torch
@@ -11,36 +11,39 @@ from executor.slots.slots import Slots
 
 
 def report_tokens(slots: Slots, sampling: Ints, logits: Tensor, token_ids: Ints) -> Logprobs | None:
-    """Of the tokens that slots have sampled from logits[len(sampling), vocab_size], by ascending slot."""
+    """Reports the tokens that slots have sampled from logits[len(sampling), vocab_size], by ascending slot."""
     if not slots.reports.has_logprobs:
         return None
     nums = slots.reports.num_logprobs[sampling]
-    asking = np.flatnonzero(nums)
-    if not asking.size:
+    wanting = np.flatnonzero(nums)
+    if not wanting.size:
         return None
-    rows = asking[np.argsort(sampling[asking])]
+    rows = wanting[np.argsort(sampling[wanting])]
     return score(logits[torch.from_numpy(rows).to(logits.device)], token_ids[rows], nums[rows])
 
 
 def with_overrun(slots: Slots, reporting: Ints, is_live: np.ndarray, logprobs: Logprobs | None) -> Logprobs | None:
-    """The log-probabilities of reporting[is_live], among places for the others: slots that had ended. Theirs mean as
-    little as their tokens do, but whoever made the plan did not know of the end, and counts on them."""
+    """Returns the log-probabilities of reporting[is_live] with room for the other slots, which had ended.
+
+    The entries of ended slots mean as little as their tokens, but the scheduler, which did not know of the end when it
+    made the plan, expects them.
+    """
     if not slots.reports.has_logprobs:
         return logprobs
     nums = slots.reports.num_logprobs[reporting]
     if not nums[~is_live].any():
         return logprobs
-    num_places = int(nums.sum())
-    token_ids, values = np.zeros(num_places, np.int32), np.zeros(num_places, np.float32)
-    ranks = np.ones(num_places, np.int32)
+    num_entries = int(nums.sum())
+    token_ids, values = np.zeros(num_entries, np.int32), np.zeros(num_entries, np.float32)
+    ranks = np.ones(num_entries, np.int32)
     if logprobs is not None and logprobs.ranks is not None:
-        told = np.repeat(is_live, nums)
-        token_ids[told], values[told], ranks[told] = logprobs.token_ids, logprobs.values, logprobs.ranks
+        is_known = np.repeat(is_live, nums)
+        token_ids[is_known], values[is_known], ranks[is_known] = logprobs.token_ids, logprobs.values, logprobs.ranks
     return Logprobs(token_ids, values, ranks)
 
 
 def report_prompts(slots: Slots, logits: Tensor, rows: slice | None = None) -> Logprobs | None:
-    """Of prompt tokens: logits of all rows of `slots.prompt_spans`, or of these rows among them."""
+    """Reports prompt tokens from the logits of all rows of `slots.prompt_spans`, or of these rows among them."""
     spans = slots.prompt_spans
     if spans is None:
         return None
@@ -51,7 +54,7 @@ def report_prompts(slots: Slots, logits: Tensor, rows: slice | None = None) -> L
 
 
 def report_candidates(slots: Slots, beams: Ints, logits: Tensor) -> Logprobs | None:
-    """Of beams: the most probable next tokens, given logits[len(beams), vocab_size]."""
+    """Reports the most probable next tokens of beams from logits[len(beams), vocab_size]."""
     if not beams.size:
         return None
     pieces = []
@@ -62,7 +65,7 @@ def report_candidates(slots: Slots, beams: Ints, logits: Tensor) -> Logprobs | N
 
 
 def _changed(logits: Tensor, draw: Draw) -> Tensor:
-    """All that comes before a temperature. A new tensor."""
+    """Returns a new tensor with all changes to logits that come before the temperature."""
     changed = logits.to(torch.float32, copy=True)
     if draw.changes is not None:
         changed[torch.from_numpy(draw.changes.rows).to(logits.device).long()] = draw.changes.changed(logits)

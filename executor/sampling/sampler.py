@@ -1,4 +1,4 @@
-"""From logits to one token a row.
+"""Samples one token from each row of logits.
 
 Order: logit changes (`executor.slots.logit_changes`), minimum length (end ids get -inf), temperature, top-k, top-p,
 min-p; then one draw by inverse CDF.
@@ -9,13 +9,14 @@ min-p; then one draw by inverse CDF.
   reaches p: the token that crosses p is kept
 * min-p keeps tokens at least min_p times as likely as the most likely one
 
-"Most likely first" is ordered by logit, then by lower id, so that ties are cut in one way everywhere. Weights are
-float32, and sums of them are compared as float32. A row's token depends on that row's logits, parameters and uniform
-number alone. Rows that change logits are taken apart; all others are looked at where they are.
+"Most likely first" means by logit, then by lower id, so that ties are cut in the same way everywhere. Weights are
+float32, and their sums are compared as float32. A row's token depends on that row's logits, parameters and uniform
+number alone. Rows that change their logits are copied; all others are sampled in place.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +27,12 @@ from executor.plans.plan import Ints
 from executor.slots.sampling_table import Draw
 from kernels import cpu
 
-# Numbers handled at once: bounds the temporaries of large batches over large vocabularies to some 100 MB.
+# Maximum number of logits handled at once: bounds the temporaries of large batches to some 100 MB.
 _CHUNK = 1 << 23
 
 
 def sample(logits: Tensor, draw: Draw) -> Ints:
-    """logits[num_rows, vocab_size] → token ids[num_rows]. Leaves the logits as they were."""
+    """Returns token ids[num_rows] sampled from logits[num_rows, vocab_size], which are the same afterwards."""
     if draw.changes is None:
         return _sample(logits, draw, np.True_)
     stays = np.ones(len(logits), dtype=np.bool_)
@@ -43,14 +44,14 @@ def sample(logits: Tensor, draw: Draw) -> Ints:
 
 
 def _sample(logits: Tensor, draw: Draw, wanted: NDArray[np.bool_] | np.bool_) -> Ints:
-    """Token ids[num_rows] of the rows that are wanted, anything for others."""
+    """Returns token ids[num_rows]: valid for the wanted rows, arbitrary for all others."""
     with _without_banned(logits, draw):
         return _choose(logits, draw, wanted)
 
 
 @contextmanager
 def _without_banned(logits: Tensor, draw: Draw) -> Iterator[None]:
-    """Banned logits are -inf for a while."""
+    """Sets banned logits to -inf, and restores them afterwards."""
     places = [(row, torch.from_numpy(token_ids).long().to(logits.device)) for row, token_ids in draw.banned]
     kept = [logits[place] for place in places]
     for place in places:
@@ -68,5 +69,6 @@ def _choose(logits: Tensor, draw: Draw, wanted: NDArray[np.bool_] | np.bool_) ->
         return likeliest
     rows = np.flatnonzero(np.broadcast_to(wanted, len(logits)))
     token_ids = np.empty(len(logits), dtype=np.int32)
-    token_ids[rows] = cpu.sample(logits, rows, draw.temperatures, draw.top_ks, draw.top_ps, draw.min_ps, draw.uniforms)
+    columns: list[Any] = [*draw.params.arrays, draw.uniforms]  # in the order of the parameters of `sample`
+    token_ids[rows] = cpu.sample(logits, rows, *columns)
     return token_ids

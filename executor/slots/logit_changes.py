@@ -1,16 +1,16 @@
-"""What sequences change of their logits before a token is chosen, as one list of numbers to change for all rows.
+"""Changes to logits before a token is chosen, collected into one list for all rows of a step.
 
-In this order, all in float32: allowed tokens, bias, penalties.
+They are made in float32 and in this order:
 
 * allowed tokens: all others get -inf
-* bias: added
-* repetition penalty (Keskar et al., 2019) of tokens in prompt or output: positive logits are divided by it, negative
-  ones multiplied
-* frequency and presence penalty of tokens in the output: subtracted for each time, and once
+* bias: added to the logits of its tokens
+* repetition penalty (Keskar et al., 2019) on tokens in prompt or output: divides positive logits and multiplies
+  negative ones
+* frequency and presence penalty on tokens in the output: subtracted for each occurrence, and once
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -25,14 +25,16 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class LogitChanges:
-    """The changes of some rows of logits. A place is a number in rows that were taken apart, row * vocab_size + id.
+    """The changes to some rows of logits.
 
-        rows         │ 3 │ 7 │ 8 │          which they are of the batch's, ascending
-        taken apart  │ 0 │ 1 │ 2 │          row numbers in what follows, ascending in each array
+    The rows are copied out of the batch. A place is the index of a logit in the flattened copy: row * vocab_size + id.
+
+        rows    │ 3 │ 7 │ 8 │          row numbers in the batch, ascending
+        copies  │ 0 │ 1 │ 2 │          row numbers in all other arrays, each of which is ascending
 
     restricted[r]    rows with allowed tokens, whose places are allowed[a]
-    biased[b]        places, and what is added there
-    seen[s]          places of tokens that the sequences have, how often they are in the output, and the penalties
+    biased[b]        places of tokens with a bias; biases[b] are added there
+    seen[s]          places of tokens that the sequences have; how often each is in the output, and the penalties on it
     """
 
     vocab_size: int
@@ -48,40 +50,40 @@ class LogitChanges:
     presence: Floats
 
     def changed(self, logits: Tensor) -> Tensor:
-        """Rows of logits[num_rows, vocab_size] as the sequences want them: [len(rows), vocab_size] float32, new."""
+        """Returns the changed rows of logits[num_rows, vocab_size] as a new tensor: [len(rows), vocab_size] float32."""
         device = logits.device
 
-        def there(array: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
+        def on_device(array: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
             return torch.from_numpy(array).to(device)
 
-        apart = logits[there(self.rows).long()].float()
-        numbers = apart.view(-1)
+        copies = logits[on_device(self.rows).long()].float()
+        numbers = copies.view(-1)
         if self.restricted.size:
-            allowed = there(self.allowed)
+            allowed = on_device(self.allowed)
             stay = numbers[allowed]
-            apart[there(self.restricted)] = -torch.inf
+            copies[on_device(self.restricted)] = -torch.inf
             numbers[allowed] = stay
         if self.biased.size:
-            biased = there(self.biased)
-            numbers[biased] += there(self.biases)
+            biased = on_device(self.biased)
+            numbers[biased] += on_device(self.biases)
         if self.seen.size:
-            seen, repetition, num_output = there(self.seen), there(self.repetition), there(self.num_output)
+            seen, repetition, num_output = on_device(self.seen), on_device(self.repetition), on_device(self.num_output)
             scores = numbers[seen]
             scores = torch.where(scores < 0, scores * repetition, scores / repetition)
-            scores -= there(self.frequency) * num_output
-            scores -= there(self.presence) * (num_output > 0)
-            # The greatest penalties and biases overflow: such a token is the likeliest, but no infinity.
+            scores -= on_device(self.frequency) * num_output
+            scores -= on_device(self.presence) * (num_output > 0)
+            # Extreme penalties and biases overflow. Such a token becomes the most likely one, but not infinite.
             numbers[seen] = scores.clamp(max=torch.finfo(torch.float32).max)
-        return apart
+        return copies
 
     def parts(self, max_numbers: int) -> Iterator["LogitChanges"]:
-        """The same in pieces, each of as many rows as have max_numbers logits, but at least one."""
+        """Yields the same changes in pieces of at least one row and, if possible, at most max_numbers logits."""
         size = max(1, max_numbers // self.vocab_size)
         for first in range(0, len(self.rows), size):
             yield self._part(first, min(first + size, len(self.rows)))
 
     def _part(self, first: int, last: int) -> "LogitChanges":
-        """Of the rows [first, last)."""
+        """Returns the changes to the rows [first, last)."""
         start, stop = first * self.vocab_size, last * self.vocab_size
         allowed, biased, seen = (_between(places, start, stop) for places in (self.allowed, self.biased, self.seen))
         return LogitChanges(
@@ -100,14 +102,14 @@ class LogitChanges:
 
 
 def _between(values: Places, start: int, stop: int) -> slice:
-    """Where the values in [start, stop) lie: one after the other, after all smaller ones."""
+    """Returns the slice of ascending values that holds those in [start, stop)."""
     first = int(np.count_nonzero(values < start))
     return slice(first, first + int(np.count_nonzero((values >= start) & (values < stop))))
 
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """Of one slot. Token ids int64; allowed: None if all are. counts: None without penalties."""
+    """The changes of one slot. Token ids are int64; allowed is None if all are, counts is None without penalties."""
 
     allowed: Places | None
     biased: Places
@@ -118,23 +120,11 @@ class _Changes:
     counts: TokenCounts | None
 
     def copy(self) -> "_Changes":
-        return (
-            self
-            if self.counts is None
-            else _Changes(
-                self.allowed,
-                self.biased,
-                self.biases,
-                self.repetition,
-                self.frequency,
-                self.presence,
-                self.counts.copy(),
-            )
-        )
+        return self if self.counts is None else replace(self, counts=self.counts.copy())
 
 
 class ChangeTable:
-    """What each slot changes. Most slots change nothing, and cost nothing but an entry here that says so."""
+    """The changes of each slot. Most slots have none, and cost no more than a flag."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -142,7 +132,7 @@ class ChangeTable:
         self._by_slot: dict[int, _Changes] = {}
 
     def set(self, slot: int, params: SequenceParams, token_ids: Ints) -> None:
-        """token_ids: all of the sequence's, prompt and output."""
+        """Sets the changes of a slot. token_ids are all tokens of its sequence, prompt and output."""
         self.drop([slot])
         if not (params.has_penalties or params.allowed_token_ids.size or params.bias_token_ids.size):
             return
@@ -163,7 +153,7 @@ class ChangeTable:
             self._by_slot.pop(slot, None)
 
     def copy_slots(self, sources: Ints, destinations: Ints) -> None:
-        """All at once: a slot may be a source and a destination."""
+        """Copies all slots at once: a slot may be both a source and a destination."""
         if not self._by_slot:
             return
         pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
@@ -173,7 +163,7 @@ class ChangeTable:
         self._changes_any[list(copies)] = True
 
     def count(self, slots: Ints, token_ids: Ints) -> None:
-        """The slots' sequences have got these tokens."""
+        """Counts tokens that were appended to the sequences of these slots."""
         if not self._by_slot:
             return
         for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
@@ -185,11 +175,11 @@ class ChangeTable:
         self._by_slot.clear()
 
     def change_any(self, slots: Ints) -> bool:
-        """Do any of these slots change their logits?"""
+        """Returns whether any of these slots changes its logits."""
         return bool(self._by_slot) and bool(self._changes_any[slots].any())
 
     def of(self, slots: Ints) -> LogitChanges | None:
-        """Of the logits of these slots, one row each; None if there are none."""
+        """Returns the changes to the logits of these slots, one row each; None if there are none."""
         if not self.change_any(slots):
             return None
         rows = np.flatnonzero(self._changes_any[slots]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""What is to be reported of each slot besides its tokens."""
+"""The reports that each slot asks for besides its tokens."""
 
 from dataclasses import dataclass
 
@@ -25,12 +25,12 @@ class PromptSpans:
 
     @property
     def row_slots(self) -> Ints:
-        """[num_rows]"""
+        """Returns the slot of each row: [num_rows]."""
         row_slots: Ints = np.repeat(self.slots, self.counts)
         return row_slots
 
     def following(self, starts: Ints) -> Ints:
-        """[num_rows]: starts[n], starts[n] + 1, … for each slot."""
+        """Returns starts[n], starts[n] + 1, … for each slot: [num_rows]."""
         ends = np.cumsum(self.counts)
         own = np.arange(ends[-1]) - np.repeat(ends - self.counts, self.counts)
         numbers: Ints = (np.repeat(starts, self.counts) + own).astype(np.int32)
@@ -38,10 +38,10 @@ class PromptSpans:
 
 
 class ReportTable:
-    """What `SequenceParams` says of it, [max_num_seqs] each.
+    """The report parameters of `SequenceParams`, [max_num_seqs] each.
 
-    has_logprobs, has_prompt_logprobs, has_beams: some slot asks for it. Nearly always none does; then a step looks at
-    nothing else here.
+    has_logprobs, has_prompt_logprobs and has_beams tell whether any slot asks for such a report. Nearly always none
+    does, and a step then reads nothing else here.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -56,42 +56,42 @@ class ReportTable:
         self.num_prompt_logprobs[slot] = params.num_prompt_logprobs
         self.num_candidates[slot] = params.num_candidates
         self._num_prompt_tokens[slot] = params.num_prompt_tokens
-        self._look()
+        self._update_flags()
 
     def drop(self, slots: Ints) -> None:
-        """These are empty now."""
+        """Forgets slots that are empty now."""
         if slots.size:
             for array in self._arrays():
                 array[slots] = 0
-            self._look()
+            self._update_flags()
 
     def clear(self) -> None:
-        """All are."""
+        """Forgets all slots."""
         for array in self._arrays():
             array[:] = 0
-        self._look()
+        self._update_flags()
 
     def copy_slots(self, sources: Ints, destinations: Ints) -> None:
         for array in self._arrays():
             array[destinations] = array[sources]
-        self._look()
+        self._update_flags()
 
     def prompt_spans(self, computing: Ints, counters: SlotCounters) -> PromptSpans | None:
-        """Of the slots that compute in this step; None if there are none."""
+        """Returns the rows to report on among the slots that compute in this step; None if there are none."""
         if not self.has_prompt_logprobs:
             return None
         slots = computing[self.num_prompt_logprobs[computing] > 0]
         if not slots.size:
             return None
         first_positions = counters.num_computed_tokens[slots]
-        # The row of the prompt's last token is followed by output.
+        # The token after the prompt's last row is output, which is not reported here.
         counts = np.minimum(counters.row_count[slots], self._num_prompt_tokens[slots] - 1 - first_positions)
         has_any = counts > 0
         if not has_any.any():
             return None
         return PromptSpans(slots[has_any], first_positions[has_any], counts[has_any])
 
-    def _look(self) -> None:
+    def _update_flags(self) -> None:
         self.has_logprobs = bool(self.num_logprobs.any())
         self.has_prompt_logprobs = bool(self.num_prompt_logprobs.any())
         self.has_beams = bool(self.num_candidates.any())

@@ -1,13 +1,13 @@
-"""The persistent batch: what the executor knows of every sequence that has a slot.
+"""The persistent batch: the state of every sequence that has a slot.
 
-It is a cache of the plan stream and decides nothing. `apply` takes effects 1 to 4 and 6 of a plan, `advance`, `fork`
-and `append` what happens during the step. Counters say which part of the arrays means anything.
+It is a cache of the plan stream and decides nothing. `apply` makes effects 1 to 4 and 6 of a plan; `advance`, `fork`
+and `append` make the changes of the step itself. The counters tell which part of the arrays is valid.
 """
 
 import numpy as np
 from numpy.typing import NDArray
 
-from executor.plans.limits import Limits
+from executor.plans.limits import PlanLimits
 from executor.plans.plan import Fork, Ints, StepPlan
 from executor.plans.plan_check import project
 from executor.plans.slot_counters import SlotCounters
@@ -17,20 +17,19 @@ from executor.slots.sampling_table import Draw, SamplingTable
 
 
 class Slots:
-    """token_ids[max_num_seqs, max_model_len], block_tables[max_num_seqs, max_blocks_per_seq], and the counters.
+    """The arrays token_ids[max_num_seqs, max_model_len], block_tables[max_num_seqs, max_blocks_per_seq], and counters.
 
-    Both matrices are taken from the system page by page as they are written. Of the step that was applied last, by
-    ascending slot:
+    The system provides the pages of both matrices only as they are written. These describe the step that was applied
+    last, by ascending slot:
 
     computing     slots that compute tokens
-    overrun       slots that have ended but still have rows: nothing is written for them, their result means nothing
-    reaching      slots that reach their last known token: those of `sampling` and of `beams`
-    sampling      those of them that sample
-    beams         those of them that report candidates instead
+    overrun       slots that have ended but still have rows: nothing is written for them, and their results mean nothing
+    sampling      slots that reach their last known token and sample the next one
+    beams         slots that reach their last known token and report candidates instead
     prompt_spans  rows whose prompt tokens are to be reported; None if there are none
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: PlanLimits) -> None:
         self.limits = limits
         self.counters = SlotCounters.empty(limits.max_num_seqs)
         self.token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
@@ -38,19 +37,21 @@ class Slots:
         self.reports = ReportTable(limits.max_num_seqs)
         self._sampling = SamplingTable(limits.max_num_seqs, limits.vocab_size)
         self._changes = ChangeTable(limits.max_num_seqs, limits.vocab_size)
-        self.sort_out()
+        self.classify()
 
     def clear(self) -> None:
-        """All slots are empty: a new epoch."""
+        """Empties all slots for a new epoch."""
         self.counters = SlotCounters.empty(self.limits.max_num_seqs)
         self._sampling.clear()
         self._changes.clear()
         self.reports.clear()
-        self.sort_out()
+        self.classify()
 
     def apply(self, plan: StepPlan) -> None:
-        """Retires, admits, branches, sets table entries and row counts. Raises PlanRejected, and then nothing has
-        changed."""
+        """Retires, admits, branches, and sets table entries and row counts.
+
+        Raises PlanRejected, in which case nothing has changed.
+        """
         self.counters = project(plan, self.counters, self.limits)
         self._changes.drop(plan.retired_slots.tolist())
         self.reports.drop(plan.retired_slots)
@@ -65,16 +66,16 @@ class Slots:
         if plan.table_updates.size:
             slots, logical, physical = plan.table_updates.T
             self.block_tables[slots, logical] = physical
-        self.sort_out()
+        self.classify()
 
     def _branch(self, slots: Ints, parents: Ints, token_ids: Ints) -> None:
-        """The counters have branched already."""
+        """Branches everything but the counters, which have branched already."""
         self._copy_slots(parents, slots)
         self.token_ids[slots, self.counters.num_tokens[slots] - 1] = token_ids
         self._changes.count(slots, token_ids)
 
     def _copy_slots(self, sources: Ints, destinations: Ints) -> None:
-        """All but the counters, which are those of the copies already."""
+        """Copies everything but the counters, which have been copied already."""
         num_tokens = int(self.counters.num_tokens[destinations].max())
         num_blocks = int(self.counters.num_blocks[destinations].max())
         self.token_ids[destinations, :num_tokens] = self.token_ids[sources, :num_tokens]
@@ -83,24 +84,29 @@ class Slots:
         self._changes.copy_slots(sources, destinations)
         self.reports.copy_slots(sources, destinations)
 
-    def sort_out(self) -> None:
-        """Who computes, who is overrun, and who samples in this step. Called by `apply`; again if somebody is found to
-        have ended."""
+    def classify(self) -> None:
+        """Sorts the slots into those that compute, are overrun, and sample in this step.
+
+        Called by `apply`, and again if a sequence turns out to have ended.
+        """
         counters = self.counters
         has_rows = counters.row_count > 0
         self.computing = _indices(has_rows & ~counters.has_ended)
         self.overrun = _indices(has_rows & counters.has_ended)
         num_planned = counters.num_computed_tokens[self.computing] + counters.row_count[self.computing]
-        self.reaching = self.computing[num_planned == counters.num_tokens[self.computing]]
-        self.sampling, self.beams = self.reaching, self.reaching[:0]
+        reaching = self.computing[num_planned == counters.num_tokens[self.computing]]
+        self.sampling, self.beams = reaching, reaching[:0]
         if self.reports.has_beams:
-            is_beam = counters.is_beam[self.reaching]
-            self.sampling, self.beams = self.reaching[~is_beam], self.reaching[is_beam]
+            is_beam = counters.is_beam[reaching]
+            self.sampling, self.beams = reaching[~is_beam], reaching[is_beam]
         self.prompt_spans: PromptSpans | None = self.reports.prompt_spans(self.computing, counters)
 
     @property
-    def wants_reports(self) -> bool:
-        """Something besides tokens is to be reported of this step, or logits are to be changed for it."""
+    def is_synchronous(self) -> bool:
+        """Logits are changed in this step, or something besides tokens is reported.
+
+        A GPU cannot run ahead of the host here: such a step waits for all before it, and for its own result.
+        """
         return bool(
             self.beams.size
             or self.prompt_spans is not None
@@ -109,14 +115,14 @@ class Slots:
         )
 
     def advance(self) -> None:
-        """The KV of this step's rows is in the pool. Beams that have reached their last token wait for a branch."""
+        """Counts this step's rows as computed. Beams that have reached their last token wait for a branch."""
         computing = self.computing
         self.counters.num_computed_tokens[computing] += self.counters.row_count[computing]
         if self.beams.size:
             self.counters.row_count[self.beams] = 0
 
     def fork(self, forks: tuple[Fork, ...]) -> None:
-        """Children become copies of their parents, which have advanced but not sampled yet; one row a step each."""
+        """Makes children copies of their parents, which have advanced but not sampled, with one row per step each."""
         if not forks:
             return
         parents = np.array([fork.parent_slot for fork in forks], dtype=np.int32)
@@ -127,11 +133,11 @@ class Slots:
         self._sampling.set_seeds(children, np.array([fork.seed for fork in forks], dtype=np.uint64))
 
     def draw(self, slots: Ints) -> Draw:
-        """How to sample the next token of each slot."""
+        """Returns how to sample the next token of each slot."""
         return self._sampling.draw(slots, self.counters.num_tokens[slots], self._changes.of(slots))
 
     def append(self, slots: Ints, token_ids: Ints) -> NDArray[np.uint8]:
-        """Sampled tokens become the last known ones. Returns the end reason of each, EndReason.GOES_ON for most."""
+        """Appends sampled tokens. Returns the end reason of each, EndReason.GOES_ON for most."""
         counters = self.counters
         self.token_ids[slots, counters.num_tokens[slots]] = token_ids
         counters.num_tokens[slots] += 1

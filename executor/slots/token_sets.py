@@ -9,7 +9,7 @@ _NOTHING = -1
 
 
 class TokenSets:
-    """Rows padded with -1, which is no token id. As wide as the largest set so far."""
+    """A matrix of token ids, padded with -1, which is no token id. It is as wide as the largest set so far."""
 
     def __init__(self, num_rows: int) -> None:
         self._ids = np.full((num_rows, 1), _NOTHING, dtype=np.int32)
@@ -21,7 +21,7 @@ class TokenSets:
         self._ids[row, : len(token_ids)] = token_ids
 
     def copy_rows(self, sources: Ints, destinations: Ints) -> None:
-        """All at once: a row may be a source and a destination."""
+        """Copies all rows at once: a row may be both a source and a destination."""
         self._ids[destinations] = self._ids[sources]
 
     def get(self, row: int) -> Ints:
@@ -30,7 +30,7 @@ class TokenSets:
         return present
 
     def contain(self, rows: Ints, token_ids: Ints) -> NDArray[np.bool_]:
-        """For each pair: is the token id in the set of the row?"""
+        """Returns for each pair whether the set of the row has the token id."""
         found: NDArray[np.bool_] = np.any(self._ids[rows] == token_ids[:, None], axis=1)
         return found
 

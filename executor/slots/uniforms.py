@@ -1,8 +1,8 @@
-"""Counter-based random numbers: a function of (seed, position) and of nothing else.
+"""Counter-based random numbers: a function of (seed, position) alone.
 
 SplitMix64 (Steele, Lea and Flood, OOPSLA 2014): its n-th output is a bijective mix of `state + n * GOLDEN`, so any
-output can be had without the ones before it. The state is the mixed seed, which keeps neighbouring seeds apart; n is
-the position of the token to sample. The computation is in integers, on the host: the same on every device.
+output can be computed without the ones before it. The state is the mixed seed, which keeps neighbouring seeds apart; n
+is the position of the token to sample. The host computes in integers, so the numbers are the same for every device.
 """
 
 import numpy as np
@@ -14,13 +14,13 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def splitmix64(states: NDArray[np.uint64], counters: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Output number `counter` (from 0) of the generator that starts in `state`, element by element."""
+    """Returns output number `counter` (from 0) of the generator that starts in `state`, element by element."""
     with np.errstate(over="ignore"):
         return _mix(states + (counters + np.uint64(1)) * _GOLDEN)
 
 
 def uniforms(seeds: NDArray[np.uint64], positions: NDArray[np.integer]) -> NDArray[np.float32]:
-    """One number in [0, 1) for each pair, a multiple of 2⁻²⁴: exact in float32, and never rounded up to 1."""
+    """Returns a number in [0, 1) for each pair. It is a multiple of 2⁻²⁴: exact in float32, never rounded up to 1."""
     with np.errstate(over="ignore"):
         states = _mix(seeds)
     bits = splitmix64(states, positions.astype(np.uint64)) >> np.uint64(40)

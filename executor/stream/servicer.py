@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from executor.device.device_thread import DeviceThread, Echo, EndOfPlans, Failure, FailureKind, Question, Step
+from executor.device.device_thread import DeviceThread, EndOfPlans, Failure, FailureKind, LivenessProbe, Marker, Step
 from executor.errors import EpochRefused, PlanRejected
-from executor.plans import plan_wire as wire
+from executor.plans import plan_wire
 from executor.plans.plan import StepTimings
-from executor.stream.plan_stream import PlanStream
+from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
 
 Describe = Callable[[int], pb.DescribeResponse]
-"""The description, given the highest epoch so far."""
+"""Returns the description of this executor, given the highest epoch so far."""
 
 _STATUS = {
     FailureKind.PLAN_REJECTED: grpc.StatusCode.INVALID_ARGUMENT,
@@ -27,16 +27,16 @@ _STATUS = {
 
 
 class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
-    """One stream at a time has the device: the one with the highest epoch."""
+    """Serves plan streams. The stream with the highest epoch has the device."""
 
     def __init__(self, device: DeviceThread, describe: Describe, observe: Callable[[StepTimings], None]) -> None:
-        """observe: called with the timings of each step, on the event loop."""
+        """Calls `observe` with the timings of each step, on the event loop."""
         self._device = device
         self._describe = describe
         self._observe = observe
         self._last_epoch = 0
-        self._active: PlanStream | None = None
-        self._streams: set[PlanStream] = set()
+        self._active: PlanSession | None = None
+        self._streams: set[PlanSession] = set()
         self._is_shut_down = False
 
     async def Describe(  # noqa: N802  # the name of the rpc
@@ -44,14 +44,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         request: pb.DescribeRequest,
         context: grpc.aio.ServicerContext[pb.DescribeRequest, pb.DescribeResponse],
     ) -> pb.DescribeResponse:
-        """Answered when the device thread comes to it: an executor that hangs does not say that it is there."""
-        loop, moved = asyncio.get_running_loop(), asyncio.Event()
+        """Answers when the device thread reaches the request, so an executor that hangs does not answer."""
+        loop, has_answered = asyncio.get_running_loop(), asyncio.Event()
 
         def answered() -> None:
-            loop.call_soon_threadsafe(moved.set)
+            loop.call_soon_threadsafe(has_answered.set)
 
-        self._device.put(Question(answered))
-        await moved.wait()
+        self._device.put(LivenessProbe(answered))
+        await has_answered.wait()
         return self._describe(self._last_epoch)
 
     async def Run(  # noqa: N802
@@ -59,7 +59,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         request_iterator: AsyncIterator[pb.StepPlan],
         context: grpc.aio.ServicerContext[pb.StepPlan, pb.StepResult],
     ) -> AsyncIterator[pb.StepResult]:
-        stream = PlanStream(asyncio.get_running_loop())
+        stream = PlanSession(asyncio.get_running_loop())
         self._streams.add(stream)
         if self._is_shut_down:
             stream.fail(FailureKind.SHUTDOWN, "the executor is shutting down")
@@ -69,7 +69,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
                 if isinstance(outcome, Failure):
                     await context.abort(_STATUS[outcome.kind], outcome.message)
                 self._observe(outcome.timings)
-                yield wire.output_to_message(outcome)
+                yield plan_wire.output_to_message(outcome)
         finally:
             reader.cancel()
             self._streams.discard(stream)
@@ -77,22 +77,22 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
                 self._active = None
 
     def shut_down(self) -> None:
-        """Ends every stream; new ones end at once."""
+        """Ends all streams. New streams end at once."""
         self._is_shut_down = True
         for stream in self._streams:
             stream.fail(FailureKind.SHUTDOWN, "the executor is shutting down")
 
-    async def _read_plans(self, messages: AsyncIterator[pb.StepPlan], stream: PlanStream) -> None:
-        """Hands plans to the device thread until one is out of order or the scheduler has no more.
+    async def _read_plans(self, messages: AsyncIterator[pb.StepPlan], stream: PlanSession) -> None:
+        """Passes plans to the device thread until one is out of order or the scheduler has sent the last one.
 
-        Failures go through the device thread too, so that results of the plans before them come out first.
+        Failures pass through the device thread too, so that the results of earlier plans come first.
         """
         last: Failure | EndOfPlans = EndOfPlans()
         try:
             async for message in messages:
                 arrived_ns = time.monotonic_ns()
                 await stream.room()
-                plan = wire.plan_from_message(message)
+                plan = plan_wire.plan_from_message(message)
                 stream.check_order(plan, self._last_epoch)
                 self._take_over(stream)
                 self._device.put(Step(plan, arrived_ns, stream.deliver))
@@ -100,10 +100,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             last = Failure(FailureKind.PLAN_REJECTED, str(error))
         except EpochRefused as error:
             last = Failure(FailureKind.EPOCH_REFUSED, str(error))
-        self._device.put(Echo(last, stream.deliver))
+        self._device.put(Marker(last, stream.deliver))
 
-    def _take_over(self, stream: PlanStream) -> None:
-        """The stream that sent a plan in order has the device from now on."""
+    def _take_over(self, stream: PlanSession) -> None:
+        """Gives the device to a stream that has sent a plan in order."""
         if self._active is not stream:
             if self._active is not None:
                 self._active.fail(FailureKind.TAKEN_OVER, f"epoch {stream.epoch} took over")

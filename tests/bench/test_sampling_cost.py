@@ -34,8 +34,8 @@ def test_batches_are_what_they_are_called(monkeypatch: pytest.MonkeyPatch) -> No
         times, slots = step(batch), batch._runner.slots
         assert not slots.counters.has_ended.any()
         draw = slots.draw(np.arange(4, dtype=np.int32))
-        num_drawn, num_cut = int((draw.temperatures > 0).sum()), int((draw.top_ps < 1).sum())
-        seen[batch.kind, batch.num_sampled].add((slots.wants_reports, num_drawn, num_cut))
+        num_drawn, num_cut = int((draw.params.temperature > 0).sum()), int((draw.params.top_p < 1).sum())
+        seen[batch.kind, batch.num_sampled].add((slots.is_synchronous, num_drawn, num_cut))
         return times
 
     monkeypatch.setattr(sampling_cost.Batch, "step", watched)

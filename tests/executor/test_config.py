@@ -1,4 +1,4 @@
-"""The configuration: every mistake is named."""
+"""The configuration names every mistake."""
 
 from __future__ import annotations
 
@@ -43,35 +43,35 @@ def test_from_a_dict() -> None:
         ({"model": "m", "metrics_address": "unix:/tmp/x"}, 'metrics_address: expected "host:port", found'),
     ],
 )
-def test_mistakes(values, message) -> None:
+def test_mistakes_are_named(values, message) -> None:
     with pytest.raises(ConfigError) as error:
         ExecutorConfig.from_dict(values)
     assert message in str(error.value)
 
 
-def test_no_metrics_and_unix_sockets_are_fine() -> None:
+def test_unix_sockets_and_no_metrics_are_accepted() -> None:
     ExecutorConfig(model="m", metrics_address="", listen_address="unix:/tmp/x")
 
 
 @pytest.mark.parametrize("name", ["gpu", "meta", "cuda:99"])
-def test_unknown_devices(name) -> None:
+def test_unknown_devices_are_rejected(name) -> None:
     with pytest.raises(ConfigError, match="device: "):
         resolve_device(name)
 
 
-def test_devices() -> None:
+def test_known_devices_are_resolved() -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     assert resolve_device("auto").type in ("cpu", "cuda")
 
 
 @pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 2), (3, 2), (4, 3), (64, 63)])
-def test_threads_by_default(num_cores, num_threads, monkeypatch) -> None:
+def test_default_number_of_threads(num_cores, num_threads, monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
     assert resolve_num_threads(None) == num_threads
     assert resolve_num_threads(7) == 7
 
 
-def test_longer_sequences_than_the_checkpoint_was_made_for(tmp_path, make_runner) -> None:
+def test_max_model_len_beyond_the_checkpoint_is_rejected(tmp_path, make_runner) -> None:
     directory = make_checkpoint("llama", tmp_path).directory
     assert make_runner(directory).limits.max_model_len == 128
     assert make_runner(directory, max_model_len=50).limits.max_blocks_per_seq == 13
@@ -79,7 +79,7 @@ def test_longer_sequences_than_the_checkpoint_was_made_for(tmp_path, make_runner
         make_runner(directory, max_model_len=129)
 
 
-def test_defaults_of_the_device(tmp_path, make_runner) -> None:
+def test_defaults_depend_on_the_device(tmp_path, make_runner) -> None:
     directory = make_checkpoint("llama", tmp_path).directory
     limits = make_runner(directory, max_num_seqs=None).limits
     assert (limits.max_num_seqs, limits.max_num_batched_tokens) == (64, 512)

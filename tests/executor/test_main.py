@@ -1,4 +1,4 @@
-"""The process: exit codes, messages, and a clean end."""
+"""The executor process: exit codes, messages and a clean exit."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PROGRAM = (
 )
 
 
-def test_a_whole_life(checkpoint) -> None:
-    """Says what it does and where it listens, serves, and ends with status 0 on SIGTERM, even with a stream open."""
+def test_the_process_loads_serves_and_exits_on_sigterm(checkpoint) -> None:
+    """Prints its progress and its address, serves, and exits with status 0 on SIGTERM even with an open stream."""
     directory = checkpoint("llama").directory
     settings = (
         f'{{"model": "{directory}", "listen_address": "127.0.0.1:0", "metrics_address": "",'
@@ -54,8 +54,8 @@ def test_a_whole_life(checkpoint) -> None:
     assert errors == ""
 
 
-def test_a_process_whose_device_hangs_ends_with_its_traces(checkpoint) -> None:
-    """Also though its threads never come back: it does not wait for them."""
+def test_a_process_whose_device_hangs_logs_stacks_and_exits(checkpoint) -> None:
+    """The process exits although its threads never return."""
     settings = (
         f'{{"model": "{checkpoint("llama").directory}", "listen_address": "127.0.0.1:0", "metrics_address": "",'
         ' "kernels": "reference", "device": "cpu", "num_threads": 1, "num_blocks": 50, "step_timeout_s": 0.2}'
@@ -77,7 +77,7 @@ def test_a_process_whose_device_hangs_ends_with_its_traces(checkpoint) -> None:
     finally:
         process.kill()
     assert process.returncode == EXIT_DEVICE_LOST
-    assert "this executor hangs, and ends" in errors
+    assert "this executor hangs and exits" in errors
     assert "in hang" in errors
 
 
@@ -90,12 +90,12 @@ def test_a_process_whose_device_hangs_ends_with_its_traces(checkpoint) -> None:
         ({"model": "{directory}", "num_blocks": 1 << 45}, "KV pool of"),
     ],
 )
-def test_what_cannot_start(settings, message, checkpoint, capfd) -> None:
+def test_a_wrong_configuration_or_model_exits_with_its_code(settings, message, checkpoint, capfd) -> None:
     model = settings["model"].format(directory=checkpoint("llama").directory)
     config = ExecutorConfig.from_dict(
         {"device": "cpu", "listen_address": "127.0.0.1:0", "metrics_address": "", **settings, "model": model}
     )
-    capfd.readouterr()  # what making the checkpoint said
+    capfd.readouterr()  # drops the output of making the checkpoint
     assert run(config) == EXIT_CONFIG
     errors = capfd.readouterr().err.strip().splitlines()
     assert len(errors) == 1
@@ -103,7 +103,7 @@ def test_what_cannot_start(settings, message, checkpoint, capfd) -> None:
     assert message in errors[0]
 
 
-def test_asked_to_end_while_loading(monkeypatch) -> None:
+def test_sigterm_while_loading_exits_cleanly(monkeypatch) -> None:
     monkeypatch.setattr("executor.main.load_model", lambda config, say: os.kill(os.getpid(), signal.SIGTERM))
     before = signal.getsignal(signal.SIGTERM)
     assert run(ExecutorConfig(model="m", listen_address="127.0.0.1:0", metrics_address="")) == EXIT_OK
@@ -123,7 +123,7 @@ def test_a_port_in_use_is_found_before_loading(which, checkpoint, capfd) -> None
     assert output.out == ""
 
 
-def test_an_address_that_is_not_ours_is_a_mistake_in_the_configuration(capfd) -> None:
+def test_an_address_of_another_host_is_a_configuration_error(capfd) -> None:
     config = ExecutorConfig(model="/no/such/model", listen_address="192.0.2.1:1", metrics_address="")
     assert run(config) == EXIT_CONFIG
     assert "cannot listen on 192.0.2.1:1: " in capfd.readouterr().err

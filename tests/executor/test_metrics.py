@@ -1,4 +1,4 @@
-"""What Prometheus sees of an executor: steps by phase, whose they are, and the share of time without a plan."""
+"""The metrics of an executor: steps by phase, labels, and the share of time without a plan."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def clock(monkeypatch):
     return Clock
 
 
-def test_idle_until_the_first_step(clock) -> None:
+def test_the_ratio_is_one_until_the_first_step(clock) -> None:
     assert IdleRatio().current() == 1.0
 
 
-def test_the_mix_of_the_last_seconds(clock) -> None:
+def test_the_ratio_follows_the_last_seconds(clock) -> None:
     ratio = IdleRatio()
     for _ in range(1000):
         clock.now_s += 0.1
@@ -38,13 +38,13 @@ def test_the_mix_of_the_last_seconds(clock) -> None:
     assert ratio.current() == pytest.approx(1.0)
 
 
-def test_one_long_step(clock) -> None:
+def test_one_long_step_counts_as_busy(clock) -> None:
     ratio = IdleRatio()
     ratio.add(idle_s=0.0, busy_s=1000.0)
     assert ratio.current() == pytest.approx(0.0)
 
 
-def test_steps_by_phase() -> None:
+def test_steps_are_observed_by_phase() -> None:
     metrics = Metrics("tiny", "127.0.0.1:0")
     metrics.listens_on("127.0.0.1:50052")
     metrics.set_memory("weights", 7)
@@ -67,7 +67,7 @@ def test_steps_by_phase() -> None:
     assert samples["start_timestamp_seconds"] <= samples["last_step_timestamp_seconds"]
 
 
-def test_brackets_are_the_address_s_and_not_the_host_s(monkeypatch) -> None:
+def test_brackets_of_ipv6_addresses_are_removed(monkeypatch) -> None:
     served = []
 
     def start(port, addr, registry):
@@ -79,7 +79,7 @@ def test_brackets_are_the_address_s_and_not_the_host_s(monkeypatch) -> None:
     assert served == [("::1", 9102)]
 
 
-def test_an_executor_is_its_address() -> None:
+def test_the_executor_label_is_its_address() -> None:
     assert executor_label("127.0.0.1:50052") == "127.0.0.1:50052"
     assert executor_label("unix:/run/executor.sock") == "unix:/run/executor.sock"
     for anywhere in ("0.0.0.0:50052", "[::]:50052"):

@@ -1,4 +1,4 @@
-"""The service with a real model: its tokens over gRPC, and when its pool takes its memory."""
+"""The service with a real model: its tokens over gRPC, and the time at which its pool takes memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from executor.plans.plan import Admission, SequenceParams, StepPlan
 from executor.server import Server
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from tests.support.executor.conductor import ints, tuples
 from tests.support.executor.messages import plan_message, read
+from tests.support.executor.plan_driver import ints, tuples
 
 CONFIG = ExecutorConfig(model="unused", listen_address="127.0.0.1:0", metrics_address="", num_threads=1)
 
 
-async def test_a_real_model_from_end_to_end(checkpoint) -> None:
+async def test_a_real_model_over_grpc(checkpoint) -> None:
     source = checkpoint("llama")
     config = replace(
         CONFIG, model=str(source.directory), kernels="reference", device="cpu", block_size=4, num_blocks=20
@@ -50,8 +50,8 @@ async def test_a_real_model_from_end_to_end(checkpoint) -> None:
     assert [result.end_reasons for result in results] == [b"", b"", b"", b"", bytes([pb.END_REASON_LENGTH])]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked for memory ahead")
-async def test_the_pool_takes_its_memory_while_there_is_nothing_to_do(checkpoint) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is only populated ahead on Linux")
+async def test_the_pool_is_populated_while_idle(checkpoint) -> None:
     config = replace(
         CONFIG, model=str(checkpoint("llama").directory), kernels="reference", device="cpu", block_size=16,
         num_blocks=4000,
@@ -67,13 +67,13 @@ async def test_the_pool_takes_its_memory_while_there_is_nothing_to_do(checkpoint
             break
         await asyncio.sleep(0.02)
     else:
-        pytest.fail("it takes no memory")
+        pytest.fail("the pool takes no memory")
     await server.stop()
     assert not pool.any()
 
 
 def num_resident_pages(tensor) -> int:
-    """Of those that lie within it."""
+    """Counts the resident pages that lie within a tensor."""
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     num_pages = (tensor.data_ptr() + tensor.nbytes - start) // mmap.PAGESIZE
     flags = np.zeros(num_pages, np.uint8)

@@ -1,68 +1,23 @@
-"""The service over real gRPC: description, order, epochs, failures, takeovers, cuts."""
+"""The server over real gRPC: description, health, hangs, addresses and metrics."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import urllib.request
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from executor.config import ExecutorConfig
 from executor.server import Server
 from quire.addresses import AddressInUse, with_port
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from tests.support.executor.conductor import ints
 from tests.support.executor.fake_runner import FakeRunner, loaded
 from tests.support.executor.messages import read
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-CONFIG = ExecutorConfig(model="unused", listen_address="127.0.0.1:0", metrics_address="", num_threads=1)
-
-
-@pytest.fixture
-def runner() -> FakeRunner:
-    return FakeRunner()
-
-
-@pytest.fixture
-async def server(runner) -> AsyncIterator[Server]:
-    server = Server(CONFIG, loaded(runner))
-    server.address = await server.start()
-    yield server
-    runner.gate.set()
-    await server.stop()
-
-
-@pytest.fixture
-async def channel(server) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(server.address) as channel:
-        yield channel
-
-
-@pytest.fixture
-def stub(channel) -> ExecutorStub:
-    return ExecutorStub(channel)
-
-
-def plan(epoch: int, step_id: int, **fields) -> pb.StepPlan:
-    return pb.StepPlan(epoch=epoch, step_id=step_id, **fields)
-
-
-async def status(call) -> tuple[grpc.StatusCode, str]:
-    """How the call ended, once all results are read."""
-    with contextlib.suppress(grpc.aio.AioRpcError):
-        while await asyncio.wait_for(call.read(), 10) is not grpc.aio.EOF:
-            pass
-    return await call.code(), await call.details()
+from tests.support.executor.served import CONFIG, plan, status
 
 
 async def test_describe(stub) -> None:
@@ -81,177 +36,34 @@ async def test_incarnations_differ(server) -> None:
     await other.stop()
 
 
-async def test_plans_and_results(stub, runner) -> None:
-    call = stub.Run()
-    for step_id in range(1, 6):
-        await call.write(plan(9, step_id))
-    await call.done_writing()
-    results = [await read(call) for _ in range(5)]
-    assert [(result.epoch, result.step_id) for result in results] == [(9, step_id) for step_id in range(1, 6)]
-    assert results[2].token_ids == ints(3).tobytes()
-    assert results[0].timings.queue_ns > 0
-    assert await call.read() is grpc.aio.EOF
-    assert await call.code() is grpc.StatusCode.OK
-    assert (await stub.Describe(pb.DescribeRequest())).epoch == 9
-
-
-async def test_an_old_epoch_is_refused(stub) -> None:
-    first = stub.Run()
-    await first.write(plan(5, 1))
-    await read(first)
-    for epoch in (5, 4):
-        call = stub.Run()
-        await call.write(plan(epoch, 1))
-        code, details = await status(call)
-        assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert details == f"epoch {epoch} is old: the last one was 5"
-    await first.write(plan(5, 2))
-    assert (await read(first)).step_id == 2, "the stream that has the device goes on"
-    first.cancel()
-
-
-@pytest.mark.parametrize(
-    ("plans", "num_results", "complaint"),
-    [
-        ([(1, 2)], 0, "step 2 where step 1 was due"),
-        ([(1, 1), (1, 3)], 1, "step 3 where step 2 was due"),
-        ([(1, 1), (1, 2), (1, 2)], 2, "step 2 where step 3 was due"),
-        ([(1, 1), (2, 2)], 1, "epoch 2 in a stream of epoch 1"),
-        ([(0, 1)], 0, "epoch 0 is old"),
-    ],
-)
-async def test_plans_out_of_order(plans, num_results, complaint, stub, runner) -> None:
-    """Results of the plans before come out, then the stream ends."""
-    call = stub.Run()
-    for epoch, step_id in plans:
-        await call.write(plan(epoch, step_id))
-    for _ in range(num_results):
-        await read(call)
-    code, details = await status(call)
-    assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert complaint in details
-    assert len(runner.executed) == num_results
-
-
-@pytest.mark.parametrize(
-    ("bad", "complaint"),
-    [
-        ({"retired_slots": ints(9).tobytes()}, "step 2: retired_slots: out of range"),
-        ({"retired_slots": b"\0\0\0"}, "retired_slots: 3 bytes are no whole number of int32"),
-    ],
-)
-async def test_a_bad_plan_ends_the_stream_but_not_the_executor(bad, complaint, stub, runner) -> None:
+async def test_describe_is_not_answered_while_the_device_hangs(stub, fake_runner) -> None:
+    fake_runner.gate.clear()
     call = stub.Run()
     await call.write(plan(1, 1))
-    await call.write(plan(1, 2, **bad))
-    await call.write(plan(1, 3))
-    assert (await read(call)).step_id == 1
-    assert await status(call) == (grpc.StatusCode.INVALID_ARGUMENT, complaint)
-    assert runner.executed == [(1, 1)]
-    call = stub.Run()
-    await call.write(plan(2, 1))
-    assert (await read(call)).epoch == 2
-    call.cancel()
-
-
-async def test_an_exception_in_a_step_ends_the_stream_but_not_the_executor(stub, runner) -> None:
-    runner.errors[2] = RuntimeError("boom")
-    call = stub.Run()
-    await call.write(plan(1, 1))
-    await call.write(plan(1, 2))
-    assert (await read(call)).step_id == 1
-    assert await status(call) == (grpc.StatusCode.INTERNAL, "step 2: RuntimeError: boom")
-    call = stub.Run()
-    await call.write(plan(2, 1))
-    assert (await read(call)).epoch == 2
-    assert runner.num_resets == 2
-    call.cancel()
-
-
-async def test_a_newer_epoch_takes_over(stub, runner) -> None:
-    old, new = stub.Run(), stub.Run()
-    await old.write(plan(1, 1))
-    await read(old)
-    await new.write(plan(4, 1))
-    assert (await read(new)).epoch == 4
-    assert await status(old) == (grpc.StatusCode.ABORTED, "epoch 4 took over")
-    await new.write(plan(4, 2))
-    assert (await read(new)).step_id == 2
-    new.cancel()
-
-
-async def test_takeover_while_a_step_runs(stub, runner) -> None:
-    """The old stream ends at once; what it still had queued is not run."""
-    old, new = stub.Run(), stub.Run()
-    await old.write(plan(1, 1))
-    await read(old)
-    runner.gate.clear()
-    await old.write(plan(1, 2))
-    await old.write(plan(1, 3))
-    await asyncio.sleep(0.1)
-    await new.write(plan(2, 1))
-    assert await status(old) == (grpc.StatusCode.ABORTED, "epoch 2 took over")
-    runner.gate.set()
-    assert (await read(new)).epoch == 2
-    assert runner.executed[-1] == (2, 1)
-    new.cancel()
-
-
-async def test_a_cut_stream_leaves_the_executor_serving(stub, runner, caplog) -> None:
-    runner.gate.clear()
-    call = stub.Run()
-    await call.write(plan(1, 1))
-    await call.write(plan(1, 2))
-    await asyncio.sleep(0.05)
-    call.cancel()
-    runner.gate.set()
-    call = stub.Run()
-    await call.write(plan(2, 1))
-    assert (await read(call)).epoch == 2
-    call.cancel()
-    await asyncio.sleep(0.05)
-    assert not caplog.records
-
-
-async def test_more_plans_than_the_window_holds(stub, runner) -> None:
-    """The executor stops reading, and nothing is lost."""
-    runner.gate.clear()
-    call = stub.Run()
-    for step_id in range(1, 41):
-        await call.write(plan(1, step_id))
-    runner.gate.set()
-    assert [(await read(call)).step_id for _ in range(40)] == list(range(1, 41))
-    call.cancel()
-
-
-async def test_a_device_that_hangs_describes_nothing(stub, runner) -> None:
-    runner.gate.clear()
-    call = stub.Run()
-    await call.write(plan(1, 1))
-    assert await asyncio.to_thread(runner.entered.wait, 30)
+    assert await asyncio.to_thread(fake_runner.entered.wait, 30)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.Describe(pb.DescribeRequest(), timeout=0.3)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    runner.gate.set()
+    fake_runner.gate.set()
     assert (await stub.Describe(pb.DescribeRequest())).epoch == 1
     call.cancel()
 
 
-async def test_an_executor_that_hangs_for_long_ends(runner) -> None:
-    server = Server(replace(CONFIG, step_timeout_s=0.1), loaded(runner))
+async def test_an_executor_that_hangs_stops_serving(fake_runner) -> None:
+    server = Server(replace(CONFIG, step_timeout_s=0.1), loaded(fake_runner))
     async with grpc.aio.insecure_channel(await server.start()) as channel:
         call = ExecutorStub(channel).Run()
-        runner.gate.clear()
+        fake_runner.gate.clear()
         await call.write(plan(1, 1))
         assert await asyncio.wait_for(server.wait(), 20) is False
         stopping = asyncio.create_task(server.stop())
         assert (await status(call))[0] is grpc.StatusCode.UNAVAILABLE
         await stopping
-    runner.gate.set()
+    fake_runner.gate.set()
 
 
-async def test_an_idle_executor_never_ends_by_itself(runner) -> None:
-    server = Server(replace(CONFIG, step_timeout_s=0.1), loaded(runner))
+async def test_an_idle_executor_keeps_serving(fake_runner) -> None:
+    server = Server(replace(CONFIG, step_timeout_s=0.1), loaded(fake_runner))
     await server.start()
     waiting = asyncio.create_task(server.wait())
     await asyncio.sleep(0.5)
@@ -261,9 +73,9 @@ async def test_an_idle_executor_never_ends_by_itself(runner) -> None:
     await server.stop()
 
 
-async def test_health_follows_the_device(channel, runner) -> None:
-    """NOT_SERVING while a step hangs, SERVING again after it."""
-    server = Server(replace(CONFIG, step_timeout_s=0.2), loaded(runner))
+async def test_health_follows_the_device(channel, fake_runner) -> None:
+    """The status is NOT_SERVING while a step hangs, and SERVING again afterwards."""
+    server = Server(replace(CONFIG, step_timeout_s=0.2), loaded(fake_runner))
     address = await server.start()
     waiting = asyncio.create_task(server.wait())
     async with grpc.aio.insecure_channel(address) as channel:
@@ -275,11 +87,11 @@ async def test_health_follows_the_device(channel, runner) -> None:
             return (await asyncio.wait_for(watch.read(), 20)).status
 
         assert await next_status() == statuses.SERVING
-        runner.gate.clear()
+        fake_runner.gate.clear()
         call = ExecutorStub(channel).Run()
         await call.write(plan(1, 1))
         assert await next_status() == statuses.NOT_SERVING
-        runner.gate.set()
+        fake_runner.gate.set()
         assert await next_status() == statuses.SERVING
         assert (await health.Check(health_pb2.HealthCheckRequest())).status == statuses.SERVING
         call.cancel()
@@ -289,10 +101,10 @@ async def test_health_follows_the_device(channel, runner) -> None:
     await server.stop()
 
 
-async def test_a_lost_device_ends_the_server(runner, monkeypatch) -> None:
+async def test_a_lost_device_ends_the_server(fake_runner, monkeypatch) -> None:
     monkeypatch.setattr("executor.server.device_is_sane", lambda device: False)
-    runner.errors[1] = RuntimeError("gone")
-    server = Server(CONFIG, loaded(runner))
+    fake_runner.errors[1] = RuntimeError("gone")
+    server = Server(CONFIG, loaded(fake_runner))
     address = await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
         call = ExecutorStub(channel).Run()
@@ -320,15 +132,15 @@ async def test_reflection(channel) -> None:
     assert {"quire.executor.v1.Executor", "grpc.health.v1.Health"} <= names
 
 
-async def test_a_taken_port(server, runner) -> None:
-    second = Server(replace(CONFIG, listen_address=server.address), loaded(runner))
+async def test_a_port_in_use_is_reported(server, fake_runner) -> None:
+    second = Server(replace(CONFIG, listen_address=server.address), loaded(fake_runner))
     with pytest.raises(AddressInUse, match=f"cannot listen on {server.address}"):
         await second.start()
     await second.stop()
 
 
-async def test_a_unix_socket(runner, tmp_path) -> None:
-    server = Server(replace(CONFIG, listen_address=f"unix:{tmp_path}/executor"), loaded(runner))
+async def test_a_unix_socket(fake_runner, tmp_path) -> None:
+    server = Server(replace(CONFIG, listen_address=f"unix:{tmp_path}/executor"), loaded(fake_runner))
     address = await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
         assert (await ExecutorStub(channel).Describe(pb.DescribeRequest())).model_name == "fake"

@@ -1,7 +1,7 @@
 """Runs tests in Triton's interpreter.
 
-In processes of their own, because TRITON_INTERPRET has to be set before triton is first imported, and holds for all of
-the process.
+They run in processes of their own: TRITON_INTERPRET has to be set before triton is first imported, and holds for the
+whole process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def run_interpreted(directory: Path, names: str) -> None:
-    """The files test_NAME.py of a directory, for each of the names. Fails with what pytest said."""
+    """Runs test_NAME.py of a directory for each of the names. Fails with the output of pytest."""
     files = [str(directory / f"test_{name}.py") for name in names.split()]
     finished = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", *files],

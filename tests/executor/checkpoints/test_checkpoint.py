@@ -1,4 +1,4 @@
-"""Checkpoints that are not there, torn, incomplete or not what config.json says: one clear message each."""
+"""Missing, truncated, incomplete and inconsistent checkpoints are each rejected with a clear message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from executor.checkpoints.checkpoint import Checkpoint, locate
 from executor.errors import CheckpointError
 from tests.support.executor.checkpoints import make_checkpoint
-from tests.support.executor.conductor import generate
+from tests.support.executor.plan_driver import generate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,13 +44,13 @@ def complaint(make_runner, directory: Path) -> str:
 
 
 @pytest.mark.parametrize("model", ["no-such-directory", "./nowhere", "/no/such/directory", "a/b/c", "../up"])
-def test_unknown_directory(model, tmp_path, monkeypatch) -> None:
+def test_an_unknown_directory_is_rejected(model, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="no such directory"):
         locate(model)
 
 
-def test_a_file_is_no_directory(directory) -> None:
+def test_a_file_is_rejected_as_a_directory(directory) -> None:
     with pytest.raises(CheckpointError, match="a file; expected the directory"):
         locate(str(directory / "config.json"))
 
@@ -69,7 +69,7 @@ def test_a_hub_id_is_downloaded(directory, monkeypatch) -> None:
     assert asked == [("someone/some-model", "v2")]
 
 
-def test_a_hub_id_that_cannot_be_had(monkeypatch) -> None:
+def test_a_failed_download_is_reported(monkeypatch) -> None:
     def snapshot_download(*args, **options):
         raise LocalEntryNotFoundError("not in the cache, and no network\nsecond line")
 
@@ -80,36 +80,36 @@ def test_a_hub_id_that_cannot_be_had(monkeypatch) -> None:
     assert "second line" not in str(error.value)
 
 
-def test_no_config(directory, make_runner) -> None:
+def test_a_missing_config_is_rejected(directory, make_runner) -> None:
     (directory / "config.json").unlink()
     assert complaint(make_runner, directory) == f"{directory}: no config.json"
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null"])
-def test_a_broken_config(content, directory, make_runner) -> None:
+def test_a_broken_config_is_rejected(content, directory, make_runner) -> None:
     (directory / "config.json").write_text(content)
     assert str(directory / "config.json") in complaint(make_runner, directory)
 
 
-def test_no_safetensors(directory, make_runner) -> None:
+def test_missing_safetensors_are_rejected(directory, make_runner) -> None:
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     assert complaint(make_runner, directory) == f"{directory}: no safetensors file"
 
 
 @pytest.mark.parametrize("num_bytes", [0, 5, 1000, 100_000])
-def test_a_torn_file(num_bytes, directory, make_runner) -> None:
+def test_a_truncated_file_is_rejected(num_bytes, directory, make_runner) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(path.read_bytes()[:num_bytes])
     assert complaint(make_runner, directory).startswith(f"{path}: broken safetensors file: ")
 
 
-def test_something_else_in_the_file(directory, make_runner) -> None:
+def test_a_file_of_another_format_is_rejected(directory, make_runner) -> None:
     path = directory / "model.safetensors"
     path.write_bytes(b"\x80\x02}q\x00." * 50)
     assert "broken safetensors file" in complaint(make_runner, directory)
 
 
-def test_missing_tensors(directory, make_runner) -> None:
+def test_missing_tensors_are_named(directory, make_runner) -> None:
     def drop(tensors):
         for name in [name for name in tensors if "layers.1" in name]:
             del tensors[name]
@@ -120,13 +120,13 @@ def test_missing_tensors(directory, make_runner) -> None:
     assert message.endswith("and 4 more")
 
 
-def test_a_wrong_shape(directory, make_runner) -> None:
+def test_a_wrong_shape_is_named(directory, make_runner) -> None:
     edit_config(directory, intermediate_size=96)
     expected = "model.layers.0.mlp.gate_proj.weight: expected shape (96, 64), found (112, 64)"
     assert expected in complaint(make_runner, directory)
 
 
-def test_tensors_of_another_architecture(directory, make_runner) -> None:
+def test_tensors_of_another_architecture_are_rejected(directory, make_runner) -> None:
     edit_tensors(directory, lambda tensors: tensors.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}))
     assert "tensors that this architecture does not have: model.layers.0.self_attn.sinks" in complaint(
         make_runner, directory
@@ -139,19 +139,19 @@ def test_tables_of_older_exporters_are_ignored(directory, make_runner) -> None:
     assert generate(make_runner(directory), [[1, 2]], 1)
 
 
-def test_a_tied_head_wins_over_a_stored_one(tmp_path, make_runner) -> None:
+def test_a_tied_head_overrides_a_stored_one(tmp_path, make_runner) -> None:
     source = make_checkpoint("llama-tied", tmp_path)
     edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(301, 64)}))
     prompt = source.prompt(5)
     assert generate(make_runner(tmp_path), [prompt], 6) == [source.greedy(prompt, 6)]
 
 
-def test_a_single_file_of_another_name(directory, make_runner) -> None:
+def test_a_single_file_may_have_any_name(directory, make_runner) -> None:
     (directory / "model.safetensors").rename(directory / "weights.safetensors")
     assert make_runner(directory)
 
 
-def test_several_files_without_an_index(directory, make_runner) -> None:
+def test_several_files_without_an_index_are_rejected(directory, make_runner) -> None:
     path = directory / "model.safetensors"
     path.rename(directory / "a.safetensors")
     save_file({"x": torch.zeros(1)}, directory / "b.safetensors")
@@ -163,19 +163,19 @@ def sharded(tmp_path) -> Path:
     return make_checkpoint("llama", tmp_path / "sharded", max_shard_size="100KB").directory
 
 
-def test_a_missing_shard(sharded, make_runner) -> None:
+def test_a_missing_shard_is_named(sharded, make_runner) -> None:
     shard = sorted(sharded.glob("*.safetensors"))[1]
     shard.unlink()
     assert complaint(make_runner, sharded) == f"{sharded}: missing shards: {shard.name}"
 
 
 @pytest.mark.parametrize("index", ["{", "{}", '{"weight_map": 3}', '{"weight_map": {"a": 1}}', "[]"])
-def test_a_broken_index(index, sharded, make_runner) -> None:
+def test_a_broken_index_is_rejected(index, sharded, make_runner) -> None:
     (sharded / "model.safetensors.index.json").write_text(index)
     assert "not an index of safetensors" in complaint(make_runner, sharded)
 
 
-def test_an_index_that_names_the_unknown(sharded, make_runner) -> None:
+def test_an_index_with_unknown_tensors_is_rejected(sharded, make_runner) -> None:
     path = sharded / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"]["model.extra"] = next(iter(index["weight_map"].values()))
@@ -183,19 +183,19 @@ def test_an_index_that_names_the_unknown(sharded, make_runner) -> None:
     assert "no shard holds model.extra, which the index lists" in complaint(make_runner, sharded)
 
 
-def test_an_unknown_dtype(directory, make_runner) -> None:
+def test_an_unknown_dtype_is_rejected(directory, make_runner) -> None:
     edit_config(directory, dtype="float8_e4m3fn")
     assert "dtype 'float8_e4m3fn' is not supported" in complaint(make_runner, directory)
 
 
-def test_without_a_dtype_the_tensors_decide(directory, make_runner) -> None:
+def test_the_dtype_defaults_to_that_of_the_tensors(directory, make_runner) -> None:
     edit_tensors(directory, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
     edit_config(directory, dtype=None)
     assert make_runner(directory).model.pool.dtype == torch.float16
 
 
 def test_tensors_are_views_of_the_file(directory) -> None:
-    """Memory-mapped: two reads of one tensor are the same bytes."""
+    """Two reads of one tensor share the same memory-mapped bytes."""
     checkpoint = Checkpoint(directory)
     first, second = (checkpoint.tensor("model.norm.weight") for _ in range(2))
     assert first.data_ptr() == second.data_ptr()

@@ -1,4 +1,4 @@
-"""config.json: what it means, and what is refused because it would mean other mathematics."""
+"""The meaning of config.json, and the fields that are rejected because the decoder does not implement them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def parse(**changes: object):
     return parse_model_config({name: value for name, value in content.items() if value is not ...})
 
 
-def test_what_config_json_may_leave_out() -> None:
+def test_defaults_for_fields_missing_in_config_json() -> None:
     config = parse()
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert (config.tie_word_embeddings, config.qkv_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
@@ -50,7 +50,7 @@ def test_biases(architecture, attention_bias, qkv_bias, output_bias, qk_norm) ->
     assert (config.qkv_bias, config.output_bias, config.qk_norm) == (qkv_bias, output_bias, qk_norm)
 
 
-def test_model_type_will_do() -> None:
+def test_model_type_replaces_missing_architectures() -> None:
     assert parse(architectures=..., model_type="qwen3").architecture == "Qwen3ForCausalLM"
     assert parse(architectures=..., model_type="qwen3").head_dim == 128
 
@@ -175,7 +175,7 @@ def test_rope_scalings(spelling, scaling, rope, max_context_len) -> None:
         ),
     ],
 )
-def test_what_is_refused(fields, message) -> None:
+def test_unsupported_fields_are_rejected(fields, message) -> None:
     with pytest.raises(CheckpointError) as error:
         parse(**fields)
     assert message in str(error.value)

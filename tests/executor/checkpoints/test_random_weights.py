@@ -1,4 +1,4 @@
-"""Weights at random: the shapes of config.json, and nothing else of a checkpoint."""
+"""Random weights have the shapes of config.json and need nothing else of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from executor.checkpoints.random_weights import RandomCheckpoint
 from executor.config import ExecutorConfig
 from executor.errors import ConfigError
 from executor.models.weights import expected_shapes
-from tests.support.executor.conductor import generate
+from tests.support.executor.plan_driver import generate
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,20 +26,20 @@ def only_config(checkpoint, tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_config_is_enough_to_generate(only_config, make_runner) -> None:
+def test_random_weights_generate_from_config_json_alone(only_config, make_runner) -> None:
     one, again = (make_runner(only_config, load_format="random") for _ in range(2))
     tokens = generate(one, [[5, 6, 7]], 8)
     assert len(tokens[0]) == 8
     assert tokens == generate(again, [[5, 6, 7]], 8)
 
 
-def test_the_configuration_decides_the_dtype(only_config, make_runner) -> None:
+def test_the_configured_dtype_is_used(only_config, make_runner) -> None:
     runner = make_runner(only_config, load_format="random", dtype="bfloat16")
     assert generate(runner, [[5]], 2)
     assert runner.model.pool.dtype == torch.bfloat16
 
 
-def test_norms_are_ones_and_the_rest_is_normal(only_config) -> None:
+def test_norms_are_ones_and_other_weights_are_normal(only_config) -> None:
     shapes = expected_shapes(read_model_config(only_config))
     weights = RandomCheckpoint(shapes, torch.float32, CPU)
     assert weights.names == set(shapes)
@@ -51,6 +51,6 @@ def test_norms_are_ones_and_the_rest_is_normal(only_config) -> None:
     assert not torch.equal(first, second)
 
 
-def test_an_unknown_format() -> None:
+def test_an_unknown_load_format_is_rejected() -> None:
     with pytest.raises(ConfigError, match="load_format: must be one of safetensors, random, is 'pickle'"):
         ExecutorConfig(model="m", load_format="pickle")

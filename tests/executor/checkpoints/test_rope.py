@@ -73,7 +73,7 @@ def test_longrope_uses_the_short_set_within_the_original_length() -> None:
     assert not torch.equal(short_cos, rope.tables(HEAD_DIM, 33)[0][:32])
 
 
-def test_dynamic_positions_are_turned_as_when_they_came_last() -> None:
+def test_dynamic_positions_are_turned_as_last_tokens() -> None:
     rope, _ = rope_and_oracle("dynamic")
     cos, sin = rope.tables(HEAD_DIM, 2 * REACH)
     for position in (0, REACH - 1, REACH, REACH + 1, 2 * REACH - 1):
@@ -84,7 +84,7 @@ def test_dynamic_positions_are_turned_as_when_they_came_last() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SCALINGS.keys() - {"longrope"}))  # which chooses by the length of the table
-def test_a_position_does_not_depend_on_how_many_there_are(name) -> None:
+def test_a_position_does_not_depend_on_the_table_length(name) -> None:
     rope, _ = rope_and_oracle(name)
     few, many = rope.tables(HEAD_DIM, 50), rope.tables(HEAD_DIM, 120)
     assert torch.equal(few[0], many[0][:50])

@@ -1,4 +1,4 @@
-"""Where these tests run: as those of the Triton kernels do, see `tests.kernels.triton.conftest`."""
+"""These tests run on a GPU or in the interpreter, as those of the kernels: see `tests.kernels.triton.conftest`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.triton.conftest import IS_INTERPRETED
-from tests.support.cuda.places import DEVICE, Pair, make_pair
+from tests.support.cuda.runner_pair import DEVICE, Pair, make_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +29,7 @@ elif not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def pair(checkpoint) -> Callable[..., Pair]:
-    """Two runners of one checkpoint, by its name."""
+    """Returns a function that makes two runners of the checkpoint of a name."""
 
     def make(name: str, **settings: object) -> Pair:
         return make_pair(checkpoint(name).directory, DEVICE, **settings)

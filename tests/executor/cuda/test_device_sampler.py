@@ -1,4 +1,4 @@
-"""Sampling on the device against `executor.sampling.sampler`, row by row."""
+"""Sampling on the device equals `executor.sampling.sampler` row by row."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import torch
 
 from executor.cuda import sampler as device_sampler
 from executor.cuda.accelerator import accelerator_for
-from executor.cuda.device_slots import DeviceSlots, slot_deltas
-from executor.cuda.sampler import Recipe, sample
+from executor.cuda.device_slots import DeviceSlots, slot_changes
+from executor.cuda.sampler import sample, sampling_arrays
+from executor.cuda.step_arrays import StepArrays, send
 from executor.cuda.upload import Upload
-from executor.plans.limits import Limits
+from executor.plans.limits import PlanLimits
 from executor.plans.plan import Admission, SequenceParams, StepPlan
 from executor.sampling.sampler import sample as sample_on_host
 from executor.slots.sampling_table import SamplingTable
-from tests.support.cuda.places import DEVICE
-from tests.support.executor.conductor import ints
+from tests.support.cuda.runner_pair import DEVICE
+from tests.support.executor.plan_driver import ints
 
 NUM_ROWS, VOCAB_SIZE = 24, 700
-LIMITS = Limits(
+LIMITS = PlanLimits(
     vocab_size=VOCAB_SIZE,
     max_model_len=64,
     block_size=4,
@@ -57,7 +58,7 @@ def logits_of(kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["random", "ties", "flat", "mostly -inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_equals_the_sampler_of_the_host(kind, dtype, monkeypatch) -> None:
+def test_tokens_equal_those_of_the_host_sampler(kind, dtype, monkeypatch) -> None:
     monkeypatch.setattr(device_sampler, "MAX_NUMBERS", 3 * VOCAB_SIZE)
     random = np.random.default_rng(11)
     logits = logits_of(kind).to(dtype)
@@ -72,20 +73,21 @@ def test_equals_the_sampler_of_the_host(kind, dtype, monkeypatch) -> None:
         )
         for admission in admissions:
             table.set(admission.slot, admission.params)
-        on_device.apply(upload.send(slot_deltas(StepPlan(1, 1, admissions=admissions), LIMITS)))
+        on_device.apply(send(slot_changes(StepPlan(1, 1, admissions=admissions), LIMITS), upload))
         draw = table.draw(slots, num_tokens[slots])
         expected = sample_on_host(logits.clone(), draw)
-        recipe, token_ids = Recipe.of(draw), torch.full((NUM_ROWS,), -1, dtype=torch.int32, device=DEVICE)
-        sent = upload.send(recipe.arrays() | {"slots": slots})
-        sample(logits.clone().to(DEVICE), sent["slots"], on_device, recipe, sent, token_ids)
+        token_ids = torch.full((NUM_ROWS,), -1, dtype=torch.int32, device=DEVICE)
+        sent = send(StepArrays(sampling=sampling_arrays(draw), decode_slots=slots), upload)
+        sample(logits.clone().to(DEVICE), sent.decode_slots, on_device, sent.sampling, token_ids)
         assert token_ids.tolist() == expected.tolist()
-        assert sorted(recipe.arrays()) == ["banned", "uniforms"]
+        assert sent.sampling.banned is not None
+        assert sent.sampling.uniforms is not None
 
 
 def test_a_greedy_step_sends_nothing() -> None:
     table = SamplingTable(2, VOCAB_SIZE)
     for slot in range(2):
         table.set(slot, SequenceParams(max_total_tokens=9, top_k=5, top_p=0.1))
-    recipe = Recipe.of(table.draw(ints(0, 1), ints(3, 3)))
-    assert recipe.is_plain_greedy
-    assert recipe.arrays() == {}
+    draw = table.draw(ints(0, 1), ints(3, 3))
+    assert draw.is_plain_greedy
+    assert sampling_arrays(draw) is None

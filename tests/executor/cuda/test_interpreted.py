@@ -1,4 +1,4 @@
-"""The tests of this directory in Triton's interpreter: the GPU's runner on machines without a GPU."""
+"""Runs the tests of this directory in Triton's interpreter: the GPU's runner on machines without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU's runner behind the device thread: two plans out, and a device that fails when nobody looks."""
+"""The GPU's runner behind the device thread, with plans in flight and a device that fails later."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from executor.cuda.accelerator import EagerAccelerator
 from executor.device.device_thread import DeviceThread, FailureKind, Step
 from executor.plans.plan import StepOutput, StepPlan
 from tests.executor.cuda.test_runner import ALL_KINDS, _counts, _first_plan, assert_same
-from tests.support.cuda.places import DEVICE, make_pair
-from tests.support.cuda.streams import RandomStream
-from tests.support.executor.conductor import Conductor
+from tests.support.cuda.random_streams import RandomStream
+from tests.support.cuda.runner_pair import DEVICE, make_pair
+from tests.support.executor.plan_driver import PlanDriver
 
-pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="a device of its own, which fails when told to")
+pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="uses a simulated device that fails on demand")
 TIMEOUT_S = 60
 
 
 class LateCopy:
-    """Arrives when the gate opens, or fails then."""
+    """A copy that arrives or fails when the gate opens."""
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor, gate: threading.Event, error: Exception | None):
         self._source, self._target, self._gate, self._error = source, target, gate, error
@@ -35,9 +35,9 @@ class LateCopy:
 
 
 class LateDevice(EagerAccelerator):
-    """Its results are on the host when the gate opens.
+    """A device whose results arrive on the host when the gate opens.
 
-    errors, send_errors: of the next copies to the host and from it, None for those that succeed.
+    errors, send_errors: errors of the next copies to the host and to the device, None for those that succeed.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class LateDevice(EagerAccelerator):
         return LateCopy(source, target, self.gate, self.errors.pop(0) if self.errors else None)
 
 
-class Bench:
+class Harness:
     def __init__(self, directory: object) -> None:
         self.device = LateDevice()
         both = make_pair(directory, DEVICE, self.device)
@@ -78,85 +78,85 @@ class Bench:
 
 
 @pytest.fixture
-def bench(checkpoint):
-    bench = Bench(checkpoint("llama-biases").directory)
-    yield bench
-    bench.device.gate.set()
-    bench.thread.stop()
+def harness(checkpoint):
+    harness = Harness(checkpoint("llama-biases").directory)
+    yield harness
+    harness.device.gate.set()
+    harness.thread.stop()
 
 
-def plans(bench: Bench, prompt: list[int], epoch: int) -> list[StepPlan]:
-    """A prompt and two decodes."""
-    conductor = Conductor(bench.reference, epoch)
-    conductor.admit(prompt, 9)
-    return [_first_plan(conductor), *(StepPlan(epoch, step_id, row_counts=_counts(step_id)) for step_id in (2, 3))]
+def plans(harness: Harness, prompt: list[int], epoch: int) -> list[StepPlan]:
+    """Returns the plans of a prompt and two decodes."""
+    driver = PlanDriver(harness.reference, epoch)
+    driver.admit(prompt, 9)
+    return [_first_plan(driver), *(StepPlan(epoch, step_id, row_counts=_counts(step_id)) for step_id in (2, 3))]
 
 
-def test_plans_are_launched_before_a_result_is_there(bench, checkpoint) -> None:
-    own = plans(bench, checkpoint("llama-biases").prompt(5), 1)
+def test_plans_are_launched_before_results_arrive(harness, checkpoint) -> None:
+    own = plans(harness, checkpoint("llama-biases").prompt(5), 1)
     for plan in own:
-        bench.put(plan)
-    while len(bench.runner._launched) < 3:
-        assert bench.thread.is_alive
-    assert bench.outcomes.empty()
-    bench.thread.look()
-    assert bench.thread.silent_s() > 0
-    bench.device.gate.set()
+        harness.put(plan)
+    while len(harness.runner._launched) < 3:
+        assert harness.thread.is_alive
+    assert harness.outcomes.empty()
+    harness.thread.probe()
+    assert harness.thread.silent_s() > 0
+    harness.device.gate.set()
     for plan in own:
-        assert_same(bench.outcome(), bench.reference.execute(plan))
+        assert_same(harness.outcome(), harness.reference.execute(plan))
 
 
-def test_results_keep_their_order(bench) -> None:
-    bench.device.gate.set()
-    stream, expected = RandomStream(bench.reference.limits, seed=48), []
+def test_results_keep_their_order(harness) -> None:
+    harness.device.gate.set()
+    stream, expected = RandomStream(harness.reference.limits, seed=48), []
     for num_out in range(15):
         plan = stream.plan()
-        expected.append(bench.reference.execute(plan))
-        bench.put(plan)
+        expected.append(harness.reference.execute(plan))
+        harness.put(plan)
         if num_out >= 1:
-            output = bench.outcome()
+            output = harness.outcome()
             assert_same(output, expected[num_out - 1])
             assert output.timings.queue_ns > 0
             stream.learn(output)
     assert min(stream.seen[kind] for kind in ALL_KINDS) > 0
 
 
-def test_a_step_that_fails_late_ends_its_epoch(bench, checkpoint) -> None:
-    bench.device.errors = [None, RuntimeError("illegal address")]
+def test_a_step_that_fails_late_ends_its_epoch(harness, checkpoint) -> None:
+    harness.device.errors = [None, RuntimeError("illegal address")]
     for epoch in (1, 2):
-        for plan in plans(bench, checkpoint("llama-biases").prompt(5), epoch):
-            bench.put(plan)
-        bench.device.gate.set()
-        first, second = bench.outcome(), bench.outcome()
+        for plan in plans(harness, checkpoint("llama-biases").prompt(5), epoch):
+            harness.put(plan)
+        harness.device.gate.set()
+        first, second = harness.outcome(), harness.outcome()
         assert isinstance(first, StepOutput)
         assert first.step_id == 1
         if epoch == 1:
             assert second.kind is FailureKind.INTERNAL
             assert second.message == "step 2: RuntimeError: illegal address"
         else:
-            assert [second.step_id, bench.outcome().step_id] == [2, 3]
-    assert bench.outcomes.empty()
-    assert not bench.lost.is_set()
+            assert [second.step_id, harness.outcome().step_id] == [2, 3]
+    assert harness.outcomes.empty()
+    assert not harness.lost.is_set()
 
 
-def test_what_was_never_sent_is_sent_again(bench, checkpoint) -> None:
-    """The decode of the first epoch fails before its rows are on the device; that of the second has the same rows."""
-    bench.device.gate.set()
-    bench.device.send_errors = [None, torch.OutOfMemoryError("no room")]
+def test_rows_of_a_failed_send_are_sent_again(harness, checkpoint) -> None:
+    """The first epoch's decode fails before its rows are sent, and the second epoch's has the same rows."""
+    harness.device.gate.set()
+    harness.device.send_errors = [None, torch.OutOfMemoryError("no room")]
     for epoch in (1, 2):
-        for plan in plans(bench, checkpoint("llama").prompt(5), epoch):
-            bench.put(plan)
+        for plan in plans(harness, checkpoint("llama").prompt(5), epoch):
+            harness.put(plan)
             if epoch == 2 or plan.step_id == 1:
-                assert_same(bench.outcome(), bench.reference.execute(plan))
+                assert_same(harness.outcome(), harness.reference.execute(plan))
             elif plan.step_id == 2:
-                assert bench.outcome().kind is FailureKind.INTERNAL
-        bench.reference.reset()
-    assert bench.device.send_errors == []
+                assert harness.outcome().kind is FailureKind.INTERNAL
+        harness.reference.reset()
+    assert harness.device.send_errors == []
 
 
-def test_a_late_failure_asks_for_the_device(bench, checkpoint) -> None:
-    bench.device.errors, bench.is_sane = [RuntimeError("gone")], False
-    bench.put(plans(bench, checkpoint("llama-biases").prompt(5), 1)[0])
-    bench.device.gate.set()
-    assert bench.outcome().kind is FailureKind.INTERNAL
-    assert bench.lost.wait(TIMEOUT_S)
+def test_a_late_failure_inspects_the_device(harness, checkpoint) -> None:
+    harness.device.errors, harness.is_sane = [RuntimeError("gone")], False
+    harness.put(plans(harness, checkpoint("llama-biases").prompt(5), 1)[0])
+    harness.device.gate.set()
+    assert harness.outcome().kind is FailureKind.INTERNAL
+    assert harness.lost.wait(TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The GPU's runner on a GPU, with real streams and graphs. The other tests of this directory run there as well."""
+"""The GPU's runner on a GPU, with real streams and graphs. All tests of this directory run there."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from executor.cuda.runner import CudaRunner
 from executor.loading import load_model
 from tests.executor.cuda.test_runner import assert_same, run_stream
 from tests.kernels.triton.conftest import IS_INTERPRETED
-from tests.support.cuda.places import Finished, Pair, make_pair
-from tests.support.cuda.streams import RandomStream
-from tests.support.executor.conductor import generate
+from tests.support.cuda.random_streams import RandomStream
+from tests.support.cuda.runner_pair import FinishingRunner, Pair, make_pair
+from tests.support.executor.plan_driver import generate
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -34,8 +34,8 @@ def test_random_streams_in_float32(both, num_ahead) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_stream_repeats_itself(dtype, checkpoint) -> None:
-    """First with captures in between, then with replays alone; the same bits, so the same tokens."""
+def test_replayed_graphs_repeat_the_captured_run(dtype, checkpoint) -> None:
+    """Runs a stream with captures in between, then with replays alone: the same bits give the same tokens."""
     device = torch.device("cuda:0")
     both = make_pair(checkpoint("llama").directory, device, max_num_seqs=20, num_blocks=400, dtype=dtype)
     limits, plans, outputs = both.reference.limits, [], []
@@ -53,9 +53,9 @@ def test_a_stream_repeats_itself(dtype, checkpoint) -> None:
     assert len(both.cuda.graphs) == num_graphs
 
 
-def test_timings_are_of_the_device(both) -> None:
+def test_timings_are_measured_on_the_device(both) -> None:
     timings = []
-    for runner in (Finished(both.cuda), Finished(both.cuda)):
+    for runner in (FinishingRunner(both.cuda), FinishingRunner(both.cuda)):
         stream = RandomStream(both.reference.limits, seed=2)
         runner.reset()
         for _ in range(20):
@@ -66,7 +66,7 @@ def test_timings_are_of_the_device(both) -> None:
     assert all(one.idle_ns >= 0 and one.sample_ns >= 0 and one.prepare_ns > 0 for one in timings)
 
 
-def test_loading_gives_the_gpus_runner(checkpoint) -> None:
+def test_loading_on_a_gpu_makes_a_cuda_runner(checkpoint) -> None:
     source = checkpoint("llama")
     config = ExecutorConfig(model=str(source.directory), device="cuda", dtype="float32", num_blocks=200, max_num_seqs=8)
     loaded = load_model(config, lambda line: None)
@@ -74,8 +74,8 @@ def test_loading_gives_the_gpus_runner(checkpoint) -> None:
     assert loaded.memory_bytes["step_buffers"] > 0
     assert len(loaded.runner.graphs) == 2
     prompts = [source.prompt(length) for length in (3, 40)]
-    assert generate(Finished(loaded.runner), prompts, 8) == [source.greedy(prompt, 8) for prompt in prompts]
+    assert generate(FinishingRunner(loaded.runner), prompts, 8) == [source.greedy(prompt, 8) for prompt in prompts]
     num_left = len(list(loaded.idle_work))
     assert len(loaded.runner.graphs) == 2 * len(loaded.runner.graphs.buckets) >= num_left > 0
     loaded.runner.reset()
-    assert generate(Finished(loaded.runner), prompts, 8) == [source.greedy(prompt, 8) for prompt in prompts]
+    assert generate(FinishingRunner(loaded.runner), prompts, 8) == [source.greedy(prompt, 8) for prompt in prompts]

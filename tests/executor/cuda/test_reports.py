@@ -1,4 +1,4 @@
-"""Steps with reports or changed logits: the GPU's runner against the plain one, token for token."""
+"""Steps with reports or changed logits: the GPU's runner equals the reference, token for token."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 from executor.cuda.loading import rehearse
 from executor.plans.plan import Reports
 from executor.sampling.logprobs import Logprobs
-from tests.executor.cuda.test_runner import NUM_STEPS, NoLooking, assert_same
-from tests.support.cuda.places import DEVICE, Finished
-from tests.support.cuda.streams import RandomStream
-from tests.support.executor.conductor import Conductor, ints
+from tests.executor.cuda.test_runner import NUM_STEPS, NoDeviceReads, assert_same
+from tests.support.cuda.random_streams import RandomStream
+from tests.support.cuda.runner_pair import DEVICE, FinishingRunner
+from tests.support.executor.plan_driver import PlanDriver, ints
 
 pytestmark = pytest.mark.timeout(300)
 CHANGES: list[dict[str, object]] = [
@@ -41,7 +41,7 @@ def assert_same_reports(actual: Reports, expected: Reports) -> None:
             assert other.ranks is None or one.ranks.tolist() == other.ranks.tolist()
 
 
-def assert_same_run(one: Conductor, other: Conductor) -> None:
+def assert_same_run(one: PlanDriver, other: PlanDriver) -> None:
     assert len(one.outputs) == len(other.outputs)
     for actual, expected in zip(one.outputs, other.outputs, strict=True):
         assert_same(actual, expected)
@@ -49,51 +49,51 @@ def assert_same_run(one: Conductor, other: Conductor) -> None:
 
 
 @pytest.mark.parametrize("kinds", [CHANGES, REPORTS], ids=["changes", "reports"])
-def test_beside_others(kinds, pair, checkpoint) -> None:
-    """Each in turn comes and goes beside sequences that ask for nothing; prompts in chunks."""
+def test_changes_and_reports_beside_plain_sequences(kinds, pair, checkpoint) -> None:
+    """Each kind in turn comes and goes beside plain sequences, with its prompt in chunks."""
     both, source = pair("llama-biases"), checkpoint("llama-biases")
-    conductors = [Conductor(Finished(both.cuda)), Conductor(both.reference)]
-    for conductor in conductors:
-        plain = conductor.admit(source.prompt(3), 60)
-        conductor.admit(source.prompt(4), 60, temperature=1.0, seed=1)
+    drivers = [PlanDriver(FinishingRunner(both.cuda)), PlanDriver(both.reference)]
+    for driver in drivers:
+        plain = driver.admit(source.prompt(3), 60)
+        driver.admit(source.prompt(4), 60, temperature=1.0, seed=1)
         for number, params in enumerate(kinds):
-            conductor.admit(source.prompt(7, seed=number), 6, max_chunk=3, **params)
+            driver.admit(source.prompt(7, seed=number), 6, max_chunk=3, **params)
             for _ in range(3):
-                conductor.step()
-                for seat in [seat for seat in conductor.seats if seat.reason]:
-                    conductor.retire(seat)
+                driver.step()
+                for sequence in [sequence for sequence in driver.sequences if sequence.reason]:
+                    driver.retire(sequence)
         for _ in range(8):
-            conductor.step()
-            for seat in [seat for seat in conductor.seats if seat.reason]:
-                conductor.retire(seat)
+            driver.step()
+            for sequence in [sequence for sequence in driver.sequences if sequence.reason]:
+                driver.retire(sequence)
         assert plain.output == source.greedy(source.prompt(3), 60)[: len(plain.output)]
-    assert_same_run(*conductors)
+    assert_same_run(*drivers)
 
 
 def test_beams(pair, checkpoint) -> None:
-    """Steered by the reference's candidates: permutations, slots taken and left, and a sequence that samples."""
+    """Covers permuted beams, slots that are taken and left, and a sequence that samples beside them."""
     both, source = pair("llama"), checkpoint("llama")
-    conductors = [Conductor(Finished(both.cuda)), Conductor(both.reference)]
-    for conductor in conductors:
-        conductor.admit(source.prompt(5), 30)
-        first = conductor.admit(source.prompt(6), 30, num_candidates=6, repetition_penalty=1.2)
-        second = conductor.admit(source.prompt(4), 30, num_candidates=3, num_prompt_logprobs=2)
-        conductor.step()
-        third = conductor.beam_of(first)
-        conductor.step(branches=((first, first, 7), (third, first, 8), (second, second, 9)))
-        conductor.step(branches=((first, third, 10), (third, first, 11)))
-        conductor.step(branches=((third, third, 12), (first, third, 13), (second, second, 14)))
-        conductor.retire(first)
-        conductor.step(branches=((third, third, 15),))
-        conductor.step()
-    assert conductors[1].outputs[-2].reports.candidates is not None
-    assert conductors[1].outputs[-1].reports.candidates is None
-    assert_same_run(*conductors)
+    drivers = [PlanDriver(FinishingRunner(both.cuda)), PlanDriver(both.reference)]
+    for driver in drivers:
+        driver.admit(source.prompt(5), 30)
+        first = driver.admit(source.prompt(6), 30, num_candidates=6, repetition_penalty=1.2)
+        second = driver.admit(source.prompt(4), 30, num_candidates=3, num_prompt_logprobs=2)
+        driver.step()
+        third = driver.add_beam(first)
+        driver.step(branches=((first, first, 7), (third, first, 8), (second, second, 9)))
+        driver.step(branches=((first, third, 10), (third, first, 11)))
+        driver.step(branches=((third, third, 12), (first, third, 13), (second, second, 14)))
+        driver.retire(first)
+        driver.step(branches=((third, third, 15),))
+        driver.step()
+    assert drivers[1].outputs[-2].reports.candidates is not None
+    assert drivers[1].outputs[-1].reports.candidates is None
+    assert_same_run(*drivers)
 
 
 @pytest.mark.parametrize(("name", "num_ahead", "seed"), [("llama", 1, 109), ("llama-biases", 2, 25)])
 def test_random_streams(name, num_ahead, seed, pair) -> None:
-    """Some sequences ask, most do not, several plans are out: a step with reports waits, the others do not."""
+    """Few sequences have reports and several plans are in flight: only steps with reports wait."""
     both = pair(name)
     stream = RandomStream(both.reference.limits, seed, extras=(*CHANGES, *REPORTS, {}, {}, {}, {}))
     for runner in (both.reference, both.cuda):
@@ -115,35 +115,35 @@ def test_random_streams(name, num_ahead, seed, pair) -> None:
     assert min(stream.seen[kind] for kind in ("fork", "EOS", "copy", *(f"extra {which}" for which in range(8)))) > 0
 
 
-def test_nobody_waits_for_who_asked_before(pair, checkpoint) -> None:
-    """When the one that asks has gone, steps are launched without a look at the device again."""
+def test_plain_steps_do_not_wait_after_a_reporting_sequence_has_left(pair, checkpoint) -> None:
+    """Once the sequence with reports has left, steps are launched without reading from the device."""
     both, source = pair("llama"), checkpoint("llama")
-    conductor = Conductor(Finished(both.cuda))
-    plain = conductor.admit(source.prompt(5), 12)
-    asking = conductor.admit(source.prompt(3), 3, **CHANGES[0], num_logprobs=2)
-    while not asking.reason:
-        conductor.step()
-    conductor.retire(asking)
-    conductor.step()
-    with NoLooking():
-        conductor.run()
+    driver = PlanDriver(FinishingRunner(both.cuda))
+    plain = driver.admit(source.prompt(5), 12)
+    reporting = driver.admit(source.prompt(3), 3, **CHANGES[0], num_logprobs=2)
+    while not reporting.reason:
+        driver.step()
+    driver.retire(reporting)
+    driver.step()
+    with NoDeviceReads():
+        driver.run()
     assert plain.output == source.greedy(source.prompt(5), 12)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="half precision on a GPU rounds otherwise")
-def test_prompts_in_pieces(pair, checkpoint, monkeypatch) -> None:
+def test_prompt_reports_in_pieces(pair, checkpoint, monkeypatch) -> None:
     monkeypatch.setattr("executor.sampling.logprobs._CHUNK", 307 * 2)
-    monkeypatch.setattr("executor.cuda.runner.MAX_NUMBERS", 307)
+    monkeypatch.setattr("executor.cuda.sampler.MAX_NUMBERS", 307)
     both, source = pair("llama"), checkpoint("llama")
-    conductors = [Conductor(Finished(both.cuda)), Conductor(both.reference)]
-    for conductor in conductors:
+    drivers = [PlanDriver(FinishingRunner(both.cuda)), PlanDriver(both.reference)]
+    for driver in drivers:
         for number, params in enumerate(CHANGES):
-            conductor.admit(source.prompt(5, seed=number), 3, num_prompt_logprobs=2, num_logprobs=2, **params)
-        conductor.run()
-    assert_same_run(*conductors)
+            driver.admit(source.prompt(5, seed=number), 3, num_prompt_logprobs=2, num_logprobs=2, **params)
+        driver.run()
+    assert_same_run(*drivers)
 
 
-def test_a_rehearsal_has_a_step_with_reports(pair, monkeypatch) -> None:
+def test_the_rehearsal_includes_reports(pair, monkeypatch) -> None:
     both, reports = pair("llama"), []
     execute = both.cuda.execute
     monkeypatch.setattr(both.cuda, "execute", lambda plan: reports.append(execute(plan)) or reports[-1])

@@ -1,4 +1,4 @@
-"""The ends of a step: rows opened from slots, tokens closed into them; and what is sent."""
+"""Opening rows from slots, closing tokens into slots, and sending arrays."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from executor.cuda.accelerator import accelerator_for
 from executor.cuda.graphs import bucket_sizes
 from executor.cuda.upload import Upload
 from kernels.triton import RESULT_FIELDS, STATE_FIELDS, close_rows, open_rows
-from tests.support.cuda.places import DEVICE
+from tests.support.cuda.runner_pair import DEVICE
 
 BLOCK_SIZE = 4
 LENGTH = 2
@@ -20,7 +20,7 @@ def numbers(*values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 
 def states() -> torch.Tensor:
-    """Three slots: token 50 at position 6, ended, token 9 at position 0; each may have eight tokens."""
+    """Returns three slots with at most eight tokens: token 50 at position 6, an ended one, token 9 at position 0."""
     rows = [[50, 7, 0, 8], [60, 3, 1, 8], [9, 1, 0, 8]]
     return numbers(*[row + [-7] * (STATE_FIELDS - 4) for row in rows])
 
@@ -33,8 +33,8 @@ def opened(slots: torch.Tensor, known: torch.Tensor | None) -> list[list[int]]:
     return [output.tolist() for output in (*outputs, mapping)]
 
 
-def test_rows_of_last_tokens() -> None:
-    """Slots past 2**31, and an ended slot whose table is nonsense."""
+def test_rows_open_with_last_tokens() -> None:
+    """Covers token slots past 2**31 and an ended slot with an invalid table."""
     tokens, positions, lengths, slots = opened(numbers(2, 0, 1, 1), None)
     assert tokens[:2] == [9, 50]
     assert positions == [0, 6, 0, 0]
@@ -42,7 +42,7 @@ def test_rows_of_last_tokens() -> None:
     assert slots == [31 * 4, (1 << 28) * 4 + 2, 0, 0]
 
 
-def test_rows_of_known_tokens() -> None:
+def test_rows_open_with_known_tokens() -> None:
     known = numbers([70, -1, 71], [9, 99, 5])
     tokens, positions, lengths, slots = opened(numbers(2, 0, 2), known)
     assert tokens == [70, 50, 71]
@@ -51,7 +51,7 @@ def test_rows_of_known_tokens() -> None:
     assert slots == [33 * 4 + 1, (1 << 28) * 4 + 2, 32 * 4 + 1]
 
 
-def test_more_rows_than_a_tile() -> None:
+def test_rows_may_exceed_a_tile() -> None:
     num_rows = 600
     tokens, _, lengths, slots = opened(numbers(*[2, 1] * (num_rows // 2)), None)
     assert tokens[::2] == [9] * (num_rows // 2)
@@ -82,27 +82,27 @@ def test_length_ends_slots() -> None:
     assert after[:, 2].tolist() == [1, 1, 0]
 
 
-def test_what_is_sent_arrives_and_stays() -> None:
-    """More sends than buffers: what was sent first is still what it was."""
+def test_sent_arrays_arrive_and_are_not_overwritten() -> None:
+    """With more sends than buffers, the first arrays are still intact."""
     random, upload = np.random.default_rng(1), Upload(accelerator_for(DEVICE))
     sent = []
     for num in (1, 3, 200, 20_000, 5, 7, 1, 2):
-        arrays = {
-            "ints": random.integers(-9, 9, (num, 3)).astype(np.int32),
-            "longs": random.integers(-(1 << 60), 1 << 60, num),
-            "floats": random.random(num, dtype=np.float32),
-            "none": np.empty((0, 2), dtype=np.int32),
-            "strided": random.integers(-9, 9, (num, 2)).astype(np.int32).T,
-        }
+        arrays = [
+            random.integers(-9, 9, (num, 3)).astype(np.int32),
+            random.integers(-(1 << 60), 1 << 60, num),
+            random.random(num, dtype=np.float32),
+            np.empty((0, 2), dtype=np.int32),
+            random.integers(-9, 9, (num, 2)).astype(np.int32).T,
+        ]
         sent.append((arrays, upload.send(arrays)))
     for arrays, on_device in sent:
-        for name, array in arrays.items():
-            assert np.array_equal(on_device[name].cpu().numpy(), array)
-            assert on_device[name].is_contiguous()
-            assert on_device[name].data_ptr() % 16 == 0
+        for array, tensor in zip(arrays, on_device, strict=True):
+            assert np.array_equal(tensor.cpu().numpy(), array)
+            assert tensor.is_contiguous()
+            assert tensor.data_ptr() % 16 == 0
 
 
-def test_buckets() -> None:
+def test_bucket_sizes() -> None:
     assert bucket_sizes(1) == (1,)
     assert bucket_sizes(6) == (1, 2, 4, 6)
     assert bucket_sizes(64)[:6] == (1, 2, 4, 8, 16, 24)

@@ -1,4 +1,4 @@
-"""The GPU's runner against the plain one: the same plans, the same results."""
+"""The GPU's runner returns the same results as the reference for the same plans."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from executor.cuda.loading import rehearse
 from executor.errors import PlanRejected
 from executor.plans.plan import EndReason, StepPlan
 from kernels.triton import StateField
-from tests.support.cuda.places import DEVICE, Finished
-from tests.support.cuda.streams import RandomStream
-from tests.support.executor.conductor import Conductor, generate, ints, tuples
+from tests.support.cuda.random_streams import RandomStream
+from tests.support.cuda.runner_pair import DEVICE, FinishingRunner
+from tests.support.executor.plan_driver import PlanDriver, generate, ints, tuples
 
-# In the interpreter, where a step takes a quarter of a second; the seeds are such that all happens early.
+# In the interpreter, a step takes a quarter of a second. With these seeds, every event happens early.
 NUM_STEPS = 60 if DEVICE.type == "cuda" else 25
 SEEN = Counter()
 ALL_KINDS = (
@@ -28,14 +28,14 @@ ALL_KINDS = (
 )
 
 
-class NoLooking(TorchDispatchMode):
-    """Fails where the host would wait for a number of the device, or for a shape that depends on one."""
+class NoDeviceReads(TorchDispatchMode):
+    """Fails if the host waits for a number on the device or for a shape that depends on one."""
 
     FORBIDDEN = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "item", "equal", "is_nonzero")
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        assert name not in self.FORBIDDEN, f"{name} looks at the device"
+        assert name not in self.FORBIDDEN, f"{name} reads from the device"
         if name in ("index", "index_put_"):
             indices = [index for index in args[1] if index is not None]
             assert all(index.dtype not in (torch.bool, torch.uint8) for index in indices), "an index by a mask"
@@ -50,14 +50,14 @@ def assert_same(actual, expected) -> None:
 
 
 def run_stream(pair, stream: RandomStream, num_ahead: int, num_steps: int = NUM_STEPS) -> None:
-    """As many plans are launched before the first result is taken."""
+    """Launches num_ahead plans before it takes the first result."""
     for runner in (pair.reference, pair.cuda):
         runner.reset()
     launched = deque()
     for _ in range(num_steps):
         plan = stream.plan()
         expected = pair.reference.execute(plan)
-        with NoLooking():
+        with NoDeviceReads():
             launched.append((pair.cuda.execute(plan), expected))
         if len(launched) == num_ahead:
             step, expected = launched.popleft()
@@ -80,7 +80,7 @@ def test_random_streams(name, num_ahead, seed, pair) -> None:
     SEEN.update(stream.seen)
 
 
-def test_the_streams_had_everything_in_them() -> None:
+def test_the_random_streams_cover_every_event() -> None:
     if not SEEN:
         pytest.skip("runs after test_random_streams")
     for kind in ALL_KINDS:
@@ -88,41 +88,43 @@ def test_the_streams_had_everything_in_them() -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama-biases", "mistral-window"])
-def test_families(name, pair, checkpoint) -> None:
+def test_families_equal_the_reference(name, pair, checkpoint) -> None:
     both, source = pair(name), checkpoint(name)
     prompts = [source.prompt(length) for length in (1, 6, 17)]
-    assert generate(Finished(both.cuda), prompts, 5, max_chunk=7) == generate(both.reference, prompts, 5, max_chunk=7)
+    assert generate(FinishingRunner(both.cuda), prompts, 5, max_chunk=7) == generate(
+        both.reference, prompts, 5, max_chunk=7
+    )
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="half precision on a GPU rounds otherwise")
-def test_float16_runs(pair, checkpoint) -> None:
-    """Tokens may differ where logits nearly tie; the KV of the prompt may not."""
+def test_float16_writes_the_same_kv(pair, checkpoint) -> None:
+    """Tokens may differ when logits nearly tie, but the KV of the prompt may not."""
     both, source = pair("llama", dtype="float16"), checkpoint("llama")
     pools = []
-    for runner in (Finished(both.cuda), both.reference):
-        conductor = Conductor(runner)
-        seat = conductor.admit(source.prompt(9), 3)
-        conductor.step()
-        conductor.step()
-        pools.append(list(seat.block_table))
+    for runner in (FinishingRunner(both.cuda), both.reference):
+        driver = PlanDriver(runner)
+        sequence = driver.admit(source.prompt(9), 3)
+        driver.step()
+        driver.step()
+        pools.append(list(sequence.block_table))
     blocks = pools[0][:2]
     assert pools[0] == pools[1]
     torch.testing.assert_close(both.cuda._pool[:, blocks], both.reference.model.pool[:, blocks], rtol=0.02, atol=0.02)
 
 
-def test_every_bucket(pair, checkpoint) -> None:
-    """From one row to all slots, so that every bucket runs full and padded; nothing of the padding shows."""
+def test_every_bucket_runs_full_and_padded(pair, checkpoint) -> None:
+    """Grows from one row to all slots, so that each bucket runs full and padded. Padding has no effect."""
     both, source = pair("llama-biases"), checkpoint("llama-biases")
     outputs = []
-    for runner in (Finished(both.cuda), both.reference):
-        conductor = Conductor(runner)
-        seats = []
+    for runner in (FinishingRunner(both.cuda), both.reference):
+        driver = PlanDriver(runner)
+        sequences = []
         for index in range(runner.limits.max_num_seqs):
-            seats.append(conductor.admit(source.prompt(3, seed=index), 14))
-            conductor.step()
-            conductor.step()
-        conductor.run()
-        outputs.append([seat.output for seat in seats])
+            sequences.append(driver.admit(source.prompt(3, seed=index), 14))
+            driver.step()
+            driver.step()
+        driver.run()
+        outputs.append([sequence.output for sequence in sequences])
     assert outputs[0] == outputs[1]
     assert len(both.cuda.graphs) == len(both.cuda.graphs.buckets) == len(bucket_sizes(6)) == 4
     assert not both.cuda._pool[:, 1:].isnan().any()
@@ -132,33 +134,33 @@ def test_the_number_of_graphs_is_bounded(pair, checkpoint) -> None:
     both, source = pair("llama-biases", max_num_seqs=2), checkpoint("llama-biases")
     for _ in range(2):
         for temperature in (0.0, 1.0, 0.5):
-            conductor = Conductor(Finished(both.cuda))
+            driver = PlanDriver(FinishingRunner(both.cuda))
             for index in range(2):
-                conductor.admit(source.prompt(2, seed=index), 2 + index, temperature=temperature)
-            conductor.run()
+                driver.admit(source.prompt(2, seed=index), 2 + index, temperature=temperature)
+            driver.run()
     assert len(both.cuda.graphs) == 4, "two kinds, two buckets"
 
 
-def test_all_graphs_ahead_of_time(pair, checkpoint) -> None:
-    """In the middle of a generation, whose rows they leave alone."""
+def test_all_graphs_can_be_captured_ahead_of_time(pair, checkpoint) -> None:
+    """Captures in the middle of a generation, whose rows are not disturbed."""
     both, prompt = pair("llama"), checkpoint("llama").prompt(5)
     outputs, captures = [], both.cuda.captures()
-    for runner in (Finished(both.cuda), both.reference):
-        conductor = Conductor(runner)
-        seats = [conductor.admit(prompt, 9) for _ in range(2)]
+    for runner in (FinishingRunner(both.cuda), both.reference):
+        driver = PlanDriver(runner)
+        sequences = [driver.admit(prompt, 9) for _ in range(2)]
         for _ in range(4):
-            conductor.step()
+            driver.step()
             if runner is not both.reference:
                 next(captures)
-        conductor.run()
-        outputs.append([seat.output for seat in seats])
+        driver.run()
+        outputs.append([sequence.output for sequence in sequences])
     assert outputs[0] == outputs[1]
-    assert len(both.cuda.graphs) == 5, "of two sequences, and four for more"
+    assert len(both.cuda.graphs) == 5, "one for two sequences, and four captured ahead"
     assert len(list(captures)) == 3
     assert len(both.cuda.graphs) == 2 * len(both.cuda.graphs.buckets)
 
 
-def test_graphs_that_find_no_memory_are_left_for_later(pair, checkpoint, monkeypatch, caplog) -> None:
+def test_graphs_without_memory_are_captured_later(pair, checkpoint, monkeypatch, caplog) -> None:
     both, prompt = pair("llama"), checkpoint("llama").prompt(5)
 
     def full(kind: object, bucket: int) -> None:
@@ -168,28 +170,28 @@ def test_graphs_that_find_no_memory_are_left_for_later(pair, checkpoint, monkeyp
         context.setattr(both.cuda.graphs, "capture", full)
         assert list(both.cuda.captures()) == []
     assert "no memory for a graph of 6 sequences" in caplog.text
-    assert generate(Finished(both.cuda), [prompt], 5) == generate(both.reference, [prompt], 5)
+    assert generate(FinishingRunner(both.cuda), [prompt], 5) == generate(both.reference, [prompt], 5)
 
 
-def test_a_step_of_another_kind_finds_its_rows(pair, checkpoint) -> None:
-    """Too short to end, then long enough: the rows are the same, the graph is another, and captured on padding."""
+def test_a_step_of_another_kind_has_its_rows_after_a_capture(pair, checkpoint) -> None:
+    """The rows stay the same when the sequences become long enough to end, but another graph is captured."""
     both, prompt = pair("llama"), checkpoint("llama").prompt(5)
     outputs = []
-    for runner in (Finished(both.cuda), both.reference):
-        conductor = Conductor(runner)
-        seats = [conductor.admit(prompt, 7, min_total_tokens=8) for _ in range(2)]
-        conductor.run()
-        outputs.append([seat.output for seat in seats])
+    for runner in (FinishingRunner(both.cuda), both.reference):
+        driver = PlanDriver(runner)
+        sequences = [driver.admit(prompt, 7, min_total_tokens=8) for _ in range(2)]
+        driver.run()
+        outputs.append([sequence.output for sequence in sequences])
     assert outputs[0] == outputs[1]
     assert len(both.cuda.graphs) == 2
 
 
-def test_a_rehearsal_leaves_nothing_behind(pair, checkpoint) -> None:
+def test_the_rehearsal_leaves_no_trace(pair, checkpoint) -> None:
     both, source = pair("llama"), checkpoint("llama")
     rehearse(both.cuda)
     assert len(both.cuda.graphs) == 2
     prompts = [source.prompt(length) for length in (5, 2)]
-    assert generate(Finished(both.cuda), prompts, 4) == generate(both.reference, prompts, 4)
+    assert generate(FinishingRunner(both.cuda), prompts, 4) == generate(both.reference, prompts, 4)
     assert not both.cuda._pool[:, 2:].isnan().any()
 
 
@@ -200,9 +202,9 @@ def first_token(both, prompt: list[int]) -> int:
 def test_an_ended_slot_writes_to_the_null_block_before_the_host_knows(pair, checkpoint) -> None:
     both, prompt = pair("llama"), checkpoint("llama").prompt(5)
     eos = ints(first_token(both, prompt))
-    conductor = Conductor(Finished(both.cuda))
-    conductor.admit(prompt, 9, eos_token_ids=eos)
-    plan = _first_plan(conductor)
+    driver = PlanDriver(FinishingRunner(both.cuda))
+    driver.admit(prompt, 9, eos_token_ids=eos)
+    plan = _first_plan(driver)
     both.cuda._pool[:, 1:] = 7.0
     first = both.cuda.execute(plan)
     pool = both.cuda._pool[:, 1:].clone()
@@ -216,34 +218,34 @@ def test_an_ended_slot_writes_to_the_null_block_before_the_host_knows(pair, chec
     assert (state[StateField.NUM_TOKENS], state[StateField.LAST_TOKEN]) == (6, eos[0])
 
 
-def test_a_plan_that_looks_wrong_is_looked_at_again(pair, checkpoint) -> None:
-    """The sequence has ended, but nobody has taken the result: its table is short, and that is all right."""
+def test_a_plan_that_looks_wrong_is_checked_again_with_all_results(pair, checkpoint) -> None:
+    """The sequence has ended, but its result has not been taken: its short table is accepted."""
     both, prompt = pair("llama"), checkpoint("llama").prompt(5)
     eos = ints(first_token(both, prompt))
-    conductor = Conductor(Finished(both.cuda))
-    conductor.admit(prompt, 20, eos_token_ids=eos)
-    both.cuda.execute(_first_plan(conductor))
+    driver = PlanDriver(FinishingRunner(both.cuda))
+    driver.admit(prompt, 20, eos_token_ids=eos)
+    both.cuda.execute(_first_plan(driver))
     for step_id in range(2, 8):
         both.cuda.execute(StepPlan(1, step_id, row_counts=_counts(step_id)))
     assert np.flatnonzero(both.cuda.slots.counters.has_ended).tolist() == [0]
-    conductor = Conductor(Finished(both.cuda), epoch=2)
-    conductor.admit(prompt, 20)
-    both.cuda.execute(_first_plan(conductor))
+    driver = PlanDriver(FinishingRunner(both.cuda), epoch=2)
+    driver.admit(prompt, 20)
+    both.cuda.execute(_first_plan(driver))
     for step_id in (2, 3, 4):
         both.cuda.execute(StepPlan(2, step_id, row_counts=_counts(step_id)))
     with pytest.raises(PlanRejected, match="too short"):
         both.cuda.execute(StepPlan(2, 5))
 
 
-def test_a_result_tells_nothing_of_the_slots_next_sequence(pair, checkpoint) -> None:
+def test_a_result_does_not_end_the_next_sequence_of_the_slot(pair, checkpoint) -> None:
     both, source = pair("llama"), checkpoint("llama")
     prompt, other = source.prompt(5), source.prompt(6)
-    conductor = Conductor(Finished(both.cuda))
-    conductor.admit(prompt, 9, eos_token_ids=ints(first_token(both, prompt)))
-    late = both.cuda.execute(_first_plan(conductor))
-    conductor = Conductor(_Keep(both.cuda), epoch=1)
-    seat = conductor.admit(other, 4)
-    plan = _first_plan(conductor)
+    driver = PlanDriver(FinishingRunner(both.cuda))
+    driver.admit(prompt, 9, eos_token_ids=ints(first_token(both, prompt)))
+    late = both.cuda.execute(_first_plan(driver))
+    driver = PlanDriver(_KeepingRunner(both.cuda), epoch=1)
+    sequence = driver.admit(other, 4)
+    plan = _first_plan(driver)
     second = both.cuda.execute(replace(plan, step_id=2, retired_slots=ints(0)))
     assert late.finish().end_reasons.tolist() == [EndReason.EOS]
     tokens = [*second.finish().token_ids.tolist()]
@@ -252,34 +254,34 @@ def test_a_result_tells_nothing_of_the_slots_next_sequence(pair, checkpoint) -> 
         plan = StepPlan(1, step_id, row_counts=_counts(step_id - 1), table_updates=updates)
         tokens += both.cuda.execute(plan).finish().token_ids.tolist()
     assert [tokens] == generate(both.reference, [other], 4)
-    assert seat.slot == 0
+    assert sequence.slot == 0
 
 
 def test_a_rejected_plan_changes_nothing(pair, checkpoint) -> None:
     both, prompt = pair("llama"), checkpoint("llama").prompt(5)
-    conductor = Conductor(Finished(both.cuda))
-    seat = conductor.admit(prompt, 4)
-    conductor.step()
+    driver = PlanDriver(FinishingRunner(both.cuda))
+    sequence = driver.admit(prompt, 4)
+    driver.step()
     states = both.cuda._buffers.on_device.states.clone()
     with pytest.raises(PlanRejected):
         both.cuda.execute(StepPlan(1, 2, retired_slots=ints(0, 5)))
     assert torch.equal(both.cuda._buffers.on_device.states, states)
-    conductor.run()
-    assert [seat.output] == generate(both.reference, [prompt], 4)
+    driver.run()
+    assert [sequence.output] == generate(both.reference, [prompt], 4)
 
 
-class _Keep(Finished):
-    """Not emptied when a conductor takes over."""
+class _KeepingRunner(FinishingRunner):
+    """A runner that keeps its slots when a driver takes over."""
 
     def reset(self) -> None:
         return
 
 
-def _first_plan(conductor: Conductor) -> StepPlan:
-    """The plan of a conductor's first step with one prompt of at most eight tokens, in blocks 1 and 2."""
-    (admission,) = conductor._admissions
+def _first_plan(driver: PlanDriver) -> StepPlan:
+    """Returns the plan of a driver's first step with one prompt of at most eight tokens, in blocks 1 and 2."""
+    (admission,) = driver._admissions
     return StepPlan(
-        conductor.epoch,
+        driver.epoch,
         1,
         admissions=(replace(admission, block_table=ints(1, 2)),),
         row_counts=tuples(2, (0, len(admission.token_ids))),
@@ -287,5 +289,5 @@ def _first_plan(conductor: Conductor) -> StepPlan:
 
 
 def _counts(step_id: int) -> np.ndarray:
-    """One row a step, from the second on."""
+    """Returns the row counts of a decode: one row per step, set in the second step."""
     return tuples(2, (0, 1)) if step_id == 2 else tuples(2)

@@ -1,4 +1,4 @@
-"""The size of the KV pool, and the memory it may take."""
+"""The size of the KV pool and the memory that is free for it."""
 
 from __future__ import annotations
 
@@ -32,35 +32,35 @@ def free(monkeypatch):
     return set_free
 
 
-def test_a_token_takes() -> None:
+def test_kv_bytes_per_token() -> None:
     assert kv_pool.kv_bytes_per_token(MODEL, torch.bfloat16) * 16 == BLOCK_BYTES
 
 
-def test_blocks_that_fit(free) -> None:
+def test_the_number_of_blocks_fits_the_memory_share(free) -> None:
     free(1000 * BLOCK_BYTES)
     assert num_blocks() == 400
     assert num_blocks(memory_fraction=0.75) == 750
     assert num_blocks(memory_fraction=0.75, num_blocks=3) == 3
 
 
-def test_a_modest_share_of_a_large_host(free) -> None:
+def test_the_default_pool_is_capped_on_a_large_host(free) -> None:
     free(1 << 40)
     assert num_blocks() * BLOCK_BYTES == 2 << 30
     assert num_blocks(memory_fraction=0.5) * BLOCK_BYTES == 1 << 39
 
 
-def test_too_little_memory(free) -> None:
+def test_too_little_memory_is_reported(free) -> None:
     free(3 * BLOCK_BYTES)
     with pytest.raises(OutOfMemory, match=f"two blocks take {2 * BLOCK_BYTES:,}"):
         num_blocks()
 
 
-def test_a_pool_that_cannot_be_had() -> None:
+def test_a_failed_allocation_is_reported() -> None:
     with pytest.raises(OutOfMemory, match="KV pool of"):
         kv_pool.allocate_pool(MODEL, 1 << 45, 16, torch.float32, CPU)
 
 
-def test_the_pool_is_zero_and_laid_out() -> None:
+def test_the_pool_is_zero_and_has_its_layout() -> None:
     pool = kv_pool.allocate_pool(MODEL, 3, 8, torch.bfloat16, CPU)
     assert pool.shape == (4, 3, 2, 4, 8, 16)
     assert pool.dtype == torch.bfloat16
@@ -69,7 +69,7 @@ def test_the_pool_is_zero_and_laid_out() -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_container(version, tmp_path) -> None:
+def test_free_memory_under_a_container_limit(version, tmp_path) -> None:
     names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[version]
     key = {1: "total_inactive_file", 2: "inactive_file"}[version]
     for name, content in zip((*names, "memory.stat"), ("1000\n", "700\n", f"anon 5\n{key} 50\n"), strict=True):
@@ -79,14 +79,14 @@ def test_the_limit_of_a_container(version, tmp_path) -> None:
     assert memory.cgroup_free_bytes(*paths) == 350
 
 
-def test_no_limit(tmp_path) -> None:
+def test_free_memory_without_a_limit(tmp_path) -> None:
     for name, content in (("memory.max", "max"), ("memory.current", "7"), ("memory.stat", "")):
         (tmp_path / name).write_text(content)
     assert memory.cgroup_free_bytes(tmp_path, tmp_path / "nowhere") is None
     assert memory.cgroup_free_bytes(tmp_path / "nowhere", tmp_path / "nowhere") is None
 
 
-def test_the_smaller_of_host_and_container(monkeypatch) -> None:
+def test_free_memory_is_the_smaller_of_host_and_container(monkeypatch) -> None:
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=100))
     for left, expected in ((None, 100), (40, 40), (400, 100)):
         monkeypatch.setattr(memory, "cgroup_free_bytes", lambda v2, v1, left=left: left)

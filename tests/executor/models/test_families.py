@@ -1,4 +1,4 @@
-"""Greedy output equals transformers token for token, for every family and however the tokens are batched."""
+"""Greedy output equals transformers token for token, for each family and any batching."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import pytest
 import torch
 
 from tests.support.executor.checkpoints import FAMILIES, make_checkpoint
-from tests.support.executor.conductor import Conductor, LogitsRecorder, generate
+from tests.support.executor.plan_driver import LogitsRecorder, PlanDriver, generate
 
 NUM_TOKENS = 24
 LENGTHS = (1, 2, 5, 16, 17, 31, 40, 3)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_one_prompt_alone(name, checkpoint, make_runner) -> None:
+def test_one_prompt_equals_transformers(name, checkpoint, make_runner) -> None:
     source = checkpoint(name)
     prompt = source.prompt(37)
     expected = source.greedy(prompt, NUM_TOKENS)
-    assert len(set(expected)) > NUM_TOKENS // 2, "the checkpoint repeats itself: a poor oracle"
+    assert len(set(expected)) > NUM_TOKENS // 2, "the checkpoint repeats itself, so it is a poor oracle"
     assert generate(make_runner(source.directory), [prompt], NUM_TOKENS) == [expected]
 
 
 @pytest.mark.parametrize("max_chunk", [1 << 20, 7, 1])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_many_prompts_together(name, max_chunk, checkpoint, make_runner) -> None:
+def test_prompts_in_one_batch_equal_transformers(name, max_chunk, checkpoint, make_runner) -> None:
     source = checkpoint(name)
     prompts = [source.prompt(length) for length in LENGTHS]
     expected = [source.greedy(prompt, 8) for prompt in prompts]
@@ -31,20 +31,20 @@ def test_many_prompts_together(name, max_chunk, checkpoint, make_runner) -> None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_of_every_position(name, checkpoint, make_runner) -> None:
+def test_logits_equal_transformers(name, checkpoint, make_runner) -> None:
     source = checkpoint(name)
     tokens = source.prompt(45)
     expected = source.logits(tokens)
     runner = make_runner(source.directory)
     recorder = LogitsRecorder(runner)
     for length in (1, 14, 45):
-        conductor = Conductor(runner)
-        conductor.admit(tokens[:length], 1)
-        conductor.step()
+        driver = PlanDriver(runner)
+        driver.admit(tokens[:length], 1)
+        driver.step()
         torch.testing.assert_close(recorder.last[0], expected[length - 1], atol=2e-4, rtol=2e-4)
 
 
-def test_dynamic_rope_beyond_the_original_length(checkpoint, make_runner) -> None:
+def test_dynamic_rope_beyond_the_original_length_equals_transformers(checkpoint, make_runner) -> None:
     source = checkpoint("llama-dynamic")
     prompt = source.prompt(50)
     runner = make_runner(source.directory, max_model_len=128)
@@ -52,7 +52,7 @@ def test_dynamic_rope_beyond_the_original_length(checkpoint, make_runner) -> Non
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3"])
-def test_the_fast_kernels_agree(name, checkpoint, make_runner) -> None:
+def test_fast_kernels_equal_transformers(name, checkpoint, make_runner) -> None:
     source = checkpoint(name)
     prompts = [source.prompt(length) for length in LENGTHS]
     runner = make_runner(source.directory, kernels="auto", block_size=16)
@@ -61,14 +61,14 @@ def test_the_fast_kernels_agree(name, checkpoint, make_runner) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_half_precision_stays_near(name, dtype, checkpoint, make_runner) -> None:
+def test_half_precision_stays_close(name, dtype, checkpoint, make_runner) -> None:
     source = checkpoint(name)
     prompt = source.prompt(30)
     runner = make_runner(source.directory, dtype=dtype)
     recorder = LogitsRecorder(runner)
-    conductor = Conductor(runner)
-    conductor.admit(prompt, 1)
-    conductor.step()
+    driver = PlanDriver(runner)
+    driver.admit(prompt, 1)
+    driver.step()
     expected = source.logits(prompt)[-1]
     assert recorder.last.dtype == getattr(torch, dtype)
     distance = (recorder.last[0].float() - expected).norm() / expected.norm()
@@ -84,7 +84,7 @@ def test_the_checkpoints_own_dtype_is_the_default(tmp_path, make_runner) -> None
         assert len(generate(runner, [source.prompt(5)], 4)[0]) == 4
 
 
-def test_shards_read_like_one_file(tmp_path, make_runner) -> None:
+def test_shards_load_like_one_file(tmp_path, make_runner) -> None:
     source = make_checkpoint("qwen2", tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     prompt = source.prompt(9)

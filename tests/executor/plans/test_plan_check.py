@@ -1,65 +1,35 @@
-"""Malformed plans: each is refused with a message that names the offence, and changes nothing."""
+"""Each malformed plan is rejected with a message that names the mistake, and changes nothing."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from executor.errors import PlanRejected
-from executor.plans.limits import Limits
-from executor.plans.plan import Admission, Fork, SequenceParams, StepPlan
-from executor.slots.slots import Slots
-from tests.support.executor.conductor import ints, tuples
-
-LIMITS = Limits(
-    vocab_size=100, max_model_len=20, block_size=4, num_blocks=10, max_num_seqs=4, max_num_batched_tokens=12
+from executor.plans.plan import Admission, Fork
+from tests.support.executor.checked_plans import (
+    BEAM,
+    PARAMS,
+    admission,
+    beams,
+    busy_slots,
+    floats,
+    plan,
+    state,
+    with_params,
 )
-PARAMS = SequenceParams(max_total_tokens=15)
-BEAM = replace(PARAMS, num_candidates=4)
+from tests.support.executor.plan_driver import ints, tuples
 
-
-def admission(slot: int = 2, num_tokens: int = 5, computed: int = 0, blocks=(5, 6), params=PARAMS) -> Admission:
-    return Admission(slot, ints(*range(num_tokens)), computed, ints(*blocks), params)
-
-
-def floats(*values: float) -> np.ndarray:
-    return np.array(values, dtype=np.float32)
-
-
-def plan(**deltas) -> StepPlan:
-    return StepPlan(1, 2, **deltas)
-
-
-def with_params(**changes) -> StepPlan:
-    return plan(admissions=(admission(params=replace(PARAMS, **changes)),))
-
-
-def beams(*branches: tuple[int, int, int], **deltas) -> StepPlan:
-    return plan(branches=tuples(3, *branches), **deltas)
+if TYPE_CHECKING:
+    from executor.slots.slots import Slots
 
 
 @pytest.fixture
 def slots() -> Slots:
-    """Slot 0 decodes its seventh token, slot 1 has ended, slots 2 and 3 are empty."""
-    slots = Slots(LIMITS)
-    slots.apply(
-        StepPlan(
-            1,
-            1,
-            admissions=(
-                admission(0, 6, blocks=(1, 2)),
-                Admission(1, ints(7, 8), 0, ints(3), replace(PARAMS, eos_token_ids=ints(50))),
-            ),
-            row_counts=tuples(2, (0, 6), (1, 2)),
-        )
-    )
-    slots.advance()
-    slots.append(ints(0, 1), ints(40, 50))
-    slots.apply(StepPlan(1, 2, row_counts=tuples(2, (0, 1), (1, 1))))
-    return slots
+    return busy_slots()
 
 
 BAD_PLANS = {
@@ -186,7 +156,7 @@ BAD_PLANS = {
 
 
 @pytest.mark.parametrize("name", BAD_PLANS)
-def test_a_bad_plan_is_refused_and_changes_nothing(name, slots) -> None:
+def test_a_bad_plan_is_rejected_and_changes_nothing(name, slots) -> None:
     bad, message = BAD_PLANS[name]
     before = state(slots)
     with pytest.raises(PlanRejected) as rejection:
@@ -230,100 +200,5 @@ GOOD_PLANS = {
 
 
 @pytest.mark.parametrize("name", GOOD_PLANS)
-def test_a_good_plan_is_taken(name, slots) -> None:
+def test_a_good_plan_is_accepted(name, slots) -> None:
     slots.apply(GOOD_PLANS[name])
-
-
-def state(slots: Slots) -> dict[str, np.ndarray]:
-    counters = slots.counters
-    names = ("is_admitted", "has_ended", "is_beam", "num_tokens", "num_computed_tokens", "num_blocks", "row_count")
-    return {name: getattr(counters, name).copy() for name in names} | {
-        "token_ids": slots.token_ids.copy(),
-        "block_tables": slots.block_tables.copy(),
-        "temperatures": slots._sampling._temperatures.copy(),
-        "seeds": slots._sampling._seeds.copy(),
-    }
-
-
-@pytest.fixture
-def group(slots) -> Slots:
-    """Slots 0 and 1 rest; slot 2 is a beam that has reported, slot 3 one that has not, after five tokens."""
-    return grouped(slots)
-
-
-def grouped(slots: Slots) -> Slots:
-    slots.apply(
-        plan(
-            admissions=(admission(2, params=BEAM), admission(3, params=BEAM)),
-            row_counts=tuples(2, (0, 0), (1, 0), (2, 5)),
-        )
-    )
-    slots.advance()
-    return slots
-
-
-BAD_BRANCHES = {
-    "twice": (beams((2, 2, 5), (2, 2, 6)), "branches: slot named twice"),
-    "over a living one": (beams((0, 2, 5)), "branches: slot 0 is taken"),
-    "over one that has not reported": (beams((3, 2, 5)), "branches: slot 3 is taken"),
-    "from one that has not reported": (beams((2, 3, 5)), "parent slot 3 is no beam that has reported"),
-    "token": (beams((2, 2, 100)), "branches: token id 100"),
-    "token negative": (beams((2, 2, -1)), "branches: token id -1"),
-    "retired parent": (beams((3, 2, 5), retired_slots=ints(2, 3)), "slot 2 is empty"),
-    "table too short": (
-        beams((2, 2, 5), table_updates=tuples(3, (2, 1, 8)), row_counts=tuples(2, (2, 2))),
-        "2 tokens to compute after 5, but only 6 are known",
-    ),
-    "no branch": (plan(row_counts=tuples(2, (2, 1))), "1 tokens to compute after 5, but only 5 are known"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_BRANCHES)
-def test_a_bad_branch_is_refused_and_changes_nothing(name, group) -> None:
-    bad, message = BAD_BRANCHES[name]
-    before = state(group)
-    with pytest.raises(PlanRejected) as rejection:
-        group.apply(bad)
-    assert message in str(rejection.value)
-    for key, value in state(group).items():
-        np.testing.assert_array_equal(value, before[key], err_msg=key)
-
-
-def test_a_beam_at_the_models_length_cannot_branch(slots) -> None:
-    long = replace(BEAM, max_total_tokens=20)
-    for _ in range(2):
-        slots.apply(
-            plan(
-                retired_slots=ints(*np.flatnonzero(slots.counters.is_admitted)),
-                admissions=(admission(2, 19, blocks=(5, 6, 7, 8, 9), computed=16, params=long),),
-                row_counts=tuples(2, (2, 3)),
-            )
-        )
-        slots.advance()
-    slots.apply(beams((2, 2, 5)))
-    slots.advance()
-    assert slots.counters.num_tokens[2] == 20
-    with pytest.raises(PlanRejected, match="parent slot 2 has max_model_len 20 tokens already"):
-        slots.apply(beams((2, 2, 5)))
-
-
-def test_branches_are_simultaneous(group) -> None:
-    """A beam goes on in two slots, one of them the other's; what is copied is what was there before."""
-    group.apply(beams((2, 2, 41), (3, 2, 42), retired_slots=ints(3)))
-    assert group.counters.row_count[2:].tolist() == [1, 1]
-    group.advance()
-    assert group.counters.row_count[2:].tolist() == [0, 0]
-    group.apply(beams((2, 3, 43), (3, 2, 44)))
-    assert group.token_ids[2, :7].tolist() == [0, 1, 2, 3, 4, 42, 43]
-    assert group.token_ids[3, :7].tolist() == [0, 1, 2, 3, 4, 41, 44]
-    group.advance()
-    group.apply(beams((2, 3, 45), (3, 3, 46), (1, 2, 47), retired_slots=ints(1)))
-    assert group.token_ids[1:, :8].tolist() == [
-        [0, 1, 2, 3, 4, 42, 43, 47],
-        [0, 1, 2, 3, 4, 41, 44, 45],
-        [0, 1, 2, 3, 4, 41, 44, 46],
-    ]
-    assert group.block_tables[1:, :2].tolist() == [[5, 6]] * 3
-    assert group.counters.num_tokens.tolist() == [7, 8, 8, 8]
-    assert (group.beams.tolist(), group.sampling.tolist()) == ([1, 2, 3], [])
-    assert not group.counters.has_ended[1:].any()

@@ -1,4 +1,4 @@
-"""Messages to plain data and back."""
+"""The codec between plans and messages."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ plans = st.builds(
 
 
 @given(plans)
-def test_plans_survive_the_wire(plan: StepPlan) -> None:
+def test_plans_are_decoded_as_they_were_encoded(plan: StepPlan) -> None:
     sent = pb.StepPlan.FromString(plan_message(plan).SerializeToString())
     assert_equal(plan_from_message(sent), plan)
 
@@ -102,7 +102,7 @@ def assert_equal(found: object, expected: object) -> None:
         ),
     ],
 )
-def test_torn_integers_are_refused(message, complaint) -> None:
+def test_truncated_integers_are_rejected(message, complaint) -> None:
     with pytest.raises(PlanRejected, match=complaint):
         plan_from_message(message)
 
@@ -126,7 +126,7 @@ def test_results() -> None:
     assert output_to_message(ended).end_reasons == b"\0\2"
 
 
-def test_no_repetition_penalty_on_the_wire_is_none() -> None:
+def test_an_absent_repetition_penalty_decodes_as_none() -> None:
     plan = plan_from_message(pb.StepPlan(admissions=[pb.Admission()]))
     assert plan.admissions[0].params.repetition_penalty == 1.0
     assert not plan.admissions[0].params.has_penalties

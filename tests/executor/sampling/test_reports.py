@@ -1,4 +1,4 @@
-"""Log-probabilities against transformers, and beams against a search by hand."""
+"""Log-probabilities against transformers, and beams against a search in the test."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from executor.sampling import logprobs
 from executor.sampling.logprobs import most_probable, rank_on_device, score
 from kernels import cpu
 from tests.support.executor import oracle
-from tests.support.executor.conductor import Conductor, ints
+from tests.support.executor.plan_driver import PlanDriver, ints
 
 TOLERANCE = 1e-4
 
@@ -35,10 +35,10 @@ def assert_near(found: list[tuple[int, float, int]], expected: list[tuple[int, f
     assert [value for _, value, _ in found] == pytest.approx([value for _, value, _ in expected], abs=TOLERANCE)
 
 
-def expected_of(source, tokens: list[int], positions: range, num_likeliest: int) -> list[tuple[int, float, int]]:
-    """Of the tokens at these positions."""
+def expected_of(source, tokens: list[int], positions: range, num_others: int) -> list[tuple[int, float, int]]:
+    """Returns the expected entries of the tokens at these positions."""
     logits = source.logits(tokens)
-    return [one for at in positions for one in oracle.logprobs_of(logits[at - 1], tokens[at], num_likeliest)]
+    return [one for at in positions for one in oracle.logprobs_of(logits[at - 1], tokens[at], num_others)]
 
 
 @pytest.mark.parametrize(
@@ -50,62 +50,62 @@ def expected_of(source, tokens: list[int], positions: range, num_likeliest: int)
         {"eos_token_ids": ints(*range(300)), "min_total_tokens": 14},
     ],
 )
-def test_sampled_tokens(params, source, runner) -> None:
-    """Whatever changes or bans logits: what is reported is the model's. Beside somebody who asks for nothing."""
-    conductor = Conductor(runner)
-    conductor.admit(source.prompt(3), 30, temperature=1.0)
-    seat = conductor.admit(source.prompt(7), 9, num_logprobs=5, **params)
-    while not seat.reason:
-        conductor.step()
-    found = [one for output in conductor.outputs for one in entries(output.reports.logprobs)]
-    expected = expected_of(source, seat.tokens, range(7, 7 + len(seat.output)), 4)
+def test_logprobs_of_sampled_tokens(params, source, runner) -> None:
+    """Reports the model's own logits whatever changes or bans them, beside a sequence without reports."""
+    driver = PlanDriver(runner)
+    driver.admit(source.prompt(3), 30, temperature=1.0)
+    sequence = driver.admit(source.prompt(7), 9, num_logprobs=5, **params)
+    while not sequence.reason:
+        driver.step()
+    found = [one for output in driver.outputs for one in entries(output.reports.logprobs)]
+    expected = expected_of(source, sequence.tokens, range(7, 7 + len(sequence.output)), 4)
     assert_near(found, expected)
-    assert all(output.reports.prompt_logprobs is None for output in conductor.outputs)
+    assert all(output.reports.prompt_logprobs is None for output in driver.outputs)
 
 
-def test_who_asks_gets_by_slot(source, runner) -> None:
-    """Different numbers, forks, and nothing for those who do not ask."""
-    conductor = Conductor(runner)
-    conductor.admit(source.prompt(4), 9)
-    parent = conductor.admit(source.prompt(5), 9, num_logprobs=3, temperature=2.0, seed=1)
-    conductor.admit(source.prompt(6), 9)
-    other = conductor.admit(source.prompt(7), 9, num_logprobs=1)
-    output = conductor.step(forks=(Fork(parent.slot, 4, seed=2), Fork(parent.slot, 6, seed=3)))
-    children = conductor.seats[-2:]
+def test_reports_are_in_the_order_of_slots(source, runner) -> None:
+    """Covers different numbers of entries, forks, and sequences without reports."""
+    driver = PlanDriver(runner)
+    driver.admit(source.prompt(4), 9)
+    parent = driver.admit(source.prompt(5), 9, num_logprobs=3, temperature=2.0, seed=1)
+    driver.admit(source.prompt(6), 9)
+    other = driver.admit(source.prompt(7), 9, num_logprobs=1)
+    output = driver.step(forks=(Fork(parent.slot, 4, seed=2), Fork(parent.slot, 6, seed=3)))
+    children = driver.sequences[-2:]
     expected = []
-    for seat, num_likeliest in ((parent, 2), (other, 0), *((child, 2) for child in children)):
-        at = seat.num_prompt_tokens
-        expected += expected_of(source, seat.tokens, range(at, at + 1), num_likeliest)
+    for sequence, num_others in ((parent, 2), (other, 0), *((child, 2) for child in children)):
+        at = sequence.num_prompt_tokens
+        expected += expected_of(source, sequence.tokens, range(at, at + 1), num_others)
     assert_near(entries(output.reports.logprobs), expected)
-    assert len({seat.output[0] for seat in (parent, *children)}) > 1
+    assert len({sequence.output[0] for sequence in (parent, *children)}) > 1
 
 
-def test_an_overrun_has_places_for_what_it_asked(source, runner) -> None:
-    """It ended, and the plan did not know: whoever reads the result counts on its entries, alone and beside others."""
-    conductor = Conductor(runner)
-    ended = conductor.admit(source.prompt(4), 9, num_logprobs=2, stop_token_ids=ints(*range(300)))
-    conductor.step()
+def test_an_overrun_slot_keeps_its_entries(source, runner) -> None:
+    """The plan did not know of the end, so the result still has the slot's entries, alone and beside others."""
+    driver = PlanDriver(runner)
+    ended = driver.admit(source.prompt(4), 9, num_logprobs=2, stop_token_ids=ints(*range(300)))
+    driver.step()
     assert ended.reason
-    alone = conductor.step()
+    alone = driver.step()
     assert len(alone.reports.logprobs.token_ids) == 2
-    other = conductor.admit(source.prompt(7), 9, num_logprobs=3)
-    beside = conductor.step()
+    other = driver.admit(source.prompt(7), 9, num_logprobs=3)
+    beside = driver.step()
     expected = expected_of(source, other.tokens, range(7, 8), 2)
     assert_near(entries(beside.reports.logprobs)[2:], expected)
-    conductor.retire(ended)
-    assert len(conductor.step().reports.logprobs.token_ids) == 3
+    driver.retire(ended)
+    assert len(driver.step().reports.logprobs.token_ids) == 3
 
 
 @pytest.mark.parametrize("max_chunk", [100, 5, 1])
-def test_prompts(max_chunk, source, runner) -> None:
-    """In one chunk or many, beside others; the row of the last prompt token speaks of output."""
+def test_logprobs_of_prompts(max_chunk, source, runner) -> None:
+    """Covers one chunk and many, beside others. The row of the last prompt token is about output."""
     prompt = source.prompt(13)
-    conductor = Conductor(runner)
-    conductor.admit(source.prompt(3), 40)
-    seat = conductor.admit(prompt, 3, max_chunk=max_chunk, num_prompt_logprobs=4, num_logprobs=2)
-    while not seat.reason:
-        conductor.step()
-    reports = [output.reports for output in conductor.outputs]
+    driver = PlanDriver(runner)
+    driver.admit(source.prompt(3), 40)
+    sequence = driver.admit(prompt, 3, max_chunk=max_chunk, num_prompt_logprobs=4, num_logprobs=2)
+    while not sequence.reason:
+        driver.step()
+    reports = [output.reports for output in driver.outputs]
     found = [one for one in reports if one.prompt_logprobs is not None]
     assert len(found) == -(-12 // max_chunk)
     assert_near(
@@ -113,38 +113,38 @@ def test_prompts(max_chunk, source, runner) -> None:
         expected_of(source, prompt, range(1, 13), 3),
     )
     sampled = [one for report in reports if report.logprobs is not None for one in entries(report.logprobs)]
-    assert_near(sampled, expected_of(source, seat.tokens, range(13, 16), 1))
+    assert_near(sampled, expected_of(source, sequence.tokens, range(13, 16), 1))
 
 
 def test_a_prompt_after_preemption_and_with_a_prefix(source, runner) -> None:
-    """Output that comes back is no prompt; rows that are not computed are not reported."""
+    """Output that is admitted again is not reported as prompt, and neither are rows that are not computed."""
     prompt = source.prompt(9)
-    conductor = Conductor(runner)
-    first = conductor.admit(prompt, 1)
-    conductor.step()
+    driver = PlanDriver(runner)
+    first = driver.admit(prompt, 1)
+    driver.step()
     tokens = [*prompt, *source.prompt(3)]
-    seats = [
-        conductor.admit(tokens, 1, num_prompt_logprobs=1, num_prompt_tokens=9),
-        conductor.admit(tokens, 1, num_prompt_logprobs=2, num_prompt_tokens=9, prefix=first.block_table[:2]),
+    sequences = [
+        driver.admit(tokens, 1, num_prompt_logprobs=1, num_prompt_tokens=9),
+        driver.admit(tokens, 1, num_prompt_logprobs=2, num_prompt_tokens=9, prefix=first.block_table[:2]),
     ]
-    assert conductor.step().reports.prompt_logprobs is not None
-    found = entries(conductor.outputs[-1].reports.prompt_logprobs)
+    assert driver.step().reports.prompt_logprobs is not None
+    found = entries(driver.outputs[-1].reports.prompt_logprobs)
     assert_near(found, expected_of(source, prompt, range(1, 9), 0))
-    assert seats[1].num_computed_tokens == 12
+    assert sequences[1].num_computed_tokens == 12
 
 
-def test_two_prompts_at_once(source, runner) -> None:
-    conductor = Conductor(runner)
+def test_logprobs_of_several_prompts(source, runner) -> None:
+    driver = PlanDriver(runner)
     prompts = [source.prompt(length) for length in (6, 1, 4)]
     for number, prompt in enumerate(prompts):
-        conductor.admit(prompt, 2, num_prompt_logprobs=number + 1)
+        driver.admit(prompt, 2, num_prompt_logprobs=number + 1)
     expected = [
         one
         for number, prompt in enumerate(prompts)
         for one in expected_of(source, prompt, range(1, len(prompt)), number)
     ]
-    assert_near(entries(conductor.step().reports.prompt_logprobs), expected)
-    assert conductor.step().reports.prompt_logprobs is None
+    assert_near(entries(driver.step().reports.prompt_logprobs), expected)
+    assert driver.step().reports.prompt_logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -160,16 +160,16 @@ def test_two_prompts_at_once(source, runner) -> None:
     ],
 )
 def test_beams(params, source, runner) -> None:
-    """Three beams, steered by hand: candidates of each, beside a sequence that samples."""
+    """The test chooses the branches of three beams from their candidates, beside a sequence that samples."""
     width, prompt = 3, source.prompt(6)
-    conductor = Conductor(runner)
-    plain = conductor.admit(source.prompt(5), 12)
-    beams = [conductor.admit(prompt, 40, num_candidates=2 * width, max_chunk=4, **params)]
+    driver = PlanDriver(runner)
+    plain = driver.admit(source.prompt(5), 12)
+    beams = [driver.admit(prompt, 40, num_candidates=2 * width, max_chunk=4, **params)]
     scores = {beams[0].slot: 0.0}
     branches: tuple = ()
     num_kept = 0
     for step in range(11):
-        output = conductor.step(branches=branches)
+        output = driver.step(branches=branches)
         branches = ()
         if step == 0:
             assert output.reports.candidates is None, "the prompt's second chunk is to come"
@@ -191,7 +191,7 @@ def test_beams(params, source, runner) -> None:
             ]
         ranked.sort(key=lambda one: -one[0])
         while len(beams) < width:
-            beams.append(conductor.beam_of(beams[0]))
+            beams.append(driver.add_beam(beams[0]))
         branches = tuple((beam, parent, token) for beam, (_, parent, token) in zip(beams, ranked, strict=False))
         num_kept += sum(beam is parent for beam, parent, _ in branches)
         scores = {beam.slot: value for beam, (value, _, _) in zip(beams, ranked, strict=False)}
@@ -199,18 +199,18 @@ def test_beams(params, source, runner) -> None:
     assert 0 < num_kept < 3 * 10, "beams went on in their own slots and in others'"
 
 
-def test_a_beam_that_nobody_continues_rests(source, runner) -> None:
-    conductor = Conductor(runner)
-    conductor.admit(source.prompt(6), 9, num_candidates=4)
-    assert conductor.step().reports.candidates is not None
+def test_a_beam_without_a_branch_rests(source, runner) -> None:
+    driver = PlanDriver(runner)
+    driver.admit(source.prompt(6), 9, num_candidates=4)
+    assert driver.step().reports.candidates is not None
     for _ in range(2):
-        output = conductor.step()
+        output = driver.step()
         assert output.reports.candidates is None
         assert len(output.token_ids) == 0
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 90])
-def test_a_device_ranks_as_the_cpu_does(count) -> None:
+def test_ranks_on_a_device_equal_those_on_the_cpu(count) -> None:
     logits = (torch.randn(12, 90, generator=torch.Generator().manual_seed(2)) * 2).round()
     token_ids = np.arange(12, dtype=np.int32)
     for given in (token_ids, None):

@@ -8,20 +8,22 @@ import torch
 
 from executor.plans.plan import SequenceParams
 from executor.sampling.sampler import sample
-from executor.slots.sampling_table import Draw, SamplingTable
-from tests.support.executor.conductor import ints
+from executor.slots.sampling_table import Draw, SamplingColumns, SamplingTable
+from tests.support.executor.plan_driver import ints
 
 NUM_DRAWS = 20_000
 
 
 def draw(num_rows: int, *, seed: int = 0, banned=(), **params: float) -> Draw:
-    """The same parameters for all rows, evenly random uniforms."""
+    """Returns a draw with the same parameters for all rows and random uniforms."""
     values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **params}
     return Draw(
-        temperatures=np.full(num_rows, values["temperature"], np.float32),
-        top_ks=np.full(num_rows, values["top_k"], np.int32),
-        top_ps=np.full(num_rows, values["top_p"], np.float32),
-        min_ps=np.full(num_rows, values["min_p"], np.float32),
+        params=SamplingColumns(
+            temperature=np.full(num_rows, values["temperature"], np.float32),
+            top_k=np.full(num_rows, values["top_k"], np.int32),
+            top_p=np.full(num_rows, values["top_p"], np.float32),
+            min_p=np.full(num_rows, values["min_p"], np.float32),
+        ),
         uniforms=np.random.default_rng(seed).random(num_rows, dtype=np.float32),
         banned=banned,
     )
@@ -30,7 +32,7 @@ def draw(num_rows: int, *, seed: int = 0, banned=(), **params: float) -> Draw:
 def expected_probabilities(
     logits: np.ndarray, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> np.ndarray:
-    """The definition in a few lines of float64, one cut after the other."""
+    """Returns the probabilities by definition: a few lines of float64, one cut after the other."""
     probabilities = np.exp((logits - logits.max()) / temperature)
     order = np.lexsort((np.arange(len(logits)), -logits))
     if top_k:
@@ -60,7 +62,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
-def test_distribution(name) -> None:
+def test_tokens_follow_the_distribution(name) -> None:
     logits = np.random.default_rng(5).normal(0, 1.6, 30).astype(np.float32)
     expected = expected_probabilities(logits.astype(np.float64), **CUTS[name])
     token_ids = sample(torch.from_numpy(logits).expand(NUM_DRAWS, 30).clone(), draw(NUM_DRAWS, **CUTS[name]))
@@ -69,7 +71,7 @@ def test_distribution(name) -> None:
     possible = expected > 0
     chi_square = ((counts - NUM_DRAWS * expected)[possible] ** 2 / (NUM_DRAWS * expected[possible])).sum()
     degrees = possible.sum() - 1
-    # The uniforms are fixed: this either holds or does not. Six standard deviations above the mean.
+    # Six standard deviations above the mean. The uniforms are fixed, so the outcome never varies.
     assert chi_square <= degrees + 6 * np.sqrt(2 * degrees)
 
 
@@ -93,7 +95,7 @@ def test_greedy_takes_the_lowest_id_among_equals() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [5.0, 5.0, 5.0, 5.0]])
     assert sample(logits, draw(2, temperature=0.0)).tolist() == [1, 0]
     mixed = draw(2)
-    mixed.temperatures[0] = 0
+    mixed.params.temperature[0] = 0
     assert sample(logits.clone(), mixed)[0] == 1
 
 
@@ -106,7 +108,7 @@ def test_banned_tokens_are_never_sampled() -> None:
         assert 0 not in sample(logits.clone(), draw(500, banned=banned, **params))
 
 
-def test_nothing_allowed_still_gives_a_token_id() -> None:
+def test_rows_without_allowed_tokens_still_get_a_token_id() -> None:
     banned = ((0, ints(0, 1, 2)),)
     for params in ({"temperature": 0.0}, {"temperature": 1.0}, {"top_p": 0.9}, {"top_k": 1}):
         assert 0 <= sample(torch.zeros(1, 3), draw(1, banned=banned, **params))[0] < 3
@@ -120,7 +122,7 @@ def test_extreme_temperatures(temperature) -> None:
         assert token_ids == {1} if temperature < 1 else token_ids <= {0, 1, 2}
 
 
-def test_nearly_all_of_a_large_vocabulary_can_be_likely() -> None:
+def test_flat_distributions_over_a_large_vocabulary() -> None:
     logits = torch.from_numpy(np.random.default_rng(1).normal(0, 0.1, (40, 5000)).astype(np.float32))
     token_ids = sample(logits.clone(), draw(40, top_p=0.95))
     for row, token_id in enumerate(token_ids):
@@ -131,24 +133,18 @@ def test_nearly_all_of_a_large_vocabulary_can_be_likely() -> None:
 
 
 def test_a_row_does_not_depend_on_the_batch() -> None:
-    """Rows with all kinds of parameters, alone and together, in any order."""
+    """Samples rows with all kinds of parameters alone and together, in any order."""
     generator = np.random.default_rng(3)
     logits = torch.from_numpy(generator.normal(0, 2, (24, 600)).astype(np.float32))
     all_rows = draw(24)
-    all_rows.temperatures[:] = generator.choice([0.0, 0.7, 1.3], 24)
-    all_rows.top_ks[:] = generator.choice([0, 3, 300], 24)
-    all_rows.top_ps[:] = generator.choice([1.0, 0.5, 0.99], 24)
-    all_rows.min_ps[:] = generator.choice([0.0, 0.1], 24)
+    all_rows.params.temperature[:] = generator.choice([0.0, 0.7, 1.3], 24)
+    all_rows.params.top_k[:] = generator.choice([0, 3, 300], 24)
+    all_rows.params.top_p[:] = generator.choice([1.0, 0.5, 0.99], 24)
+    all_rows.params.min_p[:] = generator.choice([0.0, 0.1], 24)
     together = sample(logits.clone(), all_rows)
 
     def pick(rows: np.ndarray) -> np.ndarray:
-        part = Draw(
-            all_rows.temperatures[rows],
-            all_rows.top_ks[rows],
-            all_rows.top_ps[rows],
-            all_rows.min_ps[rows],
-            all_rows.uniforms[rows],
-        )
+        part = Draw(all_rows.params.take(rows), all_rows.uniforms[rows])
         return sample(logits[torch.from_numpy(rows)].clone(), part)
 
     assert np.concatenate([pick(np.array([row])) for row in range(24)]).tolist() == together.tolist()
@@ -156,15 +152,15 @@ def test_a_row_does_not_depend_on_the_batch() -> None:
     assert pick(order).tolist() == together[order].tolist()
 
 
-def test_the_table_hands_out_what_was_set() -> None:
+def test_the_table_returns_what_was_set() -> None:
     table = SamplingTable(4, vocab_size=50)
     table.set(2, SequenceParams(30, 12, 0.5, 60, 0.25, 0.125, 9, ints(3), ints(4, 5)))
     table.copy_slots(ints(2), ints(0))
     table.set_seeds(ints(0), np.array([10], dtype=np.uint64))
     drawn = table.draw(ints(0, 2), ints(11, 12))
-    assert drawn.temperatures.tolist() == [0.5, 0.5]
-    assert drawn.top_ks.tolist() == [0, 0], "a top_k of the vocabulary or more cuts nothing"
-    assert (drawn.top_ps.tolist(), drawn.min_ps.tolist()) == ([0.25] * 2, [0.125] * 2)
+    assert drawn.params.temperature.tolist() == [0.5, 0.5]
+    assert drawn.params.top_k.tolist() == [0, 0], "a top_k of the vocabulary or more cuts nothing"
+    assert (drawn.params.top_p.tolist(), drawn.params.min_p.tolist()) == ([0.25] * 2, [0.125] * 2)
     assert [(row, sorted(ids.tolist())) for row, ids in drawn.banned] == [(0, [3, 4, 5])]
     assert drawn.uniforms[0] != table.draw(ints(2), ints(11)).uniforms[0]
     assert table.end_reasons(ints(0, 2, 0, 2), ints(3, 5, 6, 6), ints(30, 30, 29, 30)).tolist() == [

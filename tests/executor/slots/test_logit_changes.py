@@ -1,4 +1,4 @@
-"""Allowed tokens, bias and penalties against other implementations: alone, combined, and side by side in one batch."""
+"""Allowed tokens, bias and penalties against other implementations: alone, combined, and together in one batch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from executor.plans.plan import Fork, SequenceParams, StepPlan
 from executor.sampling import sampler
 from executor.sampling.sampler import sample
 from executor.slots.logit_changes import ChangeTable
 from executor.slots.sampling_table import SamplingTable
-from executor.slots.token_counts import TokenCounts
 from tests.executor.sampling.test_sampler import draw, expected_probabilities
 from tests.support.executor import oracle
-from tests.support.executor.conductor import Conductor, ints, tuples
+from tests.support.executor.plan_driver import PlanDriver, ints, tuples
 
 VOCAB_SIZE, NUM_TOKENS = 307, 14
 
@@ -34,7 +31,7 @@ def some_biases(seed: int, scale: float) -> dict[str, object]:
 
 
 EVERY_SECOND = {"allowed_token_ids": np.arange(0, VOCAB_SIZE, 2, dtype=np.int32)}
-# Few enough to come again.
+# So few that they are sampled repeatedly.
 FEW = {"allowed_token_ids": np.arange(0, VOCAB_SIZE, 38, dtype=np.int32)}
 CHANGES: dict[str, dict[str, object]] = {
     "allowed": EVERY_SECOND,
@@ -71,89 +68,89 @@ def runner(request, checkpoint, make_runner):
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_each_alone(name, source, runner) -> None:
+def test_each_change_alone_equals_the_oracle(name, source, runner) -> None:
     prompt, changes = source.prompt(12), CHANGES[name]
-    conductor = Conductor(runner)
-    seat = conductor.admit(prompt, NUM_TOKENS, **changes)
-    conductor.run()
-    assert seat.output == oracle.greedy(source, prompt, NUM_TOKENS, seat.params)
-    others = replace(seat.params, frequency_penalty=0.0, presence_penalty=0.0)
+    driver = PlanDriver(runner)
+    sequence = driver.admit(prompt, NUM_TOKENS, **changes)
+    driver.run()
+    assert sequence.output == oracle.greedy(source, prompt, NUM_TOKENS, sequence.params)
+    others = replace(sequence.params, frequency_penalty=0.0, presence_penalty=0.0)
     without = others if name.startswith(("frequency", "presence")) else SequenceParams(max_total_tokens=99)
-    assert seat.output != oracle.greedy(source, prompt, NUM_TOKENS, without)
+    assert sequence.output != oracle.greedy(source, prompt, NUM_TOKENS, without)
 
 
-def test_all_in_one_batch(source, runner) -> None:
-    """Beside greedy sequences, sampled ones, and ones that are too short to end; admitted one after the other."""
-    conductor = Conductor(runner)
+def test_all_changes_in_one_batch_equal_the_oracle(source, runner) -> None:
+    """Runs them beside greedy, sampled and too short sequences, admitted one after the other."""
+    driver = PlanDriver(runner)
     prompt = source.prompt(9)
     plain = source.greedy(prompt, NUM_TOKENS)
-    seats = []
+    sequences = []
     for changes in CHANGES.values():
-        seats.append(conductor.admit(prompt, NUM_TOKENS, **changes))
-        seats.append(conductor.admit(prompt, NUM_TOKENS))
-        conductor.step()
+        sequences.append(driver.admit(prompt, NUM_TOKENS, **changes))
+        sequences.append(driver.admit(prompt, NUM_TOKENS))
+        driver.step()
     ends = {"eos_token_ids": ints(plain[1]), "stop_token_ids": ints(plain[3])}
-    seats.append(conductor.admit(prompt, NUM_TOKENS, min_total_tokens=14, **ends))
-    seats.append(conductor.admit(prompt, NUM_TOKENS, min_total_tokens=14, **ends, **CHANGES["all"]))
-    conductor.admit(prompt, NUM_TOKENS, temperature=1.0, top_p=0.8, seed=3, **CHANGES["bias"])
-    conductor.admit(prompt, NUM_TOKENS, temperature=1.0, seed=4)
-    conductor.run()
-    for seat in seats:
-        assert seat.output == oracle.greedy(source, prompt, NUM_TOKENS, seat.params)
+    sequences.append(driver.admit(prompt, NUM_TOKENS, min_total_tokens=14, **ends))
+    sequences.append(driver.admit(prompt, NUM_TOKENS, min_total_tokens=14, **ends, **CHANGES["all"]))
+    driver.admit(prompt, NUM_TOKENS, temperature=1.0, top_p=0.8, seed=3, **CHANGES["bias"])
+    driver.admit(prompt, NUM_TOKENS, temperature=1.0, seed=4)
+    driver.run()
+    for sequence in sequences:
+        assert sequence.output == oracle.greedy(source, prompt, NUM_TOKENS, sequence.params)
 
 
 def test_penalties_survive_preemption(source, runner) -> None:
-    """The sequence comes back with its output; where the prompt ends is told."""
+    """The sequence is admitted again with its output and with the length of its prompt."""
     prompt = source.prompt(10)
-    conductor = Conductor(runner)
-    first = conductor.admit(prompt, NUM_TOKENS, **CHANGES["all"])
+    driver = PlanDriver(runner)
+    first = driver.admit(prompt, NUM_TOKENS, **CHANGES["all"])
     for _ in range(6):
-        conductor.step()
-    conductor.retire(first)
-    conductor.admit(source.prompt(4), 30)
-    again = conductor.admit(
+        driver.step()
+    driver.retire(first)
+    driver.admit(source.prompt(4), 30)
+    again = driver.admit(
         first.tokens,
         NUM_TOKENS - 6,
         max_chunk=4,
         **{**CHANGES["all"], "num_prompt_tokens": len(prompt)},
     )
-    conductor.run()
+    driver.run()
     assert again.tokens[len(prompt) :] == oracle.greedy(source, prompt, NUM_TOKENS, first.params)
 
 
-def test_a_slot_forgets(source, runner) -> None:
-    conductor = Conductor(runner)
-    first = conductor.admit(source.prompt(6), 5, **CHANGES["all"])
-    conductor.run()
-    second = conductor.admit(source.prompt(6), 5)
+def test_a_reused_slot_has_no_old_changes(source, runner) -> None:
+    driver = PlanDriver(runner)
+    first = driver.admit(source.prompt(6), 5, **CHANGES["all"])
+    driver.run()
+    second = driver.admit(source.prompt(6), 5)
     assert second.slot == first.slot
-    conductor.run()
+    driver.run()
     assert second.output == source.greedy(source.prompt(6), 5)
 
 
-def test_forks_count_for_themselves(source, runner) -> None:
-    """Children get what sequences of their own would have had, with their seeds."""
+def test_forked_children_count_their_own_tokens(source, runner) -> None:
+    """Children get the same tokens as separate sequences with their seeds."""
     prompt = source.prompt(8)
     params = {"temperature": 1.5, "frequency_penalty": 1.5, "repetition_penalty": 1.3, "presence_penalty": -0.5}
     alone = []
     for seed in range(4):
-        conductor = Conductor(runner)
-        seat = conductor.admit(prompt, 9, seed=seed, **params)
-        conductor.run()
-        alone.append(seat.output)
-    conductor = Conductor(runner)
-    parent = conductor.admit(prompt, 9, seed=0, **params)
-    conductor.step(forks=tuple(Fork(parent.slot, seed, seed=seed) for seed in (3, 1, 2)))
-    seats = sorted(conductor.seats, key=lambda seat: seat.slot)
+        driver = PlanDriver(runner)
+        sequence = driver.admit(prompt, 9, seed=seed, **params)
+        driver.run()
+        alone.append(sequence.output)
+    driver = PlanDriver(runner)
+    parent = driver.admit(prompt, 9, seed=0, **params)
+    driver.step(forks=tuple(Fork(parent.slot, seed, seed=seed) for seed in (3, 1, 2)))
+    sequences = sorted(driver.sequences, key=lambda sequence: sequence.slot)
     copies, updates = [], []
-    for child in seats[1:]:
+    for child in sequences[1:]:
         for index, block in enumerate(child.block_table):
-            copies.append((block, conductor.free_blocks.pop(0)))
+            copies.append((block, driver.free_blocks.pop(0)))
             child.block_table[index] = copies[-1][1]
             updates.append((child.slot, index, copies[-1][1]))
-    conductor.step(copies=tuple(copies), more=StepPlan(0, 0, table_updates=tuples(3, *updates)))
-    conductor.run()
-    assert [seat.output for seat in seats] == alone
+    driver.step(copies=tuple(copies), more=StepPlan(0, 0, table_updates=tuples(3, *updates)))
+    driver.run()
+    assert [sequence.output for sequence in sequences] == alone
     assert len({tuple(output) for output in alone}) == 4
 
 
@@ -173,30 +170,26 @@ KINDS: list[dict[str, object]] = [
 
 
 def test_tokens_do_not_depend_on_the_batch(source, runner) -> None:
-    """64 neighbours of all kinds, which come and go; and the same sequences alone."""
+    """Compares sequences beside 64 others of all kinds, which come and go, with the same sequences alone."""
     watched = [{}, {"temperature": 1.0, "top_p": 0.9}, {**CHANGES["all"], "temperature": 1.0}, CHANGES["repetition"]]
     prompt, alone = source.prompt(7), []
     for params in watched:
-        conductor = Conductor(runner)
-        seat = conductor.admit(prompt, NUM_TOKENS, seed=5, **params)
-        conductor.run()
-        alone.append(seat.output)
-    conductor = Conductor(runner)
+        driver = PlanDriver(runner)
+        sequence = driver.admit(prompt, NUM_TOKENS, seed=5, **params)
+        driver.run()
+        alone.append(sequence.output)
+    driver = PlanDriver(runner)
     for index in range(32):
-        conductor.admit(
-            source.prompt(2 + index % 5, seed=index), 3 + index % 9, seed=index, **KINDS[index % len(KINDS)]
-        )
-    conductor.step()
-    seats = [conductor.admit(prompt, NUM_TOKENS, seed=5, **params) for params in watched]
+        driver.admit(source.prompt(2 + index % 5, seed=index), 3 + index % 9, seed=index, **KINDS[index % len(KINDS)])
+    driver.step()
+    sequences = [driver.admit(prompt, NUM_TOKENS, seed=5, **params) for params in watched]
     for index in range(32):
-        conductor.admit(
-            source.prompt(1 + index % 6, seed=index), 3 + index % 9, seed=index, **KINDS[index % len(KINDS)]
-        )
+        driver.admit(source.prompt(1 + index % 6, seed=index), 3 + index % 9, seed=index, **KINDS[index % len(KINDS)])
     for _ in range(NUM_TOKENS):
-        conductor.step()
-        for seat in [seat for seat in conductor.seats if seat.reason and seat not in seats]:
-            conductor.retire(seat)
-    assert [seat.output[:NUM_TOKENS] for seat in seats] == alone
+        driver.step()
+        for sequence in [sequence for sequence in driver.sequences if sequence.reason and sequence not in sequences]:
+            driver.retire(sequence)
+    assert [sequence.output[:NUM_TOKENS] for sequence in sequences] == alone
 
 
 def random_rows(num_rows: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -217,8 +210,8 @@ def changes_of(num_rows: int, history: list[int]) -> tuple[ChangeTable, list[Seq
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_numbers", [1 << 23, 3 * VOCAB_SIZE, 1])
-def test_rows_are_changed_as_elsewhere(dtype, max_numbers) -> None:
-    """Some tokens often, some in the prompt alone; all rows at once, and in pieces."""
+def test_changed_rows_equal_the_oracle(dtype, max_numbers) -> None:
+    """Covers repeated tokens and tokens of the prompt alone, with all rows at once and in pieces."""
     history = [5, 6, 7, 5, 300, 5, 5, 9, 300, 10]
     logits = random_rows(30, dtype)
     before = logits.clone()
@@ -234,8 +227,8 @@ def test_rows_are_changed_as_elsewhere(dtype, max_numbers) -> None:
     assert torch.equal(logits, before)
 
 
-def test_greedy_rows_beside_changed_ones(monkeypatch) -> None:
-    """They get what they get alone; the logits are what they were; in pieces as well."""
+def test_changed_rows_leave_greedy_rows_alone(monkeypatch) -> None:
+    """Each row gets the same token as alone, and the logits are unchanged, also in pieces."""
     slots = np.arange(24, dtype=np.int32)
     logits, (table, _) = random_rows(24), changes_of(24, [1, 2, 3, 4, 1])
     before, plain = logits.clone(), sample(logits, draw(24, temperature=0.0))
@@ -243,21 +236,13 @@ def test_greedy_rows_beside_changed_ones(monkeypatch) -> None:
         monkeypatch.setattr(sampler, "_CHUNK", size)
         for temperature in (0.0, 1.0):
             mixed = draw(24, temperature=temperature)
-            mixed.temperatures[::12] = 0
+            mixed.params.temperature[::12] = 0
             own = SamplingTable(24, VOCAB_SIZE).draw(slots, slots, table.of(slots))
-            both = type(mixed)(
-                mixed.temperatures, mixed.top_ks, mixed.top_ps, mixed.min_ps, mixed.uniforms, (), own.changes
-            )
+            both = replace(mixed, changes=own.changes)
             token_ids = sample(logits, both)
             assert token_ids[::12].tolist() == plain[::12].tolist()
             for row in range(24):
-                alone = type(mixed)(
-                    *(column[[row]] for column in (both.temperatures, both.top_ks, both.top_ps)),
-                    both.min_ps[[row]],
-                    both.uniforms[[row]],
-                    (),
-                    table.of(slots[[row]]),
-                )
+                alone = replace(both.unchanged(ints(row)), changes=table.of(slots[[row]]))
                 assert sample(logits[[row]], alone).tolist() == [token_ids[row]]
             assert torch.equal(logits, before)
 
@@ -282,17 +267,17 @@ def test_distribution_with_penalties_and_bias() -> None:
     table.set(0, params, ints(*history))
     plain = draw(num_draws, temperature=1.3, top_k=20, top_p=0.9)
     slots = np.zeros(num_draws, dtype=np.int32)
-    columns = (plain.temperatures, plain.top_ks, plain.top_ps, plain.min_ps, plain.uniforms)
-    token_ids = sample(torch.from_numpy(logits).repeat(num_draws, 1), type(plain)(*columns, (), table.of(slots)))
+    drawn = replace(plain, changes=table.of(slots))
+    token_ids = sample(torch.from_numpy(logits).repeat(num_draws, 1), drawn)
     counts, possible = np.bincount(token_ids, minlength=vocab_size), expected > 0
     assert not counts[~possible].any()
     chi_square = ((counts - num_draws * expected)[possible] ** 2 / (num_draws * expected[possible])).sum()
     degrees = possible.sum() - 1
-    # The uniforms are fixed: this either holds or does not. Six standard deviations above the mean.
+    # Six standard deviations above the mean. The uniforms are fixed, so the outcome never varies.
     assert chi_square <= degrees + 6 * np.sqrt(2 * degrees)
 
 
-def test_the_greatest_penalties_are_no_infinities() -> None:
+def test_extreme_penalties_stay_finite() -> None:
     table = ChangeTable(1, 8)
     params = SequenceParams(max_total_tokens=9, repetition_penalty=1e-38, presence_penalty=-3e38)
     table.set(0, params, ints(1, 2))
@@ -302,26 +287,4 @@ def test_the_greatest_penalties_are_no_infinities() -> None:
     assert not changed.isposinf().any()
     for temperature in (0.0, 1.0, 1e-30):
         plain = draw(1, temperature=temperature)
-        columns = (plain.temperatures, plain.top_ks, plain.top_ps, plain.min_ps, plain.uniforms)
-        assert sample(torch.ones(1, 8), type(plain)(*columns, (), changes))[0] in (1, 2)
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
-def test_counts(token_ids, data) -> None:
-    num_prompt = data.draw(st.integers(0, len(token_ids)))
-    num_known = data.draw(st.integers(max(1, num_prompt), max(1, len(token_ids))))
-    counts = TokenCounts(ints(*token_ids[:num_known]), num_prompt)
-    copy = counts.copy()
-    for token_id in token_ids[num_known:]:
-        counts.add(token_id)
-    for own, known in ((counts, token_ids), (copy, token_ids[:num_known])):
-        found = dict(zip(own.ids.tolist(), own.num_output.tolist(), strict=True))
-        assert found == {token_id: known[num_prompt:].count(token_id) for token_id in known}
-
-
-def test_counts_grow() -> None:
-    counts = TokenCounts(ints(3), 1)
-    for token_id in range(1000):
-        counts.add(token_id)
-    assert counts.ids.tolist() == [3, *(token_id for token_id in range(1000) if token_id != 3)]
-    assert (counts.num_output == 1).all()
+        assert sample(torch.ones(1, 8), replace(plain, changes=changes))[0] in (1, 2)

@@ -7,8 +7,8 @@ import numpy as np
 from executor.slots.uniforms import splitmix64, uniforms
 
 
-def test_known_answers() -> None:
-    """The published generator, seeded with 1234567: its first five outputs."""
+def test_equals_the_published_generator() -> None:
+    """Compares the first five outputs of the published generator with seed 1234567."""
     states = np.full(5, 1234567, dtype=np.uint64)
     assert splitmix64(states, np.arange(5, dtype=np.uint64)).tolist() == [
         6457827717110365317,
@@ -19,7 +19,7 @@ def test_known_answers() -> None:
     ]
 
 
-def test_a_function_of_seed_and_position() -> None:
+def test_numbers_depend_on_seed_and_position_alone() -> None:
     seeds = np.array([0, 1, 0, (1 << 64) - 1, 0], dtype=np.uint64)
     positions = np.array([5, 5, 6, 5, 5], dtype=np.int32)
     values = uniforms(seeds, positions)
@@ -29,7 +29,7 @@ def test_a_function_of_seed_and_position() -> None:
     assert uniforms(seeds[2:3], positions[2:3])[0] == values[2]
 
 
-def test_even_over_positions_and_over_seeds() -> None:
+def test_numbers_are_uniform_over_positions_and_over_seeds() -> None:
     count = 40_000
     for seeds, positions in (
         (np.zeros(count, np.uint64), np.arange(count, dtype=np.int32)),
@@ -41,5 +41,5 @@ def test_even_over_positions_and_over_seeds() -> None:
         counts = np.bincount((values * 100).astype(int), minlength=100)
         chi_square = ((counts - count / 100) ** 2 / (count / 100)).sum()
         assert chi_square < 99 + 6 * np.sqrt(2 * 99)
-        # Neighbours have nothing to do with each other: 6 standard deviations of the sample correlation.
+        # Neighbouring seeds are uncorrelated: 6 standard deviations of the sample correlation.
         assert abs(np.corrcoef(values[1:], values[:-1])[0, 1]) < 6 / np.sqrt(count)

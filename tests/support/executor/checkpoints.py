@@ -1,4 +1,4 @@
-"""Small random checkpoints of every family, made with transformers: the oracle of the decoder's tests."""
+"""Small random checkpoints of each family, made with transformers: the oracle of the decoder's tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    # Wide enough that the most likely tokens are far apart and differ from position to position.
+    # So wide that the most likely tokens are far apart and differ between positions.
     "initializer_range": 0.25,
     "eos_token_id": None,
     "bos_token_id": None,
@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[type, type, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class RandomCheckpoint:
-    """A model in memory and the same on disk."""
+    """A model in memory, and the same model on disk."""
 
     name: str
     model: PreTrainedModel
@@ -101,11 +101,11 @@ class RandomCheckpoint:
         return torch.randint(0, self.vocab_size, (length,), generator=generator).tolist()
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
-        """What transformers generates, alone and unpadded."""
+        """Returns the tokens that transformers generates for the prompt alone, without padding."""
         tokens = torch.tensor([prompt])
         output = self.model.generate(
             tokens,
-            # Else it would take tokens equal to the padding id for padding.
+            # Without a mask, tokens equal to the padding id would count as padding.
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=num_tokens,
             do_sample=False,
@@ -115,18 +115,18 @@ class RandomCheckpoint:
         return output[0, len(prompt) :].tolist()
 
     def logits(self, tokens: list[int]) -> torch.Tensor:
-        """[len(tokens), vocab_size], all computed in one pass."""
+        """Returns logits[len(tokens), vocab_size], computed in one pass."""
         with torch.inference_mode():
             return self.model(torch.tensor([tokens])).logits[0]
 
 
 def make_checkpoint(name: str, directory: Path, **save_options: Any) -> RandomCheckpoint:
-    """The same name gives the same weights."""
+    """Makes the checkpoint of a name. The same name gives the same weights."""
     config_class, model_class, settings = FAMILIES[name]
     torch.manual_seed(len(name))
     model = model_class(config_class(**{**_SMALL, **settings})).eval()
     with torch.no_grad():
-        # Norms and biases start out as ones and zeros; if they stayed so, mixing them up would go unnoticed.
+        # Norms and biases start as ones and zeros. Unless they are changed, the tests would not notice a mix-up.
         for parameter_name, parameter in model.named_parameters():
             if "norm" in parameter_name or parameter_name.endswith("bias"):
                 parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -1,4 +1,4 @@
-"""A runner without a model: takes any plan, and fails or hangs on request."""
+"""A runner without a model that accepts any plan, and fails or hangs on request."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import torch
 
 from executor.errors import PlanRejected
 from executor.loading import LoadedModel
-from executor.plans.limits import Limits
+from executor.plans.limits import PlanLimits
 from executor.plans.plan import StepOutput, StepPlan, StepTimings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-LIMITS = Limits(
+LIMITS = PlanLimits(
     vocab_size=100, max_model_len=64, block_size=4, num_blocks=33, max_num_seqs=4, max_num_batched_tokens=32
 )
 
 
 class FakeRunner:
-    """Every step samples one token: the step's id.
+    """A runner whose steps each sample one token: the step's id.
 
-    errors    by step id: raised instead
-    gate      steps wait here; open at first
+    errors    errors that steps raise instead, by step id
+    gate      steps wait for it; open at first
     entered   set by the first step
     """
 

@@ -1,4 +1,4 @@
-"""The scheduler's side of the wire, for tests: plans as messages, and results as they come."""
+"""The scheduler's side of a plan stream for tests: encodes plans and reads results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _bytes(values: np.ndarray) -> bytes:
 
 
 async def read(call) -> pb.StepResult:
-    """The next result of a stream, which has not ended."""
+    """Returns the next result of a stream that has not ended."""
     result = await asyncio.wait_for(call.read(), 10)
     assert result is not grpc.aio.EOF
     return result

@@ -1,4 +1,4 @@
-"""What sequences should get: transformers' logits processors, and where it has none a few lines of NumPy."""
+"""The expected tokens of sequences: from transformers' logits processors, or a few lines of NumPy if it has none."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def changed_logits(logits: torch.Tensor, tokens: list[int], params: SequenceParams) -> torch.Tensor:
-    """logits[vocab_size] float32 of the token that follows `tokens`."""
+    """Returns the changed logits[vocab_size] float32 of the token that follows `tokens`."""
     processors = LogitsProcessorList()
     if params.allowed_token_ids.size:
         allowed = params.allowed_token_ids.tolist()
@@ -48,8 +48,8 @@ def greedy(source: RandomCheckpoint, prompt: list[int], num_tokens: int, params:
     return tokens[len(prompt) :]
 
 
-def logprobs_of(logits: torch.Tensor, token: int, num_likeliest: int) -> list[tuple[int, float, int]]:
-    """(token, log-probability, rank) of the token, then of the likeliest ones."""
+def logprobs_of(logits: torch.Tensor, token: int, num_others: int) -> list[tuple[int, float, int]]:
+    """Returns (token, log-probability, rank) of the token, then of the most likely ones."""
     values = torch.log_softmax(logits.double(), dim=-1)
     order = torch.sort(logits.double(), descending=True, stable=True).indices.tolist()
-    return [(one, float(values[one]), order.index(one) + 1) for one in (token, *order[:num_likeliest])]
+    return [(one, float(values[one]), order.index(one) + 1) for one in (token, *order[:num_others])]

@@ -1,6 +1,6 @@
-"""One plan stream, from its first plan to its end: order of plans, and outcomes on their way to the scheduler.
+"""The state of one plan stream: the order of its plans, and outcomes on their way to the scheduler.
 
-Lives on the event loop, except for `deliver`, which any thread may call.
+All of it runs on the event loop, except for `deliver`, which any thread may call.
 """
 
 import asyncio
@@ -10,12 +10,12 @@ from executor.device.device_thread import EndOfPlans, Failure, FailureKind, Outc
 from executor.errors import EpochRefused
 from executor.plans.plan import StepPlan
 
-# Plans that may be out on one stream. A scheduler has two; whoever sends more has to wait.
+# Maximum number of plans in flight on one stream. A scheduler has two in flight; with more than these, it has to wait.
 _WINDOW = 16
 
 
-class PlanStream:
-    """epoch is 0 until the first plan."""
+class PlanSession:
+    """One plan stream. Its epoch is 0 until the first plan."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.epoch = 0
@@ -25,13 +25,13 @@ class PlanStream:
         self._window = asyncio.Semaphore(_WINDOW)
 
     async def room(self) -> None:
-        """Waits until another plan may be out."""
+        """Waits until another plan may be in flight."""
         await self._window.acquire()
 
     def check_order(self, plan: StepPlan, last_epoch: int) -> None:
-        """Raises EpochRefused unless this plan follows the last one; the first must have a new epoch.
+        """Raises EpochRefused unless this plan follows the last one. The first plan must have a new epoch.
 
-        last_epoch: the highest on this executor so far.
+        last_epoch is the highest epoch on this executor so far.
         """
         if plan.epoch < last_epoch or (self.epoch == 0 and plan.epoch == last_epoch):
             raise EpochRefused(f"epoch {plan.epoch} is old: the last one was {last_epoch}")
@@ -43,16 +43,16 @@ class PlanStream:
         self._next_step_id += 1
 
     def deliver(self, outcome: Outcome) -> None:
-        """Thread-safe."""
-        with contextlib.suppress(RuntimeError):  # the loop has ended, and with it everybody who could be told
+        """Puts an outcome on the stream. Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended, so there is no receiver left
             self._loop.call_soon_threadsafe(self._outcomes.put_nowait, outcome)
 
     def fail(self, kind: FailureKind, message: str) -> None:
-        """Ends the stream at once, with no regard to plans that are out."""
+        """Ends the stream at once, regardless of plans in flight."""
         self._outcomes.put_nowait(Failure(kind, message))
 
     async def outcome(self) -> Outcome:
-        """The next one: results in order, then one Failure or EndOfPlans."""
+        """Returns the next outcome: results in order, then one Failure or EndOfPlans."""
         outcome = await self._outcomes.get()
         if not isinstance(outcome, Failure | EndOfPlans):
             self._window.release()

@@ -1,4 +1,4 @@
-"""Two runners of one checkpoint: the one under test, and the one that says what is right."""
+"""Two runners of one checkpoint: the one under test and the reference."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 from executor.config import ExecutorConfig
 from executor.cuda.accelerator import accelerator_for
-from executor.cuda.runner import CudaRunner, StepBuffers
+from executor.cuda.buffers import StepBuffers
+from executor.cuda.runner import CudaRunner
 from executor.loading import load_model
 from executor.models.decoder import Decoder
 from kernels import AttentionShape
@@ -29,14 +30,14 @@ DEVICE = torch.device("cpu" if IS_INTERPRETED or not torch.cuda.is_available() e
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """The null block of the runner under test is poisoned, and so is what its padding rows would read."""
+    """The two runners. The null block of the one under test is poisoned, and so are the inputs of its padding rows."""
 
     reference: ModelRunner
     cuda: CudaRunner
 
 
-class Finished:
-    """The runner under test as one that finishes its steps at once."""
+class FinishingRunner:
+    """The runner under test, with steps that are finished at once."""
 
     def __init__(self, runner: CudaRunner) -> None:
         self.runner = runner

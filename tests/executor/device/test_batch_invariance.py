@@ -1,4 +1,4 @@
-"""A sequence's logits do not depend on what else is in the batch: to the last bit, on the CPU."""
+"""On the CPU, the logits of a sequence do not depend on the rest of the batch, to the last bit."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.executor.conductor import Conductor, LogitsRecorder
+from tests.support.executor.plan_driver import LogitsRecorder, PlanDriver
 
 NUM_NEIGHBOURS = 64
 NUM_TOKENS = 12
 
 
-def neighbours(source, conductor: Conductor) -> None:
-    """Of all kinds: lengths, chunks, greedy and random, cut, penalised, biased, reporting; and beams that wait."""
+def admit_neighbours(source, driver: PlanDriver) -> None:
+    """Admits sequences of all kinds: lengths, chunks, sampling parameters, penalties, reports, and beams that wait."""
     for i in range(NUM_NEIGHBOURS):
         prompt = source.prompt(1 + i % 23, seed=i)
         params = {
@@ -29,26 +29,26 @@ def neighbours(source, conductor: Conductor) -> None:
             "num_prompt_tokens": len(prompt),
             "seed": i,
         }
-        conductor.admit(prompt, 5 + i % 11, max_chunk=3 + i % 7, **params)
+        driver.admit(prompt, 5 + i % 11, max_chunk=3 + i % 7, **params)
 
 
-def logits_of(source, runner, *, has_company: bool) -> list[torch.Tensor]:
-    """Of one sequence, step by step."""
-    conductor, rows = Conductor(runner), []
+def logits_of(source, runner, *, has_neighbours: bool) -> list[torch.Tensor]:
+    """Returns the logits of one sequence, step by step."""
+    driver, rows = PlanDriver(runner), []
     runner.reset()
-    watched = conductor.admit(source.prompt(17, seed=99), NUM_TOKENS, max_chunk=5)
-    if has_company:
-        neighbours(source, conductor)
+    watched = driver.admit(source.prompt(17, seed=99), NUM_TOKENS, max_chunk=5)
+    if has_neighbours:
+        admit_neighbours(source, driver)
     recorder = LogitsRecorder(runner)
     try:
         while not watched.reason:
             num_before = len(watched.tokens)
-            conductor.step()
+            driver.step()
             if len(watched.tokens) > num_before:
-                # Slots report in order, and this one has the lowest: prompt rows of others come after the samples.
+                # Logits are in the order of slots, and this sequence has the lowest slot.
                 rows.append(recorder.last[0].clone())
-            for seat in [seat for seat in conductor.seats if seat.reason and seat is not watched]:
-                conductor.retire(seat)
+            for sequence in [sequence for sequence in driver.sequences if sequence.reason and sequence is not watched]:
+                driver.retire(sequence)
     finally:
         runner.model = recorder._model
     assert len(rows) == NUM_TOKENS
@@ -57,7 +57,7 @@ def logits_of(source, runner, *, has_company: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_logits_have_the_same_bits_alone_and_with_64_neighbours(
+def test_logits_have_the_same_bits_alone_and_beside_64_sequences(
     family: str, num_threads: int, checkpoint, make_runner
 ) -> None:
     source = checkpoint(family)
@@ -66,8 +66,8 @@ def test_logits_have_the_same_bits_alone_and_with_64_neighbours(
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        alone = logits_of(source, runner, has_company=False)
-        together = logits_of(source, runner, has_company=True)
+        alone = logits_of(source, runner, has_neighbours=False)
+        together = logits_of(source, runner, has_neighbours=True)
     finally:
         torch.set_num_threads(before)
     for step, (mine, ours) in enumerate(zip(alone, together, strict=True)):

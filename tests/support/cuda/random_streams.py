@@ -1,4 +1,4 @@
-"""Random plan streams, as a scheduler makes them that does not know the results of its last plans yet."""
+"""Random plan streams of a scheduler that does not know the results of its last plans yet."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from executor.plans.plan import Admission, EndReason, Fork, SequenceParams, StepOutput, StepPlan
-from tests.support.executor.conductor import ints, tuples
+from tests.support.executor.plan_driver import ints, tuples
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """num_tokens and num_computed_tokens as if it went on for ever; has_ended as far as is known."""
+    """A sequence as far as its end is known; the numbers of tokens count as if it never ended."""
 
     slot: int
     num_tokens: int
@@ -35,9 +35,9 @@ class Sequence:
 
 @dataclass(slots=True)
 class RandomStream:
-    """`plan` makes the next plan; `learn` takes results, in order. What happened is counted in `seen`.
+    """A stream of random plans: `plan` makes the next one, `learn` takes results in order, `seen` counts events.
 
-    extras: parameters of which each sequence gets one set on top of its own.
+    extras: sets of parameters. Each sequence gets one of them on top of its own.
     """
 
     limits: object
@@ -94,7 +94,7 @@ class RandomStream:
                 self.seen[EndReason(reason).name] += 1
 
     def _retire(self) -> list[int]:
-        """Most of those that have ended, now and then one that has not."""
+        """Retires most sequences that have ended, and now and then one that has not."""
         leaving = [one for one in self.running if self._random.random() < (0.6 if one.has_ended else 0.02)]
         for sequence in leaving:
             self.running.remove(sequence)
@@ -137,7 +137,7 @@ class RandomStream:
         return Admission(sequence.slot, ints(*prompt), sequence.num_computed_tokens, ints(*prefix), params)
 
     def _prefix(self, num_tokens: int) -> list[int]:
-        """Blocks of somebody else that are full: what is in them does not matter, as long as it is the same for all."""
+        """Returns full blocks of another sequence. Their contents do not matter, as both runners read the same."""
         for sequence in self.running:
             if self._random.random() < 0.3:
                 num_full = (min(sequence.num_computed_tokens, num_tokens - 1)) // self.limits.block_size
@@ -146,7 +146,7 @@ class RandomStream:
         return []
 
     def _extend(self, sequence: Sequence, count: int, updates: list, copies: list) -> None:
-        """Blocks for the next rows; a shared one that would be written to is copied first."""
+        """Adds blocks for the next rows. A shared block that would be written is copied first."""
         first = sequence.num_computed_tokens // self.limits.block_size
         if count and first < len(sequence.blocks) and self._refs[sequence.blocks[first]] > 1:
             self._release(sequence.blocks[first])
@@ -159,7 +159,7 @@ class RandomStream:
             updates.append((sequence.slot, len(sequence.blocks) - 1, sequence.blocks[-1]))
 
     def _compute(self) -> list[Fork]:
-        """All rows, then forks of some that sample. Who has ended by length is known without a result."""
+        """Computes all rows, then forks some that sample. Ends by length are known without a result."""
         forks, reporting = [], []
         for sequence in list(self.running):
             is_overrun, samples = sequence.has_ended, sequence.row_count and sequence.samples
