@@ -1,0 +1,48 @@
+"""Helpers that wait for a condition that no event announces, such as the state of another thread or process."""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+
+WAIT_S = 30.0
+"""Far more than any condition takes, also on a slow machine that is busy with something else."""
+
+
+async def until(
+    condition: Callable[[], object | Awaitable[object]],
+    timeout_s: float = WAIT_S,
+    *,
+    what: str = "",
+    interval_s: float = 0.001,
+) -> None:
+    """Returns when `condition()` is true; a condition that returns an awaitable is awaited.
+
+    Raises TimeoutError with a message that names `what` after `timeout_s`.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await _result_of(condition):  # noqa: ASYNC110 - no event announces the condition
+                await asyncio.sleep(interval_s)
+    except TimeoutError:
+        raise TimeoutError(_message(condition, timeout_s, what)) from None
+
+
+def wait_until(
+    condition: Callable[[], object], timeout_s: float = WAIT_S, *, what: str = "", interval_s: float = 0.001
+) -> None:
+    """Returns when `condition()` is true, for tests without an event loop. Raises TimeoutError as `until` does."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(_message(condition, timeout_s, what))
+        time.sleep(interval_s)
+
+
+async def _result_of(condition: Callable[[], object | Awaitable[object]]) -> object:
+    result = condition()
+    return await result if inspect.isawaitable(result) else result
+
+
+def _message(condition: Callable[[], object], timeout_s: float, what: str) -> str:
+    return f"not within {timeout_s:g} s: {what or condition}"
