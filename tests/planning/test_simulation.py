@@ -1,71 +1,21 @@
-"""The core on a virtual clock, compared with figures by hand, with a core in a plain loop, and with queueing theory."""
+"""The core on a virtual clock, compared with figures by hand and with a core in a plain loop."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, replace
 from math import inf
 from random import Random
 
 import pytest
 
-from planning.arrivals import Bursts, ClosedLoop, Diurnal, Poisson
-from planning.cost import CostModel
-from planning.fit import FittedCost
-from planning.lengths import SHAREGPT, FixedLengths, Lengths
-from planning.records import Records
+from planning.arrivals import Bursts, ClosedLoop, Poisson
+from planning.lengths import SHAREGPT, FixedLengths
 from planning.server import Server
-from planning.simulation import Horizon, JobSource, Simulation
-from planning.summary import Summary, summarize, timeline
-from planning.workload import Job, ListedJobs, Source, Tenant
+from planning.simulation import Horizon
+from planning.summary import timeline
+from planning.workload import Job, Tenant
 from scheduler.core import BATCHING, FCFS, MEMORY, PRIORITY, Limits, Request, Scheduler, SequenceParams, StepResult
-from scheduler.core.step_load import StepLoad
 from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
-
-COST = FittedCost(
-    overhead_s=5e-3,
-    decode_s=1e-5,
-    decode_pair_s=4e-8,
-    prefill_s=1e-4,
-    prefill_token_s=2e-5,
-    prefill_pair_s=1e-10,
-)
-SERVER = Server(Limits(64, 2048, 4096), num_blocks=4000)
-SMALL = Lengths("short", 40.0, 30.0, 0.7, 200)
-
-
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """A cost model in which every step takes the same time."""
-
-    duration_s: float
-
-    def step_s(self, load: StepLoad) -> float:
-        return self.duration_s
-
-
-def run(
-    jobs: Sequence[Job],
-    cost: CostModel = COST,
-    server: Server = SERVER,
-    clients: ClosedLoop | None = None,
-    **options: bool,
-) -> Records:
-    source: JobSource = ListedJobs(jobs, clients)
-    return Simulation(server, [source], cost, Horizon(num_requests=len(jobs)), **options).run()
-
-
-def draw(
-    tenants: Sequence[Tenant], horizon: Horizon, server: Server = SERVER, seed: int = 3, **options: bool
-) -> Records:
-    max_model_len = server.limits.max_model_len
-    sources = [Source(i, tenant, max_model_len, seed) for i, tenant in enumerate(tenants)]
-    shares = any(tenant.num_system_tokens for tenant in tenants)
-    return Simulation(server, sources, COST, horizon, has_shared_prefixes=shares, **options).run()
-
-
-def summary(records: Records, server: Server = SERVER, names: Sequence[str] = ("requests",)) -> Summary:
-    return summarize(records, names, server.num_blocks - 1, wall_s=1.0)
-
+from tests.support.planning.simulations import SERVER, SMALL, Steady, draw, run, summary
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
@@ -310,68 +260,3 @@ def test_baseline_modes_give_the_same_output_and_are_slower() -> None:
     assert static.output_tokens_per_s < 0.8 * continuous.output_tokens_per_s
     assert contiguous.max_batch == 199 // (512 // 16) == 6
     assert contiguous.waste_ratio > 0.5 > 0.2 > continuous.waste_ratio
-
-
-# --- queueing theory --------------------------------------------------------------------------------------------------
-
-
-def test_littles_law_holds() -> None:
-    """The mean number in the queue and in service equals the rate times the mean time there, over a long Poisson run.
-
-    The times are those of single requests; the numbers are integrals over the clock, which are recorded separately.
-    """
-    server = Server(Limits(6, 512, 2048, max_in_flight=1), num_blocks=1000)
-    records = draw([Tenant("requests", Poisson(30.0), SMALL)], Horizon(num_requests=2000), server)
-    result = summary(records, server)
-    requests = records.requests
-    queue_s = sum(p - a for p, a in zip(requests.planned_s, requests.arrival_s, strict=True)) / records.num_ended
-    run_s = sum(e - p for e, p in zip(requests.end_s, requests.planned_s, strict=True)) / records.num_ended
-    assert result.mean_waiting > 1
-    assert result.mean_waiting == pytest.approx(result.requests_per_s * queue_s, rel=0.02)
-    # with one plan at a time a planned step begins at once, and from then on a sequence is in every step
-    assert result.mean_batch * result.busy_ratio == pytest.approx(result.requests_per_s * run_s, rel=0.02)
-
-
-def test_a_server_with_one_slot_is_an_m_d_1_queue() -> None:
-    """With one slot, one plan at a time and requests of one length, the server is an M/D/1 queue.
-
-    For Poisson arrivals and a constant service time S, the mean wait is rho S / 2 (1 - rho) (Pollaczek and Khinchine).
-    """
-    server = Server(Limits(1, 64, 64, max_in_flight=1), num_blocks=20)
-    service_s, load = 10 * 0.01, 0.7
-    tenant = Tenant("requests", Poisson(load / service_s), FixedLengths(5, 10))
-    source = Source(0, tenant, 64, seed=2)
-    records = Simulation(server, [source], Steady(0.01), Horizon(num_requests=8_000)).run()
-    requests = records.requests
-    wait_s = sum(p - a for p, a in zip(requests.planned_s, requests.arrival_s, strict=True)) / records.num_ended
-    assert wait_s == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.1)
-    assert summary(records, server).busy_ratio == pytest.approx(load, rel=0.03)
-
-
-# --- arrivals ---------------------------------------------------------------------------------------------------------
-
-
-def gaps(arrivals: Poisson | Bursts | Diurnal, number: int) -> list[float]:
-    times = arrivals.times_s(Random(9))
-    found = [next(times) for _ in range(number + 1)]
-    return [later - earlier for earlier, later in pairwise(found)]
-
-
-@pytest.mark.parametrize(
-    ("arrivals", "variation"), [(Poisson(5.0), 1.0), (Bursts(5.0, 4.0), 4.0), (Bursts(5.0, 0.1), 0.1)]
-)
-def test_gaps_have_the_specified_mean_and_variation(arrivals: Poisson | Bursts, variation: float) -> None:
-    found = gaps(arrivals, 40_000)
-    mean = sum(found) / len(found)
-    assert mean == pytest.approx(0.2, rel=0.03)
-    assert sum((gap - mean) ** 2 for gap in found) / len(found) / mean**2 == pytest.approx(variation, rel=0.08)
-
-
-def test_the_daily_rate_is_lowest_at_midnight_and_highest_at_noon() -> None:
-    times = Diurnal(0.5, 0.8).times_s(Random(1))
-    by_hour = [0] * 24
-    while (now_s := next(times)) < 86_400:
-        by_hour[int(now_s // 3600)] += 1
-    assert sum(by_hour) == pytest.approx(0.5 * 86_400, rel=0.03)
-    assert by_hour[12] == pytest.approx(0.5 * 1.8 * 3600, rel=0.1)
-    assert by_hour[0] == pytest.approx(0.5 * 0.2 * 3600, rel=0.2)
