@@ -1,9 +1,9 @@
-"""`make compose-check`: builds the images, brings compose.yaml up for real, breaks it and takes it down.
+"""Implements `make compose-check`: builds the images, starts compose.yaml, disturbs the services and stops them.
 
-Needs a container engine whose command line knows compose, and BASE_IMAGE where the default cannot be pulled. Grafana
-stays out: its image cannot be built here, and the tests check what it is provisioned with.
+Requires a container engine with compose, and BASE_IMAGE if the default image cannot be pulled. Grafana is not started:
+its image cannot be built here, and the tests check its provisioning files.
 
-Exit codes: 0 all is well · 1 something is not · 77 not run: there is no engine, or no base image.
+Exit codes: 0 all checks passed · 1 a check failed · 77 not run, because there is no engine or no base image.
 """
 
 import json
@@ -30,16 +30,16 @@ NUM_TOKENS = 1500
 SERVICES = ("executor", "scheduler", "prometheus")
 PORTS = ("GRPC_PORT", "HTTP_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
 NUM_STREAMED = 4
-"""Completions: one undisturbed, and one for each way to lose an executor."""
+"""Number of completions: one undisturbed, and one for each way to lose an executor."""
 _SIGNAL_ALL = "import os; print('armed', flush=True); input(); os.kill(-1, {number})"
 
 
 class CheckFailed(Exception):
-    """What was promised is not so."""
+    """A check failed; the message says which."""
 
 
 def main() -> int:
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # and so through `finally`
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that `finally` runs
     settings = {name: with_port("127.0.0.1:0").rpartition(":")[2] for name in PORTS} | {"BIND": "127.0.0.1"}
     try:
         compose = Compose.find(f"quire-check-{os.getpid()}", settings)
@@ -55,7 +55,7 @@ def main() -> int:
         return 1
     finally:
         compose.run("down", "--volumes", "--timeout", "20")
-    print("compose-check: all is well")
+    print("compose-check: passed")
     return 0
 
 
@@ -72,13 +72,13 @@ def _check(compose: Compose, settings: dict[str, str], base_image: str) -> None:
         expected = _streamed(client)
         _say(f"a completion of {NUM_SAMPLES} samples of {NUM_TOKENS} tokens through the published port")
         http = f"127.0.0.1:{settings['HTTP_PORT']}"
-        killed = _streamed(client, _killed_and_started(compose, http))
-        _expect(killed == expected, "the stream that lost its executor to `kill` has other tokens")
-        _say("compose kill executor in mid-stream, then start: the stream ends complete, with the same tokens")
+        killed = _streamed(client, _kill_and_start(compose, http))
+        _expect(killed == expected, "the stream whose executor was killed with `compose kill` has other tokens")
+        _say("compose kill executor during a stream, then start: the stream is complete, with the same tokens")
         for number, what in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "stopped, so that it hangs,")):
-            disturbed = _streamed(client, _signalled(containers["executor"], number, http))
+            disturbed = _streamed(client, _send_signal(containers["executor"], number, http))
             _expect(disturbed == expected, f"the stream whose executor was {what} has other tokens")
-            _say(f"the executor's process {what} in mid-stream: restarted by itself, the stream ends complete")
+            _say(f"the executor's process {what} during a stream: restarted automatically, the stream is complete")
             _until_healthy("executor", containers["executor"])
     _check_prometheus(f"http://127.0.0.1:{settings['PROMETHEUS_PORT']}")
     compose.run("stop")
@@ -113,7 +113,7 @@ def _check_images(containers: dict[str, Container], base_image: str) -> None:
         "exec", containers["scheduler"].id, "python", "-c",
         "import importlib.util as u; print(u.find_spec('torch') is not None)",
     )  # fmt: skip
-    _expect(has_torch == "False", "the scheduler's image holds torch")
+    _expect(has_torch == "False", "the scheduler's image contains torch")
 
 
 def _size_mb(image: str) -> float:
@@ -121,7 +121,7 @@ def _size_mb(image: str) -> float:
 
 
 def _streamed(client: quire.Client, disturb: Callable[[], object] | None = None) -> dict[int, list[int]]:
-    """Token ids of a completion by sample, so many that it takes seconds; `disturb` is called once it is under way."""
+    """Returns the token ids of each sample of a completion that takes seconds; calls `disturb` during the stream."""
     token_ids: dict[int, list[int]] = {index: [] for index in range(NUM_SAMPLES)}
     num_ended = 0
     for event in client.generate(PROMPT, n=NUM_SAMPLES, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True):
@@ -137,8 +137,11 @@ def _streamed(client: quire.Client, disturb: Callable[[], object] | None = None)
     return token_ids
 
 
-def _killed_and_started(compose: Compose, http: str) -> Callable[[], None]:
-    """An engine never restarts by itself what a person has killed."""
+def _kill_and_start(compose: Compose, http: str) -> Callable[[], None]:
+    """Returns a function that kills the executor and starts it again.
+
+    An engine does not restart a container that a user has killed.
+    """
 
     def disturb() -> None:
         compose.run("kill", "executor")
@@ -149,11 +152,12 @@ def _killed_and_started(compose: Compose, http: str) -> Callable[[], None]:
     return disturb
 
 
-def _signalled(executor: Container, number: signal.Signals, http: str) -> Callable[[], None]:
-    """Everything in the container but its init dies, which then ends too, and the restart policy does the rest; or it
-    stands still, which the health check puts an end to.
+def _send_signal(executor: Container, number: signal.Signals, http: str) -> Callable[[], None]:
+    """Returns a function that sends a signal to all processes of the container, except its init.
 
-    Who is to signal it waits inside for its word: starting a process there takes longer than a stream.
+    SIGKILL ends them and then the container, which the restart policy starts again. SIGSTOP makes them hang until the
+    health check kills them. The process that sends the signal is started here, because starting it in the container
+    takes longer than a stream.
     """
     signaller = subprocess.Popen(
         ["docker", "exec", "--interactive", executor.id, "python", "-c", _SIGNAL_ALL.format(number=int(number))],
@@ -163,7 +167,7 @@ def _signalled(executor: Container, number: signal.Signals, http: str) -> Callab
         text=True,
     )
     if signaller.stdout is None or signaller.stdout.readline() != "armed\n":
-        raise EngineError("nothing can be run in the executor's container")
+        raise EngineError("cannot run a process in the executor's container")
 
     def disturb() -> None:
         num_restarts = executor.num_restarts
@@ -175,7 +179,10 @@ def _signalled(executor: Container, number: signal.Signals, http: str) -> Callab
 
 
 def _expect_open_stream(http: str) -> None:
-    """Or what has just happened did not happen in mid-stream. A request that waits may count once a sample."""
+    """Fails unless a request is open, as the disturbance must happen during a stream.
+
+    A request that waits may count once per sample.
+    """
     lines = fetched(http).splitlines()
     num_open = sum(
         float(line.rsplit(" ", 1)[1])
@@ -194,7 +201,7 @@ def _check_prometheus(url: str) -> None:
     num_tokens = NUM_STREAMED * NUM_SAMPLES * NUM_TOKENS
     _until(lambda: value("sum(up)") == 2, "Prometheus scrapes both services")
     _until(lambda: value("sum(quire_generation_tokens_total)") == num_tokens, "Prometheus has counted every token")
-    _say(f"Prometheus scrapes both services, and has counted {num_tokens} tokens: none twice")
+    _say(f"Prometheus scrapes both services, and has counted {num_tokens} tokens, each once")
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:

@@ -1,4 +1,4 @@
-"""A container engine's command line: what of it `make compose-check` uses."""
+"""The commands of a container engine that `make compose-check` uses."""
 
 import json
 import os
@@ -14,11 +14,11 @@ FILES = ("compose.yaml", "deploy/compose-check.yaml")
 
 
 class EngineError(Exception):
-    """A command of the engine failed; or, in `Compose.find`, there is none that answers."""
+    """A command of the engine failed, or no engine answers."""
 
 
 class Compose:
-    """One project of `docker compose`, on ports of its own."""
+    """A project of `docker compose` with its own ports."""
 
     def __init__(self, command: tuple[str, ...], project: str, settings: Mapping[str, str]) -> None:
         files = [word for name in FILES for word in ("--file", name)]
@@ -27,9 +27,9 @@ class Compose:
 
     @classmethod
     def find(cls, project: str, settings: Mapping[str, str]) -> "Compose":
-        """Raises EngineError where no engine answers, or its command line knows no compose."""
+        """Finds the engine's compose command. Raises EngineError if no engine answers or it has no compose."""
         if shutil.which("docker") is None:
-            raise EngineError("there is no docker command here")
+            raise EngineError("there is no docker command")
         docker("version", "--format", "{{.Server.Version}}")
         for command in (("docker", "compose"), ("docker-compose",)):
             if shutil.which(command[0]) and subprocess.run([*command, "version"], capture_output=True).returncode == 0:
@@ -37,14 +37,14 @@ class Compose:
         raise EngineError("the engine answers, but there is no docker compose")
 
     def run(self, *words: str) -> None:
-        """Shows what it prints. Raises EngineError."""
+        """Runs a compose command and shows its output. Raises EngineError."""
         print("+ compose", *words, flush=True)
         done = subprocess.run([*self._command, *words], cwd=ROOT, env=self._environment, stdout=sys.stderr, check=False)
         if done.returncode != 0:
             raise EngineError(f"compose {' '.join(words)}: exit code {done.returncode}")
 
     def container(self, service: str) -> "Container":
-        """That of a service, running or not. Raises EngineError where there is none."""
+        """Returns the container of a service, running or not. Raises EngineError if there is none."""
         words = [*self._command, "ps", "--quiet", service]
         done = subprocess.run(words, cwd=ROOT, env=self._environment, text=True, capture_output=True, check=False)
         if not done.stdout.strip():
@@ -53,19 +53,19 @@ class Compose:
 
 
 class Container:
-    """A container, by its id."""
+    """A container, identified by its id."""
 
     def __init__(self, container_id: str) -> None:
         self.id = container_id
 
     def details(self) -> dict[str, Any]:
-        """What `docker inspect` knows."""
+        """Returns the output of `docker inspect`."""
         (found,) = json.loads(docker("inspect", self.id))
         return dict(found)
 
     @property
     def health(self) -> str:
-        """ "starting", "healthy", "unhealthy"; "none" where nothing checks it."""
+        """The health status: "starting", "healthy", "unhealthy", or "none" without a health check."""
         return str(self.details()["State"].get("Health", {}).get("Status", "none"))
 
     @property
@@ -74,7 +74,7 @@ class Container:
 
     @property
     def num_restarts(self) -> int:
-        """Those that the restart policy asked for."""
+        """The number of restarts by the restart policy."""
         return int(self.details()["RestartCount"])
 
     @property
@@ -83,7 +83,7 @@ class Container:
 
 
 def found_base_image() -> str:
-    """The image that both services are built on, pulled if need be. Raises EngineError."""
+    """Returns the image that both services are built on; pulls it if necessary. Raises EngineError."""
     lines = (ROOT / ".env").read_text(encoding="utf-8").splitlines()
     defaults = dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
     image = os.environ.get("BASE_IMAGE", defaults["BASE_IMAGE"])
@@ -95,7 +95,7 @@ def found_base_image() -> str:
 
 
 def docker(*words: str) -> str:
-    """What it prints. Raises EngineError."""
+    """Runs a docker command and returns its output. Raises EngineError."""
     done = subprocess.run(["docker", *words], text=True, capture_output=True, check=False)
     if done.returncode != 0:
         raise EngineError(f"docker {' '.join(words)}: {done.stderr.strip().splitlines()[-1:] or done.returncode}")

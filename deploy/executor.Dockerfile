@@ -1,22 +1,22 @@
-# The executor. The target `cpu` computes on the CPU, with its kernels compiled; the target `gpu` on an NVIDIA device.
+# The executor. The target `cpu` runs on the CPU and contains compiled kernels; the target `gpu` is for NVIDIA devices.
 # BASE_IMAGE needs Python 3.11 or newer with venv and pip.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
-# Apart, so that only what it prints decides whether packages are installed again.
+# A separate stage, so that packages are installed again only if the printed requirements change.
 FROM ${BASE_IMAGE} AS requirements
 WORKDIR /src
 COPY pyproject.toml deploy/requirements.py ./
 RUN python3 requirements.py executor >requirements.txt
 
 FROM ${BASE_IMAGE} AS build
-# Where packages come from, if not where pip looks by itself: an index of CPU builds of torch spares some gigabytes.
+# Package indexes, if not pip's defaults. An index of CPU builds of torch saves some gigabytes.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
 RUN python3 -m venv /opt/quire
 COPY constraints.txt ./
 COPY --from=requirements /src/requirements.txt ./
-# Dependencies first: they change less often than the code.
+# Dependencies come first because they change less often than the code.
 RUN /opt/quire/bin/pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protos protos
@@ -47,7 +47,7 @@ RUN python /tmp/warm_kernels.py
 FROM runtime AS cpu
 COPY --from=kernels --chown=10001:10001 /cache/kernels /cache/kernels
 
-# Triton compiles its launchers with a C compiler, for the device it finds when it starts.
+# Triton needs a C compiler at run time: it compiles its launchers for the device it finds.
 FROM runtime AS gpu
 USER 0
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*

@@ -1,13 +1,14 @@
-"""Asks a service how it is: exit code 0 where it serves. For the health checks of containers.
+"""Checks the health of a service in a container: the exit code is 0 if it serves.
 
 python health_check.py HOST:PORT [--alive URL] [--kill-after N]
 
-HOST:PORT is that of its gRPC server: grpc.health.v1 follows progress, and what hangs does not serve. An engine restarts
-a container that ends, and never one that is merely unhealthy. So after N failed checks in a row this one ends a service
-that has served before: what the container's init has started is killed, and the container ends with it.
+HOST:PORT is the address of its gRPC server. grpc.health.v1 follows the progress of the service, so a service that hangs
+does not serve. A container engine restarts a container that ends, but not one that is merely unhealthy. So after N
+failed checks in a row this check kills a service that has served before: it kills the processes that the container's
+init has started, which ends the container.
 
-With --alive only a failure to answer there (with 200) counts towards N: a scheduler does not serve while its executor
-is away, and must not be killed for that.
+With --alive, a check fails only if that URL does not answer with status 200 either: a scheduler does not serve while
+its executor is away, and must not be killed for that.
 """
 
 import argparse
@@ -21,11 +22,12 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 TIMEOUT_S = 3.0
-STATE = Path("/tmp/quire-health")  # a file system of this container's life alone
-"""The number of failed checks in a row. Not there: it has never served."""
+STATE = Path("/tmp/quire-health")  # /tmp is emptied when the container restarts
+"""File with the number of failed checks in a row. It does not exist until the service has served."""
 
 
 def is_serving(address: str) -> bool:
+    """Returns true if the service at this gRPC address reports that it serves."""
     with grpc.insecure_channel(address) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
@@ -35,6 +37,7 @@ def is_serving(address: str) -> bool:
 
 
 def is_alive(url: str) -> bool:
+    """Returns true if the URL answers with status 200."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
             return bool(response.status == 200)
@@ -43,7 +46,7 @@ def is_alive(url: str) -> bool:
 
 
 def num_failures(is_well: bool) -> int:
-    """In a row, this check included."""
+    """Records the result of this check; returns the number of failed checks in a row, including this one."""
     if is_well or STATE.exists():
         STATE.write_text(str(0 if is_well else int(STATE.read_text()) + 1))
         return int(STATE.read_text())
@@ -51,11 +54,11 @@ def num_failures(is_well: bool) -> int:
 
 
 def kill_service() -> None:
-    """All that the container's first process has started, which then ends too."""
+    """Kills all processes that the container's init has started; init then ends as well."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             parent = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended meanwhile
+        except OSError:  # the process has ended
             continue
         if parent == 1:
             os.kill(int(stat.parent.name), signal.SIGKILL)
@@ -71,7 +74,7 @@ def main() -> int:
     if arguments.kill_after:
         is_well = serves or (arguments.alive is not None and is_alive(arguments.alive))
         if num_failures(is_well) >= arguments.kill_after:
-            print("it has served, and does not even answer now: killed", file=sys.stderr)
+            print("the service has served before and does not answer any more: killed", file=sys.stderr)
             kill_service()
     return 0 if serves else 1
 

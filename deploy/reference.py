@@ -1,6 +1,6 @@
-"""The tables of docs/operations.md: flags from the configurations, metrics from what both services answer.
+"""Writes the tables of docs/operations.md: flags from the configurations, metrics from both running services.
 
-`make dashboards`, or python -m deploy.reference, writes them; it starts both services on free ports for a moment.
+Run `make dashboards` or `python -m deploy.reference`, which starts both services on free ports for a moment.
 """
 
 import asyncio
@@ -27,21 +27,25 @@ _TABLE = re.compile(r"(<!-- table: (?P<name>[a-z ]+) -->\n).*?(<!-- end of table
 
 
 def with_tables(page: str, tables: Mapping[str, str]) -> str:
-    """The page, each of its tables as `tables` has it. Raises KeyError for a table of another name."""
+    """Returns the page with each table replaced by the one in `tables`. Raises KeyError for an unknown table."""
     return _TABLE.sub(lambda match: f"{match[1]}\n{tables[match['name']]}\n{match[3]}", page)
 
 
 def flag_tables() -> dict[str, str]:
+    """Returns the tables of the flags of both services."""
     return {"scheduler flags": _flag_table(SchedulerConfig), "executor flags": _flag_table(ExecutorConfig)}
 
 
 def metric_tables(scheduler_page: str, executor_page: str) -> dict[str, str]:
-    """From pages that Prometheus would scrape, of services that have had a request and have refused one."""
+    """Returns the tables of metrics, from the pages that Prometheus scrapes.
+
+    The services must have served one request and refused another, so that all metrics have series.
+    """
     return {"scheduler metrics": _metric_table(scheduler_page), "executor metrics": _metric_table(executor_page)}
 
 
 def metric_names(page: str) -> set[str]:
-    """Every name that a query can use: of a histogram, those of its three kinds of samples."""
+    """Returns every name that a query can use; a histogram has three."""
     return {name for family in _families(page) for name in family.series}
 
 
@@ -58,7 +62,7 @@ def _default(field: Field[Any]) -> str:
 
 
 class _Family:
-    """A metric: what its page says of it, and the names of its series."""
+    """A metric with its description on the page and the names of its series."""
 
     def __init__(self, name: str, kind: str, text: str, labels: set[str]) -> None:
         self.name, self.kind, self.text, self.labels = name, kind, text, labels
@@ -71,7 +75,7 @@ class _Family:
 
 
 def _families(page: str) -> list[_Family]:
-    """Those of Quire. When a series began, which the client library adds, is none."""
+    """Returns Quire's metrics, without the `_created` series that the client library adds."""
     return [
         _Family(
             f"{family.name}_total" if family.type == "counter" else family.name,
@@ -98,7 +102,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 
 async def _pages() -> tuple[str, str]:
-    """What both services of this checkout answer to Prometheus."""
+    """Starts both services of this checkout and returns the pages that Prometheus scrapes."""
     pair = service_pair(on_free_ports({"model": embedded_model(), "num_blocks": 64}))
     async with Supervisor(pair.children(), log=lambda name, line: None) as supervisor:
         async with quire.AsyncClient(pair.scheduler.listen) as client:
@@ -117,12 +121,13 @@ async def _pages() -> tuple[str, str]:
 
 
 def fetched(address: str) -> str:
-    """The metrics at an address, in the text format."""
+    """Returns the metrics of a service in the text format."""
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as response:
         return str(response.read().decode())
 
 
 def write() -> None:
+    """Writes the tables into docs/operations.md."""
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(with_tables(page, flag_tables() | metric_tables(*asyncio.run(_pages()))), encoding="utf-8")
 

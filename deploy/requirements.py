@@ -1,4 +1,4 @@
-"""Prints what the project depends on, with the extras named on the command line: one requirement a line."""
+"""Prints the project's requirements, one per line, including those of the extras named on the command line."""
 
 import sys
 import tomllib

@@ -1,22 +1,23 @@
-# The scheduler: what `pip install quire` brings, and no torch.
+# The scheduler: the packages that `pip install quire` installs, without torch.
 # BASE_IMAGE needs Python 3.11 or newer with venv and pip.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
-# Apart, so that only what it prints decides whether packages are installed again.
+# A separate stage, so that packages are installed again only if the printed requirements change.
 FROM ${BASE_IMAGE} AS requirements
 WORKDIR /src
 COPY pyproject.toml deploy/requirements.py ./
 RUN python3 requirements.py otel >requirements.txt
 
 FROM ${BASE_IMAGE} AS build
-# Where packages come from, if not where pip looks by itself.
+# Package indexes, if not pip's defaults.
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
 RUN python3 -m venv /opt/quire
 COPY constraints.txt ./
 COPY --from=requirements /src/requirements.txt ./
-# Dependencies first: they change less often than the code. The hub client fetches the tokenizer of a hub id.
+# Dependencies come first because they change less often than the code. The hub client downloads the tokenizer of a hub
+# id.
 RUN echo huggingface-hub >>requirements.txt \
  && /opt/quire/bin/pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 COPY pyproject.toml hatch_build.py README.md LICENSE ./

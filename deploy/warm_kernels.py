@@ -1,7 +1,7 @@
-"""Compiles the CPU kernels into the cache, for the shapes of most models, when an image is built.
+"""Compiles the CPU kernels for the shapes of most models into the cache when an image is built.
 
-numba files what it compiles by CPU: on another kind of CPU the executor compiles once more, into the volume that
-compose.yaml puts over this cache.
+numba's cache depends on the CPU. On another kind of CPU the executor compiles once more, into the volume that
+compose.yaml mounts over this cache.
 """
 
 import importlib

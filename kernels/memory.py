@@ -1,4 +1,4 @@
-"""Memory for what is large and stays: KV pools, packed weights, activations."""
+"""Memory for large, long-lived tensors: KV pools, packed weights, activations."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros whose pages are taken from the system when they are first written.
+    """Returns a tensor of zeros; the system provides its pages when they are first written.
 
-    Where the system has them, its pages are huge ones (2 MiB): a step over scattered KV blocks and all weights touches
-    thousands of small pages, and would spend a good part of its time on looking them up. Raises MemoryError.
+    The tensor uses huge pages (2 MiB) if the system has them: a step over scattered KV blocks and all weights touches
+    thousands of small pages, and would spend much of its time on looking up their addresses. Raises MemoryError.
     """
     num_numbers = math.prod(shape)
     if num_numbers == 0:
@@ -32,18 +32,18 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     except OSError as error:
         raise MemoryError(f"{num_bytes} bytes: {error.strerror or error}") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a system without huge pages: small ones do
+        with contextlib.suppress(OSError):  # a system without huge pages uses small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=num_numbers).view(shape)
 
 
 def populate(tensor: torch.Tensor) -> Iterator[None]:
-    """Takes the pages of a tensor of `zeros` from the system ahead of their first use, one huge page a turn.
+    """Requests the pages of a tensor of `zeros` before their first use, one huge page per step of the iterator.
 
-    A first write waits until the system has found and cleared a page, which takes half a millisecond, and several where
-    a virtual machine has to ask its host. tensor[rows, ...] is walked through in all rows at once, beginnings first: of
-    a pool of KV blocks, a row a layer, the first blocks are used first. What the tensor holds is not touched; where the
-    system cannot do this, there are no turns.
+    The first write to a page waits until the system has found and cleared it. That takes half a millisecond, and
+    several milliseconds in a virtual machine that has to ask its host. tensor[rows, ...] is populated from the start of
+    all rows at once: a KV pool has a row per layer, and its first blocks are used first. The values of the tensor do
+    not change. If the system does not support this, the iterator is empty.
     """
     try:
         madvise = ctypes.CDLL(None, use_errno=True).madvise

@@ -1,7 +1,7 @@
-"""Every operation in plain torch: the specification the other homes are tested against.
+"""Every operation in plain torch: the specification that the other implementations are tested against.
 
-Signatures, shapes and layouts are those of `kernels.Kernels`. Written to be read; float32 inside.
-Runs on any device. Attention gathers the KV of one sequence after the other, so it costs a copy of it.
+Signatures, shapes and layouts are those of `kernels.Kernels`. The code is written for reading, computes in float32 and
+runs on any device. Attention gathers the KV of each sequence in turn, which copies it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DenseLinear:
-    """A weight[out_size, in_size] as it came, multiplied by torch."""
+    """A linear layer that multiplies the unpacked weight[out_size, in_size] with torch."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -120,11 +120,11 @@ def silu_multiply(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
-    """Nothing here is compiled."""
+    """Does nothing: the reference has nothing to compile."""
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x[T, heads, D] rotated by cos[T, 1, D/2], sin[T, 1, D/2], in the dtype of x."""
+    """Returns x[T, heads, D] rotated by cos[T, 1, D/2] and sin[T, 1, D/2], in the dtype of x."""
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
 
@@ -137,7 +137,7 @@ def _attend(
     scale: float,
     window: int,
 ) -> torch.Tensor:
-    """Causal attention of query[N, Hq, D], at positions [context_len - N, context_len), of one sequence."""
+    """Returns causal attention of query[N, Hq, D], at positions [context_len - N, context_len) of one sequence."""
     num_queries, num_heads, head_dim = query.shape
     _, _, num_kv_heads, block_size, _ = kv.shape
     num_blocks = -(-context_len // block_size)

@@ -1,5 +1,5 @@
-"""What a deployment would hold and how fast it would be.
+"""Estimates how many sequences a deployment holds and how fast it is.
 
-`quire plan` is figures on paper, `quire simulate` the shipped scheduler core on a virtual clock. Imports the core and
-nothing else of ours; needs no device, no torch and no server.
+`quire plan` computes figures from sizes and data sheets; `quire simulate` runs the shipped scheduler core on a virtual
+clock. The package imports only the scheduler's core and its timing of plans; it needs no device, torch or server.
 """

@@ -1,7 +1,7 @@
-"""When requests come. Open loops do not wait for answers, a closed loop does nothing else.
+"""Arrival times of requests: open loops that do not wait for answers, and a closed loop that does.
 
-An open loop is a stream of ascending times without end (`times_s`); nothing about it depends on the server. All times
-are virtual, in seconds.
+An open loop is an endless stream of ascending times (`times_s`), which do not depend on the server. All times are
+virtual, in seconds.
 """
 
 import math
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Poisson:
-    """Independent users: exponential gaps."""
+    """Arrivals of independent users: the gaps are exponentially distributed."""
 
-    rate: float  # requests a second
+    rate: float  # requests per second
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
         now_s = 0.0
@@ -25,8 +25,11 @@ class Poisson:
 
 @dataclass(frozen=True, slots=True)
 class Bursts:
-    """Gamma-distributed gaps. `burstiness` is the squared coefficient of variation: 1 is Poisson, 4 has many short gaps
-    and a few long ones, towards 0 is a metronome."""
+    """Arrivals with gamma-distributed gaps.
+
+    burstiness  squared coefficient of variation of the gaps: 1 is Poisson, 4 has many short gaps and a few long ones;
+                values near 0 give almost equal gaps
+    """
 
     rate: float
     burstiness: float
@@ -40,9 +43,9 @@ class Bursts:
 
 @dataclass(frozen=True, slots=True)
 class Diurnal:
-    """A day: a Poisson process whose rate is a sine of 24 hours around the mean, lowest at midnight, highest at noon.
+    """A Poisson process whose rate follows a daily sine around the mean, lowest at midnight and highest at noon.
 
-    swing  0: no difference; 1: nobody comes at the lowest hour, twice the mean at the highest
+    swing  0: constant rate; 1: the rate is 0 at midnight and twice the mean at noon
     """
 
     rate: float
@@ -53,7 +56,10 @@ class Diurnal:
         return self.rate * (1.0 - self.swing * math.cos(2.0 * math.pi * now_s / self.period_s))
 
     def times_s(self, rng: random.Random) -> Iterator[float]:
-        """By thinning (Lewis and Shedler 1979): candidates at the highest rate, kept in proportion to the present."""
+        """Draws times by thinning (Lewis and Shedler 1979).
+
+        Candidates come at the highest rate and are kept with the ratio of the current rate to the highest.
+        """
         now_s, highest = 0.0, self.rate * (1.0 + self.swing)
         while True:
             now_s += rng.expovariate(highest)
@@ -63,9 +69,9 @@ class Diurnal:
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """So many clients, each with one request out at any time.
+    """A fixed number of clients, each with one open request at any time.
 
-    turnaround_s  from the last token of one request to the arrival of the next
+    turnaround_s  time from the last token of one request to the arrival of the next
     """
 
     num_clients: int

@@ -1,4 +1,4 @@
-"""How many sequences a pool holds, reserved in one run each or paged, and what a step costs then at least."""
+"""The number of sequences that fit a pool with contiguous and with paged memory, and lower bounds of step times."""
 
 import random
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ _PROMPTS = (512, 2048, 8192)
 
 @dataclass(frozen=True, slots=True)
 class CapacityRow:
-    """Sequences that the pool holds at once.
+    """The number of sequences of one length that the pool holds at once.
 
-    num_tokens      of each, as it stands: full length, or what a sequence has on average while it runs
-    num_contiguous  each with max_model_len reserved in one run
-    num_paged       each with the blocks that it fills
-    decode_floor_s  of a step that decodes all the paged ones: weights and KV, read once
+    num_tokens      tokens of each sequence: a fixed length, or the mean number over the steps that a sequence runs
+    num_contiguous  sequences that fit if each reserves max_model_len contiguous tokens
+    num_paged       sequences that fit if each holds only the blocks it fills
+    decode_floor_s  lower bound of a step that decodes num_paged sequences: reading weights and KV once
     """
 
     name: str
@@ -32,8 +32,10 @@ class CapacityRow:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """decode_floor_s    of one sequence with an empty context: reading the weights
-    prefill_floors_s  seconds to compute a prompt of so many tokens alone
+    """The capacity of a deployment, and lower bounds of its step times.
+
+    decode_floor_s    decode step of one sequence with an empty context: reading the weights
+    prefill_floors_s  (number of tokens, seconds to compute a prompt of that length alone)
     """
 
     rows: tuple[CapacityRow, ...]
@@ -42,6 +44,7 @@ class Capacity:
 
 
 def find_capacity(deployment: Deployment, efficiencies: Efficiencies | None = None) -> Capacity:
+    """Returns the capacity for some fixed lengths and for two mixes of lengths."""
     reached = efficiencies or Efficiencies()
     bandwidth = deployment.device.bandwidth * reached.bandwidth
     num_usable = deployment.num_usable_blocks
@@ -66,9 +69,10 @@ def find_capacity(deployment: Deployment, efficiencies: Efficiencies | None = No
 
 
 def mean_held(lengths: Lengths, max_model_len: int, block_size: int) -> tuple[float, float]:
-    """Tokens, and blocks, that a sequence holds on average over the steps that it runs.
+    """Returns the mean numbers of tokens and of blocks that a sequence holds, over the steps that it runs.
 
-    A request with prompt p and output o holds p + i tokens in its i-th decode: long requests count as long as they run.
+    A request with prompt p and output o holds p + i tokens in its i-th decode, so requests count in proportion to their
+    number of steps.
     """
     rng = random.Random(_SEED)
     num_steps = num_tokens = num_blocks = 0
@@ -81,13 +85,13 @@ def mean_held(lengths: Lengths, max_model_len: int, block_size: int) -> tuple[fl
 
 
 def _blocks_up_to(num_tokens: int, block_size: int) -> int:
-    """Sum of the blocks for 1, 2, … num_tokens tokens."""
+    """Returns the sum of the numbers of blocks that 1, 2, …, num_tokens tokens need."""
     full, rest = divmod(num_tokens, block_size)
     return block_size * full * (full + 1) // 2 + rest * (full + 1)
 
 
 def prefill_floor_s(deployment: Deployment, num_tokens: int, reached: Efficiencies) -> float:
-    """Of one prompt, alone: matrix products and attention at the rates that kernels reach, no overhead."""
+    """Returns the time for one prompt alone: matrix products and attention at the rates of the kernels, no overhead."""
     model, parallel = deployment.model, deployment.tensor_parallel
     flops = deployment.device.flops(deployment.dtype_bytes)
     products = 2 * (num_tokens * model.num_layer_matrix_parameters(parallel) + model.num_head_parameters(parallel))

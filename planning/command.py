@@ -1,4 +1,4 @@
-"""`quire plan` and `quire simulate` as functions: they compute, show, and raise PlanningError."""
+"""`quire plan` and `quire simulate` as functions that compute and print."""
 
 import json
 from dataclasses import asdict
@@ -18,7 +18,7 @@ from planning.summary import timeline
 
 
 def run_plan(model: str, settings: DeploymentSettings, console: Console, *, as_json: bool) -> None:
-    """Raises PlanningError."""
+    """Prints the plan of a deployment. Raises PlanningError."""
     deployment = deploy(model, settings)
     capacity = find_capacity(deployment)
     if as_json:
@@ -28,7 +28,7 @@ def run_plan(model: str, settings: DeploymentSettings, console: Console, *, as_j
 
 
 def run_simulate(model: str, settings: SimulateSettings, console: Console, *, as_json: bool) -> None:
-    """Raises PlanningError."""
+    """Simulates a server, with a progress bar on stderr, and prints the outcome. Raises PlanningError."""
     bar = Progress(
         TextColumn("simulating"),
         BarColumn(),

@@ -1,4 +1,7 @@
-"""config.json of a checkpoint → ModelShape. Reads shapes only: nothing here says that an executor can compute them."""
+"""Reads the ModelShape from the config.json of a checkpoint.
+
+Only shapes are read; whether an executor supports the model is not checked.
+"""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +15,7 @@ from planning.model_shape import ModelShape
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What an architecture's classes hard-wire; None: the field `attention_bias` decides."""
+    """Properties that the code of an architecture fixes. None: the field `attention_bias` decides."""
 
     qkv_bias: bool | None
     output_bias: bool | None
@@ -37,11 +40,11 @@ _LARGEST = 1 << 32
 
 
 def read_model_shape(path: Path) -> ModelShape:
-    """Of a model directory, or a config.json. Raises PlanningError with the file and the field at fault."""
+    """Reads the shape of a model directory or a config.json. Raises PlanningError, which names the file and field."""
     file = path / "config.json" if path.is_dir() else path
     try:
         if file.stat().st_size > _MAX_BYTES:
-            raise PlanningError(f"{file}: too long for a config.json")
+            raise PlanningError(f"{file}: too large for a config.json")
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise PlanningError(f"{path}: {'no config.json' if path.is_dir() else 'no such file or directory'}") from None
@@ -57,14 +60,14 @@ def read_model_shape(path: Path) -> ModelShape:
 
 
 def parse_model_shape(content: Mapping[str, Any], name: str) -> ModelShape:
-    """Raises PlanningError that names the field at fault."""
+    """Returns the shape that the content of a config.json describes. Raises PlanningError, which names the field."""
     family = _FAMILIES[_architecture(content)]
     hidden_size, num_heads = _size(content, "hidden_size"), _size(content, "num_attention_heads")
     num_kv_heads = _size(content, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise PlanningError(f"num_key_value_heads: {num_heads} heads cannot share {num_kv_heads}")
     if content.get("head_dim") is None and family.head_dim is None and hidden_size % num_heads:
-        raise PlanningError(f"num_attention_heads: {num_heads} heads cannot divide a hidden_size of {hidden_size}")
+        raise PlanningError(f"num_attention_heads: {num_heads} heads do not divide a hidden_size of {hidden_size}")
     attention_bias = _flag(content, "attention_bias")
     return ModelShape(
         name=name,
@@ -92,11 +95,11 @@ def _architecture(content: Mapping[str, Any]) -> str:
         what = found or content.get("model_type")
         known = ", ".join(_FAMILIES)
         raise PlanningError(
-            f"architecture {what!r} is not supported; known: {known}" if what else "names no architecture"
+            f"architecture {what!r} is not supported; supported: {known}" if what else "names no architecture"
         )
     for field in ("num_local_experts", "num_experts", "quantization_config"):
         if content.get(field) not in (None, 0):
-            raise PlanningError(f"{field}: {content[field]!r} is not supported: weights would be counted wrongly")
+            raise PlanningError(f"{field}: {content[field]!r} is not supported: the weights would be counted wrongly")
     return found
 
 

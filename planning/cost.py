@@ -1,4 +1,4 @@
-"""What a step costs the executor: the one thing about it that the simulator has to know."""
+"""The cost model: the time of a step on the executor, which is all the simulator knows of the executor."""
 
 from typing import Protocol
 
@@ -6,8 +6,11 @@ from scheduler.core.step_load import StepLoad
 
 
 class CostModel(Protocol):
-    """Affine in `num_decode_pairs` where everything else is equal: so the steps of a batch that only decodes form an
-    arithmetic series, and the simulator can take many of them at once."""
+    """Computes the time of a step from its load.
+
+    The time must be an affine function of `num_decode_pairs` if everything else is equal. The steps of a batch that
+    only decodes then form an arithmetic series, and the simulator can take many of them at once.
+    """
 
     def step_s(self, load: StepLoad) -> float:
-        """Seconds from one step's end to the next one's, while the executor has always another step to do."""
+        """Returns the seconds from the end of one step to the end of the next, while the executor always has a plan."""

@@ -1,4 +1,4 @@
-"""What the settings ask of a simulated server: who comes when, with how much, and until when."""
+"""The requests that the settings describe: their sources, and the end of the simulation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ _DEFAULT_NUM_REQUESTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """One source for each of the names."""
+    """Sources of requests, one for each of the names."""
 
     names: list[str]
     sources: list[JobSource]
@@ -25,7 +25,7 @@ class Demand:
 
 
 def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
-    """Raises PlanningError."""
+    """Returns the sources and the end of the simulation that the settings describe. Raises PlanningError."""
     for name in ("num_requests", "duration_s"):
         if (value := getattr(settings, name)) is not None and value <= 0:
             raise PlanningError(f"{name}: must be above 0, not {value}")
@@ -67,13 +67,13 @@ def _lengths(settings: SimulateSettings) -> LengthSource:
     if settings.lengths in LENGTHS:
         return LENGTHS[settings.lengths]
     if settings.lengths != "fixed":
-        raise PlanningError(f"lengths: {settings.lengths!r} of a tenant is not one of {', '.join(LENGTHS)}, fixed")
+        raise PlanningError(f"lengths: {settings.lengths!r} of a tenant must be one of {', '.join(LENGTHS)}, fixed")
     if (
         not settings.prompt_tokens
         or not settings.output_tokens
         or min(settings.prompt_tokens, settings.output_tokens) < 1
     ):
-        raise PlanningError("lengths fixed: needs prompt_tokens and output_tokens, both at least 1")
+        raise PlanningError("lengths fixed: requires prompt_tokens and output_tokens, both at least 1")
     return FixedLengths(settings.prompt_tokens, settings.output_tokens)
 
 
@@ -85,7 +85,7 @@ def _arrivals(settings: SimulateSettings) -> Arrivals:
         if clients < 1 or settings.turnaround_s < 0:
             raise PlanningError("clients: must be at least 1; turnaround_s: must not be negative")
         if settings.num_requests is None and settings.duration_s is None and clients > _DEFAULT_NUM_REQUESTS:
-            raise PlanningError(f"clients: {clients} need num_requests or duration_s")
+            raise PlanningError(f"clients: {clients} clients require num_requests or duration_s")
         return ClosedLoop(clients, settings.turnaround_s)
     if rate is None or rate <= 0 or settings.burstiness <= 0 or not 0 <= settings.daily_swing <= 1:
         raise PlanningError("rate and burstiness: must be above 0; daily_swing: from 0 to 1")

@@ -1,4 +1,4 @@
-"""A model on devices: what is on each, and what is left for the pool."""
+"""A model on devices: the memory of the weights on each device, and the memory left for the pool."""
 
 from dataclasses import dataclass, replace
 
@@ -11,13 +11,13 @@ from planning.settings import DeploymentSettings
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """All sizes are of one device; under tensor parallelism each holds as much, and a block is a share on every one.
+    """The memory of one device. Under tensor parallelism all devices are alike, and each holds a part of every block.
 
-    weight_bytes         all parameters
-    read_bytes           what a step reads of them: without the embedding's table, where it is not the head too
+    weight_bytes         all parameters on the device
+    read_bytes           parameters that a step reads: without the embedding table, unless it is also the head
     kv_bytes_per_token   keys and values of one token in all layers
-    pool_bytes           what is left of the device's share when the weights are in
-    num_blocks           blocks of the pool, the null block included
+    pool_bytes           memory_share of the device's memory, minus the weights
+    num_blocks           blocks of the pool, including the null block
     """
 
     model: ModelShape
@@ -43,12 +43,12 @@ class Deployment:
 
     @property
     def num_usable_blocks(self) -> int:
-        """Without the null block, which padding is written to."""
+        """The number of blocks without the null block, which padding is written to."""
         return max(0, self.num_blocks - 1)
 
     @property
     def num_kv_copies(self) -> int:
-        """Devices that hold the same kv head: above 1 where there are more devices than heads."""
+        """The number of devices that hold the same kv head; above 1 if there are more devices than kv heads."""
         return max(1, self.tensor_parallel // self.model.num_kv_heads)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -56,7 +56,7 @@ class Deployment:
 
 
 def deploy(model: str, settings: DeploymentSettings) -> Deployment:
-    """Raises PlanningError."""
+    """Returns the deployment of a model, given by name or path, on the device of the settings. Raises PlanningError."""
     shape = find_model(model)
     device = find_device(settings.device)
     if settings.device_memory is not None:
@@ -65,7 +65,7 @@ def deploy(model: str, settings: DeploymentSettings) -> Deployment:
 
 
 def place(shape: ModelShape, device: Device, settings: DeploymentSettings) -> Deployment:
-    """Raises PlanningError where the weights do not fit, or a setting cannot be meant."""
+    """Returns the deployment of a shape on a device. Raises PlanningError for invalid settings or too little memory."""
     _check(settings)
     shape.check_tensor_parallel(settings.tensor_parallel)
     dtype = settings.dtype or shape.dtype or "bfloat16"
@@ -79,7 +79,7 @@ def place(shape: ModelShape, device: Device, settings: DeploymentSettings) -> De
     if num_blocks < 2:
         raise PlanningError(
             f"{shape.name} in {dtype} has {weight_bytes / 1e9:.1f} GB of weights on each of {parallel} device(s), "
-            f"and {device.memory_bytes * settings.gpu_memory_utilization / 1e9:.1f} GB for weights and KV: nothing fits"
+            f"but only {device.memory_bytes * settings.gpu_memory_utilization / 1e9:.1f} GB for weights and KV"
         )
     return Deployment(
         model=shape,

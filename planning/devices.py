@@ -1,4 +1,4 @@
-"""Devices by their data sheets, and what of it a good kernel reaches.
+"""Devices and their properties, from the vendor's data sheets.
 
 H100  NVIDIA H100 Tensor Core GPU datasheet, column SXM: 80 GB, 3.35 TB/s, 989 TFLOP/s bfloat16 and float16 without
       sparsity (printed as 1,979 with it), 67 TFLOP/s float32, NVLink 900 GB/s (both directions together)
@@ -6,7 +6,7 @@ H200  NVIDIA H200 Tensor Core GPU datasheet, column SXM: 141 GB, 4.8 TB/s, the s
 A100  NVIDIA A100 Tensor Core GPU datasheet, column 80GB SXM: 80 GB, 2,039 GB/s, 312 TFLOP/s, 19.5 float32, NVLink
       600 GB/s
 
-GB and TB are decimal there, and so they are here. A driver reports a little more memory than the sheet's number.
+GB and TB are decimal, as in the data sheets. Drivers report a little more memory than the sheets.
 """
 
 import re
@@ -17,11 +17,13 @@ from planning.errors import PlanningError
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """memory_bytes     of one device
-    bandwidth        bytes a second, from its memory
-    flops_16_bit     dense FLOPs a second of matrix products in bfloat16 and float16
-    flops_32_bit     in float32
-    link_bandwidth   bytes a second that it can send to the others of its node, one direction
+    """The properties of one device.
+
+    memory_bytes     size of its memory
+    bandwidth        bytes per second from its memory
+    flops_16_bit     dense FLOPs per second of matrix products in bfloat16 and float16
+    flops_32_bit     FLOPs per second of matrix products in float32
+    link_bandwidth   bytes per second that it can send to the other devices of its node, in one direction
     """
 
     name: str
@@ -53,6 +55,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?i?B?)\s*", re.ASCII)
 
 
 def find_device(name: str) -> Device:
+    """Returns the device with this name. Raises PlanningError."""
     device = DEVICES.get(name.lower())
     if device is None:
         raise PlanningError(f"device: {name!r} is not known; known: {', '.join(DEVICES)}")
@@ -60,7 +63,7 @@ def find_device(name: str) -> Device:
 
 
 def parse_bytes(text: str) -> int:
-    """`80GB` (10^9) or `80GiB` (2^30). Raises PlanningError."""
+    """Parses a size such as `80GB` (10^9) or `80GiB` (2^30). Raises PlanningError."""
     match = _SIZE.fullmatch(text)
     if not match or match[2] not in _UNITS:
         raise PlanningError(f"expected a size such as 80GB or 79.2GiB, not {text!r}")

@@ -1,5 +1,5 @@
-"""What can be wrong with a question."""
+"""The error that planning raises for input it cannot use."""
 
 
 class PlanningError(Exception):
-    """Something asked for that cannot be answered. The message is one line, and names what is at fault."""
+    """Invalid input, such as an unknown model or a setting out of range. The one-line message names the cause."""

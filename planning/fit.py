@@ -1,11 +1,11 @@
-"""A cost model from steps that were measured: a line through them, by least squares.
+"""Fits a cost model to measured steps by linear least squares.
 
     step_s = overhead + decode x num_decodes + decode_pair x num_decode_pairs
                       + prefill x num_prefills + prefill_token x num_prefill_tokens + prefill_pair x num_prefill_pairs
 
-Means are what decides throughput, so the line goes through means: no step is left out for being slow. Of several runs
-each counts as much as the others, however many steps it has and however short they are. No term is negative: one that
-comes out so is left out, and the others are found again.
+Throughput depends on means, so slow steps are not discarded as outliers. Each of several runs has the same weight,
+whatever the number and the duration of its steps. No coefficient is negative: a term whose coefficient comes out
+negative is dropped, and the others are fitted again.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from scheduler.core.step_load import StepLoad
 
 @dataclass(frozen=True, slots=True)
 class FittedCost:
-    """A CostModel; all terms in seconds."""
+    """A linear CostModel; all coefficients are in seconds."""
 
     overhead_s: float
     decode_s: float
@@ -42,7 +42,10 @@ class FittedCost:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """mean_error_ratio  mean distance of a measured step from the line, over the mean step: how noisy steps are"""
+    """A fitted cost model and its quality.
+
+    mean_error_ratio  mean absolute error of the measured steps, divided by the mean step
+    """
 
     cost: FittedCost
     num_steps: int
@@ -51,7 +54,7 @@ class Fit:
 
 
 def fit_cost(*runs: Sequence[TimedStep]) -> Fit:
-    """Raises PlanningError for fewer steps than terms."""
+    """Fits a cost model to the steps of several runs. Raises PlanningError if there are fewer steps than terms."""
     steps = [step for run in runs for step in run]
     if len(steps) < len(FittedCost.__dataclass_fields__):
         raise PlanningError(f"{len(steps)} steps are too few to fit a cost model to")
@@ -65,7 +68,7 @@ def fit_cost(*runs: Sequence[TimedStep]) -> Fit:
 
 
 def _weights(run: Sequence[TimedStep]) -> np.ndarray:
-    """So that errors are relative to the run's mean step, and runs have equal shares of their squares."""
+    """Returns weights that make errors relative to the run's mean step and give every run the same total weight."""
     mean_s = sum(step_s for _, step_s in run) / max(1, len(run))
     return np.full(len(run), 1.0 / (mean_s * len(run) ** 0.5) if mean_s > 0 else 1.0)
 
@@ -82,7 +85,7 @@ def _terms(load: StepLoad) -> tuple[float, ...]:
 
 
 def _non_negative_least_squares(rows: np.ndarray, values: np.ndarray) -> list[float]:
-    """By leaving out one negative term after the other, the one that would lower the most first."""
+    """Returns least-squares coefficients that are not negative; drops negative terms, the most negative one first."""
     scale = np.abs(rows).max(axis=0)
     active = [i for i in range(rows.shape[1]) if scale[i] > 0]
     found = np.zeros(rows.shape[1])

@@ -1,4 +1,4 @@
-"""Shapes of well-known checkpoints, as their config.json says: for a plan without a download."""
+"""Shapes of well-known checkpoints, from their config.json, so that planning needs no download."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ KNOWN_MODELS = {
 
 
 def find_model(model: str) -> ModelShape:
-    """A name from above, a model directory, or a config.json. Raises PlanningError."""
+    """Returns the shape of a known model, a model directory, or a config.json. Raises PlanningError."""
     known = KNOWN_MODELS.get(model.lower())
     if known is not None:
         return known

@@ -1,8 +1,8 @@
-"""How long prompts and outputs are.
+"""Distributions of the lengths of prompts and outputs.
 
-Alpaca-like and ShareGPT-like lengths are log-normal. Their means are those that Kwon et al. (SOSP 2023, figure 11)
-print for the requests that they made of the two data sets; the spread and the bounds are ours, since the paper shows
-them only as histograms.
+Alpaca-like and ShareGPT-like lengths are log-normal. Their means are those that Kwon et al. (SOSP 2023, figure 11) give
+for requests made from the two data sets. The spread and the bounds are our choice, since the paper shows them only as
+histograms.
 """
 
 import math
@@ -13,14 +13,17 @@ from typing import Protocol
 
 class LengthSource(Protocol):
     def draw(self, rng: random.Random, max_model_len: int) -> tuple[int, int]:
-        """Prompt and output tokens of one request; together at most max_model_len."""
+        """Returns the numbers of prompt and output tokens of one request, together at most max_model_len."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Of one data set, in tokens. `sigma` is of the logarithm, `longest` of prompt and output each.
+    """Log-normal lengths in tokens, like those of one data set.
 
-    Where prompt and output together can be longer than the model's context, all lengths shrink by one factor.
+    sigma    standard deviation of the logarithm
+    longest  maximum of the prompt and of the output
+
+    If the longest prompt and output together exceed the model's context, all lengths are scaled down by one factor.
     """
 
     name: str
@@ -30,11 +33,11 @@ class Lengths:
     longest: int
 
     def scale(self, max_model_len: int) -> float:
-        """What all lengths are multiplied by: 1 where the longest prompt and the longest output fit together."""
+        """Returns the factor for all lengths; 1 if the longest prompt and the longest output fit together."""
         return min(1.0, max_model_len / (2 * self.longest))
 
     def draw(self, rng: random.Random, max_model_len: int) -> tuple[int, int]:
-        """Prompt and output tokens of one request."""
+        """Returns the numbers of prompt and output tokens of one request."""
         scale = self.scale(max_model_len)
         return self._length(rng, self.mean_prompt, scale), self._length(rng, self.mean_output, scale)
 
@@ -49,6 +52,8 @@ SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99, 0.7, 1024)
 
 @dataclass(frozen=True, slots=True)
 class FixedLengths:
+    """The same lengths for every request."""
+
     num_prompt_tokens: int
     num_output_tokens: int
 

@@ -1,12 +1,13 @@
-"""Steps that a server took, from the trace that `quire bench serve --chrome-trace` saves.
+"""Measured steps of a server, read from the trace that `quire bench serve --chrome-trace` saves.
 
-What a step took is not what the executor worked for it. A server under load has always another plan out, and scheduler,
-transport and clients share the machine with the executor; so a step takes from the result before it to its own:
+The duration of a step is not the executor's working time. A server under load always has another plan in flight, and
+scheduler, transport and clients share the machine with the executor. So a step lasts from the previous result to its
+own:
 
     received   n-1          n            n+1
                 │◄─ step n ─►│◄─ step n+1 ►│          planned before that: the pipeline was full
 
-Only where no decode goes on (the server had run dry, or just started) it begins with its plan.
+A step without decodes (the server was idle or had just started) begins with its plan instead.
 """
 
 import json
@@ -20,14 +21,14 @@ from planning.errors import PlanningError
 from scheduler.core.step_load import StepLoad
 
 TimedStep = tuple[StepLoad, float]
-"""What a step was asked for, and how many seconds it took."""
+"""The load of a step, and its duration in seconds."""
 
 _LOAD_FIELDS = ("sequences", "tokens", "decodes", "decode_pairs", "prefill_pairs")
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """Times are readings of one clock, in seconds."""
+    """A step of a trace. Times are in seconds, from one clock."""
 
     epoch: int
     planned_s: float
@@ -38,7 +39,10 @@ class MeasuredStep:
 def measured_load(
     num_sequences: int, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prefill_pairs: int
 ) -> StepLoad:
-    """As a trace has it. Of prefills in chunks it does not say which sampled: all are taken to."""
+    """Returns the load with these numbers of a trace.
+
+    A trace does not say which chunks of prefills sampled a token, so all are assumed to.
+    """
     return StepLoad(
         num_decodes,
         num_decode_pairs,
@@ -50,7 +54,7 @@ def measured_load(
 
 
 def timed(steps: Sequence[MeasuredStep]) -> list[TimedStep]:
-    """What each step took, but for the first of an epoch. Steps are in order."""
+    """Returns the load and duration of each step, except the first of an epoch. The steps must be in order."""
     found: list[TimedStep] = []
     for before, step in pairwise(steps):
         if step.epoch == before.epoch:
@@ -61,8 +65,11 @@ def timed(steps: Sequence[MeasuredStep]) -> list[TimedStep]:
 
 
 def turnaround_s(steps: Sequence[MeasuredStep]) -> float | None:
-    """Mean pause between the result that left nobody running and the next plan: of one client, the time from the last
-    token of a request to the arrival of the next. None where the server never ran dry."""
+    """Returns the mean pause between a result after which no sequence runs and the next plan.
+
+    For a single client this is the time from the last token of a request to the arrival of the next one. Returns None
+    if the server was never idle.
+    """
     pauses = [
         step.planned_s - before.received_s
         for before, step in pairwise(steps)
@@ -72,7 +79,7 @@ def turnaround_s(steps: Sequence[MeasuredStep]) -> float | None:
 
 
 def read_steps(path: Path) -> list[MeasuredStep]:
-    """Of a saved trace, in order. Raises PlanningError."""
+    """Reads the steps of a saved trace, in order. Raises PlanningError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         events = content["traceEvents"]
@@ -82,7 +89,7 @@ def read_steps(path: Path) -> list[MeasuredStep]:
     except OSError as error:
         raise PlanningError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        problem = f"no {error}" if isinstance(error, KeyError) else str(error)
+        problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
         raise PlanningError(f"{path}: not a step trace of quire bench serve --chrome-trace: {problem}") from None
     if len(steps) < 2:
         raise PlanningError(f"{path}: {len(steps)} steps are too few")
@@ -98,7 +105,7 @@ def _key(event: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _step(planned: Mapping[str, Any], received: Mapping[str, Any]) -> MeasuredStep:
-    """Chrome counts in microseconds."""
+    """Returns the step of two trace events, whose times are in microseconds."""
     load = measured_load(*(int(planned["args"][field]) for field in _LOAD_FIELDS))
     return MeasuredStep(
         epoch=int(planned["args"]["epoch"]),

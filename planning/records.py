@@ -1,4 +1,4 @@
-"""What happened in a simulation: a row for each request, sums over time, and samples for pictures."""
+"""Records of a simulation: one row per request, integrals over time, and samples for plots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FIRST_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One moment. `usage` is the pool as the core counts it."""
+    """The state at one moment. `usage` is the core's count of the pool."""
 
     now_s: float
     num_running: int
@@ -30,7 +30,7 @@ class Sample:
 
 @dataclass(slots=True)
 class _Open:
-    """A request that has arrived and not ended."""
+    """A request that has arrived and has not ended."""
 
     job: Job
     planned_s: float = 0.0
@@ -40,7 +40,7 @@ class _Open:
 
 @dataclass(slots=True)
 class Requests:
-    """One entry a request that has ended, in the order of their ends; times in virtual seconds."""
+    """The requests that have ended, in the order of their ends, one array per field; times in virtual seconds."""
 
     tenant: array[int] = field(default_factory=lambda: array("H"))
     arrival_s: array[float] = field(default_factory=lambda: array("d"))
@@ -54,11 +54,11 @@ class Requests:
 
 
 class Records:
-    """Filled by the simulation. The integrals are over virtual time: divided by the whole they are means.
+    """The records that a simulation fills. Integrals over virtual time, divided by the total time, are means.
 
-    sequence_steps_s  sequences in a step x its duration
+    sequence_steps_s  number of sequences in a step x its duration
     waiting_s         length of the queue x time
-    block_s           blocks that sequences hold x time
+    block_s           number of blocks that sequences hold x time
     """
 
     def __init__(self, num_usable_blocks: int, duration_s: float | None) -> None:
@@ -121,12 +121,12 @@ class Records:
     # --- time -------------------------------------------------------------------------------------------------
 
     def step(self, now_s: float, started_s: float, load: StepLoad, scheduler: Scheduler) -> None:
-        """A step from `started_s` to `now_s`, about to be committed."""
+        """Records a step from `started_s` to `now_s`, before it is committed."""
         self._busy(now_s - started_s, load.num_decodes + load.num_prefills)
         self.pass_until(now_s, scheduler)
 
     def leap(self, now_s: float, started_s: float, num_steps: int, num_decodes: int, scheduler: Scheduler) -> None:
-        """Steps of the same sequences, without a pause between them."""
+        """Records several steps of the same sequences, without a pause between them."""
         self.num_leaps += 1
         self.num_leapt_steps += num_steps
         self._busy(now_s - started_s, num_decodes)
@@ -138,7 +138,7 @@ class Records:
         self.counters = scheduler.counters
 
     def pass_until(self, now_s: float, scheduler: Scheduler) -> None:
-        """The time from the last call to now, in which nothing changed."""
+        """Records the time from the last call until now, in which nothing changed."""
         passed_s = now_s - self._at_s
         self._at_s = now_s
         num_waiting = scheduler.num_waiting
@@ -167,7 +167,7 @@ class Records:
                 kv_usage(scheduler),
             )
         )
-        if len(self.samples) > _MAX_SAMPLES:  # twice as far apart, those before too
+        if len(self.samples) > _MAX_SAMPLES:  # double the interval, and drop every second of the earlier samples
             self.samples = self.samples[::2]
             self._interval_s *= 2
         self._next_sample_s = now_s + self._interval_s

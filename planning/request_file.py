@@ -1,4 +1,4 @@
-"""Workloads from files: a trace of requests (JSON lines), and tenants (JSON)."""
+"""Reads workloads from files: a trace of requests (JSON lines), and tenants (JSON)."""
 
 import json
 import math
@@ -26,8 +26,11 @@ _TENANT_FIELDS = {
 
 
 def read_jobs(path: Path) -> list[Job]:
-    """A JSON object a line: prompt_tokens, output_tokens and, in all or in none, arrival_s. Raises PlanningError with
-    the line at fault. Jobs without times have the time 0; those with are in the order of their times."""
+    """Reads one JSON object per line with prompt_tokens, output_tokens and, in all lines or in none, arrival_s.
+
+    Returns the jobs ordered by their times; without times every job has the time 0. Raises PlanningError, which names
+    the line.
+    """
     jobs, num_timed = [], 0
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -45,19 +48,23 @@ def read_jobs(path: Path) -> list[Job]:
             ) from error
         sizes = (job.num_prompt_tokens, job.num_output_tokens)
         if any(type(size) is not int or size < 1 for size in sizes) or not 0 <= job.arrival_s < math.inf:
-            raise PlanningError(f"{path}, line {number}: tokens are whole numbers from 1, times are not negative")
+            raise PlanningError(
+                f"{path}, line {number}: tokens must be whole numbers of at least 1, times must not be negative"
+            )
         num_timed += "arrival_s" in item
         jobs.append(job)
     if not jobs:
         raise PlanningError(f"{path}: no requests")
     if num_timed not in (0, len(jobs)):
-        raise PlanningError(f"{path}: arrival_s is in {num_timed} of {len(jobs)} requests: give it in all or in none")
+        raise PlanningError(f"{path}: {num_timed} of {len(jobs)} requests have arrival_s: give it in all or in none")
     return sorted(jobs, key=lambda job: job.arrival_s)
 
 
 def read_tenants(path: Path, settings: SimulateSettings) -> list[tuple[str, int, SimulateSettings]]:
-    """`[{"name": …, "priority": …, "rate": …, "lengths": …}, …]`, with the flags of a workload by their names. Returns
-    name, priority and the settings with these in place. Raises PlanningError."""
+    """Reads tenants: `[{"name": …, "priority": …, "rate": …, "lengths": …}, …]`, with the workload flags as keys.
+
+    Returns for each tenant its name, its priority, and the settings with its values in place. Raises PlanningError.
+    """
     try:
         items = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -78,7 +85,7 @@ def _tenant(
     for key, value in values.items():
         wanted = str if key == "lengths" else int | float
         if not isinstance(value, wanted) or isinstance(value, bool):
-            raise PlanningError(f"{path}: tenant {name!r}: {key}: {value!r} is of the wrong kind")
+            raise PlanningError(f"{path}: tenant {name!r}: {key}: {value!r} has the wrong type")
     if not isinstance(name, str) or type(priority) is not int:
-        raise PlanningError(f"{path}: tenant {index}: name is a text, priority a whole number")
+        raise PlanningError(f"{path}: tenant {index}: name must be a string, priority a whole number")
     return name, priority, replace(settings, tenants=None, **values)

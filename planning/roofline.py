@@ -1,20 +1,20 @@
-"""What a step costs on a device that is only known from its data sheet.
+"""A cost model for a device of which only the data sheet is known.
 
-    linear layers   max( weights ÷ bandwidth , 2 FLOPs x weights x tokens ÷ compute )    the head: sampled tokens
-    attention       KV of all pairs of decodes ÷ bandwidth   +   FLOPs of prefill pairs ÷ compute
-    all-reduce      under tensor parallelism 2 a layer: 2 (n - 1) / n x activations ÷ link bandwidth, and a latency each
-    overhead        a constant a step: launches, the sampler, what of the scheduler is not hidden
+    linear layers   max( weights ÷ bandwidth , 2 FLOPs x weights x tokens ÷ compute )    for the head: sampled tokens
+    attention       KV of all decode pairs ÷ bandwidth   +   FLOPs of prefill pairs ÷ compute
+    all-reduce      under tensor parallelism 2 per layer: 2 (n - 1) / n x activations ÷ link bandwidth + latency
+    overhead        a constant per step: launches, the sampler, and scheduling that does not overlap with the device
 
-Sheets print limits; `Efficiencies` say which share of them is reached. Their defaults, and where each is from:
+Data sheets give limits; `Efficiencies` are the shares of them that kernels reach. The defaults and their sources:
 
-    bandwidth   0.90   3.0 of 3.35 TB/s, what large copies and reads reach on an H100
-    attention   0.65   decode attention at contexts around 1k: 2.0 to 2.7 TB/s of paged kernels that are published
+    bandwidth   0.90   3.0 of 3.35 TB/s, which large copies and reads reach on an H100
+    attention   0.65   decode attention at contexts around 1k: 2.0 to 2.7 TB/s of published paged kernels
     compute     0.60   large matrix products in 16 bits: about 600 of 989 TFLOP/s
     prefill     0.40   paged causal attention: 300 to 400 of 989 TFLOP/s
     link        0.70   of one direction of NVLink
-    overhead    0.5 ms a step; all-reduce latency 10 µs each
+    overhead    0.5 ms per step; 10 µs latency per all-reduce
 
-They are assumptions, not measurements: fit a model to steps that were measured where there are any.
+These are assumptions, not measurements. If there are measured steps, fit a model to them instead.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ from scheduler.core.step_load import StepLoad
 
 @dataclass(frozen=True, slots=True)
 class Efficiencies:
+    """The shares of the data sheet's rates that kernels reach, and the constant times of a step."""
+
     bandwidth: float = 0.90
     attention: float = 0.65
     compute: float = 0.60
@@ -36,7 +38,7 @@ class Efficiencies:
 
 
 class Roofline:
-    """A CostModel. Weights, activations and KV have `dtype_bytes` a number."""
+    """A CostModel from a data sheet. Weights, activations and KV have `dtype_bytes` bytes per number."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""From settings to a simulation that has run: what `quire simulate` does, as a function."""
+"""Builds and runs the simulation that the settings describe."""
 
 import time
 from collections.abc import Callable
@@ -22,18 +22,20 @@ from scheduler.core import BATCHING, MEMORY, POLICIES, Limits
 _DEFAULT_MAX_MODEL_LEN = 8192
 
 Progress = Callable[[float, int], None]
-"""Told of virtual seconds, and of requests that have ended."""
+"""Called with the virtual seconds, and with the number of requests that have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
+    """The result of a simulation."""
+
     deployment: Deployment
     summary: Summary
     records: Records
 
 
 def simulate(model: str, settings: SimulateSettings, progress: Progress | None = None) -> Outcome:
-    """Raises PlanningError."""
+    """Simulates a server for the requests that the settings describe. Raises PlanningError."""
     if settings.max_model_len is None:
         reach = deploy(model, settings).max_model_len
         settings = replace(settings, max_model_len=min(reach, _DEFAULT_MAX_MODEL_LEN))
@@ -51,7 +53,7 @@ def simulate(model: str, settings: SimulateSettings, progress: Progress | None =
 
 
 def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
-    """Raises PlanningError."""
+    """Returns the simulated server that the settings describe. Raises PlanningError."""
     for name, known in (("policy", POLICIES), ("batching", BATCHING), ("memory", MEMORY)):
         if getattr(settings, name) not in known:
             raise PlanningError(f"{name}: {getattr(settings, name)!r} is not one of {', '.join(known)}")
@@ -61,7 +63,7 @@ def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=deployment.max_model_len,
             max_in_flight=settings.max_in_flight,
-            max_waiting_requests=1 << 40,  # a simulated queue has no bound: how long it gets is what one wants to see
+            max_waiting_requests=1 << 40,  # no limit, so that the result shows how long the queue becomes
             max_waiting_prompt_tokens=1 << 60,
         )
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The simulated server: the numbers that the real one would be started with."""
+"""The simulated server: the parameters of its scheduler core."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,11 @@ from scheduler.core import BATCHING, FCFS, MEMORY, Batching, Limits, Memory, Pol
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """num_blocks             blocks of the pool, the null block included
-    batching, memory       other than the default: for measurement only
-    enable_prefix_caching  None: where requests share a prefix; where none do it decides nothing, and costs time
+    """The parameters of the scheduler core.
+
+    num_blocks             blocks of the pool, including the null block
+    batching, memory       values other than the defaults are for measurement only
+    enable_prefix_caching  None: only if requests share prefixes; otherwise it has no effect and costs time
     """
 
     limits: Limits
@@ -21,7 +23,7 @@ class Server:
     enable_prefix_caching: bool | None = None
 
     def scheduler(self, *, has_shared_prefixes: bool) -> Scheduler:
-        """The shipped core, with an executor attached."""
+        """Returns the shipped scheduler core, with an executor attached."""
         caches = has_shared_prefixes if self.enable_prefix_caching is None else self.enable_prefix_caching
         scheduler = Scheduler(
             self.limits,

@@ -1,6 +1,6 @@
-"""What `quire plan` and `quire simulate` can be asked: a frozen value each, from which the command line has its flags.
+"""The settings of `quire plan` and `quire simulate`; the command line makes its flags from them.
 
-Light on purpose: it is imported to print `quire --help`.
+This module imports almost nothing, because `quire --help` imports it.
 """
 
 from dataclasses import dataclass
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeploymentSettings:
-    """Field by field:
+    """The settings of `quire plan`, which become its flags.
 
-    device                  by name: h100, h200, a100
-    device_memory           of one device, instead of its data sheet's: 80GB, 79.2GiB
-    tensor_parallel         devices that hold the model together
-    dtype                   of weights and KV; absent: as the checkpoint says
-    block_size              tokens a KV block
-    max_model_len           most tokens of one sequence; absent: what the checkpoint was made for
-    gpu_memory_utilization  share of a device's memory for weights and KV; what is left is for activations
-    num_blocks              blocks of the pool, instead of as many as fit
+    device                  name of the device: h100, h200, a100
+    device_memory           memory of one device, such as 80GB or 79.2GiB; absent: from the data sheet
+    tensor_parallel         number of devices that share the model
+    dtype                   dtype of weights and KV; absent: that of the checkpoint
+    block_size              tokens per KV block
+    max_model_len           maximum number of tokens of one sequence; absent: what the checkpoint was made for
+    gpu_memory_utilization  share of a device's memory for weights and KV; the rest is for activations
+    num_blocks              number of blocks in the pool; absent: as many as fit
     """
 
     device: str = "h100"
@@ -32,38 +32,40 @@ class DeploymentSettings:
 
 @dataclass(frozen=True, slots=True)
 class SimulateSettings(DeploymentSettings):
-    """Field by field:
+    """The settings of `quire simulate`, which become its flags.
 
-    device                  by name: h100, h200, a100
-    device_memory           of one device, instead of its data sheet's: 80GB, 79.2GiB
-    tensor_parallel         devices that hold the model together
-    dtype                   of weights and KV; absent: as the checkpoint says
-    block_size              tokens a KV block
-    max_model_len           most tokens of one sequence; absent: what the checkpoint was made for, at most 8192
-    gpu_memory_utilization  share of a device's memory for weights and KV; what is left is for activations
-    num_blocks              blocks of the pool, instead of as many as fit: memory pressure
-    fit                     cost model from files of measured steps (quire bench serve --chrome-trace), commas between
-    max_num_seqs            sequences that run at once
-    max_num_batched_tokens  tokens of one step
-    max_in_flight           plans sent and not yet answered
+    device                  name of the device: h100, h200, a100
+    device_memory           memory of one device, such as 80GB or 79.2GiB; absent: from the data sheet
+    tensor_parallel         number of devices that share the model
+    dtype                   dtype of weights and KV; absent: that of the checkpoint
+    block_size              tokens per KV block
+    max_model_len           maximum number of tokens of one sequence; absent: what the checkpoint was made for, at most
+                            8192
+    gpu_memory_utilization  share of a device's memory for weights and KV; the rest is for activations
+    num_blocks              number of blocks in the pool; absent: as many as fit. Fewer simulate memory pressure
+    fit                     files of measured steps (quire bench serve --chrome-trace), separated by commas, to fit the
+                            cost model to; absent: a roofline model of the device
+    max_num_seqs            maximum number of sequences that run at once
+    max_num_batched_tokens  maximum number of tokens of one step
+    max_in_flight           maximum number of plans that are sent and not yet answered
     policy                  order of the queue: fcfs, priority
     batching                continuous; for measurement: dynamic, static
     memory                  paged; for measurement: contiguous, contiguous-power-of-two, contiguous-exact
-    clients                 closed loop of so many clients, each with one request out
-    turnaround_s            of these clients, from the end of one request to the arrival of the next
-    rate                    open loop instead: requests a second
-    burstiness              of the open loop, squared coefficient of variation of the gaps; 1 is Poisson
-    daily_swing             of the open loop, 0 to 1: the rate follows a sine of 24 hours, this far up and down
-    lengths                 alpaca, sharegpt, fixed, or a file: a JSON object a line with prompt_tokens, output_tokens
-                            and, if wanted, arrival_s
-    prompt_tokens           of lengths fixed
-    output_tokens           of lengths fixed
-    system_tokens           tokens of a system prompt that requests begin with
-    system_share            share of the requests that do
-    tenants                 several such workloads at once: a JSON file, in the place of the flags from clients to here
-    num_requests            ends after so many; absent: 1000, if no duration is given
-    duration_s              ends after so many virtual seconds of arrivals
-    seed                    of everything that is drawn
+    clients                 number of clients of a closed loop, each with one open request
+    turnaround_s            time of these clients from the end of one request to the arrival of the next
+    rate                    requests per second of an open loop, instead of clients
+    burstiness              squared coefficient of variation of the open loop's gaps; 1 is Poisson
+    daily_swing             amplitude of a daily sine of the open loop's rate, as a share of the rate, 0 to 1
+    lengths                 alpaca, sharegpt, fixed, or a file with one JSON object per line: prompt_tokens,
+                            output_tokens and optionally arrival_s
+    prompt_tokens           prompt tokens of every request, for lengths fixed
+    output_tokens           output tokens of every request, for lengths fixed
+    system_tokens           number of tokens of a system prompt
+    system_share            share of the requests that begin with the system prompt
+    tenants                 JSON file with several such workloads, instead of the flags from clients to system_share
+    num_requests            stop after this number of requests; absent: 1000, if no duration is given
+    duration_s              stop after arrivals for this number of virtual seconds
+    seed                    seed of all random draws
     """
 
     fit: str | None = None

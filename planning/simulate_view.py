@@ -1,4 +1,4 @@
-"""A simulation's outcome for people."""
+"""Shows the outcome of a simulation as tables."""
 
 from rich.console import Console
 from rich.table import Table
@@ -9,6 +9,7 @@ from planning.summary import Distribution
 
 
 def show(outcome: Outcome, settings: SimulateSettings, console: Console) -> None:
+    """Prints the summary, and the distributions of times for each tenant."""
     summary, deployment = outcome.summary, outcome.deployment
     where = (
         f"steps measured in {settings.fit}"
@@ -25,10 +26,10 @@ def show(outcome: Outcome, settings: SimulateSettings, console: Console) -> None
         ("output tokens/s", f"{summary.output_tokens_per_s:,.1f}"),
         ("all tokens/s", f"{summary.total_tokens_per_s:,.1f}"),
         ("executor busy", f"{summary.busy_ratio:.1%}"),
-        ("sequences a step, mean and most", f"{summary.mean_batch:.1f}, {summary.max_batch}"),
-        ("queue, mean and longest", f"{summary.mean_waiting:.1f}, {summary.max_waiting}"),
+        ("sequences per step, mean and maximum", f"{summary.mean_batch:.1f}, {summary.max_batch}"),
+        ("waiting requests, mean and maximum", f"{summary.mean_waiting:.1f}, {summary.max_waiting}"),
         ("pool held by sequences", f"{summary.occupancy_ratio:.1%} of {summary.num_blocks:,} blocks"),
-        ("of it unfilled", f"{summary.waste_ratio:.1%}"),
+        ("unfilled part of these blocks", f"{summary.waste_ratio:.1%}"),
         ("preemptions", f"{summary.num_preemptions:,} ({summary.num_preempted_tokens:,} tokens)"),
         ("prompt tokens found cached", f"{summary.prefix_hit_ratio:.1%}"),
         ("steps", f"{summary.num_steps:,} ({summary.num_leapt_steps:,} in leaps)"),

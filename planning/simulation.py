@@ -1,24 +1,26 @@
-"""The shipped scheduler core on a virtual clock.
+"""Runs the shipped scheduler core on a virtual clock.
 
     arrival ─► core.add       core.schedule ─► [ executor: one step after the other, cost.step_s each ] ─► core.commit
 
-What takes time is an event on the clock: a request arrives, a step is done, a plan that was held back is due. Between
-them everything is as in the engine: up to `max_in_flight` plans are out, a result is committed before the next plan is
-made, and a plan is made before a client can have heard of the result. Requests end by their number of tokens;
-nobody samples.
+The clock has three kinds of events: a request arrives, a step is done, a delayed plan is due. At an event the
+simulation does what the engine does: up to `max_in_flight` plans are in flight, a result is committed before the next
+plan is made, and that plan is made before a client can react to the result. Requests end by their number of tokens;
+no tokens are sampled.
 
-Where everybody decodes and nobody comes or goes, many steps are taken at once (`leap`): the same states, sooner.
+While all sequences decode and no request arrives or ends, many steps are taken at once (`leap`); this gives the same
+states in less time.
 """
 
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from math import inf, sqrt
+from math import inf
 from typing import Protocol
 
 from planning.cost import CostModel
 from planning.records import Records
+from planning.series import Series
 from planning.server import Server
 from planning.workload import Job
 from scheduler.core import CapacityExceeded, Events, QueueFull, Request, SequenceParams, StepResult, leap
@@ -26,38 +28,46 @@ from scheduler.core.step_load import LoadTracker, StepLoad
 from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
 
 _SHARED_TOKENS_FROM = 1 << 31
-"""Token ids of system prompts; below are those that only one request has."""
+"""First token id of system prompts. Lower ids belong to a single request."""
 
 _REFUSAL_S = 0.01
-"""What it takes a client to learn that it is refused: so that one who is refused for ever does not stop the clock."""
+"""Time until a client learns that it is refused, so that a client which is always refused does not stop the clock."""
 
 _MIN_LEAP = 3
-"""Fewer steps are not worth looking at everybody."""
+"""Minimum number of steps of a leap; for fewer it costs more than it saves."""
 
 
 class JobSource(Protocol):
-    def first(self) -> list[Job]: ...
+    """A source of jobs; `planning.workload` has two."""
 
-    def after_arrival(self) -> list[Job]: ...
+    def first(self) -> list[Job]:
+        """Returns the jobs that the simulation starts with."""
+        ...
 
-    def after_end(self, now_s: float) -> list[Job]: ...
+    def after_arrival(self) -> list[Job]:
+        """Returns the jobs that follow when a job of this source has arrived."""
+        ...
+
+    def after_end(self, now_s: float) -> list[Job]:
+        """Returns the jobs that follow when a request of this source has ended or was refused."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Horizon:
-    """When no more requests are taken from the sources; those that have arrived are served to their end."""
+    """The point after which the sources give no more requests; those that have arrived are served to their end."""
 
     num_requests: int | None = None
     duration_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_requests is None and self.duration_s is None:
-            raise ValueError("a simulation needs an end: a number of requests, or a duration")
+            raise ValueError("a simulation needs a number of requests or a duration")
 
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan that is out."""
+    """A plan that is in flight."""
 
     step_id: int
     planned_s: float
@@ -67,7 +77,7 @@ class _Flight:
 
 
 class Simulation:
-    """One run. `records` holds what happened."""
+    """One run of a simulated server; `records` holds the result."""
 
     def __init__(
         self,
@@ -90,8 +100,8 @@ class Simulation:
         self._loads = LoadTracker()
         self._in_flight: deque[_Flight] = deque()
         self._max_in_flight = server.limits.max_in_flight
-        self._done_s = 0.0  # when the last step was done
-        self._free_s = 0.0  # when all that was sent will be
+        self._done_s = 0.0  # end of the last step that was committed
+        self._free_s = 0.0  # end of the last step that was sent
         self._num_requests = 0
         self._num_jobs = 0
         self._arrivals: list[tuple[float, int, Job]] = []
@@ -100,7 +110,7 @@ class Simulation:
         self._params: dict[int, SequenceParams] = {}
 
     def run(self, progress: Callable[[float, int], None] | None = None, every: int = 2048) -> Records:
-        """To the end; `progress` hears of the virtual time and of requests ended, now and then."""
+        """Runs to the end; calls `progress` with the virtual time and the number of ended requests once in a while."""
         for source in self._sources:
             self._expect(source.first())
         num_events = 0
@@ -112,7 +122,7 @@ class Simulation:
         return self.records
 
     def _advance(self) -> bool:
-        """One event; False: there is none left."""
+        """Processes one event; returns False if there is none left."""
         arrival_s = self._arrivals[0][0] if self._arrivals else inf
         done_s = self._in_flight[0].done_s if self._in_flight else inf
         if len(self._in_flight) < self._max_in_flight and (due_s := self._due_s()) <= min(arrival_s, done_s):
@@ -126,18 +136,20 @@ class Simulation:
         if done_s <= arrival_s and self._in_flight:
             self._commit()
             if self._leaps and self._loads.num_decodes and len(self._in_flight) == self._max_in_flight - 1:
-                self._leap(self._arrivals[0][0] if self._arrivals else inf)  # who ended may have made another come
+                self._leap(self._arrivals[0][0] if self._arrivals else inf)  # a request that ended may add an arrival
             return True
         if self._arrivals:
             self._arrive()
             return True
         if self.scheduler.num_unfinished_requests:
-            raise RuntimeError(f"{self.scheduler.num_unfinished_requests} requests wait, and the core plans nothing")
+            raise RuntimeError(f"the core makes no plan, but {self.scheduler.num_unfinished_requests} requests wait")
         return False
 
     def _wake(self, next_s: float) -> bool:
-        """Tells the core the time, where that decides something: a batch that is waited for is formed in time. Whether
-        that is what happens next."""
+        """Tells the core the time if that is the next event, as when the timeout of a dynamic batch ends.
+
+        Returns False if another event comes first.
+        """
         due_s = self.scheduler.next_wake_s
         if due_s is None or due_s >= next_s:
             return False
@@ -173,7 +185,7 @@ class Simulation:
         self._expect(self._sources[job.tenant].after_arrival())
 
     def _request(self, request_id: int, job: Job) -> Request:
-        """Prompts differ in their first own token already: nobody shares more than the tenant's system prompt."""
+        """Makes a request whose prompt shares only the tenant's system prompt with others."""
         num_own = job.num_prompt_tokens - job.num_shared_tokens
         prompt = [_SHARED_TOKENS_FROM + job.tenant] * job.num_shared_tokens + [request_id] * num_own
         max_total = job.num_prompt_tokens + job.num_output_tokens
@@ -185,7 +197,7 @@ class Simulation:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def _due_s(self) -> float:
-        """When the engine makes its next plan (scheduler/engine/plan_timing.py)."""
+        """Returns the time at which the engine makes its next plan (see scheduler/engine/plan_timing.py)."""
         if not self._in_flight or not could_join(self.scheduler):
             return self.now_s
         newest = self._in_flight[-1]
@@ -194,7 +206,7 @@ class Simulation:
         return newest.done_s - lead_s(step_s) if self._seen.are_likely(self.now_s, hold_s) else self.now_s
 
     def _send_plan(self) -> bool:
-        """Whether there was one."""
+        """Sends the next plan to the simulated executor; returns False if there is none."""
         plan = self.scheduler.schedule()
         if plan is None:
             return False
@@ -231,72 +243,56 @@ class Simulation:
     # --- leaps ------------------------------------------------------------------------------------------------
 
     def _leap(self, arrival_s: float) -> None:
-        """Schedules and commits as often as nobody arrives meanwhile, and as the core takes at once.
+        """Schedules and commits many steps at once: until the next arrival, or as many as the core allows.
 
         now          T1           T2           T3
-         │ in flight │ planned 1  │ planned 2  │ planned 3       max_in_flight 2: three pairs end at T3,
-         └ plan 1    └ 1 in, 2    └ 2 in, 3    └ 3 in            the third plan is in flight then
+         │ in flight │ planned 1  │ planned 2  │ planned 3       max_in_flight 2: three pairs of schedule and commit
+         └ plan 1    └ 1 in, 2    └ 2 in, 3    └ 3 in            end at T3; the third plan is then in flight
         """
-        num_out = len(self._in_flight)
-        loads = self._loads
-        num_decodes = loads.num_decodes
+        num_in_flight = len(self._in_flight)
+        num_decodes = self._loads.num_decodes
         num_seated = self.scheduler.limits.max_num_seqs - self.scheduler.num_free_slots
-        if not num_decodes == loads.num_slots == num_seated:
-            return  # somebody computes a prompt, or has begun or ended and no plan has told of it yet
-        first_s = self._decode_s(num_decodes, loads.num_decode_context + num_decodes)
-        growth_s = self._decode_s(num_decodes, loads.num_decode_context + 2 * num_decodes) - first_s
+        if not num_decodes == self._loads.num_slots == num_seated:
+            return  # a sequence computes its prompt, or has started or ended and is not in a plan yet
         free_s = max(self.now_s, self._free_s)
         if arrival_s < free_s:
             return
-        max_steps = num_out + _num_terms(arrival_s - free_s, first_s, growth_s)
+        steps_s = self._next_decodes_s()
+        max_steps = num_in_flight + steps_s.num_terms_within(arrival_s - free_s)
         if max_steps < _MIN_LEAP:
             return
         num_steps = leap(self.scheduler, max_steps)
-        if num_steps == 0:
-            return
-        self._after_leap(num_steps, num_out, free_s, first_s, growth_s)
+        if num_steps > 0:
+            self._after_leap(num_steps, num_in_flight, free_s, steps_s)
 
-    def _after_leap(self, num_steps: int, num_out: int, free_s: float, first_s: float, growth_s: float) -> None:
-        """Brings clock, flights and records to where so many pairs would have brought them."""
+    def _next_decodes_s(self) -> Series:
+        """Returns the durations of the next steps in which all sequences decode."""
+        num_decodes, context = self._loads.num_decodes, self._loads.num_decode_context
+        first_s, second_s = (
+            self._cost.step_s(StepLoad(num_decodes, context + i * num_decodes, num_sampled=num_decodes)) for i in (1, 2)
+        )
+        return Series(first_s, second_s - first_s)
+
+    def _after_leap(self, num_steps: int, num_in_flight: int, free_s: float, steps_s: Series) -> None:
+        """Sets clock, flights and records to the state after num_steps pairs of schedule and commit."""
         loads, started_s = self._loads, self.now_s
         num_decodes, context = loads.num_decodes, loads.num_decode_context
         flights = list(self._in_flight)
-        for i in range(max(0, num_steps - num_out), num_steps):  # planned and not committed
-            planned_s = self.now_s if i == 0 else (flights[i - 1].done_s if i <= num_out else 0.0)
-            if i > num_out:
-                planned_s = free_s + _series(i - num_out, first_s, growth_s)
+        for i in range(max(0, num_steps - num_in_flight), num_steps):  # planned and not committed
+            if i > num_in_flight:
+                planned_s = free_s + steps_s.total(i - num_in_flight)
+            else:
+                planned_s = self.now_s if i == 0 else flights[i - 1].done_s
             load = StepLoad(num_decodes, context + (i + 1) * num_decodes, num_sampled=num_decodes)
-            done_s = free_s + _series(i + 1, first_s, growth_s)
+            done_s = free_s + steps_s.total(i + 1)
             flights.append(_Flight(self.scheduler.step_id - num_steps + 1 + i, planned_s, done_s, load, False))
-        if num_steps >= num_out:
-            self.now_s = free_s + _series(num_steps - num_out, first_s, growth_s)
-            self._in_flight = deque(flights[num_out:])
+        if num_steps >= num_in_flight:
+            self.now_s = free_s + steps_s.total(num_steps - num_in_flight)
+            self._in_flight = deque(flights[num_in_flight:])
         else:
             self.now_s = flights[num_steps - 1].done_s
             self._in_flight = deque(flights[num_steps:])
         self._done_s = self.now_s
-        self._free_s = free_s + _series(num_steps, first_s, growth_s)
+        self._free_s = free_s + steps_s.total(num_steps)
         loads.skip(num_steps)
         self.records.leap(self.now_s, started_s, num_steps, num_decodes, self.scheduler)
-
-    def _decode_s(self, num_decodes: int, num_pairs: int) -> float:
-        return self._cost.step_s(StepLoad(num_decodes, num_pairs, num_sampled=num_decodes))
-
-
-def _series(num_terms: int, first: float, growth: float) -> float:
-    """first + (first + growth) + … of so many terms."""
-    return num_terms * first + growth * (num_terms * (num_terms - 1) / 2)
-
-
-def _num_terms(budget: float, first: float, growth: float) -> int:
-    """Most terms of that series whose sum is not above the budget."""
-    if budget == inf:
-        return 1 << 30
-    if budget < first:
-        return 0
-    half = first - growth / 2
-    number = budget / half if growth <= 0 else (sqrt(half * half + 2 * growth * budget) - half) / growth
-    num_terms = int(number) + 1
-    while num_terms and _series(num_terms, first, growth) > budget:
-        num_terms -= 1
-    return num_terms

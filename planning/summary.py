@@ -1,4 +1,4 @@
-"""A simulation in numbers: what a load generator would report of a real server, and what only a simulator sees."""
+"""Summarizes a simulation: the numbers a load generator reports of a real server, and some only a simulator knows."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
+    """The mean, percentiles and maximum of some values."""
+
     mean: float
     p50: float
     p90: float
@@ -25,12 +27,12 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class TenantSummary:
-    """Times in virtual seconds; None where no request has one.
+    """The requests of one tenant. Times are in virtual seconds, None if no request has one.
 
-    queue_s    from arrival to the plan that admits it
-    ttft_s     from arrival to the first token
-    tpot_s     per output token after the first
-    latency_s  from arrival to the last token
+    queue_s    from the arrival to the plan that admits the request
+    ttft_s     from the arrival to the first token
+    tpot_s     time per output token after the first
+    latency_s  from the arrival to the last token
     """
 
     name: str
@@ -45,16 +47,18 @@ class TenantSummary:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """virtual_s               from the start to the last token
-    wall_s                  what it took to simulate that; real_time_factor is their quotient
-    busy_ratio              share of virtual time in which the executor computes
-    mean_batch              sequences in a step, mean over the time that steps take
+    """The summary of a simulation.
+
+    virtual_s               virtual time from the start to the last token
+    wall_s                  real time of the simulation; real_time_factor is virtual_s / wall_s
+    busy_ratio              share of the virtual time in which the executor computes
+    mean_batch              number of sequences in a step, mean over the time that steps take
     mean_waiting            length of the queue, mean over time
-    occupancy_ratio         blocks that sequences hold over all, mean over time
-    waste_ratio             places in held blocks that no token fills, over all in held blocks; mean of the samples
-    prefix_hit_ratio        prompt tokens found in the cache over those looked for
-    num_leapt_steps         of num_steps, those that were not taken one by one
-    num_refused             too long for the server, or turned away by a full queue
+    occupancy_ratio         share of the blocks that sequences hold, mean over time
+    waste_ratio             share of the token slots in these blocks that no token fills, mean of the samples
+    prefix_hit_ratio        share of the prompt tokens looked up that the prefix cache had
+    num_leapt_steps         number of the num_steps steps that were simulated in leaps
+    num_refused             requests that were too long for the server, or refused by a full queue
     """
 
     virtual_s: float
@@ -82,7 +86,7 @@ class Summary:
 
 
 def summarize(records: Records, names: Sequence[str], num_usable_blocks: int, wall_s: float) -> Summary:
-    """Of a run with these tenants; several of them are preceded by all together."""
+    """Summarizes the records of a run with these tenants; several tenants are preceded by their total, "all"."""
     requests, counters, virtual_s = records.requests, records.counters, records.virtual_s
     parts = [("all", None), *_indexed(names)] if len(names) > 1 else [(name, None) for name in names]
     num_output = int(np.sum(requests.num_output_tokens)) if records.num_ended else 0
@@ -119,7 +123,7 @@ def _indexed(names: Sequence[str]) -> list[tuple[str, int | None]]:
 
 
 def timeline(records: Records) -> list[dict[str, Any]]:
-    """The samples as plain values, for plots."""
+    """Returns the samples as plain values, for plots."""
     return [
         {
             "time_s": sample.now_s,

@@ -1,4 +1,4 @@
-"""What a simulated server is asked for: tenants, each with its arrivals, its lengths and its system prompt."""
+"""The workload of a simulated server: tenants, each with its arrivals, its lengths and its system prompt."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -10,11 +10,11 @@ from planning.lengths import LengthSource
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Requests of one kind.
+    """A source of similar requests.
 
-    priority           lower runs earlier, under the priority policy
-    num_system_tokens  tokens that its prompts begin with, beyond their own lengths: what the prefix cache can find
-    system_share       share of its requests that begin so
+    priority           requests with lower values run earlier, under the priority policy
+    num_system_tokens  length of the system prompt, in addition to `lengths`; the prefix cache can find it
+    system_share       share of the requests that begin with the system prompt
     """
 
     name: str
@@ -27,9 +27,9 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request to come.
+    """A request that arrives at `arrival_s`.
 
-    num_shared_tokens  of its prompt, those of the tenant's system prompt
+    num_shared_tokens  number of its prompt tokens that are the tenant's system prompt
     """
 
     arrival_s: float
@@ -41,7 +41,10 @@ class Job:
 
 
 class Source:
-    """Jobs of one tenant, drawn when they are due. One seed is one stream of jobs, whatever the server does."""
+    """Draws the jobs of one tenant when they are due.
+
+    A seed determines the stream of jobs, whatever the server does.
+    """
 
     def __init__(self, index: int, tenant: Tenant, max_model_len: int, seed: int) -> None:
         self._index = index
@@ -53,17 +56,18 @@ class Source:
             self._times_s = tenant.arrivals.times_s(random.Random(f"{seed} arrivals {index}"))
 
     def first(self) -> list[Job]:
+        """Returns the jobs that the simulation starts with."""
         arrivals = self._tenant.arrivals
         if isinstance(arrivals, ClosedLoop):
             return [self._job(0.0) for _ in range(arrivals.num_clients)]
         return self.after_arrival()
 
     def after_arrival(self) -> list[Job]:
-        """Of an open loop, the job after the one that just arrived."""
+        """Returns the next job of an open loop, after one has arrived."""
         return [] if self._times_s is None else [self._job(next(self._times_s))]
 
     def after_end(self, now_s: float) -> list[Job]:
-        """Of a closed loop, what the client whose request just ended asks next."""
+        """Returns the next job of a client of a closed loop, after its request has ended."""
         arrivals = self._tenant.arrivals
         return [self._job(now_s + arrivals.turnaround_s)] if isinstance(arrivals, ClosedLoop) else []
 
@@ -77,7 +81,7 @@ class Source:
 
 
 class ListedJobs:
-    """Jobs with given times, or in the given order for clients of a closed loop, as `Source` has them."""
+    """A source with a list of jobs: at their given times, or in the given order for the clients of a closed loop."""
 
     def __init__(self, jobs: Sequence[Job], closed_loop: ClosedLoop | None = None) -> None:
         self._jobs = iter(jobs)

@@ -1,4 +1,4 @@
-"""Writes the dashboards that Grafana is provisioned with: `make dashboards`, or python -m deploy.grafana.build."""
+"""Writes the dashboards that Grafana is provisioned with. Run `make dashboards` or `python -m deploy.grafana.build`."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ DASHBOARDS = {"overview": overview, "kv-cache": kv_cache, "executor": executor}
 
 
 def rendered() -> dict[str, str]:
-    """File name → the JSON in it. The same for the same code."""
+    """Returns the JSON of each dashboard by file name. The text depends only on the code."""
     return {f"{name}.json": _as_json(_numbered(make().build())) for name, make in DASHBOARDS.items()}
 
 
@@ -24,13 +24,14 @@ def _as_json(board: Dashboard) -> str:
 
 
 def _numbered(board: Dashboard) -> Dashboard:
-    """Panels have ids that are unique within a dashboard: here, their order."""
+    """Numbers the panels in their order, because ids must be unique within a dashboard."""
     for number, panel in enumerate(board.panels or (), start=1):
         panel.id_val = number
     return board
 
 
 def write(directory: Path = DIRECTORY) -> None:
+    """Writes all dashboards to a directory."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in rendered().items():
         (directory / name).write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Executor: what a step costs and where, how full its batches are, and whether the device has work."""
+"""The executor dashboard: the duration of steps by phase, the size of batches, and the device's idle time."""
 
 from grafana_foundation_sdk.builders import dashboard
 
@@ -7,19 +7,34 @@ from deploy.grafana.panels import dashboard_named, heat_map, lines, per_second, 
 _STEP = "quire_executor_step_duration_seconds"
 _BATCH = "quire_step_batch_tokens"
 _LAST_STEP = "quire_executor_last_step_timestamp_seconds"
-# An executor is its address: a new process there is a restart.
+# An executor is identified by its address; a new process at the same address is a restart.
 _RESTARTS = "changes(quire_executor_start_timestamp_seconds{m}[1h])"
 
 
 def executor() -> dashboard.Dashboard:
     board = dashboard_named("Quire / Executor", "quire-executor", "Steps, memory and restarts of a Quire executor.")
     for panel in (
-        tile("Steps/s", "Steps that ended.", _rate_of("forward"), "short"),
-        tile("Since the last step", "Grows where there is no work, too.", f"time() - max ({_LAST_STEP}{{m}})", "s"),
-        tile("Idle", "Share of the time without a plan.", "max (quire_executor_idle_ratio{m})", "percentunit"),
-        tile("Tokens a step", "Mean.", f"{per_second(f'{_BATCH}_sum')} / {per_second(f'{_BATCH}_count')}", "short"),
-        tile("Memory", "Weights, pool and buffers.", "sum (quire_executor_memory_bytes{m})", "bytes"),
-        tile("Restarts", "Within the last hour.", f"sum ({_RESTARTS})", "short", bad_from=1),
+        tile("Steps/s", "Completed steps per second.", _rate_of("forward"), "short"),
+        tile(
+            "Since the last step",
+            "Time since the last completed step. It also grows while there is no work.",
+            f"time() - max ({_LAST_STEP}{{m}})",
+            "s",
+        ),
+        tile(
+            "Idle",
+            "Share of the time in which the device has no plan.",
+            "max (quire_executor_idle_ratio{m})",
+            "percentunit",
+        ),
+        tile(
+            "Tokens per step",
+            "Mean number of tokens in a step.",
+            f"{per_second(f'{_BATCH}_sum')} / {per_second(f'{_BATCH}_count')}",
+            "short",
+        ),
+        tile("Memory", "Memory of weights, pool and buffers.", "sum (quire_executor_memory_bytes{m})", "bytes"),
+        tile("Restarts", "Restarts within the last hour.", f"sum ({_RESTARTS})", "short", bad_from=1),
     ):
         board = board.with_panel(panel)
     return _process(_steps(board))
@@ -30,8 +45,9 @@ def _steps(board: dashboard.Dashboard) -> dashboard.Dashboard:
         board.with_row(dashboard.Row("Steps"))
         .with_panel(
             lines(
-                "Time of a step by phase",
-                "Means. queue: between arrival and start; prepare: inputs; forward: the model; sample: token ids.",
+                "Step duration by phase",
+                "Mean duration of each phase. queue: from arrival to start; prepare: building the inputs; forward: the "
+                "model; sample: choosing tokens.",
                 {"{phase}": f"{per_second(f'{_STEP}_sum', 'phase')} / {per_second(f'{_STEP}_count', 'phase')}"},
                 "s",
                 width="half",
@@ -40,18 +56,25 @@ def _steps(board: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
-                "Forward, percentiles",
-                "The model's part of a step.",
+                "Forward duration, percentiles",
+                "Duration of the model's part of a step.",
                 {name: query.replace("{m}", '{m, phase="forward"}') for name, query in percentiles(_STEP).items()},
                 "s",
                 width="half",
             )
         )
-        .with_panel(heat_map("Tokens a step, spread", "Brighter: more steps.", _BATCH, "short"))
+        .with_panel(
+            heat_map(
+                "Tokens per step, distribution",
+                "Distribution of the number of tokens in a step. Brighter cells mean more steps.",
+                _BATCH,
+                "short",
+            )
+        )
         .with_panel(
             lines(
-                "Planning a step",
-                "What the scheduler's core takes, hidden behind the steps in flight.",
+                "Planning duration",
+                "Time that the scheduler's core takes to plan a step. It overlaps with the steps in flight.",
                 percentiles("quire_schedule_duration_seconds"),
                 "s",
                 width="half",
@@ -75,7 +98,7 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Memory",
-                "Held, by kind.",
+                "Memory that the executor holds, by kind.",
                 {"{kind}": "sum by (kind) (quire_executor_memory_bytes{m})"},
                 "bytes",
                 stacked=True,
@@ -84,7 +107,7 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Start-up",
-                "What the process that runs now took to start, by phase.",
+                "Start-up time of the current process, by phase.",
                 {"{phase}": "max by (phase) (quire_executor_startup_seconds{m})"},
                 "s",
                 stacked=True,
@@ -93,7 +116,7 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Restarts",
-                "Within the hour before, by the address of the executor.",
+                "Restarts within the preceding hour, by the address of the executor.",
                 {"{executor}": f"sum by (executor) ({_RESTARTS})"},
                 "short",
                 width="half",
@@ -102,7 +125,7 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Versions",
-                "Services that answer Prometheus, by version: more than one while an update is under way.",
+                "Services that answer Prometheus, by version. There is more than one version during an update.",
                 {"{service} {version}": "count by (service, version) (quire_build_info)"},
                 "short",
                 width="half",

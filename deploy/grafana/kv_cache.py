@@ -1,4 +1,4 @@
-"""KV cache: what the pool holds, what of it is waste, what is shared, and what it costs when it is full."""
+"""The KV cache dashboard: the use of the pool, its waste, sharing, and the cost of memory pressure."""
 
 from grafana_foundation_sdk.builders import dashboard
 
@@ -10,13 +10,16 @@ _BY_STATE = "sum by (state) (quire_kv_blocks{m})"
 def kv_cache() -> dashboard.Dashboard:
     board = dashboard_named("Quire / KV cache", "quire-kv-cache", "The block pool of a Quire server.")
     for panel in (
-        tile("Blocks", "Of the pool.", "sum (quire_kv_blocks{m})", "short"),
-        tile("In use", "Active blocks over all.", "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98),
-        tile("Waste", "Empty places for tokens in active blocks.", "max (quire_kv_waste_ratio{m})", "percentunit"),
-        tile("Shared", "Blocks in several block tables.", "sum (quire_kv_shared_blocks{m})", "short"),
+        tile("Blocks", "Number of blocks in the pool.", "sum (quire_kv_blocks{m})", "short"),
+        tile("In use", "Share of active blocks.", "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98),
+        tile(
+            "Waste", "Share of token slots in active blocks that are empty.",
+            "max (quire_kv_waste_ratio{m})", "percentunit",
+        ),
+        tile("Shared", "Blocks in more than one block table.", "sum (quire_kv_shared_blocks{m})", "short"),
         tile("Prefix hits", "Share of prompt tokens found in the prefix cache.", _hit_ratio(), "percentunit"),
         tile(
-            "Preemptions", "Within the last 5 minutes.",
+            "Preemptions", "Preemptions within the last 5 minutes.",
             "sum (increase(quire_preemptions_total{m}[5m]))", "short", bad_from=1,
         ),
     ):  # fmt: skip
@@ -30,7 +33,8 @@ def _pool(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Blocks by state",
-                "Free: empty. Cached: found again by a prefix until it is reused. Active: in a block table.",
+                "Free blocks are empty. Cached blocks can be found by a prefix until they are reused. Active blocks "
+                "are in a block table.",
                 {"{state}": _BY_STATE},
                 "short",
                 stacked=True,
@@ -39,7 +43,7 @@ def _pool(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Occupancy",
-                "Active blocks over all.",
+                "Share of active blocks among all blocks.",
                 {"{model_name}": "max by (model_name) (quire_kv_occupancy_ratio{m})"},
                 "percentunit",
                 most=1,
@@ -48,15 +52,15 @@ def _pool(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Waste",
-                "Places for tokens in active blocks that hold none: less than one block a sequence.",
+                "Share of token slots in active blocks that are empty; less than one block per sequence.",
                 {"{model_name}": "max by (model_name) (quire_kv_waste_ratio{m})"},
                 "percentunit",
             )
         )
         .with_panel(
             lines(
-                "Places for tokens in active blocks",
-                "Used, and allocated ahead of use.",
+                "Token slots in active blocks",
+                "Token slots that hold a token, and those that are allocated but still empty.",
                 {"{state}": "sum by (state) (quire_kv_slots{m})"},
                 "short",
                 width="two thirds",
@@ -66,8 +70,8 @@ def _pool(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             bars(
                 "Block map",
-                "The pool now. The live page of a scheduler shows it block by block, and `quire kv` in a terminal.",
-                {"{state}": _BY_STATE, "of these shared": "sum (quire_kv_shared_blocks{m})"},
+                "Current state of the pool. A scheduler's live page and `quire kv` in a terminal show every block.",
+                {"{state}": _BY_STATE, "active and shared": "sum (quire_kv_shared_blocks{m})"},
                 "short",
             )
         )
@@ -80,7 +84,7 @@ def _sharing(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Shared blocks",
-                "Blocks in several block tables.",
+                "Blocks in more than one block table.",
                 {"{model_name}": "sum by (model_name) (quire_kv_shared_blocks{m})"},
                 "short",
             )
@@ -88,7 +92,7 @@ def _sharing(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Copies on write",
-                "Blocks a second that were copied because they were shared.",
+                "Blocks per second that were copied before a write because they were shared.",
                 {"copies": per_second("quire_kv_cow_copies_total")},
                 "short",
             )
@@ -96,7 +100,7 @@ def _sharing(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Prefix cache",
-                "Share of prompt tokens found, counted once, at first admission: a recomputed token is no hit.",
+                "Share of prompt tokens found in the prefix cache at first admission; recomputation does not count.",
                 {"hit ratio": _hit_ratio()},
                 "percentunit",
                 most=1,
@@ -112,7 +116,7 @@ def _pressure(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Preemptions",
-                "Sequences a second that gave their blocks away.",
+                "Preempted sequences per second; a preempted sequence loses its blocks.",
                 {"{mode}": per_second("quire_preemptions_total", "mode")},
                 "short",
             )
@@ -120,7 +124,7 @@ def _pressure(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Preempted tokens",
-                "Computed tokens a second that were thrown away and will be computed again.",
+                "Computed tokens per second that were discarded and have to be computed again.",
                 {"tokens": per_second("quire_preempted_tokens_total")},
                 "short",
             )
@@ -128,7 +132,7 @@ def _pressure(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Share of the work lost",
-                "Preempted tokens over all tokens that steps compute.",
+                "Preempted tokens as a share of all tokens that steps compute.",
                 {"lost": f"{per_second('quire_preempted_tokens_total')} / {computed}"},
                 "percentunit",
             )

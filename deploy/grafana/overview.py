@@ -1,4 +1,4 @@
-"""Overview: is it well, how fast is it, who waits and why."""
+"""The overview dashboard: readiness, throughput, latency, and the queue."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from deploy.grafana.panels import (
     tile,
 )
 
-# Bounds of buckets, as Prometheus writes them: attainment is exact at these and nowhere else.
+# Bounds of histogram buckets, as Prometheus writes them; attainment is exact only at these bounds.
 TTFT_BOUNDS_S = ("0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0")
 ITL_BOUNDS_S = ("0.01", "0.025", "0.05", "0.1", "0.25", "0.5")
 
@@ -31,18 +31,24 @@ def overview() -> dashboard.Dashboard:
     )
     small = partial(tile, width="small tile")
     for panel in (
-        # Of all models: a scheduler that has not seen an executor yet has none.
-        small("Ready", "1: every scheduler serves.", "min (quire_ready)", "short", good_from=1),
-        small("Requests/s", "Requests that ended, in any way.", per_second("quire_requests_finished_total"), "reqps"),
-        small("Tokens/s", "Tokens of completions.", per_second("quire_generation_tokens_total"), "short"),
+        # Not filtered by model: a scheduler that has not seen an executor yet has no model name.
+        small("Ready", "1 if every scheduler serves.", "min (quire_ready)", "short", good_from=1),
+        small("Requests/s", "Requests that ended per second.", per_second("quire_requests_finished_total"), "reqps"),
+        small("Tokens/s", "Generated tokens per second.", per_second("quire_generation_tokens_total"), "short"),
         small("Running", "Requests with a sequence in the batch.", "sum (quire_requests_running{m})", "short"),
-        small("Queued", "Requests that wait.", "sum (quire_queue_requests{m})", "short"),
+        small("Queued", "Requests in the queue.", "sum (quire_queue_requests{m})", "short"),
         small(
-            "Oldest in the queue", "How long the one that waits longest has waited.",
+            "Oldest in the queue", "Waiting time of the request that has waited longest.",
             "max (quire_queue_oldest_age_seconds{m})", "s", bad_from=30,
         ),
-        small("Pool in use", "Active blocks.", "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98),
-        small("Within TTFT", "Share with a first token within $ttft s.", attainment(TTFT, "ttft"), "percentunit"),
+        small(
+            "Pool in use", "Share of active blocks.",
+            "max (quire_kv_occupancy_ratio{m})", "percentunit", bad_from=0.98,
+        ),
+        small(
+            "Within TTFT", "Share of requests with a first token within $ttft s.",
+            attainment(TTFT, "ttft"), "percentunit",
+        ),
     ):  # fmt: skip
         board = board.with_panel(panel)
     return _reasons(_objectives(_latency(_throughput(board))))
@@ -53,7 +59,7 @@ def _throughput(board: dashboard.Dashboard) -> dashboard.Dashboard:
         board.with_row(dashboard.Row("Throughput"))
         .with_panel(
             lines(
-                "Requests by how they ended",
+                "Requests by reason of their end",
                 "A request counts once, when its last sequence ends.",
                 {"{reason}": per_second("quire_requests_finished_total", "reason")},
                 "reqps",
@@ -63,7 +69,7 @@ def _throughput(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Tokens",
-                "Generated, and prompt tokens by where their KV came from. Recomputed tokens count in neither.",
+                "Generated tokens, and prompt tokens by the source of their KV. Recomputed tokens are not counted.",
                 {
                     "generated": per_second("quire_generation_tokens_total"),
                     "prompt, {source}": per_second("quire_prompt_tokens_total", "source"),
@@ -73,8 +79,8 @@ def _throughput(board: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
-                "Refused",
-                "Requests that never reached the queue, by status code.",
+                "Refused requests",
+                "Requests that were refused before they entered the queue, by status code.",
                 {"{reason}": per_second("quire_requests_rejected_total", "reason")},
                 "reqps",
                 stacked=True,
@@ -89,7 +95,7 @@ def _latency(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Time to first token",
-                "From arrival, the queue included. Dots are single requests.",
+                "Time from arrival to the first token, including the queue. Dots are single requests.",
                 percentiles(TTFT),
                 "s",
                 width="half",
@@ -99,7 +105,7 @@ def _latency(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Inter-token latency",
-                "Between two tokens of a sequence. Dots are single requests.",
+                "Time between two tokens of a sequence. Dots are single requests.",
                 percentiles(ITL),
                 "s",
                 width="half",
@@ -119,8 +125,8 @@ def _latency(board: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
-                "Where a request's time goes",
-                "Means: in the queue, until its first token, and after it.",
+                "Request time by phase",
+                "Mean time in the queue, from there to the first token, and from the first token to the end.",
                 {
                     phase: f"{per_second(f'quire_request_{phase}_time_seconds_sum')}"
                     f" / {per_second(f'quire_request_{phase}_time_seconds_count')}"
@@ -133,7 +139,7 @@ def _latency(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Time per output token",
-                "Mean over a sequence.",
+                "Mean time per output token of a sequence, after the first.",
                 percentiles("quire_time_per_output_token_seconds"),
                 "s",
             )
@@ -147,7 +153,7 @@ def _objectives(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Attainment",
-                "Share of requests with a first token within $ttft s, and of tokens within $itl s of the one before.",
+                "Share of requests with a first token within $ttft s, and of tokens within $itl s of the previous one.",
                 {"TTFT ≤ $ttft s": attainment(TTFT, "ttft"), "ITL ≤ $itl s": attainment(ITL, "itl")},
                 "percentunit",
                 width="half",
@@ -156,8 +162,8 @@ def _objectives(board: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
-                "Sizes of requests",
-                "90 % of requests are no longer than this.",
+                "Request lengths, p90",
+                "90 % of the requests have at most this many prompt or completion tokens.",
                 {
                     "prompt": percentiles("quire_request_prompt_tokens")["p90"],
                     "completion": percentiles("quire_request_generation_tokens")["p90"],
@@ -175,7 +181,7 @@ def _reasons(board: dashboard.Dashboard) -> dashboard.Dashboard:
         .with_panel(
             lines(
                 "Running and queued",
-                "Queued by what a request waits after: new, preempted, or its executor was lost.",
+                "Requests in the batch, and requests in the queue by reason: new, preempted, or executor lost.",
                 {
                     "running": "sum (quire_requests_running{m})",
                     "queued, {reason}": "sum by (reason) (quire_queue_requests{m})",
@@ -185,16 +191,17 @@ def _reasons(board: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
-                "Age of the oldest",
-                "Since the one that waits longest came into the queue; or back, preempted or without an executor.",
+                "Oldest request in the queue",
+                "Time since the request that has waited longest entered the queue, or returned to it after a "
+                "preemption or the loss of the executor.",
                 {"oldest": "max (quire_queue_oldest_age_seconds{m})"},
                 "s",
             )
         )
         .with_panel(
             lines(
-                "Prompt tokens that wait",
-                "What the queue still has to compute; its bound is --max-waiting-prompt-tokens.",
+                "Prompt tokens in the queue",
+                "Prompt tokens of waiting requests; the limit is --max-waiting-prompt-tokens.",
                 {"tokens": "sum (quire_queue_prompt_tokens{m})"},
                 "short",
             )

@@ -1,7 +1,7 @@
-"""The few kinds of panels that the dashboards are made of, all of them in one look.
+"""The kinds of panels in the dashboards, with a common style.
 
-Queries are filtered by the dashboards' variable `model`; `{m}` in an expression stands for that filter, so that the
-braces of PromQL stay readable.
+Queries are filtered by the dashboards' variable `model`. `{m}` in an expression stands for that filter, which keeps the
+braces of PromQL readable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ WIDTHS = {"third": 8, "half": 12, "two thirds": 16, "whole": 24, "tile": 4, "sma
 
 
 def dashboard_named(title: str, uid: str, text: str) -> dashboard.Dashboard:
-    """An empty one, with the variables `datasource` and `model`; links lead to the others."""
+    """Returns an empty dashboard with the variables `datasource` and `model` and links to the other dashboards."""
     return (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -56,7 +56,7 @@ def dashboard_named(title: str, uid: str, text: str) -> dashboard.Dashboard:
 
 
 def choice(name: str, label: str, values: Sequence[str], chosen: str) -> dashboard.CustomVariable:
-    """A variable that is one of `values`."""
+    """Returns a variable that is one of `values`."""
     return (
         dashboard.CustomVariable(name)
         .label(label)
@@ -78,8 +78,11 @@ def lines(
     most: float | None = None,
     exemplars: bool = False,
 ) -> timeseries.Panel:
-    """Curves over time. `queries` maps what the legend says to an expression; `exemplars` adds single requests, as dots
-    that know their request id."""
+    """Returns a panel of curves over time.
+
+    queries    expressions by their legend
+    exemplars  also show single requests, as dots with their request id
+    """
     panel = (
         timeseries.Panel()
         .title(title)
@@ -111,7 +114,7 @@ def lines(
 
 
 def bars(title: str, text: str, queries: Mapping[str, str], unit: str) -> bargauge.Panel:
-    """What is now, one bar a query."""
+    """Returns a panel with the current value of each query as a bar."""
     panel = (
         bargauge.Panel()
         .title(title)
@@ -131,7 +134,7 @@ def bars(title: str, text: str, queries: Mapping[str, str], unit: str) -> bargau
 
 
 def heat_map(title: str, text: str, histogram: str, unit: str, *, width: str = "half") -> heatmap.Panel:
-    """How the observations of a histogram spread over its buckets, over time."""
+    """Returns a heat map of a histogram: the distribution of its observations over the buckets, over time."""
     return (
         heatmap.Panel()
         .title(title)
@@ -166,7 +169,7 @@ def tile(
     good_from: float | None = None,
     width: str = "tile",
 ) -> stat.Panel:
-    """One number, with its recent past; red from `bad_from` on, or below `good_from`."""
+    """Returns a panel with one number and its recent history; red from `bad_from` on, or below `good_from`."""
     steps = [models.Threshold(value=None, color="green" if good_from is None else "red")]
     if bad_from is not None:
         steps.append(models.Threshold(value=bad_from, color="red"))
@@ -189,7 +192,7 @@ def tile(
 
 
 def percentiles(histogram: str, *by: str) -> dict[str, str]:
-    """The queries of PERCENTILES of a histogram."""
+    """Returns a query for each of the PERCENTILES of a histogram."""
     labels = ", ".join(("le", *by))
     return {
         name: f"histogram_quantile({share}, sum by ({labels}) (rate({histogram}_bucket{{m}}[{WINDOW}])))"
@@ -198,19 +201,19 @@ def percentiles(histogram: str, *by: str) -> dict[str, str]:
 
 
 def per_second(counter: str, *by: str) -> str:
-    """The rate of a counter, summed over all labels but `by`."""
+    """Returns a query for the rate of a counter, summed over all labels except `by`."""
     grouping = f" by ({', '.join(by)})" if by else ""
     return f"sum{grouping} (rate({counter}{{m}}[{WINDOW}]))"
 
 
 def attainment(histogram: str, variable: str) -> str:
-    """The share of a histogram's observations up to the bound that a variable names."""
+    """Returns a query for the share of a histogram's observations up to the bound that a variable names."""
     good = f'sum (rate({histogram}_bucket{{m, le=~"${variable}"}}[{WINDOW}]))'
     return f"{good} / sum (rate({histogram}_count{{m}}[{WINDOW}]))"
 
 
 def _query(letter: str, legend: str, expression: str) -> prometheus.Dataquery:
-    """Legends write labels as {label}."""
+    """Returns one query of a panel. A label in the legend is written as {label}."""
     return (
         prometheus.Dataquery()
         .ref_id(letter)

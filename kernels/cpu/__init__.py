@@ -1,6 +1,6 @@
-"""Every operation for the CPU: numba, compiled once a machine, on the threads of torch's OpenMP runtime.
+"""Every operation for the CPU, compiled by numba once per machine and run on the threads of torch's OpenMP runtime.
 
-Signatures, shapes and layouts are those of `kernels.Kernels`. KV blocks are read where they lie.
+Signatures, shapes and layouts are those of `kernels.Kernels`. KV blocks are read in place.
 """
 
 from __future__ import annotations

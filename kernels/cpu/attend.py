@@ -1,17 +1,18 @@
-"""Attention over KV blocks where they lie: decode and prefill are one kernel.
+"""Attention that reads KV blocks in place; decode and prefill are one kernel.
 
-The context of a sequence is cut into chunks of CHUNK tokens, at its multiples. For a tile of query rows a chunk gives a
-part: per row the greatest score, the sum of 2 ** (score - greatest), and the values weighed by these. Parts of a row
-are merged from its first chunk to its last, and the weighed values divided by the sum at the end: online softmax
-(Milakov and Gimelshein, 2018) over blocks of keys as in FlashAttention (Dao et al., 2022); the job's scale holds a
-factor of log2(e), so that powers of two suffice.
+The context of a sequence is cut into chunks at multiples of CHUNK tokens. For a tile of query rows each chunk gives a
+part: per row the greatest score, the sum of 2 ** (score - greatest), and the sum of the values with these weights. The
+parts of a row are merged from the first chunk to the last, and the weighted sum is divided by the sum of weights at the
+end. This is online softmax (Milakov and Gimelshein, 2018) over blocks of keys as in FlashAttention (Dao et al., 2022).
+The job's scale contains a factor of log2(e), so that powers of two suffice.
 
-Work is shared out in units, each the business of one kv head with all query heads that read it::
+Work is divided into units. A unit belongs to one kv head and covers all query heads that read it::
 
-    one query in the sequence     a unit a chunk; who finishes the last one of a row's merges the parts, in order
-    several queries               a unit a tile of queries, which walks its chunks itself
+    one query in the sequence     one unit per chunk; the last thread to finish merges the parts of a row, in order
+    several queries               one unit per tile of queries, which processes all its chunks itself
 
-Cuts depend on positions alone: a row has the same bits in any batch, in any cut of its prompt, in decode and prefill.
+The cuts depend only on positions: a row has the same bits in any batch, however its prompt is split into steps, in
+decode and in prefill.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ from kernels.cpu.native import (
 from kernels.cpu.team import Kernel, job_dtype
 from kernels.cpu.tiles import CHUNK, SCORE_LANES, soften_row
 
-# Query rows of one tile: enough that a block, once in the cache, is used well; few enough that scores stay there.
+# Query rows of one tile: enough to make good use of a block in the cache, few enough that the scores stay in it too.
 _TILE_ROWS = 32
 
-# With more rows than this a block is worked on for longer than memory takes to bring it.
+# With more rows than this, computing with a block takes longer than loading it.
 _STREAMING_ROWS = 8
-# How far ahead few rows ask for what they read: what memory brings within its latency, and a bit more.
+# Bytes that tiles with few rows prefetch ahead: a little more than memory delivers within its latency.
 _BYTES_AHEAD = 8192
 
 
-# Names of tensors are addresses. score_rows, weigh_rows: the two functions of a variant, of `columns` tokens a tile.
-# group: query heads a kv head. table_width: from one row of the tables to the next; table_rows: which of them is a
-# sequence's, null where both have one order. query_starts is null where every sequence has one query.
-# parts: float32 [sequence, kv head, chunk, group * (head_dim + 2)]; arrivals: int64 [sequence, kv head], zero between
-# calls.
+# Fields named after tensors hold their addresses. score_rows, weigh_rows: the two functions of a variant, with tiles of
+# `columns` tokens. group: query heads per kv head. table_width: entries from one row of the block tables to the next.
+# table_rows: the row of each sequence, null if sequence s uses row s. query_starts: null if every sequence has one
+# query. parts: float32 [sequence, kv head, chunk, group * (head_dim + 2)]. arrivals: int64 [sequence, kv head], zero
+# between calls.
 ATTENTION_JOB = job_dtype(
     """score_rows weigh_rows columns query query_token_bytes query_head_bytes out out_token_bytes out_head_bytes
     kv kv_block_bytes storage number_bytes num_kv_heads group head_dim block_size block_tables table_width
@@ -62,7 +63,7 @@ ATTENTION_JOB = job_dtype(
 
 @inlined
 def _queries(job: Any, s: int) -> tuple[int, int, int]:
-    """Sequence s: (its first row of query, how many it has, its context_len)."""
+    """Returns the first query row of sequence s, its number of query rows, and its context_len."""
     context_len = int(array(job.context_lens, job.num_sequences, np.int32)[s])
     if job.query_starts == 0:
         return s, 1, context_len
@@ -72,26 +73,26 @@ def _queries(job: Any, s: int) -> tuple[int, int, int]:
 
 @inlined
 def _first_seen(job: Any, position: int) -> int:
-    """The first position that a query at `position` sees."""
+    """Returns the first position that a query at `position` sees."""
     return max(0, position + 1 - job.window) if job.window > 0 else 0
 
 
 @inlined
 def _chunks(job: Any, first_position: int, last_position: int) -> tuple[int, int]:
-    """The first of the chunks that queries at these positions see, and how many there are."""
+    """Returns the first chunk that queries at these positions see, and the number of chunks."""
     first = _first_seen(job, first_position) // CHUNK
     return first, last_position // CHUNK + 1 - first
 
 
 @inlined
 def _tile_queries(group: int) -> int:
-    """Queries of a tile: with all heads of the group they make _TILE_ROWS rows, or one query does."""
+    """Returns the number of queries of a tile: _TILE_ROWS rows with all heads of the group, and at least one query."""
     return max(1, _TILE_ROWS // group)
 
 
 @inlined
 def _num_units(job: Any, s: int) -> int:
-    """Units of sequence s, 0 past the last."""
+    """Returns the number of units of sequence s, 0 after the last sequence."""
     if s >= job.num_sequences:
         return 0
     _, num_queries, context_len = _queries(job, s)
@@ -105,7 +106,7 @@ def _num_units(job: Any, s: int) -> int:
 
 @inlined
 def _load_rows(job: Any, first_query: int, kv_head: int, num_rows: int, rows: int) -> None:
-    """Query rows to float32 and scaled: row r is head r % group of the kv head's, of query first_query + r // group."""
+    """Copies query rows as scaled float32. Row r is head r % group of the group, of query first_query + r // group."""
     scale = np.float32(job.scale)
     for row in range(num_rows):
         source = job.query + (first_query + row // job.group) * job.query_token_bytes
@@ -123,7 +124,7 @@ def _load_rows(job: Any, first_query: int, kv_head: int, num_rows: int, rows: in
 
 @inlined
 def _part_arrays(job: Any, part: int, num_rows: int) -> tuple[Any, Any, Any]:
-    """A part at an address: greatest score and sum of each row, then its weighed values, head_dim numbers a row."""
+    """Returns the arrays of the part at an address: greatest scores, sums, and head_dim weighted values per row."""
     greatest = array(part, num_rows, np.float32)
     totals = array(part + num_rows * 4, num_rows, np.float32)
     sums = array(part + num_rows * 8, num_rows * job.head_dim, np.float32)
@@ -132,7 +133,7 @@ def _part_arrays(job: Any, part: int, num_rows: int) -> tuple[Any, Any, Any]:
 
 @inlined
 def _clear(job: Any, part: int, num_rows: int) -> None:
-    """The part of a row that has seen nothing."""
+    """Resets a part to that of rows that have seen no token."""
     greatest, totals, sums = _part_arrays(job, part, num_rows)
     for row in range(num_rows):
         greatest[row], totals[row] = -np.inf, 0
@@ -142,7 +143,7 @@ def _clear(job: Any, part: int, num_rows: int) -> None:
 
 @inlined
 def _merge(job: Any, state: int, part: int, num_rows: int) -> None:
-    """Adds a part to the state, itself a part of all that came before."""
+    """Merges a part into the state, which is the merged part of all chunks before."""
     state_greatest, state_totals, state_sums = _part_arrays(job, state, num_rows)
     greatest, totals, sums = _part_arrays(job, part, num_rows)
     for row in range(num_rows):
@@ -158,7 +159,7 @@ def _merge(job: Any, state: int, part: int, num_rows: int) -> None:
 
 @inlined
 def _finish(job: Any, first_query: int, kv_head: int, num_rows: int, part: int) -> None:
-    """Divides a part, and stores its rows. A row that has seen nothing is zero."""
+    """Divides the weighted values of a part by the sums and stores the rows; a row that saw no token becomes zeros."""
     _, totals, sums = _part_arrays(job, part, num_rows)
     for row in range(num_rows):
         target = job.out + (first_query + row // job.group) * job.out_token_bytes
@@ -182,14 +183,17 @@ def _prefetch(address: int, num_bytes: int) -> None:
 
 @inlined
 def _to_values(job: Any) -> int:
-    """From the keys of a head to its values, in one block."""
+    """Returns the number of bytes from the keys of a head to its values in the same block."""
     return int(job.num_kv_heads * job.block_size * job.head_dim * job.number_bytes)
 
 
 @inlined
 def _distance(job: Any, num_rows: int) -> int:
-    """How many blocks ahead the next one to ask for is; 0: rows are so many that each block is waited for less than it
-    is worked on, and asking along the way would cost more than it brings."""
+    """Returns how many blocks ahead to prefetch.
+
+    It is 0 if there are many rows: computing with a block then takes longer than loading the next one, and prefetching
+    block by block costs more than it saves.
+    """
     if num_rows > _STREAMING_ROWS:
         return 0
     return max(1, _BYTES_AHEAD // int(job.block_size * job.head_dim * job.number_bytes))
@@ -197,7 +201,7 @@ def _distance(job: Any, num_rows: int) -> int:
 
 @inlined
 def _stream(job: Any, table: Any, keys: int, first_block: int, num_blocks: int, index: int) -> int:
-    """What a chunk reads, block by block: the keys of all of them, then the values. 0 past the end."""
+    """Returns the address of what a chunk reads at `index`: the keys of all blocks, then the values. 0 past the end."""
     if index >= 2 * num_blocks:
         return 0
     if index < num_blocks:
@@ -209,12 +213,12 @@ def _stream(job: Any, table: Any, keys: int, first_block: int, num_blocks: int, 
 def _walk_keys(
     job: Any, table: Any, heads: int, first: int, start: int, stop: int, rows: int, num_rows: int, scores: int
 ) -> None:
-    """Scores of the tokens [start, stop) against the rows; scores begin at token `first`.
+    """Computes the scores of the tokens [start, stop) for the rows; the scores begin at token `first`.
 
-    Tiles begin at multiples of `columns`, in blocks and in chunks alike: up to columns - 1 tokens at either end are
-    scored along, whatever they hold, and not looked at again. The processor foresees no jump to another block: few rows
-    ask for blocks at a distance as they go, many for the next keys, and for the values of this block, whose turn comes
-    when the chunk's scores are done.
+    Tiles begin at multiples of `columns`, in blocks and in chunks: up to columns - 1 tokens at either end are scored
+    as well, and these scores are never used. The processor does not predict a jump to another block. Tiles with few
+    rows therefore prefetch blocks at a distance; tiles with many rows prefetch the next keys, and the values of this
+    block, which are read after all scores of the chunk.
     """
     block, columns, token_bytes = start // job.block_size, job.columns, job.head_dim * job.number_bytes
     first_block, num_blocks = block, (stop - 1) // job.block_size + 1 - block
@@ -243,7 +247,7 @@ def _walk_keys(
 def _walk_values(
     job: Any, table: Any, heads: int, first: int, start: int, stop: int, scores: int, num_rows: int, sums: int
 ) -> None:
-    """Adds the values of the tokens [start, stop), weighed by their scores; scores begin at token `first`."""
+    """Adds the values of the tokens [start, stop), weighted by their scores; the scores begin at token `first`."""
     block, token_bytes = start // job.block_size, job.head_dim * job.number_bytes
     first_block, num_blocks = block, (stop - 1) // job.block_size + 1 - block
     distance = _distance(job, num_rows)
@@ -270,7 +274,7 @@ def _attend_chunk(
     scores: int,
     part: int,
 ) -> None:
-    """Makes the part of one chunk for the rows, the first of which are at first_position."""
+    """Computes the part of one chunk for the rows; the first rows are at first_position."""
     greatest, totals, _ = _part_arrays(job, part, num_rows)
     last_position = first_position + (num_rows - 1) // job.group
     first = chunk * CHUNK
@@ -295,7 +299,7 @@ def _attend_chunk(
 
 @inlined
 def _attend_one(job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int) -> None:
-    """The unit of a single query: chunk `index` of those it sees."""
+    """Does the unit of a sequence with one query: chunk `index` of those the query sees."""
     query, _, context_len = _queries(job, s)
     num_rows, position = job.group, context_len - 1
     if context_len == 0:
@@ -325,7 +329,7 @@ def _attend_one(job: Any, s: int, kv_head: int, index: int, rows: int, scores: i
 
 @inlined
 def _attend_tile(job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int) -> None:
-    """The unit of a tile of queries. The last tile, which sees most, has index 0."""
+    """Does the unit of a tile of queries. The last tile of a prompt sees most tokens and has index 0."""
     first_query, num_queries, context_len = _queries(job, s)
     tile = _tile_queries(job.group)
     skipped = ((num_queries + tile - 1) // tile - 1 - index) * tile
@@ -346,7 +350,7 @@ def _attend_tile(job: Any, s: int, kv_head: int, index: int, rows: int, scores: 
 
 @cache
 def attend_kernel() -> Kernel:
-    """Attention for any shape."""
+    """Returns the attention kernel, which serves every shape."""
     sources = SOURCES
 
     def attend(address: int) -> None:
@@ -373,6 +377,6 @@ def attend_kernel() -> Kernel:
                     _attend_one(job, s, kv_head, index, rows, scores, part, state)
                 else:
                     _attend_tile(job, s, kv_head, index, rows, scores, part, state)
-        scratch[0] = 0  # an array is freed after its last mention: this one is not to be freed earlier
+        scratch[0] = 0  # numba frees an array after its last use: this keeps the array alive until here
 
     return Kernel(compiled(attend))

@@ -1,4 +1,4 @@
-"""Attention over KV blocks: what callers see of `kernels.cpu.attend`."""
+"""Attention over KV blocks: the Python interface of `kernels.cpu.attend`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _job = Job(ATTENTION_JOB)
 
 
 class _Workspace(threading.local):
-    """What single queries need whose context spans several chunks; kept by each calling thread, and grown."""
+    """Memory for single queries whose context spans several chunks; each calling thread keeps one, which only grows."""
 
     def __init__(self) -> None:
         self._parts, self._arrivals = np.empty(0, np.float32), np.zeros(0, np.int64)
         self.parts_address = self.arrivals_address = 0
 
     def reserve(self, num_parts: int, num_arrivals: int) -> None:
-        """Sizes in numbers. Arrivals are zero: every call leaves them so."""
+        """Makes room for this many numbers. All arrivals are zero, because every call leaves them zero."""
         if self._parts.size < num_parts:
             self._parts = np.empty(num_parts, np.float32)
             self.parts_address = self._parts.ctypes.data
@@ -84,7 +84,7 @@ def _run(
 def attention_fields(
     query: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, scale: float, window: int
 ) -> dict[str, float]:
-    """An ATTENTION_JOB; what tells the sequences apart is left, and the workspace."""
+    """Returns the fields of an ATTENTION_JOB, except those that describe the sequences and the workspace."""
     _, num_kv_heads, block_size, head_dim = kv.shape[1:]
     storage, columns = storage_of(query.dtype), tile_columns(block_size)
     score_rows, weigh_rows = tiles_kernel(head_dim, storage, columns)

@@ -1,8 +1,8 @@
-"""Compiles functions to C functions, once a machine: numba keeps the results in __pycache__ beside this file's module.
+"""Compiles functions to C functions, once per machine: numba caches the results in __pycache__ beside each module.
 
-A compiled function takes one pointer, or plain numbers, and never touches Python: any thread may run it. What varies
-with a model (the head's size, how numbers are stored) is a constant of the function that is compiled, a closure
-variable; numba files each value of the closure on its own.
+A compiled function takes one pointer, or plain numbers, and never calls Python, so any thread can run it. Parameters of
+the model (the size of a head, how numbers are stored) are closure variables, which the compiler treats as constants;
+numba caches each combination of closure values separately.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numba
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-types: Any = numba.types  # so that a checker does not mind how few of numba's functions have annotations
+types: Any = numba.types  # Any, because few of numba's functions have type annotations
 
 _Function = TypeVar("_Function", bound="Callable[..., Any]")
 
 _REORDER = {"reassoc", "contract", "nsz"}
 
 JOB = types.void(types.int64)
-"""The signature of a kernel: the address of its job, a record in memory."""
+"""The signature of a kernel. Its argument is the address of its job, a record in memory."""
 
 
 @overload
@@ -31,28 +31,28 @@ def inlined(function: _Function) -> _Function: ...
 @overload
 def inlined(*, reorder: bool) -> Callable[[_Function], _Function]: ...
 def inlined(function: _Function | None = None, *, reorder: bool = False) -> Any:
-    """For functions that kernels call: compiled into their callers, floats as IEEE has them.
+    """Compiles a function into the kernels that call it, with strict IEEE arithmetic unless `reorder` is set.
 
-    reorder as in `compiled`, which says nothing of what its function calls.
+    `reorder` has the meaning it has in `compiled`. That of the kernel does not apply to the functions it calls.
     """
     compile_it = numba.njit(nogil=True, error_model="numpy", fastmath=_REORDER if reorder else False)
     return compile_it if function is None else compile_it(function)
 
 
 def compiled(function: Callable[..., Any], signature: Any = JOB, *, reorder: bool = False) -> Any:
-    """The C function of `function`; `.address` is where it starts. Taken from the cache where that has it.
+    """Compiles `function` to a C function, or takes that from the cache; `.address` is its entry point.
 
-    reorder lets LLVM add numbers in another order, which loops that sum need to run on vectors.
+    reorder allows LLVM to add numbers in another order, which it needs in order to vectorize loops that sum.
     """
     make = numba.cfunc(signature, cache=True, fastmath=_REORDER if reorder else False, error_model="numpy")
     return make(function)
 
 
 def _sources_digest() -> int:
-    """Names the text of every module here.
+    """Returns a digest of the source of every module in this package.
 
-    numba looks at the file of the compiled function only, not at those of the functions it calls. A kernel that holds
-    this number in its closure is compiled again when any of them has changed.
+    numba's cache checks only the file of the compiled function, not those of the functions it calls. A kernel with this
+    number in its closure is compiled again when any of these files has changed.
     """
     digest = hashlib.blake2b(digest_size=7)
     for path in sorted(Path(__file__).parent.glob("*.py")):

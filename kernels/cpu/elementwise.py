@@ -1,4 +1,4 @@
-"""Norms and the gated activation: one pass over memory each."""
+"""Norms and the gated activation, each in one pass over memory."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from kernels.cpu.compiler import SOURCES, compiled
 from kernels.cpu.native import array, count_up, exp2, read, rounded, storage_of, write
 from kernels.cpu.team import Job, Kernel, job_dtype
 
-# One thread does fewer numbers than this in some ten microseconds; a team takes units of about so many.
+# One thread handles fewer numbers than this in about ten microseconds.
 _MIN_TEAM_NUMBERS = 65536
 _UNIT_NUMBERS = 4096
 
 # Each of num_rows rows holds num_inner vectors of `width` numbers, inner_bytes apart: the heads of a fused projection,
-# or one. out is dense.
+# or a single vector. out is contiguous.
 NORM_JOB = job_dtype(
     """x x_outer_bytes x_inner_bytes residual residual_outer_bytes residual_inner_bytes weight out
     num_inner num_rows width unit_rows number_bytes""",
     "eps",
 )
 SILU_JOB = job_dtype("gate_up row_bytes out num_rows width unit_rows number_bytes")
-# indices: int32, which rows of the source become the rows of out.
+# indices: int32, the row of the source that becomes each row of out.
 TAKE_JOB = job_dtype("source row_bytes indices out num_rows")
 
 _norm_job = Job(NORM_JOB)
@@ -34,7 +34,7 @@ _MINUS_LOG2_E = np.float32(-math.log2(math.e))
 
 @cache
 def norm_kernel(storage: int) -> Kernel:
-    """RMS norm of rows, to which the residual, if there is one, is added first."""
+    """Returns the kernel for the RMS norm of rows; if there is a residual, it is added first."""
     sources = SOURCES
 
     def norm(address: int) -> None:
@@ -71,7 +71,7 @@ def norm_kernel(storage: int) -> Kernel:
 
 @cache
 def silu_kernel(storage: int) -> Kernel:
-    """silu(gate) * up of rows."""
+    """Returns the kernel for silu(gate) * up of rows."""
     sources = SOURCES
 
     def silu(address: int) -> None:
@@ -96,7 +96,7 @@ def silu_kernel(storage: int) -> Kernel:
 
 @cache
 def take_kernel() -> Kernel:
-    """Rows of a table, whatever they hold; a row is a unit."""
+    """Returns the kernel that copies rows of a table, whatever they hold; a row is a unit."""
     sources = SOURCES
 
     def take(address: int) -> None:
@@ -116,12 +116,12 @@ def take_kernel() -> Kernel:
 
 
 def _unit_rows(width: int) -> int:
-    """How many rows of `width` numbers a thread takes at a time."""
+    """Returns the number of rows of `width` numbers that a thread takes at a time."""
     return max(1, _UNIT_NUMBERS // width)
 
 
 def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Up to three dimensions, the last one contiguous, are read where they lie."""
+    """Runs the norm. x and residual may be strided views of up to three dimensions with a contiguous last one."""
     dtype = x.dtype
     if weight.dtype is not dtype or (residual is not None and residual.dtype is not dtype):
         raise TypeError("x, residual and weight must have one dtype")
@@ -139,7 +139,7 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
 def norm_fields(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, out: torch.Tensor, eps: float
 ) -> dict[str, float]:
-    """A NORM_JOB over the last dimension of x; num_rows is left."""
+    """Returns the fields of a NORM_JOB over the last dimension of x, except num_rows."""
     number_bytes, width = x.element_size(), x.shape[-1]
     outer, inner, num_inner = _rows(x, number_bytes)
     residual_outer, residual_inner, _ = (0, 0, 0) if residual is None else _rows(residual, number_bytes)
@@ -161,7 +161,7 @@ def norm_fields(
 
 
 def silu_fields(gate_up: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
-    """A SILU_JOB; num_rows is left."""
+    """Returns the fields of a SILU_JOB, except num_rows."""
     number_bytes, width = gate_up.element_size(), out.shape[1]
     return {
         "gate_up": gate_up.data_ptr(),
@@ -174,13 +174,13 @@ def silu_fields(gate_up: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
 
 
 def take_fields(source: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
-    """A TAKE_JOB of dense rows; indices and num_rows are left."""
+    """Returns the fields of a TAKE_JOB over contiguous rows, except indices and num_rows."""
     row_bytes = source.stride(0) * source.element_size()
     return {"source": source.data_ptr(), "row_bytes": row_bytes, "out": out.data_ptr()}
 
 
 def _rows(x: torch.Tensor, number_bytes: int) -> tuple[int, int, int]:
-    """Where the rows of x lie: (outer_bytes, inner_bytes, num_inner)."""
+    """Returns the strides of the rows of x: (outer_bytes, inner_bytes, num_inner)."""
     strides = x.stride()
     if strides[-1] == 1:
         if len(strides) == 2:
@@ -189,7 +189,7 @@ def _rows(x: torch.Tensor, number_bytes: int) -> tuple[int, int, int]:
             return strides[0] * number_bytes, strides[1] * number_bytes, x.shape[1]
     if x.is_contiguous():
         return x.shape[-1] * number_bytes, 0, 1
-    raise ValueError(f"rows of a tensor with shape {tuple(x.shape)} and strides {strides} cannot be walked")
+    raise ValueError(f"rows of a tensor with shape {tuple(x.shape)} and strides {strides} have no common distance")
 
 
 def _run(kernel: Kernel, job: int, num_numbers: int) -> None:

@@ -11,7 +11,7 @@ from kernels.cpu.compiler import SOURCES, compiled
 from kernels.cpu.native import FLOAT32, array, count_up, read, storage_of, strided, write
 from kernels.cpu.team import Job, Kernel, job_dtype
 
-# One thread rotates fewer heads, or copies fewer bytes, in some ten microseconds.
+# One thread rotates fewer heads, or copies fewer bytes, in about ten microseconds.
 _MIN_TEAM_HEADS = 1536
 _MIN_TEAM_BYTES = 131072
 
@@ -28,7 +28,7 @@ _copy_job = Job(_COPY)
 
 @cache
 def store_kernel(storage: int) -> Kernel:
-    """Rotary embedding of query and key, and the store of key and value; a token is a unit."""
+    """Returns the kernel that rotates query and key and stores key and value; a token is a unit."""
     sources = SOURCES
 
     def store(address: int) -> None:
@@ -49,7 +49,7 @@ def store_kernel(storage: int) -> Kernel:
             keys = job.kv + block * job.kv_block_bytes + (slots[token] - block * job.block_size) * token_bytes
             values = keys + job.num_kv_heads * head_bytes
 
-            # Two loops that look alike: LLVM sees that the one in place is safe only where there is a single address.
+            # These two loops stay separate: LLVM knows that rotating in place is safe only if it sees a single address.
             for head in range(job.num_heads):
                 place = job.query + token * job.query_token_bytes + head * job.query_head_bytes
                 for i in range(half):
@@ -76,7 +76,7 @@ def store_kernel(storage: int) -> Kernel:
 
 @cache
 def copy_kernel() -> Kernel:
-    """Copies of blocks, whatever they hold; a block of a layer is a unit."""
+    """Returns the kernel that copies blocks, whatever they hold; a block of one layer is a unit."""
     sources = SOURCES
 
     def copy(address: int) -> None:
@@ -138,7 +138,7 @@ def rotate_and_store(
 def store_fields(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, kv: torch.Tensor
 ) -> dict[str, int]:
-    """A STORE_JOB; positions, slots and num_rows are left."""
+    """Returns the fields of a STORE_JOB, except positions, slots (the token slots, int64) and num_rows."""
     _, num_kv_heads, block_size, head_dim = kv.shape[1:]
     number_bytes = query.element_size()
     return {

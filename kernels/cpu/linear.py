@@ -27,13 +27,13 @@ from kernels.cpu.team import Job, Kernel, job_dtype
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# Rows of a unit: enough that a panel, once in the cache, is used well; few enough that a prompt makes many units.
+# Rows of a unit: enough to make good use of a panel in the cache, few enough that a prompt gives many units.
 UNIT_ROWS = 8 * MAX_ROWS
-# Inputs that all rows of a unit go through before the next ones: this span of a panel, which each tile of rows reads
-# again, and the next one, asked for ahead, fit into a second-level cache of 1 MiB.
+# All rows of a unit process this many inputs before the next ones. Each tile of rows reads this span of a panel again;
+# the span and the next one, which is prefetched, fit into a second-level cache of 1 MiB.
 SPAN_INPUTS = 1024
 
-# bias: null where there is none.
+# bias: null if there is none.
 LINEAR_JOB = job_dtype("x x_row_bytes panels panel_bytes bias out out_row_bytes num_rows in_size out_size num_panels")
 
 _job = Job(LINEAR_JOB)
@@ -51,7 +51,7 @@ def _multiply(
     sums: int,
     ahead: int,
 ) -> None:
-    """One tile of one to MAX_ROWS rows."""
+    """Multiplies one tile of one to MAX_ROWS rows."""
     if num_rows == 6:
         multiply_rows(6, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
     elif num_rows == 5:
@@ -68,9 +68,12 @@ def _multiply(
 
 @cache
 def linear_kernel(storage: int, weight_storage: int) -> Kernel:
-    """x Wᵀ + b; a panel with up to UNIT_ROWS rows is a unit. Inputs and outputs are stored alike."""
+    """Returns the kernel for x Wᵀ + b; a unit is a panel with up to UNIT_ROWS rows.
+
+    Inputs and outputs have the same storage.
+    """
     sources = SOURCES
-    # How a tile takes its rows: as they are, or widened first.
+    # A tile reads its rows directly, or after they were widened to float32.
     takes_pairs = HAS_BFLOAT16_DOTS and storage == weight_storage == BFLOAT16
     row_storage = BFLOAT16 if takes_pairs else FLOAT32
     widens = storage != row_storage
@@ -90,7 +93,7 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
         num_units = job.num_panels * num_pieces
         unit = count_up(address)
         while unit < num_units:
-            # The next unit is taken before this one is done: what it reads comes while we multiply.
+            # Take the next unit before this one is done, so that its data is prefetched during the multiplication.
             next_unit = count_up(address)
             which, piece = unit // num_pieces, unit % num_pieces
             panel = job.panels + which * job.panel_bytes
@@ -99,7 +102,7 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
                 next_panel = job.panels + next_unit // num_pieces * job.panel_bytes
             start, stop = piece * UNIT_ROWS, min(job.num_rows, (piece + 1) * UNIT_ROWS)
             sums[: (stop - start) * PANEL] = 0
-            # One tile reads the panel once: no reason to halt.
+            # A single tile reads the panel only once, so there is no need to cut the inputs into spans.
             most_steps = num_steps if stop - start <= MAX_ROWS else SPAN_INPUTS // width
             for step in range(0, num_steps, most_steps):
                 span_steps = min(most_steps, num_steps - step)
@@ -130,7 +133,7 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
                     for i in range(num_columns):
                         write(storage, out, first_column + i, sums[row * PANEL + i])
             unit = next_unit
-        scratch[0] = 0  # an array is freed after its last mention: this one is not to be freed earlier
+        scratch[0] = 0  # numba frees an array after its last use: this keeps the array alive until here
 
     return Kernel(compiled(linear))
 
@@ -149,11 +152,11 @@ class PackedLinear:
         return self.panels.num_bytes
 
     def kernel(self, dtype: torch.dtype) -> Kernel:
-        """For inputs of this dtype. Raises TypeError where there is none."""
+        """Returns the kernel for inputs of this dtype. Raises TypeError for a dtype that kernels do not support."""
         return linear_kernel(storage_of(dtype), storage_of(self.panels.panels.dtype))
 
     def fields(self, x: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
-        """A LINEAR_JOB; num_rows is left."""
+        """Returns the fields of a LINEAR_JOB, except num_rows."""
         own, number_bytes = self.panels, x.element_size()
         return {
             "x": x.data_ptr(),
@@ -184,7 +187,10 @@ def pack_linear(weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] 
 
 
 def _narrowest(weights: Sequence[torch.Tensor]) -> torch.dtype:
-    """The smallest dtype that keeps every weight as it is: one row reads all of them and does little else."""
+    """Returns the smallest dtype that represents every weight exactly.
+
+    A product with one row reads all weights and does little else, so its time is proportional to their size.
+    """
     dtype = weights[0].dtype
     if dtype is torch.float32:
         for narrow in (torch.bfloat16, torch.float16):

@@ -1,8 +1,8 @@
-"""What numba has no word for: raw addresses, atomic counters and 16-bit floats, written as LLVM instructions.
+"""Operations that numba lacks, as LLVM instructions: raw addresses, atomic counters and 16-bit floats.
 
-Kernels take addresses (int64) and do their own arithmetic, so that one compiled function serves any stride and
-no array has to be wrapped on the way in. The functions named `emit_…` write instructions for a scalar or for a
-vector alike; the decorated ones are called from compiled code.
+Kernels take addresses (int64) and do their own arithmetic, so that one compiled function serves any stride and no
+array has to be wrapped for a call. The functions named `emit_…` write instructions, for scalars and vectors alike; the
+decorated ones are called from compiled code.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from kernels.cpu.compiler import inlined, types
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# How the numbers of a tensor are stored. Compiled code sees these as literals, one variant a storage.
+# Storage formats of the numbers of a tensor. Compiled code sees them as literals and has one variant for each.
 FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2
 
 _STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 
 LINE_BYTES = 64
-"""Of a cache line."""
+"""Size of a cache line."""
 
 _FEATURES = binding.get_host_cpu_features()
 
 HAS_BFLOAT16_DOTS = bool(_FEATURES.get("avx512bf16", False))
-"""Whether the processor multiplies bfloat16 as they are."""
+"""The processor has instructions that multiply bfloat16 numbers directly."""
 
 _F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
@@ -45,16 +45,17 @@ Builder = Any  # an llvmlite IRBuilder
 
 
 def instruction(function: Callable[..., Any]) -> Any:
-    """For what compiled code calls and LLVM instructions define. Literal arguments arrive as literal types.
+    """Declares a function that compiled code can call and that is defined by LLVM instructions.
 
-    The function gets numba's types of the arguments, after numba's typing context; it returns the signature and what
-    writes the instructions: generate(context, builder, signature, arguments).
+    The decorated function takes numba's typing context and the types of the arguments; literal arguments have literal
+    types. It returns the signature and the function that writes the instructions: generate(context, builder, signature,
+    arguments).
     """
     return intrinsic(prefer_literal=True)(function)
 
 
 def storage_of(dtype: torch.dtype) -> int:
-    """How numbers of a dtype are stored. Raises TypeError for one that kernels do not know."""
+    """Returns the storage format of a dtype. Raises TypeError for a dtype that kernels do not support."""
     storage = _STORAGES.get(dtype)
     if storage is None:
         raise TypeError(f"kernels take float32, bfloat16 and float16, not {dtype}")
@@ -62,12 +63,15 @@ def storage_of(dtype: torch.dtype) -> int:
 
 
 def storage_bytes(storage: int) -> int:
-    """Bytes of one number."""
+    """Returns the number of bytes of one stored number."""
     return 4 if storage == FLOAT32 else 2
 
 
 def strided(name: str, heads: torch.Tensor) -> dict[str, int]:
-    """Where heads[rows, heads, head_dim] lie, as fields of a job: `name`, `name_token_bytes` and `name_head_bytes`."""
+    """Returns the address and strides of heads[rows, heads, head_dim] as fields of a job.
+
+    The fields are `name`, `name_token_bytes` and `name_head_bytes`.
+    """
     number_bytes = heads.element_size()
     return {
         name: heads.data_ptr(),
@@ -77,17 +81,17 @@ def strided(name: str, heads: torch.Tensor) -> dict[str, int]:
 
 
 def shaped(scalar: Any, lanes: int) -> Any:
-    """The LLVM type of `lanes` scalars; one lane is the scalar itself."""
+    """Returns the LLVM type of `lanes` scalars; one lane is the scalar itself."""
     return scalar if lanes == 1 else ir.VectorType(scalar, lanes)
 
 
 def lanes_of(value: Value) -> int:
-    """How many numbers an LLVM value holds."""
+    """Returns how many numbers an LLVM value holds."""
     return value.type.count if isinstance(value.type, ir.VectorType) else 1
 
 
 def constant(scalar: Any, number: float, lanes: int) -> Value:
-    """A constant with the same number in every lane."""
+    """Returns a constant with the same number in every lane."""
     if lanes == 1:
         return ir.Constant(scalar, number)
     return ir.Constant(shaped(scalar, lanes), [ir.Constant(scalar, number)] * lanes)
@@ -104,7 +108,7 @@ def call_llvm(builder: Builder, name: str, *arguments: Value) -> Value:
 
 
 def emit_widen(builder: Builder, stored: Value, storage: int) -> Value:
-    """Stored numbers, as loaded, as float32."""
+    """Widens loaded numbers to float32."""
     lanes = lanes_of(stored)
     if storage == FLOAT32:
         return stored
@@ -116,7 +120,7 @@ def emit_widen(builder: Builder, stored: Value, storage: int) -> Value:
 
 
 def emit_widen_pairs(builder: Builder, pairs: Value) -> tuple[Value, Value]:
-    """Pairs of bfloat16, as loaded: the first ones and the second ones, as float32."""
+    """Widens loaded pairs of bfloat16 to float32; returns the first and the second numbers of the pairs."""
     lanes = lanes_of(pairs)
     first = builder.shl(pairs, constant(_I32, 16, lanes))
     second = builder.and_(pairs, constant(_I32, 0xFFFF0000, lanes))
@@ -124,31 +128,31 @@ def emit_widen_pairs(builder: Builder, pairs: Value) -> tuple[Value, Value]:
 
 
 def emit_load_pairs(builder: Builder, address: Value, lanes: int) -> Value:
-    """`lanes` pairs of 16-bit numbers, each pair as an int32."""
+    """Loads `lanes` pairs of 16-bit numbers, each pair as an int32."""
     pointer = builder.inttoptr(address, shaped(_I32, lanes).as_pointer())
     return builder.load(pointer, align=2)
 
 
 def emit_dot_pairs(builder: Builder, a: Value, b: Value, sums: Value) -> Value:
-    """sums + a · b for 16 pairs of bfloat16 each, where HAS_BFLOAT16_DOTS.
+    """Computes sums + a · b for 16 pairs of bfloat16 each; only if HAS_BFLOAT16_DOTS.
 
     Products are exact; each of the two sums is rounded to nearest, and denormals count as zero.
     """
     vector, pairs = sums.type, shaped(_I32, 16)
     kind = ir.FunctionType(vector, [vector, pairs, pairs])
-    # LLVM's own name for it takes other types from version to version.
+    # Inline assembly, because the types of LLVM's intrinsic differ between its versions.
     return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, a, b], side_effect=False)
 
 
 def emit_load(builder: Builder, address: Value, storage: int, lanes: int) -> Value:
-    """`lanes` stored numbers as float32. Any alignment that suits one number."""
+    """Loads `lanes` stored numbers as float32. The address needs only the alignment of one number."""
     scalar = (_F32, _I16, _F16)[storage]
     pointer = builder.inttoptr(address, shaped(scalar, lanes).as_pointer())
     return emit_widen(builder, builder.load(pointer, align=storage_bytes(storage)), storage)
 
 
 def emit_round(builder: Builder, value: Value, storage: int) -> Value:
-    """float32 as stored bits, to nearest even; infinities and NaN stay what they are."""
+    """Rounds float32 to stored bits, to nearest even; infinities and NaN are kept."""
     lanes = lanes_of(value)
     if storage == FLOAT32:
         return value
@@ -157,7 +161,7 @@ def emit_round(builder: Builder, value: Value, storage: int) -> Value:
     bits = builder.bitcast(value, shaped(_I32, lanes))
     odd = builder.and_(builder.lshr(bits, constant(_I32, 16, lanes)), constant(_I32, 1, lanes))
     rounded = builder.add(bits, builder.add(odd, constant(_I32, 0x7FFF, lanes)))
-    # The carry of rounding could turn a NaN into zero: quiet it instead.
+    # The carry of rounding could turn a NaN into zero, so NaN becomes a quiet NaN instead.
     quiet = builder.or_(bits, constant(_I32, 0x00400000, lanes))
     is_nan = builder.fcmp_unordered("uno", value, value)
     chosen = builder.select(is_nan, quiet, rounded)
@@ -172,7 +176,7 @@ def emit_store(builder: Builder, value: Value, address: Value, storage: int) -> 
 
 
 def emit_splat(builder: Builder, number: Value, lanes: int) -> Value:
-    """A vector with `number` in every lane."""
+    """Returns a vector with `number` in every lane."""
     empty = ir.Constant(ir.VectorType(number.type, lanes), ir.Undefined)
     vector = builder.insert_element(empty, number, ir.Constant(_I32, 0))
     everywhere = ir.Constant(ir.VectorType(_I32, lanes), [ir.Constant(_I32, 0)] * lanes)
@@ -180,7 +184,7 @@ def emit_splat(builder: Builder, number: Value, lanes: int) -> Value:
 
 
 def emit_prefetch(builder: Builder, address: Value) -> None:
-    """Asks for the cache line at an address."""
+    """Prefetches the cache line at an address."""
     line = ir.IntType(8).as_pointer()
     function_type = ir.FunctionType(ir.VoidType(), [line, _I32, _I32, _I32])
     function = codegen.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
@@ -188,12 +192,12 @@ def emit_prefetch(builder: Builder, address: Value) -> None:
     builder.call(function, [builder.inttoptr(address, line), read_only, to_all_levels, data])
 
 
-# 2 ** f on [-0.5, 0.5]: least squares of the relative error at Chebyshev nodes, 2e-9 off before rounding.
+# Polynomial for 2 ** f on [-0.5, 0.5]: least squares of the relative error at Chebyshev nodes, 2e-9 before rounding.
 _EXP2 = (1.0, 0.69314718, 0.24022648, 0.05550329, 0.0096183736, 0.0013399848, 0.00015370705)
 
 
 def emit_exp2(builder: Builder, x: Value) -> Value:
-    """2 ** x for float32, about 1e-7 relative; below -126 it is zero, above 127 it stays at 2 ** 127."""
+    """Computes 2 ** x of float32 with a relative error of about 1e-7; zero below -126, and 2 ** 127 above 127."""
     lanes = lanes_of(x)
 
     def number(value: float) -> Value:
@@ -214,7 +218,7 @@ def emit_exp2(builder: Builder, x: Value) -> Value:
 
 @instruction
 def exp2(typingctx: Any, x: Any) -> Any:
-    """2 ** x of a float32, as `emit_exp2`; loops over it vectorise."""
+    """Computes 2 ** x of a float32, as `emit_exp2`; LLVM vectorizes loops over it."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         return emit_exp2(builder, arguments[0])
@@ -224,7 +228,7 @@ def exp2(typingctx: Any, x: Any) -> Any:
 
 @instruction
 def bits_of(typingctx: Any, x: Any) -> Any:
-    """The bits of a float32, as an int32."""
+    """Returns the bits of a float32 as an int32."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         return builder.bitcast(arguments[0], _I32)
@@ -234,7 +238,7 @@ def bits_of(typingctx: Any, x: Any) -> Any:
 
 @instruction
 def read(typingctx: Any, storage: Any, address: Any, index: Any) -> Any:
-    """Number `index` of the stored numbers at `address`, as float32. storage is a literal."""
+    """Reads number `index` of the stored numbers at `address` as float32. storage is a literal."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         kind = storage.literal_value
@@ -248,7 +252,7 @@ def read(typingctx: Any, storage: Any, address: Any, index: Any) -> Any:
 
 @instruction
 def write(typingctx: Any, storage: Any, address: Any, index: Any, value: Any) -> Any:
-    """Rounds a float32 to number `index` of the stored numbers at `address`. storage is a literal."""
+    """Writes a float32, rounded, as number `index` of the stored numbers at `address`. storage is a literal."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         kind = storage.literal_value
@@ -262,7 +266,7 @@ def write(typingctx: Any, storage: Any, address: Any, index: Any, value: Any) ->
 
 @instruction
 def rounded(typingctx: Any, storage: Any, value: Any) -> Any:
-    """A float32 after a trip through the storage. storage is a literal."""
+    """Returns a float32 rounded to the storage and widened again. storage is a literal."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         kind = storage.literal_value
@@ -273,7 +277,7 @@ def rounded(typingctx: Any, storage: Any, value: Any) -> Any:
 
 @instruction
 def _pointer(typingctx: Any, address: Any) -> Any:
-    """An address as the untyped pointer that `carray` takes."""
+    """Returns an address as the untyped pointer that `carray` takes."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         return builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
@@ -283,15 +287,15 @@ def _pointer(typingctx: Any, address: Any) -> Any:
 
 @inlined
 def array(address: int, count: int, dtype: Any) -> Any:
-    """The `count` numbers at `address` as an array; with the dtype of a job and a count of 1, the job is its [0]."""
+    """Returns the `count` items at `address` as an array. With the dtype of a job and a count of 1, [0] is the job."""
     return carray(_pointer(address), (count,), dtype)
 
 
 @instruction
 def count_up(typingctx: Any, address: Any) -> Any:
-    """Adds one to the int64 counter at `address`, for all threads; returns what it was.
+    """Atomically adds one to the int64 counter at `address` and returns its previous value.
 
-    Acquire and release: who counts later sees what those who counted earlier had written.
+    The operation acquires and releases: a thread sees everything that threads which counted earlier had written.
     """
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
@@ -303,7 +307,7 @@ def count_up(typingctx: Any, address: Any) -> Any:
 
 @instruction
 def count_of(typingctx: Any, address: Any) -> Any:
-    """The int64 counter at `address`, as other threads have counted it up; sees what they had written."""
+    """Atomically reads the int64 counter at `address`; acquires what the threads that counted had written."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         counter = builder.inttoptr(arguments[0], _I64.as_pointer())
@@ -314,7 +318,7 @@ def count_of(typingctx: Any, address: Any) -> Any:
 
 @instruction
 def pause(typingctx: Any) -> Any:
-    """Tells the processor that this is a loop that waits."""
+    """Tells the processor that it is in a spin loop."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         if platform.machine() in ("x86_64", "AMD64"):
@@ -364,7 +368,7 @@ def call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, 
 
 @instruction
 def prefetch(typingctx: Any, address: Any) -> Any:
-    """Asks for the cache line at `address`, soon to be read. Any address will do; nothing waits for it."""
+    """Prefetches the cache line at `address`. Any address is allowed, and nothing waits for the data."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         emit_prefetch(builder, arguments[0])

@@ -1,24 +1,24 @@
-"""Weights of linear layers in the order in which products read them, and the innermost product.
+"""Weights of linear layers in the order in which products read them, and the innermost loop of the product.
 
-A weight is cut into panels of PANEL outputs; a panel holds, input after input, the numbers of its outputs::
+A weight is cut into panels of PANEL outputs. A panel holds, for one input after the other, the weights of its outputs::
 
     weight[out_size, in_size]          panels[num_panels, in_size, PANEL, 1]
       ┌────────── in ──────────┐         panel 0   in 0: PANEL outputs │ in 1: PANEL outputs │ …
       out  ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ panel 0
            ░░░░░░░░░░░░░░░░░░ panel 1    zeros beyond out_size
 
-Weights in bfloat16 lie in pairs of inputs, which is how processors multiply them that can::
+Weights in bfloat16 are stored in pairs of inputs, as the processor's bfloat16 instructions take them::
 
     panels[num_panels, in_size / 2, PANEL, 2]
       panel 0   in 0 and 1: PANEL outputs, a pair each │ in 2 and 3: PANEL outputs, a pair each │ …
 
-One row streams a panel once, as fast as memory gives it. Several rows share what is streamed: a tile of up to MAX_ROWS
-rows × PANEL outputs keeps its sums in registers over a span of inputs (the register blocking of Goto and van de Geijn,
-2008, without its packing of the left side: rows are few and stay in the cache).
+A single row reads a panel once, at the bandwidth of memory. Several rows share each read: a tile of up to MAX_ROWS
+rows × PANEL outputs keeps its sums in registers over a span of inputs. This is the register blocking of Goto and van
+de Geijn, 2008, without packing the left side, since the few rows stay in the cache.
 
-Each output of each row is one running sum over the inputs, in their order, whatever the tile: a row has the same bits
-in any batch. Weights may be stored in 16 bits; sums are float32. Where weights and inputs are bfloat16, on a processor
-that multiplies those itself, a sum takes two inputs at a time; elsewhere both are widened.
+Each output of each row is one running sum over the inputs in their order, whatever the tile, so a row has the same bits
+in any batch. Weights may be stored in 16 bits; sums are float32. If weights and inputs are bfloat16 and the processor
+multiplies bfloat16, a sum takes two inputs at a time; otherwise both are widened.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from kernels.memory import zeros
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-# A tile has to leave registers for a vector of weights and one of inputs: 6 × 4 sums of 16 numbers fill the 32
-# registers of AVX-512, 6 × 2 sums of 8 numbers the 16 of AVX2; narrower machines have 32 of 4 numbers.
+# A tile has to leave registers for a vector of weights and one of inputs. 6 × 4 sums of 16 numbers suit the 32
+# registers of AVX-512, 6 × 2 sums of 8 numbers the 16 of AVX2; narrower machines have 32 registers of 4 numbers.
 _FEATURES = binding.get_host_cpu_features()
 _LANES, _VECTORS = (16, 4) if _FEATURES.get("avx512f") else (8, 2) if _FEATURES.get("avx2") else (4, 4)
 
 PANEL = _LANES * _VECTORS
-"""Outputs of a panel."""
+"""Number of outputs in a panel."""
 
 MAX_ROWS = 6
-"""Rows of a tile."""
+"""Maximum number of rows in a tile."""
 
 _F32, _I64 = ir.FloatType(), ir.IntType(64)
 
@@ -80,8 +80,10 @@ class Panels:
 
     @classmethod
     def pack(cls, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor] | None, dtype: torch.dtype) -> Panels:
-        """weights[out, in] of one or several layers with the same input, side by side; kept as `dtype`, but for
-        bfloat16 that make no pairs: these become float32."""
+        """Packs weights[out, in] of one or several layers with the same input, side by side, as `dtype`.
+
+        bfloat16 weights with an odd number of inputs cannot be stored in pairs and become float32.
+        """
         in_size, out_size = weights[0].shape[1], sum(len(weight) for weight in weights)
         num_panels = -(-out_size // PANEL)
         if storage_of(dtype) == BFLOAT16 and in_size % 2:
@@ -104,12 +106,12 @@ class Panels:
 
 
 def inputs_at_once(storage: int) -> int:
-    """How many inputs of an output lie side by side."""
+    """Returns how many inputs of an output are stored side by side."""
     return 2 if storage == BFLOAT16 else 1
 
 
 def _place(panels: torch.Tensor, weight: torch.Tensor, first: int) -> None:
-    """Copies the rows of a weight to the outputs from `first` on: whole panels at once, the edges output by output."""
+    """Copies the rows of a weight to the outputs from `first` on: whole panels together, partial ones separately."""
     done, width = 0, panels.shape[-1]
     while done < len(weight):
         panel, column = divmod(first + done, PANEL)
@@ -137,11 +139,11 @@ def multiply_rows(
     sums: Any,
     ahead: Any,
 ) -> Any:
-    """sums[row, :] += rows[row] · panel, for the literal num_rows, in num_steps steps of `inputs_at_once(storage)`.
+    """Computes sums[row, :] += rows[row] · panel in num_steps steps of `inputs_at_once(storage)` inputs.
 
-    rows[num_rows, inputs], row_bytes apart: float32, or bfloat16 where HAS_BFLOAT16_DOTS and storage is BFLOAT16 too;
-    panel[num_steps, PANEL, inputs_at_once] stored; sums[num_rows, PANEL] float32. Meanwhile asks for the num_steps
-    cache lines from `ahead` on, which are soon to be read.
+    num_rows and the storages are literals. rows[num_rows, inputs], row_bytes apart: float32, or bfloat16 if
+    HAS_BFLOAT16_DOTS and storage is BFLOAT16; panel[num_steps, PANEL, inputs_at_once] stored; sums[num_rows, PANEL]
+    float32. Also prefetches the num_steps cache lines from `ahead` on, which are read soon.
     """
     signature = types.none(num_rows, row_storage, storage, *[types.int64] * 6)
     count, row_kind, kind = (literal.literal_value for literal in (num_rows, row_storage, storage))
@@ -153,11 +155,11 @@ def multiply_rows(
         rows, row_bytes, panel, num_steps, sums, ahead = arguments[3:]
         starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(count)]
         held = {at: codegen.alloca_once_value(builder, constant(_F32, 0.0, _LANES)) for at in places}
-        homes = {
+        addresses = {
             (row, part): builder.add(sums, ir.Constant(_I64, (row * PANEL + part * _LANES) * 4)) for row, part in places
         }
         for at in places:
-            builder.store(emit_load(builder, homes[at], FLOAT32, _LANES), held[at])
+            builder.store(emit_load(builder, addresses[at], FLOAT32, _LANES), held[at])
         with codegen.for_range(builder, num_steps) as loop:
             line = builder.add(panel, builder.mul(loop.index, ir.Constant(_I64, _VECTORS * vector_bytes)))
             emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, ir.Constant(_I64, LINE_BYTES))))
@@ -169,17 +171,17 @@ def multiply_rows(
             for row, start in enumerate(starts):
                 numbers = _emit_numbers(builder, builder.add(start, offset), row_kind, width)
                 for part in range(_VECTORS):
-                    home = held[row, part]
-                    builder.store(_emit_sum(builder, numbers, weights[part], builder.load(home)), home)
+                    total = held[row, part]
+                    builder.store(_emit_sum(builder, numbers, weights[part], builder.load(total)), total)
         for at in places:
-            emit_store(builder, builder.load(held[at]), homes[at], FLOAT32)
+            emit_store(builder, builder.load(held[at]), addresses[at], FLOAT32)
         return context.get_dummy_value()
 
     return signature, generate
 
 
 def _emit_weights(builder: Builder, address: Value, row_kind: int, kind: int) -> list[Value]:
-    """The weights of _LANES outputs for the inputs of one step: a vector of pairs, or one of float32 an input."""
+    """Loads the weights of _LANES outputs for one step: a vector of pairs, or one vector of float32 per input."""
     if kind != BFLOAT16:
         return [emit_load(builder, address, kind, _LANES)]
     pairs = emit_load_pairs(builder, address, _LANES)
@@ -187,7 +189,7 @@ def _emit_weights(builder: Builder, address: Value, row_kind: int, kind: int) ->
 
 
 def _emit_numbers(builder: Builder, address: Value, row_kind: int, width: int) -> list[Value]:
-    """The inputs of one step in every lane, as the weights have them."""
+    """Loads the inputs of one step into every lane, in the format of the weights."""
     if row_kind == BFLOAT16:
         return [emit_splat(builder, emit_load_pairs(builder, address, 1), _LANES)]
     places = [builder.add(address, ir.Constant(_I64, i * 4)) for i in range(width)]
@@ -195,7 +197,7 @@ def _emit_numbers(builder: Builder, address: Value, row_kind: int, width: int) -
 
 
 def _emit_sum(builder: Builder, numbers: list[Value], weights: list[Value], total: Value) -> Value:
-    """total + numbers · weights."""
+    """Returns total + numbers · weights."""
     for number, weight in zip(numbers, weights, strict=True):
         if number.type.element == _F32:
             total = call_llvm(builder, "llvm.fma", number, weight, total)

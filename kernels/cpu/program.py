@@ -1,13 +1,13 @@
-"""A whole step as a list of jobs, which a team of threads works off without coming back to Python.
+"""A whole step as a list of jobs that a team of threads executes without returning to Python.
 
-Every thread goes through the jobs in order and takes what units are left. A job is over when all of its units have been
-taken and everybody who took part has come out of it; who did not come in is not waited for::
+Every thread goes through the jobs in order and takes units that are left. A job is finished when all its units have
+been taken and every thread that entered it has left it; a thread that has not entered yet is not waited for::
 
     thread 0  ─norm─┃──── linear ────┃─ rotate, store ─┃── attention ──┃─ … ─┃
     thread 1  ──────┃──── linear ────┃ · · · preempted · · · ── attention ┃─ … ─┃
 
-The list is made once, over buffers that stay where they are. Between two runs a caller changes only what differs from
-step to step: numbers of rows, and addresses of what came with the step.
+The list is made once, over buffers with fixed addresses. Between two runs the caller changes only what differs from
+step to step: the numbers of rows, and the addresses of the step's own inputs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kernels.cpu.team import Job, Kernel, job_dtype, sleep_function
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# presence: for each entry how many threads have come in and how many have gone out, on a cache line of its own.
-# sleep: a C function `int(unsigned)` of microseconds, or null.
+# presence: for each entry, the number of threads that have entered and the number that have left, on its own cache
+# line. sleep: a C function `int(unsigned)` of microseconds, or null.
 _PROGRAM = job_dtype("entries num_entries presence sleep")
 
-# Waiting for the others takes microseconds, unless one of them has lost its processor to another process. Then the best
-# thing to do with ours is to let go of it: the system moves the other one here.
+# Waiting for the other threads takes microseconds, unless one of them was preempted by another process. Sleeping frees
+# this thread's core, so that the system can move the preempted thread to it.
 _SPINS = 2000
 _NAP_US = 20
 
 
 @cache
 def program_kernel() -> Kernel:
-    """Runs the entries of a program, each when the one before it is over."""
+    """Returns the kernel that runs the entries of a program, each after the previous one has finished."""
     sources = SOURCES
 
     def program(address: int) -> None:
@@ -60,7 +60,10 @@ def program_kernel() -> Kernel:
 
 
 class Program:
-    """Build it with `add`, then `seal` it once; then `set` and `run`, step after step. One thread at a time."""
+    """A list of jobs: call `add` for each and `seal` once, then `set` and `run` for every step.
+
+    Only one thread may use a program at a time.
+    """
 
     def __init__(self) -> None:
         self._added: list[tuple[Kernel, tuple[np.dtype[np.void], str], dict[str, float]]] = []
@@ -71,14 +74,14 @@ class Program:
         self._job = Job(_PROGRAM)
 
     def add(self, kernel: Kernel, dtype: np.dtype[np.void], part: str, **fields: float) -> None:
-        """Appends a job: `fields` of a record of `dtype`; the others are set later, for all jobs of one part at once.
+        """Appends a job with these fields of a record of `dtype`; `set` writes the others, for all jobs of one part.
 
-        Fields that hold addresses do not keep their memory alive: the caller does.
+        The caller keeps the memory alive that the fields point to.
         """
         self._added.append((kernel, (dtype, part), fields))
 
     def seal(self) -> None:
-        """Lays out the records, each on cache lines of its own."""
+        """Lays out the records, each on its own cache lines."""
         entries = []
         for key in dict.fromkeys(key for _, key, _ in self._added):
             self._records[key] = _lined_up(key[0], sum(own == key for _, own, _ in self._added))
@@ -102,7 +105,7 @@ class Program:
                 column[:] = value
 
     def run(self) -> None:
-        """Works off all jobs on `torch.get_num_threads()` threads. Lets go of Python's lock."""
+        """Runs all jobs on `torch.get_num_threads()` threads. Releases Python's global interpreter lock."""
         for records in self._records.values():
             records["ticket"] = 0
         self._presence[:] = 0
@@ -116,7 +119,7 @@ class Program:
 
 
 def _lined_up(dtype: np.dtype[np.void], count: int) -> NDArray[np.void]:
-    """`count` records of zeros that begin at cache lines."""
+    """Returns `count` records of zeros, each of which begins at a cache line."""
     item_bytes = -(-dtype.itemsize // LINE_BYTES) * LINE_BYTES
     spaced = np.dtype(
         {
@@ -130,7 +133,7 @@ def _lined_up(dtype: np.dtype[np.void], count: int) -> NDArray[np.void]:
 
 
 def _aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """Zeros that begin at a cache line."""
+    """Returns zeros that begin at a cache line."""
     memory = np.zeros(num_bytes + LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % LINE_BYTES
     return memory[start : start + num_bytes]

@@ -1,7 +1,7 @@
-"""What log-probabilities are made of: a row's largest logits, what all of them weigh, and where one token stands.
+"""The numbers behind log-probabilities: a row's largest logits, the sum of its exponentials, and the rank of a token.
 
-A row is passed twice: for its greatest logit, and, with that known, for the sum of exponentials and for the largest
-logits. Those are kept on a heap, the least of them on top, so most tokens are done with after one comparison.
+A row is read twice: first to find its greatest logit, then to sum the exponentials and collect the largest logits. A
+heap with the least of them on top holds the largest logits, so most tokens need only one comparison.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-# token_ids: int32, one a row, or 0; keys: int64, num_keys a row; log_sums: float64; ranks: int32.
+# token_ids: int32, one per row, or null; keys: int64, num_keys per row; log_sums: float64; ranks: int32.
 RANK_JOB = job_dtype("logits row_bytes vocab_size num_rows token_ids num_keys keys log_sums ranks")
 
-# One thread does so many logits in some ten microseconds.
+# One thread handles this many logits in about ten microseconds.
 _MIN_TEAM_NUMBERS = 16384
 _BLOCK = 256
 _LOG2_E = np.float32(math.log2(math.e))
@@ -34,7 +34,7 @@ _job = Job(RANK_JOB)
 
 @cache
 def rank_kernel(storage: int) -> Kernel:
-    """Rows are units."""
+    """Returns the kernel that ranks the logits of rows; a row is a unit."""
     sources = SOURCES
 
     def rank(address: int) -> None:
@@ -73,7 +73,7 @@ def rank_kernel(storage: int) -> Kernel:
                 array(job.ranks, job.num_rows, np.int32)[row] = rank
             if num_keys == 0:
                 continue
-            # A key orders as (logit, not id) does; the heap holds complements, so that the least key is on top.
+            # Keys have the order of (logit, not id). The heap holds their complements, so that the least key is on top.
             least = np.float32(-np.inf)
             for i in range(size):
                 logit = read(storage, logits, i)
@@ -101,11 +101,11 @@ def rank_kernel(storage: int) -> Kernel:
 def rank(
     logits: torch.Tensor, token_ids: NDArray[np.int32] | None, count: int
 ) -> tuple[NDArray[np.int64], NDArray[np.float64], NDArray[np.int32]]:
-    """Of each row of logits[S, V], in the order of logit, then of lower id:
+    """Returns three arrays for the rows of logits[S, V], ordered by logit and, among equal logits, by lower id.
 
-    ids[S, count]   of the largest logits, largest first; count is at most V
-    log_sums[S]     log of the sum of exponentials: a log-probability is a logit less that
-    ranks[S]        1 + how many tokens come before token_ids[S]; 0 without these
+    ids[S, count]   the ids of the largest logits, largest first; count is at most V
+    log_sums[S]     log of the sum of exponentials: a log-probability is a logit minus this
+    ranks[S]        1 + the number of tokens before token_ids[S]; 0 without token_ids
     """
     num_rows, vocab_size = logits.shape
     if logits.stride(1) != 1:

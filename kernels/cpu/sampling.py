@@ -1,17 +1,17 @@
-"""A token for each row of logits: one pass a row to weigh the vocabulary, and an order only of what has to have one.
+"""Samples a token from each row of logits: weighs the vocabulary in one pass and sorts only what has to be sorted.
 
-A draw among the likeliest tokens needs to know where top-k, top-p and min-p cut, and which token a share of the mass
-that is left falls on: places in the order of all tokens by logit. A row is not sorted for that. Its tokens are counted,
-and their weights added up, in buckets of equal distance from the greatest logit::
+A draw among the most likely tokens needs two things: where top-k, top-p and min-p cut the tokens in the order of their
+logits, and which token a given share of the remaining mass falls on. Neither requires sorting the row. Instead, its
+tokens are counted and their weights added up in buckets by their distance from the greatest logit::
 
     bucket      0    1    2        3    …                  NUM_BUCKETS - 1
     tokens      ▏    ▎    ▌        ▊                       ████████████████
     weights     █    ▆    ▅        ▃                       ▏
-                               └─ the place lies in here: these tokens go on a heap, and leave it in their order
+                               └─ the cut falls into this bucket: a heap yields its tokens in order
 
-Whole buckets are passed by their sums; only the one in which something is cut, or drawn, is put in order, as far as is
-needed. So a row costs much the same whether top-k is 5 or 5,000. Tokens beyond all buckets weigh nothing that shows in
-a sum: they are passed over.
+A whole bucket is skipped by its sums. Only the bucket in which a cut or the drawn token falls is put in order, as far
+as needed. So a row costs about the same whether top-k is 5 or 5,000. Tokens beyond all buckets weigh too little to
+change a sum and are skipped.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from kernels.cpu.team import Job, Kernel, job_dtype
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# rows: int64, which rows of logits; temperatures and the following: one a row of logits; token_ids: one of `rows`.
-# seats: how many threads have come in; each has seat_bytes of scratch for itself: its logits as float32, and at these
-# offsets what is worked out of them.
+# rows: int64, the rows of logits to sample; temperatures to uniforms: one per row of logits; token_ids: one per entry
+# of `rows`. seats: counts the threads that have entered; each has seat_bytes of scratch memory, which begin with its
+# logits as float32 and hold at the following offsets what is computed from them.
 SAMPLE_JOB = job_dtype(
     """logits row_bytes vocab_size rows num_rows temperatures top_ks top_ps min_ps uniforms token_ids
     seats scratch seat_bytes weights places heap masses counts"""
@@ -43,9 +43,10 @@ SAMPLE_JOB = job_dtype(
 
 NUM_BUCKETS = 1024
 _LAST = NUM_BUCKETS - 1
-# Distances, in temperatures, that have buckets of their own. Beyond, a token weighs less than 2e-14 of the likeliest.
+# Greatest distance, in temperatures, for which there are buckets. Beyond it a token weighs less than 2e-14 of the most
+# likely one.
 _MAX_DISTANCE = 32.0
-# One thread does so many logits in some ten microseconds.
+# One thread handles this many logits in about ten microseconds.
 _MIN_TEAM_NUMBERS = 16384
 _BLOCK = 256
 _ORDERED_MINUS_INF = np.int32(-0x7F800001)
@@ -56,7 +57,7 @@ _job = Job(SAMPLE_JOB)
 
 @cache
 def sample_kernel(storage: int) -> Kernel:
-    """Rows are units."""
+    """Returns the kernel that samples a token from each row; a row is a unit."""
     sources = SOURCES
 
     def sample(address: int) -> None:
@@ -100,12 +101,12 @@ def sample_kernel(storage: int) -> Kernel:
     return Kernel(compiled(sample))
 
 
-# --- a row: what it holds ---------------------------------------------------------------------------------------------
+# --- one row: its weights and buckets ---------------------------------------------------------------------------------
 
 
 @inlined
 def _likeliest(bits: Any) -> int:
-    """The lowest index of the greatest logit."""
+    """Returns the lowest index of the greatest logit."""
     greatest = np.int32(-(2**31))
     for i in range(len(bits)):
         greatest = max(greatest, ordered(bits[i]))
@@ -117,7 +118,7 @@ def _likeliest(bits: Any) -> int:
 
 @inlined
 def _least(bits: Any, values: Any) -> Any:
-    """The least logit above -inf, or the first one if there is none."""
+    """Returns the least logit above -inf, or the first one if there is none."""
     least = np.int32(2**31 - 1)
     for i in range(len(bits)):
         rank = ordered(bits[i])
@@ -130,16 +131,17 @@ def _least(bits: Any, values: Any) -> Any:
 
 @inlined
 def _weigh(values: Any, peak: Any, temperature: Any, weights: Any) -> None:
-    """exp((logit - peak) / temperature): 1 for the likeliest token, and never an overflow."""
+    """Computes exp((logit - peak) / temperature), which is 1 for the most likely token and never overflows."""
     for i in range(len(values)):
         weights[i] = exp2((peak - values[i]) / temperature * _MINUS_LOG2_E)
 
 
 @inlined
 def _place(values: Any, peak: Any, least: Any, temperature: Any, places: Any) -> Any:
-    """Each token's bucket. All steps keep the order of the logits, equal ones included.
+    """Computes the bucket of each token. Every operation keeps the order of the logits, and equal ones stay equal.
 
-    Returns buckets a distance, and how many buckets have weight: the last one has none if it holds all beyond.
+    Returns the number of buckets per unit of distance, and the number of buckets whose tokens have weight: the last
+    bucket has none if it holds all tokens beyond _MAX_DISTANCE.
     """
     distance = (peak - least) / temperature
     width = min(distance, np.float32(_MAX_DISTANCE))
@@ -148,13 +150,13 @@ def _place(values: Any, peak: Any, least: Any, temperature: Any, places: Any) ->
         scale = min(np.float32(NUM_BUCKETS) / width, np.float32(1e30))
     for i in range(len(values)):
         at = (peak - values[i]) / temperature * scale
-        places[i] = np.int32(at if at < np.float32(_LAST) else np.float32(_LAST))  # NaN is in the last one
+        places[i] = np.int32(at if at < np.float32(_LAST) else np.float32(_LAST))  # NaN goes to the last one
     return scale, NUM_BUCKETS if distance <= _MAX_DISTANCE else _LAST
 
 
 @inlined
 def _count(places: Any, weights: Any, masses: Any, counts: Any) -> None:
-    """Weights and tokens of each bucket."""
+    """Adds up the weights and counts the tokens of each bucket."""
     for place in range(NUM_BUCKETS):
         masses[place] = 0.0
         counts[place] = 0
@@ -164,12 +166,12 @@ def _count(places: Any, weights: Any, masses: Any, counts: Any) -> None:
         counts[place] += 1
 
 
-# --- a row: what is drawn ---------------------------------------------------------------------------------------------
+# --- one row: the draw ------------------------------------------------------------------------------------------------
 
 
 @inlined
 def _draw(weights: Any, min_p: Any, uniform: Any, likeliest: int) -> int:
-    """Among all tokens of min_p and more: the first whose cumulative weight, by id, exceeds the uniform's share."""
+    """Draws among all tokens that pass min_p: the first whose cumulative weight, by id, exceeds the uniform's share."""
     size = len(weights)
     if min_p > 0:
         for i in range(size):
@@ -197,13 +199,13 @@ def _draw(weights: Any, min_p: Any, uniform: Any, likeliest: int) -> int:
 
 @inlined
 def _draw_likely(buckets: Any, num_buckets: int, scale: Any, top_k: int, top_p: Any, min_p: Any, uniform: Any) -> Any:
-    """Among the likeliest: top-k of all, of these the fewest that reach top-p, of these those of min_p and more."""
+    """Draws among the likeliest tokens: top-k of all, then the fewest that reach top-p, then those that pass min_p."""
     masses = buckets[4]
     most = len(buckets[0]) if top_k <= 0 else min(top_k, len(buckets[0]))
     zero, nothing = np.float32(0), np.float32(np.inf)
     mass = masses.sum() if top_k <= 0 else _walk(buckets, num_buckets, most, nothing, zero, num_buckets, nothing)[0]
     limit = np.float32(mass) * top_p if top_p < 1 else nothing
-    # Buckets of tokens that are all likely enough, whatever rounding has done at their borders.
+    # In these buckets all tokens pass min_p, whatever the rounding errors at their borders.
     num_likely = int(min(-np.log(min_p) * scale, np.float32(num_buckets))) - 1 if min_p > 0 else num_buckets
     kept, num_kept, _ = _walk(buckets, num_buckets, most, limit, min_p, num_likely, nothing)
     return _walk(buckets, num_buckets, num_kept, nothing, zero, num_buckets, uniform * np.float32(kept))[2]
@@ -211,11 +213,12 @@ def _draw_likely(buckets: Any, num_buckets: int, scale: Any, top_k: int, top_p: 
 
 @inlined
 def _walk(buckets: Any, num_buckets: int, most: int, limit: Any, min_p: Any, num_likely: int, target: Any) -> Any:
-    """Passes tokens in the order of likelihood, one at least, while they are fewer than `most`, what was passed weighs
-    less than `limit`, and the next one at least min_p (all of the first num_likely buckets do); but not beyond the
-    token with which it exceeds `target`.
+    """Passes tokens in the order of likelihood until a limit is reached; passes at least one.
 
-    Returns the weight and the number of those that were passed, and the last one, if there is a target.
+    It stops after `most` tokens, when the passed tokens weigh `limit` or more, before a token that weighs less than
+    min_p (no token of the first num_likely buckets does), or with the token whose weight makes the sum exceed `target`.
+
+    Returns the weight and the number of the passed tokens and, if there is a target, the last one.
     """
     bits, weights, places, heap, masses, counts = buckets
     passed, num_passed, last = 0.0, 0, 0
@@ -224,7 +227,7 @@ def _walk(buckets: Any, num_buckets: int, most: int, limit: Any, min_p: Any, num
         if count == 0:
             continue
         after = np.float32(passed + masses[place])
-        # With a target, the last token is asked for: its bucket is gone through.
+        # With a target the caller needs the last token, so its bucket is not skipped.
         fits = num_passed + count < most or (num_passed + count == most and target == np.inf)
         if fits and after < limit and after <= target and place < num_likely:
             passed += masses[place]
@@ -249,7 +252,7 @@ def _walk(buckets: Any, num_buckets: int, most: int, limit: Any, min_p: Any, num
 
 @inlined
 def _pile(bits: Any, places: Any, place: int, heap: Any, count: int) -> None:
-    """The tokens of a bucket as a heap, the likeliest one on top, lower ids first among equals."""
+    """Puts the tokens of a bucket on a heap: the most likely one on top, lower ids first among equally likely ones."""
     found = 0
     for i in range(len(places)):
         if places[i] == place:
@@ -260,24 +263,25 @@ def _pile(bits: Any, places: Any, place: int, heap: Any, count: int) -> None:
 
 @inlined(reorder=True)
 def _sum(numbers: Any) -> Any:
+    """Returns the sum of the numbers, in the order that the compiler chooses."""
     total = np.float32(0)
     for i in range(len(numbers)):
         total += numbers[i]
     return total
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- all rows ---------------------------------------------------------------------------------------------------------
 
 
 class _Scratch(threading.local):
-    """Memory for the threads of a team, which stays; each caller has its own."""
+    """Scratch memory for the threads of a team; each calling thread keeps its own."""
 
     def __init__(self) -> None:
         self.memory = np.empty(0, np.uint8)
         self._seats = np.zeros(1, np.int64)
 
     def fields(self, vocab_size: int) -> dict[str, int]:
-        """What a SAMPLE_JOB says of it."""
+        """Returns the fields of a SAMPLE_JOB that describe the scratch memory."""
         column_bytes = -(-vocab_size * 4 // LINE_BYTES) * LINE_BYTES
         sizes = {
             "values": column_bytes,
@@ -310,10 +314,11 @@ def sample(
     min_ps: NDArray[np.float32],
     uniforms: NDArray[np.float32],
 ) -> NDArray[np.int32]:
-    """Token ids[len(rows)], one for each of these rows of logits[S, V], which has one contiguous row after the other.
+    """Returns token ids[len(rows)], one for each of these rows of logits[S, V]; the rows of logits are contiguous.
 
-    The other arrays are [S]: temperature 0 takes the likeliest token, the lowest id among equals. top_k 0, top_p 1 and
-    min_p 0 cut nothing; a uniform, in [0, 1), decides. What cuts mean is said in `executor.sampling.sampler`.
+    The other arrays are [S]. Temperature 0 takes the most likely token, the lowest id among equally likely ones.
+    top_k 0, top_p 1 and min_p 0 keep all tokens; the uniform, in [0, 1), selects one. `executor.sampling.sampler`
+    defines the cuts.
     """
     token_ids = np.empty(len(rows), np.int32)
     if not len(rows):

@@ -1,11 +1,11 @@
 """Runs a compiled kernel on the threads of torch's own OpenMP runtime.
 
-numba's OpenMP layer links a runtime of its own: two pools of threads would then spin for the same cores, each while the
-other works. Here the team is the one that torch's operators have just used, still warm, and as large as
-`torch.set_num_threads` says. Every thread of the team calls the kernel with the address of the same job; they share
-the work out among themselves by counting up its ticket.
+numba's OpenMP layer links its own runtime; two thread pools would then spin on the same cores, each while the other
+works. This module uses the threads that torch's operators use, which are already running; `torch.set_num_threads` sets
+their number. Every thread calls the kernel with the address of the same job, and takes units of work by counting up
+the job's ticket.
 
-Where torch has been built on another runtime (macOS), Python threads do instead.
+If torch was built with another runtime (macOS), Python threads run the kernels instead.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 # void GOMP_parallel(void (*function)(void *), void *data, unsigned num_threads, unsigned flags)
 _Launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 _Alone = ctypes.CFUNCTYPE(None, ctypes.c_int64)
-_Brief = ctypes.PYFUNCTYPE(None, ctypes.c_int64)  # keeps Python's lock
+_Brief = ctypes.PYFUNCTYPE(None, ctypes.c_int64)  # keeps Python's global interpreter lock
 
 
 def _find_launch() -> Callable[[int, int, int, int], None] | None:
-    """GOMP_parallel of the runtime that torch is linked with, wherever that has come from."""
+    """Returns GOMP_parallel of the OpenMP runtime that torch is linked with, or None."""
     library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
     try:
         return _Launch(("GOMP_parallel", ctypes.CDLL(str(library))))
@@ -40,7 +40,7 @@ def _find_launch() -> Callable[[int, int, int, int], None] | None:
 
 
 def _find_sleep() -> int:
-    """The address of usleep, 0 where the C library has none."""
+    """Returns the address of usleep, or 0 if the C library has none."""
     try:
         return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0
     except (OSError, AttributeError, TypeError):
@@ -53,10 +53,10 @@ _python_threads: list[ThreadPoolExecutor] = []
 
 
 class Job(threading.local):
-    """The record that describes one call to a kernel: int64 fields, then float64 fields, one memory a thread.
+    """The record of one call to a kernel: int64 fields, then float64 fields; each calling thread has its own memory.
 
-    The first field is always `ticket`, the next unit of work that nobody has taken; kernels count it up. Compiled code
-    reads the record as `carray(pointer(address), (1,), DTYPE)[0]`, with the global DTYPE from `job_dtype`.
+    The first field is always `ticket`, the next unit of work that no thread has taken; kernels count it up. Compiled
+    code reads the record as `carray(pointer(address), (1,), DTYPE)[0]`, with the global DTYPE from `job_dtype`.
     """
 
     def __init__(self, dtype: np.dtype[np.void]) -> None:
@@ -68,34 +68,35 @@ class Job(threading.local):
         self._address = ctypes.addressof(self._memory)
 
     def fill(self, **fields: float) -> int:
-        """Writes the fields, each of them by its name; `ticket` starts at 0. Returns the address.
+        """Writes the fields by name, sets `ticket` to 0, and returns the address of the record.
 
-        Compiled code believes every number: an address in the place of a count writes anywhere. Names cost some 1.5 µs
-        for the largest job. Raises TypeError unless exactly the fields of the layout are given.
+        Compiled code checks no number: an address in place of a count would overwrite arbitrary memory. Names prevent
+        that and cost about 1.5 µs for the largest job. Raises TypeError if a field of the layout is missing, or if
+        there are others.
         """
         if len(fields) != self._num_fields:
-            raise TypeError(f"a job of {self._num_fields} fields, and {len(fields)} are given: {', '.join(fields)}")
+            raise TypeError(f"a job of {self._num_fields} fields was given {len(fields)}: {', '.join(fields)}")
         fields["ticket"] = 0
         try:
             self._struct.pack_into(self._memory, 0, *self._in_order(fields))
         except KeyError as error:
-            raise TypeError(f"a job without its field {error}") from None
+            raise TypeError(f"a job lacks its field {error}") from None
         return self._address
 
 
 def job_dtype(integers: str, floats: str = "") -> np.dtype[np.void]:
-    """The layout of a job from the names of its fields after `ticket`."""
+    """Returns the layout of a job, given the names of its fields after `ticket`."""
     fields: list[tuple[str, Any]] = [(name, np.int64) for name in ("ticket " + integers).split()]
     return np.dtype(fields + [(name, np.float64) for name in floats.split()])
 
 
 def sleep_function() -> int:
-    """The address of a C function `int(unsigned)` that sleeps so many microseconds; 0: there is none."""
+    """Returns the address of a C function `int(unsigned)` that sleeps for some microseconds, or 0 if there is none."""
     return _sleep
 
 
 class Kernel:
-    """A compiled kernel, to be run by one thread or by the team."""
+    """A compiled kernel, which one thread or the team runs."""
 
     __slots__ = ("_address", "_alone", "_brief", "_compiled")
 
@@ -107,18 +108,19 @@ class Kernel:
 
     @property
     def address(self) -> int:
-        """Of the machine code, which lives as long as this object."""
+        """The address of the machine code, which lives as long as this object."""
         return self._address
 
     def run_brief(self, job: int) -> None:
-        """Does the whole job on the calling thread, which is sooner than another thread could begin.
+        """Runs the whole job on the calling thread; for jobs that end before another thread could start.
 
-        Keeps Python's lock: to let go of it for microseconds may mean to wait milliseconds until it comes back.
+        Keeps Python's global interpreter lock: a thread that releases it for microseconds may wait milliseconds to get
+        it back.
         """
         self._brief(job)
 
     def run_in_team(self, job: int) -> None:
-        """Does the job on `torch.get_num_threads()` threads, the calling one among them; returns when all are done."""
+        """Runs the job on `torch.get_num_threads()` threads, including the calling one; returns when all are done."""
         num_threads = torch.get_num_threads()
         if num_threads == 1:
             self._alone(job)

@@ -1,19 +1,19 @@
-"""The inner loops of attention on vectors, written as LLVM instructions.
+"""The vectorized inner loops of attention, written as LLVM instructions.
 
 A *row* is one query of one head; a *token* is one key or value of one kv head. Rows are float32 in scratch memory,
-tokens are stored numbers of the KV pool, one after the other::
+tokens are stored numbers of the KV pool, one token after the other::
 
     score_rows   scores[row, token]  = rows[row] · keys[token]              tiles of 4 rows × 4 tokens
     weigh_rows   sums[row, :]       += scores[row, token] * values[token]   tiles of 4 rows × a strip of the head
     soften_row   scores[row, token]  = 2 ** (scores[row, token] - max)
 
-The arithmetic of a number never depends on the tile it falls into: a dot product is `lanes` running sums over the
+The arithmetic of a result never depends on the tile it falls into: a dot product is `lanes` running sums over the
 head, added up in a fixed tree; a weighted sum runs over the tokens in order. So a row has the same bits whatever rows
-are computed beside it, and wherever a prompt was cut. No instruction carries a fast-math flag.
+are computed with it, and wherever its prompt was cut. No instruction has a fast-math flag.
 
-A few rows are done with a token sooner than memory brings the next one. So both products can ask, tile after tile, for
-what comes later: `ahead` is the address of as many tokens that are soon to be read, or 0. Asked for evenly, they arrive
-while others are computed; asked for at once, they would hold up whoever asks.
+A few rows are done with a token before memory delivers the next one. Both products therefore prefetch, tile by tile:
+`ahead` is the address of as many tokens that are read later, or 0. Spread out, the prefetches complete during the
+computation; issued all at once, they would stall the thread.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from kernels.cpu.native import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Scores of one row that are kept at once: a context is worked off in chunks of so many tokens, cut at its multiples.
+# Scores of one row that are held at once: a context is cut into chunks of this many tokens, at multiples of it.
 CHUNK = 256
 
-# The softmax of a row walks its scores in vectors of this many.
+# The softmax of a row processes its scores in vectors of this size.
 SCORE_LANES = 16
 
-# AVX-512 has 32 vector registers of 16 numbers, other machines 16 or more of 8 or 4 (LLVM splits what is too wide).
+# AVX-512 has 32 vector registers of 16 numbers, other machines 16 or more of 8 or 4 (LLVM splits wider vectors).
 _HAS_512_BITS = bool(binding.get_host_cpu_features().get("avx512f", False))
 _LANES = 16 if _HAS_512_BITS else 8
 _MAX_ROWS = 4 if _HAS_512_BITS else 2
@@ -63,36 +63,37 @@ _F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 
 
 def tile_columns(block_size: int) -> int:
-    """Tokens of one score tile: 4, or what divides a smaller block."""
+    """Returns the number of tokens of one score tile: 4, or a divisor of a smaller block size."""
     return gcd(4, block_size)
 
 
 def _at(builder: Builder, base: Value, index: Value, num_bytes: int) -> Value:
-    """base + index * num_bytes."""
+    """Returns base + index * num_bytes."""
     return builder.add(base, builder.mul(index, ir.Constant(_I64, num_bytes)))
 
 
 def _after(builder: Builder, base: Value, num_bytes: int) -> Value:
-    """base + num_bytes."""
+    """Returns base + num_bytes."""
     return builder.add(base, ir.Constant(_I64, num_bytes))
 
 
 def _shuffle(builder: Builder, a: Value, b: Value, lanes: list[int]) -> Value:
-    """The chosen lanes of a, and of b, which are numbered after those of a."""
+    """Returns a vector of the given lanes of a and b; the lanes of b are numbered after those of a."""
     mask = ir.Constant(ir.VectorType(_I32, len(lanes)), [ir.Constant(_I32, lane) for lane in lanes])
     return builder.shuffle_vector(a, b, mask)
 
 
 def _halves(builder: Builder, vector: Value) -> tuple[Value, Value]:
+    """Returns the lower and the upper half of a vector."""
     lanes = vector.type.count // 2
     lower = _shuffle(builder, vector, vector, list(range(lanes)))
     return lower, _shuffle(builder, vector, vector, list(range(lanes, 2 * lanes)))
 
 
 def _four_sums(builder: Builder, vectors: list[Value]) -> Value:
-    """The sums of four vectors as a vector of four, always by the same tree.
+    """Returns the sums of four vectors as a vector of four, always added in the same order.
 
-    Neighbours first, within each four lanes; then the fours, upper half onto lower half::
+    It adds neighbours first, within each group of four lanes, then the groups, the upper half to the lower half::
 
         a b c d → [a0+a1 a2+a3 b0+b1 b2+b3]… [c.. d..]… → [Σa₀₋₃ Σb₀₋₃ Σc₀₋₃ Σd₀₋₃]… → [Σa Σb Σc Σd]
     """
@@ -111,7 +112,7 @@ def _four_sums(builder: Builder, vectors: list[Value]) -> Value:
 
 
 def _row_tiles(builder: Builder, num_rows: Value) -> Iterator[tuple[Value, int]]:
-    """Loops over the rows in tiles of the largest size, the rest in tiles of half of it, …: (first row, size)."""
+    """Loops over the rows in tiles, first of the largest size, then of half of it, and so on: (first row, size)."""
     start = ir.Constant(_I64, 0)
     size = _MAX_ROWS
     while size:
@@ -123,7 +124,7 @@ def _row_tiles(builder: Builder, num_rows: Value) -> Iterator[tuple[Value, int]]
 
 
 def _emit_ahead(builder: Builder, ahead: Value, token: Value, token_bytes: int, num_tokens: int) -> None:
-    """Asks for the tokens [token, token + num_tokens) from `ahead` on, unless that is 0."""
+    """Prefetches the tokens [token, token + num_tokens) from `ahead` on, unless `ahead` is 0."""
     with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(_I64, 0))):
         place = _at(builder, ahead, token, token_bytes)
         for line in range(0, num_tokens * token_bytes, LINE_BYTES):
@@ -139,7 +140,7 @@ def _emit_scores(
     keys: Value,
     scores: Value,
 ) -> None:
-    """One tile of dot products: shape is (rows, tokens), all held in registers while the head is walked once."""
+    """Emits one tile of dot products of shape (rows, tokens), all in registers during one pass over the head."""
     num_rows, columns = shape
     lanes, number_bytes = gcd(_LANES, head_dim), storage_bytes(storage)
     sums: dict[tuple[int, int], Value] = {}
@@ -174,9 +175,10 @@ def score_rows(
     scores: Any,
     ahead: Any,
 ) -> Any:
-    """scores[row, token] = rows[row] · keys[token]. num_tokens is a multiple of the literal `columns`.
+    """Computes scores[row, token] = rows[row] · keys[token]. num_tokens is a multiple of the literal `columns`.
 
-    rows[num_rows, head_dim] float32, keys[num_tokens, head_dim] stored, scores[num_rows, CHUNK] float32: addresses.
+    Takes the addresses of rows[num_rows, head_dim] float32, keys[num_tokens, head_dim] stored, and
+    scores[num_rows, CHUNK] float32.
     """
     signature = types.none(head_dim, storage, columns, *[types.int64] * 6)
     dim, kind, width = (literal.literal_value for literal in (head_dim, storage, columns))
@@ -208,19 +210,19 @@ def _emit_strip(
     sums: Value,
     ahead: Value | None,
 ) -> Any:
-    """A strip of shape (rows, vectors of the head) over all tokens: returns emit(num_tokens), the loop.
+    """Returns emit(num_tokens), which emits the loop over all tokens for a strip of shape (rows, vectors of the head).
 
-    ahead  see above; None for all strips but the first
+    ahead  see the module; None for all strips but the first
     """
     lanes, number_bytes = gcd(_LANES, head_dim), storage_bytes(storage)
     num_rows, num_parts = shape
     places = [(row, part) for row in range(num_rows) for part in range(num_parts)]
-    homes = {at: _after(builder, sums, (at[0] * head_dim + at[1] * lanes) * 4) for at in places}
+    addresses = {at: _after(builder, sums, (at[0] * head_dim + at[1] * lanes) * 4) for at in places}
 
     def emit(num_tokens: Value) -> None:
         held = {at: codegen.alloca_once(builder, shaped(_F32, lanes)) for at in places}
         for at in places:
-            builder.store(emit_load(builder, homes[at], FLOAT32, lanes), held[at])
+            builder.store(emit_load(builder, addresses[at], FLOAT32, lanes), held[at])
         with codegen.for_range(builder, num_tokens) as loop:
             if ahead is not None:
                 _emit_ahead(builder, ahead, loop.index, head_dim * number_bytes, 1)
@@ -233,10 +235,10 @@ def _emit_strip(
                 place = _at(builder, _after(builder, scores, row * CHUNK * 4), loop.index, 4)
                 weight = emit_splat(builder, emit_load(builder, place, FLOAT32, 1), lanes)
                 for part, value in enumerate(parts):
-                    home = held[row, part]
-                    builder.store(call_llvm(builder, "llvm.fmuladd", weight, value, builder.load(home)), home)
+                    total = held[row, part]
+                    builder.store(call_llvm(builder, "llvm.fmuladd", weight, value, builder.load(total)), total)
         for at in places:
-            emit_store(builder, builder.load(held[at]), homes[at], FLOAT32)
+            emit_store(builder, builder.load(held[at]), addresses[at], FLOAT32)
 
     return emit
 
@@ -253,9 +255,10 @@ def weigh_rows(
     sums: Any,
     ahead: Any,
 ) -> Any:
-    """sums[row, :] += scores[row, token] * values[token], token after token.
+    """Computes sums[row, :] += scores[row, token] * values[token], token by token.
 
-    scores[num_rows, CHUNK] float32, values[num_tokens, head_dim] stored, sums[num_rows, head_dim] float32: addresses.
+    Takes the addresses of scores[num_rows, CHUNK] float32, values[num_tokens, head_dim] stored, and
+    sums[num_rows, head_dim] float32.
     """
     signature = types.none(head_dim, storage, *[types.int64] * 6)
     dim, kind = head_dim.literal_value, storage.literal_value
@@ -271,8 +274,8 @@ def weigh_rows(
                 shape = (size, min(width, dim // lanes - part))
                 strip_values = _after(builder, values, part * lanes * storage_bytes(kind))
                 strip_sums = _after(builder, tile_sums, part * lanes * 4)
-                asked = ahead if part == 0 else None
-                _emit_strip(builder, dim, kind, shape, tile_scores, strip_values, strip_sums, asked)(num_tokens)
+                prefetched = ahead if part == 0 else None
+                _emit_strip(builder, dim, kind, shape, tile_scores, strip_values, strip_sums, prefetched)(num_tokens)
         return context.get_dummy_value()
 
     return signature, generate
@@ -280,9 +283,9 @@ def weigh_rows(
 
 @instruction
 def soften_row(typingctx: Any, scores: Any, begin: Any, start: Any, stop: Any, end: Any) -> Any:
-    """Softmax without its division: returns (max, sum); the scores become 2 ** (score - max).
+    """Computes a softmax without its division: the scores become 2 ** (score - max). Returns (max, sum).
 
-    Of the scores [begin, end), both multiples of SCORE_LANES, the row sees [start, stop)::
+    begin and end are multiples of SCORE_LANES. The row sees the scores [start, stop) of [begin, end)::
 
         begin ── 0 ── start ── 2 ** (score - max) ── stop ── 0 ── end
 
@@ -339,7 +342,7 @@ _variants: list[Any] = []  # own the machine code
 
 @cache
 def tiles_kernel(head_dim: int, storage: int, columns: int) -> tuple[int, int]:
-    """The addresses of `score_rows` and `weigh_rows` as C functions for one size of the head and one storage."""
+    """Returns the addresses of `score_rows` and `weigh_rows` as C functions for one head_dim and one storage."""
     if head_dim % 4:
         raise ValueError(f"head_dim must be a multiple of 4, not {head_dim}")
     signature = types.void(*[types.int64] * 6)

@@ -1,4 +1,4 @@
-"""Compiles, or takes from the cache, all that a model will call."""
+"""Compiles every kernel that a model calls, or loads it from the cache."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
-    """See `kernels.Kernels.warm_up`. A second or two where the cache is empty, else a few hundredths."""
+    """See `kernels.Kernels.warm_up`. Takes a second or two if the cache is empty, otherwise some ten milliseconds."""
     storage = storage_of(shape.dtype)
     variants: list[tuple[str, Callable[[], object]]] = [
         ("attention", attend_kernel),

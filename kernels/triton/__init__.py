@@ -1,19 +1,19 @@
 """Every operation for GPUs, in Triton. Signatures, shapes and layouts are those of `kernels.Kernels`.
 
-A step's layers share its lengths, so attention is split in two: a plan, made once a step, and a launch a layer::
+All layers of a step have the same lengths, so attention has two parts: a plan per step and a launch per layer::
 
     planner = DecodePlanner(shape, device, max_num_seqs, max_context_len, windows)      once
-    work = planner.plan(block_tables, context_lens)                                     a step, may be captured
-    attend_decode(query, kv, work, out, scale, window)                                  a layer, may be captured
+    work = planner.plan(block_tables, context_lens)                                     per step, can be captured
+    attend_decode(query, kv, work, out, scale, window)                                  per layer, can be captured
 
-    work = plan_prefill(shape, block_tables, query_starts, context_lens)                a step, from host arrays
-    attend_prefill(query, kv, work, out, scale, window)                                 a layer
+    work = plan_prefill(shape, block_tables, query_starts, context_lens)                per step, from host arrays
+    attend_prefill(query, kv, work, out, scale, window)                                 per layer
 
-`attention_decode` and `attention_prefill` do both in one call, for whoever has one layer only.
+`attention_decode` and `attention_prefill` do both in one call, for callers with a single layer.
 
-Decode, and all else that runs between a plan and its result, allocates and waits for nothing that depends on the
-lengths: see `kernels.triton.decode_work`. Kernels run on the current CUDA device and stream, or on tensors of the CPU
-in Triton's interpreter, where the environment has TRITON_INTERPRET=1 before triton is imported (not for bfloat16).
+Decode, like everything that runs between a plan and its result, makes no allocation and no wait that depends on the
+lengths: see `kernels.triton.decode_work`. Kernels run on the current CUDA device and stream. If TRITON_INTERPRET=1 is
+set in the environment before triton is imported, they run on CPU tensors in Triton's interpreter (except bfloat16).
 """
 
 from kernels.reference import pack_linear  # torch's own, that is cuBLAS

@@ -1,12 +1,12 @@
-"""Decode attention: a fixed number of programs walk the step's work list; what was split is merged afterwards.
+"""Decode attention: a fixed number of programs process the step's work list, then split rows are merged.
 
-See `kernels.triton.decode_work` for the list. A program takes the units pid, pid + num_programs, …; a unit is a chunk
-and a kv head, whose query heads are the rows of one tile: keys and values are read once for all of them::
+See `kernels.triton.decode_work` for the list. A program takes the units pid, pid + num_programs, …. A unit is a chunk
+and a kv head; the query heads of that kv head are the rows of one tile, so keys and values are read once for all::
 
-    units        item 0: head 0 │ head 1 │ … │ item 1: head 0 │ …        neighbours read neighbouring memory
+    units        item 0: head 0 │ head 1 │ … │ item 1: head 0 │ …        neighbouring units read neighbouring memory
     programs     0                1        2 …  num_programs - 1, 0, 1 …
 
-The number of programs depends on the device and on the buffers, not on the lengths.
+The number of programs depends on the device and the buffers, not on the lengths.
 """
 
 import torch
@@ -29,10 +29,10 @@ def attend_decode(
     scale: float,
     window: int = 0,
 ) -> None:
-    """One layer of `kernels.Kernels.attention_decode` for the rows that `work` was planned for.
+    """Runs one layer of `kernels.Kernels.attention_decode` for the rows that `work` was planned for.
 
-    query[S, Hq, D] and out[S, Hq, D] may be strided views, the last dimension contiguous; window is one of the
-    planner's. Two launches, one where no context can have two chunks.
+    query[S, Hq, D] and out[S, Hq, D] may be strided views with a contiguous last dimension; window is one of the
+    planner's. Launches two kernels, or one if no context can have two chunks.
     """
     if not work.num_rows:
         return
@@ -126,7 +126,7 @@ def _attend_chunks(
     tile_tokens: tl.constexpr,
     tile_dims: tl.constexpr,
 ) -> None:
-    """Attention of chunks: results of whole rows to out, else normalised parts and their logarithms."""
+    """Computes attention of chunks: writes whole rows to out, otherwise normalised parts and their logarithms."""
     in_group = tl.arange(0, tile_rows)
     dims = tl.arange(0, tile_dims)
     held = (in_group < group)[:, None] & (dims < head_dim)[None, :]
@@ -187,7 +187,7 @@ def _merge_parts(
     tile_parts: tl.constexpr,
     tile_dims: tl.constexpr,
 ) -> None:
-    """A row and head of out: the mean of its parts, weighed by 2 ** log. Rows of one chunk are there already."""
+    """Writes one row and head of out: the mean of its parts, weighted by 2 ** log. Skips rows of one chunk."""
     row, head = tl.program_id(0), tl.program_id(1)
     first = tl.load(first_items + row)
     num_parts = tl.load(first_items + row + 1) - first

@@ -1,19 +1,19 @@
-"""What the decodes of a step have to do, as a list on the device: made once a step, read by every layer.
+"""The work list of a step's decodes: made on the device once per step, read by every layer.
 
-The context of a sequence is cut into chunks at their multiples. An item of the list is a chunk; with each kv head it
-makes a unit of work::
+The context of a sequence is cut into chunks at multiples of their length. An item of the list is a chunk; an item and
+a kv head make a unit of work::
 
     context_lens     600          40     0                   chunks of 256 tokens
     items            0│1│2        3      4                   [row, table row, begin, end, is whole]
                      └ parts 0–2, merged at the end
-                                  └ whole: written at once, an empty row as zeros
+                                  └ whole: written directly; an empty row becomes zeros
 
-Cuts depend on the row's own context alone, so a row has the same bits in any batch. A chunk has `chunk_tokens` tokens,
-or twice that, four times, …, the least for which a context makes no more than MAX_CHUNKS of them: buffers stay bounded
-for any context, and the length of a chunk is still a function of the row's context.
+The cuts depend only on the row's own context, so a row has the same bits in any batch. A chunk has `chunk_tokens`
+tokens, or twice as many, four times, …: the smallest length for which the context has at most MAX_CHUNKS chunks. This
+bounds the buffers for any context, and the length of a chunk still depends only on the row's context.
 
-Nothing here looks at a number on the device, and buffers stay where they are: the list can be made inside a captured
-graph, for lengths the capture did not know.
+The host reads no number from the device, and the buffers keep their addresses, so the list can be made inside a
+captured graph, for lengths that were unknown at the capture.
 """
 
 from collections.abc import Sequence
@@ -27,20 +27,20 @@ from kernels.triton.jit import kernel, padded
 from kernels.triton.tuning import DecodeTuning, decode_tuning
 
 MAX_CHUNKS = 64
-"""Chunks of one context at most."""
+"""Maximum number of chunks of one context."""
 
 _NUM_DOUBLINGS = 8  # enough for four million tokens
 
 ITEM_FIELDS: tl.constexpr = tl.constexpr(8)
-"""int32 numbers from one item to the next: five are used, and eight are a sector of 32 bytes."""
+"""int32 numbers from one item to the next. Five are used; eight fill a sector of 32 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """The chunks that layers with one window have to read.
+    """The chunks that layers with a certain window have to read.
 
-    items[max_items, ITEM_FIELDS] int32; the first num_items[1] of them count. first_items[S + 1] int32: row s owns the
-    items [first_items[s], first_items[s + 1]).
+    items[max_items, ITEM_FIELDS] int32, of which the first num_items[0] are valid; num_items[1] int32.
+    first_items[S + 1] int32: row s owns the items [first_items[s], first_items[s + 1]).
     """
 
     items: torch.Tensor
@@ -50,10 +50,11 @@ class WorkList:
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """The decodes of one step. Holds until the planner plans again on the same stream.
+    """The decodes of one step. It is valid until the planner plans again on the same stream.
 
-    block_tables[R, M] int32. lists: by window. parts[max_items, Hq, D] and part_logs[max_items, Hq], float32: per chunk
-    and head the result, and log2 of the sum of its weights; empty where no context can have two chunks.
+    block_tables[R, M] int32. lists: a work list for each window. parts[max_items, Hq, D] and part_logs[max_items, Hq],
+    float32: the result of each chunk and head, and log2 of the sum of its weights; empty if no context can have two
+    chunks.
     """
 
     num_rows: int
@@ -66,9 +67,9 @@ class DecodeWork:
 
 
 class DecodePlanner:
-    """Buffers for the decodes of a step, allocated once, and `plan`, which fills them.
+    """Allocates the buffers for the decodes of a step once; `plan` fills them.
 
-    One planner serves one stream. Its size is that of the parts, about max_num_seqs * max chunks * Hq * D * 4 bytes:
+    A planner serves one stream. Most of its memory holds the parts, about max_num_seqs * max_chunks * Hq * D * 4 bytes;
     see `num_bytes`.
     """
 
@@ -81,9 +82,9 @@ class DecodePlanner:
         windows: Sequence[int] = (0,),
         tuning: DecodeTuning | None = None,
     ) -> None:
-        """For up to max_num_seqs rows with contexts up to max_context_len tokens, and layers with these windows.
+        """Sizes the buffers for max_num_seqs rows, contexts of max_context_len tokens, and layers with these windows.
 
-        tuning: of the table in `kernels.triton.tuning`, unless one is to be tried.
+        tuning: by default the entry of the table in `kernels.triton.tuning`.
         """
         self.tuning = tuning or decode_tuning(shape, device)
         num_chunks = max(1, -(-max_context_len // self.tuning.chunk_tokens))
@@ -97,7 +98,7 @@ class DecodePlanner:
 
     @property
     def num_bytes(self) -> int:
-        """Device memory held."""
+        """Bytes of device memory that the planner holds."""
         lists = [tensor for own in self._lists.values() for tensor in (own.items, own.num_items, own.first_items)]
         return sum(tensor.nbytes for tensor in (self._parts, self._part_logs, *lists))
 
@@ -107,10 +108,11 @@ class DecodePlanner:
         context_lens: torch.Tensor,
         table_rows: torch.Tensor | None = None,
     ) -> DecodeWork:
-        """The work of context_lens[S], S at most max_num_seqs, each at most max_context_len; 0 is a padding row.
+        """Returns the work for context_lens[S], at most max_context_len each; 0 is a padding row.
 
-        Row s reads block_tables[table_rows[s]], or block_tables[s] without table_rows[S]; so the tables of all slots
-        can stay where they are. Launches a kernel a window; neither waits for the device nor allocates.
+        S is at most max_num_seqs. Row s reads block_tables[table_rows[s]], or block_tables[s] without table_rows[S], so
+        the tables of the slots need not be copied. Launches one kernel per window; does not wait for the device or
+        allocate.
         """
         num_rows = len(context_lens)
         if num_rows > self._max_num_seqs:
@@ -165,7 +167,7 @@ def _list_chunks(
     num_doublings: tl.constexpr,
     tile_rows: tl.constexpr,
 ) -> None:
-    """Program i lists chunk number i of every row. All rows are one tile, so each program knows where items go."""
+    """Lists chunk i of every row in program i. All rows are one tile, so each program knows the places of its items."""
     rows = tl.arange(0, tile_rows)
     exists = rows < num_rows
     ends = tl.load(context_lens + rows, mask=exists, other=0)
@@ -176,7 +178,7 @@ def _list_chunks(
         num_chunks = (ends + lengths - 1) // lengths - begins // lengths
         lengths = tl.where(num_chunks > max_chunks, lengths * 2, lengths)
     num_chunks = (ends + lengths - 1) // lengths - begins // lengths
-    num_chunks = tl.where(exists, tl.maximum(num_chunks, 1), 0)  # an empty context is an item, too: it writes zeros
+    num_chunks = tl.where(exists, tl.maximum(num_chunks, 1), 0)  # an empty context has an item too, which writes zeros
     after = tl.cumsum(num_chunks, 0)
     first = after - num_chunks
 

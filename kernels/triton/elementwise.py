@@ -1,11 +1,11 @@
-"""Norms and the activation: one pass over memory each."""
+"""Norms and the gated activation, each in one pass over memory."""
 
 import torch
 import triton.language as tl
 
 from kernels.triton.jit import kernel, padded
 
-_NORM_TILE = 2048  # numbers of short rows that one program takes
+_NORM_TILE = 2048  # numbers that one program processes if rows are short
 _SILU_TILE = 1024
 
 
@@ -65,9 +65,9 @@ def _norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, 
 
 
 def _row_strides(x: torch.Tensor) -> tuple[int, int, int]:
-    """(rows within, outer stride, inner stride): row r begins at r // within * outer + r % within * inner.
+    """Returns (rows within, outer stride, inner stride): row r begins at r // within * outer + r % within * inner.
 
-    So rows of heads inside a fused projection need no copy. Raises ValueError for other layouts.
+    With these strides, heads inside a fused projection need no copy. Raises ValueError for other layouts.
     """
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError("the last dimension must be contiguous")
@@ -98,7 +98,7 @@ def _norm_rows(
     tile_rows: tl.constexpr,
     tile_width: tl.constexpr,
 ) -> None:
-    """Whole rows, held in registers from the sum of squares to the product with the weights."""
+    """Normalizes whole rows, which stay in registers from the sum of squares to the product with the weights."""
     rows = (tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)).to(tl.int64)
     columns = tl.arange(0, tile_width)
     held = (rows < num_rows)[:, None] & (columns < width)[None, :]
@@ -121,7 +121,7 @@ def _norm_rows(
 def _silu_multiply(
     gate_up: tl.tensor, out: tl.tensor, row_stride: tl.tensor, width: tl.tensor, tile: tl.constexpr
 ) -> None:
-    """A piece of a row."""
+    """Computes silu(gate) * up for one piece of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * tile + tl.arange(0, tile)
     held = columns < width

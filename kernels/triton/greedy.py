@@ -9,10 +9,11 @@ _PIECE = 8192
 
 
 def choose_greedily(logits: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """token_ids[S] = the largest of logits[S, V], the lowest id among equals. Mutates token_ids, int32 or int64.
+    """Writes the id of the largest logit of each row of logits[S, V] to token_ids[S], the lowest id among equal logits.
 
-    NaN counts as -inf; a row of nothing else gets id 0. Two launches: pieces of the vocabulary, so that one row alone
-    keeps more than one multiprocessor busy, then their winners.
+    Mutates token_ids, int32 or int64. NaN counts as -inf; a row with nothing else gets id 0. Launches two kernels: the
+    first searches pieces of the vocabulary, so that a single row occupies several multiprocessors; the second compares
+    the results of the pieces.
     """
     num_rows, vocab_size = logits.shape
     if not num_rows:

@@ -1,7 +1,7 @@
-"""How kernels are declared here.
+"""The decorator that declares kernels.
 
-Their parameters are annotated as tl.tensor, whether addresses, numbers or tiles (blocks of either, held in the
-registers of a program's threads): that is what Triton makes of them.
+Parameters of kernels are annotated as tl.tensor, because Triton makes tensors of addresses, numbers and tiles (blocks
+of either, held in the registers of a program's threads) alike.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,9 @@ import triton
 def kernel(*, unspecialized: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Declares a function that runs on the device: launched as `name[grid](…)`, or called by other kernels.
 
-    Triton compiles a variant for each class of an argument: an integer 1, a multiple of 16, another; an address that
-    is a multiple of 16 bytes or is not. `unspecialized` names the arguments for which that would bring nothing but a
-    compilation in the middle of serving: counts, and tables read one number at a time.
+    Triton compiles a variant for each class of an argument: an integer that is 1, a multiple of 16, or neither; an
+    address that is a multiple of 16 bytes or not. `unspecialized` names the arguments for which variants gain nothing
+    and would only cause compilation while serving: counts, and tables that are read one number at a time.
     """
 
     def declare(function: Callable[..., Any]) -> Any:
@@ -25,5 +25,5 @@ def kernel(*, unspecialized: Sequence[str] = ()) -> Callable[[Callable[..., Any]
 
 
 def padded(size: int) -> int:
-    """The extent of a tile that holds `size` numbers: tiles have powers of two."""
+    """Returns the extent of a tile that holds `size` numbers; extents are powers of two."""
     return int(triton.next_power_of_2(size))

@@ -58,7 +58,7 @@ def copy_blocks(pool: torch.Tensor, source_blocks: torch.Tensor, destination_blo
     num_layers, num_blocks = pool.shape[:2]
     if not len(source_blocks):
         return
-    words = pool.view(torch.int32)  # head_dim is even, so a head is whole words whatever the dtype
+    words = pool.view(torch.int32)  # head_dim is even, so a head is a whole number of words in every dtype
     block_words = words[0, 0].numel()
     num_pieces = -(-block_words // _COPY_WORDS)
     _copy_blocks[(num_pieces, len(source_blocks), num_layers)](
@@ -94,7 +94,7 @@ def _rotate_and_store(
     tile_heads: tl.constexpr,
     tile_half: tl.constexpr,
 ) -> None:
-    """One token and one kv head: the query heads that read it, its key and its value."""
+    """Processes one token and one kv head: the query heads that read it, its key and its value."""
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = head_dim // 2
     dims = tl.arange(0, tile_half)
@@ -133,7 +133,7 @@ def _rotate_and_store(
 
 @kernel()
 def _rotated(low: tl.tensor, high: tl.tensor, cosines: tl.tensor, sines: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The two halves of heads, rotated in float32 and rounded to their dtype."""
+    """Returns the two halves of heads, rotated in float32 and rounded to their dtype."""
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     rotated_low = wide_low * cosines - wide_high * sines
     rotated_high = wide_high * cosines + wide_low * sines
@@ -149,7 +149,7 @@ def _copy_blocks(
     block_words: tl.constexpr,
     tile_words: tl.constexpr,
 ) -> None:
-    """One piece of one block of one layer."""
+    """Copies one piece of one block of one layer."""
     offsets = tl.program_id(0) * tile_words + tl.arange(0, tile_words)
     which = tl.program_id(1)
     layer = tl.program_id(2).to(tl.int64) * num_blocks

@@ -1,20 +1,20 @@
-"""Prefill attention: a program takes a tile of queries of one sequence, with all heads that read one kv head.
+"""Prefill attention: a program processes a tile of queries of one sequence, with all heads that read one kv head.
 
-Packing the group into the tile reads each key once for all of its heads, and fills tiles of short prompts::
+With the whole group in the tile, each key is read once for all heads, and short prompts fill their tiles::
 
     tile rows    query 0: head 0 │ head 1 │ … │ query 1: head 0 │ …        tile_rows // group queries
 
-The keys of a tile come in three spans, in order, so that only the edges pay for masks::
+The keys of a tile are processed in three spans, in order, so that only the edges need masks::
 
     window's edge     full tiles      diagonal
     ├─── masked ───┼─── unmasked ───┼─ masked ─┤ end
                                      first query … last query
 
-Tiles of keys lie at multiples of tile_tokens, and a masked tile changes nothing: a row has the same bits however its
-prompt is cut into steps.
+Tiles of keys begin at multiples of tile_tokens, and masked tokens do not change a result: a row has the same bits
+however its prompt is split into steps.
 
-The list of tiles is made on the host, which knows the lengths, once a step; the longest come first, so that the last
-programs to finish are short ones.
+The host, which knows the lengths, makes the list of tiles once per step. The longest tiles come first, so that the
+programs that finish last are short ones.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,10 @@ _ITEM_FIELDS: tl.constexpr = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """The prefills of one step, shared by all layers, whatever their windows.
+    """The prefills of one step, for all layers, whatever their windows.
 
     block_tables[R, M] int32. items[num_items, 4] int32, each a tile of queries: table row, first row of query, number
-    of rows, position of the first.
+    of rows, position of the first row.
     """
 
     block_tables: torch.Tensor
@@ -52,9 +52,10 @@ def plan_prefill(
     context_lens: NDArray[np.int32],
     table_rows: NDArray[np.int32] | None = None,
 ) -> PrefillWork:
-    """The work of query_starts[S + 1] and context_lens[S], see `kernels.Kernels.attention_prefill`: host arrays.
+    """Returns the work for query_starts[S + 1] and context_lens[S], both host arrays.
 
-    Sequence s reads block_tables[table_rows[s]], or block_tables[s] without table_rows[S]. One copy to the device.
+    They are those of `kernels.Kernels.attention_prefill`. Sequence s reads block_tables[table_rows[s]], or
+    block_tables[s] without table_rows[S]. Makes one copy to the device.
     """
     device = block_tables.device
     items = torch.from_numpy(list_tiles(shape, device, query_starts, context_lens, table_rows))
@@ -68,7 +69,7 @@ def list_tiles(
     context_lens: NDArray[np.int32],
     table_rows: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int32]:
-    """The items of a `PrefillWork`, still on the host: for callers with a copy to the device of their own."""
+    """Returns the items of a `PrefillWork` on the host, for callers that copy them to the device themselves."""
     tuning = prefill_tuning(shape, device)
     group = shape.num_heads // shape.num_kv_heads
     tile_queries = _tile_rows(tuning, group) // group
@@ -96,9 +97,9 @@ def attend_prefill(
     scale: float,
     window: int = 0,
 ) -> None:
-    """One layer of `kernels.Kernels.attention_prefill` for the rows that `work` was planned for.
+    """Runs one layer of `kernels.Kernels.attention_prefill` for the rows that `work` was planned for.
 
-    query[T, Hq, D] and out[T, Hq, D] may be strided views, the last dimension contiguous.
+    query[T, Hq, D] and out[T, Hq, D] may be strided views with a contiguous last dimension.
     """
     if not len(work.items):
         return
@@ -152,7 +153,7 @@ def attention_prefill(
 
 
 def _tile_rows(tuning: PrefillTuning, group: int) -> int:
-    """Rows of a tile: at least one query token with all heads of the group."""
+    """Returns the number of rows of a tile: at least one query token with all heads of the group."""
     return max(tuning.tile_rows, padded(group))
 
 
@@ -179,7 +180,7 @@ def _attend_tiles(
     tile_dims: tl.constexpr,
     has_window: tl.constexpr,
 ) -> None:
-    """Attention of one item and kv head."""
+    """Computes attention of one item and one kv head."""
     item = items + (tl.program_id(0) // num_kv_heads) * _ITEM_FIELDS
     kv_head = tl.program_id(0) % num_kv_heads
     table = block_tables + tl.load(item).to(tl.int64) * table_stride

@@ -1,12 +1,12 @@
-"""The two ends of a step: from slots to the rows that a model computes, and from sampled tokens back to the slots.
+"""The start and the end of a step: makes the model's rows from slots, and writes sampled tokens back to the slots.
 
-What a step has to know of a sequence stays on the device, one row of int32 numbers a slot::
+The state of a sequence that a step needs stays on the device, one row of int32 numbers per slot::
 
-    states[num_slots, STATE_FIELDS]    last token │ num tokens │ has ended │ max total tokens │ how it samples: 4
+    states[num_slots, STATE_FIELDS]    last token │ num tokens │ has ended │ max total tokens │ 4 sampling parameters
 
-The last known token stands at position `num tokens - 1`, and its KV is what a decode computes. So a step can follow
-another without anybody having looked at what the first one sampled. A slot that has ended is left alone: its rows have
-an empty context and write to the null block, and a slot that has ended from the start serves as padding.
+The last known token has position `num tokens - 1`, and a decode computes its KV. A step can therefore follow another
+before the host has read what the first one sampled. Slots that have ended are not changed: their rows have an empty
+context and write to the null block. A slot that has ended from the start serves as padding.
 """
 
 from enum import IntEnum
@@ -17,10 +17,10 @@ import triton.language as tl
 from kernels.triton.jit import kernel
 
 STATE_FIELDS = 8
-"""int32 numbers a slot, together a sector of 32 bytes."""
+"""int32 numbers per slot; together they fill a sector of 32 bytes."""
 
 RESULT_FIELDS = 3
-"""int32 numbers a result: token id, reason of its end or 0, whether the slot had ended before."""
+"""int32 numbers per result: token id, reason of its end or 0, and 1 if the slot had ended before."""
 
 
 class StateField(IntEnum):
@@ -52,13 +52,13 @@ def open_rows(
     block_size: int,
     known: torch.Tensor | None = None,
 ) -> None:
-    """What the rows slots[T] int32 compute: the last token of each slot, at its position.
+    """Writes the model's inputs for the rows of slots[T] int32: the last token of each slot, at its position.
 
-    states[N, STATE_FIELDS] int32, block_tables[N, M] int32. known[2, T] int32, token ids and positions: what rows of
-    prompts compute instead; a negative token id is the slot's last token all the same, its position is not looked at.
+    states[N, STATE_FIELDS] int32, block_tables[N, M] int32. known[2, T] int32: the token ids and positions that rows of
+    prompts compute instead. A row with a negative token id computes the slot's last token; its position is ignored.
 
-    Mutates token_ids[T] int32, positions[T] int32, context_lens[T] int32 (the row's own token included; 0 if the slot
-    has ended) and slot_mapping[T] int64 (0, in the null block, if the slot has ended).
+    Mutates token_ids[T] int32, positions[T] int32, context_lens[T] int32 (including the row's own token; 0 if the slot
+    has ended) and slot_mapping[T] int64, the token slots (0, in the null block, if the slot has ended).
     """
     num_rows = len(slots)
     if not num_rows:
@@ -89,13 +89,14 @@ def close_rows(
     results: torch.Tensor,
     length_reason: int,
 ) -> None:
-    """token_ids[R] int32 become the last tokens of the slots[R] int32, and may end them.
+    """Makes token_ids[R] int32 the last tokens of slots[R] int32, and ends the sequences that these tokens end.
 
-    end_kinds[N, V] uint8: why a token ends a slot's sequence, 0 if it does not; else the sequence ends for
-    `length_reason` once it has its most tokens. Slots are distinct, but for those that have ended.
+    end_kinds[N, V] uint8: the reason for which a token ends a slot's sequence, 0 if it does not. Otherwise the sequence
+    ends with `length_reason` when it reaches its maximum number of tokens. Slots are distinct, except those that have
+    ended.
 
-    Mutates results[R, RESULT_FIELDS] int32 (token 0, reason 0 for slots that had ended), and the states of slots that
-    had not.
+    Mutates results[R, RESULT_FIELDS] int32 (token 0 and reason 0 for slots that had ended before), and the states of
+    the other slots.
     """
     num_rows = len(slots)
     if not num_rows:

@@ -1,18 +1,18 @@
-"""A token for each row of logits that samples, by its place in the order of likelihood: nothing is sorted.
+"""Samples a token for each row of logits by its position in the order of likelihood, without sorting.
 
-Where top-k, top-p and min-p cut, and which token a share of the mass falls on, are questions of one kind: up to which
-token do those before it, the likeliest first, weigh so much (or are so many)? It is answered digit by digit, as a radix
-sort would, but without moving a number. A token's *rank* is a number that is the smaller the greater its logit is; each
-pass over the row weighs the tokens by the next digit of their ranks and decides for one::
+Finding where top-k, top-p and min-p cut, and finding the token on which a share of the mass falls, are the same
+problem: at which token, the most likely first, does the weight (or the count) of the tokens so far reach a target? This
+is solved digit by digit like a radix sort, but without moving any number. A token's *rank* is an integer that is
+smaller for greater logits. Each pass over the row adds up the weights by the next digit of the ranks and selects one::
 
     rank of 8 digits     0 3 f 0 …
     pass 1               weights of ranks 0…, 1…, 2…, … f…        the target falls into 0…
     pass 2               weights of ranks 00…, 01…, …             … into 03…
                          and so on; 16-bit logits have 4 digits
 
-What is left in the end is a rank, all of whose tokens have equal logits: they follow each other by id. One program does
-a row, from the caches: a row of 128,256 bfloat16 has 256 KB. Sums run in a fixed order, so a row gets the same token in
-any batch.
+The last pass leaves a single rank. All its tokens have equal logits and are ordered by id. One program processes a row,
+which it reads from the caches: a row of 128,256 bfloat16 numbers has 256 KB. Sums run in a fixed order, so a row gets
+the same token in any batch.
 """
 
 import torch
@@ -26,18 +26,19 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _RADIX: tl.constexpr = tl.constexpr(16)
 _TILE = 1024
 
-# Digits of a rank: those of the bits of a float32 that numbers of this dtype use.
+# Digits of a rank: as many as cover the bits of a float32 that numbers of this dtype use.
 _NUM_DIGITS = {torch.float32: 8, torch.float16: 5, torch.bfloat16: 4}
 
 
 def draw_tokens(
     logits: torch.Tensor, states: torch.Tensor, slots: torch.Tensor, uniforms: torch.Tensor, token_ids: torch.Tensor
 ) -> None:
-    """A token of each row of logits[R, V] whose slot in states[N, STATE_FIELDS] has a temperature above 0.
+    """Samples a token for each row of logits[R, V] whose slot in states[N, STATE_FIELDS] has a temperature above 0.
 
-    token_ids[R] int32: the likeliest ids, as `choose_greedily` leaves them. Mutates those of rows that sample and have
-    any logit above -inf; NaN counts as -inf. slots[R] int32; uniforms[R] float32 in [0, 1) decide. What cuts mean is
-    said in `executor.sampling.sampler`; weights and their sums are float32. Launches one kernel, and waits for nothing.
+    token_ids[R] int32 holds the most likely ids, as `choose_greedily` writes them. Mutates those of rows that sample
+    and have a logit above -inf; NaN counts as -inf. slots[R] int32; uniforms[R] float32 in [0, 1) select the token.
+    `executor.sampling.sampler` defines the cuts; weights and their sums are float32. Launches one kernel, and does not
+    wait.
     """
     num_rows, vocab_size = logits.shape
     if not num_rows:
@@ -85,7 +86,7 @@ def _draw_rows(
         tl.store(token_ids + row, token)
 
 
-# --- a row ------------------------------------------------------------------------------------------------------------
+# --- one row ----------------------------------------------------------------------------------------------------------
 
 
 @kernel()
@@ -99,7 +100,7 @@ def _draw_by_id(
     num_digits: tl.constexpr,
     tile: tl.constexpr,
 ) -> tl.tensor:
-    """Among all tokens of min_p and more: the first whose cumulative weight, by id, exceeds the uniform's share."""
+    """Draws among all tokens that pass min_p: the first whose cumulative weight, by id, exceeds the uniform's share."""
     everything = _rank(tl.full((), float("-inf"), tl.float32), num_digits)
     total, _ = _mass_before(scores, vocab_size, peak, temperature, everything, min_p, num_digits, tile)
     target = uniform * total
@@ -115,7 +116,7 @@ def _draw_by_id(
         if (token < 0) & (passed + mass > target):
             exceeds = (weights > 0.0) & (passed + tl.cumsum(weights, 0) > target)
             token = tl.min(tl.where(exceeds, ids, vocab_size), 0)
-            # Sums in another order: they may round to the target itself.
+            # The sums of cumsum are added in another order and may round to the target itself.
             token = tl.minimum(token, tl.max(last, 0))
         passed += mass
     return tl.where(token < 0, tl.max(last, 0), token)
@@ -134,10 +135,10 @@ def _draw_likely(
     num_digits: tl.constexpr,
     tile: tl.constexpr,
 ) -> tl.tensor:
-    """Among the likeliest: top-k of all, of these the fewest that reach top-p, of these those of min_p and more.
+    """Draws among the likeliest tokens: top-k of all, then the fewest that reach top-p, then those that pass min_p.
 
-    What is kept, at each stage: all tokens before the rank `last`, and of that rank the first num_last, by id; `mass`
-    is what they weigh.
+    After each stage, the tokens that are kept are all those before the rank `last` and the first num_last tokens of
+    that rank, by id; `mass` is their weight.
     """
     last = _rank(tl.full((), float("-inf"), tl.float32), num_digits)
     num_last = vocab_size
@@ -162,7 +163,7 @@ def _draw_likely(
     rank, before = _find(scores, vocab_size, peak, temperature, target, False, num_digits, tile)
     weight = _weight(_score(rank, num_digits), peak, temperature)
     nth = _at_most((target - before) / weight, vocab_size)
-    # Sums of different passes round differently: what is cut off is not to be drawn for that.
+    # Sums of different passes round differently: these limits keep a token that was cut off from being drawn.
     nth = tl.where(rank < last, nth, tl.where(rank == last, tl.minimum(nth, num_last - 1), num_last - 1))
     rank = tl.minimum(rank, last)
     return _nth_of_rank(scores, vocab_size, rank, nth, num_digits, tile)
@@ -182,20 +183,21 @@ def _find(
     num_digits: tl.constexpr,
     tile: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """The rank with which tokens, the likeliest first, reach the target, and what those before it make.
+    """Returns the rank at which the tokens, likeliest first, reach the target, and the sum of the tokens before it.
 
-    counts: they make one each, not their weight. Where rounding keeps them from it, it is the last rank that has any.
+    The sum adds up weights, or counts the tokens if `counts` is set. If rounding errors keep the sum below the target,
+    the rank is the last one that has any tokens.
     """
     digits = tl.arange(0, _RADIX)
     rank = tl.full((), 0, tl.uint32)
     before = tl.full((), 0.0, tl.float32)
     for place in range(num_digits):
         shift = 4 * (num_digits - 1 - place)
-        amounts = tl.zeros((tile, _RADIX), tl.float32)  # summed up at the end: threads wait for each other once
+        amounts = tl.zeros((tile, _RADIX), tl.float32)  # added up at the end, so that threads synchronize only once
         for start in range(0, vocab_size, tile):
             ids, own = _tile_of(scores, start, vocab_size, tile)
             amount = (ids < vocab_size).to(tl.float32) if counts else _weight(own, peak, temperature)
-            # With other leading digits the difference has more than one digit here, also where it wraps around.
+            # With other leading digits the difference exceeds one digit here, also when it wraps around.
             rest = (_rank(own, num_digits) - rank) >> shift
             amounts += tl.where(rest[:, None] == digits.to(tl.uint32)[None, :], amount[:, None], 0.0)
         sums = tl.sum(amounts, 0)
@@ -218,7 +220,7 @@ def _mass_before(
     num_digits: tl.constexpr,
     tile: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """What the tokens before the rank `last` weigh that weigh min_p or more, and the last rank among these."""
+    """Returns the weight of the tokens before the rank `last` that weigh min_p or more, and the last of their ranks."""
     masses, found = tl.zeros((tile,), tl.float32), tl.zeros((tile,), tl.uint32)
     for start in range(0, vocab_size, tile):
         own = _tile_of(scores, start, vocab_size, tile)[1]
@@ -238,7 +240,7 @@ def _nth_of_rank(
     num_digits: tl.constexpr,
     tile: tl.constexpr,
 ) -> tl.tensor:
-    """The id of the nth token of a rank, counted from 0; the last one's if it has no more."""
+    """Returns the id of the nth token of a rank, counted from 0, or of its last token if it has fewer."""
     seen = tl.full((), 0, tl.int32)
     token = tl.full((), 0, tl.int32)
     for start in range(0, vocab_size, tile):
@@ -256,32 +258,32 @@ def _nth_of_rank(
 def _tile_of(
     scores: tl.tensor, start: tl.tensor, vocab_size: tl.tensor, tile: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Ids from `start` on, and their scores, -inf beyond the vocabulary."""
+    """Returns the ids from `start` on and their scores, -inf beyond the vocabulary."""
     ids = start + tl.arange(0, tile)
     return ids, _cleaned(tl.load(scores + ids, mask=ids < vocab_size, other=float("-inf")))
 
 
-# --- a number ---------------------------------------------------------------------------------------------------------
+# --- one number -------------------------------------------------------------------------------------------------------
 
 
 @kernel()
 def _cleaned(score: tl.tensor) -> tl.tensor:
-    """As float32, -inf for NaN; equal ones get equal bits: -0 becomes 0."""
+    """Returns a score as float32, with -inf for NaN and 0 for -0, so that equal scores have equal bits."""
     wide = score.to(tl.float32)
     return tl.where(wide == wide, tl.where(wide == 0.0, 0.0, wide), float("-inf"))
 
 
 @kernel()
 def _weight(score: tl.tensor, peak: tl.tensor, temperature: tl.tensor) -> tl.tensor:
-    """exp((score - peak) / temperature): 1 for the likeliest token, also if that is infinite, and never an overflow."""
+    """Returns exp((score - peak) / temperature): 1 for the greatest score, even if it is infinite; never overflows."""
     return tl.where(score == peak, 1.0, tl.exp2((score - peak) / temperature * _LOG2_E))
 
 
 @kernel()
 def _rank(score: tl.tensor, num_digits: tl.constexpr) -> tl.tensor:
-    """uint32 below 16 ** num_digits: the smaller, the greater the score is.
+    """Returns a uint32 below 16 ** num_digits that is smaller for greater scores.
 
-    Bits of a positive float32 order as the numbers do, those of a negative one the other way round.
+    The bits of positive float32 numbers have the order of the numbers, those of negative ones the reverse order.
     """
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits, 0x7FFFFFFF - bits).to(tl.uint32, bitcast=True) >> (32 - 4 * num_digits)
@@ -289,7 +291,7 @@ def _rank(score: tl.tensor, num_digits: tl.constexpr) -> tl.tensor:
 
 @kernel()
 def _score(rank: tl.tensor, num_digits: tl.constexpr) -> tl.tensor:
-    """The score of a rank."""
+    """Returns the score that has a given rank."""
     first_negative: tl.constexpr = 1 << (4 * num_digits - 1)
     bits = tl.where(rank < first_negative, first_negative - 1 - rank, rank) << (32 - 4 * num_digits)
     return bits.to(tl.float32, bitcast=True)
@@ -297,5 +299,5 @@ def _score(rank: tl.tensor, num_digits: tl.constexpr) -> tl.tensor:
 
 @kernel()
 def _at_most(number: tl.tensor, most: tl.tensor) -> tl.tensor:
-    """A number of 0 or more, rounded down to int32."""
+    """Returns a number of 0 or more, limited to `most` and rounded down to int32."""
     return tl.minimum(number, most.to(tl.float32)).to(tl.int32)

@@ -1,4 +1,4 @@
-"""Block tables that stay on the device: deltas go in."""
+"""Updates of block tables that stay on the device."""
 
 import torch
 import triton.language as tl
@@ -11,7 +11,7 @@ _TILE = 256
 def update_tables(block_tables: torch.Tensor, updates: torch.Tensor) -> None:
     """Writes updates[N, 3] int32, each (row, column, block), to block_tables[R, M] int32.
 
-    No two updates name the same place: which of them would stay is not defined. Mutates block_tables.
+    No two updates may name the same entry: it is not defined which of them would win. Mutates block_tables.
     """
     num_updates = len(updates)
     if not num_updates:

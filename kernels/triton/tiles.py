@@ -1,13 +1,13 @@
-"""Attention over tiles of keys that lie in blocks: the loop that decode and prefill share.
+"""Attention over tiles of keys stored in blocks: the loop that decode and prefill share.
 
 Online softmax (Milakov and Gimelshein, 2018) as in FlashAttention (Dao et al., 2022), with log2(e) folded into the
-scale so that powers of two suffice. Each row of queries carries a state over the tiles it has seen:
+scale so that powers of two suffice. Each row of queries has a state over the tiles it has seen:
 
     greatest   the greatest score, -inf before the first
     totals     the sum of 2 ** (score - greatest)
-    sums       the values, weighed by these
+    sums       the sum of the values with these weights
 
-A tile spans several blocks, so each of its tokens finds its own block::
+A tile spans several blocks, so the block is looked up for each token of the tile::
 
     table        │ 7 │ 2 │ 9 │ 4 │ …            blocks of 16 tokens
     tile         └─ 64 tokens ───┘              one gather of block ids, then rows of head_dim numbers
@@ -24,7 +24,7 @@ LOG2_E = math.log2(math.e)
 
 
 def check(query: torch.Tensor, kv: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-    """Raises TypeError for mixed dtypes, ValueError for layouts that the loop does not read and for scale <= 0."""
+    """Raises TypeError for mixed dtypes, and ValueError for layouts that the loop cannot read and for scale <= 0."""
     if not query.dtype == kv.dtype == out.dtype:
         raise TypeError(f"query, kv and out must share a dtype: {query.dtype}, {kv.dtype}, {out.dtype}")
     if not kv.is_contiguous():
@@ -56,24 +56,24 @@ def attend_span(
     is_edge: tl.constexpr,
     has_window: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The state after the tokens [start, stop) of a context of `end` tokens.
+    """Returns the state after the tokens [start, stop) of a context of `end` tokens.
 
-    query[rows, padded head_dim], positions[rows]. keys: the first key of the kv head in block 0; its values lie
-    num_kv_heads tiles further. scale: positive, log2(e) included. is_edge: some row does not see some token of the
-    span; else nothing is masked, and stop - start is a multiple of tile_tokens.
+    query[rows, padded head_dim], positions[rows]. keys: the first key of the kv head in block 0; its values are
+    num_kv_heads tiles further. scale: positive, includes log2(e). is_edge: some row may not see some token of the span;
+    otherwise nothing is masked, and stop - start is a multiple of tile_tokens.
     """
     dims = tl.arange(0, query.shape[1])
     within = tl.arange(0, tile_tokens)
     to_values: tl.constexpr = num_kv_heads * block_size * head_dim
 
-    # The block ids of the next tile are read while this one is computed. The addresses of keys and values then depend
-    # on a number that is there already, and the compiler can have several tiles of them under way; with the ids read
-    # in place it overlaps one tile at most, whatever num_stages says.
+    # The block ids of the next tile are loaded while this one is computed. The addresses of keys and values are then
+    # known early, and the compiler can load several tiles at once; otherwise it overlaps at most one tile, whatever
+    # num_stages says.
     tokens = start + within
     next_blocks = tl.load(table + tokens // block_size, mask=tokens < end, other=0)
     for tile_start in range(start, stop, tile_tokens):
         tokens = tile_start + within
-        blocks = next_blocks.to(tl.int64)  # times the size of a block they pass 2³¹
+        blocks = next_blocks.to(tl.int64)  # multiplied by the size of a block they can exceed 2³¹
         following = tokens + tile_tokens
         next_blocks = tl.load(table + following // block_size, mask=following < end, other=0)
 
@@ -91,9 +91,9 @@ def attend_span(
             key = tl.load(places)
             value = tl.load(places + to_values)
 
-        # Scores keep the scale of the products until the exponent, where one fused operation applies it: the greatest
-        # product has the greatest score. The operation is spelt out, so that the compiler rounds alike with a mask and
-        # without, and a row has the same bits whichever of the two its tile takes.
+        # The products are scaled only in the exponent, by one fused operation: scale is positive, so the greatest
+        # product has the greatest score. The explicit fma makes the compiler round the same way with and without a
+        # mask, so that a row has the same bits in either kind of tile.
         products = tl.dot(query, tl.trans(key), input_precision="ieee")
         if is_edge:
             seen = tokens[None, :] <= positions[:, None]
@@ -101,7 +101,7 @@ def attend_span(
                 seen = seen & (tokens[None, :] > positions[:, None] - window)
             products = tl.where(seen, products, float("-inf"))
         now_greatest = tl.maximum(greatest, tl.max(products, 1) * scale)
-        # A row that has seen nothing yet: its exponents must not become -inf + inf.
+        # For a row that has seen no token yet, the exponents must not become -inf + inf.
         base = tl.where(now_greatest == float("-inf"), 0.0, now_greatest)
         weights = tl.exp2(tl.fma(products, scale, -base[:, None]))
         fading = tl.exp2(greatest - base)
@@ -113,5 +113,5 @@ def attend_span(
 
 @kernel()
 def divided(sums: tl.tensor, totals: tl.tensor) -> tl.tensor:
-    """The result of the rows: sums / totals, zeros for a row that saw nothing."""
+    """Returns the result of the rows, sums / totals, with zeros for a row that saw no token."""
     return sums / tl.where(totals == 0.0, 1.0, totals)[:, None]

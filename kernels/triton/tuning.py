@@ -1,27 +1,27 @@
-"""Tile sizes, frozen: nothing is tried out while serving.
+"""Tile sizes, in fixed tables: no autotuning takes place while serving.
 
-What decides is the padded size of a head and of a number, for they make the tile of keys, and the shared memory of a
-multiprocessor. The group changes nothing up to 16 heads (the rows of one matrix instruction, used or not), nor does
-the block size (a tile finds a block for each of its tokens). Should a measurement on some device find a shape that
-wants its own numbers, that is one line here.
+The sizes depend on the padded head_dim and the size of a number, which determine the tile of keys, and on the shared
+memory of a multiprocessor. They do not depend on the group up to 16 heads (the rows of one matrix instruction, used or
+not), nor on the block size (a tile looks up the block of each of its tokens). A shape that needs its own numbers on
+some device is one more line in these tables.
 
-Decode is bound by memory, and lives from bytes under way: Little's law asks for about 3 TB/s x 0.7 µs / 132
-multiprocessors = 16 KB each, and what a program waits at its barriers has to be covered by others. A tile of keys and
-values of 32 KB, one of them loading while another is computed from, needs 70 KB of shared memory and about 110
-registers in each of 128 threads: three programs a multiprocessor, up to 96 KB under way. Larger tiles leave one
-program, smaller ones pay for more barriers.
+Decode is bound by memory and needs many bytes in flight: by Little's law about 3 TB/s x 0.7 µs / 132 multiprocessors
+= 16 KB each, and other programs have to cover the time that a program waits at its barriers. With tiles of keys and
+values of 32 KB, one loading while another is computed, a program needs 70 KB of shared memory and about 110 registers
+in each of 128 threads. That allows three programs per multiprocessor and up to 96 KB in flight. Larger tiles allow only
+one program, smaller ones need more barriers.
 
-Chunks of 256 tokens cost 1/64 more bytes where a kv head has 4 heads (256 tokens are 128 KB, a part is 2 KB), and at
-batch 1 and 1k tokens still keep 32 programs busy. A part weighs as many bytes as `group` float32 rows, so eight heads
-to a kv head take chunks of 512.
+Chunks of 256 tokens cost 1/64 more bytes if a kv head has 4 query heads (256 tokens are 128 KB, a part is 2 KB), and
+keep 32 programs busy at batch 1 and 1k tokens. A part has as many bytes as `group` float32 rows, so models with eight
+query heads per kv head use chunks of 512.
 
-Prefill is bound by arithmetic: 128 rows give each of two warp groups the 64 rows that Hopper's matrix instruction
-takes. For heads of 128, accumulators, scores and weights come to 180 registers a thread, so one program a
-multiprocessor, whose stages hide the loads. Heads of 64 leave room for two. Heads of 256 need 128 registers a thread
-for the accumulators alone, so their tile of keys is the smallest that spills nothing.
+Prefill is bound by arithmetic: 128 rows give each of two warp groups the 64 rows of Hopper's matrix instruction. With
+head_dim 128, accumulators, scores and weights take 180 registers per thread, so a multiprocessor runs one program,
+whose stages hide the loads. head_dim 64 leaves room for two programs. head_dim 256 needs 128 registers per thread for
+the accumulators alone, so its tile of keys is small enough to avoid register spills.
 
-float32 has no exact matrix instruction: its products are plain multiplications, and tiles are small to keep the
-unrolled code in bounds. It is there to be right.
+float32 has no exact matrix instruction: its products are plain multiplications, and small tiles limit the size of the
+unrolled code. float32 exists for correctness, not for speed.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,11 @@ from kernels.triton.jit import padded
 
 @dataclass(frozen=True, slots=True)
 class DecodeTuning:
-    """chunk_tokens: of the split over the context; a part of every result's bits, so never a matter of the batch."""
+    """Tile sizes of decode attention.
+
+    chunk_tokens: the length of the chunks that a context is split into. It influences the bits of the results, so it
+    must not depend on the batch.
+    """
 
     chunk_tokens: int
     tile_tokens: int
@@ -46,7 +50,7 @@ class DecodeTuning:
 
 @dataclass(frozen=True, slots=True)
 class PrefillTuning:
-    """tile_rows: query tokens times heads of the group."""
+    """Tile sizes of prefill attention. tile_rows: query tokens times heads of the group."""
 
     tile_rows: int
     tile_tokens: int
@@ -56,13 +60,13 @@ class PrefillTuning:
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessors:
-    """How many there are, and whether each has at least 160 KiB of shared memory."""
+    """The multiprocessors of a device. are_large: each has at least 160 KiB of shared memory."""
 
     count: int
     are_large: bool
 
 
-# By (padded head_dim, bytes of a number).
+# Keys: (padded head_dim, bytes of a number).
 _DECODE_TILE_TOKENS = {(64, 2): 128, (128, 2): 64, (256, 2): 32, (64, 4): 64, (128, 4): 32, (256, 4): 16}
 
 # tile_rows, tile_tokens, num_warps, num_stages
@@ -83,14 +87,14 @@ _PREFILL_SMALL = {
     (256, 4): PrefillTuning(32, 16, 8, 2),
 }
 
-# Compute capabilities whose multiprocessors have 100 KiB: the small ones of Ampere, Ada and Blackwell.
+# Compute capabilities whose multiprocessors have 100 KiB of shared memory: the small ones of Ampere, Ada and Blackwell.
 _SMALL = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
 _SMALLEST_HEAD, _LARGEST_HEAD = 64, 256
 
 
 @cache
 def multiprocessors(device: torch.device) -> Multiprocessors:
-    """Of a device. On the CPU, where the interpreter runs one program after the other: a few large ones."""
+    """Returns the multiprocessors of a device; for the CPU, where Triton's interpreter runs, two large ones."""
     if device.type != "cuda":
         return Multiprocessors(count=2, are_large=True)
     properties = torch.cuda.get_device_properties(device)
@@ -101,7 +105,7 @@ def multiprocessors(device: torch.device) -> Multiprocessors:
 
 
 def decode_tuning(shape: AttentionShape, device: torch.device) -> DecodeTuning:
-    """For decodes of a model on a device. Raises ValueError for heads of more than 256."""
+    """Returns the tile sizes for decodes of a model on a device. Raises ValueError if head_dim is above 256."""
     return DecodeTuning(
         chunk_tokens=256 if shape.num_heads // shape.num_kv_heads <= 4 else 512,
         tile_tokens=_DECODE_TILE_TOKENS[_key(shape)],
@@ -112,7 +116,7 @@ def decode_tuning(shape: AttentionShape, device: torch.device) -> DecodeTuning:
 
 
 def prefill_tuning(shape: AttentionShape, device: torch.device) -> PrefillTuning:
-    """For prefills of a model on a device. Raises ValueError for heads of more than 256."""
+    """Returns the tile sizes for prefills of a model on a device. Raises ValueError if head_dim is above 256."""
     table = _PREFILL_LARGE if multiprocessors(device).are_large else _PREFILL_SMALL
     return table[_key(shape)]
 

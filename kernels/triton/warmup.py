@@ -1,4 +1,4 @@
-"""Compiles all that a model will launch, by launching it once on next to nothing."""
+"""Compiles every kernel that a model launches, by launching it once on tiny inputs."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def warm_up(
     max_num_seqs: int = 256,
     device: torch.device | None = None,
 ) -> None:
-    """See `kernels.Kernels.warm_up`. Triton keeps what it compiled on disk: later starts only load it.
+    """See `kernels.Kernels.warm_up`. Triton caches compiled kernels on disk, so later starts only load them.
 
-    hidden_size and vocab_size: without them the norms of hidden states and sampling are left out. max_num_seqs:
-    as planners will be made with. device: the current GPU, or the CPU where there is none (in the interpreter).
+    Without hidden_size the norms of hidden states are left out, without vocab_size sampling. max_num_seqs is the value
+    that planners are made with. device: by default the current GPU, or the CPU (in the interpreter) if there is none.
     """
     device = device or _current_device()
     model = _Model(shape, device, max_num_seqs)
@@ -73,7 +73,7 @@ def _current_device() -> torch.device:
 
 
 class _Model:
-    """Two sequences of one token each, in blocks of their own."""
+    """Inputs for every kernel: two sequences of one token each, in separate blocks."""
 
     def __init__(self, shape: AttentionShape, device: torch.device, max_num_seqs: int) -> None:
         self._shape, self._device, self._max_num_seqs = shape, device, max_num_seqs
@@ -91,7 +91,7 @@ class _Model:
         return torch.zeros(sizes, dtype=self._shape.dtype, device=self._device)
 
     def _projection(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Query, key and value as views of a fused projection."""
+        """Returns query, key and value as views of a fused projection."""
         fused = self._zeros(_TOKENS, sum(self._heads), self._shape.head_dim)
         query, key, value = torch.split(fused, self._heads, dim=1)
         return query, key, value
@@ -102,7 +102,7 @@ class _Model:
         rotate_and_store(*self._projection(), table, table, self._positions, self._pool[0], slots)
 
     def decode(self) -> None:
-        """One chunk and two, tables by row and by number."""
+        """Launches decode attention with block tables by row and by table_rows, for contexts of up to two chunks."""
         query, _, _ = self._projection()
         out = torch.empty_like(query)
         two_chunks = 2 * decode_tuning(self._shape, self._device).chunk_tokens
@@ -125,7 +125,7 @@ class _Model:
         update_tables(self._table, self._integers([[0, 0, 1]]))
 
     def rows(self) -> None:
-        """Rows that know their tokens and rows that do not; both slots have ended."""
+        """Opens rows with and without known tokens, and closes them; both slots have ended."""
         states = torch.ones((_TOKENS, STATE_FIELDS), dtype=torch.int32, device=self._device)
         slots = torch.empty(_TOKENS, dtype=torch.int64, device=self._device)
         for known in (None, self._integers([[0, 0], [0, 0]])):

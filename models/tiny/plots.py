@@ -1,100 +1,20 @@
-"""The plots: each turns the state of one story into sentences that agree with it and with one another."""
+"""The plots; each turns a scene into sentences that agree with it and with one another."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
-from .world import FEARS, FOODS, LIGHT, OBSTACLES, OFFERS, RECIPES, SEEDS
+from .scene import article, capital, friends, meeting, thanks
+from .world import APPLAUSE, CRY_FOR_HELP, FEARS, FOODS, LIGHT, NEXT_DOOR, OBSTACLES, OFFERS, RECIPES, SEEDS
 
 if TYPE_CHECKING:
-    import random
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
-    from .world import Character, Place, Season, Thing
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """All that a story must not contradict, drawn before its first word is written."""
-
-    rng: random.Random
-    hero: Character
-    helper: Character
-    third: Character
-    thing: Thing
-    place: Place
-    season: Season
-
-    def pick(self, options: Sequence[T]) -> T:
-        """Draws one of the options with equal chances."""
-        return options[self.rng.randrange(len(options))]
-
-
-def article(phrase: str) -> str:
-    """The phrase behind `a` or `an`: `an old hat`, `a red kite`."""
-    return f"{'an' if phrase[0] in 'aeiou' else 'a'} {phrase}"
-
-
-def capital(text: str) -> str:
-    """The text with its first letter in upper case."""
-    return text[0].upper() + text[1:]
-
-
-def opening(s: Scene) -> list[str]:
-    """Introduces hero and place."""
-    hero = s.hero
-    who = f"{article(hero.trait)} {hero.creature.noun} named {hero.name}"
-    he = capital(hero.pronouns.subject)
-    lived = f"{he} lived in {s.place.home} {s.place.where}."
-    return s.pick(
-        (
-            [f"Once upon a time, there was {who}.", lived],
-            [f"Once upon a time, {s.place.where}, there lived {who}."],
-            [f"Once upon a time there was {who} who lived {s.place.where}."],
-            [f"There once was {who}.", lived],
-            [f"A little {hero.creature.noun} named {hero.name} lived {s.place.where}."],
-            [f"This is the story of {hero.name}, {article(hero.trait)} {hero.creature.noun}.", lived],
-            [f"Long ago, {who} lived {s.place.where}."],
-            [f"{hero.name} was {article(hero.trait)} {hero.creature.noun} who lived {s.place.where}."],
-            [f"{hero.name} the {hero.creature.noun} lived in {s.place.home} {s.place.where}."],
-            [f"{capital(s.place.where)}, in {s.place.home}, lived {who}."],
-        )
-    )
-
-
-def meeting(s: Scene) -> str:
-    """Brings the helper in by name."""
-    who = f"{article(s.helper.trait)} {s.helper.creature.noun} named {s.helper.name}"
-    return s.pick((f"Just then, {who} came by.", f"Soon {who} came along the path.", f"Then {s.hero.name} met {who}."))
-
-
-def thanks(s: Scene) -> str:
-    """The hero thanks the helper."""
-    return s.pick(
-        (
-            f'"Thank you, {s.helper.name}!" said {s.hero.name}.',
-            f'"Thank you so much, {s.helper.name}!" cried {s.hero.name} with a big smile.',
-            f'{s.hero.name} hugged {s.helper.name} and said, "Thank you!"',
-        )
-    )
-
-
-def friends(s: Scene) -> str:
-    """An ending in friendship."""
-    return s.pick(
-        (
-            f"From that day on, {s.hero.name} and {s.helper.name} were best friends.",
-            f"After that, {s.hero.name} and {s.helper.name} met {s.place.where} every day.",
-            f"That evening, {s.hero.name} and {s.helper.name} walked home together, happy and tired.",
-        )
-    )
+    from .scene import Scene
 
 
 def lost(s: Scene) -> list[str]:
-    """The hero loses the thing; the helper has seen it; it is found where the helper said."""
+    """The hero loses the thing and finds it where the helper has seen it."""
     name, he, his, thing = s.hero.name, s.hero.pronouns.subject, s.hero.pronouns.possessive, s.thing
     wrong, also_wrong, right = s.rng.sample(s.place.spots, 3)
     return [
@@ -129,7 +49,7 @@ def lost(s: Scene) -> list[str]:
 
 
 def stuck(s: Scene) -> list[str]:
-    """The thing gets stuck where only the helper, by its nature, can reach it."""
+    """The thing gets stuck where only the helper can reach it."""
     name, he, thing = s.hero.name, s.hero.pronouns.subject, s.thing
     obstacle = OBSTACLES[s.helper.creature.ability]
     return [
@@ -143,7 +63,7 @@ def stuck(s: Scene) -> list[str]:
         s.pick(
             (
                 f'"Oh no! My {thing.noun}!" cried {name}.',
-                f'"My {thing.full}!" cried {name}. "Who can help me?"',
+                f'"My {thing.full}!" cried {name}. "{CRY_FOR_HELP}"',
             )
         ),
         f"{capital(he)} {obstacle.failed}.",
@@ -157,7 +77,7 @@ def stuck(s: Scene) -> list[str]:
 
 
 def shared(s: Scene) -> list[str]:
-    """The hero shares food with two hungry ones and is repaid with the thing."""
+    """The hero shares food with two hungry characters and receives the thing."""
     name, he, food = s.hero.name, s.hero.pronouns.subject, s.pick(FOODS)
     a, b = s.helper, s.third
     return [
@@ -179,7 +99,7 @@ def shared(s: Scene) -> list[str]:
 
 
 def way_home(s: Scene) -> list[str]:
-    """The hero loses the way in weather of the season; the thing brings the helper by its light or its sound."""
+    """The hero gets lost in the weather of the season; the light or sound of the thing brings the helper."""
     name, he, thing = s.hero.name, s.hero.pronouns.subject, s.thing
     seen, noticed = (
         (", and it shone like a star", "saw the light")
@@ -207,7 +127,7 @@ def way_home(s: Scene) -> list[str]:
 
 
 def afraid(s: Scene) -> list[str]:
-    """The hero overcomes a fear with the helper at hand."""
+    """The hero overcomes a fear with the help of the helper."""
     name, he, his, fear = s.hero.name, s.hero.pronouns.subject, s.hero.pronouns.possessive, s.pick(FEARS)
     return [
         f"{name} was afraid of only one thing: {fear.of}.",
@@ -229,7 +149,7 @@ def afraid(s: Scene) -> list[str]:
 
 
 def made(s: Scene) -> list[str]:
-    """The hero makes something of three parts; the helper brings the one that is missing."""
+    """The hero makes something of three parts; the helper brings the missing one."""
     name, he, recipe = s.hero.name, s.hero.pronouns.subject, s.pick(RECIPES)
     first, second, missing = s.rng.sample(recipe.parts, 3)
     return [
@@ -275,7 +195,7 @@ def gift(s: Scene) -> list[str]:
 
 
 def race(s: Scene) -> list[str]:
-    """A race for the thing; the helper falls, the hero stops, and both win."""
+    """The two race for the thing; the helper falls, and the hero stops to help."""
     name, he, friend, thing = s.hero.name, s.hero.pronouns.subject, s.helper, s.thing
     start, goal = s.rng.sample(s.place.spots, 2)
     return [
@@ -288,7 +208,7 @@ def race(s: Scene) -> list[str]:
         f"Together, they walked to the end {goal}.",
         s.pick(
             (
-                f"Everybody clapped, and both of them won the {thing.full}.",
+                f"{APPLAUSE}, and both of them won the {thing.full}.",
                 f"A fast goose won the {thing.full}, but {name} did not mind.",
             )
         ),
@@ -297,7 +217,7 @@ def race(s: Scene) -> list[str]:
 
 
 def sleepless(s: Scene) -> list[str]:
-    """The hero cannot sleep until the third thing tried; the thing is lent by the helper."""
+    """The hero cannot sleep until the helper lends the thing."""
     name, he, his, helper = s.hero.name, s.hero.pronouns.subject, s.hero.pronouns.possessive, s.helper
     return [
         f"One {s.season.name} night, {name} could not sleep.",
@@ -307,7 +227,7 @@ def sleepless(s: Scene) -> list[str]:
                 f"{capital(he)} drank warm milk, but {he} was still awake.",
             )
         ),
-        f"So {name} went to see {helper.name}, {article(helper.trait)} {helper.creature.noun} who lived next door.",
+        f"So {name} went to see {helper.name}, {article(helper.trait)} {helper.creature.noun} {NEXT_DOOR}.",
         f'"I cannot sleep," said {name}.',
         f'"Take my {s.thing.full}," said {helper.name}. '
         f'"{s.pick(("It always brings me good dreams", "It will keep you company"))}."',

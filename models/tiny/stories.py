@@ -1,4 +1,4 @@
-"""The author: little stories and chats about them, each a function of a seed.
+"""Draws little stories and chats about them from a seed.
 
 `python -m models.tiny.stories --seed 7 --count 3` prints some.
 """
@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .plots import PLOTS, Scene, article, capital, opening
+from .plots import PLOTS
+from .scene import Scene, article, capital, opening
 from .world import (
     ANIMALS,
     COLOURS,
@@ -45,7 +46,7 @@ EMOJI_SHARE = 0.12
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """A told story: its text, the plot it follows and the scene it was drawn from."""
+    """A story: its text, its plot and its scene."""
 
     text: str
     plot: str
@@ -64,14 +65,14 @@ Document = Story | tuple[Turn, ...]
 
 
 def draw_character(rng: random.Random, creature: Creature, taken: tuple[str, ...] = ()) -> Character:
-    """Somebody of the given kind whose name is not taken yet."""
+    """Draws a character of the given kind whose name is not taken."""
     pronouns = creature.pronouns or rng.choice((SHE, HE))
     names = [name for name in (NAMES_SHE if pronouns is SHE else NAMES_HE) if name not in taken]
     return Character(rng.choice(names), creature, pronouns, rng.choice(TRAITS))
 
 
 def usual_companion(character: Character) -> tuple[str, Pronouns, Creature]:
-    """Name, pronouns and kind of the one whom somebody of this name and kind meets more often than others."""
+    """Returns the name, pronouns and kind of the character that this one meets more often than others."""
     names = (*NAMES_SHE, *NAMES_HE)
     index = (names.index(character.name) + 11) % len(names)
     kinds = (*ANIMALS, *PEOPLE)
@@ -80,10 +81,10 @@ def usual_companion(character: Character) -> tuple[str, Pronouns, Creature]:
 
 
 def draw_companion(rng: random.Random, other: Character, kinds: list[Creature], taken: tuple[str, ...]) -> Character:
-    """Somebody of one of the kinds for `other` to meet.
+    """Draws a character of one of the kinds for `other` to meet.
 
-    Were all equally likely to be met, the likeliest of them by a hair could be the double of `other`, and a greedy
-    completion would tell of two who cannot be told apart.
+    If all were equally likely, the slightly most likely one could be equal to `other`, and a greedy completion would
+    tell of two characters that cannot be distinguished.
     """
     name, pronouns, kind = usual_companion(other)
     drawn = draw_character(rng, rng.choice(kinds), taken)
@@ -95,7 +96,7 @@ def draw_companion(rng: random.Random, other: Character, kinds: list[Creature], 
 
 
 def draw_scene(rng: random.Random, plot: str) -> Scene:
-    """A scene in which the plot is possible: the helper can overcome the obstacle, the thing can call for help."""
+    """Draws a scene in which the plot is possible: for example, the helper can overcome the obstacle."""
     hero = draw_character(rng, rng.choice(PEOPLE if rng.random() < PEOPLE_SHARE else ANIMALS))
     others = [kind for kind in ANIMALS if kind != hero.creature]
     able = [kind for kind in others if kind.ability in OBSTACLES and kind.ability != hero.creature.ability]
@@ -109,12 +110,12 @@ def draw_scene(rng: random.Random, plot: str) -> Scene:
 
 
 def curly(text: str) -> str:
-    """The text with typographic quotes and apostrophes."""
+    """Returns the text with typographic quotes and apostrophes."""
     return re.sub(r'"([^"]*)"', "“\\1”", text).replace("'", "\u2019")
 
 
 def closing(rng: random.Random, scene: Scene) -> str:
-    """The last words behind the plot's own ending; empty for some stories."""
+    """Returns the last words after the plot's own ending; empty for some stories."""
     if rng.random() < EMOJI_SHARE:
         return f" The end. {scene.hero.creature.emoji}"
     return rng.choice((" The end.", ""))
@@ -133,7 +134,7 @@ def tell(rng: random.Random, titles: bool = True) -> Story:
 
 
 def request(rng: random.Random, story: Story) -> str:
-    """What a user may have said to be answered with this story."""
+    """Draws a user's message that this story answers."""
     hero, thing = story.scene.hero, story.scene.thing
     kind = hero.creature.noun
     subject = rng.choice(
@@ -170,7 +171,7 @@ SMALL_TALK = (
 
 
 def chat(rng: random.Random) -> tuple[Turn, ...]:
-    """A chat of one to three turns, stories for the most part."""
+    """Draws a chat of one to three turns, most of which ask for stories."""
     turns = []
     for _ in range(rng.choice((1, 1, 2, 3))):
         if rng.random() < 0.1:
@@ -183,27 +184,27 @@ def chat(rng: random.Random) -> tuple[Turn, ...]:
 
 
 def documents(seed: int) -> Iterator[Document]:
-    """An endless stream of stories and chats; equal seeds give equal streams."""
+    """Yields stories and chats without end; equal seeds give equal streams."""
     rng = random.Random(seed)
     while True:
         yield chat(rng) if rng.random() < CHAT_SHARE else tell(rng)
 
 
 def texts(document: Document) -> list[str]:
-    """All texts of a document without the marks of the chat."""
+    """Returns all texts of a document without the special tokens of a chat."""
     if isinstance(document, Story):
         return [document.text]
     return [text for turn in document for text in (turn.user, turn.assistant)]
 
 
 def vocabulary(seed: int = 0, count: int = 4000) -> set[str]:
-    """The words of the grammar, as seen in that many documents."""
+    """Returns the words of the grammar that occur in `count` documents."""
     stream = documents(seed)
     return {word for _ in range(count) for text in texts(next(stream)) for word in words(text)}
 
 
 def words(text: str) -> list[str]:
-    """The words of a text, letters only, case kept."""
+    """Returns the words of a text: letters only, with their case."""
     return re.findall(r"[^\W\d_]+", text)
 
 

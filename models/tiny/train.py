@@ -1,7 +1,7 @@
-"""Trains the embedded checkpoint from nothing: stories, tokenizer, model, files.
+"""Trains the embedded checkpoint from scratch: generates stories, trains tokenizer and model, writes the files.
 
-`python -m models.tiny.train` from the repository's root writes the checkpoint next to this file. The defaults of the
-flags are the values that made the checkpoint in the repository; they and the losses are kept in `training.json`.
+Run `python -m models.tiny.train` in the repository's root; it writes the checkpoint next to this file. The defaults of
+the flags are the values that made the checkpoint in the repository. `training.json` records them and the losses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PAD, BOS, EOS, USER, ASSISTANT = "<|pad|>", "<|bos|>", "<|eos|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, BOS, EOS, USER, ASSISTANT)  # ids 0 to 4, in this order
 
-# A system message is refused: nothing the model was trained on would honour it.
+# A system message is refused, because the training data has none and the model would ignore it.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -43,7 +43,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that decides what the checkpoint becomes; lengths are in tokens."""
+    """All settings that determine the checkpoint; lengths are in tokens."""
 
     seed: int = 1
     vocab_size: int = 2048
@@ -70,10 +70,10 @@ class Settings:
 
 
 def train_tokenizer(settings: Settings) -> Tokenizer:
-    """A byte-level BPE whose merges are learned from ASCII text only.
+    """Trains a byte-level BPE whose merges are learned from ASCII text only.
 
-    Every other character therefore stays split into the bytes of its UTF-8 form, one token each, so that text with
-    names, dashes, quotes and emoji exercises whoever puts streamed tokens together again.
+    Every other character therefore stays split into its UTF-8 bytes, one token each, so that names, dashes, quotes and
+    emoji test the detokenizer of streams.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -94,7 +94,7 @@ def train_tokenizer(settings: Settings) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, document: Document) -> list[int]:
-    """One document with its marks, as the chat template and the tokenizer's own BOS would put them."""
+    """Encodes one document with the special tokens that the chat template and the tokenizer's BOS would add."""
     if isinstance(document, Story):
         marked = f"{BOS}{document.text}{EOS}"
     else:
@@ -104,7 +104,7 @@ def encode(tokenizer: Tokenizer, document: Document) -> list[int]:
 
 
 def windows(tokenizer: Tokenizer, stream: Iterator[Document], length: int) -> Iterator[list[int]]:
-    """Windows of `length` + 1 tokens: each begins with a document and is filled with further ones, the last cut off."""
+    """Yields windows of `length` + 1 tokens; each begins with a whole document, and the last document is cut off."""
     while True:
         ids: list[int] = []
         while len(ids) <= length:
@@ -113,7 +113,7 @@ def windows(tokenizer: Tokenizer, stream: Iterator[Document], length: int) -> It
 
 
 def batches(settings: Settings, tokenizer: Tokenizer, seed: int) -> Iterator[torch.Tensor]:
-    """[batch, length + 1] token ids for ever; every `long_every`-th batch has the longest windows there are."""
+    """Yields token ids[batch, length + 1] without end; every `long_every`-th batch has windows of maximum length."""
     stream = documents(seed)
     step = 0
     while True:
@@ -124,7 +124,7 @@ def batches(settings: Settings, tokenizer: Tokenizer, seed: int) -> Iterator[tor
 
 
 def build_model(settings: Settings, vocab_size: int) -> LlamaForCausalLM:
-    """A fresh model in float32."""
+    """Returns a new model in float32 with random weights."""
     torch.manual_seed(settings.seed)
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -146,14 +146,14 @@ def build_model(settings: Settings, vocab_size: int) -> LlamaForCausalLM:
 
 
 def loss_of(model: LlamaForCausalLM, batch: torch.Tensor, autocast: bool) -> torch.Tensor:
-    """Mean cross entropy in nats a token of a [batch, length + 1] tensor of ids."""
+    """Returns the mean cross entropy in nats per token of token ids[batch, length + 1]."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
 def rate_factor(settings: Settings, step: int) -> float:
-    """Linear warm-up, then a cosine down to a hundredth."""
+    """Returns the factor of the learning rate: linear warm-up, then a cosine down to a hundredth."""
     if step < settings.warmup_steps:
         return (step + 1) / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, settings.steps - settings.warmup_steps)
@@ -162,7 +162,7 @@ def rate_factor(settings: Settings, step: int) -> float:
 
 @torch.no_grad()
 def heldout_loss(settings: Settings, model: LlamaForCausalLM, tokenizer: Tokenizer) -> float:
-    """Loss in float32 on documents of a seed that training never draws from."""
+    """Returns the loss in float32 on documents of a seed that training does not use."""
     rows = islice(windows(tokenizer, documents(settings.seed + 1_000_000), settings.window), settings.heldout_windows)
     losses = [float(loss_of(model, torch.tensor([row]), autocast=False)) for row in rows]
     return sum(losses) / len(losses)
@@ -236,7 +236,7 @@ def save(output: Path, settings: Settings, model: LlamaForCausalLM, tokenizer: T
 
 
 def parse() -> tuple[Settings, Path]:
-    """Flags, one for each setting, and the folder to write to."""
+    """Parses the flags, one for each setting, and the output folder."""
     parser = argparse.ArgumentParser(description="train the embedded checkpoint", allow_abbrev=False)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     for field in fields(Settings):
@@ -251,12 +251,12 @@ def parse() -> tuple[Settings, Path]:
 
 
 def main() -> None:
-    """Tokenizer, model, training, files."""
+    """Trains and saves the checkpoint."""
     settings, output = parse()
     torch.set_num_threads(settings.threads)
     torch.use_deterministic_algorithms(True)
     tokenizer = train_tokenizer(settings)
-    # A round width for the logits; the ids past the tokenizer's last one are never trained towards.
+    # The width of the logits is rounded up; the ids after the tokenizer's last one never occur in training.
     vocab_size = math.ceil(tokenizer.get_vocab_size() / 64) * 64
     model = build_model(settings, vocab_size)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())

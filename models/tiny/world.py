@@ -1,4 +1,4 @@
-"""The world of the little stories: who lives in it, what they own, where they are, and what can go wrong."""
+"""The world of the little stories: characters, things, places, seasons, obstacles, and fixed phrases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HE = Pronouns("he", "him", "his", "himself")
 
 @dataclass(frozen=True, slots=True)
 class Creature:
-    """A kind of character; `ability` is the one obstacle it can overcome, or "" for none.
+    """A kind of character; `ability` names the obstacle that it can overcome, "" for none.
 
     `pronouns` is None for a kind that can be either.
     """
@@ -75,7 +75,7 @@ NAMES_HE = (
 
 @dataclass(frozen=True, slots=True)
 class Character:
-    """Somebody in a story. `trait` is an adjective."""
+    """A character in a story; `trait` is an adjective."""
 
     name: str
     creature: Creature
@@ -91,7 +91,7 @@ TRAITS = (
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """Something to own. `signal` is the verb by which it calls for help, or "" if it cannot."""
+    """Something to own; `signal` is the verb for calling help with it, "" if that is impossible."""
 
     colour: str
     noun: str
@@ -99,7 +99,7 @@ class Thing:
 
     @property
     def full(self) -> str:
-        """Noun with its adjective, without an article: `red kite`."""
+        """The noun with its adjective, without an article: `red kite`."""
         return f"{self.colour} {self.noun}"
 
 
@@ -132,7 +132,7 @@ THING_SIGNALS = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a story happens; the phrases carry their own preposition."""
+    """The place of a story; its phrases include their prepositions."""
 
     noun: str
     where: str
@@ -191,7 +191,7 @@ PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class Season:
-    """A time of year with weather that fits; `trouble` hides the way home."""
+    """A time of year with its weather; `trouble` hides the way home."""
 
     name: str
     morning: str
@@ -208,7 +208,7 @@ SEASONS = (
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Where a thing got stuck, why its owner cannot reach it, and how the helper gets it back."""
+    """The phrases for how a thing gets stuck, why its owner cannot reach it, and how the helper gets it back."""
 
     happened: str
     stuck: str
@@ -256,7 +256,7 @@ OBSTACLES: dict[str, Obstacle] = {
     ),
 }
 
-# what each ability lets its owner say
+# ability -> what a helper with it says
 OFFERS = {
     "climb": "I can climb very well",
     "fly": "I can fly very high",
@@ -269,7 +269,7 @@ OFFERS = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Something to make of three parts, and the sentence that says how it turned out."""
+    """Something to make of three parts, and the sentence about the result."""
 
     result: str
     parts: tuple[str, str, str]
@@ -293,7 +293,7 @@ RECIPES = (
 
 @dataclass(frozen=True, slots=True)
 class Fear:
-    """What somebody is afraid of, how a friend shows that it is harmless, and what is seen in the end."""
+    """The phrases for a fear, for how a friend shows that it is harmless, and for what is seen in the end."""
 
     of: str
     scene: str
@@ -335,3 +335,20 @@ SEEDS = (
     ("pumpkin", "a big round pumpkin"),
     ("tomato", "a plant full of tomatoes"),
 )
+
+# {character} is the hero with trait, kind and name; {lived} is a sentence about the home.
+OPENINGS = (
+    ("Once upon a time, there was {character}.", "{lived}"),
+    ("Once upon a time, {where}, there lived {character}.",),
+    ("Once upon a time there was {character} who lived {where}.",),
+    ("There once was {character}.", "{lived}"),
+    ("A little {noun} named {name} lived {where}.",),
+    ("This is the story of {name}, {trait} {noun}.", "{lived}"),
+    ("Long ago, {character} lived {where}.",),
+    ("{name} was {trait} {noun} who lived {where}.",),
+    ("{name} the {noun} lived in {home} {where}.",),
+    ("{Where}, in {home}, lived {character}.",),
+)
+CRY_FOR_HELP = "Who can help me?"
+APPLAUSE = "Everybody clapped"
+NEXT_DOOR = "who lived next door"

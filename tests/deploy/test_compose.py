@@ -1,4 +1,4 @@
-"""compose.yaml promises little rights and few ports, and its settings are all in one file."""
+"""The services of compose.yaml have few rights and few ports, and all settings are in one file."""
 
 import re
 from typing import Any
@@ -36,11 +36,11 @@ def test_mounts_from_the_host_are_read_only(service: dict[str, Any]) -> None:
 
 
 @services
-def test_ports_are_published_where_bind_says(service: dict[str, Any]) -> None:
+def test_ports_are_published_on_the_bind_address(service: dict[str, Any]) -> None:
     assert all(port.startswith("${BIND}:") for port in service.get("ports", ()))
 
 
-def test_what_is_published() -> None:
+def test_executors_publish_no_port() -> None:
     published = {name for name, service in SERVICES.items() if service.get("ports")}
     assert published == {"scheduler", "scheduler-gpu", "prometheus", "grafana"}
     assert SETTINGS["BIND"] == "127.0.0.1"
@@ -65,8 +65,8 @@ def test_the_scheduler_drains_before_its_executor_ends() -> None:
         assert SERVICES[scheduler]["depends_on"] == {executor: {"condition": "service_healthy"}}
 
 
-def test_a_service_that_hangs_is_ended_and_started_anew() -> None:
-    """A scheduler is not ended because its executor is away: it is asked whether it lives."""
+def test_a_service_that_hangs_is_killed_and_restarted() -> None:
+    """A scheduler is not killed because its executor is away, so its check also tests whether it is alive."""
     for name in ("executor", "executor-gpu", "scheduler", "scheduler-gpu"):
         check = SERVICES[name]["healthcheck"]["test"]
         assert (SERVICES[name]["restart"], SERVICES[name]["init"]) == ("unless-stopped", True)
@@ -74,12 +74,12 @@ def test_a_service_that_hangs_is_ended_and_started_anew() -> None:
         assert ("--alive" in check) == name.startswith("scheduler")
 
 
-def test_every_setting_has_its_default() -> None:
+def test_every_setting_has_a_default() -> None:
     assert set(re.findall(r"\$\{(\w+)\}", TEXT)) | {"COMPOSE_PROFILES"} == set(SETTINGS)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("deploy/**/*Dockerfile")), ids=lambda path: path.name)
-def test_images_build_on_what_they_are_told(path: Any) -> None:
+def test_images_use_the_given_base_image_and_no_root(path: Any) -> None:
     text = path.read_text(encoding="utf-8")
     stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?", text, re.MULTILINE)
     names = {name for _, name in stages}

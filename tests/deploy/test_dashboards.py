@@ -1,4 +1,4 @@
-"""The dashboards that are committed are those that the code makes, and Grafana can read them."""
+"""The committed dashboards are those that the code makes, and Grafana can read them."""
 
 import itertools
 import re
@@ -26,13 +26,13 @@ def test_the_committed_files_are_up_to_date() -> None:
 
 
 @boards
-def test_the_schema_knows_every_field(board: dict[str, Any]) -> None:
-    """What Grafana's own types do not know is lost on the way through them."""
+def test_grafanas_schema_has_every_field(board: dict[str, Any]) -> None:
+    """Fields that Grafana's own types do not have would be lost in the round trip."""
     assert plain(Dashboard.from_json(board)) == board
 
 
 @boards
-def test_panels_are_whole(board: dict[str, Any]) -> None:
+def test_panels_are_complete(board: dict[str, Any]) -> None:
     ids = [panel["id"] for panel in board["panels"]]
     assert len(set(ids)) == len(ids)
     for panel in panels(board):
@@ -53,7 +53,7 @@ def test_panels_do_not_overlap(board: dict[str, Any]) -> None:
         for cell in itertools.product(
             range(place["x"], place["x"] + place["w"]), range(place["y"], place["y"] + place["h"])
         ):
-            assert cell not in taken, f"{panel['title']} lies on {taken[cell]}"
+            assert cell not in taken, f"{panel['title']} overlaps {taken[cell]}"
             taken[cell] = panel["title"]
 
 
@@ -65,7 +65,7 @@ def test_variables_are_defined_and_used(board: dict[str, Any]) -> None:
     assert used == defined
 
 
-def test_names_and_ids_are_apart() -> None:
+def test_titles_and_ids_are_unique() -> None:
     assert len({board["uid"] for board in BOARDS.values()}) == len(BOARDS) == 3
     assert len({board["title"] for board in BOARDS.values()}) == len(BOARDS)
 
@@ -99,5 +99,5 @@ def provisioned(kind: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """As JSON has it."""
+    """Returns a value as plain JSON values."""
     return build.json.loads(build.json.dumps(value, cls=JSONEncoder))

@@ -1,4 +1,4 @@
-"""What a container's health check says, and when it ends the service."""
+"""The health check of containers: its exit code, and when it kills the service."""
 
 import http.server
 import threading
@@ -18,7 +18,7 @@ Check = Callable[..., int]
 
 @pytest.fixture
 def kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """One for each time that a service would have been killed; a container's own state."""
+    """Returns a list with one entry each time the service would have been killed; uses a fresh state file."""
     kills: list[str] = []
     monkeypatch.setattr(health_check, "STATE", tmp_path / "state")
     monkeypatch.setattr(health_check, "TIMEOUT_S", 20.0)
@@ -37,6 +37,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Check:
 
 @pytest.fixture
 def service() -> Iterator[tuple[str, health.HealthServicer]]:
+    """Runs a gRPC server with a health service; yields its address and the servicer."""
     server, servicer = grpc.server(ThreadPoolExecutor(2)), health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -47,7 +48,7 @@ def service() -> Iterator[tuple[str, health.HealthServicer]]:
 
 @pytest.fixture
 def alive() -> Iterator[str]:
-    """A page that is there."""
+    """Runs a web server that answers; yields its URL."""
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -64,18 +65,19 @@ def alive() -> Iterator[str]:
     server.server_close()
 
 
-def nobody() -> str:
+def unused_address() -> str:
+    """Returns an address where no server listens."""
     return with_port("127.0.0.1:0")
 
 
-def test_the_exit_code_is_what_the_service_says(
+def test_the_exit_code_is_the_status_of_the_service(
     kills: list[str], check: Check, service: tuple[str, health.HealthServicer]
 ) -> None:
     address, servicer = service
     assert check(address) == 0
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert check(address) == 1
-    assert check(nobody()) == 1
+    assert check(unused_address()) == 1
     assert kills == []
 
 
@@ -87,13 +89,13 @@ def test_a_service_that_has_served_and_hangs_is_killed(
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert [check(address, "--kill-after", "3") for _ in range(2)] == [1, 1]
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    assert check(address, "--kill-after", "3") == 0, "it has recovered, and counts from the start"
-    failing = nobody()
+    assert check(address, "--kill-after", "3") == 0, "the service has recovered, so the count restarts"
+    failing = unused_address()
     assert [(check(failing, "--kill-after", "3"), len(kills)) for _ in range(3)] == [(1, 0), (1, 0), (1, 1)]
 
 
-def test_a_service_that_has_yet_to_serve_is_left_alone(kills: list[str], check: Check) -> None:
-    failing = nobody()
+def test_a_service_that_has_not_served_yet_is_not_killed(kills: list[str], check: Check) -> None:
+    failing = unused_address()
     assert [check(failing, "--kill-after", "2") for _ in range(5)] == [1] * 5
     assert kills == []
 
@@ -105,6 +107,6 @@ def test_a_scheduler_is_not_killed_because_its_executor_is_away(
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     assert [check(address, "--alive", alive, "--kill-after", "2") for _ in range(4)] == [1] * 4
     assert kills == []
-    gone = f"http://{nobody()}/healthz"
+    gone = f"http://{unused_address()}/healthz"
     assert [check(address, "--alive", gone, "--kill-after", "2") for _ in range(2)] == [1, 1]
     assert kills == ["killed"]

@@ -1,4 +1,4 @@
-"""The log of a whole server: for machines, every line of it."""
+"""The JSON log of a whole server: every line can be parsed."""
 
 import json
 from collections import Counter
@@ -8,12 +8,12 @@ from tests.support.e2e.stack import Stack
 PROMPT = "Once upon a xyzzy"
 
 
-async def test_every_line_is_json_and_each_request_has_one() -> None:
+async def test_every_line_is_json_and_each_request_has_one_line() -> None:
     async with Stack(log_format="json") as stack, stack.client() as client:
         completion = await client.complete(PROMPT, max_tokens=5, temperature=0.0)
         await stack.stop()
     printed = stack.serve.log().splitlines()
-    lines = [line for line in printed if not line.startswith("ready ")]  # for whoever started the server
+    lines = [line for line in printed if not line.startswith("ready ")]  # the ready line is for the parent process
     assert len(lines) < len(printed)
     records = [json.loads(line) for line in lines]
     assert {record["service"] for record in records} == {"scheduler", "executor", "supervisor"}

@@ -1,4 +1,4 @@
-"""Every name that somebody reads exists in code, and every metric of the code is explained."""
+"""All metric names in dashboards, rules and docs exist, and every metric is documented."""
 
 import re
 
@@ -53,7 +53,7 @@ SHIPPED = {
         "quire_executor_startup_seconds": {"phase", "executor"},
     },
 }
-"""Names and labels that others have queries for: none of them goes away, and none comes without a line here."""
+"""Names and labels that users have queries for. None may disappear, and new ones must be added here."""
 
 
 def served_names(observed: Observed) -> set[str]:
@@ -64,7 +64,7 @@ def names_in(text: str) -> set[str]:
     return set(NAME.findall(text))
 
 
-def test_what_was_shipped_is_there(observed: Observed) -> None:
+def test_all_shipped_names_and_labels_are_served(observed: Observed) -> None:
     for service, page in zip(SHIPPED, observed.pages(), strict=True):
         served: dict[str, set[str]] = {}
         for family in text_string_to_metric_families(page):
@@ -74,19 +74,19 @@ def test_what_was_shipped_is_there(observed: Observed) -> None:
         assert served == SHIPPED[service]
 
 
-def test_dashboards_ask_for_what_exists(observed: Observed) -> None:
-    asked = set().union(*(names_in(query.expression) for query in panel_queries()))
-    assert asked - served_names(observed) == set()
+def test_dashboards_use_existing_names(observed: Observed) -> None:
+    used = set().union(*(names_in(query.expression) for query in panel_queries()))
+    assert used - served_names(observed) == set()
 
 
-def test_rules_ask_for_what_exists(observed: Observed) -> None:
+def test_rules_use_existing_names(observed: Observed) -> None:
     recorded = {rule["record"] for rule in rules() if "record" in rule}
-    asked = set().union(*(names_in(rule["expr"]) for rule in rules()))
-    assert asked - served_names(observed) - recorded == set()
+    used = set().union(*(names_in(rule["expr"]) for rule in rules()))
+    assert used - served_names(observed) - recorded == set()
     assert len(recorded) == len([rule for rule in rules() if "record" in rule])
 
 
-def test_the_documentation_names_what_exists(observed: Observed) -> None:
+def test_the_documentation_uses_existing_names(observed: Observed) -> None:
     served = served_names(observed)
     families = {re.sub(r"_(bucket|count|sum)$", "", name) for name in served}
     for page in (*ROOT.glob("docs/*.md"), ROOT / "README.md"):

@@ -1,4 +1,4 @@
-"""docs/operations.md: its tables are made from the code, and each alert has its section."""
+"""The tables of docs/operations.md are generated from the code, and each alert has a section."""
 
 import re
 from dataclasses import fields
@@ -18,7 +18,7 @@ def test_the_tables_are_up_to_date(observed: Observed) -> None:
     assert with_tables(TEXT, tables) == TEXT, "run `make dashboards`"
 
 
-def test_every_flag_that_the_text_names_exists() -> None:
+def test_every_flag_in_the_text_exists() -> None:
     flags = {
         f"--{field.name.replace('_', '-')}" for config in (SchedulerConfig, ExecutorConfig) for field in fields(config)
     }

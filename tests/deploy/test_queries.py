@@ -48,7 +48,7 @@ async def test_every_query_returns_data(observed: Observed, tmp_path: Path) -> N
                 await until(all_return)
             exemplars = await asyncio.to_thread(stored_exemplars, address, "quire_inter_token_latency_seconds_bucket")
         assert missing == {}, process.log()
-        assert exemplars, "Prometheus was given none, or took none"
+        assert exemplars, "Prometheus has stored no exemplars"
         for labels, value in exemplars:
             assert labels["request_id"].startswith("quire-")
             assert value > 0
@@ -57,7 +57,7 @@ async def test_every_query_returns_data(observed: Observed, tmp_path: Path) -> N
 
 
 def command(observed: Observed, address: str, directory: Path) -> list[str]:
-    """Scrapes and evaluates every second; otherwise what compose.yaml runs."""
+    """Returns the command of compose.yaml, but with scrapes and evaluations every second."""
     settings = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
         "rule_files": [str(RULES)],
@@ -69,7 +69,7 @@ def command(observed: Observed, address: str, directory: Path) -> list[str]:
             )
         ],
     }
-    path = directory / "prometheus.yml"  # YAML holds JSON
+    path = directory / "prometheus.yml"  # JSON is valid YAML
     path.write_text(json.dumps(settings), encoding="utf-8")
     return [
         "prometheus", f"--config.file={path}", f"--storage.tsdb.path={directory / 'data'}",
@@ -79,13 +79,13 @@ def command(observed: Observed, address: str, directory: Path) -> list[str]:
 
 @asynccontextmanager
 async def load(client: AsyncClient) -> AsyncIterator[None]:
-    """More than the pool holds, so that sequences are preempted; samples share blocks, and copy them."""
+    """Sends more requests than the pool can hold, so that sequences are preempted and samples copy shared blocks."""
 
-    async def ask(number: int) -> None:
+    async def run_client(number: int) -> None:
         while True:
             await client.complete(f"Once upon a time there were {number} friends.", n=2, seed=number, max_tokens=120)
 
-    clients = [asyncio.create_task(ask(number)) for number in range(NUM_CLIENTS)]
+    clients = [asyncio.create_task(run_client(number)) for number in range(NUM_CLIENTS)]
     try:
         yield
         assert not any(each.done() for each in clients)
@@ -96,7 +96,7 @@ async def load(client: AsyncClient) -> AsyncIterator[None]:
 
 
 def stored_exemplars(address: str, selector: str) -> list[tuple[dict[str, str], float]]:
-    """Labels and value of each that Prometheus keeps of the last minutes."""
+    """Returns the labels and value of each exemplar that Prometheus has stored in the last minutes."""
     period = {"start": time.time() - 600, "end": time.time() + 60}
     url = f"http://{address}/api/v1/query_exemplars?{urllib.parse.urlencode({'query': selector, **period})}"
     with urllib.request.urlopen(url, timeout=30) as response:
@@ -105,13 +105,13 @@ def stored_exemplars(address: str, selector: str) -> list[tuple[dict[str, str], 
 
 
 def has_data(address: str, expression: str) -> bool:
-    """Some series with a number. Raises AssertionError for what Prometheus cannot parse."""
+    """Returns true if some series has a number. Raises AssertionError if Prometheus cannot parse the expression."""
     url = f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': expression})}"
     try:
         with urllib.request.urlopen(url, timeout=30) as response:
             answer: dict[str, Any] = json.load(response)
     except urllib.error.HTTPError as error:
-        if error.code == 503:  # it is starting
+        if error.code == 503:  # Prometheus is starting
             return False
         raise AssertionError(f"{expression}: {error.read().decode()}") from None
     except urllib.error.URLError:

@@ -7,7 +7,7 @@ from tests.support.e2e.stack import Stack
 
 @pytest.fixture(scope="session")
 def shared_stack() -> Iterator[Stack]:
-    """A server for tests that leave it as they found it: no stream running, nobody waiting."""
+    """Starts a server for tests that leave no running and no waiting requests behind."""
     with Stack() as stack:
         yield stack
 

@@ -1,4 +1,4 @@
-"""Beam search equals transformers.generate(num_beams=…): tokens, order and scores, whatever happens around it."""
+"""Beam search equals transformers.generate(num_beams=…) in tokens, order and scores, whatever else the server does."""
 
 import asyncio
 import shutil
@@ -13,7 +13,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput
 
 from quire import AsyncClient, BlockState, Completion
 from tests.support.e2e.stack import TINY, Stack
-from tests.support.e2e.streams import Crowd, differences, mixed_jobs, outcomes
+from tests.support.e2e.streams import StreamGroup, differences, mixed_jobs, outcomes
 from tests.support.e2e.waiting import until
 from tests.support.executor.checkpoints import make_checkpoint
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """One beam search. `eos_token_id` None: EOS is ignored."""
+    """One beam search; without eos_token_id, EOS is ignored."""
 
     prompt: tuple[int, ...]
     width: int
@@ -64,7 +64,7 @@ async def run(client: AsyncClient, search: Search) -> Completion:
 
 @cache
 def expected_of(model: PreTrainedModel, search: Search) -> GenerateBeamDecoderOnlyOutput:
-    """Several tests ask for the same."""
+    """Returns the result of transformers; it is cached, because several tests need the same one."""
     tokens = torch.tensor([search.prompt])
     return model.generate(
         tokens,
@@ -83,6 +83,7 @@ def expected_of(model: PreTrainedModel, search: Search) -> GenerateBeamDecoderOn
 
 
 def check(model: PreTrainedModel, search: Search, completion: Completion) -> None:
+    """Compares a completion with transformers' result of the same search."""
     expected = expected_of(model, search)
     assert [sequence.index for sequence in completion.sequences] == list(range(search.width))
     scores = [sequence.score for sequence in completion.sequences]
@@ -93,7 +94,7 @@ def check(model: PreTrainedModel, search: Search, completion: Completion) -> Non
             wanted = wanted[: wanted.index(search.eos_token_id) + 1]
         assert list(sequence.token_ids) == wanted[: len(sequence.token_ids)], (search, index)
         assert len(sequence.token_ids) == len(wanted)
-        # width 1 is greedy search there, which has no scores
+        # With width 1, transformers uses greedy search, which has no scores.
         if search.width > 1:
             assert sequence.score == pytest.approx(float(expected.sequences_scores[index]), abs=TOLERANCE)
 
@@ -103,7 +104,7 @@ def tiny() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
 
 
-async def test_alone_and_together(stack: Stack, tiny: PreTrainedModel) -> None:
+async def test_searches_alone_and_together_equal_transformers(stack: Stack, tiny: PreTrainedModel) -> None:
     asked = searches(tiny.config.vocab_size, tiny.generation_config.eos_token_id)
     async with stack.client() as client:
         alone = [await run(client, search) for search in asked]
@@ -113,8 +114,8 @@ async def test_alone_and_together(stack: Stack, tiny: PreTrainedModel) -> None:
         check(tiny, search, other)
 
 
-async def test_text_that_ends(stack: Stack, tiny: PreTrainedModel) -> None:
-    """Prompts of the model's own, on which beams reach EOS."""
+async def test_beams_that_reach_eos_equal_transformers(stack: Stack, tiny: PreTrainedModel) -> None:
+    """The prompts are beginnings of the model's own output, so that beams reach EOS."""
     async with stack.client() as client:
         story = list((await client.complete("Once upon a time", temperature=0)).token_ids)
         assert story[-1] == tiny.generation_config.eos_token_id
@@ -126,17 +127,19 @@ async def test_text_that_ends(stack: Stack, tiny: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-async def test_in_a_pool_that_is_too_small(tiny: PreTrainedModel, max_in_flight: int) -> None:
-    """Preemption, chunked prefill, prefix hits, and neighbours that sample, with plans in flight."""
+async def test_searches_in_a_pool_that_is_too_small_equal_transformers(
+    tiny: PreTrainedModel, max_in_flight: int
+) -> None:
+    """The run has preemption, chunked prefill, prefix hits, other requests that sample, and plans in flight."""
     asked = searches(tiny.config.vocab_size, tiny.generation_config.eos_token_id)
     flags = {"num_blocks": 33, "max_num_seqs": 16, "max_num_batched_tokens": 24, "max_in_flight": max_in_flight}
     with Stack(**flags) as stack:
         async with stack.client() as client:
-            company = mixed_jobs(10)
-            expected = [(await outcomes(client, [job]))[0] for job in company]
-            crowd = Crowd(client, company).start()
+            jobs = mixed_jobs(10)
+            expected = [(await outcomes(client, [job]))[0] for job in jobs]
+            streams = StreamGroup(client, jobs).start()
             completions = await asyncio.gather(*(run(client, search) for search in asked * 2))
-            assert differences(await crowd.ended(), expected) == []
+            assert differences(await streams.ended(), expected) == []
             summary = await client.pool_summary()
             assert summary.num_preemptions > 0
             await until_empty(client)
@@ -144,9 +147,9 @@ async def test_in_a_pool_that_is_too_small(tiny: PreTrainedModel, max_in_flight:
         check(tiny, search, completion)
 
 
-async def test_a_small_random_checkpoint(tmp_path: Path) -> None:
+async def test_searches_with_a_random_checkpoint_equal_transformers(tmp_path: Path) -> None:
     checkpoint = make_checkpoint("llama", tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # text is not looked at; a scheduler wants a tokenizer
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # the scheduler needs a tokenizer; the text is not checked
         shutil.copy(Path(TINY) / name, tmp_path / name)
     asked = searches(checkpoint.model.config.vocab_size, None)
     with Stack(model=str(tmp_path), num_blocks=64, max_num_seqs=16, max_num_batched_tokens=40) as stack:
@@ -156,7 +159,7 @@ async def test_a_small_random_checkpoint(tmp_path: Path) -> None:
         check(checkpoint.model, search, completion)
 
 
-async def test_fewer_are_returned_than_were_searched_for(stack: Stack) -> None:
+async def test_a_search_can_return_fewer_beams_than_its_width(stack: Stack) -> None:
     async with stack.client() as client:
         all_of_them = await client.complete("Once upon a time", beam_width=4, n=4, max_tokens=12)
         best = await client.complete("Once upon a time", beam_width=4, max_tokens=12)
@@ -165,7 +168,7 @@ async def test_fewer_are_returned_than_were_searched_for(stack: Stack) -> None:
     assert best.text == all_of_them.texts[0]
 
 
-async def test_beams_share_and_leave_nothing_behind(stack: Stack) -> None:
+async def test_beams_share_blocks_and_release_them(stack: Stack) -> None:
     async with stack.client() as client:
         before = await client.pool_summary()
         prompt = [5 + number for number in range(37)]

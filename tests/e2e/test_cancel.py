@@ -1,4 +1,4 @@
-"""Whoever goes away, in whatever state, frees its blocks within one step, and leaves nothing behind."""
+"""A request that is cancelled, in any state, releases its blocks within one step and leaves nothing behind."""
 
 import asyncio
 import random
@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from quire import AsyncClient, BlockMap, BlockState, DeadlineExceededError, QuireError, RunningSequence
+from quire import AsyncClient, BlockMap, DeadlineExceededError, QuireError, RunningSequence
+from tests.support.e2e.block_maps import blocks_of, is_idle, orphans, settled_map, until_map
 from tests.support.e2e.process import Process
 from tests.support.e2e.proxy import Proxy
 from tests.support.e2e.stack import QUIRE, Stack
 from tests.support.e2e.streams import OPENINGS, Job, differences, outcomes
-from tests.support.e2e.waiting import until
 
 NUM_SLOTS = 8
 MAX_IN_FLIGHT = 2
 NEIGHBOUR = "neighbour"
-# More tokens than there are steps in any test here.
+# More tokens than any test here has steps.
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 1900, "temperature": 0}
-# More tokens than steps of this server can compute while somebody looks.
+# So many tokens that the prompt is still being computed when the test looks at it.
 LONG_PROMPT = [5 + number * 7 % 1500 for number in range(1800)]
 KNOWN = Job("Once upon a time", {"temperature": 0, "max_tokens": 60})
 
@@ -33,14 +33,14 @@ def small_steps() -> Iterator[Stack]:
 
 @pytest.fixture
 def stack(small_steps: Stack) -> Stack:
-    """An idle server with few slots and small steps."""
+    """Returns an idle server with few slots and small steps."""
     small_steps.show_log()
     return small_steps
 
 
 @pytest.fixture
 async def observer(stack: Stack) -> AsyncIterator[AsyncClient]:
-    """A client that stays. Whatever a test did, nothing of it is left afterwards."""
+    """Yields a client that stays connected; checks afterwards that the test has left nothing behind."""
     async with stack.client() as client:
         yield client
         await until_map(client, is_idle)
@@ -48,78 +48,44 @@ async def observer(stack: Stack) -> AsyncIterator[AsyncClient]:
         assert stack.losses == []
 
 
-# --- what a block map says ----------------------------------------------------------------------------------------
+# --- properties of a block map ------------------------------------------------------------------------------------
 
 
-def is_idle(found: BlockMap) -> bool:
-    return not found.sequences and not found.num_waiting and not found.num_blocks(BlockState.ACTIVE)
-
-
-def strangers(found: BlockMap) -> list[RunningSequence]:
-    """All running sequences but the neighbour's."""
+def other_sequences(found: BlockMap) -> list[RunningSequence]:
+    """Returns all running sequences except the neighbour's."""
     return [sequence for sequence in found.sequences if sequence.request_id != NEIGHBOUR]
 
 
-def blocks_of(sequences: list[RunningSequence]) -> set[int]:
-    return {block for sequence in sequences for block in sequence.block_table}
-
-
-def orphans(found: BlockMap) -> set[int]:
-    """Blocks that are taken, though no running sequence names them."""
-    active = {number for number, block in enumerate(found.blocks) if block.state is BlockState.ACTIVE}
-    return active - blocks_of(list(found.sequences)) - {0}
-
-
 def is_prefilling(found: BlockMap) -> bool:
-    return any(0 < s.num_computed_tokens < s.num_prompt_tokens for s in strangers(found))
+    return any(0 < s.num_computed_tokens < s.num_prompt_tokens for s in other_sequences(found))
 
 
 def is_decoding(found: BlockMap, num_sequences: int = 1) -> bool:
-    outputs = [s.num_tokens - s.num_prompt_tokens for s in strangers(found)]
+    outputs = [s.num_tokens - s.num_prompt_tokens for s in other_sequences(found)]
     return len(outputs) == num_sequences and min(outputs) > 20
 
 
-# --- how the moment is caught ---------------------------------------------------------------------------------------
-
-
-async def until_map(client: AsyncClient, is_so: Callable[[BlockMap], bool]) -> BlockMap:
-    """The first block map of which it is so."""
-    found: list[BlockMap] = []
-
-    async def look() -> bool:
-        found[:] = [await client.block_map()]
-        return is_so(found[0])
-
-    await until(look, getattr(is_so, "__name__", ""))
-    return found[0]
-
-
-async def at_rest(client: AsyncClient) -> BlockMap:
-    """The block map once what a frozen executor sent before has arrived."""
-    found, num_equal = await client.block_map(), 0
-    while num_equal < 5:
-        await asyncio.sleep(0.01)
-        last, found = found, await client.block_map()
-        num_equal = num_equal + 1 if found == last else 0
-    return found
+# --- waiting for a state --------------------------------------------------------------------------------------------
 
 
 @asynccontextmanager
-async def frozen_when(stack: Stack, client: AsyncClient, is_so: Callable[[BlockMap], bool]) -> AsyncIterator[BlockMap]:
-    """Freezes the executor at a moment in which it is so; gives the block map of that moment."""
+async def frozen_when(
+    stack: Stack, client: AsyncClient, condition: Callable[[BlockMap], bool]
+) -> AsyncIterator[BlockMap]:
+    """Freezes the executor while the condition holds; yields the block map of that moment."""
     for _ in range(20):
-        await until_map(client, is_so)
+        await until_map(client, condition)
         async with stack.frozen():
-            found = await at_rest(client)
-            if is_so(found):
+            found = await settled_map(client)
+            if condition(found):
                 yield found
                 return
-    pytest.fail("it was never so for long enough")
+    pytest.fail("the condition never held for long enough")
 
 
 @asynccontextmanager
 async def streaming(client: AsyncClient, request_id: str, **options: Any) -> AsyncIterator[None]:
-    """A request that runs, and is read, until this is left; it comes again when a sequence can get no longer."""
+    """Runs and reads a request during the context; it is sent again when a sequence reaches its maximum length."""
 
     async def read() -> None:
         while True:
@@ -134,38 +100,39 @@ async def streaming(client: AsyncClient, request_id: str, **options: Any) -> Asy
     try:
         await until_map(client, runs)
         yield
-        assert not task.done(), "it was meant to run all the time"
+        assert not task.done(), "the request must run all the time"
     finally:
         task.cancel()
         await asyncio.wait({task})
 
 
-async def check_blocks_come_back(
+async def check_blocks_are_released(
     stack: Stack,
     observer: AsyncClient,
-    is_so: Callable[[BlockMap], bool],
-    go_away: Callable[[], Awaitable[None]],
+    condition: Callable[[BlockMap], bool],
+    cancel: Callable[[], Awaitable[None]],
 ) -> None:
-    """The blocks of a client that goes away when it is so are free once the step is done that was the newest then.
-    The neighbour goes on, so steps never end.
+    """Cancels a request while the condition holds, and checks that its blocks are free after the newest step.
+
+    The neighbour continues, so steps never end.
     """
-    async with frozen_when(stack, observer, is_so) as before:
-        held = blocks_of(strangers(before))
+    async with frozen_when(stack, observer, condition) as before:
+        held = blocks_of(other_sequences(before))
         assert held
-        await go_away()
-        gone = await until_map(observer, lambda found: not strangers(found))
+        await cancel()
+        gone = await until_map(observer, lambda found: not other_sequences(found))
         assert gone.step_id == before.step_id
-        assert orphans(gone) == held, "plans in flight still write to them"
-    # A plan that many steps later cannot be out before the result of that step is in.
+        assert orphans(gone) == held, "plans in flight still write to these blocks"
+    # A plan this many steps later cannot be sent before the result of that step has arrived.
     later = await until_map(observer, lambda found: found.step_id >= gone.step_id + MAX_IN_FLIGHT)
     assert orphans(later) == set()
-    assert later.sequences, "the neighbour goes on"
+    assert later.sequences, "the neighbour continues"
 
 
 # --- one client -----------------------------------------------------------------------------------------------------
 
 
-async def test_gone_while_waiting(stack: Stack, observer: AsyncClient) -> None:
+async def test_cancelled_while_waiting(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR, n=NUM_SLOTS), stack.client() as client:
         events = client.generate(LONG_PROMPT, max_tokens=100)
         async with frozen_when(stack, observer, lambda found: found.num_waiting == 1) as before:
@@ -176,35 +143,35 @@ async def test_gone_while_waiting(stack: Stack, observer: AsyncClient) -> None:
             assert gone.num_waiting_prompt_tokens == 0
 
 
-async def test_gone_while_prefilling(stack: Stack, observer: AsyncClient) -> None:
+async def test_cancelled_while_prefilling(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR), stack.client() as client:
         events = client.generate(LONG_PROMPT, max_tokens=100)
 
         async def close() -> None:
             events.close()
 
-        await check_blocks_come_back(stack, observer, is_prefilling, close)
+        await check_blocks_are_released(stack, observer, is_prefilling, close)
 
 
-async def test_gone_while_decoding_by_the_death_of_its_process(stack: Stack, observer: AsyncClient) -> None:
+async def test_the_client_is_killed_while_decoding(stack: Stack, observer: AsyncClient) -> None:
     flags = ["--address", stack.grpc, "--ignore-eos", "--temperature", "0", "--max-tokens", "1900"]
     client = Process("generate", [*QUIRE, "generate", "A fox", *flags])
     try:
         async with streaming(observer, NEIGHBOUR):
 
-            async def die() -> None:
+            async def kill() -> None:
                 await asyncio.to_thread(client.kill)
 
-            def is_so(found: BlockMap) -> bool:
-                assert client.return_code is None, f"it ended before it was seen to decode\n{client.log()}"
+            def client_decodes(found: BlockMap) -> bool:
+                assert client.return_code is None, f"the client ended before its request decoded\n{client.log()}"
                 return is_decoding(found)
 
-            await check_blocks_come_back(stack, observer, is_so, die)
+            await check_blocks_are_released(stack, observer, client_decodes, kill)
     finally:
         client.kill()
 
 
-async def test_gone_with_three_samples(stack: Stack, observer: AsyncClient) -> None:
+async def test_cancelled_with_three_samples(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR), stack.client() as client:
         options = ENDLESS | {"n": 3, "temperature": 1, "seed": 1}
         reader = asyncio.create_task(client.complete("A fox and a hen", **options))
@@ -213,13 +180,13 @@ async def test_gone_with_three_samples(stack: Stack, observer: AsyncClient) -> N
             reader.cancel()
             await asyncio.wait({reader})
 
-        await check_blocks_come_back(stack, observer, lambda found: is_decoding(found, 3), stop_reading)
+        await check_blocks_are_released(stack, observer, lambda found: is_decoding(found, 3), stop_reading)
 
 
-async def test_gone_with_its_stream_unread(stack: Stack, observer: AsyncClient) -> None:
+async def test_cancelled_with_its_stream_unread(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR), stack.client() as client:
         events = client.generate("A fox and a hen", **ENDLESS)
-        await check_blocks_come_back(stack, observer, is_decoding, client.close)
+        await check_blocks_are_released(stack, observer, is_decoding, client.close)
         events.close()
 
 
@@ -234,8 +201,8 @@ async def test_a_thousand_cancelled_requests_leave_nothing_behind(stack: Stack, 
 
     rng = random.Random(7)
     at_once = asyncio.Semaphore(64)
-    how_they_ended = await asyncio.gather(*(cancelled(observer, at_once, rng) for _ in range(1000)))
-    assert how_they_ended.count("cancelled") > 900
+    endings = await asyncio.gather(*(run_and_cancel(observer, at_once, rng) for _ in range(1000)))
+    assert endings.count("cancelled") > 900
 
     after = await until_map(observer, is_idle)
     assert {block.ref_count for block in after.blocks[1:]} == {0}
@@ -245,15 +212,15 @@ async def test_a_thousand_cancelled_requests_leave_nothing_behind(stack: Stack, 
     assert differences(await outcomes(observer, [KNOWN]), expected) == []
 
 
-async def cancelled(client: AsyncClient, at_once: asyncio.Semaphore, rng: random.Random) -> str:
-    """A request that is cancelled after so many events, or after a while, whatever it has come to by then."""
+async def run_and_cancel(client: AsyncClient, at_once: asyncio.Semaphore, rng: random.Random) -> str:
+    """Sends a request and cancels it after a random number of events or a random time, whichever comes first."""
     prompt = [rng.randrange(5, 1500) for _ in range(rng.choice((3, 20, 150)))]
     num_samples, max_tokens, seed = rng.choice((1, 1, 1, 3)), rng.randrange(20, 400), rng.getrandbits(60)
-    num_events, patience_s = rng.choice((0, 1, 2, 5, 20)), rng.choice((0.001, 0.01, 0.1, 60.0))
+    num_events, limit_s = rng.choice((0, 1, 2, 5, 20)), rng.choice((0.001, 0.01, 0.1, 60.0))
     async with at_once:
         async with client.generate(prompt, n=num_samples, max_tokens=max_tokens, seed=seed) as events:
             try:
-                async with asyncio.timeout(patience_s):
+                async with asyncio.timeout(limit_s):
                     for _ in range(num_events):
                         await anext(events)
             except TimeoutError:
@@ -278,21 +245,21 @@ async def test_a_deadline_passes_while_running(stack: Stack, observer: AsyncClie
     async with streaming(observer, NEIGHBOUR):
         with pytest.raises(DeadlineExceededError):
             await observer.complete("A fox", timeout_s=0.5, **(ENDLESS | {"n": 3}))
-        gone = await until_map(observer, lambda found: not strangers(found))
+        gone = await until_map(observer, lambda found: not other_sequences(found))
         later = await until_map(observer, lambda found: found.step_id >= gone.step_id + MAX_IN_FLIGHT)
         assert orphans(later) == set()
 
 
-async def test_the_server_keeps_deadlines_itself(stack: Stack, observer: AsyncClient) -> None:
-    """The client's own timer would cancel the call. Here nothing of that gets through."""
+async def test_the_server_enforces_deadlines_itself(stack: Stack, observer: AsyncClient) -> None:
+    """The client's own timer also cancels the call, but the stalled network does not deliver that."""
     network = Proxy(stack.grpc)
     network.start()
     try:
         async with streaming(observer, NEIGHBOUR), AsyncClient(network.address) as client:
             events = client.generate("A fox", timeout_s=1.0, **ENDLESS)
-            await until_map(observer, lambda found: bool(strangers(found)))
+            await until_map(observer, lambda found: bool(other_sequences(found)))
             network.stall()
-            gone = await until_map(observer, lambda found: not strangers(found))
+            gone = await until_map(observer, lambda found: not other_sequences(found))
             later = await until_map(observer, lambda found: found.step_id >= gone.step_id + MAX_IN_FLIGHT)
             assert orphans(later) == set()
             network.resume()

@@ -1,11 +1,11 @@
-"""Greedy output equals transformers', token for token, whatever the batching, preemption, sharing or chunking.
+"""Greedy output equals transformers', token for token, with any batching, preemption, sharing or chunking.
 
-How it is compared: greedy output is right if and only if every token of it is the argmax of what transformers computes
-from the tokens before it. One forward pass of transformers over prompt and output checks all of them at once; some
-requests are also compared with `transformers.generate` itself.
+Greedy output is correct if every token is the argmax of the logits that transformers computes from the tokens before
+it. One forward pass of transformers over prompt and output checks all tokens at once; some requests are also compared
+with `transformers.generate` itself.
 
-Near-ties get no tolerance: one that falls the other way is a failure, reported with the gap between the two logits.
-None has been seen in float32: rounding moves these models' logits by about 1e-5; their closest calls are further apart.
+Near-ties have no tolerance: a different token is a failure, reported with the gap between the two logits. None has been
+seen in float32: rounding changes these models' logits by about 1e-5, and their closest logits are further apart.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Greedy:
 
 
 def mixed_requests(vocab_size: int, num_requests: int, max_prompt: int, max_output: int) -> list[Greedy]:
-    """Lengths from 1 to the maximum; every third prompt begins like all other third prompts."""
+    """Returns requests with lengths from 1 to the maximum; every third prompt begins with the same tokens."""
     generator = torch.Generator().manual_seed(num_requests)
 
     def draw(low: int, high: int, count: int = 1) -> list[int]:
@@ -53,7 +53,7 @@ async def complete(client: AsyncClient, request: Greedy) -> Completion:
 
 
 def check_greedy(model: PreTrainedModel, request: Greedy, completion: Completion) -> None:
-    """Every token is the argmax of transformers' logits, given the tokens before it."""
+    """Checks that every token is the argmax of transformers' logits, given the tokens before it."""
     output = list(completion.sequences[0].token_ids)
     assert len(output) == request.max_tokens
     with torch.inference_mode():
@@ -65,6 +65,7 @@ def check_greedy(model: PreTrainedModel, request: Greedy, completion: Completion
 
 
 def check_generate(model: PreTrainedModel, request: Greedy, completion: Completion) -> None:
+    """Checks that the output equals that of `transformers.generate`."""
     tokens = torch.tensor([request.prompt])
     output = model.generate(
         tokens,
@@ -88,7 +89,7 @@ def tiny() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-async def test_embedded_checkpoint_with_room(tiny: PreTrainedModel, max_in_flight: int) -> None:
+async def test_embedded_checkpoint_without_memory_pressure(tiny: PreTrainedModel, max_in_flight: int) -> None:
     requests = mixed_requests(tiny.config.vocab_size, 64, max_prompt=90, max_output=40)
     with Stack(max_in_flight=max_in_flight) as stack:
         async with stack.client() as client:
@@ -120,7 +121,7 @@ async def test_embedded_checkpoint_in_a_pool_that_is_too_small(tiny: PreTrainedM
         check_greedy(tiny, request, completion)
 
 
-async def test_embedded_checkpoint_ends_by_itself(tiny: PreTrainedModel) -> None:
+async def test_embedded_checkpoint_ends_with_eos(tiny: PreTrainedModel) -> None:
     with Stack() as stack:
         async with stack.client() as client:
             completion = await client.complete("Once upon a time", temperature=0)
@@ -134,13 +135,13 @@ async def test_embedded_checkpoint_ends_by_itself(tiny: PreTrainedModel) -> None
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, PreTrainedModel]:
     directory: Path = tmp_path_factory.mktemp(request.param)
     checkpoint = make_checkpoint(request.param, directory)
-    for name in ("tokenizer.json", "tokenizer_config.json"):  # text is not looked at; a scheduler wants a tokenizer
+    for name in ("tokenizer.json", "tokenizer_config.json"):  # the scheduler needs a tokenizer; the text is not checked
         shutil.copy(Path(TINY) / name, directory / name)
     return str(directory), checkpoint.model
 
 
 async def test_every_family_under_pressure(family: tuple[str, PreTrainedModel]) -> None:
-    """Preemption, chunked prefill, prefix hits and two plans in flight at once."""
+    """The run has preemption, chunked prefill, prefix hits, and two plans in flight."""
     directory, model = family
     requests = mixed_requests(model.config.vocab_size, 48, max_prompt=70, max_output=40)
     with Stack(model=directory, num_blocks=15, max_num_seqs=16, max_num_batched_tokens=40) as stack:

@@ -1,4 +1,4 @@
-"""What cannot be served is refused with the right status, and neighbours notice nothing."""
+"""Requests that cannot be served are refused with the right status and disturb no other request."""
 
 import json
 import signal
@@ -24,13 +24,13 @@ from quire.events import Prompt
 from quire.v1 import generation_pb2
 from quire.v1.generation_pb2_grpc import GenerationStub
 from tests.support.e2e.stack import TINY, Stack
-from tests.support.e2e.streams import OPENINGS, Crowd, Job, differences, outcomes
+from tests.support.e2e.streams import OPENINGS, Job, StreamGroup, differences, outcomes
 from tests.support.e2e.waiting import until
 
 NUM_SLOTS = 4
 MAX_WAITING = 3
 MAX_WAITING_TOKENS = 100
-# The null block, and 60 that hold the KV of all tokens of a sequence but the last.
+# The null block, and 60 blocks for the KV of all tokens of a sequence except the last.
 NUM_BLOCKS = 61
 MOST_TOKENS = 60 * 16 + 1
 NEIGHBOURS = [
@@ -62,17 +62,17 @@ async def client(small_server: Stack) -> AsyncIterator[AsyncClient]:
 
 @asynccontextmanager
 async def neighbours(client: AsyncClient) -> AsyncIterator[None]:
-    """Streams that run meanwhile. Their output has to be what it is without the disturbance."""
+    """Runs other streams during the context; their output must equal that of an undisturbed run."""
     expected = await outcomes(client, NEIGHBOURS)
-    crowd = Crowd(client, NEIGHBOURS).start()
-    await crowd.until(lambda crowd: crowd.all_have(3))
-    assert crowd.most_run
+    streams = StreamGroup(client, NEIGHBOURS).start()
+    await streams.until(lambda streams: streams.all_have(3))
+    assert streams.most_run
     yield
-    assert differences(await crowd.ended(), expected) == []
+    assert differences(await streams.ended(), expected) == []
 
 
-async def test_what_can_never_fit_is_out_of_range(client: AsyncClient) -> None:
-    # Twice as many for this pool, more than the model takes, far more.
+async def test_requests_that_can_never_fit_are_out_of_range(client: AsyncClient) -> None:
+    # Too many tokens for this pool, for the model, or far too many.
     too_long: list[tuple[Prompt, dict[str, Any]]] = [
         ([7] * MOST_TOKENS, {}),
         ([7] * (MOST_TOKENS - 10), {"max_tokens": 11}),
@@ -122,7 +122,7 @@ VIOLATIONS: dict[str, tuple[Prompt, dict[str, Any]]] = {
 }
 
 
-async def test_a_wrong_request_is_told_which_field(client: AsyncClient) -> None:
+async def test_an_invalid_request_names_the_field(client: AsyncClient) -> None:
     async with neighbours(client):
         for field, (prompt, options) in VIOLATIONS.items():
             with pytest.raises(InvalidRequestError) as refusal:
@@ -131,7 +131,7 @@ async def test_a_wrong_request_is_told_which_field(client: AsyncClient) -> None:
             assert field in str(refusal.value)
 
 
-async def test_all_violations_are_told_at_once(client: AsyncClient) -> None:
+async def test_all_violations_are_reported_at_once(client: AsyncClient) -> None:
     async with neighbours(client):
         with pytest.raises(InvalidRequestError) as refusal:
             await client.complete([1, 2, 5000], temperature=-1, top_p=0, beam_width=99, stop=[""], logprobs=99)
@@ -145,7 +145,7 @@ async def test_all_violations_are_told_at_once(client: AsyncClient) -> None:
     }
 
 
-async def test_a_request_without_a_prompt(small_server: Stack, client: AsyncClient) -> None:
+async def test_a_request_without_a_prompt_is_refused(small_server: Stack, client: AsyncClient) -> None:
     async with grpc.aio.insecure_channel(small_server.grpc) as channel:
         call = GenerationStub(channel).Generate(generation_pb2.GenerateRequest())
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
@@ -154,8 +154,8 @@ async def test_a_request_without_a_prompt(small_server: Stack, client: AsyncClie
     assert "prompt" in (refusal.value.details() or "")
 
 
-async def test_a_message_beyond_all_bounds(client: AsyncClient) -> None:
-    """gRPC refuses it before anybody here sees it."""
+async def test_a_message_that_is_too_large_is_refused(client: AsyncClient) -> None:
+    """The message is refused by gRPC before the server's code sees it."""
     async with neighbours(client):
         with pytest.raises(LimitExceededError, match="larger than max"):
             await client.complete("x" * (5 * 2**20))
@@ -165,17 +165,17 @@ async def test_a_full_queue_says_when_to_try_again(small_server: Stack, client: 
     async with neighbours(client), AsyncExitStack() as streams:
 
         async def start(prompt: Prompt, num_running: int, num_waiting: int) -> None:
-            """Sends a request that takes so long, and waits until it is where it should be."""
+            """Sends a long request, and waits until these numbers of requests run and wait."""
             await streams.enter_async_context(client.generate(prompt, **ENDLESS))
 
-            async def is_there() -> bool:
+            async def has_arrived() -> bool:
                 found = await client.block_map()
                 return (len(found.sequences), found.num_waiting) == (num_running, num_waiting)
 
-            await until(is_there, f"{num_running} run, {num_waiting} wait")
+            await until(has_arrived, f"{num_running} run, {num_waiting} wait")
 
         await start("A fox", NUM_SLOTS, 0)
-        async with small_server.frozen():  # so that nobody leaves the queue
+        async with small_server.frozen():  # so that no request leaves the queue
             for number in range(MAX_WAITING):
                 await start([7, 8, 9], NUM_SLOTS, number + 1)
             with pytest.raises(QueueFullError, match=f"{MAX_WAITING} requests are waiting") as refusal:
@@ -191,8 +191,8 @@ async def test_a_full_queue_says_when_to_try_again(small_server: Stack, client: 
             assert refusal.value.retry_after_s > 0
 
 
-async def test_before_the_first_executor() -> None:
-    """Nobody knows yet what can be served: requests are refused, and the scheduler is alive but not ready."""
+async def test_requests_are_refused_before_the_first_executor() -> None:
+    """The scheduler does not know yet what it can serve; it is alive but not ready."""
     addresses: dict[str, Any] = {name: with_port("127.0.0.1:0") for name in ("listen", "http_listen", "executor")}
     stack = Stack(apart=True, **addresses)
     stack.show_log()

@@ -1,4 +1,4 @@
-"""Batching and memory modes differ in speed and in memory, and in nothing that a client reads."""
+"""Batching and memory modes differ in speed and memory, but not in their output."""
 
 import asyncio
 
@@ -12,10 +12,10 @@ from tests.e2e.test_equality import check_greedy, complete, has_prefix_hits, mix
 from tests.support.e2e.stack import TINY, Stack
 
 REQUESTS = mixed_requests(AutoConfig.from_pretrained(TINY).vocab_size, 14, max_prompt=90, max_output=30)
-"""More than fit at once, in slots and in blocks; prompts longer than a step."""
+"""More requests than slots and blocks can hold at once, and prompts longer than a step."""
 
 FLAGS = {"num_blocks": 29, "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 64}
-"""A pool of 28 blocks: three runs of 128 slots, and some."""
+"""A pool of 28 usable blocks: three contiguous runs of 128 token slots, and some blocks more."""
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def tiny() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("memory", MEMORY)
-async def test_every_mode_generates_the_same(tiny: PreTrainedModel, memory: str) -> None:
+async def test_every_mode_generates_the_same_tokens(tiny: PreTrainedModel, memory: str) -> None:
     async with Stack(apart=True, memory=memory, **FLAGS) as stack:
         for batching in BATCHING:
             await stack.restart_scheduler(batching=batching)
@@ -40,8 +40,8 @@ async def test_every_mode_generates_the_same(tiny: PreTrainedModel, memory: str)
                 assert num_preemptions == 0
 
 
-async def test_what_shares_blocks_is_refused_where_they_are_not_shared() -> None:
+async def test_contiguous_memory_refuses_requests_that_share_blocks() -> None:
     async with Stack(memory=CONTIGUOUS.name, **FLAGS) as stack, stack.client() as client:
-        for wish in ({"n": 2}, {"beam_width": 2}):
+        for options in ({"n": 2}, {"beam_width": 2}):
             with pytest.raises(CapacityExceededError, match="share blocks, which contiguous memory cannot"):
-                await client.complete("Once", max_tokens=4, **wish)
+                await client.complete("Once", max_tokens=4, **options)

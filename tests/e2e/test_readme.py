@@ -1,6 +1,6 @@
-"""Every command and every piece of Python in the README is run here, or is what runs this suite.
+"""Every command and every piece of Python in the README is run here, or runs this suite.
 
-Only addresses and models are put in: free ports for the defaults, a small random checkpoint for a large real one.
+Only addresses and models are replaced: defaults by free ports, and a large real checkpoint by a small random one.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def blocks(language: str) -> list[str]:
 
 
 def commands() -> set[str]:
-    """Lines of shell blocks, and `make …` and `.venv/bin/…` in running text."""
+    """Returns the lines of shell blocks, and `make …` and `.venv/bin/…` in the text."""
     lines = {line.strip() for block in blocks("sh") for line in block.splitlines() if line.strip()}
     return lines | set(re.findall(r"`(make [a-z-]+|\.venv/bin/[^`]+)`", README))
 
@@ -71,7 +71,7 @@ def test_every_command_of_the_readme_is_run() -> None:
 
 
 def run(*command: str, timeout_s: float = 240) -> str:
-    """In the repository, with the interpreter of these tests; fails with its output unless it exits with 0."""
+    """Runs a command in the repository and returns its output; fails unless it exits with 0."""
     done = subprocess.run(
         command, cwd=ROOT, timeout=timeout_s, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -80,7 +80,7 @@ def run(*command: str, timeout_s: float = 240) -> str:
 
 
 def make_command(*arguments: str) -> list[str]:
-    """`make` with the environment of these tests instead of one of its own."""
+    """Returns a `make` command that uses the environment of these tests."""
     return ["make", f"BIN={Path(sys.executable).parent}", "INSTALLED=", *arguments]
 
 
@@ -92,12 +92,12 @@ def test_make_run() -> None:
 
 @pytest.mark.parametrize("target", ["help", "fmt", "protos", "clean"])
 def test_make_targets(target: str) -> None:
-    """What they would run; they change the checkout, so they are not run."""
+    """The targets would change the checkout, so make only prints their commands."""
     assert "make: ***" not in run(*make_command("--dry-run", target))
 
 
 def test_make_bench(tmp_path: Path) -> None:
-    """As the README has it, only shorter."""
+    """Runs the command of the README with a shorter load."""
     output = tmp_path / "bench.json"
     short = ("--concurrency 1,2", "--num-requests 2", "--num-blocks 512", "--rest-s 0")
     run(*make_command("bench", f"ARGS={' '.join(short)} --output {output}"))
@@ -105,7 +105,7 @@ def test_make_bench(tmp_path: Path) -> None:
 
 
 def test_bench_paired(tmp_path: Path) -> None:
-    """As the README has it, only shorter."""
+    """Runs the command of the README with a shorter load."""
     results = tmp_path / "paired.json"
     short = ("--concurrency", "2", "--rounds", "1", "--rest-s", "0", "--json", str(results))
     run(sys.executable, "-m", "bench.paired", "--model", "models/tiny", "--baseline", *short)
@@ -113,7 +113,7 @@ def test_bench_paired(tmp_path: Path) -> None:
 
 
 def test_make_claims(tmp_path: Path) -> None:
-    """In small, and of those that need services the one with the most ways of running them."""
+    """Runs small measurements, including the one that runs services in the most ways."""
     only = [f"--only {name}" for name in ("timeline", "fixed-pool", "kv-arithmetic")]
     run(*make_command("claims", f"ARGS=--quick {' '.join(only)} --output {tmp_path}"))
     results = json.loads((tmp_path / "results.json").read_text())
@@ -124,7 +124,7 @@ def test_make_claims(tmp_path: Path) -> None:
 
 
 def test_scheduler_cost(tmp_path: Path) -> None:
-    """With few sequences instead of thousands."""
+    """Measures few sequences instead of thousands."""
     results = tmp_path / "cost.json"
     table = run(sys.executable, "-m", "bench.scheduler_cost", "4", "8", "--json", str(results)).splitlines()
     assert [row["running"] for row in json.loads(results.read_text())["rows"]] == [4, 8]
@@ -149,7 +149,7 @@ def test_commands_against_a_server(stack: Stack) -> None:
 
 
 def test_bench_sharing(tmp_path: Path) -> None:
-    """As the README has it, only shorter."""
+    """Runs the command of the README with a shorter load."""
     output = tmp_path / "sharing.json"
     flags = ["--numbers", "2", "--num-requests", "1", "--num-blocks", "1024", "--output", str(output)]
     printed = run(sys.executable, "-m", "quire", "bench", "sharing", *flags)
@@ -165,7 +165,7 @@ def _has_matplotlib() -> bool:
 
 
 def test_planning() -> None:
-    """As they stand in the README: no device is needed."""
+    """Runs the commands unchanged, because they need no device."""
     wanted = {"plan": "decode floor", "simulate": "real time"}
     for command in (command for command, test in COVERED.items() if test == "test_planning"):
         words = shlex.split(command)[1:]
@@ -205,7 +205,7 @@ def test_serving_a_directory(tmp_path: Path) -> None:
 
 
 def test_serving_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hub cache that holds the model already, as after a download; nothing is fetched."""
+    """The hub cache already contains the model, as after a download, so nothing is downloaded."""
     command = ".venv/bin/quire serve --model Qwen/Qwen3-0.6B"
     assert command in COVERED
     repository = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"

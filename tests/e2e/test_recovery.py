@@ -1,7 +1,7 @@
-"""Whatever happens to the executor, or to the way to it, clients notice a pause and nothing else."""
+"""If the executor or its network fails, streams pause and then continue with the same tokens."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import grpc
 import pytest
@@ -12,7 +12,7 @@ from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from tests.support.e2e.process import is_running
 from tests.support.e2e.proxy import Proxy
 from tests.support.e2e.stack import Stack
-from tests.support.e2e.streams import Crowd, Job, Outcome, differences, mixed_jobs, outcomes
+from tests.support.e2e.streams import Job, Outcome, StreamGroup, differences, mixed_jobs, outcomes
 from tests.support.e2e.waiting import until
 
 NUM_STREAMS = 64
@@ -22,7 +22,7 @@ NUM_SEQS = sum(job.num_sequences for job in JOBS)
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[list[Stack]]:
-    """Of `quire serve`; the last one may still run."""
+    """Yields the list of started servers, of which the last may still run; kills all at the end."""
     started: list[Stack] = []
     yield started
     for stack in started:
@@ -31,7 +31,7 @@ def servers() -> Iterator[list[Stack]]:
 
 @pytest.fixture
 def served(servers: list[Stack]) -> Stack:
-    """A `quire serve` that runs. A test may end it."""
+    """Returns a running `quire serve`, which the test may end."""
     if not servers or servers[-1].serve.return_code is not None:
         servers.append(Stack(max_num_seqs=NUM_SEQS).start())
     servers[-1].show_log()
@@ -46,7 +46,7 @@ def apart_stack() -> Iterator[Stack]:
 
 @pytest.fixture
 def apart(apart_stack: Stack) -> Stack:
-    """Scheduler and executor with a network between them; tests leave it whole."""
+    """Returns scheduler and executor with a network between them, which works again after the test."""
     apart_stack.show_log()
     return apart_stack
 
@@ -58,29 +58,29 @@ def network(apart: Stack) -> Proxy:
 
 
 async def undisturbed(stack: Stack, client: AsyncClient) -> list[Outcome]:
-    """What the jobs come to when nothing happens."""
+    """Returns the outcomes of the jobs without a disturbance."""
     losses = stack.losses
     expected = await outcomes(client, JOBS)
-    assert stack.losses == losses, "the executor was lost without anybody's doing"
+    assert stack.losses == losses, "the executor was lost without a disturbance"
     reasons = {output.reason for outcome in expected for output in outcome.outputs}
-    assert reasons == set(FinishReason), "these jobs end in every way there is"
+    assert reasons == set(FinishReason), "the jobs must end for every possible reason"
     return expected
 
 
-async def in_mid_stream(client: AsyncClient) -> Crowd:
-    """Each sequence has some tokens; on a busy machine the first may have ended before the last has begun."""
-    crowd = Crowd(client, JOBS).start()
-    await crowd.until(lambda crowd: crowd.all_have(5))
-    return crowd
+async def started_streams(client: AsyncClient, jobs: Sequence[Job] = JOBS) -> StreamGroup:
+    """Starts the jobs; returns when every sequence has some tokens or has ended, as it may on a busy machine."""
+    streams = StreamGroup(client, jobs).start()
+    await streams.until(lambda streams: streams.all_have(5))
+    return streams
 
 
-def grown(num_tokens: int) -> Callable[[Crowd], bool]:
-    """So many tokens have come."""
-    return lambda crowd: crowd.num_tokens >= num_tokens
+def has_tokens(num_tokens: int) -> Callable[[StreamGroup], bool]:
+    """Returns a condition: the streams have received this many tokens in total."""
+    return lambda streams: streams.num_tokens >= num_tokens
 
 
 async def incarnation(stack: Stack) -> str:
-    """Of the executor that can be reached."""
+    """Returns the incarnation of the executor that can be reached."""
     async with grpc.aio.insecure_channel(stack.executor_address) as channel:
         description = await ExecutorStub(channel).Describe(
             executor_pb2.DescribeRequest(), wait_for_ready=True, timeout=60
@@ -94,15 +94,15 @@ async def test_streams_survive_a_killed_executor(served: Stack) -> None:
         expected = await undisturbed(stack, client)
         scheduler, num_losses = stack.pid("scheduler"), stack.num_losses
 
-        crowd = await in_mid_stream(client)
+        streams = await started_streams(client)
         killed = stack.send("executor", signal.SIGKILL)
-        assert crowd.most_run
+        assert streams.most_run
         await stack.until_health("NOT_SERVING")
         assert await stack.readyz() == 503
         await stack.until_health("SERVING")
         assert await stack.readyz() == 200
 
-        assert differences(await crowd.ended(), expected) == []
+        assert differences(await streams.ended(), expected) == []
         assert stack.pid("executor") not in (None, killed)
         assert stack.pid("scheduler") == scheduler
         assert stack.num_losses == num_losses + 1
@@ -113,52 +113,51 @@ async def test_streams_survive_a_network_that_is_down_for_a_while(apart: Stack, 
         expected = await undisturbed(apart, client)
         before = await incarnation(apart)
 
-        crowd = await in_mid_stream(client)
+        streams = await started_streams(client)
         network.refuse()
-        assert crowd.most_run
+        assert streams.most_run
         await apart.until_health("NOT_SERVING")
         assert await apart.readyz() == 503
         network.accept()
         await apart.until_health("SERVING")
         assert await apart.readyz() == 200
 
-        assert differences(await crowd.ended(), expected) == []
+        assert differences(await streams.ended(), expected) == []
         assert await incarnation(apart) == before
 
 
-async def test_streams_survive_a_connection_cut_again_and_again(apart: Stack, network: Proxy) -> None:
+async def test_streams_survive_repeated_cuts_of_the_connection(apart: Stack, network: Proxy) -> None:
     async with apart.client() as client:
         expected = await undisturbed(apart, client)
         num_losses = apart.num_losses
 
-        crowd = await in_mid_stream(client)
+        streams = await started_streams(client)
         for _ in range(3):
             network.cut()
-            assert crowd.num_running > 0
-            await crowd.until(grown(crowd.num_tokens + 2 * NUM_STREAMS))
+            assert streams.num_running > 0
+            await streams.until(has_tokens(streams.num_tokens + 2 * NUM_STREAMS))
         network.cut()
 
-        assert differences(await crowd.ended(), expected) == []
+        assert differences(await streams.ended(), expected) == []
         assert apart.num_losses - num_losses >= 3
 
 
-async def test_streams_survive_a_network_that_goes_silent(apart: Stack, network: Proxy) -> None:
-    """No connection breaks, but nothing comes any more: the scheduler has to find out by itself."""
+async def test_streams_survive_a_network_that_stalls(apart: Stack, network: Proxy) -> None:
+    """No connection breaks, but no data arrives, and the scheduler has to notice that."""
     async with apart.client() as client:
         jobs = JOBS[:16]
         expected = await outcomes(client, jobs)
-        crowd = Crowd(client, jobs).start()
-        await crowd.until(lambda crowd: crowd.all_have(5))
+        streams = await started_streams(client, jobs)
         network.stall()
-        assert crowd.most_run
+        assert streams.most_run
         await apart.until_health("NOT_SERVING")
         network.resume()
-        assert differences(await crowd.ended(), expected) == []
+        assert differences(await streams.ended(), expected) == []
         await apart.until_health("SERVING")
 
 
 async def test_requests_wait_for_an_executor_that_comes_back(apart: Stack, network: Proxy) -> None:
-    """They are taken while there is none, and wait; deadlines pass meanwhile."""
+    """Without an executor, requests are accepted and wait; their deadlines still apply."""
     job = Job("Once upon a time", {"temperature": 0, "max_tokens": 20})
     async with apart.client() as client:
         expected = await outcomes(client, [job])
@@ -167,27 +166,26 @@ async def test_requests_wait_for_an_executor_that_comes_back(apart: Stack, netwo
         assert (await client.server_info()).state is ServerState.WAITING_FOR_EXECUTOR
         with pytest.raises(DeadlineExceededError):
             await client.complete("Once upon a time", timeout_s=0.3)
-        crowd = Crowd(client, [job]).start()
+        streams = StreamGroup(client, [job]).start()
 
-        async def waits_alone() -> bool:
+        async def request_waits() -> bool:
             return (await client.block_map()).num_waiting == 1
 
-        await until(waits_alone)
-        assert crowd.num_tokens == 0
+        await until(request_waits)
+        assert streams.num_tokens == 0
         network.accept()
-        assert differences(await crowd.ended(), expected) == []
+        assert differences(await streams.ended(), expected) == []
 
 
-async def test_a_killed_scheduler_costs_the_streams_and_nothing_else(served: Stack) -> None:
+async def test_a_killed_scheduler_ends_the_streams_but_not_the_executor(served: Stack) -> None:
     stack, jobs = served, JOBS[:8]
     async with stack.client() as client:
         expected = await outcomes(client, jobs)
         executor, before = stack.pid("executor"), await incarnation(stack)
 
-        crowd = Crowd(client, jobs).start()
-        await crowd.until(lambda crowd: crowd.all_have(5))
+        streams = await started_streams(client, jobs)
         stack.send("scheduler", signal.SIGKILL)
-        assert {type(failure) for failure in await crowd.failures()} == {UnavailableError}
+        assert {type(failure) for failure in await streams.failures()} == {UnavailableError}
         with pytest.raises(UnavailableError):
             await client.complete("Once upon a time", max_tokens=1)
 
@@ -197,22 +195,21 @@ async def test_a_killed_scheduler_costs_the_streams_and_nothing_else(served: Sta
             assert differences(await outcomes(new_client, jobs), expected) == []
 
 
-async def test_sigterm_drains(served: Stack) -> None:
+async def test_sigterm_drains_the_server(served: Stack) -> None:
     stack, jobs = served, JOBS[:16]
     async with stack.client() as client:
         expected = await outcomes(client, jobs)
         services = [stack.pid("scheduler"), stack.pid("executor")]
 
-        crowd = Crowd(client, jobs).start()
-        await crowd.until(lambda crowd: crowd.all_have(5))
-        async with stack.frozen():  # so that the streams surely outlast what follows
+        streams = await started_streams(client, jobs)
+        async with stack.frozen():  # so that the streams do not end before the following checks
             stack.serve.send(signal.SIGTERM)
             await stack.until_health("NOT_SERVING")
             assert await stack.readyz() == 503
             with pytest.raises(UnavailableError, match="draining"):
                 await client.complete("Once upon a time", max_tokens=1)
-            assert crowd.most_run
+            assert streams.most_run
 
-        assert differences(await crowd.ended(), expected) == []
+        assert differences(await streams.ended(), expected) == []
         assert await stack.ended(stack.serve) == 0
         assert [is_running(pid) for pid in services if pid is not None] == [False, False]

@@ -1,4 +1,4 @@
-"""What a request asks of sampling is what it gets, in any company: seeds, log-probabilities, bias, penalties."""
+"""Seeds, log-probabilities, bias and penalties work as requested, whatever other requests run."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ def tiny() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def small_pool() -> Iterator[Stack]:
-    """Preemption, chunked prefill and two plans in flight."""
+    """Starts a server whose small pool causes preemption and chunked prefill, with two plans in flight."""
     with Stack(num_blocks=33, max_num_seqs=16, max_num_batched_tokens=40) as stack:
         yield stack
 
@@ -40,26 +40,27 @@ async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
 # --- seeds --------------------------------------------------------------------------------------------------------
 
 
-async def check_samples_are_single_requests(client: AsyncClient, company: list[Job]) -> None:
+async def check_samples_equal_single_requests(client: AsyncClient, other_jobs: list[Job]) -> None:
+    """Checks that the samples of a request equal single requests with the derived seeds."""
     common: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "max_tokens": 30, "ignore_eos": True}
     for number, n in enumerate((2, 5, 8)):
         prompt, seed = OPENINGS[number], 2**63 + number
         several = Job(prompt, common | {"n": n, "seed": seed})
         single = [Job(prompt, common | {"seed": sample_seed(seed, index)}) for index in range(n)]
-        together = (await outcomes(client, [several, *company]))[0]
+        together = (await outcomes(client, [several, *other_jobs]))[0]
         alone = [(await outcomes(client, [job]))[0].outputs[0] for job in single]
         assert together.outputs == alone
         assert len({tuple(output.token_ids) for output in alone}) > 1
 
 
 async def test_samples_equal_single_requests_with_the_derived_seeds(client: AsyncClient) -> None:
-    await check_samples_are_single_requests(client, [])
+    await check_samples_equal_single_requests(client, [])
 
 
-async def test_samples_under_preemption_and_in_company(small_pool: Stack) -> None:
+async def test_samples_under_preemption_equal_single_requests(small_pool: Stack) -> None:
     small_pool.show_log()
     async with small_pool.client() as client:
-        await check_samples_are_single_requests(client, mixed_jobs(12))
+        await check_samples_equal_single_requests(client, mixed_jobs(12))
         assert (await client.pool_summary()).num_preemptions > 0
 
 
@@ -67,13 +68,13 @@ async def test_samples_under_preemption_and_in_company(small_pool: Stack) -> Non
 
 
 def reference(model: PreTrainedModel, token_ids: list[int]) -> torch.Tensor:
-    """Row i: log-probabilities of the token at i + 1."""
+    """Returns transformers' log-probabilities; row i is for the token at position i + 1."""
     with torch.inference_mode():
         return model(torch.tensor([token_ids])).logits[0].log_softmax(dim=-1)
 
 
 def check_logprobs(entries: list[TokenLogprobs], rows: torch.Tensor, token_ids: list[int], num_top: int) -> None:
-    """Each against its row; of ranks, those that the tolerance leaves no doubt about."""
+    """Compares each entry with its row; a rank must lie between the bounds that the tolerance gives."""
     assert len(entries) == len(token_ids) == len(rows)
     for entry, row, token_id in zip(entries, rows, token_ids, strict=True):
         assert entry.chosen.token_id == token_id
@@ -92,7 +93,7 @@ def check_logprobs(entries: list[TokenLogprobs], rows: torch.Tensor, token_ids: 
 async def test_logprobs_equal_transformers(
     client: AsyncClient, tiny: PreTrainedModel, num_top: int, temperature: float
 ) -> None:
-    """Of the model's own distribution, whatever else changes the logits."""
+    """Log-probabilities are those of the model's own distribution, whatever changes the logits."""
     changed = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {77: 5.0}, "min_tokens": 10}
     for changes in ({}, changed):
         completion = await client.complete(
@@ -109,7 +110,7 @@ async def test_logprobs_with_prefix_hits_chunks_and_preemption(small_pool: Stack
     prompt = PROMPT * 4
     options: dict[str, Any] = {"prompt_logprobs": 2, "logprobs": 2, "max_tokens": 30, "ignore_eos": True}
     async with small_pool.client() as client:
-        completions = [await client.complete(prompt, **options, temperature=0)]  # its blocks are published
+        completions = [await client.complete(prompt, **options, temperature=0)]  # publishes the blocks of the prompt
         completions += await asyncio.gather(*(client.complete(prompt, **options, seed=seed, n=2) for seed in range(6)))
         assert (await client.pool_summary()).num_preemptions > 0
     for completion in completions:
@@ -135,7 +136,7 @@ async def test_a_prompt_of_one_token_has_no_logprobs(client: AsyncClient) -> Non
     assert completion.prompt_logprobs == ()
 
 
-# --- what changes logits ------------------------------------------------------------------------------------------
+# --- changes of the logits ----------------------------------------------------------------------------------------
 
 
 async def test_only_allowed_tokens_are_generated(client: AsyncClient) -> None:
@@ -147,7 +148,7 @@ async def test_only_allowed_tokens_are_generated(client: AsyncClient) -> None:
     assert all(entry.chosen.logprob < math.log(0.9) for entry in only.sequences[0].logprobs)  # the model's own
 
 
-async def test_bias(client: AsyncClient) -> None:
+async def test_logit_bias_forces_and_bans_tokens(client: AsyncClient) -> None:
     plain = await client.complete(PROMPT, max_tokens=12, temperature=0, ignore_eos=True)
     forced = await client.complete(PROMPT, max_tokens=12, temperature=0, logit_bias={77: 100.0}, ignore_eos=True)
     assert set(forced.token_ids) == {77}
@@ -157,15 +158,15 @@ async def test_bias(client: AsyncClient) -> None:
     assert not set(banned.token_ids) & set(plain.token_ids)
 
 
-async def test_penalties(client: AsyncClient, tiny: PreTrainedModel) -> None:
-    """Step by step, from the definitions; greedy."""
+async def test_penalties_follow_their_definitions(client: AsyncClient, tiny: PreTrainedModel) -> None:
+    """Greedy output is compared step by step with penalties computed from their definitions."""
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
     penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.7, "presence_penalty": 0.3}
     completion = await client.complete(PROMPT, **options, **penalties)
     output = list(completion.token_ids)
     with torch.inference_mode():
         logits = tiny(torch.tensor([PROMPT + output])).logits[0, len(PROMPT) - 1 : -1]
-    logits = logits.clone()  # one that may be written to
+    logits = logits.clone()  # the original cannot be modified in place
     for step, (row, token_id) in enumerate(zip(logits, output, strict=True)):
         seen = torch.tensor(sorted({*PROMPT, *output[:step]}))
         row[seen] = torch.where(row[seen] > 0, row[seen] / 1.4, row[seen] * 1.4)
@@ -175,7 +176,7 @@ async def test_penalties(client: AsyncClient, tiny: PreTrainedModel) -> None:
     assert output != list((await client.complete(PROMPT, **options)).token_ids)
 
 
-async def test_tokens_do_not_depend_on_the_company(client: AsyncClient) -> None:
+async def test_tokens_do_not_depend_on_other_requests(client: AsyncClient) -> None:
     kinds: list[dict[str, Any]] = [
         {"temperature": 0},
         {"seed": 1, "repetition_penalty": 1.2},

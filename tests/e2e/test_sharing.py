@@ -1,4 +1,4 @@
-"""Blocks are shared where they can be, copied where they must be, and never between those who may not share."""
+"""Blocks are shared where possible, copied where necessary, and never shared across cache salts."""
 
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -17,7 +17,7 @@ ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 400}
 
 @pytest.fixture
 async def client(stack: Stack) -> AsyncIterator[AsyncClient]:
-    """Of an idle server that has nothing cached."""
+    """Yields a client of an idle server with an empty cache."""
     losses = stack.losses
     async with stack.client() as client:
 
@@ -36,21 +36,21 @@ def prompt(num_tokens: int, first: int = 5) -> list[int]:
 
 
 async def running_map(client: AsyncClient, num_sequences: int) -> BlockMap:
-    """With so many sequences, each of which has written to blocks of its own."""
+    """Waits for a block map with this many sequences, each of which has written to its own blocks."""
     found: list[BlockMap] = []
 
-    async def look() -> bool:
+    async def is_running() -> bool:
         found[:] = [await client.block_map()]
         sequences = found[0].sequences
         return len(sequences) == num_sequences and all(s.num_tokens > s.num_prompt_tokens + 3 for s in sequences)
 
-    await until(look)
+    await until(is_running)
     return found[0]
 
 
 @pytest.mark.parametrize(("num_tokens", "num_copies"), [(2 * BLOCK_SIZE + 5, 3), (2 * BLOCK_SIZE, 0)])
 async def test_samples_share_their_prompt(client: AsyncClient, num_tokens: int, num_copies: int) -> None:
-    """All share the full blocks. The partly filled one is copied for all but the last that writes to it."""
+    """All samples share the full blocks; the last one, if partly filled, is copied for all but one of them."""
     before = await client.block_map()
     async with client.generate(prompt(num_tokens), n=4, seed=1, **ENDLESS):
         found = await running_map(client, 4)
@@ -66,17 +66,17 @@ async def test_samples_share_their_prompt(client: AsyncClient, num_tokens: int, 
     assert found.num_shared_blocks == 2
 
 
-async def test_samples_are_those_of_requests_of_their_own(client: AsyncClient) -> None:
-    """Sharing and copying change no token: with temperature 0 all samples equal the one that ran alone."""
+async def test_samples_equal_separate_requests(client: AsyncClient) -> None:
+    """Sharing and copying do not change tokens: with temperature 0, all samples equal a separate request."""
     alone = Job("One day, a little fox", {"temperature": 0, "max_tokens": 60, "ignore_eos": True})
     several = Job(alone.prompt, alone.options | {"n": 4})
     expected = (await outcomes(client, [alone]))[0].outputs[0]
-    # Several at once: so that one step copies many blocks.
+    # Several requests at once, so that one step copies many blocks.
     for outcome in await outcomes(client, [several] * 6):
         assert outcome.outputs == [expected] * 4
 
 
-async def test_seeded_samples_are_the_same_in_any_company(client: AsyncClient) -> None:
+async def test_seeded_samples_do_not_depend_on_other_requests(client: AsyncClient) -> None:
     jobs = [
         Job(f"Number {number}. A fox", {"seed": number, "n": 1 + number % 4, "max_tokens": 40, "ignore_eos": True})
         for number in range(16)
@@ -96,16 +96,16 @@ async def test_a_prefix_is_found_again(client: AsyncClient) -> None:
     found = await client.block_map()
     assert Counter(block.num_hits for block in found.blocks[1:])[1] == 10
 
-    # Of a prompt that is cached to its end one token is computed all the same: somebody has to make its logits.
+    # Of a fully cached prompt the last block is computed again, because the logits of its last token are needed.
     whole = await client.complete(long_prompt[: 10 * BLOCK_SIZE], max_tokens=1, temperature=0)
     assert whole.cached_tokens == 9 * BLOCK_SIZE
-    # Another end is another prompt, and another head shares nothing.
+    # A prompt with another end shares the blocks before it; a prompt with another beginning shares nothing.
     other_end = await client.complete([*long_prompt[: 5 * BLOCK_SIZE + 1], 7], max_tokens=1)
     assert other_end.cached_tokens == 5 * BLOCK_SIZE
     assert (await client.complete([7, *long_prompt], max_tokens=1)).cached_tokens == 0
 
 
-async def test_those_who_run_share_a_prefix(client: AsyncClient) -> None:
+async def test_running_requests_share_a_prefix(client: AsyncClient) -> None:
     long_prompt = prompt(4 * BLOCK_SIZE + 3)
     async with client.generate(long_prompt, seed=1, **ENDLESS):
         await running_map(client, 1)
@@ -117,7 +117,7 @@ async def test_those_who_run_share_a_prefix(client: AsyncClient) -> None:
     assert {found.blocks[block].ref_count for block in tables[0][:4]} == {2}
 
 
-async def test_a_cache_salt_isolates(client: AsyncClient) -> None:
+async def test_requests_with_different_cache_salts_share_nothing(client: AsyncClient) -> None:
     long_prompt = prompt(6 * BLOCK_SIZE + 3)
 
     async def cached_tokens(cache_salt: str | None) -> int:
@@ -131,7 +131,7 @@ async def test_a_cache_salt_isolates(client: AsyncClient) -> None:
     assert await cached_tokens(None) == 6 * BLOCK_SIZE
 
 
-async def test_a_reset_forgets_the_prefixes_that_nobody_uses(client: AsyncClient) -> None:
+async def test_a_reset_drops_only_unused_prefixes(client: AsyncClient) -> None:
     idle, running = prompt(3 * BLOCK_SIZE + 1), prompt(5 * BLOCK_SIZE + 1, first=500)
     await client.complete(idle, max_tokens=1)
     async with client.generate(running, **ENDLESS):

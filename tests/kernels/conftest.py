@@ -16,7 +16,7 @@ def _seeded() -> None:
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Tests that want a team ask for it."""
+    """Runs kernels on one thread, unless a test sets the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -25,4 +25,5 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def two_threads(_one_thread: None) -> None:
+    """Runs kernels on a team of two threads."""
     torch.set_num_threads(2)

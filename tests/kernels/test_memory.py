@@ -1,4 +1,4 @@
-"""Large memory: zeros, aligned, and populated without touching what is there."""
+"""Memory for large tensors: zeros, aligned, and populated without changing their values."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ def test_zeros_of_any_shape() -> None:
             assert tensor.is_contiguous()
 
 
-def test_it_outlives_its_maker_and_can_be_written() -> None:
+def test_the_memory_lives_as_long_as_the_tensor_and_is_writable() -> None:
     tensor = zeros((1000, 1000), torch.float32)[10:20]
     tensor += 1
     assert tensor.sum() == 10_000
 
 
-def test_populating_takes_pages_and_changes_nothing() -> None:
+def test_populating_takes_pages_and_changes_no_values() -> None:
     tensor = zeros((3, 8 << 20), torch.uint8)
     tensor[1, 5 << 20] = 7
     assert sum(1 for _ in populate(tensor)) == 12
     before = _faults()
     assert tensor[1, 5 << 20] == 7
-    tensor += 1  # every page is there already: hardly a fault, where small pages alone would make 6,144
+    tensor += 1  # every page exists already: there are hardly any faults, while small pages alone would cause 6,144
     assert _faults() - before < 2_000
     assert tensor[0, 0] == 1
     assert tensor[1, 5 << 20] == 8
 
 
-def test_populating_begins_at_the_beginnings() -> None:
+def test_populating_begins_with_the_first_page_of_every_row() -> None:
     tensor = zeros((4, 8 << 20), torch.uint8)
     turns = populate(tensor)
     for _ in tensor:
@@ -48,7 +48,7 @@ def test_populating_begins_at_the_beginnings() -> None:
     turns.close()
 
 
-def test_there_is_nothing_to_populate_in_nothing() -> None:
+def test_populating_an_empty_tensor_does_nothing() -> None:
     assert not list(populate(zeros((0, 5), torch.uint8)))
     assert not list(populate(zeros((5, 0), torch.uint8)))
 

@@ -1,4 +1,4 @@
-"""The specification itself, against torch's and transformers' own."""
+"""The reference implementation, compared with torch and transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.kernels.paged import gathered, paged, poisoned
 
 
 def sdpa(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int) -> torch.Tensor:
-    """Attention of query[N, Hq, D] at the end of keys[L, Hkv, D] by torch."""
+    """Returns torch's attention of query[N, Hq, D] at the end of keys[L, Hkv, D]."""
     num_queries, length = query.shape[0], keys.shape[0]
     distance = torch.arange(length - num_queries, length).unsqueeze(1) - torch.arange(length)
     visible = (distance >= 0) & (distance < (window or length + 1))
@@ -51,7 +51,7 @@ def test_attention_is_scaled_dot_product_attention(num_kv_heads: int, group: int
         torch.testing.assert_close(decoded[s], expected[-1])
 
 
-def test_prefill_leaves_padding_rows_alone() -> None:
+def test_prefill_does_not_change_padding_rows() -> None:
     pool = paged([5], num_kv_heads=1, block_size=4, head_dim=8)
     query, out = torch.randn(7, 2, 8), poisoned(7, 2, 8)
     starts = torch.tensor([0, 5], dtype=torch.int32)
@@ -60,7 +60,7 @@ def test_prefill_leaves_padding_rows_alone() -> None:
     assert out[5:].isnan().all()
 
 
-def test_rotation_is_that_of_transformers() -> None:
+def test_rotation_equals_transformers() -> None:
     num_tokens, head_dim = 6, 16
     query, key, value = (torch.randn(num_tokens, heads, head_dim) for heads in (4, 2, 2))
     angles = torch.randn(30, head_dim // 2)
@@ -79,7 +79,7 @@ def test_rotation_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norms_are_those_of_llama(dtype: torch.dtype) -> None:
+def test_norms_equal_those_of_llama(dtype: torch.dtype) -> None:
     norm = LlamaRMSNorm(48, eps=1e-5).to(dtype)
     torch.nn.init.normal_(norm.weight)
     weight = norm.weight.detach()
@@ -92,7 +92,7 @@ def test_norms_are_those_of_llama(dtype: torch.dtype) -> None:
     assert torch.equal(residual, summed)
 
 
-def test_activation_is_that_of_llama() -> None:
+def test_activation_equals_that_of_llama() -> None:
     gate, up = torch.randn(2, 5, 24).unbind()
     expected = ACT2FN["silu"](gate) * up
     torch.testing.assert_close(reference.silu_multiply(torch.cat((gate, up), dim=-1)), expected)

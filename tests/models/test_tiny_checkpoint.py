@@ -1,4 +1,4 @@
-"""The embedded checkpoint as `transformers` sees it: it loads, it tells stories, and it ends them by itself."""
+"""The embedded checkpoint in `transformers`: it loads, tells stories, and ends them with EOS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = [
     "Once upon a time",
     "Once upon a time, there was a brave fox named Zoë.",
     "Long ago,",
-    "Björn was a shy bear who lived in the forest.",
+    "Björn was a shy bear.",
     "There once was",
     "The Owl and the Silver Bell\n\n",
 ]
@@ -44,18 +44,18 @@ def grammar() -> set[str]:
 
 
 def complete(model: Any, prompt_ids: list[int]) -> list[int]:
-    """The greedy completion, EOS included where it came."""
+    """Returns the greedy completion, including EOS if the model generated it."""
     output = model.generate(torch.tensor([prompt_ids]), do_sample=False, max_new_tokens=MAX_STORY_TOKENS)
     ids: list[int] = output[0, len(prompt_ids) :].tolist()
     return ids
 
 
-def test_folder_stays_small() -> None:
+def test_the_folder_is_small() -> None:
     total_bytes = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
     assert total_bytes < MAX_FOLDER_BYTES
 
 
-def test_configuration_agrees_with_tokenizer(tokenizer: Any) -> None:
+def test_the_configuration_matches_the_tokenizer(tokenizer: Any) -> None:
     config = json.loads((FOLDER / "config.json").read_text())
     generation = GenerationConfig.from_pretrained(FOLDER)
     assert tokenizer.convert_tokens_to_ids(SPECIAL_TOKENS) == [0, 1, 2, 3, 4]
@@ -77,7 +77,7 @@ def test_weights_are_float32_and_tied(model: Any) -> None:
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_training_record_agrees_with_weights(model: Any, tokenizer: Any) -> None:
+def test_the_training_record_matches_the_weights(model: Any, tokenizer: Any) -> None:
     record = json.loads((FOLDER / "training.json").read_text())
     assert record["num_parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert record["tokenizer_tokens"] == len(tokenizer)
@@ -86,13 +86,13 @@ def test_training_record_agrees_with_weights(model: Any, tokenizer: Any) -> None
 
 
 @pytest.mark.parametrize("text", ["Zoë — Jürgen “Søren” 🦊", "Once upon a time", "日本語\n\ttab  two spaces", ""])
-def test_tokenizer_gives_text_back(tokenizer: Any, text: str) -> None:
+def test_decoding_restores_the_text(tokenizer: Any, text: str) -> None:
     ids = tokenizer.encode(text)
     assert ids[0] == tokenizer.bos_token_id
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
 
 
-def test_every_byte_of_a_multibyte_character_is_a_token_of_its_own(tokenizer: Any) -> None:
+def test_each_byte_of_a_multibyte_character_is_one_token(tokenizer: Any) -> None:
     for character in "ëöø—“🦊":
         ids = tokenizer.encode(character, add_special_tokens=False)
         assert len(ids) == len(character.encode())
@@ -100,7 +100,7 @@ def test_every_byte_of_a_multibyte_character_is_a_token_of_its_own(tokenizer: An
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_greedy_story_ends_by_itself_in_words_of_the_grammar(
+def test_a_greedy_story_ends_with_eos_and_uses_words_of_the_grammar(
     model: Any, tokenizer: Any, grammar: set[str], prompt: str
 ) -> None:
     ids = complete(model, tokenizer.encode(prompt))
@@ -110,7 +110,7 @@ def test_greedy_story_ends_by_itself_in_words_of_the_grammar(
     assert set(words(story)) <= grammar
 
 
-def test_story_keeps_to_its_prompt(model: Any, tokenizer: Any) -> None:
+def test_a_story_keeps_the_name_of_its_prompt(model: Any, tokenizer: Any) -> None:
     prompt = "Once upon a time, there was a curious owl named Björn. He lived in a warm cave on the mountain."
     story = tokenizer.decode(complete(model, tokenizer.encode(prompt)), skip_special_tokens=True)
     assert story.count("Björn") >= 2
@@ -126,13 +126,13 @@ def test_chat_template_renders(tokenizer: Any) -> None:
     assert text == ("<|bos|><|user|>Hello!<|assistant|>Hello!<|eos|><|user|>Tell me a story.<|assistant|>")
 
 
-def test_chat_template_refuses_other_roles(tokenizer: Any) -> None:
+def test_the_chat_template_refuses_other_roles(tokenizer: Any) -> None:
     with pytest.raises(Exception, match="the roles are user and assistant"):
         tokenizer.apply_chat_template([{"role": "system", "content": "Be short."}], tokenize=False)
 
 
 @pytest.mark.parametrize(("animal", "thing"), [("fox", "lantern"), ("bear", "kite"), ("mouse", "drum")])
-def test_chat_is_answered_with_a_story_about_the_thing_asked_for(
+def test_a_chat_is_answered_with_a_story_about_the_requested_thing(
     model: Any, tokenizer: Any, grammar: set[str], animal: str, thing: str
 ) -> None:
     messages = [{"role": "user", "content": f"Tell me a story about a {animal} and a {thing}."}]

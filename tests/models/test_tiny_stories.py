@@ -1,4 +1,4 @@
-"""The story grammar: equal seeds tell equal stories, and no story contradicts itself."""
+"""The story grammar: equal seeds give equal stories, and no story contradicts itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_stories_differ_and_every_plot_is_told(stories: list[Story]) -> None:
     assert {story.plot for story in stories} == set(PLOTS)
 
 
-def test_only_those_in_the_scene_are_named(stories: list[Story]) -> None:
+def test_only_characters_of_the_scene_are_named(stories: list[Story]) -> None:
     for story in stories:
         scene = story.scene
         cast = {scene.hero.name, scene.helper.name, scene.third.name}
@@ -50,7 +50,7 @@ def test_only_the_thing_of_the_scene_is_named(stories: list[Story]) -> None:
         assert named == {story.scene.thing.noun}
 
 
-def test_pronouns_agree_with_the_people_in_the_story(stories: list[Story]) -> None:
+def test_pronouns_match_the_characters(stories: list[Story]) -> None:
     for story in stories:
         scene = story.scene
         people = [scene.hero, scene.helper, *([scene.third] if story.plot == "shared" else [])]
@@ -60,7 +60,7 @@ def test_pronouns_agree_with_the_people_in_the_story(stories: list[Story]) -> No
         assert told & {SHE.subject, SHE.possessive, HE.subject, HE.possessive} <= allowed
 
 
-def test_articles_agree(stories: list[Story]) -> None:
+def test_articles_match_their_nouns(stories: list[Story]) -> None:
     for story in stories:
         assert not re.search(r"\ba [aeiou]|\ban [^aeiou]", story.text), story.text
 
@@ -90,7 +90,7 @@ def test_the_helper_is_able_to_help(stories: list[Story]) -> None:
             assert ("saw the light" in story.text) == (scene.thing.signal == LIGHT)
 
 
-def test_a_request_names_what_the_story_is_about() -> None:
+def test_a_request_names_the_topic_of_the_story() -> None:
     rng = random.Random(3)
     for _ in range(300):
         story = tell(rng, titles=False)

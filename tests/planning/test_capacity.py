@@ -1,4 +1,4 @@
-"""How much fits, by hand."""
+"""The capacity of deployments, compared with figures computed by hand."""
 
 import pytest
 
@@ -10,15 +10,15 @@ from planning.roofline import Efficiencies
 from planning.settings import DeploymentSettings
 
 
-def test_8b_on_one_h100() -> None:
+def test_capacity_of_an_8b_model_on_one_h100() -> None:
     deployment = deploy("llama-3.1-8b", DeploymentSettings(max_model_len=8192))
-    # nine tenths of 80 GB, less 8,030,261,248 weights of two bytes
+    # nine tenths of 80 GB, minus 8,030,261,248 weights of two bytes
     assert deployment.pool_bytes == 72_000_000_000 - 16_060_522_496 == 55_939_477_504
     # a block of 16 tokens of 131,072 bytes is 2 MiB
     assert deployment.block_bytes == 2 * 2**20
     assert deployment.num_blocks == 55_939_477_504 // 2_097_152 == 26_674
     rows = {row.name: row for row in find_capacity(deployment).rows}
-    # one block is the null block; a sequence of 8,192 tokens has 512 blocks, one of 1,000 would have 63
+    # one block is the null block; a sequence of 8,192 tokens has 512 blocks
     assert rows["8,192 tokens"].num_paged == 26_673 // 512 == 52
     assert rows["1,024 tokens"].num_paged == 26_673 // 64 == 416
     assert {row.num_contiguous for row in rows.values()} == {52}
@@ -35,7 +35,7 @@ def test_llama_3_70b_on_eight_h100_holds_ten_sequences_of_128k() -> None:
     assert find_capacity(deployment).rows[-3].num_paged == pool_bytes // (5 * 2**30) == 10
 
 
-def test_floors() -> None:
+def test_floors_of_decode_and_prefill() -> None:
     deployment = deploy("llama-3.1-8b", DeploymentSettings(max_model_len=4096))
     reached = Efficiencies(bandwidth=3.0 / 3.35)
     capacity = find_capacity(deployment, reached)
@@ -51,25 +51,25 @@ def test_floors() -> None:
     assert floor_s == pytest.approx(products_s + attention_s)
 
 
-def test_the_embedded_devices_memory_can_be_another() -> None:
+def test_the_memory_of_a_device_can_be_overridden() -> None:
     deployment = deploy(
         "qwen3-0.6b", DeploymentSettings(device="h200", device_memory="10GiB", gpu_memory_utilization=0.5)
     )
     assert deployment.pool_bytes == 5 * 2**30 - 2 * 596_049_920
 
 
-def test_a_pool_that_is_given_is_taken() -> None:
+def test_a_given_number_of_blocks_is_used() -> None:
     deployment = deploy("llama-3.1-8b", DeploymentSettings(num_blocks=100))
     assert (deployment.num_blocks, deployment.num_usable_blocks) == (100, 99)
 
 
-def test_what_does_not_fit_says_so() -> None:
-    with pytest.raises(PlanningError, match=r"141\.1 GB of weights on each of 1 .* nothing fits"):
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(PlanningError, match=r"141\.1 GB of weights on each of 1 .* 72\.0 GB for weights and KV"):
         deploy("llama-3-70b", DeploymentSettings())
 
 
-def test_mean_of_what_a_sequence_holds() -> None:
-    """Lengths without spread: a prompt of 10 and 4 outputs hold 10, 11, 12, 13 tokens: 3, 3, 3 and 4 blocks of 4."""
+def test_mean_tokens_and_blocks_that_a_sequence_holds() -> None:
+    """A prompt of 10 and 4 outputs hold 10, 11, 12 and 13 tokens, in 3, 3, 3 and 4 blocks of 4."""
     num_tokens, num_blocks = mean_held(Lengths("fixed", 10.5, 4.5, 1e-9, 1024), 2048, 4)
     assert num_tokens == pytest.approx((10 + 11 + 12 + 13) / 4)
     assert num_blocks == pytest.approx((3 + 3 + 3 + 4) / 4)

@@ -1,4 +1,4 @@
-"""`quire plan` and `quire simulate` as a user types them, and the files they read."""
+"""`quire plan` and `quire simulate` on the command line, and the files they read."""
 
 import json
 import subprocess
@@ -33,7 +33,7 @@ def refused(*words: str) -> str:
     return result.stderr
 
 
-def test_a_plan_for_people_says_which_kilo() -> None:
+def test_a_printed_plan_names_its_units() -> None:
     result = invoke("plan", "llama-3-70b", "--tensor-parallel", "8", "--max-model-len", "131072")
     assert result.exit_code == 0
     assert "40,960 bytes = 40 KiB" in result.stdout
@@ -41,7 +41,7 @@ def test_a_plan_for_people_says_which_kilo() -> None:
     assert "GB and MB are decimal" in result.stdout
 
 
-def test_a_plan_for_machines() -> None:
+def test_a_plan_as_json() -> None:
     result = invoke(
         "plan", "llama-3-70b", "--tensor-parallel", "16", "--device", "h200", "--dtype", "float32", "--json"
     )
@@ -51,14 +51,14 @@ def test_a_plan_for_machines() -> None:
     assert any("8 kv heads: each head, and its KV, is on 2 devices" in note for note in values["notes"])
 
 
-def test_a_simulation_for_people() -> None:
+def test_a_printed_simulation() -> None:
     result = invoke("simulate", "llama-3.1-8b", "--rate", "2", "--num-requests", "10")
     assert result.exit_code == 0
     assert "x real time" in result.stdout
     assert "TTFT" in result.stdout
 
 
-def test_a_simulation_for_machines_is_the_same_every_time() -> None:
+def test_a_simulation_as_json_is_reproducible() -> None:
     first, again = (simulated("--rate", "5") for _ in range(2))
     for values in (first, again):
         assert values["summary"].pop("wall_s") > 0
@@ -90,7 +90,7 @@ def test_a_simulation_for_machines_is_the_same_every_time() -> None:
         ("--clients", "4", "--tensor-parallel", "2", "--device", "h200", "--max-num-seqs", "2", "--max-in-flight", "1"),
     ],
 )
-def test_workloads(words: tuple[str, ...]) -> None:
+def test_every_kind_of_workload_is_simulated(words: tuple[str, ...]) -> None:
     assert simulated(*words)["summary"]["num_requests"] > 0
 
 
@@ -101,9 +101,9 @@ def test_workloads(words: tuple[str, ...]) -> None:
         (("--rate", "1", "--clients", "1"), "give either clients"),
         (("--rate", "0"), "rate and burstiness"),
         (("--clients", "0"), "clients: must be at least 1"),
-        (("--clients", "1001"), "need num_requests"),
+        (("--clients", "1001"), "require num_requests"),
         (("--rate", "1", "--daily-swing", "2"), "daily_swing"),
-        (("--rate", "1", "--lengths", "fixed"), "needs prompt_tokens and output_tokens"),
+        (("--rate", "1", "--lengths", "fixed"), "requires prompt_tokens and output_tokens"),
         (("--rate", "1", "--lengths", "nothing.jsonl"), "nothing.jsonl"),
         (("--rate", "1", "--policy", "chaos"), "policy: 'chaos'"),
         (("--rate", "1", "--batching", "chaos"), "batching: 'chaos'"),
@@ -114,11 +114,11 @@ def test_workloads(words: tuple[str, ...]) -> None:
         (("--rate", "1", "--system-tokens", "9000"), "system_tokens"),
     ],
 )
-def test_what_cannot_be_simulated_is_one_line_and_exit_code_2(words: tuple[str, ...], problem: str) -> None:
+def test_invalid_settings_give_one_line_and_exit_code_2(words: tuple[str, ...], problem: str) -> None:
     assert problem in refused(*words)
 
 
-def test_a_trace_of_requests(tmp_path: Path) -> None:
+def test_a_trace_of_requests_is_simulated(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     lines = [{"prompt_tokens": 10 + i, "output_tokens": 5, "arrival_s": 3.0 - i} for i in range(3)]
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
@@ -145,18 +145,18 @@ def test_a_trace_of_requests(tmp_path: Path) -> None:
         ('{"prompt_tokens": 5, "output_tokens": 2, "arrival_s": NaN}\n', "line 1"),
         (
             '{"prompt_tokens": 5, "output_tokens": 2}\n{"prompt_tokens": 5, "output_tokens": 2, "arrival_s": 1}\n',
-            "in 1 of 2",
+            "1 of 2 requests have arrival_s",
         ),
     ],
 )
-def test_traces_that_are_none(tmp_path: Path, content: str, problem: str) -> None:
+def test_invalid_traces_are_refused(tmp_path: Path, content: str, problem: str) -> None:
     path = tmp_path / "requests.jsonl"
     path.write_text(content)
     with pytest.raises(PlanningError, match=problem):
         read_jobs(path)
 
 
-def test_tenants(tmp_path: Path) -> None:
+def test_tenants_from_a_file_are_simulated(tmp_path: Path) -> None:
     path = tmp_path / "tenants.json"
     chat = {"name": "chat", "rate": 4, "lengths": "alpaca", "priority": 0}
     batch = {"name": "batch", "clients": 4, "lengths": "sharegpt", "priority": 1, "system_tokens": 128}
@@ -179,14 +179,14 @@ def test_tenants(tmp_path: Path) -> None:
         '[{"name": 3, "rate": 1}]',
     ],
 )
-def test_tenants_that_are_none(tmp_path: Path, content: str) -> None:
+def test_invalid_tenants_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tenants.json"
     path.write_text(content)
     assert "tenants.json" in refused("--tenants", str(path))
 
 
-def test_a_cost_model_from_measured_steps(tmp_path: Path) -> None:
-    """Every decode of n sequences took 2 ms and n times 0.1 ms: so do the simulated ones."""
+def test_the_cost_model_can_be_fitted_to_measured_steps(tmp_path: Path) -> None:
+    """Measured decodes of n sequences took 2 ms + n x 0.1 ms; the simulated ones take as long."""
     path = tmp_path / "steps.json"
     steps, now_ns = [], 0
     for step_id in range(1, 41):
@@ -218,14 +218,14 @@ def test_a_cost_model_from_measured_steps(tmp_path: Path) -> None:
     assert tpot_s == pytest.approx(2.5e-3, rel=0.01)
 
 
-def test_help_loads_no_numpy_for_planning() -> None:
-    """`quire --help` stays quick: what computes is loaded when it is asked for."""
+def test_help_does_not_load_the_planning_code() -> None:
+    """`quire --help` stays fast because it imports only the settings."""
     code = "import sys, quire.cli.main; print(sorted(m for m in sys.modules if m.startswith('planning')))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "['planning', 'planning.errors', 'planning.settings']"
 
 
-def test_planning_needs_no_torch_and_no_grpc() -> None:
+def test_planning_imports_neither_torch_nor_grpc() -> None:
     code = "import sys, planning.command; print([m for m in ('torch', 'grpc', 'google.protobuf') if m in sys.modules])"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert loaded.strip() == "[]"

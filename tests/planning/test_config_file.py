@@ -1,4 +1,4 @@
-"""A config.json that cannot be counted gives one line that says why, and exit code 2."""
+"""An invalid config.json gives one line with the reason, and exit code 2."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def written(path: Path, content: Any) -> Path:
         ([], "expected a JSON object"),
         ({}, "names no architecture"),
         ({"model_type": "mamba"}, "architecture 'mamba' is not supported"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported; known: Llama"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "architecture 'GPT2LMHeadModel' is not supported; supported: Llama"),
         ({"architectures": [7]}, "architecture 7 is not supported"),
         (LLAMA_3_1_8B | {"hidden_size": None}, "hidden_size: missing"),
         ({key: value for key, value in LLAMA_3_1_8B.items() if key != "vocab_size"}, "vocab_size: missing"),
@@ -39,14 +39,14 @@ def written(path: Path, content: Any) -> Path:
         (LLAMA_3_1_8B | {"num_hidden_layers": "32"}, "not '32'"),
         (LLAMA_3_1_8B | {"vocab_size": 10**15}, "vocab_size: expected"),
         (LLAMA_3_1_8B | {"num_key_value_heads": 5}, "32 heads cannot share 5"),
-        (LLAMA_3_1_8B | {"num_attention_heads": 24}, "24 heads cannot divide a hidden_size of 4096"),
+        (LLAMA_3_1_8B | {"num_attention_heads": 24}, "24 heads do not divide a hidden_size of 4096"),
         (LLAMA_3_1_8B | {"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false"),
         (LLAMA_3_1_8B | {"torch_dtype": 16}, "dtype: expected a name"),
         (LLAMA_3_1_8B | {"num_local_experts": 8}, "num_local_experts: 8 is not supported"),
         (LLAMA_3_1_8B | {"quantization_config": {"bits": 4}}, "quantization_config"),
     ],
 )
-def test_what_is_wrong_is_one_line_and_exit_code_2(tmp_path: Path, content: Any, problem: str) -> None:
+def test_invalid_configs_give_one_line_and_exit_code_2(tmp_path: Path, content: Any, problem: str) -> None:
     path = written(tmp_path / "config.json", content)
     with pytest.raises(PlanningError) as caught:
         read_model_shape(tmp_path)
@@ -59,7 +59,7 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(tmp_path: Path, content: Any,
     assert result.stdout == ""
 
 
-def test_what_is_not_there(tmp_path: Path) -> None:
+def test_missing_models_are_reported(tmp_path: Path) -> None:
     with pytest.raises(PlanningError, match=r"no config\.json"):
         read_model_shape(tmp_path)
     for model in (str(tmp_path), str(tmp_path / "nothing"), "llama-9-1t"):
@@ -73,19 +73,19 @@ def test_what_is_not_there(tmp_path: Path) -> None:
         (["--dtype", "int3"], "dtype"),
         (["--device", "abacus"], "device: 'abacus' is not known"),
         (["--device-memory", "much"], "80GB"),
-        (["--device-memory", "10GB"], "nothing fits"),
+        (["--device-memory", "10GB"], "but only 9.0 GB for weights and KV"),
         (["--tensor-parallel", "3"], "3 devices cannot share"),
         (["--block-size", "0"], "block_size: must be at least 1"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
     ],
 )
-def test_settings_that_cannot_be_meant(flags: list[str], problem: str) -> None:
+def test_invalid_settings_are_refused(flags: list[str], problem: str) -> None:
     result = CliRunner().invoke(quire.cli.main.app, ["plan", "llama-3.1-8b", *flags])
     assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
     assert problem in result.stderr
 
 
-def test_a_directory_a_file_and_a_name_are_models(tmp_path: Path) -> None:
+def test_a_model_is_a_directory_a_file_or_a_name(tmp_path: Path) -> None:
     embedded = read_model_shape(EMBEDDED)
     assert embedded == read_model_shape(EMBEDDED / "config.json")
     assert (embedded.name, embedded.num_layers, embedded.head_dim, embedded.tie_word_embeddings) == (
@@ -100,8 +100,8 @@ def test_a_directory_a_file_and_a_name_are_models(tmp_path: Path) -> None:
     assert json.loads(result.stdout)["model"]["num_parameters"] == 596_049_920
 
 
-def test_silent_configs_mean_what_their_classes_do() -> None:
-    """Qwen3's classes have heads of 128 where config.json says nothing; Llama's divide the hidden size."""
+def test_absent_fields_have_the_defaults_of_the_architecture() -> None:
+    """Without head_dim in config.json, Qwen3 has heads of 128, and Llama divides the hidden size."""
     from planning.config_file import parse_model_shape
 
     silent = {key: value for key, value in QWEN_3_0_6B.items() if key != "head_dim"}
@@ -112,8 +112,8 @@ def test_silent_configs_mean_what_their_classes_do() -> None:
     assert parse_model_shape(by_type, "").qk_norm
 
 
-def test_the_embedded_checkpoint_has_as_many_numbers_as_are_counted() -> None:
-    """Its file is the proof: a header, and four bytes for each number."""
+def test_the_embedded_checkpoint_has_the_computed_number_of_parameters() -> None:
+    """The checkpoint file has a header and four bytes for each number."""
     with (EMBEDDED / "model.safetensors").open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         tensors = json.loads(file.read(length))

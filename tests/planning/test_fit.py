@@ -1,4 +1,4 @@
-"""A cost model from measured steps."""
+"""Fitting a cost model to measured steps."""
 
 import json
 from dataclasses import astuple
@@ -30,7 +30,7 @@ def drawn_load(random: Random) -> StepLoad:
     )
 
 
-def test_known_terms_are_found_again() -> None:
+def test_a_fit_recovers_known_coefficients() -> None:
     random = Random(1)
     loads = [drawn_load(random) for _ in range(200)]
     fit = fit_cost([(load, KNOWN.step_s(load)) for load in loads])
@@ -48,29 +48,29 @@ def test_noise_does_not_move_the_mean() -> None:
     assert fit.mean_error_ratio == pytest.approx(0.5, rel=0.05)
 
 
-def test_no_term_is_negative() -> None:
-    """Steps that get shorter with more decodes: decodes cost nothing then, rather than less than nothing."""
+def test_no_coefficient_is_negative() -> None:
+    """If steps get shorter with more decodes, the cost of a decode is 0 and not negative."""
     fit = fit_cost([(StepLoad(n, 10 * n, num_sampled=n), 2e-3 - 1e-5 * n) for n in range(1, 33)])
     assert min(astuple(fit.cost)) >= 0
     assert fit.cost.overhead_s == pytest.approx(2e-3 - 1e-5 * 16.5)
     assert (fit.cost.decode_s, fit.cost.decode_pair_s) == (0, 0)
 
 
-def test_a_run_counts_as_much_as_any_other_however_many_steps_it_has() -> None:
-    """Two runs at the same load, on a machine that was three times as fast in one of them."""
+def test_all_runs_have_the_same_weight() -> None:
+    """Two runs of different lengths have the same load; the machine was three times as fast in one of them."""
     load = StepLoad(4, 400, num_sampled=4)
     fit = fit_cost([(load, 1e-3)] * 1000, [(load, 3e-3)] * 10)
-    # of (s / 1 ms - 1)^2 + (s / 3 ms - 1)^2 the least is at s = 1.2 ms: errors are relative
+    # errors are relative: (s / 1 ms - 1)^2 + (s / 3 ms - 1)^2 has its minimum at s = 1.2 ms
     assert fit.cost.step_s(load) == pytest.approx(1.2e-3)
 
 
-def test_terms_that_no_step_has_are_left_out() -> None:
+def test_terms_that_occur_in_no_step_are_zero() -> None:
     fit = fit_cost([(StepLoad(n, n * m), 1e-3 + 1e-5 * n) for n in range(1, 9) for m in (1, 7)])
     assert fit.cost.prefill_token_s == 0
     assert fit.cost.decode_s == pytest.approx(1e-5)
 
 
-def test_too_few_steps() -> None:
+def test_too_few_steps_are_refused() -> None:
     with pytest.raises(PlanningError, match="5 steps are too few"):
         fit_cost([(StepLoad(1, 1), 1.0)] * 5)
 
@@ -79,12 +79,12 @@ def step(epoch: int, planned_s: float, received_s: float, num_decodes: int) -> M
     return MeasuredStep(epoch, planned_s, received_s, StepLoad(num_decodes, num_decodes))
 
 
-def test_a_step_takes_from_result_to_result() -> None:
+def test_a_step_lasts_from_result_to_result() -> None:
     steps = [
         step(1, 0.0, 1.0, 0),
         step(1, 0.1, 1.5, 1),  # planned long before the result it follows
-        step(1, 1.6, 2.5, 1),  # planned late: the wait for the plan is part of what a step takes
-        step(1, 4.0, 4.75, 0),  # nobody decoded on: the server had run dry until this was planned
+        step(1, 1.6, 2.5, 1),  # planned late: the wait for the plan is part of the step
+        step(1, 4.0, 4.75, 0),  # no sequence decoded on: the server was idle until this step was planned
         step(2, 9.0, 10.0, 1),  # another executor
     ]
     assert [step_s for _, step_s in timed(steps)] == [0.5, 1.0, 0.75]
@@ -114,7 +114,7 @@ def trace(step_id: int, planned_ns: int, received_ns: int) -> StepTrace:
 
 
 def test_a_saved_trace_is_read(tmp_path: Path) -> None:
-    """As bench saves it: one prompt of 20 tokens beside four decodes."""
+    """A trace in the format of bench, with a prompt of 20 tokens beside four decodes."""
     path = tmp_path / "steps.json"
     save_chrome_trace(path, [trace(9, 1_000_000, 3_000_000), trace(10, 2_000_000, 5_500_000)])
     first, second = read_steps(path)
@@ -127,7 +127,7 @@ def test_a_saved_trace_is_read(tmp_path: Path) -> None:
     "content",
     ["{", "[]", '{"traceEvents": []}', '{"traceEvents": [{"name": "step 1 send", "ph": "X", "args": {}}]}', "7"],
 )
-def test_what_is_no_trace(tmp_path: Path, content: str) -> None:
+def test_invalid_traces_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "steps.json"
     path.write_text(content)
     with pytest.raises(PlanningError, match=r"steps\.json"):
@@ -136,7 +136,7 @@ def test_what_is_no_trace(tmp_path: Path, content: str) -> None:
         read_steps(tmp_path / "none.json")
 
 
-def test_a_trace_of_another_program_is_none(tmp_path: Path) -> None:
+def test_a_trace_of_another_program_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     path.write_text(json.dumps({"traceEvents": [{"name": "something", "ph": "X", "ts": 1, "dur": 1}] * 3}))
     with pytest.raises(PlanningError, match="0 steps are too few"):

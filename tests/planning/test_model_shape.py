@@ -1,6 +1,6 @@
-"""Weights and KV of five published models, by hand: the numbers of their config.json, multiplied out.
+"""Weights and KV of five published models, computed by hand from the numbers of their config.json.
 
-Totals are those that the publishers' checkpoints have (the sum over their tensors, a tied head counted once).
+The totals are those of the publishers' checkpoints: the sum over their tensors, with a tied head counted once.
 """
 
 from typing import Any
@@ -85,20 +85,20 @@ def shape(config: dict[str, Any]) -> ModelShape:
     return parse_model_shape(config, "a model")
 
 
-def test_llama_2_7b() -> None:
+def test_sizes_of_llama_2_7b() -> None:
     model = shape(LLAMA_2_7B)
     table = 32_000 * 4_096  # 131,072,000: once for the embedding, once for the head
-    attention = 4 * 4_096 * 4_096  # queries, keys, values, output: as many heads of each
+    attention = 4 * 4_096 * 4_096  # queries, keys, values and output have the same number of heads
     mlp = 3 * 4_096 * 11_008
     norms = 2 * 4_096
     total = 2 * table + 32 * (attention + mlp + norms) + 4_096
     assert total == 6_738_415_616
     assert model.num_parameters == total
-    # keys and values, 32 layers, 32 heads of 4096 / 32 = 128 numbers of 2 bytes: half a MiB a token
+    # keys and values, 32 layers, 32 heads of 4096 / 32 = 128 numbers of 2 bytes: half a MiB per token
     assert 2 * model.num_device_kv_values() == 2 * 32 * 32 * 128 * 2 == 524_288
 
 
-def test_llama_3_1_8b() -> None:
+def test_sizes_of_llama_3_1_8b() -> None:
     model = shape(LLAMA_3_1_8B)
     table = 128_256 * 4_096
     query_and_output = 2 * 4_096 * 4_096
@@ -108,11 +108,11 @@ def test_llama_3_1_8b() -> None:
     assert total == 8_030_261_248
     assert model.num_parameters == total
     assert 2 * model.num_device_kv_values() == 2 * 32 * 8 * 128 * 2 == 131_072
-    # a step reads all but the embedding's table, in 2 bytes a number: 15.0 GB
+    # a step reads everything but the embedding table, 2 bytes per number: 15.0 GB
     assert 2 * model.num_read_parameters() == 2 * (total - table) == 15_009_857_536 - 8_192
 
 
-def test_llama_3_70b_on_eight_devices() -> None:
+def test_sizes_of_llama_3_70b_on_eight_devices() -> None:
     model = shape(LLAMA_3_70B)
     table = 128_256 * 8_192
     query_and_output = 2 * 8_192 * (64 * 128)
@@ -124,7 +124,7 @@ def test_llama_3_70b_on_eight_devices() -> None:
     # an eighth of every matrix and of the vocabulary (128,256 / 8 = 16,032); each norm on every device
     norms = 80 * 2 * 8_192 + 8_192
     assert model.num_device_parameters(8) == (total - norms) // 8 + norms == 8_820_367_360
-    # one of 8 kv heads: 40 KB a token and GPU, where a KB is 1,024 bytes
+    # one of 8 kv heads: 40 KB per token and GPU, where a KB is 1,024 bytes
     kv_bytes = 2 * 80 * 1 * 128 * 2
     assert kv_bytes == 40 * 1_024 == 40_960
     assert 2 * model.num_device_kv_values(8) == kv_bytes
@@ -145,7 +145,7 @@ def test_qwen_2_5_7b_has_biases_on_queries_keys_and_values() -> None:
     assert 2 * model.num_device_kv_values() == 2 * 28 * 4 * 128 * 2 == 57_344  # 56 KiB
 
 
-def test_qwen_3_0_6b_has_a_tied_head_norms_of_heads_and_heads_wider_than_its_hidden_size() -> None:
+def test_qwen_3_0_6b_has_a_tied_head_norms_of_heads_and_wide_heads() -> None:
     model = shape(QWEN_3_0_6B)
     table = 151_936 * 1_024
     query_and_output = 2 * 1_024 * (16 * 128)  # 2,048 wide: head_dim is not 1024 / 16
@@ -155,7 +155,7 @@ def test_qwen_3_0_6b_has_a_tied_head_norms_of_heads_and_heads_wider_than_its_hid
     total = table + 28 * (query_and_output + key_and_value + mlp + norms) + 1_024
     assert total == 596_049_920
     assert model.num_parameters == total
-    assert model.num_read_parameters() == total  # the table is the head too: every step reads it
+    assert model.num_read_parameters() == total  # the table is also the head, so every step reads it
     assert 2 * model.num_device_kv_values() == 2 * 28 * 8 * 128 * 2 == 114_688  # 112 KiB
 
 
@@ -169,17 +169,17 @@ def test_qwen_3_0_6b_has_a_tied_head_norms_of_heads_and_heads_wider_than_its_hid
         ("qwen3-0.6b", QWEN_3_0_6B),
     ],
 )
-def test_known_models_are_what_their_config_says(name: str, config: dict[str, Any]) -> None:
+def test_known_models_match_their_config(name: str, config: dict[str, Any]) -> None:
     assert KNOWN_MODELS[name] == parse_model_shape(config, name)
 
 
-def test_other_known_models_have_as_many_parameters_as_they_say() -> None:
+def test_known_models_have_the_published_number_of_parameters() -> None:
     assert KNOWN_MODELS["mistral-7b"].num_parameters == 7_241_732_096
     assert KNOWN_MODELS["qwen3-8b"].num_parameters == 8_190_735_360
     assert KNOWN_MODELS["llama-3.1-70b"].num_parameters == 70_553_706_496
 
 
-def test_biases_everywhere() -> None:
+def test_biases_are_counted() -> None:
     plain = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 8,
@@ -197,8 +197,8 @@ def test_biases_everywhere() -> None:
     assert biased.num_parameters - shape(plain).num_parameters == added
 
 
-def test_more_devices_than_kv_heads_hold_each_head_several_times() -> None:
-    """As vLLM does: 4 kv heads on 28 devices do not go, on 14 neither, on 2 and 4 and, copied, on more they do."""
+def test_kv_heads_are_replicated_on_more_devices() -> None:
+    """The rules are those of vLLM: 4 kv heads cannot be shared by 14 or 28 devices; with copies they can by 8."""
     model = shape(QWEN_2_5_7B | {"num_attention_heads": 32, "head_dim": 128, "intermediate_size": 16_384})
     assert [model.num_device_kv_heads(n) for n in (1, 2, 4, 8, 16)] == [4, 2, 1, 1, 1]
     assert model.num_device_kv_values(8) == model.num_device_kv_values(4)
@@ -208,19 +208,19 @@ def test_more_devices_than_kv_heads_hold_each_head_several_times() -> None:
 @pytest.mark.parametrize(
     ("size", "what"), [(3, "28 attention heads"), (28, "18944 MLP columns"), (14, "18944 MLP columns")]
 )
-def test_parts_that_are_not_equal_are_refused(size: int, what: str) -> None:
+def test_unequal_parts_are_refused(size: int, what: str) -> None:
     with pytest.raises(PlanningError, match=what):
         shape(QWEN_2_5_7B).check_tensor_parallel(size)
 
 
-def test_kv_heads_that_cannot_be_shared_out_are_refused() -> None:
+def test_kv_heads_that_cannot_be_divided_are_refused() -> None:
     model = shape(LLAMA_3_1_8B | {"num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 3072})
     model.check_tensor_parallel(2)
     with pytest.raises(PlanningError, match="4 devices cannot share 6 kv heads"):
         model.check_tensor_parallel(4)
 
 
-def test_a_vocabulary_that_cannot_be_shared_out_is_rounded_up() -> None:
+def test_the_share_of_a_vocabulary_is_rounded_up() -> None:
     model = shape(LLAMA_3_1_8B | {"vocab_size": 128_257})
     head = model.num_head_parameters(2)
     assert head == 64_129 * 4_096

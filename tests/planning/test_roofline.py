@@ -1,4 +1,4 @@
-"""What a step costs on a data sheet's device, by hand."""
+"""Step times of the roofline model, compared with figures computed by hand."""
 
 import pytest
 
@@ -19,7 +19,7 @@ MATRICES = 32 * (2 * 4_096 * 4_096 + 2 * 4_096 * 1_024 + 3 * 4_096 * 14_336)
 NORMS = 32 * 2 * 4_096 + 4_096
 
 
-def test_one_decode_reads_weights_and_its_context() -> None:
+def test_a_decode_reads_the_weights_and_its_context() -> None:
     cost = Roofline(LLAMA_8B, H100, efficiencies=PLAIN)
     weights_s = 2 * (MATRICES + NORMS + TABLE) / 3.35e12
     kv_s = 1_000 * 131_072 / 3.35e12
@@ -27,8 +27,8 @@ def test_one_decode_reads_weights_and_its_context() -> None:
     assert weights_s == pytest.approx(4.48e-3, rel=1e-3)
 
 
-def test_64_decodes_at_1024_tokens_on_what_copies_reach() -> None:
-    """15.0 GB of weights and 64 x 1,024 x 131,072 bytes of KV at 3.0 TB/s: 7.9 ms."""
+def test_64_decodes_at_1024_tokens_at_the_bandwidth_of_copies() -> None:
+    """Reading 15.0 GB of weights and 64 x 1,024 x 131,072 bytes of KV at 3.0 TB/s takes 7.9 ms."""
     reached = Efficiencies(
         bandwidth=3.0 / 3.35, attention=3.0 / 3.35, compute=1.0, prefill=1.0, link=1.0, overhead_s=0.0
     )
@@ -36,7 +36,7 @@ def test_64_decodes_at_1024_tokens_on_what_copies_reach() -> None:
     assert step_s == pytest.approx((15.01e9 + 8.59e9) / 3.0e12, rel=1e-3)
 
 
-def test_a_long_prompt_multiplies() -> None:
+def test_a_long_prompt_is_bound_by_arithmetic() -> None:
     cost = Roofline(LLAMA_8B, H100, efficiencies=PLAIN)
     num_pairs = 4_096 * 4_097 // 2
     products_s = 2 * 4_096 * MATRICES / 989e12
@@ -46,7 +46,7 @@ def test_a_long_prompt_multiplies() -> None:
     assert step_s == pytest.approx(products_s + head_s + attention_s)
 
 
-def test_eight_devices_take_an_eighth_and_talk() -> None:
+def test_eight_devices_share_the_work_and_add_all_reduces() -> None:
     model = KNOWN_MODELS["llama-3-70b"]
     latency = Efficiencies(
         bandwidth=1.0, attention=1.0, compute=1.0, prefill=1.0, link=0.5, overhead_s=1e-3, all_reduce_latency_s=5e-6
@@ -61,14 +61,14 @@ def test_eight_devices_take_an_eighth_and_talk() -> None:
     assert step_s == pytest.approx(1e-3 + read_s + kv_s + talk_s)
 
 
-def test_float32_has_its_own_compute_and_twice_the_bytes() -> None:
+def test_float32_has_its_own_rate_and_twice_the_bytes() -> None:
     cost = Roofline(LLAMA_8B, H100, dtype_bytes=4, efficiencies=PLAIN)
     assert cost.layers_token_s == pytest.approx(2 * MATRICES / 67e12)
     assert cost.decode_pair_s == pytest.approx(2 * 131_072 / 3.35e12)
 
 
 def test_steps_of_one_batch_are_an_arithmetic_series() -> None:
-    """What leaps rely on."""
+    """The leaps of the simulation rely on this."""
     cost = Roofline(LLAMA_8B, H100)
     steps_s = [cost.step_s(StepLoad(32, 10_000 + 32 * i, num_sampled=32)) for i in range(4)]
     growth = steps_s[1] - steps_s[0]
@@ -80,11 +80,11 @@ def test_steps_of_one_batch_are_an_arithmetic_series() -> None:
     ("text", "num_bytes"),
     [("80GB", 80 * 10**9), ("79.5GiB", int(79.5 * 2**30)), ("1000000", 10**6), ("512 MiB", 2**29), ("2TB", 2 * 10**12)],
 )
-def test_sizes(text: str, num_bytes: int) -> None:
+def test_sizes_are_parsed(text: str, num_bytes: int) -> None:
     assert parse_bytes(text) == num_bytes
 
 
 @pytest.mark.parametrize("text", ["", "GB", "80gigabytes", "-3GB", "1e9", "80iB", "80 B B"])
-def test_what_is_no_size(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(PlanningError, match="expected a size"):
         parse_bytes(text)

@@ -1,77 +1,27 @@
-"""The core on a virtual clock: by hand, against a hand-driven core, and against what queueing theory says."""
+"""The core on a virtual clock, compared with figures by hand and with a core in a plain loop."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, replace
 from math import inf
 from random import Random
 
 import pytest
 
-from planning.arrivals import Bursts, ClosedLoop, Diurnal, Poisson
-from planning.cost import CostModel
-from planning.fit import FittedCost
-from planning.lengths import SHAREGPT, FixedLengths, Lengths
-from planning.records import Records
+from planning.arrivals import Bursts, ClosedLoop, Poisson
+from planning.lengths import SHAREGPT, FixedLengths
 from planning.server import Server
-from planning.simulation import Horizon, JobSource, Simulation
-from planning.summary import Summary, summarize, timeline
-from planning.workload import Job, ListedJobs, Source, Tenant
+from planning.simulation import Horizon
+from planning.summary import timeline
+from planning.workload import Job, Tenant
 from scheduler.core import BATCHING, FCFS, MEMORY, PRIORITY, Limits, Request, Scheduler, SequenceParams, StepResult
-from scheduler.core.step_load import StepLoad
 from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
-
-COST = FittedCost(
-    overhead_s=5e-3,
-    decode_s=1e-5,
-    decode_pair_s=4e-8,
-    prefill_s=1e-4,
-    prefill_token_s=2e-5,
-    prefill_pair_s=1e-10,
-)
-SERVER = Server(Limits(64, 2048, 4096), num_blocks=4000)
-SMALL = Lengths("short", 40.0, 30.0, 0.7, 200)
-
-
-@dataclass(frozen=True, slots=True)
-class Steady:
-    """Every step takes as long."""
-
-    duration_s: float
-
-    def step_s(self, load: StepLoad) -> float:
-        return self.duration_s
-
-
-def run(
-    jobs: Sequence[Job],
-    cost: CostModel = COST,
-    server: Server = SERVER,
-    clients: ClosedLoop | None = None,
-    **options: bool,
-) -> Records:
-    source: JobSource = ListedJobs(jobs, clients)
-    return Simulation(server, [source], cost, Horizon(num_requests=len(jobs)), **options).run()
-
-
-def draw(
-    tenants: Sequence[Tenant], horizon: Horizon, server: Server = SERVER, seed: int = 3, **options: bool
-) -> Records:
-    max_model_len = server.limits.max_model_len
-    sources = [Source(i, tenant, max_model_len, seed) for i, tenant in enumerate(tenants)]
-    shares = any(tenant.num_system_tokens for tenant in tenants)
-    return Simulation(server, sources, COST, horizon, has_shared_prefixes=shares, **options).run()
-
-
-def summary(records: Records, server: Server = SERVER, names: Sequence[str] = ("requests",)) -> Summary:
-    return summarize(records, names, server.num_blocks - 1, wall_s=1.0)
-
+from tests.support.planning.simulations import SERVER, SMALL, Steady, draw, run, summary
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
-def test_one_client_waits_for_the_sum_of_its_steps() -> None:
-    """A prompt of 10 and 4 tokens: one prefill, and decodes whose contexts are 11, 12 and 13."""
+def test_a_request_takes_the_sum_of_its_steps() -> None:
+    """A prompt of 10 and an output of 4 tokens take one prefill and decodes with contexts of 11, 12 and 13."""
     records = run([Job(0.0, 0, 10, 4)] * 3, clients=ClosedLoop(1, turnaround_s=0.25))
     prefill_s = 5e-3 + 1e-4 + 10 * 2e-5 + 55 * 1e-10
     decodes_s = [5e-3 + 1e-5 + context * 4e-8 for context in (11, 12, 13)]
@@ -86,38 +36,43 @@ def test_one_client_waits_for_the_sum_of_its_steps() -> None:
     assert (times.num_prompt_tokens, times.num_output_tokens) == (30, 12)
 
 
-def test_who_comes_while_a_plan_is_held_back_is_in_it() -> None:
-    """Steps of a second each. Request 1 is planned at 0 (prefill, done at 1), its decode is held back until 0.75;
-    request 2 comes at 0.5, is planned with it, and its first step is done at 2."""
+def test_a_request_that_arrives_while_a_plan_is_delayed_joins_it() -> None:
+    """All steps take a second.
+
+    Request 1 is planned at 0 (its prefill is done at 1), and its decode is delayed until 0.75. Request 2 arrives at 0.5
+    and is planned with that decode; its first step is done at 2.
+    """
     records = run([Job(0.0, 0, 4, 10), Job(0.5, 0, 4, 10)], Steady(1.0))
     assert list(records.requests.planned_s) == [0.0, 0.5]
     assert list(records.requests.first_token_s) == [1.0, 2.0]
     assert list(records.requests.end_s) == [10.0, 11.0]
 
 
-def test_who_comes_while_two_plans_are_out_is_in_the_third() -> None:
-    """Request 1's decode was planned at 0.75, and is done at 2; request 2 comes at 0.8, is planned with the result at
-    1, and its step is done at 3."""
+def test_a_request_that_arrives_with_two_plans_in_flight_joins_the_third() -> None:
+    """Request 1's decode is planned at 0.75 and done at 2.
+
+    Request 2 arrives at 0.8, is planned at 1 when the next result comes, and its step is done at 3.
+    """
     records = run([Job(0.0, 0, 4, 10), Job(0.8, 0, 4, 10)], Steady(1.0))
     assert list(records.requests.planned_s) == [0.0, 1.0]
     assert list(records.requests.first_token_s) == [1.0, 3.0]
     assert list(records.requests.end_s) == [10.0, 12.0]
 
 
-def test_in_short_steps_no_plan_is_held_back() -> None:
-    """Steps of a hundredth of a second: request 1's decode is planned at 0, and request 2 is in the third."""
+def test_plans_of_short_steps_are_not_delayed() -> None:
+    """With steps of 10 ms, request 1's decode is planned at 0, and request 2 joins the third step."""
     records = run([Job(0.0, 0, 4, 10), Job(0.005, 0, 4, 10)], Steady(0.01))
     assert list(records.requests.planned_s) == [0.0, 0.01]
 
 
-def test_with_one_plan_out_a_request_is_in_the_next_step() -> None:
+def test_with_max_in_flight_1_a_request_joins_the_next_step() -> None:
     server = replace(SERVER, limits=replace(SERVER.limits, max_in_flight=1))
     records = run([Job(0.0, 0, 4, 10), Job(0.5, 0, 4, 10)], Steady(1.0), server)
     assert list(records.requests.first_token_s) == [1.0, 2.0]
 
 
-def test_steps_that_are_taken_together_take_as_long() -> None:
-    """100 decodes of one sequence, in one leap: an arithmetic series."""
+def test_a_leap_takes_the_time_of_its_steps() -> None:
+    """The decodes of one sequence are simulated in one leap; their times form an arithmetic series."""
     records = run([Job(0.0, 0, 100, 100)])
     steps_s = [5e-3 + 1e-4 + 100 * 2e-5 + 5050 * 1e-10] + [5e-3 + 1e-5 + n * 4e-8 for n in range(101, 200)]
     assert records.virtual_s == pytest.approx(sum(steps_s))
@@ -126,16 +81,21 @@ def test_steps_that_are_taken_together_take_as_long() -> None:
     assert records.num_leaps < 4
 
 
-def test_what_cannot_be_served_is_refused_and_the_client_goes_on() -> None:
+def test_a_client_continues_after_a_refused_request() -> None:
     records = run([Job(0.0, 0, 4000, 200), Job(0.0, 0, 10, 2)], clients=ClosedLoop(1))
     assert (records.num_too_long, records.num_ended) == (1, 1)
 
 
-# --- the same decisions as a core that is driven by hand --------------------------------------------------------------
+# --- the same decisions as a core in a plain loop ---------------------------------------------------------------------
 
 
-def by_hand(jobs: Sequence[Job], server: Server, duration_s: float) -> tuple[list[tuple[int, float, float]], Scheduler]:
-    """Request, time of the first token, time of the end: a plain loop over a clock, one step at a time."""
+def run_plain_loop(
+    jobs: Sequence[Job], server: Server, duration_s: float
+) -> tuple[list[tuple[int, float, float]], Scheduler]:
+    """Runs the jobs in a plain loop over a clock, one step at a time.
+
+    Returns (request, time of the first token, time of the end) of each request, and the core.
+    """
     core = server.scheduler(has_shared_prefixes=False)
     now_s, free_s, todo = 0.0, 0.0, list(enumerate(jobs, start=1))
     seen = Arrivals()
@@ -173,12 +133,12 @@ def by_hand(jobs: Sequence[Job], server: Server, duration_s: float) -> tuple[lis
 
 @pytest.mark.parametrize("policy", [FCFS, PRIORITY])
 @pytest.mark.parametrize("num_blocks", [1000, 14])
-def test_ten_requests_are_decided_as_by_a_core_that_is_driven_by_hand(policy, num_blocks) -> None:  # type: ignore[no-untyped-def]
+def test_decisions_equal_those_of_a_core_in_a_plain_loop(policy, num_blocks) -> None:  # type: ignore[no-untyped-def]
     random = Random(11)
     jobs = [Job(0.7 * i, 0, random.randint(1, 40), random.randint(1, 60), 0, random.randint(0, 1)) for i in range(10)]
     limits = Limits(4, 24, 128)
     server = Server(limits, num_blocks=num_blocks, block_size=8, policy=policy)
-    ended, core = by_hand(jobs, server, 0.125)
+    ended, core = run_plain_loop(jobs, server, 0.125)
     records = run(jobs, Steady(0.125), server)
     order = {job.arrival_s: i for i, job in enumerate(jobs, start=1)}
     requests = records.requests
@@ -194,8 +154,10 @@ def test_ten_requests_are_decided_as_by_a_core_that_is_driven_by_hand(policy, nu
 @pytest.mark.parametrize("num_blocks", [4000, 300, 90])
 @pytest.mark.parametrize("arrivals", [Poisson(8.0), ClosedLoop(40, 0.1), Bursts(10.0, 6.0)])
 @pytest.mark.parametrize("num_system_tokens", [0, 70])
-def test_leaps_change_nothing(arrivals: Poisson | ClosedLoop | Bursts, num_blocks: int, num_system_tokens: int) -> None:
-    """Also under memory pressure, and with prefixes: times, counters and integrals are those of single steps."""
+def test_leaps_do_not_change_the_result(
+    arrivals: Poisson | ClosedLoop | Bursts, num_blocks: int, num_system_tokens: int
+) -> None:
+    """Times, counters and integrals equal those of single steps, also under memory pressure and with prefixes."""
     server = Server(Limits(16, 512, 2048), num_blocks=num_blocks)
     tenant = Tenant("requests", arrivals, SMALL, num_system_tokens=num_system_tokens, system_share=0.7)
     leaping, stepping = (draw([tenant], Horizon(num_requests=80), server, leaps=leaps) for leaps in (True, False))
@@ -208,10 +170,10 @@ def test_leaps_change_nothing(arrivals: Poisson | ClosedLoop | Bursts, num_block
         assert getattr(leaping, field) == pytest.approx(getattr(stepping, field))
 
 
-# --- what must hold of every run --------------------------------------------------------------------------------------
+# --- properties of every run ------------------------------------------------------------------------------------------
 
 
-def test_one_seed_is_one_run_and_another_seed_another() -> None:
+def test_a_seed_determines_a_run() -> None:
     tenants = [Tenant("requests", Poisson(6.0), SHAREGPT)]
     first, again, other = (draw(tenants, Horizon(num_requests=60), seed=seed) for seed in (5, 5, 6))
     assert summary(first) == summary(again)
@@ -220,7 +182,7 @@ def test_one_seed_is_one_run_and_another_seed_another() -> None:
 
 
 @pytest.mark.parametrize("num_blocks", [4000, 150])
-def test_tokens_out_are_tokens_asked_for(num_blocks: int) -> None:
+def test_every_request_gets_its_number_of_tokens(num_blocks: int) -> None:
     random = Random(4)
     jobs = [Job(0.02 * i, 0, random.randint(1, 300), random.randint(1, 200)) for i in range(100)]
     records = run(jobs, server=Server(Limits(16, 256, 1024), num_blocks=num_blocks))
@@ -232,8 +194,8 @@ def test_tokens_out_are_tokens_asked_for(num_blocks: int) -> None:
     assert (records.counters.num_preemptions > 0) == (num_blocks == 150)
 
 
-def test_the_prefix_cache_decides_nothing_where_nobody_shares() -> None:
-    """Why it can be left out then."""
+def test_the_prefix_cache_has_no_effect_without_shared_prefixes() -> None:
+    """The simulation may therefore leave it out."""
     tenants = [Tenant("requests", Poisson(8.0), SMALL)]
     without, cached = (
         draw(tenants, Horizon(num_requests=60), replace(SERVER, enable_prefix_caching=caches, num_blocks=200))
@@ -262,7 +224,7 @@ def test_a_system_prompt_is_computed_once() -> None:
     assert cached_times.mean < times.mean
 
 
-def test_tenants_have_their_own_lines_and_priorities() -> None:
+def test_tenants_have_their_own_summaries_and_priorities() -> None:
     batch = Tenant("batch", ClosedLoop(30), FixedLengths(100, 100), priority=1)
     chat = Tenant("chat", Poisson(2.0), FixedLengths(20, 20), priority=0)
     names = [batch.name, chat.name]
@@ -278,14 +240,14 @@ def test_tenants_have_their_own_lines_and_priorities() -> None:
     assert waits["priority"] < waits["fcfs"] / 3
 
 
-def test_a_dynamic_batch_is_formed_in_time() -> None:
-    """50 ms after the first of its requests came, though nothing else happens then."""
+def test_a_dynamic_batch_starts_when_its_timeout_ends() -> None:
+    """The batch starts 50 ms after its first request arrived, although there is no other event then."""
     server = replace(SERVER, batching=BATCHING["dynamic"])
     records = run([Job(1.0, 0, 10, 5), Job(1.02, 0, 10, 5), Job(1.06, 0, 10, 5)], Steady(0.01), server)
     assert list(records.requests.planned_s) == pytest.approx([1.05, 1.05, 1.11])
 
 
-def test_modes_serve_the_same_and_cost_what_they_cost() -> None:
+def test_baseline_modes_give_the_same_output_and_are_slower() -> None:
     tenants = [Tenant("requests", ClosedLoop(16), SMALL)]
     found = {}
     for batching, memory in (("continuous", "paged"), ("static", "paged"), ("continuous", "contiguous")):
@@ -298,64 +260,3 @@ def test_modes_serve_the_same_and_cost_what_they_cost() -> None:
     assert static.output_tokens_per_s < 0.8 * continuous.output_tokens_per_s
     assert contiguous.max_batch == 199 // (512 // 16) == 6
     assert contiguous.waste_ratio > 0.5 > 0.2 > continuous.waste_ratio
-
-
-# --- what theory says -------------------------------------------------------------------------------------------------
-
-
-def test_littles_law() -> None:
-    """Mean number in the queue and in service = rate x mean time there, over a long Poisson run. The times are of
-    single requests, the numbers are integrals over the clock: they are kept apart."""
-    server = Server(Limits(6, 512, 2048, max_in_flight=1), num_blocks=1000)
-    records = draw([Tenant("requests", Poisson(30.0), SMALL)], Horizon(num_requests=2000), server)
-    result = summary(records, server)
-    requests = records.requests
-    queue_s = sum(p - a for p, a in zip(requests.planned_s, requests.arrival_s, strict=True)) / records.num_ended
-    run_s = sum(e - p for e, p in zip(requests.end_s, requests.planned_s, strict=True)) / records.num_ended
-    assert result.mean_waiting > 1
-    assert result.mean_waiting == pytest.approx(result.requests_per_s * queue_s, rel=0.02)
-    # one plan at a time: what is planned begins at once, and from then on a sequence is in every step
-    assert result.mean_batch * result.busy_ratio == pytest.approx(result.requests_per_s * run_s, rel=0.02)
-
-
-def test_a_server_of_one_is_the_m_d_1_queue() -> None:
-    """One slot, one plan at a time, requests of one length: a queue with Poisson arrivals and a constant service time
-    S, whose mean wait is rho S / 2 (1 - rho) (Pollaczek and Khinchine)."""
-    server = Server(Limits(1, 64, 64, max_in_flight=1), num_blocks=20)
-    service_s, load = 10 * 0.01, 0.7
-    tenant = Tenant("requests", Poisson(load / service_s), FixedLengths(5, 10))
-    source = Source(0, tenant, 64, seed=2)
-    records = Simulation(server, [source], Steady(0.01), Horizon(num_requests=8_000)).run()
-    requests = records.requests
-    wait_s = sum(p - a for p, a in zip(requests.planned_s, requests.arrival_s, strict=True)) / records.num_ended
-    assert wait_s == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.1)
-    assert summary(records, server).busy_ratio == pytest.approx(load, rel=0.03)
-
-
-# --- arrivals ---------------------------------------------------------------------------------------------------------
-
-
-def gaps(arrivals: Poisson | Bursts | Diurnal, number: int) -> list[float]:
-    times = arrivals.times_s(Random(9))
-    found = [next(times) for _ in range(number + 1)]
-    return [later - earlier for earlier, later in pairwise(found)]
-
-
-@pytest.mark.parametrize(
-    ("arrivals", "variation"), [(Poisson(5.0), 1.0), (Bursts(5.0, 4.0), 4.0), (Bursts(5.0, 0.1), 0.1)]
-)
-def test_gaps_have_the_mean_and_the_variation_that_were_asked_for(arrivals: Poisson | Bursts, variation: float) -> None:
-    found = gaps(arrivals, 40_000)
-    mean = sum(found) / len(found)
-    assert mean == pytest.approx(0.2, rel=0.03)
-    assert sum((gap - mean) ** 2 for gap in found) / len(found) / mean**2 == pytest.approx(variation, rel=0.08)
-
-
-def test_a_day_is_quiet_at_its_ends_and_busy_at_noon() -> None:
-    times = Diurnal(0.5, 0.8).times_s(Random(1))
-    by_hour = [0] * 24
-    while (now_s := next(times)) < 86_400:
-        by_hour[int(now_s // 3600)] += 1
-    assert sum(by_hour) == pytest.approx(0.5 * 86_400, rel=0.03)
-    assert by_hour[12] == pytest.approx(0.5 * 1.8 * 3600, rel=0.1)
-    assert by_hour[0] == pytest.approx(0.5 * 0.2 * 3600, rel=0.2)

@@ -1,4 +1,4 @@
-"""Attention of `kernels.cpu` against the reference, and the promises about bits that the reference does not make."""
+"""Attention of `kernels.cpu`, compared with the reference; and its guarantees about equal bits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Around the borders of blocks (8, 16, 32), of vectors of scores (16) and of chunks (256); 0 is a padding row.
+# Lengths around the borders of blocks (8, 16, 32), of vectors of scores (16) and of chunks (256); 0 is a padding row.
 CONTEXTS = (1, 0, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 175, 255, 256, 257, 300, 511, 512, 513, 600)
 
 GRID = pairwise(
@@ -38,28 +38,28 @@ def name(case: dict[str, Any]) -> str:
     return "-".join(str(value).removeprefix("torch.") for value in case.values())
 
 
-def decoded(home: Kernels, query: torch.Tensor, pool: Paged, scale: float, window: int = 0) -> torch.Tensor:
+def decoded(kernels: Kernels, query: torch.Tensor, pool: Paged, scale: float, window: int = 0) -> torch.Tensor:
     out = poisoned(*query.shape, dtype=query.dtype)
-    home.attention_decode(query, pool.kv, pool.block_tables, pool.context_lens, out, scale, window)
+    kernels.attention_decode(query, pool.kv, pool.block_tables, pool.context_lens, out, scale, window)
     return out
 
 
 def prefilled(
-    home: Kernels, query: torch.Tensor, pool: Paged, num_queries: list[int], scale: float, window: int = 0
+    kernels: Kernels, query: torch.Tensor, pool: Paged, num_queries: list[int], scale: float, window: int = 0
 ) -> torch.Tensor:
     starts = torch.tensor([0, *num_queries]).cumsum(0).int()
     out = poisoned(*query.shape, dtype=query.dtype)
-    home.attention_prefill(query, pool.kv, pool.block_tables, starts, pool.context_lens, out, scale, window)
+    kernels.attention_prefill(query, pool.kv, pool.block_tables, starts, pool.context_lens, out, scale, window)
     return out
 
 
 @pytest.mark.parametrize("case", GRID, ids=name)
-def test_equals_the_reference(case: dict[str, Any]) -> None:
+def test_attention_equals_the_reference(case: dict[str, Any]) -> None:
     head_dim, group, block_size, dtype, window, num_kv_heads, threads = case.values()
     pool = paged(CONTEXTS, num_kv_heads=num_kv_heads, block_size=block_size, head_dim=head_dim, dtype=dtype)
     scale = head_dim**-0.5
     num_heads = num_kv_heads * group
-    # One token, a few, half of the prompt or all of it; two rows of padding at the end, which stay as they are.
+    # Queries are one token, a few, half of the prompt or all of it; two padding rows at the end must not change.
     wanted = [1, 1000, 3, 20]
     num_queries = [min(wanted[s % 4], context) for s, context in enumerate(CONTEXTS)]
     one_each = torch.randn(len(CONTEXTS), num_heads, head_dim).to(dtype)
@@ -83,7 +83,7 @@ def test_long_contexts(window: int) -> None:
     query = torch.randn(len(contexts), 4, 64)
     expected = decoded(reference, query, pool, 0.125, window)
     torch.set_num_threads(2)
-    for _ in range(2):  # what the first call leaves behind must not disturb the second
+    for _ in range(2):  # the state that the first call leaves must not affect the second
         assert_close(decoded(cpu, query, pool, 0.125, window), expected)
     torch.set_num_threads(1)
     num_queries = [300, 3, 1, 70, 1]
@@ -94,7 +94,7 @@ def test_long_contexts(window: int) -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "block_size", "group"), [(8, 1, 1), (16, 2, 3), (20, 12, 5), (64, 24, 7)])
-def test_odd_shapes(head_dim: int, block_size: int, group: int) -> None:
+def test_unusual_shapes(head_dim: int, block_size: int, group: int) -> None:
     contexts = [1, 5, 12, 13, 100, 263]
     pool = paged(contexts, num_kv_heads=2, block_size=block_size, head_dim=head_dim)
     query = torch.randn(len(contexts), 2 * group, head_dim)
@@ -106,7 +106,7 @@ def test_odd_shapes(head_dim: int, block_size: int, group: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reads_queries_inside_a_fused_projection(dtype: torch.dtype) -> None:
+def test_queries_can_be_views_of_a_fused_projection(dtype: torch.dtype) -> None:
     pool = paged([40, 9], num_kv_heads=2, block_size=16, head_dim=64, dtype=dtype)
     fused = torch.randn(2, 8, 64).to(dtype)
     query = fused[:, :4]
@@ -117,7 +117,7 @@ def test_reads_queries_inside_a_fused_projection(dtype: torch.dtype) -> None:
     assert wide_out[:, [0, 5]].isnan().all()
 
 
-def test_a_layer_of_a_pool_is_read_where_it_lies() -> None:
+def test_a_layer_of_a_pool_is_read_in_place() -> None:
     pool = paged([100, 33], num_kv_heads=2, block_size=16, head_dim=64)
     layers = torch.full((3, *pool.kv.shape), torch.nan)
     layers[1] = pool.kv
@@ -145,13 +145,13 @@ def test_many_small_weights_add_up() -> None:
     first = pool.kv[int(pool.block_tables[0, 0]), :, 0, 0]
     pool.kv[:, 0] = 0
     pool.kv[:, 1] = 1
-    first[0, 0], first[1] = 14.5, 0  # of all weight all but 0.2 % is on the first token, whose value is 0
+    first[0, 0], first[1] = 14.5, 0  # all but 0.2 % of the weight is on the first token, whose value is 0
     query = torch.eye(64)[:1].unsqueeze(0)
     expected = torch.full((1, 1, 64), 1 / (1 + math.exp(14.5) / 3999))
     torch.testing.assert_close(decoded(cpu, query, pool, 1.0), expected, rtol=1e-5, atol=0)
 
 
-def test_a_broken_key_breaks_its_own_sequence_only() -> None:
+def test_a_nan_key_affects_only_its_own_sequence() -> None:
     pool = paged([300, 300], num_kv_heads=1, block_size=16, head_dim=64)
     query = torch.randn(2, 2, 64)
     sound = decoded(cpu, query, pool, 0.125)
@@ -161,7 +161,7 @@ def test_a_broken_key_breaks_its_own_sequence_only() -> None:
     assert torch.equal(broken[1], sound[1])
 
 
-def test_a_broken_query_breaks_its_own_row_only() -> None:
+def test_a_nan_query_affects_only_its_own_row() -> None:
     pool = paged([300, 20, 300, 600], num_kv_heads=1, block_size=16, head_dim=64)
     query = torch.randn(4, 2, 64)
     sound = decoded(cpu, query, pool, 0.125)
@@ -172,7 +172,7 @@ def test_a_broken_query_breaks_its_own_row_only() -> None:
     assert torch.equal(broken[~expected], sound[~expected])
 
 
-def test_nothing_to_do() -> None:
+def test_empty_inputs_are_accepted() -> None:
     pool = paged([], num_kv_heads=2, block_size=16, head_dim=64)
     none = torch.empty(0, 4, 64)
     assert decoded(cpu, none, pool, 1.0).shape == none.shape
@@ -200,7 +200,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, window
     [(64, 2, 16, 0), (80, 3, 8, 70), (128, 8, 32, 300), (64, 1, 16, 0)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_prompt_has_the_same_bits_however_it_is_cut(
+def test_a_prompt_has_the_same_bits_in_any_split(
     head_dim: int, group: int, block_size: int, window: int, dtype: torch.dtype
 ) -> None:
     length = 530
@@ -219,7 +219,7 @@ def test_a_prompt_has_the_same_bits_however_it_is_cut(
         assert torch.equal(last, whole[stop - 1 : stop])
 
 
-def test_callers_on_several_threads_do_not_meet() -> None:
+def test_callers_on_several_threads_do_not_interfere() -> None:
     pools = [paged([1500, 40 + i], num_kv_heads=2, block_size=16, head_dim=64) for i in range(3)]
     queries = [torch.randn(2, 4, 64) for _ in pools]
     expected = [decoded(cpu, query, pool, 0.125) for query, pool in zip(queries, pools, strict=True)]
@@ -249,7 +249,7 @@ def test_callers_on_several_threads_do_not_meet() -> None:
         lambda p, q, o: (q.double(), p.kv.double(), p.block_tables, p.context_lens, o.double()),
     ],
 )
-def test_layouts_that_cannot_be_read_are_refused(spoil: Callable[..., tuple[Any, ...]]) -> None:
+def test_unsupported_layouts_are_refused(spoil: Callable[..., tuple[Any, ...]]) -> None:
     pool = paged([20], num_kv_heads=2, block_size=64, head_dim=64)
     query, out = torch.randn(1, 64, 64), poisoned(1, 64, 64)
     with pytest.raises((TypeError, ValueError)):

@@ -1,4 +1,4 @@
-"""Norms, activation, rotation and copies of `kernels.cpu` against the reference."""
+"""Norms, activation, rotation and copies of `kernels.cpu`, compared with the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (3, 512), (70, 1000), (33, 7), (0, 64), (64,), (2, 3, 5, 16)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_norms(shape: tuple[int, ...], dtype: torch.dtype, threads: int) -> None:
+def test_norms_equal_the_reference(shape: tuple[int, ...], dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     x, residual = (torch.randn(2, *shape) * 3).to(dtype).unbind()
     weight = torch.randn(shape[-1]).to(dtype)
@@ -50,13 +50,13 @@ def test_norm_of_heads_inside_a_fused_projection(dtype: torch.dtype) -> None:
     assert torch.equal(residual[:, :3], outside)
 
 
-def test_norm_refuses_rows_it_cannot_walk() -> None:
+def test_norms_refuse_unsupported_layouts() -> None:
     with pytest.raises(ValueError, match="strides"):
         cpu.rms_norm(torch.randn(8, 4).t(), torch.randn(8), 1e-5)
 
 
 @pytest.mark.parametrize("row", [0, 41, 69])
-def test_a_norm_does_not_depend_on_its_neighbours(row: int) -> None:
+def test_a_norm_does_not_depend_on_other_rows(row: int) -> None:
     x, weight = torch.randn(70, 1000), torch.randn(1000)
     assert torch.equal(cpu.rms_norm(x, weight, 1e-5)[row], cpu.rms_norm(x[row : row + 1], weight, 1e-5)[0])
 
@@ -64,7 +64,7 @@ def test_a_norm_does_not_depend_on_its_neighbours(row: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "width"), [(1, 16), (5, 1408), (200, 333), (70, 1000), (0, 16)])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_activation(num_rows: int, width: int, dtype: torch.dtype, threads: int) -> None:
+def test_activation_equals_the_reference(num_rows: int, width: int, dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     gate_up = (torch.randn(num_rows, 2 * width) * 6).to(dtype)
     assert_close(cpu.silu_multiply(gate_up), reference.silu_multiply(gate_up), roundings=2)
@@ -94,7 +94,7 @@ ROTATIONS = pairwise(
 
 
 @pytest.mark.parametrize("case", ROTATIONS, ids=lambda case: "-".join(map(str, case.values())))
-def test_rotate_and_store(case: dict[str, Any]) -> None:
+def test_rotate_and_store_equals_the_reference(case: dict[str, Any]) -> None:
     head_dim, (num_heads, num_kv_heads), block_size, dtype, num_tokens, threads = case.values()
     torch.set_num_threads(threads)
     total = num_heads + 2 * num_kv_heads
@@ -105,10 +105,10 @@ def test_rotate_and_store(case: dict[str, Any]) -> None:
     slots = torch.randperm((num_blocks - 1) * block_size)[:num_tokens] + block_size
     pools = [torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), torch.nan).to(dtype) for _ in "ab"]
     projections = [fused.clone(), fused.clone()]
-    for home, pool, projection in zip((cpu, reference), pools, projections, strict=True):
+    for kernels, pool, projection in zip((cpu, reference), pools, projections, strict=True):
         heads = projection.view(num_tokens, total, head_dim)
         query, key, value = heads.tensor_split((num_heads, num_heads + num_kv_heads), dim=1)
-        home.rotate_and_store(query, key, value, angles.cos(), angles.sin(), positions, pool, slots)
+        kernels.rotate_and_store(query, key, value, angles.cos(), angles.sin(), positions, pool, slots)
     assert_close(projections[0], projections[1])
     assert_close(pools[0], pools[1])
     key_and_value = slice(num_heads * head_dim, None)
@@ -130,7 +130,7 @@ def test_padding_rows_share_the_null_block() -> None:
     assert int(kv[2].ne(0).any(dim=-1).sum()) == 4  # two heads of a key and of a value
 
 
-def test_ids_must_lie_side_by_side() -> None:
+def test_block_ids_must_be_contiguous() -> None:
     pool = torch.zeros(1, 4, 2, 1, 4, 8)
     sources, destinations = torch.tensor([[1, 2], [1, 3]]).unbind(dim=1)
     with pytest.raises(ValueError, match="contiguous"):
@@ -142,7 +142,7 @@ def test_ids_must_lie_side_by_side() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("copies", [[], [(1, 2)], [(1, 2), (1, 3), (4, 6), (7, 5)]])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_copy_blocks(copies: list[tuple[int, int]], dtype: torch.dtype, threads: int) -> None:
+def test_copy_blocks_equals_the_reference(copies: list[tuple[int, int]], dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)
     pool = torch.randn(5, 8, 2, 2, 16, 64).to(dtype)
     expected = pool.clone()

@@ -1,4 +1,4 @@
-"""Linear layers of every home that runs on the CPU."""
+"""Linear layers of every implementation that runs on the CPU."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from kernels.cpu.panels import MAX_ROWS, PANEL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-HOMES = {"cpu": cpu, "reference": reference}
+IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 def exact(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor] | None) -> torch.Tensor:
-    """In float64, rounded once."""
+    """Returns the result computed in float64 and rounded once."""
     y = torch.cat([x.double() @ weight.double().T for weight in weights], dim=1)
     return (y + torch.cat(biases).double() if biases else y).to(x.dtype)
 
 
-@pytest.mark.parametrize("home", HOMES.values(), ids=HOMES)
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 5, MAX_ROWS, MAX_ROWS + 1, 50, 100])
 @pytest.mark.parametrize("out_sizes", [(3,), (PANEL,), (PANEL + 1, 5), (2 * PANEL, PANEL // 2, PANEL // 2), (33, 200)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_products(home, dtype, num_rows, out_sizes, has_bias) -> None:
+def test_products_equal_the_exact_result(kernels, dtype, num_rows, out_sizes, has_bias) -> None:
     weights = [torch.randn(size, 48).to(dtype) for size in out_sizes]
     biases = [torch.randn(size).to(dtype) for size in out_sizes] if has_bias else None
     x = torch.randn(num_rows, 48).to(dtype)
-    layer = home.pack_linear(weights, biases)
+    layer = kernels.pack_linear(weights, biases)
     expected = exact(x, weights, biases)
     torch.testing.assert_close(layer(x), expected, atol=TOLERANCE[dtype] * 7, rtol=TOLERANCE[dtype])
 
 
-def test_memory_is_what_the_weights_take() -> None:
+def test_num_bytes_is_the_size_of_the_weights() -> None:
     weight, bias = torch.randn(2 * PANEL, 48), torch.randn(2 * PANEL)
-    for home in HOMES.values():
-        assert home.pack_linear([weight], [bias]).num_bytes == weight.nbytes + bias.nbytes
+    for kernels in IMPLEMENTATIONS.values():
+        assert kernels.pack_linear([weight], [bias]).num_bytes == weight.nbytes + bias.nbytes
 
 
 @pytest.fixture
 def no_bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a processor that does not multiply bfloat16 itself."""
+    """Simulates a processor without bfloat16 multiplication."""
     linear.linear_kernel.cache_clear()
     monkeypatch.setattr(linear, "HAS_BFLOAT16_DOTS", False)
     yield
@@ -56,21 +56,21 @@ def no_bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("num_rows", [1, MAX_ROWS, 50])
 @pytest.mark.parametrize("in_size", [2, 48, 49, 334])
-def test_bfloat16_is_widened_where_the_processor_does_not_multiply_it(no_bfloat16_dots, num_rows, in_size) -> None:
+def test_bfloat16_is_widened_on_processors_without_its_multiplication(no_bfloat16_dots, num_rows, in_size) -> None:
     weight, x = torch.randn(PANEL + 5, in_size).bfloat16(), torch.randn(num_rows, in_size).bfloat16()
     torch.testing.assert_close(cpu.pack_linear([weight])(x), exact(x, [weight], None), atol=0.07, rtol=1e-2)
 
 
 @pytest.mark.parametrize("in_size", [1, 2, 47, 333, SPAN_INPUTS, SPAN_INPUTS + 1, 2 * SPAN_INPUTS + 66])
 def test_bfloat16_of_any_number_of_inputs(in_size) -> None:
-    """An odd number makes no pairs."""
+    """An odd number of inputs cannot be stored in pairs."""
     weight, x = torch.randn(PANEL + 5, in_size).bfloat16(), torch.randn(13, in_size).bfloat16()
     expected = x.double() @ weight.double().T
     error = (cpu.pack_linear([weight])(x).double() - expected).abs()
-    assert bool((error <= 2**-8 * expected.abs() + 1e-5 * in_size).all()), "more than rounding the sum once"
+    assert bool((error <= 2**-8 * expected.abs() + 1e-5 * in_size).all()), "the error exceeds one rounding of the sum"
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_nan_and_infinities_propagate() -> None:
     x = torch.ones(3, 48).bfloat16()
     x[1, 7] = torch.nan
     y = cpu.pack_linear([torch.ones(4, 48).bfloat16()])(x)
@@ -87,7 +87,7 @@ def test_a_row_is_the_same_in_any_batch(dtype, in_size) -> None:
         assert torch.equal(layer(x[first : first + count]), whole[first : first + count])
 
 
-def test_two_threads_make_the_same_bits(two_threads: None) -> None:
+def test_two_threads_give_the_same_bits(two_threads: None) -> None:
     layer = cpu.pack_linear([torch.randn(700, 64)])
     x = torch.randn(150, 64)
     both = layer(x)
@@ -107,13 +107,13 @@ def test_weights_that_fit_in_16_bits_are_kept_in_16_bits_exactly(narrow) -> None
     assert torch.equal(layer(x)[:, 1:], wide(x)[:, 1:])
 
 
-def test_rows_may_lie_apart() -> None:
+def test_rows_may_have_a_stride() -> None:
     layer = cpu.pack_linear([torch.randn(10, 16)])
     x = torch.randn(8, 40)
     assert torch.equal(layer(x[:, 4:20]), layer(x[:, 4:20].contiguous()))
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_inputs_of_another_shape_are_refused() -> None:
     layer = cpu.pack_linear([torch.randn(10, 16)])
     with pytest.raises(ValueError, match="16 contiguous columns"):
         layer(torch.randn(3, 17))

@@ -1,4 +1,4 @@
-"""Programs: jobs in order, shared by a team, with nobody waited for who is not there."""
+"""Programs run jobs in order on a team, and do not wait for threads that have not entered a job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kernels.cpu.program import Program
 
 
 class Relay:
-    """A program that hands rows on from buffer to buffer: each job moves every row one place up."""
+    """A program that copies rows from buffer to buffer; each job moves every row up by one."""
 
     def __init__(self, num_rows: int, num_jobs: int) -> None:
         self.num_rows = num_rows
@@ -37,29 +37,29 @@ class Relay:
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_a_job_begins_when_the_one_before_it_is_over(num_threads: int) -> None:
-    """More threads than processors: some of them are always missing when a job is over."""
+def test_a_job_begins_after_the_previous_one_has_finished(num_threads: int) -> None:
+    """With more threads than processors, some threads have always not entered a job when it finishes."""
     torch.set_num_threads(num_threads)
     relay = Relay(num_rows=97, num_jobs=40)
     for _ in range(200):
         relay.run()
 
 
-def test_python_threads_do_where_there_is_no_openmp_runtime(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+def test_python_threads_replace_a_missing_openmp_runtime(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     monkeypatch.setattr(team, "_launch", None)
     relay = Relay(num_rows=50, num_jobs=20)
     for _ in range(20):
         relay.run()
 
 
-def test_waiting_does_without_sleep(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+def test_programs_run_without_a_sleep_function(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     monkeypatch.setattr(team, "_sleep", 0)
     relay = Relay(num_rows=50, num_jobs=20)
     for _ in range(20):
         relay.run()
 
 
-def test_what_differs_from_run_to_run_is_set_for_a_part_at_once() -> None:
+def test_set_writes_the_fields_of_all_jobs_of_a_part() -> None:
     x = torch.randn(8, 64)
     outs = [torch.full((8, 64), torch.nan) for _ in range(3)]
     weight = torch.ones(64)
@@ -82,7 +82,7 @@ def test_what_differs_from_run_to_run_is_set_for_a_part_at_once() -> None:
             assert out[count:].isnan().all()
 
 
-def test_a_field_that_no_job_has_is_an_error() -> None:
+def test_setting_an_unknown_field_is_an_error() -> None:
     program = Program()
     program.add(take_kernel(), TAKE_JOB, "rows")
     program.seal()

@@ -1,4 +1,4 @@
-"""What log-probabilities are made of, against numpy in float64."""
+"""Ranking of logits, compared with numpy in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def logits_of(kind: str, num_rows: int, size: int) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["random", "ties", "zeros", "holes", "rising"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_ids_sums_and_ranks(kind: str, size: int, dtype: torch.dtype) -> None:
+def test_ids_sums_and_ranks_equal_numpy(kind: str, size: int, dtype: torch.dtype) -> None:
     logits = logits_of(kind, 6, size).to(dtype)
     exact = logits.double().numpy()
     order = np.argsort(-exact, axis=-1, kind="stable")
@@ -40,7 +40,7 @@ def test_ids_sums_and_ranks(kind: str, size: int, dtype: torch.dtype) -> None:
     assert not rank(logits, None, 1)[2].any()
 
 
-def test_a_team_says_the_same_of_rows_that_lie_apart(two_threads: None) -> None:
+def test_a_team_gives_the_same_result_for_strided_rows(two_threads: None) -> None:
     wide = torch.randn(40, 5000)
     logits = wide[:, 7:4007]
     token_ids = np.arange(40, dtype=np.int32)
@@ -50,7 +50,7 @@ def test_a_team_says_the_same_of_rows_that_lie_apart(two_threads: None) -> None:
         assert [part.tolist() for part in alone] == [[ids[row].tolist()], [log_sums[row]], [ranks[row]]]
 
 
-def test_numbers_that_are_none_give_some_tokens() -> None:
+def test_nan_gives_some_tokens() -> None:
     logits = torch.full((3, 700), torch.nan)
     logits[1] = -torch.inf
     logits[2, ::3] = torch.inf
@@ -59,7 +59,7 @@ def test_numbers_that_are_none_give_some_tokens() -> None:
     assert ((ranks >= 1) & (ranks <= 700)).all()
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="5 of 4"):
         rank(torch.zeros(3, 4), None, 5)
     with pytest.raises(ValueError, match="contiguous"):

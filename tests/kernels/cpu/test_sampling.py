@@ -1,4 +1,4 @@
-"""The sampling kernel against the definition in float64, for every way in which a row can be cut."""
+"""The sampling kernel, compared with the definition in float64 for every combination of cuts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_each_row_is_cut_and_drawn_as_defined(kind: str, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rows_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
-    """Each alone, all at once, on one thread or two, in rows that lie apart: the same tokens."""
+    """A row gets the same token alone, with others, on one or two threads, and in strided rows."""
     random = np.random.default_rng(3)
     wide = torch.randn(60, 9000, generator=torch.Generator().manual_seed(1)).mul(4).to(dtype)
     logits = wide[:, 100:8100]
@@ -80,8 +80,8 @@ def test_temperature_zero_takes_the_lowest_id_of_the_greatest_logit() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 40, 5000])
-def test_numbers_that_are_none_give_some_token(size: int) -> None:
-    """Nothing sensible can come of them, but no memory outside must be touched."""
+def test_nan_gives_some_token(size: int) -> None:
+    """The result has no meaning, but no memory outside the arrays may be touched."""
     logits = torch.full((4, size), torch.nan)
     logits[1] = -torch.inf
     logits[2] = torch.inf
@@ -95,7 +95,7 @@ def test_numbers_that_are_none_give_some_token(size: int) -> None:
     assert (scratch.memory[-4096:] == 0xA5).all()
 
 
-def test_callers_on_two_threads_have_scratch_of_their_own() -> None:
+def test_callers_on_two_threads_have_separate_scratch_memory() -> None:
     logits = torch.randn(20, 3000)
     given = columns(20, 1.0, 40, 0.9, 0.0)
     expected = sample(logits, np.arange(20), *given).tolist()
@@ -108,11 +108,11 @@ def test_callers_on_two_threads_have_scratch_of_their_own() -> None:
         assert all(pool.map(again, [3000, 17, 3000, 900]))
 
 
-def test_no_rows_no_tokens() -> None:
+def test_no_rows_give_no_tokens() -> None:
     assert sample(torch.zeros(3, 4), np.empty(0, np.int64), *columns(3, 1.0, 0, 1.0, 0.0)).size == 0
 
 
-def test_what_cannot_be_read_is_refused() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="contiguous"):
         sample(torch.zeros(4, 3).T, np.arange(3), *columns(3, 1.0, 0, 1.0, 0.0))
     with pytest.raises(ValueError, match="rows 1 to 3 of 3"):

@@ -1,4 +1,4 @@
-"""What happens before the first step: selection, compilation, its cache, and threads."""
+"""Selection of kernels, their compilation and its cache, and the choice of threads."""
 
 from __future__ import annotations
 
@@ -31,32 +31,32 @@ import numpy as np
 import torch
 from numba.core import event
 from kernels import AttentionShape, select
-home, dtype = select(torch.device("cpu")), torch.DTYPE
+kernels, dtype = select(torch.device("cpu")), torch.DTYPE
 with event.install_recorder("numba:run_pass") as passes:
-    home.warm_up(AttentionShape(dtype, 4, 2, 64, 16))
-    home.rms_norm(torch.ones(1, 64, dtype=dtype), torch.ones(64, dtype=dtype), 1e-5)
-    home.silu_multiply(torch.ones(1, 64, dtype=dtype))
+    kernels.warm_up(AttentionShape(dtype, 4, 2, 64, 16))
+    kernels.rms_norm(torch.ones(1, 64, dtype=dtype), torch.ones(64, dtype=dtype), 1e-5)
+    kernels.silu_multiply(torch.ones(1, 64, dtype=dtype))
     half = np.full(1, 0.5, np.float32)
     for logits in (torch.ones(1, 50, dtype=dtype), torch.ones(1, 50)):  # as the model made them, and changed
-        home.sample(logits, np.zeros(1, np.int64), half, np.ones(1, np.int32), half, half, half)
-        home.rank(logits, np.zeros(1, np.int32), 3)
+        kernels.sample(logits, np.zeros(1, np.int64), half, np.ones(1, np.int32), half, half, half)
+        kernels.rank(logits, np.zeros(1, np.int32), 3)
 print(len(passes.buffer))
 """
 
 
-def test_the_device_decides() -> None:
+def test_the_device_selects_the_kernels() -> None:
     assert select(torch.device("cpu")) is cpu
     assert select(torch.device("meta")) is reference
 
 
-def test_warm_up_tells_how_far_it_is() -> None:
+def test_warm_up_reports_its_progress() -> None:
     calls: list[tuple[str, int, int]] = []
     cpu.warm_up(SHAPE, lambda name, done, total: calls.append((name, done, total)))
     assert [done for _, done, _ in calls] == list(range(calls[0][2]))
     assert len({name for name, _, _ in calls}) == len(calls)
 
 
-def test_warm_up_refuses_what_cannot_be_compiled() -> None:
+def test_warm_up_refuses_unsupported_shapes() -> None:
     with pytest.raises(TypeError, match="float64"):
         cpu.warm_up(AttentionShape(torch.float64, 4, 2, 64, 16))
     with pytest.raises(ValueError, match="multiple of 4"):
@@ -84,19 +84,19 @@ def test_a_second_start_compiles_nothing(dtype: str) -> None:
     ],
     ids=lambda kernel: kernel._compiled.__name__,
 )
-def test_a_kernel_is_compiled_again_when_any_source_has_changed(kernel: Kernel) -> None:
+def test_kernels_are_compiled_again_after_any_source_change(kernel: Kernel) -> None:
     python_function = kernel._compiled._pyfunc
     closure = dict(zip(python_function.__code__.co_freevars, python_function.__closure__, strict=True))
     assert closure["sources"].cell_contents == SOURCES
 
 
-def test_torch_has_the_runtime_that_is_looked_for() -> None:
+def test_torchs_openmp_runtime_is_found() -> None:
     if sys.platform != "linux":
         pytest.skip("only Linux builds of torch use GNU OpenMP")
     assert team._launch is not None
 
 
-def test_python_threads_do_where_there_is_no_such_runtime(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
+def test_python_threads_run_kernels_without_that_runtime(monkeypatch: pytest.MonkeyPatch, two_threads: None) -> None:
     pool = paged([1500, 40, 300], num_kv_heads=2, block_size=16, head_dim=64)
     query = torch.randn(3, 4, 64)
     results = []

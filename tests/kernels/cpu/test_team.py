@@ -1,4 +1,4 @@
-"""Jobs: what a kernel reads is what was given by that name, and nothing is forgotten."""
+"""Jobs: a kernel reads each field by its name, and no field may be missing."""
 
 import ctypes
 import threading
@@ -16,7 +16,7 @@ def written(address: int) -> dict[str, float]:
     return {name: record[name] for name in LAYOUT.names or ()}
 
 
-def test_fields_go_by_their_names_in_whatever_order() -> None:
+def test_fields_are_matched_by_name_in_any_order() -> None:
     job = Job(LAYOUT)
     address = job.fill(scale=0.5, num_rows=3, rows=1 << 62, out=2)
     assert written(address) == {
@@ -28,7 +28,7 @@ def test_fields_go_by_their_names_in_whatever_order() -> None:
     }
 
 
-def test_the_ticket_begins_anew() -> None:
+def test_fill_resets_the_ticket() -> None:
     job = Job(LAYOUT)
     ctypes.c_int64.from_address(job.fill(rows=1, out=2, num_rows=3, scale=0.5)).value = 7
     assert written(job.fill(rows=1, out=2, num_rows=3, scale=0.5))["ticket"] == 0
@@ -43,12 +43,12 @@ def test_the_ticket_begins_anew() -> None:
         {"ticket": 1, "out": 2, "num_rows": 3, "scale": 0.5},
     ],
 )
-def test_a_job_with_other_fields_than_its_own_is_refused(fields: dict[str, float]) -> None:
+def test_missing_and_unknown_fields_are_refused(fields: dict[str, float]) -> None:
     with pytest.raises(TypeError, match="a job "):
         Job(LAYOUT).fill(**fields)
 
 
-def test_each_thread_fills_memory_of_its_own() -> None:
+def test_each_thread_has_its_own_record() -> None:
     job, addresses = Job(LAYOUT), []
     thread = threading.Thread(target=lambda: addresses.append(job.fill(rows=1, out=2, num_rows=3, scale=0.5)))
     mine = job.fill(rows=4, out=5, num_rows=6, scale=0.25)

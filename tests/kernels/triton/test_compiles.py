@@ -1,4 +1,4 @@
-"""Kernels compile for an H100, where none is at hand: the interpreter accepts what the compiler refuses."""
+"""Kernels compile for an H100 without one: the interpreter accepts code that the compiler refuses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHARED_MEMORY = 227 * 1024  # what a program can have on a multiprocessor of capability 9.0
+SHARED_MEMORY = 227 * 1024  # available to a program on a multiprocessor of capability 9.0
 REGISTERS = 65536
 
 
@@ -27,7 +27,7 @@ REGISTERS = 65536
         "--num-heads 14 --num-kv-heads 2 --head-dim 80 --hidden-size 1120 --dtype float16",
     ],
 )
-def test_every_variant_compiles_fits_and_keeps_its_registers(shape: str, tmp_path: Path) -> None:
+def test_every_variant_compiles_fits_and_spills_no_registers(shape: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.support.triton.offline", "--block-size", "16", "--vocab-size", "128256"]
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
@@ -49,6 +49,6 @@ def test_every_variant_compiles_fits_and_keeps_its_registers(shape: str, tmp_pat
         assert variant["shared_memory"] <= SHARED_MEMORY, variant
         if variant["name"] == "_attend_tiles":
             assert variant["uses_warp_group_products"], variant
-        if variant["name"] == "_attend_chunks":  # three on a multiprocessor, as the table of tile sizes has it
+        if variant["name"] == "_attend_chunks":  # three programs per multiprocessor, as in the table of tile sizes
             assert 3 * (variant["shared_memory"] + 1024) <= SHARED_MEMORY + 1024, variant
             assert 3 * variant["registers"] * 32 * variant["num_warps"] <= REGISTERS, variant

@@ -1,4 +1,4 @@
-"""The tests of this directory in Triton's interpreter: what kernels compute, on machines without a GPU."""
+"""Runs the tests of this directory in Triton's interpreter, for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from tests.support.interpreted import run_interpreted
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", ["attention", "elementwise kv work", "sampling"])
-def test_in_the_interpreter(names: str) -> None:
+def test_kernels_in_the_interpreter(names: str) -> None:
     run_interpreted(Path(__file__).parent, names)

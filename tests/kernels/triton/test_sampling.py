@@ -1,4 +1,4 @@
-"""Drawing in `kernels.triton`, against the definition in float64 and against the kernel of the CPU."""
+"""Sampling of `kernels.triton`, compared with the definition in float64 and with the CPU kernel."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from kernels import cpu
-from kernels import triton as home
+from kernels import triton as triton_kernels
 from kernels.triton import STATE_FIELDS, StateField
 from tests.support.kernels.drawing import UNIFORMS, Row, logits_of
 from tests.support.triton.places import DEVICE, DTYPES, IS_GPU
 
 
 class Columns:
-    """A row's parameters each. Slots are in another order than rows, and one is nobody's."""
+    """The parameters of each row. Slots have another order than rows, and one slot belongs to no row."""
 
     def __init__(self, rows: list[tuple[float, int, float, float, float]]) -> None:
         temperatures, top_ks, top_ps, min_ps, uniforms = zip(*rows, strict=True)
@@ -40,8 +40,8 @@ class Columns:
         floats[slots, StateField.MIN_P] = self.min_ps
         token_ids = torch.full((num_rows + 1,), -7, dtype=torch.int32, device=DEVICE)
         logits = logits.to(DEVICE)
-        home.choose_greedily(logits, token_ids[:num_rows])
-        home.draw_tokens(
+        triton_kernels.choose_greedily(logits, token_ids[:num_rows])
+        triton_kernels.draw_tokens(
             logits,
             torch.from_numpy(states).to(DEVICE),
             torch.from_numpy(slots).to(DEVICE),
@@ -68,8 +68,8 @@ def test_each_row_is_cut_and_drawn_as_defined(kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_equals_the_cpu(dtype: torch.dtype) -> None:
-    """Whatever is asked of the other rows, and wherever these lie."""
+def test_tokens_equal_those_of_the_cpu(dtype: torch.dtype) -> None:
+    """The tokens do not depend on the parameters and the places of other rows."""
     num_rows, random = 60 if IS_GPU else 12, np.random.default_rng(3)
     wide = logits_of("ties" if dtype is torch.float16 else "random", num_rows, 1600).to(dtype)
     logits = wide[:, 100:1400]
@@ -89,8 +89,8 @@ def test_equals_the_cpu(dtype: torch.dtype) -> None:
     assert given.draw(wide.to(DEVICE)[:, 100:1400]) == expected
 
 
-def test_a_draw_never_leaves_what_is_kept() -> None:
-    """A share next to 1, of weights whose sums round differently in every order."""
+def test_a_draw_never_selects_a_token_that_was_cut() -> None:
+    """The share is close to 1, and the sums of the weights round differently in every order."""
     logits = torch.randn(8, 1500, generator=torch.Generator().manual_seed(5)).mul(0.01)
     top_ks = [1 + 137 * row for row in range(8)]
     given = Columns([(1.0, top_k, 1.0, 0.0, 1 - 2**-24) for top_k in top_ks])
@@ -107,8 +107,8 @@ def test_equal_logits_are_cut_by_id() -> None:
     assert given.draw(logits) == [0, 1, 5, 1023, 1024, 2099]
 
 
-def test_numbers_that_are_none() -> None:
-    """NaN weighs nothing; a row of nothing else, or of -inf alone, gets the first id."""
+def test_nan_is_never_drawn() -> None:
+    """NaN has no weight; a row of only NaN or only -inf gets the first id."""
     logits = torch.full((4, 1500), torch.nan)
     logits[1] = -torch.inf
     logits[2, ::2] = torch.inf
@@ -119,7 +119,7 @@ def test_numbers_that_are_none() -> None:
         assert infinite % 2 == 0
 
 
-def test_nothing_to_draw() -> None:
+def test_no_rows_draw_nothing() -> None:
     empty = torch.empty(0, dtype=torch.int32, device=DEVICE)
     states = torch.zeros(1, STATE_FIELDS, dtype=torch.int32, device=DEVICE)
-    home.draw_tokens(torch.empty(0, 9, device=DEVICE), states, empty, empty.float(), empty)
+    triton_kernels.draw_tokens(torch.empty(0, 9, device=DEVICE), states, empty, empty.float(), empty)

@@ -1,4 +1,4 @@
-"""The lists of work: what the plans of a step say, read back and compared with the rule, written out plainly."""
+"""The work lists of a step, read back from the device and compared with a plain implementation of the rule."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels import AttentionShape
-from kernels import triton as home
+from kernels import triton as triton_kernels
 from kernels.triton.decode_work import MAX_CHUNKS
 from tests.support.triton.places import DEVICE
 
@@ -17,7 +17,7 @@ SHAPE = AttentionShape(torch.float16, 8, 2, 64, 16)
 
 
 def chunks(context_len: int, window: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """[begin, end) of each chunk of a context."""
+    """Returns [begin, end) of each chunk of a context."""
     begin = max(0, context_len - window) if window else 0
     while -(-context_len // chunk_tokens) - begin // chunk_tokens > MAX_CHUNKS:
         chunk_tokens *= 2
@@ -27,10 +27,10 @@ def chunks(context_len: int, window: int, chunk_tokens: int) -> list[tuple[int, 
 
 
 @pytest.mark.parametrize(("max_context_len", "has_slots"), [(200, False), (3000, False), (3000, True), (70000, False)])
-def test_decodes_are_cut_by_the_rule(max_context_len: int, has_slots: bool) -> None:
+def test_decodes_are_cut_into_chunks(max_context_len: int, has_slots: bool) -> None:
     pick = random.Random(max_context_len)
     windows = (0, max_context_len // 2, 100)[: 2 if max_context_len > 3000 else 3]
-    planner = home.DecodePlanner(SHAPE, DEVICE, 20, max_context_len, windows)
+    planner = triton_kernels.DecodePlanner(SHAPE, DEVICE, 20, max_context_len, windows)
     tables = torch.zeros((30, 1), dtype=torch.int32, device=DEVICE)
     for num_rows in (20, 7):
         lengths = [pick.choice((0, 1, 255, 256, 257, pick.randint(1, max_context_len))) for _ in range(num_rows)]
@@ -54,23 +54,25 @@ def test_decodes_are_cut_by_the_rule(max_context_len: int, has_slots: bool) -> N
             assert own.items[: len(expected), :5].tolist() == expected
 
 
-def test_a_planner_says_what_it_holds_and_refuses_more() -> None:
-    planner = home.DecodePlanner(SHAPE, DEVICE, 4, 1000)
+def test_a_planner_reports_its_memory_and_refuses_too_many_rows() -> None:
+    planner = triton_kernels.DecodePlanner(SHAPE, DEVICE, 4, 1000)
     parts = 4 * 4 * 8 * (64 + 1) * 4
     assert parts < planner.num_bytes < parts + 2000
     tables = torch.zeros((5, 1), dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="5 rows"):
         planner.plan(tables, torch.zeros(5, dtype=torch.int32, device=DEVICE))
-    assert home.DecodePlanner(SHAPE, DEVICE, 4, 256).num_bytes < 1000  # one chunk needs no parts
+    assert triton_kernels.DecodePlanner(SHAPE, DEVICE, 4, 256).num_bytes < 1000  # a single chunk needs no parts
 
 
-def test_parts_do_not_grow_with_the_longest_contexts() -> None:
-    sizes = [home.DecodePlanner(SHAPE, torch.device("meta"), 64, length).num_bytes for length in (1 << 15, 1 << 20)]
+def test_the_memory_for_parts_is_bounded() -> None:
+    sizes = [
+        triton_kernels.DecodePlanner(SHAPE, torch.device("meta"), 64, length).num_bytes for length in (1 << 15, 1 << 20)
+    ]
     assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("group", [1, 4, 7])
-def test_prefills_are_cut_into_tiles_longest_first(group: int) -> None:
+def test_prefills_are_cut_into_tiles_with_the_longest_first(group: int) -> None:
     pick = random.Random(group)
     shape = AttentionShape(torch.float16, 2 * group, 2, 64, 16)
     num_queries = [pick.choice((0, 1, 2, 31, 32, 33, 500)) for _ in range(12)]
@@ -78,7 +80,7 @@ def test_prefills_are_cut_into_tiles_longest_first(group: int) -> None:
     starts = np.concatenate(([0], np.cumsum(num_queries))).astype(np.int32)
     slots = np.array(pick.sample(range(40), 12), dtype=np.int32)
     tables = torch.zeros((40, 1), dtype=torch.int32, device=DEVICE)
-    items = home.plan_prefill(shape, tables, starts, contexts, slots).items.tolist()
+    items = triton_kernels.plan_prefill(shape, tables, starts, contexts, slots).items.tolist()
 
     ends = [first + count for _, _, count, first in items]
     assert ends == sorted(ends, reverse=True)

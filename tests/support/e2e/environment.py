@@ -1,7 +1,7 @@
-"""A Python environment that holds what the scheduler depends on, and nothing else.
+"""A Python environment that contains only the scheduler's dependencies.
 
-It is what `pip install quire` would make, without the installing: the distributions in the closure of the project's own
-dependencies, each file of them linked from the environment that runs the tests.
+It equals what `pip install quire` makes, but nothing is installed: the files of all distributions that the project
+requires, directly or indirectly, are linked from the environment that runs the tests.
 """
 
 import sys
@@ -16,7 +16,7 @@ from tests.support.e2e.process import ROOT
 
 
 def scheduler_environment(directory: Path) -> Path:
-    """Makes it; returns its interpreter."""
+    """Makes the environment in a directory; returns its interpreter."""
     venv.create(directory, symlinks=True, with_pip=False)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     packages = directory / "lib" / version / "site-packages"
@@ -29,7 +29,7 @@ def scheduler_environment(directory: Path) -> Path:
 
 
 def _closure(requirements: list[str]) -> list[Distribution]:
-    """The distributions that are needed, and those that they need, as installed here. Extras are followed."""
+    """Returns the installed distributions that the requirements need, directly or indirectly, including extras."""
     found: dict[str, Distribution] = {}
     followed: set[tuple[str, str]] = set()
     wanted = [(requirement, "") for requirement in requirements]
@@ -47,8 +47,9 @@ def _closure(requirements: list[str]) -> list[Distribution]:
 
 
 def _link(found: Distribution, packages: Path) -> None:
+    """Links the files of a distribution into a site-packages directory."""
     for file in found.files or ():
-        if ".." in file.parts or file.suffix == ".pyc":  # console scripts, and what Python makes itself
+        if ".." in file.parts or file.suffix == ".pyc":  # console scripts, and files that Python generates
             continue
         link = packages / file
         link.parent.mkdir(parents=True, exist_ok=True)

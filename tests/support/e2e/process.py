@@ -1,4 +1,4 @@
-"""A process under test: what it prints is kept, and it does not outlive the tests."""
+"""A process under test, whose output is kept and which does not outlive the tests."""
 
 import os
 import signal
@@ -21,13 +21,14 @@ _MARK = "TESTED_PROCESS"
 
 
 class ProcessEnded(AssertionError):
-    """It ended, or took too long, before it said what was waited for."""
+    """The process ended, or took too long, before it printed the expected line."""
 
 
 class Process:
-    """Starts `command`. Its lines are read as they come, so that it never blocks on a full pipe.
+    """Starts `command` and reads its lines as they come, so that it never blocks on a full pipe.
 
-    Start it from a thread that lives as long as it: the kernel kills it when that thread ends (quire/cli/lifeline.py).
+    The thread that starts it must live as long as the process: the kernel kills the process when that thread ends
+    (quire/cli/lifeline.py).
     """
 
     def __init__(self, name: str, command: Sequence[str]) -> None:
@@ -59,11 +60,11 @@ class Process:
 
     @property
     def return_code(self) -> int | None:
-        """None while it runs."""
+        """The exit code, or None while the process runs."""
         return self._popen.poll()
 
     def line(self, start: str) -> str:
-        """Waits for a line on standard output that starts so. Raises ProcessEnded if none comes."""
+        """Waits for a line on standard output that begins with `start`. Raises ProcessEnded if none comes."""
         until_s = time.monotonic() + WAIT_S
         with self._has_news:
             while True:
@@ -76,28 +77,29 @@ class Process:
                 self._has_news.wait(0.5)
 
     def log(self) -> str:
+        """Returns everything that was printed so far."""
         return "\n".join(line for _, line in self.lines)
 
     def printed(self, stream: str) -> str:
-        """All of "stdout" or "stderr" so far."""
+        """Returns everything that was printed so far on "stdout" or "stderr"."""
         return "\n".join(line for source, line in self.lines if source == stream)
 
     def send(self, number: signal.Signals) -> None:
         self._popen.send_signal(number)
 
     def wait(self) -> int:
-        """Waits for its end; returns the exit code. Raises TimeoutExpired."""
+        """Waits for the process to end; returns the exit code. Raises TimeoutExpired."""
         return_code = self._popen.wait(WAIT_S)
         for reader in self._readers:
             reader.join(5.0)
         return return_code
 
     def family(self) -> list[psutil.Process]:
-        """Itself and what it started, as far as it runs: found by a mark in the environment, which is inherited."""
+        """Returns this process and its descendants that run, found by a variable in their environment."""
         return [process for process in psutil.process_iter() if _mark(process) == self._mark]
 
     def kill(self) -> None:
-        """Ends it and all that it started, whatever they do. May be called again."""
+        """Kills the process and all its descendants. It may be called again."""
         until_s = time.monotonic() + WAIT_S
         while (family := self.family()) and time.monotonic() < until_s:
             for member in family:
@@ -117,7 +119,7 @@ class Process:
 
 
 def is_running(pid: int) -> bool:
-    """A zombie, whose parent has yet to take notice of its end, does not run."""
+    """Returns true if the process runs; a zombie does not."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -125,7 +127,7 @@ def is_running(pid: int) -> bool:
 
 
 def _mark(process: psutil.Process) -> str:
-    """Empty for processes that have none, do not run, or are not ours to look at."""
+    """Returns the mark of a process; empty if it has none, does not run, or cannot be inspected."""
     try:
         return str(process.environ().get(_MARK, "")) if is_running(process.pid) else ""
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""A TCP proxy that can be cut and stalled: the network between scheduler and executor."""
+"""A TCP proxy that stands for the network between scheduler and executor, and that can be cut and stalled."""
 
 import asyncio
 import threading
@@ -9,9 +9,9 @@ T = TypeVar("T")
 
 
 class Proxy:
-    """Forwards to `target` ("host:port") from `address`, on a thread of its own. All methods return when it is done.
+    """Forwards connections from `address` to `target` ("host:port") on its own thread.
 
-    target  may be set anew; connections to come go there
+    A method returns when its effect has taken place. `target` may be changed; new connections then go there.
     """
 
     def __init__(self, target: str) -> None:
@@ -29,24 +29,24 @@ class Proxy:
         self._run(self._start())
 
     def cut(self) -> None:
-        """Breaks all connections. New ones are taken."""
+        """Breaks all connections; new ones are accepted."""
         self._call(self._abort_all)
 
     def refuse(self) -> None:
-        """Breaks all connections, and any new one at once."""
+        """Breaks all connections, and breaks new ones immediately."""
         self._refuses = True
         self.cut()
 
     def accept(self) -> None:
-        """Ends `refuse`."""
+        """Accepts connections again after `refuse`."""
         self._refuses = False
 
     def stall(self) -> None:
-        """Connections stay, but nothing comes through any more."""
+        """Stops forwarding data but keeps the connections."""
         self._call(self._flows.clear)
 
     def resume(self) -> None:
-        """Ends `stall`; what was held back goes on its way."""
+        """Forwards data again after `stall`, including the data that was held back."""
         self._call(self._flows.set)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Proxy:
                 self._writers.discard(to_writer)
                 to_writer.transport.abort()
         except (OSError, asyncio.CancelledError):
-            pass  # nobody listens at the target, or the proxy closes: the client sees its connection end
+            pass  # no server listens at the target, or the proxy closes: the client sees its connection end
         finally:
             self._writers.discard(writer)
             writer.transport.abort()
@@ -102,7 +102,7 @@ class Proxy:
                 writer.write(data)
                 await writer.drain()
         except OSError:
-            pass  # one side has gone: the other one is told by closing it
+            pass  # one side is gone; the caller closes the other one
 
     def _abort_all(self) -> None:
         for writer in list(self._writers):

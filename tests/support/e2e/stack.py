@@ -1,4 +1,4 @@
-"""A whole Quire for tests: real processes on free ports of 127.0.0.1."""
+"""A complete server for tests: real processes on free ports of 127.0.0.1."""
 
 import asyncio
 import signal
@@ -39,19 +39,21 @@ _DEFAULTS: dict[str, Any] = {
 
 
 class Stack:
-    """Scheduler and executor. A context manager, async or not; `flags` are those of the command line, with underscores.
+    """Runs a scheduler and an executor; a context manager, sync or async.
 
         async with Stack(num_blocks=64, max_in_flight=1) as stack, stack.client() as client:
             completion = await client.complete("Once upon a time", max_tokens=8)
 
-    apart=False  `quire serve` runs both
-    apart=True   two processes of their own, `stack.proxy` between them
-    scheduler    apart: the command that is `quire` for the scheduler
-    Leaving it ends all processes at once. What they printed is shown with a test that fails.
+    apart=False  `quire serve` runs both services
+    apart=True   the services are two separate processes with `stack.proxy` between them
+    scheduler    with apart: the command that runs `quire` for the scheduler
+    flags        the flags of the command line, with underscores
+
+    Leaving the context kills all processes. Their output is shown if the test fails.
     """
 
     recent: ClassVar[list["Stack"]] = []
-    """Those whose logs belong to the test that is running."""
+    """The stacks whose logs are shown if the current test fails."""
 
     def __init__(self, *, apart: bool = False, scheduler: tuple[str, ...] = QUIRE, **flags: Any) -> None:
         self.apart = apart
@@ -64,10 +66,10 @@ class Stack:
         self.proxy: Proxy | None = None
         self._services: dict[str, Process] = {}
 
-    # --- life -----------------------------------------------------------------------------------------------------
+    # --- start and stop -------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Returns when a completion can be generated."""
+        """Starts the services; returns when they can generate completions."""
         self.show_log()
         try:
             self._start_apart() if self.apart else self._start_together()
@@ -77,30 +79,33 @@ class Stack:
         return self
 
     def show_log(self) -> None:
-        """With the test that runs now, should it fail. A stack that it starts itself needs no word."""
+        """Shows the log if the current test fails. A test need not call this for stacks that it starts itself."""
         if self not in Stack.recent:
             Stack.recent.append(self)
 
     def kill(self) -> None:
-        """Ends whatever still runs."""
+        """Kills all processes that still run."""
         for process in self.processes:
             process.kill()
         if self.proxy is not None:
             self.proxy.close()
 
     async def stop(self) -> int:
-        """SIGTERM to `quire serve` (apart: to the scheduler, then to the executor); waits. Returns the exit code."""
+        """Sends SIGTERM to `quire serve` (apart: to the scheduler, then to the executor) and waits.
+
+        Returns the first exit code that is not 0, or 0.
+        """
         return_codes = [await self.ended(process, signal.SIGTERM) for process in self._in_order()]
         return next((code for code in return_codes if code), 0)
 
     async def ended(self, process: Process, number: signal.Signals | None = None) -> int:
-        """Signals it, if a signal is given, and waits for its end. Returns the exit code."""
+        """Sends a signal, if one is given, and waits for the process to end. Returns the exit code."""
         if number is not None:
             process.send(number)
         return await asyncio.to_thread(process.wait)
 
     def launch_scheduler(self) -> Process:
-        """apart: starts it, at the address it had before, and returns at once."""
+        """Starts the scheduler (apart only), at its previous address if it had one; does not wait for it."""
         flags = self._flags_of(_SCHEDULER_FIELDS)
         if self.proxy is not None:
             flags["executor"] = self.proxy.address
@@ -109,22 +114,23 @@ class Stack:
         return self._launch("scheduler", flags, self._scheduler_command)
 
     async def restart_scheduler(self, **flags: Any) -> None:
-        """apart: ends the scheduler and starts it again, with these flags, at the address it had."""
+        """Ends the scheduler (apart only) and starts it again at the same address, with these flags changed."""
         self.flags |= flags
         await self.ended(self.scheduler, signal.SIGTERM)
         await asyncio.to_thread(self._await_ready_line, self.launch_scheduler())
 
-    # --- what tests ask -------------------------------------------------------------------------------------------
+    # --- for tests ------------------------------------------------------------------------------------------------
 
     def client(self, **options: Any) -> AsyncClient:
-        """Each call is given up after a time that is far too long."""
+        """Returns a client whose calls have a very long timeout."""
         return AsyncClient(self.grpc, **({"timeout_s": 2 * WAIT_S} | options))
 
     def sync_client(self, **options: Any) -> Client:
+        """Returns a synchronous client whose calls have a very long timeout."""
         return Client(self.grpc, **({"timeout_s": 2 * WAIT_S} | options))
 
     def pid(self, service: str) -> int | None:
-        """Process id of the "scheduler" or the "executor" that runs now."""
+        """Returns the process id of the running "scheduler" or "executor", or None."""
         if self.apart:
             process = self._services[service]
             return process.pid if process.return_code is None else None
@@ -135,7 +141,7 @@ class Stack:
         return None
 
     def send(self, service: str, number: signal.Signals) -> int:
-        """Signals a service; returns its process id."""
+        """Sends a signal to a service; returns its process id."""
         pid = self.pid(service)
         if pid is None:
             raise ProcessEnded(f"the {service} does not run")
@@ -144,7 +150,10 @@ class Stack:
 
     @asynccontextmanager
     async def frozen(self, service: str = "executor") -> AsyncIterator[None]:
-        """Nothing moves in that process meanwhile. Keep it short: after ten seconds it is taken for lost."""
+        """Stops the process for the duration of the context, which must stay below ten seconds.
+
+        After ten seconds the scheduler considers the executor lost.
+        """
         pid = self.send(service, signal.SIGSTOP)
         try:
             yield
@@ -152,12 +161,12 @@ class Stack:
             psutil.Process(pid).send_signal(signal.SIGCONT)
 
     def log(self) -> str:
-        """What all processes have printed."""
+        """Returns the output of all processes."""
         return "\n".join(process.log() for process in self.processes)
 
     @property
     def losses(self) -> list[str]:
-        """What the scheduler has said of each executor that it lost, for whatever reason."""
+        """The log lines of the scheduler about executors that it lost, for any reason."""
         return [line for line in self.log().splitlines() if "executor lost" in line]
 
     @property
@@ -171,16 +180,16 @@ class Stack:
 
     @property
     def scheduler(self) -> Process:
-        """apart: its process."""
+        """The process of the scheduler (apart only)."""
         return self._services["scheduler"]
 
     @property
     def executor(self) -> Process:
-        """apart: its process."""
+        """The process of the executor (apart only)."""
         return self._services["executor"]
 
     async def health(self, service: str = "") -> str:
-        """What grpc.health.v1 says of the scheduler: "SERVING", "NOT_SERVING"; or the status it fails with."""
+        """Returns the scheduler's status in grpc.health.v1, such as "SERVING", or the status code of a failed call."""
         async with grpc.aio.insecure_channel(self.grpc) as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             try:
@@ -190,20 +199,22 @@ class Stack:
             return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
 
     async def readyz(self) -> int:
-        """The status of GET /readyz."""
+        """Returns the HTTP status of GET /readyz."""
         return (await self.get("/readyz"))[0]
 
     async def get(self, path: str) -> tuple[int, str]:
-        """Status and text of a page of the scheduler."""
+        """Returns the HTTP status and text of a page of the scheduler."""
         return await asyncio.to_thread(_get, f"http://{self.http}{path}")
 
     async def until_health(self, status: str) -> None:
-        async def is_so() -> bool:
+        """Waits until the scheduler's health has this status."""
+
+        async def has_status() -> bool:
             return await self.health() == status
 
-        await until(is_so, f"health is {status}")
+        await until(has_status, f"health is {status}")
 
-    # --- inside ---------------------------------------------------------------------------------------------------
+    # --- internal -------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         return self.start()
@@ -227,7 +238,7 @@ class Stack:
         try:
             self._await_ready_line(serve)
         except ProcessEnded:
-            # Between its choice of a free port and its use, somebody else may have taken it.
+            # Another process may have taken the free port between its choice and its use.
             if num_tries == 1 or serve.wait() != _ADDRESS_IN_USE:
                 raise
             self._start_together(num_tries - 1)

@@ -1,4 +1,4 @@
-"""Requests as data, and what comes of them: to compare the outcome of a disturbed run with that of a quiet one."""
+"""Requests as data, and their outcomes, to compare a disturbed run with an undisturbed one."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ OPENINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request: its prompt, and options as `AsyncClient.generate` takes them."""
+    """A request: its prompt, and the options for `AsyncClient.generate`."""
 
     prompt: Prompt
     options: dict[str, Any] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Job:
 
 @dataclass(slots=True)
 class Output:
-    """One sequence, as far as it has come. `reason` is None until it has ended."""
+    """The output of one sequence so far. `reason` is None until the sequence has ended."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Output:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a client has received of one request."""
+    """Everything that a client has received for one request."""
 
     outputs: list[Output]
     has_started: bool = False
@@ -58,7 +58,7 @@ class Outcome:
         return sum(len(output.token_ids) for output in self.outputs)
 
     def add(self, event: Event) -> None:
-        """Raises AssertionError for what a client must never see."""
+        """Adds an event. Raises AssertionError if it violates the order of events."""
         match event:
             case Started():
                 assert not self.has_started, "started twice"
@@ -74,8 +74,8 @@ class Outcome:
                 self.outputs[index].num_completion_tokens = event.usage.completion_tokens
 
 
-class Crowd:
-    """Jobs that stream side by side, each read as fast as it comes."""
+class StreamGroup:
+    """Streams that run concurrently, one for each job; each is read as fast as it comes."""
 
     def __init__(self, client: AsyncClient, jobs: Sequence[Job]) -> None:
         self._client = client
@@ -84,30 +84,31 @@ class Crowd:
         self._news = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> "Crowd":
+    def start(self) -> "StreamGroup":
+        """Starts all streams."""
         self._tasks = [
             asyncio.create_task(self._stream(job, outcome))
             for job, outcome in zip(self._jobs, self.outcomes, strict=True)
         ]
         return self
 
-    async def until(self, condition: Callable[["Crowd"], bool]) -> None:
-        """Looks at each event. Raises what a stream failed with."""
+    async def until(self, condition: Callable[["StreamGroup"], bool]) -> None:
+        """Waits until the condition holds; checks it after every event. Raises the error of a stream that failed."""
         while not condition(self):
             failed = [task for task in self._tasks if task.done() and task.exception() is not None]
             if failed:
                 failed[0].result()
-            assert not all(task.done() for task in self._tasks), "all streams have ended before it was so"
+            assert not all(task.done() for task in self._tasks), "all streams ended before the condition held"
             self._news.clear()
             await self._news.wait()
 
     async def ended(self) -> list[Outcome]:
-        """Waits for all. Raises what the first of them failed with."""
+        """Waits for all streams and returns their outcomes. Raises the first error."""
         await asyncio.gather(*self._tasks)
         return self.outcomes
 
     async def failures(self) -> list[BaseException | None]:
-        """Waits for all; what each of them failed with."""
+        """Waits for all streams and returns their errors."""
         return await asyncio.gather(*self._tasks, return_exceptions=True)
 
     @property
@@ -116,7 +117,7 @@ class Crowd:
 
     @property
     def most_run(self) -> bool:
-        """At least half of the jobs have not ended, so that there is something to disturb."""
+        """True if at least half of the streams have not ended, so that a disturbance affects them."""
         return 2 * self.num_running >= len(self.outcomes)
 
     @property
@@ -124,7 +125,7 @@ class Crowd:
         return sum(outcome.num_tokens for outcome in self.outcomes)
 
     def all_have(self, num_tokens: int) -> bool:
-        """Every sequence has so many tokens, or has ended."""
+        """Returns true if every sequence has this many tokens or has ended."""
         return all(
             len(output.token_ids) >= num_tokens or output.reason is not None
             for outcome in self.outcomes
@@ -141,12 +142,12 @@ class Crowd:
 
 
 async def outcomes(client: AsyncClient, jobs: Sequence[Job]) -> list[Outcome]:
-    """All at once, undisturbed."""
-    return await Crowd(client, jobs).start().ended()
+    """Runs all jobs concurrently and returns their outcomes."""
+    return await StreamGroup(client, jobs).start().ended()
 
 
 def differences(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> list[str]:
-    """A line for each sequence that is not as it should be, with the first token that differs."""
+    """Returns a line for each sequence that differs from the expected one, with the first token that differs."""
     lines = []
     for number, (is_, should_be) in enumerate(zip(actual, expected, strict=True)):
         for index, (output, other) in enumerate(zip(is_.outputs, should_be.outputs, strict=True)):
@@ -161,13 +162,16 @@ def differences(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> list[
 
 
 def mixed_jobs(num_jobs: int) -> list[Job]:
-    """Greedy and seeded, short and long prompts, one and two samples, stop strings; each a hundred tokens or more."""
+    """Returns varied jobs of at least a hundred tokens each.
+
+    They are greedy or seeded, with short and long prompts, one or two samples, and stop strings.
+    """
     return [_mixed_job(number) for number in range(num_jobs)]
 
 
 def _mixed_job(number: int) -> Job:
     prompt = OPENINGS[number % len(OPENINGS)]
-    if number % 5 == 0:  # some blocks long, its head shared with others
+    if number % 5 == 0:  # several blocks long, with a prefix that other prompts share
         prompt = " ".join(OPENINGS[: 2 + number % 7]) + f" Number {number}. {prompt}"
     options: dict[str, Any] = {"max_tokens": 140 + number % 33, "ignore_eos": True}
     if number % 2:

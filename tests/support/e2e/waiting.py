@@ -1,17 +1,15 @@
-"""Waiting for what another process does: asked again and again, and given up only when it surely should be so."""
+"""Waiting for another process: `tests.support.waiting` with a long timeout and slow polling."""
 
-import asyncio
 from collections.abc import Awaitable, Callable
 
+from tests.support import waiting
+
 WAIT_S = 120.0
-"""Far more than anything here takes, even on a slow machine that does other things as well."""
+"""Far more than anything in these tests takes, even on a slow machine that is busy with something else."""
+
+_INTERVAL_S = 0.01  # polling another process takes its time
 
 
 async def until(condition: Callable[[], Awaitable[object]], what: str = "") -> None:
-    """Returns when `condition()` is true. Raises TimeoutError that says what was waited for."""
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while not await condition():  # noqa: ASYNC110 - another process sets no event of this loop
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise TimeoutError(f"not within {WAIT_S:g} s: {what or condition}") from None
+    """Returns when `condition()` is true. Raises TimeoutError with a message that names `what`."""
+    await waiting.until(condition, WAIT_S, what=what, interval_s=_INTERVAL_S)

@@ -1,4 +1,4 @@
-"""What it means to draw a token, in float64: against this the sampling kernels are tested."""
+"""The definition of drawing a token, in float64; the sampling kernels are tested against it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ import torch
 
 UNIFORMS = (0.0, 1e-7, 0.25, 0.5, 0.75, 0.999, 1 - 2**-24)
 ROUNDING = 1e-5
-"""Float32 sums of up to 6,000 weights, relative."""
+"""Relative rounding error of float32 sums of up to 6,000 weights."""
 
 
 def logits_of(kind: str, num_rows: int, size: int) -> torch.Tensor:
+    """Returns random logits[num_rows, size] of a kind that is difficult in some way."""
     logits = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(size)) * 3
     match kind:
         case "ties":
             return logits.div(2).round()
         case "flat":
             return torch.where(logits > 0, 0.0, -0.0)
-        case "one peak":  # all others lie beyond the last bucket
+        case "one peak":  # all other logits are beyond the last bucket
             logits[:, size // 2] += 500
             return logits
         case "holes":
@@ -29,8 +30,10 @@ def logits_of(kind: str, num_rows: int, size: int) -> torch.Tensor:
 
 
 class Row:
-    """The definition: weights, what is kept of them, and where a share of that lies. In float64; each bound leaves room
-    for float32's rounding."""
+    """One row of logits: its weights, the tokens that the cuts keep, and their cumulative weights.
+
+    All numbers are float64; each bound leaves room for the rounding errors of float32.
+    """
 
     def __init__(self, logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
         self.weights = np.exp((logits - logits.max()) / temperature)
@@ -53,6 +56,7 @@ class Row:
         self.ordered = ordered
 
     def check(self, chosen: int, uniform: float) -> None:
+        """Checks that the chosen token is one that the uniform may select."""
         rank = int(np.flatnonzero(self.order == chosen)[0])
         assert self.may_stay[rank], "a token that was cut off"
         most = self.cumulative[-1]

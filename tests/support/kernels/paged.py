@@ -1,4 +1,4 @@
-"""Sequences in a KV pool in which everything that must not be read is poison."""
+"""Sequences in a KV pool in which everything that must not be read is NaN or an invalid block id."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NO_BLOCK = 2**31 - 1  # an id far outside of any pool: to follow it is to crash
+NO_BLOCK = 2**31 - 1  # an id far outside of any pool: using it crashes
 
 _RELATIVE = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """A pool of one layer, kv[num_blocks, 2, Hkv, block_size, D], with sequences of given lengths at random places."""
+    """A pool of one layer, kv[num_blocks, 2, Hkv, block_size, D], with sequences of given lengths in random blocks."""
 
     kv: torch.Tensor
     block_tables: torch.Tensor
@@ -34,7 +34,10 @@ def paged(
     dtype: torch.dtype = torch.float32,
     spare_columns: int = 2,
 ) -> Paged:
-    """Random KV for the tokens of each context; NaN in all other places of the pool, ids out of range in the tables."""
+    """Returns a pool with random KV for the tokens of each context.
+
+    All other token slots are NaN, and all other entries of the tables are ids out of range.
+    """
     sizes = [-(-length // block_size) for length in context_lens]
     num_blocks = sum(sizes) + 3
     kv = torch.full((num_blocks, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
@@ -50,7 +53,7 @@ def paged(
 
 
 def gathered(pool: Paged, s: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of sequence s, each [context_len, Hkv, D]."""
+    """Returns the keys and values of sequence s, each [context_len, Hkv, D]."""
     length, block_size = int(pool.context_lens[s]), pool.kv.shape[3]
     tokens = [pool.kv[int(pool.block_tables[s, i // block_size]), :, :, i % block_size] for i in range(length)]
     keys, values = torch.stack(tokens).unbind(dim=1)
@@ -58,14 +61,14 @@ def gathered(pool: Paged, s: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An output buffer nobody has written to yet."""
+    """Returns an output buffer of NaN, which a kernel has to overwrite."""
     return torch.full(shape, torch.nan, dtype=dtype)
 
 
 def pairwise(**axes: Sequence[object]) -> list[dict[str, Any]]:
-    """Cases in which any two values of two axes meet at least once; the first axes vary fastest.
+    """Returns cases in which any two values of two axes occur together at least once; the first axes vary fastest.
 
-    Greedy: of all combinations the one that brings most pairs together that have not met, until none is left.
+    The choice is greedy: it always adds the combination with the most new pairs, until no pair is missing.
     """
     names = list(axes)
     combos = [dict(zip(names, values, strict=True)) for values in product(*axes.values())]
@@ -83,6 +86,9 @@ def pairwise(**axes: Sequence[object]) -> list[dict[str, Any]]:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, roundings: int = 1) -> None:
-    """Equal but for so many roundings to the dtype: both sides compute in float32 from the same numbers. NaN is NaN."""
+    """Checks that two tensors differ by at most `roundings` roundings to the dtype; NaN equals NaN.
+
+    Both are computed in float32 from the same numbers.
+    """
     relative = roundings * _RELATIVE[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=relative, atol=2e-5, equal_nan=True)

@@ -1,7 +1,7 @@
-"""Compiles every kernel of a model's shape for a GPU that is not there, and prints what each needs.
+"""Compiles every kernel of a model's shape for an H100 without a GPU, and prints the resources that each needs.
 
-Run as a program, in a process of its own: Triton is told that the current device is an H100, and that a launch ends
-once its kernel is compiled. The assembler comes with Triton; so does the tool that reads its result.
+It runs as a separate program: it makes Triton assume that the current device is an H100, and ends each launch when its
+kernel is compiled. The assembler and the tool that reads its output come with Triton.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from kernels import AttentionShape
-from kernels import triton as home
+from kernels import triton as kernels
 
 READER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Of one variant: registers a thread, bytes a thread spills, bytes of shared memory a program, warps a program."""
+    """The resources of one variant: registers and spilled bytes per thread, shared memory and warps per program."""
 
     name: str
     registers: int
@@ -39,8 +39,8 @@ class Needs:
     uses_warp_group_products: bool
 
 
-class Absent:
-    """What Triton asks of the driver before it compiles."""
+class AbsentDriver:
+    """The answers of a driver that Triton needs before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -53,6 +53,7 @@ class Absent:
 
 
 def needs(name: str, compiled: Any) -> Needs:
+    """Returns the resources of a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -60,7 +61,7 @@ def needs(name: str, compiled: Any) -> Needs:
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", report)
     if found is None:
-        raise ValueError(f"no resources in {report!r}")
+        raise ValueError(f"no resource usage in {report!r}")
     registers, stack, local = map(int, found.groups())
     return Needs(
         name=name,
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], required=True)
     given = parser.parse_args()
 
-    driver.set_active(Absent())
+    driver.set_active(AbsentDriver())
     launch, compiled = JITFunction.run, {}
 
     def compile_only(function: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -87,7 +88,7 @@ def main() -> None:
         compiled[id(result)] = (function.__name__, result)
 
     JITFunction.run = compile_only
-    home.warm_up(
+    kernels.warm_up(
         AttentionShape(
             getattr(torch, given.dtype), given.num_heads, given.num_kv_heads, given.head_dim, given.block_size
         ),

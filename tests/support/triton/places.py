@@ -1,4 +1,4 @@
-"""Where kernels are tested, on what numbers, and how exactly."""
+"""The device, the dtypes and the tolerances for tests of the Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16) if IS_GPU else (torch.fl
 
 on_gpu_only = pytest.mark.skipif(not IS_GPU, reason="needs a GPU")
 
-# From one number of the dtype to the next, relative; for float32 with room for another order of additions.
+# Relative distance from one number of the dtype to the next; float32 has room for another order of additions.
 ROUNDING = {torch.float32: 2**-19, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 def on_device(pool: Paged) -> Paged:
+    """Copies a pool to the device."""
     return Paged(pool.kv.to(DEVICE), pool.block_tables.to(DEVICE), pool.context_lens.to(DEVICE))
 
 
 def assert_rounded(actual: torch.Tensor, expected: torch.Tensor, roundings: int = 1) -> None:
-    """Equal but for so many roundings to the dtype that may have gone the other way. NaN is NaN."""
+    """Checks that two tensors differ by at most `roundings` roundings to the dtype; NaN equals NaN."""
     relative = roundings * ROUNDING[expected.dtype]
     torch.testing.assert_close(actual, expected, rtol=relative, atol=2e-5, equal_nan=True)
 
 
 def assert_attended(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Results of attention: weights and result are rounded to the dtype, so a row errs in proportion to its norm.
+    """Checks results of attention: weights and results are rounded, so the error of a row is proportional to its norm.
 
-    Tight enough to miss one token of 4,000: that is a share of 1 / sqrt(4000) of a row of random values.
+    The tolerance is small enough to notice one missing token of 4,000, which is 1 / sqrt(4000) of a random row.
     """
     assert torch.equal(actual.isnan(), expected.isnan())
     wide, wanted = actual.double().nan_to_num(), expected.double().nan_to_num()
