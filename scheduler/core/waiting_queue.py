@@ -8,7 +8,10 @@ from scheduler.core.sequence import Sequence
 
 
 class WaitingQueue:
-    """A sorted list. A preempted sequence returns to the place that its key gives it: before all who came later."""
+    """A sorted list; the default `AdmissionQueue`. A preempted sequence returns to its place, before later arrivals."""
+
+    due_s: float | None = None
+    """The clock alone never changes which sequence is first."""
 
     def __init__(self, policy: Policy) -> None:
         self._order = policy.order

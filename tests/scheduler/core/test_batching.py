@@ -8,21 +8,22 @@ from scheduler.core import (
     BATCHING,
     CONTINUOUS,
     DYNAMIC,
-    MEMORY,
+    KV_ALLOCATIONS,
     PRIORITY,
     STATIC,
     Batching,
     BeamParams,
-    Limits,
-    Memory,
+    KVAllocation,
     Scheduler,
+    SchedulerLimits,
 )
+from scheduler.core.baselines.batching import batch_members
 from tests.support.core.letters import VOCAB_SIZE, make_request
 from tests.support.core.rig import Rig
 
 
 def build_rig(batching: Batching, *, max_num_seqs: int = 3, num_usable_blocks: int = 50, **options: object) -> Rig:
-    limits = Limits(max_num_seqs, 16, 20, max_in_flight=1, watermark_ratio=0)
+    limits = SchedulerLimits(max_num_seqs, 16, 20, max_in_flight=1, watermark_ratio=0)
     rig = Rig(
         limits,
         num_blocks=num_usable_blocks + 1,
@@ -46,7 +47,7 @@ def num_steps_to_serve(batching: Batching) -> int:
     for request_id, max_tokens in enumerate((9, 2, 2, 9, 2, 2)):
         rig.add(make_request(request_id, "ab", max_tokens))
     rig.run()
-    return rig.scheduler.counters.num_steps
+    return rig.scheduler.state.counters.num_steps
 
 
 def test_a_slot_that_is_refilled_saves_steps() -> None:
@@ -59,7 +60,7 @@ def test_a_static_batch_is_what_waits_however_little() -> None:
     rig = build_rig(STATIC)
     rig.add(make_request(1))
     step(rig)
-    assert rig.scheduler.batch_members() == [1]
+    assert batch_members(rig.scheduler.state) == [1]
 
 
 def test_a_request_takes_the_places_of_all_its_sequences() -> None:
@@ -68,11 +69,13 @@ def test_a_request_takes_the_places_of_all_its_sequences() -> None:
     rig.add(make_request(2, beam=BeamParams(3, 1)))
     rig.add(make_request(3))
     step(rig)
-    assert rig.scheduler.batch_members() == [1], "two slots are left, request 2 takes three, and nobody overtakes it"
-    while rig.scheduler.batch_members() == [1]:
+    assert batch_members(rig.scheduler.state) == [1], (
+        "two slots are left, request 2 takes three, and nobody overtakes it"
+    )
+    while batch_members(rig.scheduler.state) == [1]:
         step(rig)
     step(rig)
-    assert rig.scheduler.batch_members() == [2, 3]
+    assert batch_members(rig.scheduler.state) == [2, 3]
     rig.run()
 
 
@@ -81,11 +84,11 @@ def test_a_batch_that_does_not_fit_a_step_or_the_pool_comes_in_bit_by_bit() -> N
     for request_id in range(3):
         rig.add(make_request(request_id, "abcdefgh"[request_id:], 6))
     step(rig)
-    assert rig.scheduler.batch_members() == [0, 1, 2]
+    assert batch_members(rig.scheduler.state) == [0, 1, 2]
     assert rig.scheduler.num_waiting == 1
     rig.add(make_request(9, "x", 1))
     rig.run()
-    assert rig.scheduler.counters.num_preemptions > 0, "who was preempted stays a member"
+    assert rig.scheduler.state.counters.num_preemptions > 0, "who was preempted stays a member"
     assert list(rig.clients.num_cached_tokens) == [0, 1, 2, 9]
 
 
@@ -107,7 +110,7 @@ def test_a_batch_survives_its_executor() -> None:
         rig.add(make_request(request_id))
     rig.schedule()
     rig.lose()
-    assert rig.scheduler.batch_members() == [0, 1, 2]
+    assert batch_members(rig.scheduler.state) == [0, 1, 2]
     rig.attach()
     rig.run()
 
@@ -119,10 +122,10 @@ def test_a_batch_whose_members_are_all_cancelled_makes_room() -> None:
     rig.schedule()
     for request_id in (0, 1):
         rig.cancel(request_id)
-    assert rig.scheduler.batch_members() == []
+    assert batch_members(rig.scheduler.state) == []
     rig.commit()
     step(rig)
-    assert rig.scheduler.batch_members() == [2, 3]
+    assert batch_members(rig.scheduler.state) == [2, 3]
 
 
 # --- dynamic: the clock -----------------------------------------------------------------------------------------
@@ -138,7 +141,7 @@ def test_a_batch_is_waited_for_until_its_first_request_has_waited_long_enough() 
     assert rig.schedule() is None
     rig.expire(102.0)
     assert rig.schedule() is not None
-    assert rig.scheduler.batch_members() == [1, 2]
+    assert batch_members(rig.scheduler.state) == [1, 2]
     assert rig.scheduler.next_wake_s is None, "it runs; nothing is waited for but results"
 
 
@@ -170,7 +173,7 @@ def test_a_deadline_and_a_batch_wake_whichever_is_first() -> None:
 
 def test_without_a_clock_nobody_waits_for_it() -> None:
     """A caller that never tells the time gets static batching, and no deadlock."""
-    scheduler = Scheduler(Limits(2, 8, 20), num_blocks=9, block_size=4, batching=DYNAMIC)
+    scheduler = Scheduler(SchedulerLimits(2, 8, 20), num_blocks=9, block_size=4, batching=DYNAMIC)
     scheduler.executor_attached(1, 9)
     scheduler.add(make_request(1))
     assert scheduler.schedule() is not None
@@ -179,11 +182,11 @@ def test_without_a_clock_nobody_waits_for_it() -> None:
 # --- all of them, in any memory ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+@pytest.mark.parametrize("memory", KV_ALLOCATIONS.values(), ids=KV_ALLOCATIONS)
 @pytest.mark.parametrize("batching", BATCHING.values(), ids=BATCHING)
-def test_everybody_ends_in_every_mode(batching: Batching, memory: Memory) -> None:
+def test_everybody_ends_in_every_mode(batching: Batching, memory: KVAllocation) -> None:
     """And gets the same tokens: the rig's clients know them in advance."""
-    rig = build_rig(batching, memory=memory, num_usable_blocks=21)
+    rig = build_rig(batching, kv_allocation=memory, num_usable_blocks=21)
     for request_id in range(12):
         rig.add(make_request(request_id, "abcdefgh"[request_id % 5 :], 1 + request_id % 7))
     for _ in range(4):

@@ -2,13 +2,14 @@
 
 import pytest
 
-from scheduler.core import BeamParams, CapacityExceeded, FinishReason, Limits, Request, SequenceParams
+from scheduler.core import BeamParams, CapacityExceeded, FinishReason, Request, SchedulerLimits, SequenceParams
+from scheduler.core.inspect.views import num_held_slots
 from tests.support.core.letters import VOCAB_SIZE, make_request, to_ids
 from tests.support.core.rig import Rig
 
 
 def build_rig(num_usable_blocks: int = 60, *, max_in_flight: int = 1, max_preemptions: int = 3) -> Rig:
-    limits = Limits(8, 64, 60, max_in_flight=max_in_flight, max_preemptions=max_preemptions, watermark_ratio=0)
+    limits = SchedulerLimits(8, 64, 60, max_in_flight=max_in_flight, max_preemptions=max_preemptions, watermark_ratio=0)
     rig = Rig(limits, num_blocks=num_usable_blocks + 1, block_size=4, vocab_size=VOCAB_SIZE)
     rig.attach()
     return rig
@@ -20,7 +21,7 @@ def step(rig: Rig) -> None:
 
 
 def num_in_use(rig: Rig) -> int:
-    pool = rig.scheduler.cache.pool
+    pool = rig.scheduler.state.cache.pool
     return pool.num_usable_blocks - pool.num_free_blocks
 
 
@@ -32,12 +33,12 @@ def test_eight_samples_copy_the_block_they_share_when_they_first_write() -> None
     rig.add(make_request(1, "abcdefghij", 8, seeds=range(8)))
     step(rig)
     assert num_in_use(rig) == 3
-    assert sorted(rig.scheduler.cache.pool.ref_counts, reverse=True)[:4] == [8, 8, 8, 0]
-    counters = rig.scheduler.counters
+    assert sorted(rig.scheduler.state.cache.pool.ref_counts, reverse=True)[:4] == [8, 8, 8, 0]
+    counters = rig.scheduler.state.counters
     assert counters.num_cow_copies == 0
     step(rig)
     assert num_in_use(rig) == 2 + 8
-    assert sorted(rig.scheduler.cache.pool.ref_counts, reverse=True)[:11] == [8, 8, *[1] * 8, 0]
+    assert sorted(rig.scheduler.state.cache.pool.ref_counts, reverse=True)[:11] == [8, 8, *[1] * 8, 0]
     assert counters.num_cow_copies == 7
     step(rig)
     assert num_in_use(rig) == 2 + 8
@@ -53,11 +54,11 @@ def test_four_beams_copy_the_block_they_share_when_they_first_write() -> None:
     rig.add(make_request(1, "abcdefghij", 9, beam=BeamParams(4, 4)))
     step(rig)
     assert num_in_use(rig) == 3
-    assert rig.scheduler.num_held_slots == 3
+    assert num_held_slots(rig.scheduler.state) == 3
     rig.schedule()
     assert num_in_use(rig) == 2 + 4
-    assert rig.scheduler.counters.num_cow_copies == 3
-    assert rig.scheduler.num_held_slots == 0
+    assert rig.scheduler.state.counters.num_cow_copies == 3
+    assert num_held_slots(rig.scheduler.state) == 0
     rig.commit()
     rig.run()
 
@@ -89,7 +90,7 @@ def test_a_group_that_is_preempted_starts_again_and_finds_the_same() -> None:
     rig.add(make_request(1, "abcdef", 30))
     rig.add(make_request(2, "uvwxyz", 12, beam=BeamParams(3, 3)))
     rig.run()
-    assert rig.scheduler.counters.num_preemptions > 0
+    assert rig.scheduler.state.counters.num_preemptions > 0
     assert rig.coverage.num_preempted_beams > 0
 
 
@@ -112,7 +113,7 @@ def test_a_smaller_pool_fails_a_group_that_no_longer_fits() -> None:
 
 @pytest.mark.parametrize("max_num_batched_tokens", [4, 64])
 def test_prompt_tokens_are_reported_on_though_others_computed_them(max_num_batched_tokens: int) -> None:
-    limits = Limits(4, max_num_batched_tokens, 60, max_in_flight=2)
+    limits = SchedulerLimits(4, max_num_batched_tokens, 60, max_in_flight=2)
     rig = Rig(limits, num_blocks=60, block_size=4, vocab_size=VOCAB_SIZE)
     rig.attach()
     prompt = to_ids("abcdefghijklm")
@@ -122,7 +123,7 @@ def test_prompt_tokens_are_reported_on_though_others_computed_them(max_num_batch
     rig.run()
     assert rig.clients.num_prompt_logprobs == {1: 12, 2: 12}
     assert rig.coverage.num_logprobs == 8
-    assert rig.scheduler.counters.num_prefix_hit_tokens == 0
+    assert rig.scheduler.state.counters.num_prefix_hit_tokens == 0
 
 
 def test_requests_that_arrive_together_compute_their_common_prefix_once() -> None:
@@ -133,4 +134,4 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once() -> Non
     step(rig)
     step(rig)
     assert not rig.scheduler.num_unfinished_requests
-    assert rig.scheduler.counters.num_prefix_hit_tokens == 3 * 16
+    assert rig.scheduler.state.counters.num_prefix_hit_tokens == 3 * 16

@@ -24,10 +24,10 @@ from scheduler.core import (
     CONTIGUOUS_EXACT,
     CONTIGUOUS_POWER_OF_TWO,
     PAGED,
+    KVAllocation,
     KVUsage,
-    Limits,
-    Memory,
     Scheduler,
+    SchedulerLimits,
     kv_usage,
 )
 from tests.support.core.letters import VOCAB_SIZE, make_request
@@ -38,10 +38,10 @@ OUTPUTS = (3, 1, 7, 1, 10, 5, 12, 4, 11, 6)
 NUM_SLOTS = 108
 
 
-def run_two_steps(memory: Memory) -> Scheduler:
+def run_two_steps(memory: KVAllocation) -> Scheduler:
     """Up to where step 2 is out."""
-    limits = Limits(max_num_seqs=10, max_num_batched_tokens=64, max_model_len=24, max_in_flight=1)
-    rig = Rig(limits, num_blocks=27 + 1, block_size=4, vocab_size=VOCAB_SIZE, memory=memory)
+    limits = SchedulerLimits(max_num_seqs=10, max_num_batched_tokens=64, max_model_len=24, max_in_flight=1)
+    rig = Rig(limits, num_blocks=27 + 1, block_size=4, vocab_size=VOCAB_SIZE, kv_allocation=memory)
     rig.attach()
     for request_id, (num_prompt, num_output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
         rig.add(make_request(request_id, "abcdefghij"[request_id] * num_prompt, num_output))
@@ -53,8 +53,8 @@ def run_two_steps(memory: Memory) -> Scheduler:
 
 def draw(scheduler: Scheduler) -> str:
     """The pool from block 1 to the last, nine blocks a line."""
-    size, pool = scheduler.cache.block_size, ["····"] * scheduler.cache.pool.num_usable_blocks
-    for sequence in scheduler.running_sequences():
+    size, pool = scheduler.state.cache.block_size, ["····"] * scheduler.state.cache.pool.num_usable_blocks
+    for sequence in scheduler.state.batch.running:
         letter = "abcdefghij"[sequence.request.request_id]
         num_final = sequence.params.max_total_tokens - 1
         num_internal = len(sequence.block_table) * size - num_final
@@ -66,16 +66,21 @@ def draw(scheduler: Scheduler) -> str:
 
 
 def figures(usage: KVUsage) -> tuple[int, int, int, int]:
-    return usage.num_used_slots, usage.num_reserved_slots, usage.num_internal_slots, usage.num_external_slots
+    return (
+        usage.num_used_token_slots,
+        usage.num_reserved_token_slots,
+        usage.num_internal_token_slots,
+        usage.num_external_token_slots,
+    )
 
 
-def check(memory: Memory, drawing: str, **counted: int) -> None:
+def check(memory: KVAllocation, drawing: str, **counted: int) -> None:
     scheduler = run_two_steps(memory)
     assert draw(scheduler) == drawing.strip()
     assert scheduler.num_waiting == counted["waiting"]
     usage = kv_usage(scheduler)
     assert figures(usage) == (counted["used"], counted["reserved"], counted["internal"], counted["external"])
-    assert usage.num_wasted_slots == counted["reserved"] + counted["internal"], "of allocated blocks"
+    assert usage.num_wasted_token_slots == counted["reserved"] + counted["internal"], "of allocated blocks"
     assert counted["used"] == sum(letter.isalpha() for letter in drawing), "the drawing shows the same"
     assert counted["reserved"] == drawing.count("+")
     assert counted["internal"] == drawing.count("-")
@@ -160,11 +165,11 @@ hh++ iiii iiii iii+ ++++ ++++ jjjj ++++ ····
     [(PAGED, 8, 83), (CONTIGUOUS, 4, 22), (CONTIGUOUS_POWER_OF_TWO, 6, 35), (CONTIGUOUS_EXACT, 8, 55)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_how_much_of_the_memory_in_use_holds_tokens(memory: Memory, num_running: int, used_percent: int) -> None:
+def test_how_much_of_the_memory_in_use_holds_tokens(memory: KVAllocation, num_running: int, used_percent: int) -> None:
     """In use: allocated, or of no use to the head of the queue. 53 / 64, 24 / 108, 38 / 108, 53 / 96."""
     scheduler = run_two_steps(memory)
     usage = kv_usage(scheduler)
-    assert sum(1 for _ in scheduler.running_sequences()) == num_running
-    num_in_use = usage.num_used_slots + usage.num_wasted_slots + usage.num_external_slots
-    assert round(100 * usage.num_used_slots / num_in_use) == used_percent
+    assert sum(1 for _ in scheduler.state.batch.running) == num_running
+    num_in_use = usage.num_used_token_slots + usage.num_wasted_token_slots + usage.num_external_token_slots
+    assert round(100 * usage.num_used_token_slots / num_in_use) == used_percent
     assert num_in_use <= NUM_SLOTS

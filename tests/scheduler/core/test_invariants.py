@@ -8,16 +8,17 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.core import (
-    CONTIGUOUS,
-    STATIC,
     BeamParams,
     InvariantViolation,
-    Limits,
     Scheduler,
+    SchedulerLimits,
     Sequence,
     State,
     check_invariants,
 )
+from scheduler.core.baselines.batching import ClosedBatch
+from scheduler.core.baselines.contiguous import ContiguousKVCache
+from scheduler.core.inspect.views import deferred_releases, unfinished_sequences
 from tests.support.core.letters import VOCAB_SIZE, make_request
 from tests.support.core.rig import Rig
 
@@ -26,7 +27,7 @@ from tests.support.core.rig import Rig
 def rig() -> Rig:
     """Blocks of two tokens. Request 1 is gone and left cached blocks; 2 has two samples that share; 3 holds a
     reservation; 5 has two beams; 4 waits."""
-    limits = Limits(5, 32, 20, max_preemptions=0, watermark_ratio=0)
+    limits = SchedulerLimits(5, 32, 20, max_preemptions=0, watermark_ratio=0)
     rig = Rig(limits, num_blocks=50, block_size=2, vocab_size=VOCAB_SIZE)
     rig.attach()
     rig.add(make_request(1, "wxyz", 2))
@@ -42,57 +43,57 @@ def rig() -> Rig:
 
 
 def sample(scheduler: Scheduler, request_id: int = 2) -> Sequence:
-    return next(s for s in scheduler.unfinished_sequences() if s.request.request_id == request_id)
+    return next(s for s in unfinished_sequences(scheduler.state) if s.request.request_id == request_id)
 
 
 def free_a_block_in_use(scheduler: Scheduler) -> None:
-    scheduler.cache.pool._free[sample(scheduler).block_table[0]] = None
+    scheduler.state.cache.pool._free[sample(scheduler).block_table[0]] = None
 
 
 def lose_a_free_block(scheduler: Scheduler) -> None:
-    scheduler.cache.pool._free.popitem()
+    scheduler.state.cache.pool._free.popitem()
 
 
 def give_out_the_null_block(scheduler: Scheduler) -> None:
-    scheduler.cache.pool.ref_counts[0] = 1
+    scheduler.state.cache.pool.ref_counts[0] = 1
 
 
 def count_a_reference_too_many(scheduler: Scheduler) -> None:
-    scheduler.cache.pool.ref_counts[sample(scheduler).block_table[0]] += 1
+    scheduler.state.cache.pool.ref_counts[sample(scheduler).block_table[0]] += 1
 
 
 def forget_a_reference(scheduler: Scheduler) -> None:
-    scheduler.cache.pool.ref_counts[sample(scheduler).block_table[0]] -= 1
+    scheduler.state.cache.pool.ref_counts[sample(scheduler).block_table[0]] -= 1
 
 
 def drop_a_deferred_release(scheduler: Scheduler) -> None:
     scheduler.stop(2, 0)
-    next(scheduler.deferred_releases()).pop()
+    next(deferred_releases(scheduler.state)).pop()
 
 
 def write_to_a_shared_block(scheduler: Scheduler) -> None:
     sequence = sample(scheduler, 3)
-    scheduler.cache.pool.retain(sequence.block_table[-1])
+    scheduler.state.cache.pool.retain(sequence.block_table[-1])
     sample(scheduler).block_table.append(sequence.block_table[-1])
 
 
 def write_to_a_published_block(scheduler: Scheduler) -> None:
-    scheduler.cache.index.publish(sample(scheduler, 3).block_table[-1], b"digest of something else")
+    scheduler.state.cache.index.publish(sample(scheduler, 3).block_table[-1], b"digest of something else")
 
 
 def publish_two_blocks_as_one(scheduler: Scheduler) -> None:
-    index = scheduler.cache.index
+    index = scheduler.state.cache.index
     (first, _), (_, second) = index.items()[:2]
     index._block_by_digest[first] = second
 
 
 def forget_half_of_an_entry(scheduler: Scheduler) -> None:
-    index = scheduler.cache.index
+    index = scheduler.state.cache.index
     index._digest_by_block.pop(index.items()[0][1])
 
 
 def publish_what_is_not_computed(scheduler: Scheduler) -> None:
-    for sequence in scheduler.running_sequences():
+    for sequence in scheduler.state.batch.running:
         sequence.num_computed_tokens = 0
 
 
@@ -101,11 +102,11 @@ def publish_other_tokens(scheduler: Scheduler) -> None:
 
 
 def lose_a_waiting_sequence(scheduler: Scheduler) -> None:
-    scheduler.books.waiting.remove(sample(scheduler, 4))
+    scheduler.state.waiting.remove(sample(scheduler, 4))
 
 
 def wait_and_run(scheduler: Scheduler) -> None:
-    scheduler.books.waiting.add(sample(scheduler))
+    scheduler.state.waiting.add(sample(scheduler))
 
 
 def run_in_another_state(scheduler: Scheduler) -> None:
@@ -129,7 +130,7 @@ def plan_more_than_is_known(scheduler: Scheduler) -> None:
 
 
 def hold_a_block_too_many(scheduler: Scheduler) -> None:
-    sample(scheduler).block_table.append(scheduler.cache.pool.take())
+    sample(scheduler).block_table.append(scheduler.state.cache.pool.take())
 
 
 def sit_on_another_lap(scheduler: Scheduler) -> None:
@@ -137,36 +138,38 @@ def sit_on_another_lap(scheduler: Scheduler) -> None:
 
 
 def lose_a_slot(scheduler: Scheduler) -> None:
-    scheduler.books.batch.return_slot(7)
+    scheduler.state.batch.return_slot(7)
 
 
 def promise_more_than_there_is(scheduler: Scheduler) -> None:
-    scheduler.cache.reserve(sample(scheduler), 1000)
+    scheduler.state.cache.reserve(sample(scheduler), 1000)
 
 
 def forget_a_promise(scheduler: Scheduler) -> None:
-    scheduler.cache.num_reserved_blocks -= 1
+    scheduler.state.cache.num_reserved_blocks -= 1
 
 
 def lose_a_slot_of_a_group(scheduler: Scheduler) -> None:
-    scheduler.books.requests[5].child_slots.append(3)
+    scheduler.state.requests[5].child_slots.append(3)
 
 
 def plan_a_beam_that_is_decided(scheduler: Scheduler) -> None:
-    group = next(scheduler.running_groups())[1]
+    group = scheduler.state.requests[5].group
+    assert group is not None
     group.branches = [(group.beams[0], 7)]
 
 
-def call_nobody(scheduler: Scheduler) -> None:
-    """As if the batch were closed, and those who run no members."""
-    scheduler.books.batching = STATIC
+def run_beside_a_closed_batch(scheduler: Scheduler) -> None:
+    """Makes the batch a closed one without members."""
+    scheduler.state.admission_queue = ClosedBatch(scheduler.state, 0.0)
 
 
 def lie_in_pieces(scheduler: Scheduler) -> None:
-    """As if memory were contiguous, and a run as long as the table."""
-    scheduler.cache.memory = CONTIGUOUS
-    sequence = sample(scheduler, 3)
-    scheduler.cache._max_model_len = len(sequence.block_table) * scheduler.cache.block_size
+    """Makes the cache a contiguous one, with runs as long as this table."""
+    sequence, cache = sample(scheduler, 3), scheduler.state.cache
+    num_token_slots = len(sequence.block_table) * cache.block_size
+    cache.__class__ = ContiguousKVCache
+    cache._num_reserved_tokens, cache._max_model_len = lambda request, max_model_len: num_token_slots, 0
     sequence.block_table.reverse()
 
 
@@ -197,7 +200,7 @@ BREAKS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("I19", plan_a_beam_that_is_decided),
     ("I10", promise_more_than_there_is),
     ("I10", forget_a_promise),
-    ("I20", call_nobody),
+    ("I20", run_beside_a_closed_batch),
     ("I21", lie_in_pieces),
 ]
 
@@ -213,7 +216,7 @@ def test_a_broken_invariant_is_named(rig: Rig, number: str, break_it: Callable[[
 def test_the_rig_sees_a_block_freed_too_early(rig: Rig) -> None:
     """I6 is about the executor, too; so the rig checks it, which knows what each plan touches."""
     sequence = sample(rig.scheduler)
-    rig.scheduler.books._release_after_flight = rig.scheduler.cache.release  # type: ignore[method-assign]
+    rig.scheduler.state._release_after_flight = rig.scheduler.state.cache.release  # type: ignore[method-assign]
     rig.scheduler.cancel(sequence.request.request_id)
     check_invariants(rig.scheduler)
     with pytest.raises(InvariantViolation, match="I6: plan"):

@@ -7,19 +7,21 @@ from random import Random
 
 from scheduler.core import (
     BATCHING,
-    MEMORY,
+    KV_ALLOCATIONS,
     BeamParams,
     FinishReason,
-    Limits,
     Logprobs,
     QuireError,
     Request,
     Scheduler,
+    SchedulerLimits,
     SequenceParams,
     StepResult,
     check_invariants,
     leap,
 )
+from scheduler.core.baselines.batching import batch_members
+from scheduler.core.inspect.views import unfinished_sequences
 from scheduler.core.policy import POLICIES
 from tests.support.core.letters import make_request
 from tests.support.core.snapshot import take_snapshot
@@ -29,14 +31,16 @@ TOKEN = 1
 
 def commit(scheduler: Scheduler) -> None:
     """What the executor would say of the oldest plan if everybody got the same token for ever."""
-    step = scheduler.books.in_flight[0]
+    step = scheduler.state.in_flight[0]
     for beam in step.beams:  # nobody samples for beams here: their requests go
         scheduler.cancel(beam.request.request_id)
     num_candidates = sum(beam.params.num_candidates for beam in step.beams)
     candidates = Logprobs([1] * num_candidates, [-1.0] * num_candidates) if step.beams else None
     ends = [s.num_tokens + 1 >= s.params.max_total_tokens for s in step.sampled]
     reasons = [FinishReason.LENGTH if end else None for end in ends] if any(ends) else None
-    scheduler.commit(StepResult(scheduler.epoch, step.step_id, [TOKEN] * len(ends), reasons, candidates=candidates))
+    scheduler.commit(
+        StepResult(scheduler.state.epoch, step.step_id, [TOKEN] * len(ends), reasons, candidates=candidates)
+    )
 
 
 def step(scheduler: Scheduler) -> bool:
@@ -52,14 +56,14 @@ def picture(scheduler: Scheduler) -> tuple[object, ...]:
     snapshot = take_snapshot(scheduler)
     sequences = [
         (s.request.request_id, s.index, s.token_ids, s.row_count, s.write_limit, s.publish_at, s.num_reserved_blocks)
-        for s in scheduler.unfinished_sequences()
+        for s in unfinished_sequences(scheduler.state)
     ]
     flights = [
         (step.step_id, [(s.request.request_id, s.index) for s in step.sampled], step.releases, len(step.ending))
-        for step in scheduler.books.in_flight
+        for step in scheduler.state.in_flight
     ]
     waiting = [(s.request.request_id, s.index) for s in snapshot.waiting]
-    counters = asdict(scheduler.counters)
+    counters = asdict(scheduler.state.counters)
     return (
         snapshot.block_map,
         snapshot.free_blocks,
@@ -68,16 +72,16 @@ def picture(scheduler: Scheduler) -> tuple[object, ...]:
         waiting,
         sequences,
         flights,
-        scheduler.batch_members(),
-        sorted(scheduler.cache.index.items()),
-        (counters, scheduler.step_id, scheduler.num_free_slots, scheduler.books.batch.retired_slots),
-        [s.slot for s in scheduler.books.batch.joined],
+        batch_members(scheduler.state),
+        sorted(scheduler.state.cache.index.items()),
+        (counters, scheduler.state.step_id, scheduler.state.batch.num_free_slots, scheduler.state.batch.retired_slots),
+        [s.slot for s in scheduler.state.batch.joined],
     )
 
 
 def draw_scheduler(random: Random) -> Scheduler:
     max_num_seqs = random.randint(1, 6)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs,
         max_num_batched_tokens=max_num_seqs + random.randint(0, 20),
         max_model_len=random.choice((30, 60)),
@@ -91,10 +95,10 @@ def draw_scheduler(random: Random) -> Scheduler:
         block_size=random.randint(1, 5),
         policy=random.choice(list(POLICIES.values())),
         batching=random.choice(list(BATCHING.values())),
-        memory=random.choice(list(MEMORY.values())),
+        kv_allocation=random.choice(list(KV_ALLOCATIONS.values())),
         enable_prefix_caching=random.random() < 0.7,
     )
-    scheduler.executor_attached(1, scheduler.cache.pool.num_blocks)
+    scheduler.executor_attached(1, scheduler.state.cache.pool.num_blocks)
     return scheduler
 
 
@@ -129,14 +133,14 @@ def run_world(seed: int) -> Counter[str]:
         live(scheduler, random, happened)
         now_s += 0.01
         scheduler.expire(now_s)
-    happened["preemptions"] = scheduler.counters.num_preemptions
-    happened["hits"] = scheduler.counters.num_prefix_hit_tokens
+    happened["preemptions"] = scheduler.state.counters.num_preemptions
+    happened["hits"] = scheduler.state.counters.num_prefix_hit_tokens
     return happened
 
 
 def leap_and_compare(scheduler: Scheduler, max_steps: int, happened: Counter[str]) -> None:
     stepping = deepcopy(scheduler)
-    releases = any(step.releases for step in scheduler.books.in_flight)
+    releases = any(step.releases for step in scheduler.state.in_flight)
     num_steps = leap(scheduler, max_steps, TOKEN)
     assert num_steps <= max_steps
     for _ in range(num_steps):
@@ -180,7 +184,7 @@ def test_a_leap_is_so_many_steps(effort: int) -> None:
 
 
 def build(*requests: Request, num_blocks: int = 101) -> Scheduler:
-    scheduler = Scheduler(Limits(4, 64, 100), num_blocks=num_blocks, block_size=4)
+    scheduler = Scheduler(SchedulerLimits(4, 64, 100), num_blocks=num_blocks, block_size=4)
     scheduler.executor_attached(1, num_blocks)
     for request in requests:
         scheduler.add(request)
@@ -204,10 +208,10 @@ def test_stops_when_the_pool_is_short() -> None:
     scheduler = build(make_request(1, "abc", 9), make_request(2, "d", 9), num_blocks=4)
     step(scheduler)
     assert leap(scheduler, 1000, TOKEN) == 3, "until 2 needs a second block"
-    assert scheduler.cache.pool.num_free_blocks == 0
+    assert scheduler.state.cache.pool.num_free_blocks == 0
     assert leap(scheduler, 1000, TOKEN) == 0
     step(scheduler)
-    assert scheduler.counters.num_preemptions == 1
+    assert scheduler.state.counters.num_preemptions == 1
 
 
 def test_does_nothing_where_a_step_is_not_a_token_for_everybody() -> None:
@@ -248,8 +252,8 @@ def test_stays_where_a_block_may_be_published_that_lets_somebody_in() -> None:
     first block; when it is published, request 3 finds both, and needs one block instead of three."""
     scheduler = build(make_request(1, "abbbbbbbb", 9), make_request(2, "ab", 9), num_blocks=1 + 3 + 1 + 2)
     step(scheduler)
-    first = next(scheduler.running_sequences())
-    scheduler.cache.index.forget(first.block_table[0])
+    first = next(iter(scheduler.state.batch.running))
+    scheduler.state.cache.index.forget(first.block_table[0])
     scheduler.add(make_request(3, "abbbbbbbbbbb", 1))
     assert leap(scheduler, 10, TOKEN) == 0
     for num_waiting in (1, 1, 0):

@@ -15,7 +15,7 @@ def chunks(rig: Rig) -> dict[int, int]:
     """What the next plan computes of each prompt: request ids → tokens. Its result is committed."""
     assert rig.schedule() is not None
     found = Counter[int]()
-    for sequence, num_tokens in rig.scheduler.books.in_flight[-1].prefills:
+    for sequence, num_tokens in rig.scheduler.state.in_flight[-1].prefills.items():
         found[sequence.request.request_id] += num_tokens
     rig.commit()
     return dict(found)
@@ -50,7 +50,7 @@ def test_it_has_what_they_leave_and_never_less_than_half() -> None:
     rig.add(make_request(4, "uvw", 1))
     assert chunks(rig) == {1: 13, 4: 3}, "not so a short one behind it"
     rig.run()
-    assert rig.scheduler.counters.num_steps == -(-(90 + 3 + 30 + 3) // BUDGET), "all steps but the last are full"
+    assert rig.scheduler.state.counters.num_steps == -(-(90 + 3 + 30 + 3) // BUDGET), "all steps but the last are full"
 
 
 def test_it_ends_after_twice_the_steps_whoever_comes() -> None:
@@ -60,7 +60,7 @@ def test_it_ends_after_twice_the_steps_whoever_comes() -> None:
         rig.add(make_request(next_id, "bcdefghijklm"[next_id % 12] * 50, 1))
         next_id += 1
         chunks(rig)
-    assert rig.scheduler.counters.num_steps <= 2 * -(-90 // BUDGET)
+    assert rig.scheduler.state.counters.num_steps <= 2 * -(-90 // BUDGET)
 
 
 def test_decodes_come_first_and_the_rest_is_shared() -> None:
@@ -81,4 +81,4 @@ def test_nobody_takes_the_blocks_that_it_still_lacks() -> None:
     for _ in range(4):
         assert set(chunks(rig)) == {1}
     rig.run()
-    assert rig.scheduler.counters.num_preemptions == 0
+    assert rig.scheduler.state.counters.num_preemptions == 0

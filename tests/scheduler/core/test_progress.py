@@ -8,7 +8,8 @@ from random import Random
 
 import pytest
 
-from scheduler.core import FCFS, POLICIES, PRIORITY, FinishReason, Limits, Policy, Request
+from scheduler.core import FCFS, POLICIES, PRIORITY, FinishReason, Policy, Request, SchedulerLimits
+from scheduler.core.inspect.views import unfinished_sequences
 from tests.support.core.letters import VOCAB_SIZE, make_request
 from tests.support.core.rig import Rig
 
@@ -24,7 +25,7 @@ def build_rig(
     max_losses: int = 5,
     policy: Policy = FCFS,
 ) -> Rig:
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs,
         max_num_batched_tokens,
         max_model_len=100,
@@ -69,7 +70,7 @@ def test_later_arrivals_do_not_hold_up_earlier_ones(seed: int) -> None:
         max_in_flight=random.randint(1, 2),
         max_preemptions=random.randint(0, 2),
     )
-    max_len, max_num_seqs = 7, rig.scheduler.limits.max_num_seqs
+    max_len, max_num_seqs = 7, rig.scheduler.state.limits.max_num_seqs
     for request_id in range(4):
         rig.add(make_request(request_id, "abc"[: random.randint(1, 3)], 4, seeds=range(random.randint(1, 2))))
     max_own_rows = rig.bound.max_steps
@@ -78,15 +79,15 @@ def test_later_arrivals_do_not_hold_up_earlier_ones(seed: int) -> None:
         rig.add(make_request(next_id, "xyz"[: random.randint(1, 3)], random.randint(1, 4)))
         next_id += 1
         step(rig)
-        assert rig.scheduler.counters.num_steps <= max_own_rows * (1 + max_num_seqs * max_len)
-    assert rig.scheduler.counters.num_steps < 3 * max_own_rows, "in fact they are hardly noticed"
+        assert rig.scheduler.state.counters.num_steps <= max_own_rows * (1 + max_num_seqs * max_len)
+    assert rig.scheduler.state.counters.num_steps < 3 * max_own_rows, "in fact they are hardly noticed"
 
 
 def test_the_bound_is_tight_for_one_sequence_that_decodes() -> None:
     """A prompt of one token and then one token a step: as many plans as tokens to compute."""
     rig = build_rig(make_request(1, "a", 9), max_preemptions=0)
     rig.run()
-    assert rig.scheduler.counters.num_steps == rig.bound.max_steps == 9
+    assert rig.scheduler.state.counters.num_steps == rig.bound.max_steps == 9
 
 
 # --- I14: preemptions -------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def test_a_sequence_is_preempted_as_often_as_it_may_be_and_no_more(
 ) -> None:
     requests = [make_request(i, "ab"[:num_prompt], num_output) for i, (num_prompt, num_output) in enumerate(sizes)]
     rig = build_rig(*requests, num_usable_blocks=num_usable_blocks, max_preemptions=max_preemptions)
-    last = list(rig.scheduler.unfinished_sequences())[-1]
+    last = list(unfinished_sequences(rig.scheduler.state))[-1]
     rig.run()
     assert last.num_preemptions == max_preemptions
 
@@ -114,18 +115,18 @@ def test_a_sequence_that_may_not_be_preempted_waits_for_all_the_blocks_it_can_ne
     first, second = make_request(1, "ab", 4), make_request(2, "xy", 4)
     rig = build_rig(first, second, num_usable_blocks=9, max_preemptions=0)
     step(rig)
-    assert [s.request.request_id for s in rig.scheduler.running_sequences()] == [1], (
+    assert [s.request.request_id for s in rig.scheduler.state.batch.running] == [1], (
         "two times five blocks are not nine"
     )
     rig.run()
-    assert rig.scheduler.counters.num_preemptions == 0
+    assert rig.scheduler.state.counters.num_preemptions == 0
 
 
 def test_a_sample_is_born_without_a_guarantee_and_gets_one_when_it_is_preempted() -> None:
     """The exception to the bound: with max_preemptions 0, a forked sample can still be preempted, once."""
     rig = build_rig(make_request(1, "ab", 4, seeds=(1, 2)), num_usable_blocks=6, max_preemptions=0)
     step(rig)
-    parent, child = rig.scheduler.running_sequences()
+    parent, child = rig.scheduler.state.batch.running
     assert (parent.is_guaranteed, child.is_guaranteed) == (True, False)
     rig.run()
     assert (parent.num_preemptions, child.num_preemptions) == (0, 1)
@@ -154,7 +155,7 @@ def test_a_small_request_does_not_overtake_a_big_one() -> None:
     running, big, small = make_request(1, "abcdef", 4), make_request(2, "ghijkl", 1), make_request(3, "m", 1)
     rig = build_rig(running, big, small, num_usable_blocks=9)
     step(rig)
-    assert rig.scheduler.cache.pool.num_free_blocks == 3, "room for the small one"
+    assert rig.scheduler.state.cache.pool.num_free_blocks == 3, "room for the small one"
     assert admission_order(rig) == [1, 2, 3]
 
 
@@ -174,7 +175,7 @@ def test_the_victim_is_the_last_in_order(policy: Policy, victim: int) -> None:
     """FCFS: the latest. Priority: the least urgent, though it was first."""
     requests = [make_request(1, "ab", 6, priority=5), make_request(2, "xy", 6, priority=1)]
     rig = build_rig(*requests, num_usable_blocks=8, policy=policy)
-    sequences = {s.request.request_id: s for s in rig.scheduler.unfinished_sequences()}
+    sequences = {s.request.request_id: s for s in unfinished_sequences(rig.scheduler.state)}
     rig.run()
     assert [i for i, sequence in sequences.items() if sequence.num_preemptions] == [victim]
 
@@ -186,7 +187,7 @@ def test_who_was_preempted_comes_back_before_those_who_came_later() -> None:
     while not rig.scheduler.num_waiting:
         step(rig)
     rig.add(third)
-    assert [s.request.request_id for s in rig.scheduler.waiting_sequences()] == [2, 3]
+    assert [s.request.request_id for s in rig.scheduler.state.waiting] == [2, 3]
     assert admission_order(rig) == [1, 2, 3]
 
 
@@ -203,7 +204,7 @@ def run_with_poison(rig: Rig) -> int:
         if rig.executor is None:
             rig.attach()
         rig.schedule()
-        if any(sequence.request.request_id == POISON for sequence in rig.scheduler.running_sequences()):
+        if any(sequence.request.request_id == POISON for sequence in rig.scheduler.state.batch.running):
             num_deaths += 1
             rig.lose()
         elif rig.in_flight:
@@ -230,7 +231,7 @@ def test_a_poison_request_fails_alone(policy: Policy, position: int, max_losses:
 def test_a_poison_request_of_several_samples_fails_as_a_whole(num_sequences: int) -> None:
     poison = make_request(POISON, "wxyz", 6, seeds=range(num_sequences))
     rig = build_rig(make_request(1), poison, make_request(2), max_in_flight=2)
-    assert run_with_poison(rig) <= num_sequences * (rig.scheduler.limits.max_losses + 1)
+    assert run_with_poison(rig) <= num_sequences * (rig.scheduler.state.limits.max_losses + 1)
     assert {rig.clients.ended.pop((POISON, index)) for index in range(num_sequences)} <= {
         FinishReason.ERROR,
         FinishReason.CANCELLED,
@@ -245,14 +246,14 @@ def test_neighbours_of_a_poison_request_are_suspects_until_their_next_token() ->
         assert rig.scheduler.num_waiting == 0
         rig.lose()
         rig.attach()
-    assert all(sequence.is_suspect for sequence in rig.scheduler.unfinished_sequences())
+    assert all(sequence.is_suspect for sequence in unfinished_sequences(rig.scheduler.state))
     step(rig)
-    (alone,) = rig.scheduler.running_sequences()
+    (alone,) = rig.scheduler.state.batch.running
     assert alone.request.request_id == 1
     assert not alone.is_suspect
     rig.add(make_request(3))
     step(rig)
-    assert len(list(rig.scheduler.running_sequences())) == 1, "the next suspect in line wants to be alone, too"
+    assert len(list(rig.scheduler.state.batch.running)) == 1, "the next suspect in line wants to be alone, too"
 
 
 def test_executors_that_die_of_old_age_fail_nobody() -> None:

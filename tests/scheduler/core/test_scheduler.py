@@ -11,26 +11,27 @@ from scheduler.core import (
     CapacityExceeded,
     FinishReason,
     InvariantViolation,
-    Limits,
     Logprobs,
     QueueFull,
     Request,
     ResultMismatch,
     Scheduler,
+    SchedulerLimits,
     SequenceParams,
     StepPlan,
     StepResult,
     block_map,
     kv_usage,
 )
+from scheduler.core.inspect.views import unfinished_sequences
 from tests.support.core.letters import VOCAB_SIZE, make_request
 from tests.support.core.rig import Rig
 from tests.support.core.snapshot import take_snapshot
 
-LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20)
+LIMITS = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20)
 
 
-def build_rig(limits: Limits = LIMITS, *, num_usable_blocks: int = 20, block_size: int = 4) -> Rig:
+def build_rig(limits: SchedulerLimits = LIMITS, *, num_usable_blocks: int = 20, block_size: int = 4) -> Rig:
     rig = Rig(limits, num_blocks=num_usable_blocks + 1, block_size=block_size, vocab_size=VOCAB_SIZE)
     rig.attach()
     return rig
@@ -45,12 +46,12 @@ def build_rig(limits: Limits = LIMITS, *, num_usable_blocks: int = 20, block_siz
 def test_limits_are_positive(name: str, value: int) -> None:
     numbers = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "max_model_len": 1} | {name: value}
     with pytest.raises(ValueError, match=name):
-        Limits(**numbers)
+        SchedulerLimits(**numbers)
 
 
 def test_a_budget_has_room_for_every_decode() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        Limits(max_num_seqs=4, max_num_batched_tokens=3, max_model_len=10)
+        SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=3, max_model_len=10)
 
 
 # --- add --------------------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ def test_refuses_what_can_never_fit() -> None:
 
 
 def test_the_queue_is_bounded_in_requests_and_in_prompt_tokens() -> None:
-    limits = Limits(4, 16, 20, max_waiting_requests=2, max_waiting_prompt_tokens=10)
+    limits = SchedulerLimits(4, 16, 20, max_waiting_requests=2, max_waiting_prompt_tokens=10)
     rig = build_rig(limits)
     rig.add(make_request(1, "abcdefgh"))
     with pytest.raises(QueueFull, match="8 prompt tokens"):
@@ -93,7 +94,7 @@ def test_the_queue_is_bounded_in_requests_and_in_prompt_tokens() -> None:
 
 
 def test_an_empty_queue_takes_any_request() -> None:
-    rig = build_rig(Limits(4, 16, 20, max_waiting_prompt_tokens=2))
+    rig = build_rig(SchedulerLimits(4, 16, 20, max_waiting_prompt_tokens=2))
     rig.add(make_request(1, "abcdef"))
     rig.run()
 
@@ -113,14 +114,14 @@ def test_an_unknown_or_ended_request_can_be_cancelled_and_stopped() -> None:
 
 
 def test_a_cancelled_request_is_gone_at_once_wherever_it_is() -> None:
-    rig = build_rig(Limits(1, 16, 20))
+    rig = build_rig(SchedulerLimits(1, 16, 20))
     rig.add(make_request(1))
     rig.add(make_request(2))
     rig.schedule()
     for request_id in (2, 1):
         rig.cancel(request_id)
         assert not rig.scheduler.has_request(request_id)
-    assert rig.scheduler.cache.pool.num_free_blocks < 20, "a plan in flight still writes"
+    assert rig.scheduler.state.cache.pool.num_free_blocks < 20, "a plan in flight still writes"
     rig.commit()
     rig.assert_idle()
 
@@ -132,7 +133,7 @@ def test_samples_end_one_by_one() -> None:
     rig.commit()
     rig.stop(1, 1)
     assert rig.clients.ended == {(1, 1): FinishReason.STOP}
-    assert [sequence.index for sequence in rig.scheduler.unfinished_sequences()] == [0, 2]
+    assert [sequence.index for sequence in unfinished_sequences(rig.scheduler.state)] == [0, 2]
     rig.run()
 
 
@@ -155,7 +156,7 @@ def test_every_end_has_its_reason() -> None:
 
 
 def test_a_deadline_ends_a_request_when_it_has_come_and_not_before() -> None:
-    rig = build_rig(Limits(1, 16, 20))
+    rig = build_rig(SchedulerLimits(1, 16, 20))
     rig.add(make_request(1, deadline_s=2.0))
     rig.add(make_request(2, deadline_s=1.0))
     rig.schedule()
@@ -169,14 +170,14 @@ def test_a_deadline_ends_a_request_when_it_has_come_and_not_before() -> None:
 
 def test_knows_the_next_deadline_of_those_that_have_not_ended() -> None:
     rig = build_rig()
-    assert rig.scheduler.next_deadline_s is None
+    assert rig.scheduler.state.deadlines.next_s is None
     for request_id, deadline_s in enumerate((7.0, 3.0, None, 5.0)):
         rig.add(make_request(request_id, deadline_s=deadline_s))
-    assert rig.scheduler.next_deadline_s == 3.0
+    assert rig.scheduler.state.deadlines.next_s == 3.0
     rig.cancel(1)
-    assert rig.scheduler.next_deadline_s == 5.0
+    assert rig.scheduler.state.deadlines.next_s == 5.0
     rig.run()
-    assert rig.scheduler.next_deadline_s is None
+    assert rig.scheduler.state.deadlines.next_s is None
 
 
 # --- executors --------------------------------------------------------------------------------------------------
@@ -227,10 +228,10 @@ def test_who_was_preempted_has_been_in_the_queue_since_then() -> None:
     for request_id in (1, 2):
         rig.add(make_request(request_id, "abcdefg"[request_id:], 9))
     rig.expire(10.0)
-    while not rig.scheduler.counters.num_preemptions:
+    while not rig.scheduler.state.counters.num_preemptions:
         assert rig.schedule() is not None
         rig.commit()
-    assert [sequence.queued_s for sequence in rig.scheduler.waiting_sequences()] == [10.0]
+    assert [sequence.queued_s for sequence in rig.scheduler.state.waiting] == [10.0]
 
 
 # --- results ----------------------------------------------------------------------------------------------------
@@ -278,13 +279,13 @@ def test_a_result_with_a_token_beyond_the_vocabulary_is_refused_and_changes_noth
 
 def test_a_request_starts_once_though_its_samples_are_preempted() -> None:
     """A recompute is not a start, and what it finds in the cache is not a hit."""
-    limits = Limits(4, 16, 20, max_in_flight=1, watermark_ratio=0)
+    limits = SchedulerLimits(4, 16, 20, max_in_flight=1, watermark_ratio=0)
     rig = build_rig(limits, num_usable_blocks=3, block_size=2)
     rig.add(make_request(1, "ab", 4, seeds=(0, 1)))
     rig.run()
-    assert rig.scheduler.counters.num_preemptions > 0
+    assert rig.scheduler.state.counters.num_preemptions > 0
     assert rig.clients.num_cached_tokens == {1: 0}
-    assert rig.scheduler.counters.num_prefix_queried_tokens == 2
+    assert rig.scheduler.state.counters.num_prefix_queried_tokens == 2
 
 
 # --- plans ------------------------------------------------------------------------------------------------------
@@ -301,7 +302,7 @@ def test_an_unchanged_decode_batch_is_an_empty_plan() -> None:
 
 
 def test_the_watermark_keeps_blocks_for_those_who_run() -> None:
-    limits = Limits(4, 16, 20, watermark_ratio=0.2)
+    limits = SchedulerLimits(4, 16, 20, watermark_ratio=0.2)
     rig = build_rig(limits, num_usable_blocks=4)
     rig.add(make_request(1, "abcdefgh", 1))
     rig.add(make_request(2, "ijklmnop", 1))
@@ -337,7 +338,7 @@ def test_usage_counts_a_shared_place_once() -> None:
     rig.schedule()
     usage = kv_usage(rig.scheduler)
     assert (usage.num_active_blocks, usage.num_shared_blocks, usage.num_free_blocks) == (2, 2, 3)
-    assert (usage.num_used_slots, usage.num_wasted_slots, usage.waste_ratio) == (6, 2, 0.25)
+    assert (usage.num_used_token_slots, usage.num_wasted_token_slots, usage.waste_ratio) == (6, 2, 0.25)
     rig.run()
     usage = kv_usage(rig.scheduler)
     assert usage.num_cached_blocks > 0

@@ -23,20 +23,20 @@ from scheduler.core import (
     CONTINUOUS,
     DYNAMIC,
     FCFS,
-    MEMORY,
+    KV_ALLOCATIONS,
     PAGED,
     PRIORITY,
     STATIC,
     Batching,
     BeamParams,
     CapacityExceeded,
-    Limits,
-    Memory,
+    KVAllocation,
     Policy,
     QueueFull,
     Request,
     ResultMismatch,
     Scheduler,
+    SchedulerLimits,
     SequenceParams,
     StepResult,
 )
@@ -53,9 +53,9 @@ tokens = st.integers(0, 1)
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> Limits:
+def limits(draw: st.DrawFn) -> SchedulerLimits:
     max_num_seqs = draw(st.sampled_from((4, 6, 3, 2, 1)))
-    return Limits(
+    return SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 6)),
         max_model_len=draw(st.sampled_from((32, 12))),
@@ -88,7 +88,7 @@ class Arrival:
         most_tokens = scheduler.max_tokens_per_sequence
         prompt = (*COMMON_TEXT[: self.num_common], *self.tail)[: most_tokens - 1]
         max_total_tokens = most_tokens if self.is_open_ended else min(len(prompt) + self.max_tokens, most_tokens)
-        beam = self.beam if scheduler.limits.max_num_seqs > 2 else None
+        beam = self.beam if scheduler.state.limits.max_num_seqs > 2 else None
         num_logprobs = 0 if beam else self.num_logprobs
         return Request(
             request_id,
@@ -100,7 +100,7 @@ class Arrival:
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=num_logprobs,
             ),
-            seeds=(0,) if beam else tuple(self.seeds[: scheduler.limits.max_num_seqs]),
+            seeds=(0,) if beam else tuple(self.seeds[: scheduler.state.limits.max_num_seqs]),
             beam=beam,
             priority=self.priority,
             cache_salt=self.salt,
@@ -137,18 +137,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         policy=st.sampled_from((FCFS, PRIORITY)),
         batching=st.sampled_from((CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.5))),
-        memory=st.sampled_from((PAGED, PAGED, PAGED, *MEMORY.values())),
+        memory=st.sampled_from((PAGED, PAGED, PAGED, *KV_ALLOCATIONS.values())),
         enable_prefix_caching=st.sampled_from((True, True, True, False)),
         first=st.lists(arrivals, min_size=1, max_size=5),
     )
     def build(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         num_blocks: int,
         block_size: int,
         policy: Policy,
         batching: Batching,
-        memory: Memory,
+        memory: KVAllocation,
         enable_prefix_caching: bool,
         first: list[Arrival],
     ) -> None:
@@ -158,7 +158,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=block_size,
             policy=policy,
             batching=batching,
-            memory=memory,
+            kv_allocation=memory,
             enable_prefix_caching=enable_prefix_caching,
         )
         self.rig.attach()
@@ -288,7 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "rig"):
             self.rig.run()
             self.happened.update(asdict(self.rig.coverage))
-            counters = self.rig.scheduler.counters
+            counters = self.rig.scheduler.state.counters
             self.happened["preemptions"] += counters.num_preemptions
             self.happened["copies"] += counters.num_cow_copies
             self.happened["hit tokens"] += counters.num_prefix_hit_tokens

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from scheduler.core import Limits
+from scheduler.core import SchedulerLimits
 from tests.support.core.letters import make_request
 from tests.support.core.rig import Rig
 
@@ -20,7 +20,7 @@ def letters(length: int, seed: int) -> str:
 
 def num_tokens_computed(prompts: list[str]) -> tuple[int, int]:
     """Over all steps, and the number of steps, for prompts that arrive at once."""
-    limits = Limits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048, max_in_flight=2)
+    limits = SchedulerLimits(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=2048, max_in_flight=2)
     rig = Rig(limits, num_blocks=4000, block_size=BLOCK_SIZE, vocab_size=8)
     rig.attach()
     for request_id, prompt in enumerate(prompts):

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.core import BeamParams, FinishReason, Limits, Request
+from scheduler.core import BeamParams, FinishReason, Request, SchedulerLimits
 from tests.support.core.letters import VOCAB_SIZE, make_request
 from tests.support.core.rig import Rig
 
-LIMITS = Limits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20)
+LIMITS = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=20)
 
 
 def build_rig() -> Rig:

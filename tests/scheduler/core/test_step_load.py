@@ -2,15 +2,16 @@
 
 from collections import Counter
 
-from scheduler.core import Limits, Request, Scheduler, Sequence, SequenceParams, StepPlan, StepResult
-from scheduler.core.step_load import LoadTracker, StepLoad
+from scheduler.core import Request, Scheduler, SchedulerLimits, Sequence, SequenceParams, StepPlan, StepResult
+from scheduler.core.inspect.step_load import LoadTracker, StepLoad
+from scheduler.core.inspect.views import unfinished_sequences
 from tests.support.core.simulation import Simulation
 
 
 def counted(scheduler: Scheduler, before: set[Sequence]) -> StepLoad:
     """Of the plan that was just made; `before` are the sequences that there were then. Samples that were born with it
     compute nothing in it."""
-    step = scheduler.books.in_flight[-1]
+    step = scheduler.state.in_flight[-1]
     prefills = dict(step.prefills)
     decodes = [s for s in step.sampled if s in before and s not in prefills]
     decodes += [s for s in step.beams if s not in prefills]
@@ -35,7 +36,7 @@ class FollowedSimulation(Simulation):
         schedule, trackers = self.rig.schedule, dict[int, LoadTracker]()
 
         def followed() -> StepPlan | None:
-            before = set(self.rig.scheduler.unfinished_sequences())
+            before = set(unfinished_sequences(self.rig.scheduler.state))
             plan = schedule()
             if plan is not None:
                 load = trackers.setdefault(plan.epoch, LoadTracker()).follow(plan)
@@ -58,13 +59,13 @@ def test_loads_are_counted_rightly_in_every_world() -> None:
 
 
 def test_a_prompt_in_two_chunks_beside_a_decode_by_hand() -> None:
-    core, tracker = Scheduler(Limits(2, 4, 50), num_blocks=20, block_size=4), LoadTracker()
+    core, tracker = Scheduler(SchedulerLimits(2, 4, 50), num_blocks=20, block_size=4), LoadTracker()
     core.executor_attached(1, 20)
 
     def step() -> StepLoad:
         plan = core.schedule()
         assert plan is not None
-        core.commit(StepResult(1, plan.step_id, [0] * len(core.books.in_flight[-1].sampled)))
+        core.commit(StepResult(1, plan.step_id, [0] * len(core.state.in_flight[-1].sampled)))
         return tracker.follow(plan)
 
     core.add(Request(1, [1, 2], SequenceParams(max_total_tokens=6)))
@@ -82,7 +83,7 @@ def test_a_prompt_in_two_chunks_beside_a_decode_by_hand() -> None:
 
 def test_skipped_steps_are_steps_in_which_everybody_goes_on() -> None:
     def decoding() -> tuple[Scheduler, LoadTracker]:
-        core, tracker = Scheduler(Limits(2, 8, 50), num_blocks=30, block_size=4), LoadTracker()
+        core, tracker = Scheduler(SchedulerLimits(2, 8, 50), num_blocks=30, block_size=4), LoadTracker()
         core.executor_attached(1, 30)
         for request_id, num_tokens in ((1, 3), (2, 4)):
             core.add(Request(request_id, [request_id] * num_tokens, SequenceParams(max_total_tokens=40)))

@@ -12,17 +12,20 @@ from scheduler.core import (
     Events,
     FinishReason,
     InvariantViolation,
-    Limits,
-    Memory,
+    KVAllocation,
     Policy,
     Request,
     Scheduler,
+    SchedulerLimits,
     Sequence,
     StepPlan,
     StepResult,
     check_invariants,
     kv_usage,
 )
+from scheduler.core.baselines.batching import ClosedBatch, batch_members
+from scheduler.core.baselines.contiguous import ContiguousKVCache, run_length
+from scheduler.core.inspect.views import deferred_releases, unfinished_sequences
 from tests.support.core.fake_clients import FakeClients
 from tests.support.core.fake_executor import FakeExecutor
 from tests.support.core.step_bound import StepBound, most_blocks, most_preemptions
@@ -70,24 +73,25 @@ class Rig:
 
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         *,
         num_blocks: int,
         block_size: int,
         policy: Policy = FCFS,
         batching: Batching = CONTINUOUS,
-        memory: Memory = PAGED,
+        kv_allocation: KVAllocation = PAGED,
         vocab_size: int = 2,
         enable_prefix_caching: bool = True,
     ) -> None:
         self.num_blocks = num_blocks
+        self.batching = batching
         self.scheduler = Scheduler(
             limits,
             num_blocks=num_blocks,
             block_size=block_size,
             policy=policy,
             batching=batching,
-            memory=memory,
+            kv_allocation=kv_allocation,
             vocab_size=vocab_size,
             enable_prefix_caching=enable_prefix_caching,
         )
@@ -128,7 +132,7 @@ class Rig:
             assert deadline_s is not None
             assert deadline_s <= now_s, f"{sequence!r} was due at {deadline_s}, not at {now_s}"
         self._hear(events)
-        next_s = self.scheduler.next_deadline_s
+        next_s = self.scheduler.state.deadlines.next_s
         assert next_s is None or next_s > now_s
         return events
 
@@ -143,7 +147,7 @@ class Rig:
         """A new executor, in a new epoch; its pool has as many blocks as the last unless told otherwise."""
         scheduler = self.scheduler
         self.num_blocks = num_blocks or self.num_blocks
-        epoch, limits = scheduler.epoch + 1, scheduler.limits
+        epoch, limits = scheduler.state.epoch + 1, scheduler.state.limits
         events = scheduler.executor_attached(epoch, self.num_blocks)
         for sequence, reason in events.finished:
             if reason is FinishReason.LENGTH:
@@ -154,7 +158,7 @@ class Rig:
         self.coverage.num_narrowed += self.clients.narrow(scheduler.max_tokens_per_sequence)
         self.executor = FakeExecutor(
             self.num_blocks,
-            scheduler.cache.block_size,
+            scheduler.state.cache.block_size,
             limits.max_num_seqs,
             limits.max_num_batched_tokens,
             self.clients.vocab_size,
@@ -172,7 +176,7 @@ class Rig:
         events = self.scheduler.executor_lost()
         for sequence, reason in events.finished:
             assert reason is FinishReason.ERROR
-            assert sequence.num_losses > self.scheduler.limits.max_losses
+            assert sequence.num_losses > self.scheduler.state.limits.max_losses
         self._hear(events)
         for request_id in {sequence.request.request_id for sequence, _ in events.finished}:
             self.cancel(request_id)  # as the shell does: a request fails as a whole
@@ -183,11 +187,11 @@ class Rig:
     def schedule(self) -> StepPlan | None:
         """Plans a step and has it executed; its result stays in flight until `commit`."""
         scheduler = self.scheduler
-        waiting = list(scheduler.waiting_sequences())
+        waiting = list(scheduler.state.waiting)
         sampling = self._sampling_slots()
         num_preemptions = self._num_group_preemptions()
-        members = scheduler.batch_members()
-        can_plan = self.executor is not None and scheduler.num_in_flight < scheduler.limits.max_in_flight
+        members = batch_members(scheduler.state)
+        can_plan = self.executor is not None and scheduler.num_in_flight < scheduler.state.limits.max_in_flight
         plan = scheduler.schedule()
         self._check_batch(members, waiting if can_plan else [])
         self.coverage.num_preempted_beams += self._num_group_preemptions() - num_preemptions
@@ -231,9 +235,11 @@ class Rig:
         self.assert_idle()
 
     def assert_idle(self) -> None:
-        pool = self.scheduler.cache.pool
+        pool = self.scheduler.state.cache.pool
         assert pool.num_free_blocks == pool.num_usable_blocks, "a block was leaked"
-        assert self.scheduler.num_free_slots == self.scheduler.limits.max_num_seqs, "a slot was leaked"
+        assert self.scheduler.state.batch.num_free_slots == self.scheduler.state.limits.max_num_seqs, (
+            "a slot was leaked"
+        )
 
     def _check_is_beyond(self, sequence: Sequence) -> None:
         """It has got all that its client can expect of this pool."""
@@ -246,7 +252,7 @@ class Rig:
         num_wanted = request.params.max_total_tokens
         if request.is_open_ended:
             num_wanted = max(len(request.prompt_token_ids) + 1, request.params.min_total_tokens)
-        num_blocks = max(self.scheduler.cache.run_length(request), most_blocks(request, self.scheduler))
+        num_blocks = max(run_length(self.scheduler.state.cache, request), most_blocks(request, self.scheduler))
         return num_wanted <= self.scheduler.max_tokens_per_sequence and num_blocks < self.num_blocks
 
     # --- checks -----------------------------------------------------------------------------------------------
@@ -254,28 +260,28 @@ class Rig:
     def check(self) -> None:
         check_invariants(self.scheduler)
         for flight in self.in_flight:
-            free = [block for block in flight.touched_blocks if self.scheduler.cache.pool.ref_counts[block] == 0]
+            free = [block for block in flight.touched_blocks if self.scheduler.state.cache.pool.ref_counts[block] == 0]
             if free:
                 raise InvariantViolation(f"I6: plan {flight.plan.step_id} in flight can touch the free blocks {free}")
-        num_steps = self.scheduler.counters.num_steps
+        num_steps = self.scheduler.state.counters.num_steps
         assert num_steps <= self.bound.max_steps, f"I12: {num_steps} steps, {self.bound.max_steps} should do"
-        for sequence in self.scheduler.unfinished_sequences():
-            most = most_preemptions(self.scheduler.limits.max_preemptions, sequence.index)
+        for sequence in unfinished_sequences(self.scheduler.state):
+            most = most_preemptions(self.scheduler.state.limits.max_preemptions, sequence.index)
             assert sequence.num_preemptions <= most, f"I14: {sequence!r} was preempted {sequence.num_preemptions} times"
 
     def _check_somebody_is_awaited(self) -> None:
         """I12: where nothing is planned a result is to come, or an executor, or the time to form a batch."""
         if self.executor is None or self.in_flight or not self.scheduler.num_unfinished_requests:
             return
-        due_s = self.scheduler.books.cohort.due_s
+        due_s = self.scheduler.state.admission_queue.due_s
         assert due_s is not None, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
         assert due_s > self.now_s, "I12: who waits for a time that has come waits for ever"
 
     def _check_order(self, waiting_before: list[Sequence]) -> None:
         """I13: nobody overtakes, and nobody comes in behind a first in line who cannot go on. I16: a suspect has no
         neighbours but the samples of its own request."""
-        order = self.scheduler.policy.order
-        running = set(self.scheduler.running_sequences())
+        order = self.scheduler.state.policy.order
+        running = set(self.scheduler.state.batch.running)
         admitted = [sequence for sequence in waiting_before if sequence in running]
         if admitted:
             last = max(admitted, key=order)
@@ -288,25 +294,25 @@ class Rig:
 
     def _who_may_come_in(self) -> list[Sequence]:
         """Of those who wait: all, or the members of the batch."""
-        members = set(self.scheduler.batch_members())
-        is_closed = self.scheduler.batching.is_closed
-        return [s for s in self.scheduler.waiting_sequences() if not is_closed or s.request.request_id in members]
+        members = set(batch_members(self.scheduler.state))
+        is_closed = isinstance(self.scheduler.state.admission_queue, ClosedBatch)
+        return [s for s in self.scheduler.state.waiting if not is_closed or s.request.request_id in members]
 
     def _check_batch(self, members_before: list[int], waiting_before: list[Sequence]) -> None:
         """I20: a closed batch keeps its members until all of them have ended; then the next is formed of the first in
         the queue, once it is full or the first to arrive has waited long enough."""
-        scheduler, members = self.scheduler, self.scheduler.batch_members()
-        if members_before or not scheduler.batching.is_closed:
+        scheduler, members = self.scheduler, batch_members(self.scheduler.state)
+        if members_before or not isinstance(scheduler.state.admission_queue, ClosedBatch):
             assert members == members_before, f"I20: the batch {members_before} became {members}"
             return
         num_slots, head, is_full = 0, [], False
         for sequence in waiting_before:
             request = sequence.request
             num_slots += request.beam.width if request.beam else request.num_sequences
-            is_full |= num_slots >= scheduler.limits.max_num_seqs
-            if num_slots <= scheduler.limits.max_num_seqs:
+            is_full |= num_slots >= scheduler.state.limits.max_num_seqs
+            if num_slots <= scheduler.state.limits.max_num_seqs:
                 head.append(request.request_id)
-        due_s = min((self.arrivals_s[request_id] for request_id in head), default=inf) + scheduler.batching.timeout_s
+        due_s = min((self.arrivals_s[request_id] for request_id in head), default=inf) + self.batching.timeout_s
         if members:
             self.coverage.num_batches += 1
             assert members == head, f"I20: the batch {members} is not the head of the queue, {head}"
@@ -319,8 +325,8 @@ class Rig:
     def _first_in_line_has_row(self, before: tuple[int, ...]) -> bool:
         """Whether the first sequence in order, if it comes before this key, computes something in the newest plan."""
         assert self.executor is not None
-        order, sampled = self.scheduler.policy.order, self.scheduler.books.in_flight[-1].sampled
-        seated = [s for s in self.scheduler.running_sequences() if s.slot >= 0 or s in sampled]
+        order, sampled = self.scheduler.state.policy.order, self.scheduler.state.in_flight[-1].sampled
+        seated = [s for s in self.scheduler.state.batch.running if s.slot >= 0 or s in sampled]
         first = min(seated, key=order, default=None)
         if first is None or order(first) >= before or first in sampled:
             return True
@@ -335,9 +341,9 @@ class Rig:
 
     def _check_beams(self, plan: StepPlan) -> None:
         """I19: a group that is decided has a row for each of its beams, in the next plan."""
-        beams = [sequence for sequence in self.scheduler.running_sequences() if sequence.leader is not sequence]
+        beams = [sequence for sequence in self.scheduler.state.batch.running if sequence.leader is not sequence]
         branched = set(plan.branches[::3])
-        assert not self.scheduler.books.batch.decided, "I19: a decided group was not planned"
+        assert not self.scheduler.state.batch.decided, "I19: a decided group was not planned"
         self.coverage.num_beam_steps += bool(branched)
         self.coverage.num_beams_behind += any(beam.slot not in branched for beam in beams)
         if branched:
@@ -348,39 +354,41 @@ class Rig:
 
     def _check_usage(self) -> None:
         """The pool in numbers is the pool."""
-        pool, index, usage = self.scheduler.cache.pool, self.scheduler.cache.index, kv_usage(self.scheduler)
+        pool, index, usage = self.scheduler.state.cache.pool, self.scheduler.state.cache.index, kv_usage(self.scheduler)
         assert usage.num_active_blocks == pool.num_usable_blocks - pool.num_free_blocks
         assert usage.num_cached_blocks == sum(block in index for block in pool.free_blocks())
         assert usage.num_cached_blocks + usage.num_free_blocks == pool.num_free_blocks
         assert usage.num_shared_blocks == sum(num_refs > 1 for num_refs in pool.ref_counts)
-        num_running = sum(1 for _ in self.scheduler.running_sequences())
-        assert usage.num_reserved_slots + usage.num_internal_slots == usage.num_wasted_slots
-        assert min(usage.num_reserved_slots, usage.num_internal_slots, usage.num_external_slots) >= 0
-        self.coverage.num_external += usage.num_external_slots > 0
-        if self.scheduler.memory.is_contiguous:
-            assert self.scheduler.counters.num_preemptions == 0, "I21: somebody was preempted"
-            assert usage.num_external_slots <= pool.num_free_blocks * self.scheduler.cache.block_size
+        num_running = sum(1 for _ in self.scheduler.state.batch.running)
+        assert usage.num_reserved_token_slots + usage.num_internal_token_slots == usage.num_wasted_token_slots
+        assert min(usage.num_reserved_token_slots, usage.num_internal_token_slots, usage.num_external_token_slots) >= 0
+        self.coverage.num_external += usage.num_external_token_slots > 0
+        if isinstance(self.scheduler.state.cache, ContiguousKVCache):
+            assert self.scheduler.state.counters.num_preemptions == 0, "I21: a sequence was preempted"
+            assert usage.num_external_token_slots <= pool.num_free_blocks * self.scheduler.state.cache.block_size
         else:
-            assert usage.num_wasted_slots <= num_running * (self.scheduler.cache.block_size - 1), "a block too many"
-            assert usage.num_external_slots == 0
+            assert usage.num_wasted_token_slots <= num_running * (self.scheduler.state.cache.block_size - 1), (
+                "a block too many"
+            )
+            assert usage.num_external_token_slots == 0
 
     def _num_group_preemptions(self) -> int:
-        leaders = {sequence.leader for sequence in self.scheduler.unfinished_sequences() if sequence.is_beam}
+        leaders = {sequence.leader for sequence in unfinished_sequences(self.scheduler.state) if sequence.is_beam}
         return sum(leader.num_preemptions for leader in leaders)
 
     def _sampling_slots(self) -> set[int]:
         return set(self.executor.sampled_slots) if self.executor else set()
 
     def _waits_for_room(self) -> bool:
-        return 0 < len(self.in_flight) < self.scheduler.limits.max_in_flight and any(
-            sequence.slot >= 0 for sequence in self.scheduler.running_sequences()
+        return 0 < len(self.in_flight) < self.scheduler.state.limits.max_in_flight and any(
+            sequence.slot >= 0 for sequence in self.scheduler.state.batch.running
         )
 
     def _observe(self, waiting_before: list[Sequence]) -> None:
-        coverage, running = self.coverage, set(self.scheduler.running_sequences())
+        coverage, running = self.coverage, set(self.scheduler.state.batch.running)
         coverage.num_chunked_prefills += any(s.num_uncomputed_tokens for s in running if s.slot >= 0)
-        coverage.num_shared_blocks += any(num_refs > 1 for num_refs in self.scheduler.cache.pool.ref_counts)
-        coverage.num_deferred_releases += any(True for _ in self.scheduler.deferred_releases())
+        coverage.num_shared_blocks += any(num_refs > 1 for num_refs in self.scheduler.state.cache.pool.ref_counts)
+        coverage.num_deferred_releases += any(True for _ in deferred_releases(self.scheduler.state))
         for sequence in waiting_before:
             if sequence in running:
                 coverage.num_guaranteed += sequence.is_guaranteed

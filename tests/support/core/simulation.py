@@ -19,19 +19,19 @@ from scheduler.core import (
     CONTINUOUS,
     DYNAMIC,
     FCFS,
-    MEMORY,
+    KV_ALLOCATIONS,
     PAGED,
     PRIORITY,
     STATIC,
     Batching,
     BeamParams,
     CapacityExceeded,
-    Limits,
-    Memory,
+    KVAllocation,
     Policy,
     QueueFull,
     Request,
     ResultMismatch,
+    SchedulerLimits,
     SequenceParams,
 )
 from tests.support.core.rig import Flight, Rig
@@ -60,10 +60,10 @@ HAPPENINGS = (
 class World:
     """The numbers of one simulated world. Times are in milliseconds; nobody waits for them."""
 
-    limits: Limits
+    limits: SchedulerLimits
     policy: Policy
     batching: Batching
-    memory: Memory
+    kv_allocation: KVAllocation
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool
@@ -84,9 +84,9 @@ class World:
 def draw_world(random: Random) -> World:
     """Small worlds, where everything is scarce."""
     max_num_seqs = random.randint(1, 5)
-    memory = random.choice((PAGED, PAGED, PAGED, random.choice(tuple(MEMORY.values()))))
-    beam_share = random.choice((0.0, 0.4, 0.7)) if memory is PAGED else 0.0
-    limits = Limits(
+    kv_allocation = random.choice((PAGED, PAGED, PAGED, random.choice(tuple(KV_ALLOCATIONS.values()))))
+    beam_share = random.choice((0.0, 0.4, 0.7)) if kv_allocation is PAGED else 0.0
+    limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + random.randint(0, 8),
         max_model_len=random.randint(8, 40),
@@ -101,8 +101,8 @@ def draw_world(random: Random) -> World:
         limits=limits,
         policy=random.choice((FCFS, PRIORITY)),
         batching=random.choice((CONTINUOUS, CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.004))),
-        memory=memory,
-        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share or memory is not PAGED else 0),
+        kv_allocation=kv_allocation,
+        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share or kv_allocation is not PAGED else 0),
         block_size=random.randint(1, 4),
         enable_prefix_caching=random.random() < 0.8,
         num_requests=random.randint(2, 9),
@@ -153,7 +153,7 @@ class Simulation:
             block_size=world.block_size,
             policy=world.policy,
             batching=world.batching,
-            memory=world.memory,
+            kv_allocation=world.kv_allocation,
             vocab_size=VOCAB_SIZE,
             enable_prefix_caching=world.enable_prefix_caching,
         )
@@ -211,7 +211,7 @@ class Simulation:
 
     def _draw_num_samples(self) -> int:
         """Where runs are not shared, hardly anybody asks for more than one."""
-        choices = (1, 1, 2, 3) if self.world.memory is PAGED else (1,) * 9 + (2,)
+        choices = (1, 1, 2, 3) if self.world.kv_allocation is PAGED else (1,) * 9 + (2,)
         return self.random.choice(choices)
 
     def _draw_beam(self, width: int) -> BeamParams:
@@ -307,7 +307,7 @@ class Simulation:
     def _attach(self) -> None:
         """The first executor, or one that replaces it: sometimes on a machine with less or more memory."""
         num_blocks = self.world.num_blocks
-        if self.rig.scheduler.epoch and self.random.random() < 0.3:
+        if self.rig.scheduler.state.epoch and self.random.random() < 0.3:
             num_blocks = max(2, num_blocks + self.random.randint(-5, 2))
             self.happened["another pool"] += 1
         self.busy_until_ms = self.arrived_until_ms = self.clock.now_ms
@@ -320,7 +320,7 @@ class Simulation:
         return self.random.expovariate(1 / mean_ms)
 
     def _counted(self) -> dict[str, int]:
-        return asdict(self.rig.scheduler.counters) | asdict(self.rig.coverage) | self.rig.clients.count_ends()
+        return asdict(self.rig.scheduler.state.counters) | asdict(self.rig.coverage) | self.rig.clients.count_ends()
 
 
 def simulate(seed: int) -> Counter[str]:

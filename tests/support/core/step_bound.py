@@ -35,6 +35,6 @@ def most_blocks(request: Request, scheduler: Scheduler) -> int:
     """Of a beam search, if its beams share nothing but the full blocks of the prompt; 0 for another request."""
     if request.beam is None:
         return 0
-    size = scheduler.cache.block_size
+    size = scheduler.state.cache.block_size
     num_shared = len(request.prompt_token_ids) // size
     return num_shared + request.beam.width * (-(-(request.params.max_total_tokens - 1) // size) - num_shared)

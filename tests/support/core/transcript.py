@@ -6,7 +6,18 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from scheduler.core import BATCHING, MEMORY, POLICIES, BeamParams, Events, Limits, QuireError, Sequence, StepPlan
+from scheduler.core import (
+    BATCHING,
+    KV_ALLOCATIONS,
+    POLICIES,
+    BeamParams,
+    Events,
+    QuireError,
+    SchedulerLimits,
+    Sequence,
+    StepPlan,
+)
+from scheduler.core.baselines.batching import batch_members
 from tests.support.core.letters import VOCAB_SIZE, make_request, to_text
 from tests.support.core.rig import Rig
 
@@ -57,8 +68,8 @@ class Transcript:
         policy = POLICIES[options.pop("policy", "fcfs")]
         batching = BATCHING[options.pop("batching", "continuous")]
         batching = replace(batching, timeout_s=float(options.pop("timeout_s", batching.timeout_s)))
-        memory = MEMORY[options.pop("memory", "paged")]
-        limits = Limits(
+        memory = KV_ALLOCATIONS[options.pop("memory", "paged")]
+        limits = SchedulerLimits(
             max_num_seqs=int(options.pop("seqs")),
             max_num_batched_tokens=int(options.pop("budget")),
             max_model_len=int(options.pop("max_len", "1000")),
@@ -72,7 +83,7 @@ class Transcript:
             block_size=block_size,
             policy=policy,
             batching=batching,
-            memory=memory,
+            kv_allocation=memory,
             vocab_size=VOCAB_SIZE,
         )
         self._rig.attach()
@@ -131,14 +142,14 @@ class Transcript:
     def _attach(self, arguments: list[str], _: dict[str, str]) -> Iterator[str]:
         """attach [BLOCKS]"""
         yield from _event_lines(self.rig.attach(int(arguments[0]) + 1 if arguments else None))
-        yield f"epoch {self.rig.scheduler.epoch}"
+        yield f"epoch {self.rig.scheduler.state.epoch}"
         yield from self._state()
 
     def _run(self, _: list[str], __: dict[str, str]) -> Iterator[str]:
         """To the end; only the outcome is written down."""
-        num_steps = self.rig.scheduler.counters.num_steps
+        num_steps = self.rig.scheduler.state.counters.num_steps
         self.rig.run()
-        yield f"{self.rig.scheduler.counters.num_steps - num_steps} more plans"
+        yield f"{self.rig.scheduler.state.counters.num_steps - num_steps} more plans"
         clients = self.rig.clients
         for (request_id, index), token_ids in clients.received.items():
             reason = clients.ended[request_id, index].value
@@ -150,20 +161,20 @@ class Transcript:
 
     def _state(self) -> Iterator[str]:
         scheduler = self.rig.scheduler
-        if members := scheduler.batch_members():
+        if members := batch_members(scheduler.state):
             yield f"batch    {_spaced(members)}"
         if scheduler.num_waiting:
-            yield f"queue    {_spaced(map(_name, scheduler.waiting_sequences()))}"
-        for sequence in scheduler.running_sequences():
+            yield f"queue    {_spaced(map(_name, scheduler.state.waiting))}"
+        for sequence in scheduler.state.batch.running:
             seat = "leaving" if sequence.slot < 0 else f"slot {sequence.slot}"
             yield f"{_name(sequence):8} {seat:8} {self._draw_tokens(sequence)}"
-        if self.rig.in_flight and scheduler.limits.max_in_flight > 1:
+        if self.rig.in_flight and scheduler.state.limits.max_in_flight > 1:
             yield f"plans    {_spaced(flight.plan.step_id for flight in self.rig.in_flight)} in flight"
         yield f"pool     {self._draw_pool()}"
 
     def _draw_tokens(self, sequence: Sequence) -> str:
         """Block by block: capitals are computed, small letters are being computed; what remains stands behind."""
-        size = self.rig.scheduler.cache.block_size
+        size = self.rig.scheduler.state.cache.block_size
         known = to_text(sequence.token_ids)
         planned = known[: sequence.num_planned_tokens].ljust(sequence.num_planned_tokens, UNKNOWN)
         num_computed = sequence.num_computed_tokens
@@ -177,8 +188,8 @@ class Transcript:
 
     def _draw_pool(self) -> str:
         scheduler = self.rig.scheduler
-        pool, index = scheduler.cache.pool, scheduler.cache.index
-        in_tables = {block for sequence in scheduler.running_sequences() for block in sequence.block_table}
+        pool, index = scheduler.state.cache.pool, scheduler.state.cache.index
+        in_tables = {block for sequence in scheduler.state.batch.running for block in sequence.block_table}
         in_use = [block for block, num_refs in enumerate(pool.ref_counts) if num_refs]
         parts = {
             "in use": [f"{block}{TIMES}{pool.ref_counts[block]}".removesuffix(f"{TIMES}1") for block in in_use],
