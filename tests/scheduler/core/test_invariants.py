@@ -1,6 +1,6 @@
-"""check_invariants sees what it says it sees: each invariant is broken on purpose, and named.
+"""Checks that check_invariants finds and names each invariant that is broken.
 
-The books are broken from outside, one entry at a time, in a scheduler in the middle of its work.
+Each test changes one entry of the state of a scheduler that has waiting and running requests.
 """
 
 from collections.abc import Callable
@@ -19,27 +19,30 @@ from scheduler.core import (
 from scheduler.core.baselines.batching import ClosedBatch
 from scheduler.core.baselines.contiguous import ContiguousKVCache
 from scheduler.core.inspect.views import deferred_releases, unfinished_sequences
-from tests.support.core.letters import VOCAB_SIZE, make_request
-from tests.support.core.rig import Rig
+from tests.support.core.harness import Harness
+from tests.support.core.letter_tokens import VOCAB_SIZE, make_request
 
 
 @pytest.fixture
-def rig() -> Rig:
-    """Blocks of two tokens. Request 1 is gone and left cached blocks; 2 has two samples that share; 3 holds a
-    reservation; 5 has two beams; 4 waits."""
+def harness() -> Harness:
+    """Returns a harness with blocks of two tokens.
+
+    Request 1 has ended and left cached blocks; 2 has two samples that share blocks; 3 holds a reservation; 5 has two
+    beams; 4 waits.
+    """
     limits = SchedulerLimits(5, 32, 20, max_preemptions=0, watermark_ratio=0)
-    rig = Rig(limits, num_blocks=50, block_size=2, vocab_size=VOCAB_SIZE)
-    rig.attach()
-    rig.add(make_request(1, "wxyz", 2))
-    rig.run()
-    rig.add(make_request(2, "abcde", 9, seeds=range(2)))
-    rig.add(make_request(3, "mnop", 9))
-    rig.add(make_request(5, "rst", 9, beam=BeamParams(2, 2)))
-    rig.add(make_request(4, "q", 9))
-    rig.schedule()
-    rig.commit()
-    rig.schedule()
-    return rig
+    harness = Harness(limits, num_blocks=50, block_size=2, vocab_size=VOCAB_SIZE)
+    harness.attach()
+    harness.add(make_request(1, "wxyz", 2))
+    harness.run()
+    harness.add(make_request(2, "abcde", 9, seeds=range(2)))
+    harness.add(make_request(3, "mnop", 9))
+    harness.add(make_request(5, "rst", 9, beam=BeamParams(2, 2)))
+    harness.add(make_request(4, "q", 9))
+    harness.schedule()
+    harness.commit()
+    harness.schedule()
+    return harness
 
 
 def sample(scheduler: Scheduler, request_id: int = 2) -> Sequence:
@@ -58,7 +61,7 @@ def give_out_the_null_block(scheduler: Scheduler) -> None:
     scheduler.state.cache.pool.ref_counts[0] = 1
 
 
-def count_a_reference_too_many(scheduler: Scheduler) -> None:
+def count_one_reference_too_many(scheduler: Scheduler) -> None:
     scheduler.state.cache.pool.ref_counts[sample(scheduler).block_table[0]] += 1
 
 
@@ -92,7 +95,7 @@ def forget_half_of_an_entry(scheduler: Scheduler) -> None:
     index._digest_by_block.pop(index.items()[0][1])
 
 
-def publish_what_is_not_computed(scheduler: Scheduler) -> None:
+def publish_blocks_that_are_not_computed(scheduler: Scheduler) -> None:
     for sequence in scheduler.state.batch.running:
         sequence.num_computed_tokens = 0
 
@@ -129,11 +132,11 @@ def plan_more_than_is_known(scheduler: Scheduler) -> None:
     del sample(scheduler).token_ids[-2:]
 
 
-def hold_a_block_too_many(scheduler: Scheduler) -> None:
+def hold_one_block_too_many(scheduler: Scheduler) -> None:
     sample(scheduler).block_table.append(scheduler.state.cache.pool.take())
 
 
-def sit_on_another_lap(scheduler: Scheduler) -> None:
+def share_a_slot(scheduler: Scheduler) -> None:
     sample(scheduler).slot = sample(scheduler, 3).slot
 
 
@@ -141,11 +144,11 @@ def lose_a_slot(scheduler: Scheduler) -> None:
     scheduler.state.batch.return_slot(7)
 
 
-def promise_more_than_there_is(scheduler: Scheduler) -> None:
+def reserve_more_blocks_than_are_free(scheduler: Scheduler) -> None:
     scheduler.state.cache.reserve(sample(scheduler), 1000)
 
 
-def forget_a_promise(scheduler: Scheduler) -> None:
+def forget_a_reservation(scheduler: Scheduler) -> None:
     scheduler.state.cache.num_reserved_blocks -= 1
 
 
@@ -164,7 +167,7 @@ def run_beside_a_closed_batch(scheduler: Scheduler) -> None:
     scheduler.state.admission_queue = ClosedBatch(scheduler.state, 0.0)
 
 
-def lie_in_pieces(scheduler: Scheduler) -> None:
+def split_a_run(scheduler: Scheduler) -> None:
     """Makes the cache a contiguous one, with runs as long as this table."""
     sequence, cache = sample(scheduler, 3), scheduler.state.cache
     num_token_slots = len(sequence.block_table) * cache.block_size
@@ -177,14 +180,14 @@ BREAKS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("I1", free_a_block_in_use),
     ("I1", lose_a_free_block),
     ("I1", give_out_the_null_block),
-    ("I2", count_a_reference_too_many),
+    ("I2", count_one_reference_too_many),
     ("I2", forget_a_reference),
     ("I2", drop_a_deferred_release),
     ("I3", write_to_a_shared_block),
     ("I3", write_to_a_published_block),
     ("I4", publish_two_blocks_as_one),
     ("I4", forget_half_of_an_entry),
-    ("I5", publish_what_is_not_computed),
+    ("I5", publish_blocks_that_are_not_computed),
     ("I5", publish_other_tokens),
     ("I7", lose_a_waiting_sequence),
     ("I7", wait_and_run),
@@ -193,31 +196,31 @@ BREAKS: list[tuple[str, Callable[[Scheduler], None]]] = [
     ("I7", wait_with_a_slot),
     ("I8", compute_more_than_was_planned),
     ("I8", plan_more_than_is_known),
-    ("I8", hold_a_block_too_many),
-    ("I9", sit_on_another_lap),
+    ("I8", hold_one_block_too_many),
+    ("I9", share_a_slot),
     ("I9", lose_a_slot),
     ("I9", lose_a_slot_of_a_group),
     ("I19", plan_a_beam_that_is_decided),
-    ("I10", promise_more_than_there_is),
-    ("I10", forget_a_promise),
+    ("I10", reserve_more_blocks_than_are_free),
+    ("I10", forget_a_reservation),
     ("I20", run_beside_a_closed_batch),
-    ("I21", lie_in_pieces),
+    ("I21", split_a_run),
 ]
 
 
 @pytest.mark.parametrize(("number", "break_it"), BREAKS, ids=[f"{n}-{f.__name__}" for n, f in BREAKS])
-def test_a_broken_invariant_is_named(rig: Rig, number: str, break_it: Callable[[Scheduler], None]) -> None:
-    check_invariants(rig.scheduler)
-    break_it(rig.scheduler)
+def test_each_broken_invariant_is_named(harness: Harness, number: str, break_it: Callable[[Scheduler], None]) -> None:
+    check_invariants(harness.scheduler)
+    break_it(harness.scheduler)
     with pytest.raises(InvariantViolation, match=rf"\b{number}:"):
-        check_invariants(rig.scheduler)
+        check_invariants(harness.scheduler)
 
 
-def test_the_rig_sees_a_block_freed_too_early(rig: Rig) -> None:
-    """I6 is about the executor, too; so the rig checks it, which knows what each plan touches."""
-    sequence = sample(rig.scheduler)
-    rig.scheduler.state._release_after_flight = rig.scheduler.state.cache.release  # type: ignore[method-assign]
-    rig.scheduler.cancel(sequence.request.request_id)
-    check_invariants(rig.scheduler)
+def test_the_harness_finds_a_block_freed_too_early(harness: Harness) -> None:
+    """The harness checks I6, because it knows what each plan touches."""
+    sequence = sample(harness.scheduler)
+    harness.scheduler.state._release_after_flight = harness.scheduler.state.cache.release  # type: ignore[method-assign]
+    harness.scheduler.cancel(sequence.request.request_id)
+    check_invariants(harness.scheduler)
     with pytest.raises(InvariantViolation, match="I6: plan"):
-        rig.check()
+        harness.check()

@@ -1,4 +1,4 @@
-"""A scheduler's state as a value, to see that something has changed nothing."""
+"""A snapshot of a scheduler, to check that a call has changed nothing."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from scheduler.core.inspect.views import unfinished_sequences
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that the scheduler shows of itself: equal snapshots, unchanged scheduler."""
+    """The state of a scheduler as a value. Equal snapshots mean an unchanged scheduler."""
 
     block_map: BlockMap
     free_blocks: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A test rig: the real scheduler, a fake executor and fake clients, with every invariant checked after every move."""
+"""The test harness: the real scheduler, a fake executor and fake clients. Checks every invariant after every move."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ from tests.support.core.step_bound import StepBound, most_blocks, most_preemptio
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Flight:
-    """A plan that is out, with the result that will come back, and the blocks it can touch."""
+    """A plan in flight, with the result that will come back, and the blocks that it can touch."""
 
     plan: StepPlan
     result: StepResult
@@ -42,34 +42,34 @@ class Flight:
 
 @dataclass(slots=True)
 class Coverage:
-    """How often the interesting things happened, beyond what the scheduler counts itself."""
+    """Counts of events that the scheduler does not count itself."""
 
     num_chunked_prefills: int = 0  # plans that leave a prompt partly computed
     num_guaranteed: int = 0  # admissions with the worst case reserved
     num_overruns: int = 0  # rows of sequences that had ended
-    num_pipelined: int = 0  # plans that left while another was out
-    num_shared_blocks: int = 0  # plans during which some block had two owners
-    num_waits_for_room: int = 0  # nothing planned for want of blocks, until a result is in
+    num_pipelined: int = 0  # plans that left while another was in flight
+    num_shared_blocks: int = 0  # plans during which some block was in two tables
+    num_waits_for_room: int = 0  # calls that planned nothing for lack of blocks
     num_deferred_releases: int = 0
     num_suspects: int = 0  # admissions that run alone
     num_beam_steps: int = 0  # plans with branches
-    num_narrow_beams: int = 0  # of these with fewer beams than the group has slots
-    num_beams_beside: int = 0  # of these with rows of others, too
+    num_narrow_beams: int = 0  # those of them with fewer beams than the group has slots
+    num_beams_beside: int = 0  # those of them with rows of other requests, too
     num_beams_behind: int = 0  # plans that left while a group waited for its candidates
     num_guaranteed_beams: int = 0
     num_preempted_beams: int = 0
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
     num_lost_flights: int = 0
-    num_narrowed: int = 0  # requests without a bound of their own to which a smaller pool gave one
-    num_ended_by_pool: int = 0  # sequences that had got beyond that
-    num_external: int = 0  # results after which free blocks were of no use to the head of the queue
-    num_batches: int = 0  # closed ones
-    num_waits_for_batch: int = 0  # nothing planned, until a batch is full or has waited long enough
+    num_narrowed: int = 0  # open-ended requests that got a bound from a smaller pool
+    num_ended_by_pool: int = 0  # sequences that were beyond that bound
+    num_external: int = 0  # results after which free runs were too short for the head of the queue
+    num_batches: int = 0  # closed batches
+    num_waits_for_batch: int = 0  # calls that planned nothing while a batch was filling
 
 
-class Rig:
-    """Every verb moves the scheduler, tells executor and clients, and checks everything."""
+class Harness:
+    """Drives the scheduler. Every method passes its effects to executor and clients, and checks all invariants."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Rig:
         self.executor: FakeExecutor | None = None
         self.clients = FakeClients(vocab_size)
         self.in_flight: deque[Flight] = deque()
-        self.lost: list[Flight] = []  # sent to executors that are gone; their results may still arrive
+        self.lost: list[Flight] = []  # sent to lost executors; their results may still arrive
         self.coverage = Coverage()
         self.bound = StepBound(limits.max_preemptions)
         self.now_s = 0.0
@@ -144,7 +144,7 @@ class Rig:
     # --- executors --------------------------------------------------------------------------------------------
 
     def attach(self, num_blocks: int | None = None) -> Events:
-        """A new executor, in a new epoch; its pool has as many blocks as the last unless told otherwise."""
+        """Attaches an executor in a new epoch, with `num_blocks` blocks or as many as the last one had."""
         scheduler = self.scheduler
         self.num_blocks = num_blocks or self.num_blocks
         epoch, limits = scheduler.state.epoch + 1, scheduler.state.limits
@@ -167,7 +167,7 @@ class Rig:
         return self._hear(events)
 
     def lose(self) -> Events:
-        """The executor dies with all that is in flight."""
+        """Loses the executor with all that is in flight."""
         self.bound.num_losses += 1
         self.coverage.num_lost_flights += len(self.in_flight)
         self.lost += self.in_flight
@@ -179,13 +179,13 @@ class Rig:
             assert sequence.num_losses > self.scheduler.state.limits.max_losses
         self._hear(events)
         for request_id in {sequence.request.request_id for sequence, _ in events.finished}:
-            self.cancel(request_id)  # as the shell does: a request fails as a whole
+            self.cancel(request_id)  # a request fails as a whole, as in the shell
         return events
 
     # --- steps ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plans a step and has it executed; its result stays in flight until `commit`."""
+        """Plans a step and executes it; its result stays in flight until `commit`."""
         scheduler = self.scheduler
         waiting = list(scheduler.state.waiting)
         sampling = self._sampling_slots()
@@ -196,11 +196,11 @@ class Rig:
         self._check_batch(members, waiting if can_plan else [])
         self.coverage.num_preempted_beams += self._num_group_preemptions() - num_preemptions
         if plan is None:
-            self._check_somebody_is_awaited()
+            self._check_progress_is_possible()
             self.coverage.num_waits_for_room += self.executor is not None and self._waits_for_room()
             self.check()
             return None
-        assert self.executor is not None, "a plan for nobody"
+        assert self.executor is not None, "a plan without an executor"
         result = self.executor.execute(plan)
         assert (plan.num_sequences, plan.num_tokens) == (self.executor.num_sequences, self.executor.num_tokens)
         self.coverage.num_pipelined += bool(self.in_flight)
@@ -215,13 +215,13 @@ class Rig:
         return plan
 
     def commit(self) -> Events:
-        """The oldest result in flight arrives."""
+        """Commits the oldest result in flight."""
         events = self._hear(self.scheduler.commit(self.in_flight.popleft().result))
         self._check_usage()
         return events
 
     def run(self) -> None:
-        """Until every request has ended, with as many plans in flight as there may be; then the pool must be free."""
+        """Runs until every request has ended, with as many plans in flight as allowed; checks that nothing leaks."""
         if self.executor is None:
             self.attach()
         while self.scheduler.num_unfinished_requests or self.in_flight:
@@ -242,10 +242,10 @@ class Rig:
         )
 
     def _check_is_beyond(self, sequence: Sequence) -> None:
-        """It has got all that its client can expect of this pool."""
+        """Checks that a sequence ended by a smaller pool has all the tokens that this pool allows."""
         self.coverage.num_ended_by_pool += 1
         params = sequence.request.params
-        assert sequence.request.is_open_ended, f"{sequence!r} may have more"
+        assert sequence.request.is_open_ended, f"{sequence!r} has a bound of its own"
         assert sequence.num_tokens >= max(self.scheduler.max_tokens_per_sequence, params.min_total_tokens)
 
     def _would_fit(self, request: Request) -> bool:
@@ -269,38 +269,45 @@ class Rig:
             most = most_preemptions(self.scheduler.state.limits.max_preemptions, sequence.index)
             assert sequence.num_preemptions <= most, f"I14: {sequence!r} was preempted {sequence.num_preemptions} times"
 
-    def _check_somebody_is_awaited(self) -> None:
-        """I12: where nothing is planned a result is to come, or an executor, or the time to form a batch."""
+    def _check_progress_is_possible(self) -> None:
+        """Checks I12: if nothing is planned, a result, an executor or the time to form a batch is still to come."""
         if self.executor is None or self.in_flight or not self.scheduler.num_unfinished_requests:
             return
         due_s = self.scheduler.state.admission_queue.due_s
         assert due_s is not None, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
-        assert due_s > self.now_s, "I12: who waits for a time that has come waits for ever"
+        assert due_s > self.now_s, "I12: a batch waits for a time that has passed"
 
     def _check_order(self, waiting_before: list[Sequence]) -> None:
-        """I13: nobody overtakes, and nobody comes in behind a first in line who cannot go on. I16: a suspect has no
-        neighbours but the samples of its own request."""
+        """Checks I13 and I16.
+
+        I13: no sequence overtakes, and none is admitted behind a first in line that cannot go on. I16: a suspect has
+        no neighbours but the samples of its own request.
+        """
         order = self.scheduler.state.policy.order
         running = set(self.scheduler.state.batch.running)
         admitted = [sequence for sequence in waiting_before if sequence in running]
         if admitted:
             last = max(admitted, key=order)
-            overtaken = [waiting for waiting in self._who_may_come_in() if order(waiting) < order(last)]
+            overtaken = [waiting for waiting in self._admissible_sequences() if order(waiting) < order(last)]
             assert not overtaken, f"I13: {last!r} overtook {overtaken}"
-            assert self._first_in_line_has_row(order(last)), f"I13: {last!r} came in behind one who cannot go on"
+            assert self._first_in_line_has_row(order(last)), (
+                f"I13: {last!r} was admitted behind a sequence that cannot go on"
+            )
         if any(sequence.is_suspect for sequence in running):
             num_requests = len({sequence.request.request_id for sequence in running})
             assert num_requests == 1, "I16: a suspect has neighbours"
 
-    def _who_may_come_in(self) -> list[Sequence]:
-        """Of those who wait: all, or the members of the batch."""
+    def _admissible_sequences(self) -> list[Sequence]:
+        """Returns the waiting sequences that may be admitted: all, or those of members of the closed batch."""
         members = set(batch_members(self.scheduler.state))
         is_closed = isinstance(self.scheduler.state.admission_queue, ClosedBatch)
         return [s for s in self.scheduler.state.waiting if not is_closed or s.request.request_id in members]
 
     def _check_batch(self, members_before: list[int], waiting_before: list[Sequence]) -> None:
-        """I20: a closed batch keeps its members until all of them have ended; then the next is formed of the first in
-        the queue, once it is full or the first to arrive has waited long enough."""
+        """Checks I20: a closed batch keeps its members until all have ended.
+
+        Then the next is formed of the head of the queue, once it is full or the first to arrive has waited long enough.
+        """
         scheduler, members = self.scheduler, batch_members(self.scheduler.state)
         if members_before or not isinstance(scheduler.state.admission_queue, ClosedBatch):
             assert members == members_before, f"I20: the batch {members_before} became {members}"
@@ -323,7 +330,7 @@ class Rig:
             assert due_s > self.now_s, f"I20: no batch was formed of {head}, though the first has waited until {due_s}"
 
     def _first_in_line_has_row(self, before: tuple[int, ...]) -> bool:
-        """Whether the first sequence in order, if it comes before this key, computes something in the newest plan."""
+        """Returns whether the first sequence in order, if its key is below `before`, has a row in the newest plan."""
         assert self.executor is not None
         order, sampled = self.scheduler.state.policy.order, self.scheduler.state.in_flight[-1].sampled
         seated = [s for s in self.scheduler.state.batch.running if s.slot >= 0 or s in sampled]
@@ -331,16 +338,16 @@ class Rig:
         if first is None or order(first) >= before or first in sampled:
             return True
         slot = self.executor.slots[first.slot]
-        return slot.row_count > 0 or slot.is_undecided  # beams go on when their results are in
+        return slot.row_count > 0 or slot.is_undecided  # beams go on when their results arrive
 
     def _check_decodes(self, plan: StepPlan, sampling_before: set[int]) -> None:
-        """I15: who sampled in the last plan has a row in this one, unless it has left its slot since."""
+        """Checks I15: a slot that sampled in the last plan has a row in this one, unless it was retired."""
         assert self.executor is not None
         starved = sampling_before - set(plan.retired_slots) - self.executor.sampled_slots
         assert not starved, f"I15: slots {sorted(starved)} were decoding and got no row"
 
     def _check_beams(self, plan: StepPlan) -> None:
-        """I19: a group that is decided has a row for each of its beams, in the next plan."""
+        """Checks I19: a decided group has a row for each of its beams in the next plan."""
         beams = [sequence for sequence in self.scheduler.state.batch.running if sequence.leader is not sequence]
         branched = set(plan.branches[::3])
         assert not self.scheduler.state.batch.decided, "I19: a decided group was not planned"
@@ -353,7 +360,7 @@ class Rig:
             self.coverage.num_guaranteed_beams += any(beam.is_guaranteed for beam in beams)
 
     def _check_usage(self) -> None:
-        """The pool in numbers is the pool."""
+        """Checks that `kv_usage` agrees with the pool."""
         pool, index, usage = self.scheduler.state.cache.pool, self.scheduler.state.cache.index, kv_usage(self.scheduler)
         assert usage.num_active_blocks == pool.num_usable_blocks - pool.num_free_blocks
         assert usage.num_cached_blocks == sum(block in index for block in pool.free_blocks())
