@@ -1,7 +1,7 @@
 """Bounded progress: every admitted request ends, soon and in turn, whatever other requests there are.
 
-The harness checks the bounds after every move (`harness.py`: I12 to I16). These tests put them under pressure, show
-which are tight, and give examples.
+The harness checks the bounds after every move (`checked_scheduler.py`: I12 to I16). These tests put them under
+pressure, show which are tight, and give examples.
 """
 
 from random import Random

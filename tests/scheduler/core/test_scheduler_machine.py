@@ -1,7 +1,7 @@
 """The scheduler under random moves of clients, executors and time, with every invariant checked after each of them.
 
-The harness (`harness.py`) checks invariants, order and progress, and compares each token that a client gets with the
-one that its sequence must generate whatever happens around it.
+The harness (`checked_scheduler.py`) checks invariants, order and progress, and compares each token that a client gets
+with the one that its sequence must generate whatever happens around it.
 """
 
 from collections import Counter

@@ -34,7 +34,8 @@ from scheduler.core import (
     SchedulerLimits,
     SequenceParams,
 )
-from tests.support.core.harness import Flight, Harness
+from tests.support.core.checked_scheduler import Flight
+from tests.support.core.harness import Harness
 from tests.support.core.snapshot import take_snapshot
 
 VOCAB_SIZE = 2
