@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from planning.errors import PlanningError
-from scheduler.core.step_load import StepLoad
+from scheduler.core.inspect.step_load import StepLoad
 
 TimedStep = tuple[StepLoad, float]
 """What a step was asked for, and how many seconds it took."""

@@ -22,7 +22,7 @@ from planning.records import Records
 from planning.server import Server
 from planning.workload import Job
 from scheduler.core import CapacityExceeded, Events, QueueFull, Request, SequenceParams, StepResult, leap
-from scheduler.core.step_load import LoadTracker, StepLoad
+from scheduler.core.inspect.step_load import LoadTracker, StepLoad
 from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
 
 _SHARED_TOKENS_FROM = 1 << 31
@@ -240,7 +240,7 @@ class Simulation:
         num_out = len(self._in_flight)
         loads = self._loads
         num_decodes = loads.num_decodes
-        num_seated = self.scheduler.limits.max_num_seqs - self.scheduler.num_free_slots
+        num_seated = self.scheduler.state.limits.max_num_seqs - self.scheduler.state.batch.num_free_slots
         if not num_decodes == loads.num_slots == num_seated:
             return  # somebody computes a prompt, or has begun or ended and no plan has told of it yet
         first_s = self._decode_s(num_decodes, loads.num_decode_context + num_decodes)
@@ -267,7 +267,7 @@ class Simulation:
                 planned_s = free_s + _series(i - num_out, first_s, growth_s)
             load = StepLoad(num_decodes, context + (i + 1) * num_decodes, num_sampled=num_decodes)
             done_s = free_s + _series(i + 1, first_s, growth_s)
-            flights.append(_Flight(self.scheduler.step_id - num_steps + 1 + i, planned_s, done_s, load, False))
+            flights.append(_Flight(self.scheduler.state.step_id - num_steps + 1 + i, planned_s, done_s, load, False))
         if num_steps >= num_out:
             self.now_s = free_s + _series(num_steps - num_out, first_s, growth_s)
             self._in_flight = deque(flights[num_out:])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable
 from scheduler.config import ConfigError, SchedulerConfig
-from scheduler.core import BATCHING, MEMORY, POLICIES, Batching, Scheduler, StepPlan
+from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, Batching, Scheduler, StepPlan
 from scheduler.engine.engine import Engine, ServerState
 from scheduler.engine.executor_client import ExecutorClient
 from scheduler.engine.options import EngineOptions
@@ -179,7 +179,7 @@ def _engine_options(config: SchedulerConfig) -> EngineOptions:
     return EngineOptions(
         policy=POLICIES[config.policy],
         batching=_batching(config),
-        memory=MEMORY[config.memory],
+        memory=KV_ALLOCATIONS[config.memory],
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_in_flight=config.max_in_flight,

@@ -31,7 +31,7 @@ from scheduler.core import (
     check_invariants,
     kv_usage,
 )
-from scheduler.core.step_load import LoadTracker
+from scheduler.core.inspect.step_load import LoadTracker
 from scheduler.engine.dispatcher import Audience
 from scheduler.engine.options import EngineOptions
 from scheduler.engine.plan_observer import harmless
@@ -176,7 +176,7 @@ class Engine:
     @property
     def oldest_waiting_s(self) -> float:
         """How long the one in the queue that has been there longest has been; 0 for an empty queue."""
-        now_s, waiting = time.monotonic(), () if self._scheduler is None else self._scheduler.waiting_sequences()
+        now_s, waiting = time.monotonic(), () if self._scheduler is None else self._scheduler.state.waiting
         return now_s - min((sequence.queued_s for sequence in waiting), default=now_s)
 
     def reset_prefix_cache(self) -> int:
@@ -233,9 +233,9 @@ class Engine:
         if self._scheduler is None:
             self._scheduler = self._options.new_core(wanted)
         core = self._scheduler
-        events = core.executor_attached(max(core.epoch, description.epoch) + 1, description.num_blocks)
+        events = core.executor_attached(max(core.state.epoch, description.epoch) + 1, description.num_blocks)
         self._described.set()
-        log.info("executor attached: %s, epoch %d", self._description, core.epoch)
+        log.info("executor attached: %s, epoch %d", self._description, core.state.epoch)
         self._loads, self._pace = LoadTracker(), Pace()
         stream = self._client.open_stream(self._wake.set)
         self._progress = self._watched()
@@ -350,7 +350,7 @@ class Engine:
                 due_s = None
                 if self._scheduler is not None:
                     self._audience.tell(self._scheduler.expire(time.monotonic()))
-                    due_s = self._scheduler.next_deadline_s
+                    due_s = self._scheduler.state.deadlines.next_s
                 await self._wait_for_wake(None if due_s is None else due_s - time.monotonic())
         finally:
             task.cancel()

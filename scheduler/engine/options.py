@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scheduler.core import CONTINUOUS, FCFS, PAGED, Batching, Limits, Memory, Policy, Scheduler
+from scheduler.core import CONTINUOUS, FCFS, PAGED, Batching, KVAllocation, Policy, Scheduler, SchedulerLimits
 from scheduler.engine.model_description import ModelDescription
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ class EngineOptions:
 
     policy: Policy = FCFS
     batching: Batching = CONTINUOUS
-    memory: Memory = PAGED
+    memory: KVAllocation = PAGED
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_in_flight: int = 2
@@ -40,7 +40,7 @@ class EngineOptions:
 
     def new_core(self, model: ModelDescription) -> Scheduler:
         return Scheduler(
-            Limits(
+            SchedulerLimits(
                 max_num_seqs=model.max_num_seqs,
                 max_num_batched_tokens=model.max_num_batched_tokens,
                 max_model_len=model.max_model_len,
@@ -52,7 +52,7 @@ class EngineOptions:
             block_size=model.block_size,
             policy=self.policy,
             batching=self.batching,
-            memory=self.memory,
+            kv_allocation=self.memory,
             model_name=model.model_name,
             vocab_size=model.vocab_size,
             enable_prefix_caching=self.enable_prefix_caching,

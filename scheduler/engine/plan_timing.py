@@ -43,7 +43,7 @@ def lead_s(expected_s: float) -> float:
 
 def could_join(core: Scheduler) -> bool:
     """Whether the next plan can gain by being made later: nobody waits, and who came could be taken in."""
-    return core.num_waiting == 0 and core.num_free_slots > 0
+    return core.num_waiting == 0 and core.state.batch.num_free_slots > 0
 
 
 class Arrivals:
@@ -85,7 +85,7 @@ class Pace:
 
     def held_until_s(self, core: Scheduler, traces: StepTraces) -> float | None:
         """Until when the next plan is held back, on time.monotonic(); None: it is not, or none may leave anyway."""
-        if not 0 < len(traces.in_flight) < core.limits.max_in_flight or not could_join(core):
+        if not 0 < len(traces.in_flight) < core.state.limits.max_in_flight or not could_join(core):
             return None
         expected_s = [self.expected_s(step) for step in traces.in_flight]
         hold_s, now_s = sum(expected_s) - lead_s(expected_s[-1]), time.monotonic()

@@ -91,7 +91,7 @@ class SchedulerMetrics(Collector):
         """The core has just made this plan."""
         core = None if self.engine is None else self.engine.core
         if plan.admissions and core is not None:
-            for sequence in core.newly_admitted():
+            for sequence in core.state.in_flight[-1].newly_admitted():
                 if (request := self._queued.pop(sequence.request.request_id, None)) is not None:
                     request.admitted()
         self.histograms["quire_step_batch_tokens"].observe(plan.num_tokens)
@@ -188,10 +188,10 @@ class _Families:
 
 
 def _core_families(families: _Families, core: Scheduler) -> Iterator[Metric]:
-    counters = core.counters
-    running = {sequence.request.request_id for sequence in core.running_sequences()}
+    counters = core.state.counters
+    running = {sequence.request.request_id for sequence in core.state.batch.running}
     waiting = Counter({"new": 0, "preempted": 0, "executor_lost": 0})
-    waiting.update(_reasons_to_wait(core.waiting_sequences()).values())
+    waiting.update(_reasons_to_wait(core.state.waiting).values())
     yield families.gauge("quire_requests_running", "Requests with a sequence in the batch", None, {"": len(running)})
     yield families.gauge(
         "quire_queue_requests", "Requests with a sequence that waits, by what it waits after", "reason", dict(waiting)
@@ -200,7 +200,7 @@ def _core_families(families: _Families, core: Scheduler) -> Iterator[Metric]:
         "quire_queue_prompt_tokens",
         "Prompt tokens of those that wait",
         None,
-        {"": core.num_waiting_prompt_tokens},
+        {"": core.state.waiting.num_prompt_tokens},
     )
     for name, text, label, value in (
         (
@@ -253,7 +253,7 @@ def _pool_families(families: _Families, usage: KVUsage) -> Iterator[Metric]:
     )  # fmt: skip
     yield families.gauge(
         "quire_kv_slots", "Places for a token in active blocks", "state",
-        {"used": usage.num_used_slots, "wasted": usage.num_wasted_slots},
+        {"used": usage.num_used_token_slots, "wasted": usage.num_wasted_token_slots},
     )  # fmt: skip
     yield families.gauge(
         "quire_kv_occupancy_ratio",

@@ -17,8 +17,18 @@ from planning.server import Server
 from planning.simulation import Horizon, JobSource, Simulation
 from planning.summary import Summary, summarize, timeline
 from planning.workload import Job, ListedJobs, Source, Tenant
-from scheduler.core import BATCHING, FCFS, MEMORY, PRIORITY, Limits, Request, Scheduler, SequenceParams, StepResult
-from scheduler.core.step_load import StepLoad
+from scheduler.core import (
+    BATCHING,
+    FCFS,
+    KV_ALLOCATIONS,
+    PRIORITY,
+    Request,
+    Scheduler,
+    SchedulerLimits,
+    SequenceParams,
+    StepResult,
+)
+from scheduler.core.inspect.step_load import StepLoad
 from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
 
 COST = FittedCost(
@@ -29,7 +39,7 @@ COST = FittedCost(
     prefill_token_s=2e-5,
     prefill_pair_s=1e-10,
 )
-SERVER = Server(Limits(64, 2048, 4096), num_blocks=4000)
+SERVER = Server(SchedulerLimits(64, 2048, 4096), num_blocks=4000)
 SMALL = Lengths("short", 40.0, 30.0, 0.7, 200)
 
 
@@ -153,7 +163,7 @@ def by_hand(jobs: Sequence[Job], server: Server, duration_s: float) -> tuple[lis
             if (plan := core.schedule()) is None:
                 break
             free_s = max(now_s, free_s) + duration_s
-            out.append((free_s, plan.step_id, len(core.books.in_flight[-1].sampled)))
+            out.append((free_s, plan.step_id, len(core.state.in_flight[-1].sampled)))
             next_s = min(next_s, free_s)
         if todo and (not out or todo[0][1].arrival_s < out[0][0]):
             request_id, job = todo.pop(0)
@@ -176,7 +186,7 @@ def by_hand(jobs: Sequence[Job], server: Server, duration_s: float) -> tuple[lis
 def test_ten_requests_are_decided_as_by_a_core_that_is_driven_by_hand(policy, num_blocks) -> None:  # type: ignore[no-untyped-def]
     random = Random(11)
     jobs = [Job(0.7 * i, 0, random.randint(1, 40), random.randint(1, 60), 0, random.randint(0, 1)) for i in range(10)]
-    limits = Limits(4, 24, 128)
+    limits = SchedulerLimits(4, 24, 128)
     server = Server(limits, num_blocks=num_blocks, block_size=8, policy=policy)
     ended, core = by_hand(jobs, server, 0.125)
     records = run(jobs, Steady(0.125), server)
@@ -187,7 +197,7 @@ def test_ten_requests_are_decided_as_by_a_core_that_is_driven_by_hand(policy, nu
         for arrival_s, first_s, end_s in zip(requests.arrival_s, requests.first_token_s, requests.end_s, strict=True)
     ]
     assert simulated == [(request_id, pytest.approx(first), pytest.approx(end)) for request_id, first, end in ended]
-    assert asdict(records.counters) == asdict(core.counters)
+    assert asdict(records.counters) == asdict(core.state.counters)
     assert (records.counters.num_preemptions > 0) == (num_blocks == 14)
 
 
@@ -196,7 +206,7 @@ def test_ten_requests_are_decided_as_by_a_core_that_is_driven_by_hand(policy, nu
 @pytest.mark.parametrize("num_system_tokens", [0, 70])
 def test_leaps_change_nothing(arrivals: Poisson | ClosedLoop | Bursts, num_blocks: int, num_system_tokens: int) -> None:
     """Also under memory pressure, and with prefixes: times, counters and integrals are those of single steps."""
-    server = Server(Limits(16, 512, 2048), num_blocks=num_blocks)
+    server = Server(SchedulerLimits(16, 512, 2048), num_blocks=num_blocks)
     tenant = Tenant("requests", arrivals, SMALL, num_system_tokens=num_system_tokens, system_share=0.7)
     leaping, stepping = (draw([tenant], Horizon(num_requests=80), server, leaps=leaps) for leaps in (True, False))
     assert leaping.num_leapt_steps > 0
@@ -223,7 +233,7 @@ def test_one_seed_is_one_run_and_another_seed_another() -> None:
 def test_tokens_out_are_tokens_asked_for(num_blocks: int) -> None:
     random = Random(4)
     jobs = [Job(0.02 * i, 0, random.randint(1, 300), random.randint(1, 200)) for i in range(100)]
-    records = run(jobs, server=Server(Limits(16, 256, 1024), num_blocks=num_blocks))
+    records = run(jobs, server=Server(SchedulerLimits(16, 256, 1024), num_blocks=num_blocks))
     requests = records.requests
     asked = sorted((job.arrival_s, job.num_prompt_tokens, job.num_output_tokens) for job in jobs)
     found = zip(requests.arrival_s, requests.num_prompt_tokens, requests.num_output_tokens, strict=True)
@@ -268,7 +278,7 @@ def test_tenants_have_their_own_lines_and_priorities() -> None:
     names = [batch.name, chat.name]
     waits = {}
     for policy in (FCFS, PRIORITY):
-        server = Server(Limits(8, 512, 1024), num_blocks=500, policy=policy)
+        server = Server(SchedulerLimits(8, 512, 1024), num_blocks=500, policy=policy)
         result = summary(draw([batch, chat], Horizon(duration_s=60.0), server), server, names)
         whole, of_batch, of_chat = result.tenants
         assert whole.num_requests == of_batch.num_requests + of_chat.num_requests
@@ -289,7 +299,7 @@ def test_modes_serve_the_same_and_cost_what_they_cost() -> None:
     tenants = [Tenant("requests", ClosedLoop(16), SMALL)]
     found = {}
     for batching, memory in (("continuous", "paged"), ("static", "paged"), ("continuous", "contiguous")):
-        server = Server(Limits(16, 512, 512), 200, batching=BATCHING[batching], memory=MEMORY[memory])
+        server = Server(SchedulerLimits(16, 512, 512), 200, batching=BATCHING[batching], memory=KV_ALLOCATIONS[memory])
         records = draw(tenants, Horizon(num_requests=120), server)
         found[batching, memory] = summary(records, server)
     continuous, static, contiguous = found.values()
@@ -306,7 +316,7 @@ def test_modes_serve_the_same_and_cost_what_they_cost() -> None:
 def test_littles_law() -> None:
     """Mean number in the queue and in service = rate x mean time there, over a long Poisson run. The times are of
     single requests, the numbers are integrals over the clock: they are kept apart."""
-    server = Server(Limits(6, 512, 2048, max_in_flight=1), num_blocks=1000)
+    server = Server(SchedulerLimits(6, 512, 2048, max_in_flight=1), num_blocks=1000)
     records = draw([Tenant("requests", Poisson(30.0), SMALL)], Horizon(num_requests=2000), server)
     result = summary(records, server)
     requests = records.requests
@@ -321,7 +331,7 @@ def test_littles_law() -> None:
 def test_a_server_of_one_is_the_m_d_1_queue() -> None:
     """One slot, one plan at a time, requests of one length: a queue with Poisson arrivals and a constant service time
     S, whose mean wait is rho S / 2 (1 - rho) (Pollaczek and Khinchine)."""
-    server = Server(Limits(1, 64, 64, max_in_flight=1), num_blocks=20)
+    server = Server(SchedulerLimits(1, 64, 64, max_in_flight=1), num_blocks=20)
     service_s, load = 10 * 0.01, 0.7
     tenant = Tenant("requests", Poisson(load / service_s), FixedLengths(5, 10))
     source = Source(0, tenant, 64, seed=2)

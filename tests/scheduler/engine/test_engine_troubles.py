@@ -15,10 +15,10 @@ from scheduler.core import (
     StepResult,
     TokenLogprobs,
     Unavailable,
+    commit,
 )
-from scheduler.core.books import Books
-from scheduler.core.committer import Committer
-from scheduler.core.draft import Step
+from scheduler.core.state import SchedulerState
+from scheduler.core.step import Step
 from scheduler.engine.engine import Engine, EngineOptions, ServerState
 from tests.support.core.fake_executor import expected_output
 from tests.support.scheduler.engine_rig import RecordingSink, running_engine, submit, until
@@ -27,16 +27,16 @@ from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
 
 def break_a_commit(patch: pytest.MonkeyPatch, number: int) -> None:
     """The commit of this number breaks off when its tokens are in the books, and before anybody heard of them."""
-    end_sequences, num_commits = Committer._end_sequences, 0
+    end_sequences, num_commits = commit._end_sequences, 0
 
-    def broken(committer: Committer, step: Step, result: StepResult, events: Events) -> None:
+    def broken(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
         nonlocal num_commits
         num_commits += 1
         if num_commits == number:
             raise InvariantViolation("on purpose")
-        end_sequences(committer, step, result, events)
+        end_sequences(state, step, result, events)
 
-    patch.setattr(Committer, "_end_sequences", broken)
+    patch.setattr(commit, "_end_sequences", broken)
 
 
 def check_no_gap(sink: RecordingSink) -> None:
@@ -76,13 +76,13 @@ async def test_a_sample_that_has_ended_stays_ended_when_its_request_fails(monkey
 
 def break_the_books(patch: pytest.MonkeyPatch, verb: str) -> None:
     """The next call of this method of the books changes nothing, and raises."""
-    whole = getattr(Books, verb)
+    whole = getattr(SchedulerState, verb)
 
-    def broken(books: Books, *arguments: object) -> object:
-        patch.setattr(Books, verb, whole)
+    def broken(state: SchedulerState, *arguments: object) -> object:
+        patch.setattr(SchedulerState, verb, whole)
         raise InvariantViolation("on purpose")
 
-    patch.setattr(Books, verb, broken)
+    patch.setattr(SchedulerState, verb, broken)
 
 
 async def check_all_fail_and_it_begins_anew(engine: Engine, sinks: list[RecordingSink]) -> None:
@@ -189,7 +189,7 @@ async def test_an_executor_with_another_model_is_not_taken_and_everybody_can_kno
         await until(lambda: engine.state is ServerState.SERVING)
         assert engine.readiness == "serving"
         assert engine.core is not None
-        assert engine.core.epoch == 8
+        assert engine.core.state.epoch == 8
         await sink.check()
 
 

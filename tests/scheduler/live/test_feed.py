@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.core import BlockState, FinishReason, InvariantViolation, QueueFull, Request, Sequence, SequenceParams
-from scheduler.core.books import Books
+from scheduler.core.state import SchedulerState
 from scheduler.live.feed import MAX_PENDING, MAX_VIEWERS, NOTHING_NEW, Viewer
 from scheduler.live.snapshot import CACHED
 from tests.scheduler.live.conftest import Served
@@ -70,7 +70,7 @@ async def test_whoever_follows_has_the_block_map(served: Served) -> None:
     assert picture.num_key_frames == 1
     core = served.engine.core
     assert core is not None
-    assert [step_id for step_id, _ in picture.steps] == list(range(1, core.step_id + 1))
+    assert [step_id for step_id, _ in picture.steps] == list(range(1, core.state.step_id + 1))
     assert picture.numbers["generated_tokens"] == 7 * 100
 
 
@@ -179,7 +179,7 @@ async def test_closing_ends_every_stream(served: Served) -> None:
 async def test_an_open_page_follows_an_engine_that_begins_anew(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its next plans come before the feed's next look: of them the old core knows nothing."""
 
-    def broken(books: Books, sequence: Sequence, reason: FinishReason) -> None:
+    def broken(state: SchedulerState, sequence: Sequence, reason: FinishReason) -> None:
         monkeypatch.undo()
         raise InvariantViolation("on purpose")
 
@@ -187,7 +187,7 @@ async def test_an_open_page_follows_an_engine_that_begins_anew(served: Served, m
     with served.feed.viewer() as viewer:
         await follow(viewer, picture, lambda: picture.num_frames > 0)
         served.feed._interval_s = 0.3
-        monkeypatch.setattr(Books, "finish", broken)
+        monkeypatch.setattr(SchedulerState, "finish", broken)
         old_core = served.engine.core
         sinks = [submit(served)]
         await asyncio.wait_for(sinks[0].done.wait(), 10)

@@ -2,7 +2,7 @@
 
 import random
 
-from scheduler.core import BeamParams, Limits, Request, Scheduler, SequenceParams
+from scheduler.core import BeamParams, Request, Scheduler, SchedulerLimits, SequenceParams
 from scheduler.live.plan_log import MAX_STEPS, LoggedStep, PlanLog, Rows
 from tests.support.core.fake_executor import FakeExecutor
 
@@ -12,7 +12,9 @@ class Bench:
 
     def __init__(self, num_blocks: int = 60) -> None:
         self.core = Scheduler(
-            Limits(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64), num_blocks=num_blocks, block_size=4
+            SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64),
+            num_blocks=num_blocks,
+            block_size=4,
         )
         self.core.executor_attached(1, num_blocks)
         self.executor = FakeExecutor(num_blocks, 4, 6, 16, 50, 1)
@@ -67,7 +69,7 @@ def test_rows_are_those_of_the_executor_through_chunks_forks_beams_and_preemptio
             num_beams += len(step.paused)
             assert counts(bench.log.rows) == bench.executor_rows()
             assert step.num_tokens == bench.executor.num_tokens == sum(counts(computed(step, before)).values())
-    assert bench.core.counters.num_preemptions > 0
+    assert bench.core.state.counters.num_preemptions > 0
     assert num_forks > 0
     assert num_beams > 0
 
@@ -163,7 +165,7 @@ def test_nothing_is_kept_for_nobody() -> None:
 def test_of_too_many_steps_the_oldest_are_lost_and_the_rows_before_the_rest_are_told() -> None:
     bench = Bench(num_blocks=400)
     bench.log.watch(bench.core)
-    while bench.core.counters.num_steps < MAX_STEPS + 40:
+    while bench.core.state.counters.num_steps < MAX_STEPS + 40:
         if not bench.core.num_unfinished_requests:
             bench.add(5, 30)
         bench.step()

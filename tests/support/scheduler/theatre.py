@@ -134,9 +134,9 @@ class Theatre:
 
     async def lose_executor(self) -> None:
         """And have it back, after the engine's pause."""
-        epoch = self.engine.core.epoch if self.engine.core else 0
+        epoch = self.engine.core.state.epoch if self.engine.core else 0
         self.client.lose()
-        while self.engine.core is None or self.engine.core.epoch == epoch:  # noqa: ASYNC110
+        while self.engine.core is None or self.engine.core.state.epoch == epoch:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await self.quiet()
 
