@@ -25,7 +25,7 @@ from planning.simulation import Horizon, Simulation
 from planning.workload import Job, ListedJobs
 from quire.async_client import AsyncClient
 from quire.block_map import ServerInfo, StepTrace
-from scheduler.core import Limits
+from scheduler.core import SchedulerLimits
 
 _MIN_REQUESTS = 24
 _REQUESTS_PER_CLIENT = 6
@@ -162,7 +162,7 @@ def _compare(number: int, run: Run, is_fitted: bool, info: ServerInfo, fit: Fit,
 def simulate_trace(info: ServerInfo, trace: Sequence[TraceRequest], fit: Fit, clients: ClosedLoop) -> Records:
     """The trace, as that server would serve it."""
     server = Server(
-        Limits(info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len),
+        SchedulerLimits(info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len),
         num_blocks=info.num_blocks + 1,
         block_size=info.block_size,
     )

@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 
 from bench.report import save
-from scheduler.core import Limits, Request, Scheduler, SequenceParams, StepPlan, StepResult
+from scheduler.core import Request, Scheduler, SchedulerLimits, SequenceParams, StepPlan, StepResult
 
 BLOCK_SIZE = 16
 NUM_WARM_UP_STEPS = 32
@@ -31,7 +31,9 @@ class AllDecode:
         self._num_running = num_running
         self._in_flight: deque[StepPlan] = deque()
         self._core = Scheduler(
-            Limits(max_num_seqs=num_running, max_num_batched_tokens=32 * num_running, max_model_len=2 * num_tokens),
+            SchedulerLimits(
+                max_num_seqs=num_running, max_num_batched_tokens=32 * num_running, max_model_len=2 * num_tokens
+            ),
             num_blocks=num_blocks,
             block_size=BLOCK_SIZE,
         )

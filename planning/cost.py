@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from scheduler.core.step_load import StepLoad
+from scheduler.core.inspect.step_load import StepLoad
 
 
 class CostModel(Protocol):

@@ -15,7 +15,7 @@ import numpy as np
 
 from planning.errors import PlanningError
 from planning.measured_steps import TimedStep
-from scheduler.core.step_load import StepLoad
+from scheduler.core.inspect.step_load import StepLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from planning.errors import PlanningError
-from scheduler.core.step_load import StepLoad
+from scheduler.core.inspect.step_load import StepLoad
 
 TimedStep = tuple[StepLoad, float]
 """The load of a step, and its duration in seconds."""

@@ -10,7 +10,7 @@ from scheduler.core import Counters, KVUsage, Scheduler, kv_usage
 
 if TYPE_CHECKING:
     from planning.workload import Job
-    from scheduler.core.step_load import StepLoad
+    from scheduler.core.inspect.step_load import StepLoad
 
 _MAX_SAMPLES = 400
 _FIRST_INTERVAL_S = 1.0
@@ -135,7 +135,7 @@ class Records:
     def close(self, now_s: float, scheduler: Scheduler) -> None:
         self.pass_until(now_s, scheduler)
         self.virtual_s = now_s
-        self.counters = scheduler.counters
+        self.counters = scheduler.state.counters
 
     def pass_until(self, now_s: float, scheduler: Scheduler) -> None:
         """Records the time from the last call until now, in which nothing changed."""
@@ -146,7 +146,7 @@ class Records:
             self.waiting_s += passed_s * num_waiting
             if num_waiting > self.max_waiting:
                 self.max_waiting = num_waiting
-        self.block_s += passed_s * (self._num_usable_blocks - scheduler.cache.pool.num_free_blocks)
+        self.block_s += passed_s * (self._num_usable_blocks - scheduler.state.cache.pool.num_free_blocks)
         if now_s >= self._next_sample_s:
             self._sample(now_s, scheduler)
 
@@ -160,10 +160,10 @@ class Records:
         self.samples.append(
             Sample(
                 now_s,
-                sum(1 for _ in scheduler.running_sequences()),
+                sum(1 for _ in scheduler.state.batch.running),
                 scheduler.num_waiting,
                 self.num_ended,
-                scheduler.counters.num_generated_tokens,
+                scheduler.state.counters.num_generated_tokens,
                 kv_usage(scheduler),
             )
         )

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from planning.devices import Device
 from planning.model_shape import ModelShape
-from scheduler.core.step_load import StepLoad
+from scheduler.core.inspect.step_load import StepLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from planning.server import Server
 from planning.settings import SimulateSettings
 from planning.simulation import Simulation
 from planning.summary import Summary, summarize
-from scheduler.core import BATCHING, MEMORY, POLICIES, Limits
+from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, SchedulerLimits
 
 _DEFAULT_MAX_MODEL_LEN = 8192
 
@@ -54,11 +54,11 @@ def simulate(model: str, settings: SimulateSettings, progress: Progress | None =
 
 def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
     """Returns the simulated server that the settings describe. Raises PlanningError."""
-    for name, known in (("policy", POLICIES), ("batching", BATCHING), ("memory", MEMORY)):
+    for name, known in (("policy", POLICIES), ("batching", BATCHING), ("memory", KV_ALLOCATIONS)):
         if getattr(settings, name) not in known:
             raise PlanningError(f"{name}: {getattr(settings, name)!r} is not one of {', '.join(known)}")
     try:
-        limits = Limits(
+        limits = SchedulerLimits(
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=deployment.max_model_len,
@@ -74,7 +74,7 @@ def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
         block_size=deployment.block_size,
         policy=POLICIES[settings.policy],
         batching=BATCHING[settings.batching],
-        memory=MEMORY[settings.memory],
+        memory=KV_ALLOCATIONS[settings.memory],
     )
 
 

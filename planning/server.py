@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from scheduler.core import BATCHING, FCFS, MEMORY, Batching, Limits, Memory, Policy, Scheduler
+from scheduler.core import BATCHING, FCFS, KV_ALLOCATIONS, Batching, KVAllocation, Policy, Scheduler, SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,12 +14,12 @@ class Server:
     enable_prefix_caching  None: only if requests share prefixes; otherwise it has no effect and costs time
     """
 
-    limits: Limits
+    limits: SchedulerLimits
     num_blocks: int
     block_size: int = 16
     policy: Policy = FCFS
     batching: Batching = BATCHING["continuous"]
-    memory: Memory = MEMORY["paged"]
+    memory: KVAllocation = KV_ALLOCATIONS["paged"]
     enable_prefix_caching: bool | None = None
 
     def scheduler(self, *, has_shared_prefixes: bool) -> Scheduler:
@@ -31,7 +31,7 @@ class Server:
             block_size=self.block_size,
             policy=self.policy,
             batching=self.batching,
-            memory=self.memory,
+            kv_allocation=self.memory,
             enable_prefix_caching=caches,
         )
         scheduler.executor_attached(1, self.num_blocks)

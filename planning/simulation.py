@@ -24,7 +24,7 @@ from planning.series import Series
 from planning.server import Server
 from planning.workload import Job
 from scheduler.core import CapacityExceeded, Events, QueueFull, Request, SequenceParams, StepResult, leap
-from scheduler.core.step_load import LoadTracker, StepLoad
+from scheduler.core.inspect.step_load import LoadTracker, StepLoad
 from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
 
 _SHARED_TOKENS_FROM = 1 << 31
@@ -251,7 +251,7 @@ class Simulation:
         """
         num_in_flight = len(self._in_flight)
         num_decodes = self._loads.num_decodes
-        num_seated = self.scheduler.limits.max_num_seqs - self.scheduler.num_free_slots
+        num_seated = self.scheduler.state.limits.max_num_seqs - self.scheduler.state.batch.num_free_slots
         if not num_decodes == self._loads.num_slots == num_seated:
             return  # a sequence computes its prompt, or has started or ended and is not in a plan yet
         free_s = max(self.now_s, self._free_s)
@@ -285,7 +285,7 @@ class Simulation:
                 planned_s = self.now_s if i == 0 else flights[i - 1].done_s
             load = StepLoad(num_decodes, context + (i + 1) * num_decodes, num_sampled=num_decodes)
             done_s = free_s + steps_s.total(i + 1)
-            flights.append(_Flight(self.scheduler.step_id - num_steps + 1 + i, planned_s, done_s, load, False))
+            flights.append(_Flight(self.scheduler.state.step_id - num_steps + 1 + i, planned_s, done_s, load, False))
         if num_steps >= num_in_flight:
             self.now_s = free_s + steps_s.total(num_steps - num_in_flight)
             self._in_flight = deque(flights[num_in_flight:])

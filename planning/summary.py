@@ -131,7 +131,7 @@ def timeline(records: Records) -> list[dict[str, Any]]:
             "num_waiting": sample.num_waiting,
             "num_ended": sample.num_ended,
             "num_output_tokens": sample.num_output_tokens,
-            **asdict(sample.usage),
+            **{name.replace("_token_slots", "_slots"): number for name, number in asdict(sample.usage).items()},
         }
         for sample in records.samples
     ]

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from quire import logs
 from quire.addresses import UNIX, AddressError, HostPort
-from scheduler.core import BATCHING, MEMORY, POLICIES, QuireError
+from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, QuireError
 
 
 class ConfigError(QuireError):
@@ -85,7 +85,7 @@ class SchedulerConfig:
             raise ConfigError("model must be given")
         _check_choice("policy", self.policy, POLICIES)
         _check_choice("batching", self.batching, BATCHING)
-        _check_choice("memory", self.memory, MEMORY)
+        _check_choice("memory", self.memory, KV_ALLOCATIONS)
         _check_choice("log_level", self.log_level, logs.LEVELS)
         _check_choice("log_format", self.log_format, logs.FORMATS)
         if self.otlp_endpoint is not None and not _is_url(self.otlp_endpoint):

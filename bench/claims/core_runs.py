@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from scheduler.core import BATCHING, MEMORY, Limits, Request, Scheduler, SequenceParams, StepResult
+from scheduler.core import BATCHING, KV_ALLOCATIONS, Request, Scheduler, SchedulerLimits, SequenceParams, StepResult
 
 _TOKEN = 5
 _VOCABULARY = 1_000_003
@@ -17,7 +17,7 @@ _STEP_S = 0.01  # on the clock that the core is told, which dynamic batching wai
 
 @dataclass(frozen=True, slots=True)
 class CoreSetting:
-    """A pool, a batch and how both are run: names of BATCHING and MEMORY."""
+    """A pool, a batch and how both are run: names of BATCHING and KV_ALLOCATIONS."""
 
     num_blocks: int
     max_num_seqs: int
@@ -66,7 +66,7 @@ def run_core(
 
 
 def _core(setting: CoreSetting) -> Scheduler:
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=max(setting.max_num_batched_tokens, setting.max_num_seqs),
         max_model_len=setting.max_model_len,
@@ -79,7 +79,7 @@ def _core(setting: CoreSetting) -> Scheduler:
         num_blocks=num_blocks,
         block_size=setting.block_size,
         batching=BATCHING[setting.batching],
-        memory=MEMORY[setting.memory],
+        kv_allocation=KV_ALLOCATIONS[setting.memory],
     )
     core.executor_attached(1, num_blocks)
     return core
@@ -87,7 +87,7 @@ def _core(setting: CoreSetting) -> Scheduler:
 
 def num_sampling(core: Scheduler) -> int:
     """Sequences that sample in the one plan that is in flight: those of which no known token is left to compute."""
-    return sum(sequence.num_planned_tokens == sequence.num_tokens for sequence in core.running_sequences())
+    return sum(sequence.num_planned_tokens == sequence.num_tokens for sequence in core.state.batch.running)
 
 
 def _requests(lengths: Sequence[tuple[int, int]]) -> Iterator[Request]:

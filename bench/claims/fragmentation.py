@@ -41,12 +41,12 @@ class _Sums:
 
     def observe(self, step: int, core: Scheduler) -> None:
         usage = kv_usage(core)
-        self.used += usage.num_used_slots
-        self.reserved += usage.num_reserved_slots
-        self.internal += usage.num_internal_slots
-        self.external += usage.num_external_slots
+        self.used += usage.num_used_token_slots
+        self.reserved += usage.num_reserved_token_slots
+        self.internal += usage.num_internal_token_slots
+        self.external += usage.num_external_token_slots
         self.num_steps += 1
-        num_running = sum(1 for _ in core.running_sequences())
+        num_running = sum(1 for _ in core.state.batch.running)
         self.num_running += num_running
         self.max_running = max(self.max_running, num_running)
 

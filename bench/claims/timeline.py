@@ -29,7 +29,7 @@ class _Seats:
         self._slot_of: dict[int, int] = {}
 
     def observe(self, step: int, core: Scheduler) -> None:
-        running = {sequence.request.request_id: sequence for sequence in core.running_sequences()}
+        running = {sequence.request.request_id: sequence for sequence in core.state.batch.running}
         for request_id, sequence in running.items():
             if sequence.slot >= 0:  # it has none in its last step
                 self._slot_of[request_id] = sequence.slot

@@ -55,7 +55,7 @@ def _at_end(num_tokens: int) -> tuple[float, int]:
     seen: list[tuple[int, int]] = []
 
     def observe(step: int, core: Scheduler) -> None:
-        seen.extend((each.num_planned_tokens, len(each.block_table) * BLOCK_SIZE) for each in core.running_sequences())
+        seen.extend((each.num_planned_tokens, len(each.block_table) * BLOCK_SIZE) for each in core.state.batch.running)
 
     num_blocks = _MAX_MODEL_LEN // BLOCK_SIZE
     core = CoreSetting(num_blocks, 1, _MAX_MODEL_LEN, BLOCK_SIZE)

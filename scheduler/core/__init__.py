@@ -1,6 +1,19 @@
-"""The scheduler core: a pure state machine. No clock, no I/O, no asyncio, no gRPC; the standard library only."""
+"""The scheduler core: a pure state machine, with no clock and no I/O, in the standard library only.
 
-from scheduler.core.batching import BATCHING, CONTINUOUS, DYNAMIC, STATIC, Batching
+    scheduler/core/*.py         the decision kernel
+    scheduler/core/baselines/   static and dynamic batching, contiguous KV allocation: for measurement only
+    scheduler/core/inspect/     views, invariants, step loads, and the leap of simulators
+
+One decode involves six concepts: Scheduler, SchedulerState, StepBuilder, StepPlan, KVCache and Sequence.
+"""
+
+from scheduler.core.baselines.batching import BATCHING, DYNAMIC, STATIC
+from scheduler.core.baselines.contiguous import (
+    CONTIGUOUS,
+    CONTIGUOUS_EXACT,
+    CONTIGUOUS_POWER_OF_TWO,
+    KV_ALLOCATIONS,
+)
 from scheduler.core.errors import (
     CapacityExceeded,
     ExecutorLost,
@@ -13,17 +26,25 @@ from scheduler.core.errors import (
     ResultMismatch,
     Unavailable,
 )
-from scheduler.core.invariants import check_invariants
-from scheduler.core.leap import leap
-from scheduler.core.limits import Limits
-from scheduler.core.memory import CONTIGUOUS, CONTIGUOUS_EXACT, CONTIGUOUS_POWER_OF_TWO, MEMORY, PAGED, Memory
+from scheduler.core.inspect.invariants import check_invariants
+from scheduler.core.inspect.leap import leap
+from scheduler.core.inspect.views import (
+    BlockMap,
+    BlockRun,
+    BlockState,
+    KVUsage,
+    SequenceView,
+    block_map,
+    kv_usage,
+)
+from scheduler.core.limits import SchedulerLimits
+from scheduler.core.modes import CONTINUOUS, PAGED, Batching, KVAllocation
 from scheduler.core.plan import Admission, BeamResult, Events, Fork, Logprobs, StepPlan, StepResult, TokenLogprobs
 from scheduler.core.policy import FCFS, POLICIES, PRIORITY, Policy
 from scheduler.core.request import BeamParams, Request, SequenceParams
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
-from scheduler.core.stats import Counters
-from scheduler.core.views import BlockMap, BlockRun, BlockState, KVUsage, SequenceView, block_map, kv_usage
+from scheduler.core.state import Counters, SchedulerState
 
 __all__ = [
     "BATCHING",
@@ -33,7 +54,7 @@ __all__ = [
     "CONTINUOUS",
     "DYNAMIC",
     "FCFS",
-    "MEMORY",
+    "KV_ALLOCATIONS",
     "PAGED",
     "POLICIES",
     "PRIORITY",
@@ -55,10 +76,9 @@ __all__ = [
     "Fork",
     "InvalidRequest",
     "InvariantViolation",
+    "KVAllocation",
     "KVUsage",
-    "Limits",
     "Logprobs",
-    "Memory",
     "PlanRejected",
     "Policy",
     "QueueFull",
@@ -66,6 +86,8 @@ __all__ = [
     "Request",
     "ResultMismatch",
     "Scheduler",
+    "SchedulerLimits",
+    "SchedulerState",
     "Sequence",
     "SequenceParams",
     "SequenceView",

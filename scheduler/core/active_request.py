@@ -1,6 +1,5 @@
-"""A request that was added and has not ended, with all the sequences it has."""
+"""A request that was added and has not ended, with all of its sequences."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
@@ -11,17 +10,21 @@ from scheduler.core.sequence import Sequence
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """Samples beyond the first, and beams, are born when the prompt is computed; until then their slots are held."""
+    """A request and its sequences.
+
+    Samples beyond the first, and beams, are created when the prompt has been computed. Until then the request holds
+    their slots (`child_slots`). `arrival_s` is the latest time the core had been told when the request arrived.
+    """
 
     request: Request
     sequences: list[Sequence]
-    child_slots: list[int] = field(default_factory=list)  # held for samples or beams to be born
+    child_slots: list[int] = field(default_factory=list)
     group: BeamGroup | None = None
-    arrival_s: float = -inf  # the time that the core had been told by then
+    arrival_s: float = -inf
 
     @property
     def num_unborn(self) -> int:
-        """Slots it takes to admit the request, but for the first."""
+        """Number of slots, beyond the first, that the request needs when it is admitted."""
         if self.request.beam is not None:
             return self.request.beam.width - 1
         return self.request.num_sequences - len(self.sequences)
@@ -31,10 +34,5 @@ class ActiveRequest:
         return all(sequence.is_finished for sequence in self.sequences)
 
     def holders(self, sequence: Sequence) -> list[Sequence]:
-        """Who holds the slots and blocks of a running sequence: itself, or the beams that took over from it."""
+        """Returns what holds the slots and blocks of a running sequence: itself, or the beams that replaced it."""
         return list(self.group.beams) if self.group and self.group.beams else [sequence]
-
-    def unfinished(self) -> Iterator[Sequence]:
-        for sequence in self.sequences:
-            if not sequence.is_finished:
-                yield from self.holders(sequence)

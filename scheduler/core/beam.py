@@ -1,4 +1,4 @@
-"""Beam search: which continuations live, which have ended, and when there is nothing better to be found. Pure.
+"""Beam search: decides which continuations live, which have ended, and when no better one can be found. Pure.
 
 The rules are those of `generate(num_beams=…)` in Hugging Face transformers 5 (generation/utils.py, `_beam_search`), so
 that both find the same beams with the same scores.
@@ -16,12 +16,12 @@ from scheduler.core.request import BeamParams
 from scheduler.core.sequence import FinishReason
 
 Candidates = tuple[SequenceOf[int], SequenceOf[float]]
-"""Token ids and log-probabilities of the most probable next tokens of one beam, most probable first."""
+"""The token ids and log-probabilities of the most probable next tokens of one beam, most probable first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Survivor:
-    """A beam of the next step: beam `parent` of this one, and one token more."""
+    """A beam of the next step: beam number `parent` of this step, and one more token."""
 
     parent: int
     token_id: int
@@ -29,15 +29,15 @@ class Survivor:
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    token_ids: tuple[int, ...]  # of the output
+    token_ids: tuple[int, ...]  # the output
     score: float  # sum of log-probabilities
 
 
 class BeamSearch:
-    """One search. It begins with a single beam, the prompt; `beams` are in order, the best first.
+    """One search. It begins with a single beam, the prompt; beams are in order, the best first.
 
-    end_reasons     the token ids that end a beam, and why
-    max_new_tokens  tokens of output at which all beams end
+    end_reasons     the token ids that end a beam, and the reason for each
+    max_new_tokens  number of output tokens at which all beams end
     """
 
     def __init__(self, params: BeamParams, end_reasons: Mapping[int, FinishReason], max_new_tokens: int) -> None:
@@ -47,12 +47,12 @@ class BeamSearch:
         self._num_candidates = params.num_candidates(len(end_reasons))
         self._num_tokens = 0
         self._beams = [_Beam((), 0.0)]
-        self._ended: list[BeamResult] = []  # the best so far, best first
+        self._ended: list[BeamResult] = []  # the best so far, the best first
 
     def decide(self, candidates: SequenceOf[Candidates]) -> list[Survivor]:
-        """Given what each beam reports, in the order of the beams: those of the next step. None: the search is over.
+        """Returns the beams of the next step, given the candidates of each beam. Empty if the search is over.
 
-        A candidate of probability 0 (-inf) is none; so there may be fewer survivors than beams are wanted.
+        A candidate of probability 0 (-inf) does not count, so there may be fewer survivors than `width`.
         """
         self._num_tokens += 1
         is_last = self._num_tokens == self._max_new_tokens
@@ -62,12 +62,12 @@ class BeamSearch:
         ended: list[BeamResult] = []
         for place, (score, parent, token_id) in enumerate(islice(self._ranked(candidates), self._num_candidates)):
             if place >= width and (is_last or len(beams) == width):
-                break  # from here on nobody may end, or go on
+                break  # no later candidate may end a beam or go on
             reason = self._end_reasons.get(token_id, FinishReason.LENGTH if is_last else None)
             if reason is None and len(beams) < width:
                 survivors.append(Survivor(parent, token_id))
                 beams.append(_Beam((*self._beams[parent].token_ids, token_id), score))
-            elif reason is not None and place < width:  # others are there to replace those that end, not to end
+            elif reason is not None and place < width:  # later candidates only replace beams that end
                 token_ids = [*self._beams[parent].token_ids, token_id]
                 ended.append(BeamResult(token_ids, self._penalised(score), reason))
         self._beams = beams
@@ -75,16 +75,20 @@ class BeamSearch:
         return survivors if self._goes_on() else []
 
     def results(self) -> list[BeamResult]:
-        """The best beams that have ended, best first. What was not found, for want of tokens that may follow, is
-        empty and scores -inf."""
+        """Returns the best beams that have ended, the best first.
+
+        If fewer than `num_returned` were found, for lack of tokens that may follow, the rest are empty and score -inf.
+        """
         missing = [BeamResult([], -inf, FinishReason.LENGTH)] * (self._params.num_returned - len(self._ended))
         return self._ended[: self._params.num_returned] + missing
 
     def _ranked(self, candidates: SequenceOf[Candidates]) -> Iterator[tuple[float, int, int]]:
-        """(score, beam, token) of the continuations of all beams, the best first; among equals the lower beam, then the
-        lower rank, comes first. Made one by one: there are many more of them than are looked at."""
-        of_each_beam = (self._continuations(beam, *found) for beam, found in enumerate(candidates))
-        return merge(*of_each_beam, key=lambda candidate: -candidate[0])
+        """Yields (score, beam, token) of the continuations of all beams, the best first.
+
+        Among equals the lower beam, then the lower rank, comes first. Lazy, because few of them are looked at.
+        """
+        continuations = (self._continuations(beam, *found) for beam, found in enumerate(candidates))
+        return merge(*continuations, key=lambda candidate: -candidate[0])
 
     def _continuations(
         self, beam: int, token_ids: SequenceOf[int], values: SequenceOf[float]
@@ -92,7 +96,7 @@ class BeamSearch:
         score = self._beams[beam].score
         for token_id, value in zip(token_ids, values, strict=True):
             if not value > -inf:
-                return  # nor are those after it any
+                return  # the ones after it are impossible too
             yield score + value, beam, token_id
 
     def _goes_on(self) -> bool:
@@ -100,8 +104,8 @@ class BeamSearch:
             return False
         if len(self._ended) < self._params.width:
             return True
-        # As transformers does: what the best running beam would score if it ended here, which a length penalty above
-        # 0 may improve on yet.
+        # As transformers does, this takes the score of the best running beam if it ended here, though with a length
+        # penalty above 0 it could still improve.
         could_improve = self._penalised(self._beams[0].score) > self._ended[-1].score
         return could_improve and not self._params.early_stopping
 

@@ -2,11 +2,12 @@
 
     prompt computed → candidates → decided → planned: branches, one row a beam → candidates → …
 
-The request's own sequence, the leader, computes the prompt. With the first candidates it hands all it holds to a first
-beam, and holds nothing from then on; it speaks for the group where a request waits, is preempted, or ends.
+The request's own sequence, the leader, computes the prompt. With the first candidates it hands its slot and blocks to a
+first beam. From then on it holds nothing, and stands for the group when the request waits, is preempted, or ends.
 
 Every beam shares the blocks of its parent. In the step that follows, each writes one token: the first child in the
-parent's slot, the others in slots of their own; of those that share a partly filled block all but the last copy it.
+parent's slot, the others in slots of their own. Of the beams that share a partly filled block, all but the last copy
+it.
 """
 
 from scheduler.core.beam import BeamSearch, Candidates
@@ -16,23 +17,28 @@ from scheduler.core.sequence import FinishReason, Sequence, State
 
 
 class BeamGroup:
+    """The beams of one request, in the order of the search.
+
+    `branches` has the parent and the token of each beam that was decided and is not yet planned.
+    """
+
     def __init__(self, leader: Sequence, params: BeamParams) -> None:
         self.leader = leader
         self.params = params
         self.restart()
 
     def restart(self) -> None:
-        """Back to the prompt. Nothing has been sent to the client, so nothing has to be kept."""
+        """Starts the search again from the prompt. The client has received nothing yet, so nothing has to be kept."""
         params = self.leader.params
         reasons = dict.fromkeys(params.stop_token_ids, FinishReason.STOP)
         reasons |= dict.fromkeys(params.eos_token_ids, FinishReason.EOS)
         num_new_tokens = params.max_total_tokens - self.leader.num_prompt_tokens
         self.search = BeamSearch(self.params, reasons, num_new_tokens)
-        self.beams: list[Sequence] = []  # in the order of the search
-        self.branches: list[tuple[Sequence, int]] = []  # decided and not yet planned: parent and token of each beam
+        self.beams: list[Sequence] = []
+        self.branches: list[tuple[Sequence, int]] = []
 
     def decide(self, candidates: dict[Sequence, Candidates]) -> list[Sequence]:
-        """Takes in what the beams report; returns those that nobody continues. No branches: the search is over."""
+        """Decides on the next beams; returns the ones that have no continuation. No branches: the search is over."""
         if not self.beams:
             self._hand_over(candidates)
         survivors = self.search.decide([candidates[beam] for beam in self.beams])
@@ -43,28 +49,32 @@ class BeamGroup:
         return dropped
 
     def num_blocks_to_branch(self, cache: KVCache) -> int:
-        """Free blocks that the decided step takes: where a block begins, one for each beam; elsewhere a copy for each
-        child but the first of its parent."""
+        """Returns the number of free blocks that the decided step takes.
+
+        If it begins a block, each beam takes one. If not, each child but the first of its parent copies one.
+        """
         if self.beams[0].num_planned_tokens % cache.block_size == 0:
             return len(self.branches)
         return len(self.branches) - len(self.beams)
 
     def num_worst_case_blocks(self, cache: KVCache) -> int:
-        """Most blocks that the beams can hold at once: they share no more than the full blocks of the prompt."""
+        """Returns the most blocks that the beams can hold: at worst they share only the full blocks of the prompt."""
         num_shared = self.leader.num_prompt_tokens // cache.block_size
         num_own = cache.num_blocks_for(self.leader.params.max_total_tokens - 1) - num_shared
         return num_shared + self.params.width * num_own
 
     def branch(self, cache: KVCache) -> list[tuple[Sequence, Sequence, int]]:
-        """Gives each decided beam its sequence; returns (beam, parent, token). The first child of a parent is the
-        parent itself, one token on; the others are new, and lack a slot."""
+        """Gives each decided beam its sequence; returns (beam, parent, token).
+
+        The first child of a parent is the parent itself, with one more token; the others are new, and lack a slot.
+        """
         placed: list[tuple[Sequence, Sequence, int]] = []
         parents: set[Sequence] = set()
         for parent, token_id in self.branches:
             child = self._fork(cache, parent) if parent in parents else parent
             parents.add(parent)
             placed.append((child, parent, token_id))
-        for index, (child, _, token_id) in enumerate(placed):  # afterwards: a parent is forked as it stood before
+        for index, (child, _, token_id) in enumerate(placed):  # after all forks, which copy the parents as they were
             child.token_ids.append(token_id)
             child.index = index
         self.beams = [child for child, _, _ in placed]

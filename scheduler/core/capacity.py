@@ -1,24 +1,24 @@
-"""What can be served at all, and what the queue takes: every request is measured once, when it arrives."""
+"""Checks that a request can be served at all, and that the queue takes it. Both are checked when it arrives."""
 
 from scheduler.core.beam_group import BeamGroup
 from scheduler.core.errors import CapacityExceeded, QueueFull
-from scheduler.core.kv_cache import KVCache
-from scheduler.core.limits import Limits
 from scheduler.core.request import Request
 from scheduler.core.sequence import Sequence
-from scheduler.core.waiting_queue import WaitingQueue
+from scheduler.core.state import SchedulerState
 
 
-def max_tokens_per_sequence(limits: Limits, cache: KVCache) -> int:
-    """Most tokens (prompt and output) that one sequence can reach. The KV of the last one is never needed."""
-    return min(limits.max_model_len, cache.pool.num_usable_blocks * cache.block_size + 1)
+def max_tokens_per_sequence(state: SchedulerState) -> int:
+    """Returns the most tokens, prompt and output, that one sequence can reach. The last one's KV is never needed."""
+    return min(state.limits.max_model_len, state.cache.pool.num_usable_blocks * state.cache.block_size + 1)
 
 
-def check_fits(request: Request, limits: Limits, cache: KVCache) -> None:
-    """Raises CapacityExceeded if this request could not even run alone. Beams must fit together: they are preempted
-    together, so nothing else makes sure that they end."""
+def check_fits(state: SchedulerState, request: Request) -> None:
+    """Raises CapacityExceeded if the request could not even run alone.
+
+    Beams must fit together. They are preempted together, so nothing else makes sure that they end.
+    """
     min_total, max_total = request.params.min_total_tokens, request.params.max_total_tokens
-    most_tokens = max_tokens_per_sequence(limits, cache)
+    most_tokens = max_tokens_per_sequence(state)
     if max_total <= len(request.prompt_token_ids):
         raise CapacityExceeded(
             f"the prompt has {len(request.prompt_token_ids)} tokens, which leaves no room for output in {max_total}"
@@ -28,39 +28,28 @@ def check_fits(request: Request, limits: Limits, cache: KVCache) -> None:
     if request.is_open_ended and min_total > max_total:
         raise CapacityExceeded(f"prompt and output are to reach {min_total} tokens, one sequence can hold {max_total}")
     num_sequences = request.beam.width if request.beam else request.num_sequences
-    if num_sequences > limits.max_num_seqs:
-        raise CapacityExceeded(f"{num_sequences} sequences in one request, at most {limits.max_num_seqs} can run")
-    if cache.memory.is_contiguous:
-        _check_fits_run(request, cache)
+    if num_sequences > state.limits.max_num_seqs:
+        raise CapacityExceeded(f"{num_sequences} sequences in one request, at most {state.limits.max_num_seqs} can run")
+    state.cache.check_fits(request)
     if request.beam:
-        num_blocks = BeamGroup(Sequence(request, 0, 0), request.beam).num_worst_case_blocks(cache)
-        if num_blocks > cache.pool.num_usable_blocks:
+        num_blocks = BeamGroup(Sequence(request, 0, 0), request.beam).num_worst_case_blocks(state.cache)
+        if num_blocks > (num_usable_blocks := state.cache.pool.num_usable_blocks):
             raise CapacityExceeded(
-                f"{num_sequences} beams may come to hold {num_blocks} blocks, the pool has "
-                f"{cache.pool.num_usable_blocks}"
+                f"{num_sequences} beams may come to hold {num_blocks} blocks, the pool has {num_usable_blocks}"
             )
 
 
-def _check_fits_run(request: Request, cache: KVCache) -> None:
-    if request.num_sequences > 1 or request.beam:
-        raise CapacityExceeded(
-            f"samples and beams of one request share blocks, which {cache.memory.name} memory cannot"
-        )
-    num_blocks, num_usable_blocks = cache.run_length(request), cache.pool.num_usable_blocks
-    if num_blocks > num_usable_blocks:
-        raise CapacityExceeded(f"the request reserves a run of {num_blocks} blocks, the pool has {num_usable_blocks}")
-
-
-def fits(request: Request, limits: Limits, cache: KVCache) -> bool:
+def fits(state: SchedulerState, request: Request) -> bool:
     try:
-        check_fits(request, limits, cache)
+        check_fits(state, request)
     except CapacityExceeded:
         return False
     return True
 
 
-def check_queue_takes(request: Request, limits: Limits, waiting: WaitingQueue) -> None:
-    """Raises QueueFull."""
+def check_queue_takes(state: SchedulerState, request: Request) -> None:
+    """Raises QueueFull if the queue is at its bound of requests or of prompt tokens."""
+    waiting, limits = state.waiting, state.limits
     if len(waiting) >= limits.max_waiting_requests:
         raise QueueFull(f"{len(waiting)} requests are waiting")
     num_tokens = waiting.num_prompt_tokens + len(request.prompt_token_ids)

@@ -1,4 +1,4 @@
-"""When requests have to have ended."""
+"""The deadlines of requests."""
 
 from collections.abc import Collection, Iterator
 from heapq import heapify, heappop, heappush
@@ -6,12 +6,14 @@ from heapq import heapify, heappop, heappush
 from scheduler.core.request import Request
 
 SPARE_ENTRIES = 1024
-"""Of requests that have ended: so many, and one for each that has not, are not worth looking for."""
+"""Number of entries of ended requests that are kept, plus one for each unfinished request, before they are removed."""
 
 
 class Deadlines:
-    """A heap. Requests that end early stay in it until their turn comes, or until they are the greater part of it:
-    `unfinished` says whose counts."""
+    """A heap of deadlines. `unfinished` holds the ids of the requests whose deadlines count.
+
+    A request that ends early stays in the heap until its deadline, or until ended requests are the greater part.
+    """
 
     def __init__(self, unfinished: Collection[int]) -> None:
         self._unfinished = unfinished
@@ -25,11 +27,11 @@ class Deadlines:
             heappush(self._entries, (request.deadline_s, request.request_id))
 
     def __len__(self) -> int:
-        """Entries, also of requests that have ended."""
+        """Returns the number of entries, those of ended requests included."""
         return len(self._entries)
 
     def take_due(self, now_s: float) -> Iterator[int]:
-        """Requests whose deadline is not after `now_s`, each once. The caller ends them."""
+        """Yields the requests whose deadline is not after `now_s`, each once. The caller ends them."""
         while (next_s := self.next_s) is not None and next_s <= now_s:
             yield heappop(self._entries)[1]
 

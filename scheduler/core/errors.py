@@ -2,11 +2,11 @@
 
 
 class QuireError(Exception):
-    """Base of all of them."""
+    """The base class of all errors of Quire."""
 
 
 class InvalidRequest(QuireError):
-    """The client's fault: the request contradicts itself or the model. `violations` maps field to what is wrong."""
+    """The request contradicts itself or the model. `violations` maps each field to what is wrong with it."""
 
     def __init__(self, violations: dict[str, str]) -> None:
         super().__init__("; ".join(f"{field}: {problem}" for field, problem in violations.items()))
@@ -34,8 +34,10 @@ class ExecutorLost(QuireError):
 
 
 class ExecutorNotOurs(ExecutorLost):
-    """There is one, and it cannot be had until somebody acts: it has another model, or another scheduler,
-    or nothing that could be used."""
+    """An executor answers, but an operator has to act before it can be used.
+
+    It has another model, serves another scheduler, or has no capacity.
+    """
 
 
 class PlanRejected(ExecutorLost):
@@ -43,8 +45,8 @@ class PlanRejected(ExecutorLost):
 
 
 class ResultMismatch(ExecutorLost):
-    """A result that does not fit the plan it should answer: a bug in one of the two. The epoch is over."""
+    """A result does not fit the plan it should answer: a bug in one of the two. The epoch is over."""
 
 
 class InvariantViolation(QuireError):
-    """Our bug: the core's own books do not balance."""
+    """The state of the core contradicts itself: a bug in Quire."""

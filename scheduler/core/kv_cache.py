@@ -1,4 +1,4 @@
-"""The ledger of KV memory: which sequence holds which block. Decisions only; the executor owns the bytes.
+"""The ledger of KV memory: which sequence holds which block. It only decides; the executor owns the bytes.
 
 Tokens lie in blocks of `block_size`. Logical block i of a sequence holds its tokens [i * block_size, …) and lies in
 physical block `block_table[i]`:
@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from scheduler.core.block_pool import BlockPool
-from scheduler.core.memory import PAGED, Memory
 from scheduler.core.prefix_index import PrefixIndex
 from scheduler.core.request import Request
 from scheduler.core.sequence import Sequence
@@ -25,19 +24,18 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """What the executor must be told: table entries (logical block, physical block), and at most one copy."""
+    """Changes to tell the executor: table entries (logical block, physical block), and at most one block to copy."""
 
     table_updates: tuple[tuple[int, int], ...] = ()
     block_copy: tuple[int, int] | None = None
 
 
 class KVCache:
-    """Block pool, prefix index and the block tables of all sequences, kept consistent.
+    """The block pool, the prefix index and the block tables of all sequences, kept consistent.
 
-    Some blocks can be *reserved*: promised to one sequence and not yet taken. Nobody else gets them.
+    Blocks can be *reserved*: promised to one sequence and not yet taken. No other sequence gets them.
 
-    A memory mode that is contiguous (memory.py) has a sequence take all its blocks when it is admitted, in one run:
-    its table is then longer than its tokens need, and never grows.
+    watermark_ratio  share of the pool to leave free when a sequence is admitted beside others, for their growth
     """
 
     def __init__(
@@ -45,86 +43,83 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         namespace: str = "",
-        *,
         enable_prefix_caching: bool = True,
-        memory: Memory = PAGED,
-        max_model_len: int = 0,
+        watermark_ratio: float = 0.0,
     ) -> None:
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
         self.index = PrefixIndex(block_size, namespace)
         self.num_reserved_blocks = 0
-        self.memory = memory
-        self._max_model_len = max_model_len
-        self._enable_prefix_caching = enable_prefix_caching and not memory.is_contiguous
+        self.num_watermark_blocks = int(watermark_ratio * num_blocks)
+        self._enable_prefix_caching = enable_prefix_caching
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def run_length(self, request: Request) -> int:
-        """Blocks that the request takes in one run when it is admitted; 0 under paging."""
-        return self.num_blocks_for(self.memory.run_length(request, self._max_model_len))
-
     def num_available_blocks(self, sequence: Sequence | None = None) -> int:
-        """Free blocks that are not promised to a sequence other than this one."""
+        """Returns the number of free blocks that are not promised to a sequence other than this one."""
         own = sequence.leader.num_reserved_blocks if sequence else 0
         return self.pool.num_free_blocks - self.num_reserved_blocks + own
 
-    # --- prefix hits ------------------------------------------------------------------------------------------
+    def check_fits(self, request: Request) -> None:
+        """Raises CapacityExceeded if this kind of cache cannot hold the request. Pages hold any request."""
+
+    # --- admission --------------------------------------------------------------------------------------------
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Published blocks that hold the head of this sequence. Leaves at least one token to compute: somebody has
-        to produce the logits of the last one. Changes nothing but the sequence's memory of its own digests."""
+        """Returns the published blocks that hold the head of this sequence.
+
+        Leaves at least one token to compute, because the logits of the last one are needed. Changes nothing but the
+        digests that the sequence keeps.
+        """
         if not self.reads_prefixes(sequence):
             return []
         num_full = (sequence.num_tokens - 1) // self.block_size
-        salt = sequence.request.cache_salt
-        chain = self.index.extend_chain(sequence.digests, sequence.token_ids, num_full, salt)
+        chain = self._extend_chain(sequence, num_full)
         return self.index.longest_match(chain[:num_full])
 
     def reads_prefixes(self, sequence: Sequence) -> bool:
-        """Whoever reports on a prompt has to compute it."""
+        """Returns whether a sequence uses prefix hits. Requests for prompt log-probabilities compute their prompt."""
         return self._enable_prefix_caching and not sequence.params.num_prompt_logprobs
 
     def is_computing(self, sequence: Sequence, num_blocks: int, digest: bytes) -> bool:
-        """Whether a running sequence computes, and will publish, the block with this digest after so many."""
+        """Returns whether a running sequence will publish this digest as its logical block `num_blocks`."""
         if not self._enable_prefix_caching or sequence.num_tokens < (num_blocks + 1) * self.block_size:
             return False
-        salt = sequence.request.cache_salt
-        chain = self.index.extend_chain(sequence.digests, sequence.token_ids, num_blocks + 1, salt)
-        return chain[num_blocks] == digest
+        return self._extend_chain(sequence, num_blocks + 1)[num_blocks] == digest
 
     def num_blocks_to_admit(self, sequence: Sequence, prefix: list[int], num_promised: int = 0) -> int:
-        """Free blocks it takes to hold all known tokens, its run, and what it is promised in all, if `prefix` is
-        shared: cached blocks stop being free too."""
+        """Returns the number of free blocks needed to hold all known tokens, or `num_promised` blocks if that is more.
+
+        The blocks of `prefix` are shared; those that were only cached stop being free too.
+        """
         num_revived = sum(self.pool.ref_counts[block] == 0 for block in prefix)
-        num_held = max(self.num_blocks_for(sequence.num_tokens), self.run_length(sequence.request), num_promised)
+        num_held = max(self.num_blocks_for(sequence.num_tokens), num_promised)
         return num_held - len(prefix) + num_revived
 
     def num_blocks_to_prefill(self, sequence: Sequence) -> int:
-        """Free blocks it takes to compute the rest of its known tokens, beyond those it holds or is promised."""
+        """Returns the number of free blocks needed to compute all known tokens, beyond those held or promised."""
         num_held = len(sequence.block_table) + sequence.leader.num_reserved_blocks
         return max(0, self.num_blocks_for(sequence.num_tokens) - num_held)
 
-    def has_run_for(self, sequence: Sequence) -> bool:
-        """Whether its run is free in one piece. Under paging any block will do."""
-        return self.pool.find_run(self.run_length(sequence.request)) is not None
+    def can_admit(self, sequence: Sequence, num_blocks: int) -> bool:
+        """Returns whether a sequence can be admitted if that takes `num_blocks` free blocks in all."""
+        return num_blocks <= self.num_available_blocks()
 
     def adopt(self, sequence: Sequence, prefix: list[int]) -> None:
-        """Starts the block table of a sequence that has none: with the blocks that `find_prefix` found, and its run."""
+        """Starts the block table of a sequence that has none with the blocks that `find_prefix` found."""
         for block in prefix:
             self.pool.retain(block)
         self.index.count_hits(prefix)
-        sequence.block_table = prefix + self.pool.take_run(self.run_length(sequence.request))
+        sequence.block_table = list(prefix)
         num_tokens = len(prefix) * self.block_size
-        sequence.num_computed_tokens = sequence.num_planned_tokens = num_tokens
-        sequence.write_limit = len(sequence.block_table) * self.block_size
+        sequence.num_computed_tokens = sequence.num_planned_tokens = sequence.write_limit = num_tokens
         sequence.publish_at = num_tokens + self.block_size if self._enable_prefix_caching else NEVER
 
     # --- writing ----------------------------------------------------------------------------------------------
 
     def num_blocks_to_append(self, sequences: Iterable[Sequence]) -> int:
-        """Free blocks it takes to let each of these sequences, at its write limit, write one more token."""
+        """Returns the number of free blocks needed for one more token of each sequence, all at their write limits."""
         num_needed = 0
         shared: dict[int, int] = {}
         for sequence in sequences:
@@ -139,11 +134,11 @@ class KVCache:
         return num_needed
 
     def try_allocate(self, sequence: Sequence, num_tokens: int) -> Allocation | None:
-        """Makes the next `num_tokens` tokens of a sequence writable: all that takes, or nothing (None).
+        """Makes the next `num_tokens` tokens of a sequence writable; changes nothing and returns None if it cannot.
 
-        A partly filled last block that others read too is not written: a fresh one takes its place in this table, and
-        its contents have to be copied there before the step's writes (copy-on-write). The last reader left writes
-        in place.
+        A partly filled last block that other tables name is not written: a fresh one takes its place in this table, and
+        its contents have to be copied there before the step's writes (copy-on-write). The last sequence that holds the
+        block writes in place.
         """
         start, size = sequence.num_planned_tokens, self.block_size
         table = sequence.block_table
@@ -157,7 +152,7 @@ class KVCache:
         if copies:
             source, destination = table[-1], self._take(sequence)
             block_copy = (source, destination)
-            self._release(source)
+            self.release([source])
             table[-1] = destination
             updates.append((len(table) - 1, destination))
         for _ in range(num_new):
@@ -167,12 +162,12 @@ class KVCache:
         return Allocation(tuple(updates), block_copy)
 
     def append_block(self, sequence: Sequence) -> None:
-        """The short way, where the last block is full, or there is none: one block more. There has to be one."""
+        """Appends one block, which must be free. Only for a sequence whose last block is full, or that has none."""
         sequence.block_table.append(self._take(sequence))
         sequence.write_limit += self.block_size
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """The child holds all that the parent holds, the partly filled last block too. Nothing is copied."""
+        """Shares all blocks of the parent with the child, the partly filled last one included. Copies nothing."""
         for block in parent.block_table:
             self.pool.retain(block)
         child.block_table = list(parent.block_table)
@@ -185,22 +180,21 @@ class KVCache:
     # --- publishing and releasing -----------------------------------------------------------------------------
 
     def publish(self, sequence: Sequence) -> None:
-        """Makes the blocks that are full by now findable. Called when the result of the writing step is committed."""
+        """Adds full blocks to the prefix index. Called when the result of the step that wrote them is committed."""
         num_full = sequence.num_computed_tokens // self.block_size
         num_known = sequence.publish_at // self.block_size - 1
-        salt = sequence.request.cache_salt
-        chain = self.index.extend_chain(sequence.digests, sequence.token_ids, num_full, salt)
+        chain = self._extend_chain(sequence, num_full)
         for i in range(num_known, num_full):
             self.index.publish(sequence.block_table[i], chain[i])
         sequence.publish_at = (num_full + 1) * self.block_size
 
     def release(self, block_table: list[int]) -> None:
-        """Gives blocks back, last to first, so that the heads of prefixes stay findable longest."""
+        """Gives blocks back, last to first, so that the heads of prefixes stay cached longest."""
         for block in reversed(block_table):
-            self._release(block)
+            self.pool.release(block, findable=block in self.index)
 
     def forget_prefixes(self) -> int:
-        """Empties the prefix index of what no sequence uses; returns how many blocks were forgotten."""
+        """Removes the blocks that no sequence uses from the prefix index; returns their number."""
         cached = [block for block in self.pool.free_blocks() if block in self.index]
         for block in cached:
             self.index.forget(block)
@@ -215,6 +209,9 @@ class KVCache:
         self.num_reserved_blocks -= sequence.num_reserved_blocks
         sequence.num_reserved_blocks = 0
 
+    def _extend_chain(self, sequence: Sequence, num_blocks: int) -> list[bytes]:
+        return self.index.extend_chain(sequence.digests, sequence.token_ids, num_blocks, sequence.request.cache_salt)
+
     def _take(self, sequence: Sequence) -> int:
         block = self.pool.take()
         self.index.forget(block)
@@ -222,6 +219,3 @@ class KVCache:
             sequence.leader.num_reserved_blocks -= 1
             self.num_reserved_blocks -= 1
         return block
-
-    def _release(self, block: int) -> None:
-        self.pool.release(block, findable=block in self.index)

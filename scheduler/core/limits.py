@@ -4,21 +4,22 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of the batch come from the executor, bounds of the queue from the operator.
+class SchedulerLimits:
+    """Bounds of the batch, which come from the executor, and of the queue, which come from the operator.
 
-    max_num_seqs              sequences with a slot at once
-    max_num_batched_tokens    tokens one step computes, over all sequences; at least max_num_seqs: every decode fits
-    max_model_len             tokens of one sequence, prompt and output
-    max_in_flight             plans sent and not yet answered; 2 hides the round trip
-    max_waiting_requests      queue bound; a request beyond it is refused
-    max_waiting_prompt_tokens the same in prompt tokens; a queue that is empty takes any request
-    max_preemptions           a sequence preempted this often is next admitted with its worst case reserved, and is
-                              never a victim again
-    max_losses                executors that may be lost in a row under one sequence, without a token of progress,
-                              before the sequence is given up as their likely cause; at least 2: after the second
-                              loss suspects run alone, so that neighbours of the cause are not given up with it
-    watermark_ratio           share of the pool left free when a sequence is admitted beside others, for their growth
+    max_num_seqs               sequences that have a slot at the same time
+    max_num_batched_tokens     tokens that one step computes, over all sequences; at least max_num_seqs, so that every
+                               decode fits
+    max_model_len              tokens of one sequence, prompt and output
+    max_in_flight              plans sent and not yet answered; 2 hides the round trip
+    max_waiting_requests       waiting requests; a request beyond it is refused
+    max_waiting_prompt_tokens  their prompt tokens; an empty queue takes any request
+    max_preemptions            preemptions after which a sequence is admitted with its worst case reserved, and is never
+                               a victim again
+    max_losses                 executors that may be lost in a row while a sequence runs, without a new token, before
+                               the sequence is given up as the likely cause. At least 2: after the second loss suspects
+                               run alone, so that neighbours of the cause are not given up with it
+    watermark_ratio            share of the pool left free when a sequence is admitted beside others, for their growth
     """
 
     max_num_seqs: int

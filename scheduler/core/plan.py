@@ -1,7 +1,8 @@
-"""What leaves the core and what comes back: plain data, one plan and one result a step.
+"""Plans, results and events: the plain data that leaves the core and comes back, one plan and one result a step.
 
 The meaning of each field is that of the plan stream (protos/quire/executor/v1/executor.proto);
-`scheduler.engine.plan_wire` translates. Lists of tuples are flat: (a, b), (a, b), … is [a, b, a, b, …].
+`scheduler.engine.plan_wire` translates. Lists of tuples are
+flat: (a, b), (a, b), … is [a, b, a, b, …].
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -13,7 +14,7 @@ from scheduler.core.sequence import FinishReason, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence takes a slot: all that the executor must know of it."""
+    """A sequence takes a slot: all that the executor has to know about it."""
 
     slot: int
     token_ids: list[int]
@@ -36,7 +37,7 @@ class Fork:
 class StepPlan:
     """One step of the executor, as a difference to the step before.
 
-    The last two fields are not sent: the executor can tell.
+    The last two fields are not sent, because the executor can compute them.
     """
 
     epoch: int
@@ -45,7 +46,7 @@ class StepPlan:
     admissions: list[Admission] = field(default_factory=list)
     table_updates: list[int] = field(default_factory=list)  # (slot, logical block, physical block)
     block_copies: list[int] = field(default_factory=list)  # (source block, destination block)
-    row_counts: list[int] = field(default_factory=list)  # (slot, tokens a step)
+    row_counts: list[int] = field(default_factory=list)  # (slot, tokens per step)
     forks: list[Fork] = field(default_factory=list)
     branches: list[int] = field(default_factory=list)  # (slot, parent slot, token)
     num_sequences: int = 0
@@ -65,8 +66,9 @@ class Logprobs:
 class StepResult:
     """Sampled tokens by ascending slot. `end_reasons` is as long, or None if every sequence goes on.
 
-    The last three are None unless somebody asked: for each sampled token k + 1 entries (the token, then the k most
-    probable), for each prompt token that the step computed the one before the same, and of each beam its candidates.
+    The last three fields are None unless a request asked for them: `logprobs` has k + 1 entries for each sampled token
+    (the token, then the k most probable), `prompt_logprobs` the same for each prompt token whose predecessor this step
+    computed, and `candidates` the candidates of each beam.
     """
 
     epoch: int
@@ -80,7 +82,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class BeamResult:
-    """One beam that has ended: its output, the last token included, and its score, lengths penalised."""
+    """One beam that has ended: its output, the last token included, and its score with the length penalty."""
 
     token_ids: list[int]
     score: float
@@ -89,7 +91,7 @@ class BeamResult:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Of one token: itself first, then the most probable ones, most probable first. Three lists of equal length."""
+    """The log-probability of a token, then those of the most probable tokens in order. Three lists of equal length."""
 
     token_ids: list[int]
     values: list[float]
@@ -98,12 +100,12 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Events:
-    """What a commit (or a cancel, or the clock) made happen, for the shell to tell the clients.
+    """Changes that the shell has to tell the clients after a commit, a stop or an expiry.
 
     `sequences` and `token_ids` run in parallel: one new token each. A sequence's last token comes with, and before,
-    its entry in `finished`. `logprobs` has an entry for each sequence that asked, in the order of `sequences`;
-    `prompt_logprobs` the position of the first prompt token, and one entry for each from there on. A request in
-    `beams` has ended with it: its best beams, the best one first.
+    its entry in `finished`. `logprobs` has an entry for each sequence that asked, in the order of `sequences`.
+    `prompt_logprobs` has the position of the first prompt token, and one entry for each token from there on. `beams`
+    has the best beams of requests that have ended with them, the best beam first.
     """
 
     started: list[Sequence] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Policies are values: who is admitted first, and who gives way when the pool is empty."""
+"""Scheduling policies: which sequence is admitted first, and which is preempted when the pool is empty."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,9 +10,10 @@ OrderKey = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """`order` sorts the waiting queue, first to be admitted first; keys are unique and never change.
+    """An order of admission and an order of preemption.
 
-    The victim of a preemption is the running sequence that comes last in `victim_order`.
+    `order` sorts the waiting queue; its keys are unique and never change. The victim of a preemption is the running
+    sequence that comes last in `victim_order`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Finds blocks by what they hold: a hash chain over full blocks.
+"""Finds blocks by their contents: a hash chain over full blocks.
 
 The digest of a block covers its own tokens and, through its parent's digest, every token before it. So one lookup
 answers "is the KV of this whole prefix in the pool?", and equal digests mean equal KV.
@@ -11,7 +11,10 @@ from hashlib import blake2b
 
 
 class PrefixIndex:
-    """One digest ↔ one block. A wide hash, so that nobody can construct a collision with somebody else's prompt."""
+    """A one-to-one map of digests and blocks.
+
+    The hash is wide, so that a client cannot construct a collision with another client's prompt.
+    """
 
     DIGEST_BYTES = 32
 
@@ -29,7 +32,7 @@ class PrefixIndex:
         return block in self._digest_by_block
 
     def blocks(self) -> KeysView[int]:
-        """All that are published."""
+        """Returns the published blocks."""
         return self._digest_by_block.keys()
 
     def items(self) -> list[tuple[bytes, int]]:
@@ -37,13 +40,13 @@ class PrefixIndex:
 
     @property
     def hits(self) -> Mapping[int, int]:
-        """How often lookups found each published block since it was published."""
+        """The number of times that lookups found each published block."""
         return self._num_hits
 
     def extend_chain(
         self, chain: list[bytes], token_ids: SequenceOf[int], num_full_blocks: int, salt: bytes
     ) -> list[bytes]:
-        """Extends a sequence's digests in place until `num_full_blocks` of its blocks have one; returns the chain."""
+        """Extends a sequence's digests in place to at least `num_full_blocks`; returns the chain."""
         size = self.block_size
         while len(chain) < num_full_blocks:
             start = len(chain) * size
@@ -53,7 +56,7 @@ class PrefixIndex:
         return chain
 
     def longest_match(self, chain: SequenceOf[bytes]) -> list[int]:
-        """Blocks that hold the longest published prefix of `chain`."""
+        """Returns the blocks that hold the longest published prefix of `chain`."""
         blocks: list[int] = []
         for digest in chain:
             block = self._block_by_digest.get(digest)
@@ -67,14 +70,14 @@ class PrefixIndex:
             self._num_hits[block] += 1
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Makes a block findable. Where the same contents are published already, the first one stays."""
+        """Makes a block findable. If another block with the same contents is published already, that one stays."""
         if digest not in self._block_by_digest and block not in self._digest_by_block:
             self._block_by_digest[digest] = block
             self._digest_by_block[block] = digest
             self._num_hits[block] = 0
 
     def forget(self, block: int) -> None:
-        """The block is about to be overwritten. Unpublished blocks are no error."""
+        """Removes a block that is about to be overwritten. An unpublished block is no error."""
         digest = self._digest_by_block.pop(block, None)
         if digest is not None:
             del self._block_by_digest[digest]

@@ -1,19 +1,17 @@
-"""What a result reports: checked against its plan, and cut into pieces for those who asked.
+"""Checks the log-probabilities and candidates of a result against its plan, and cuts them into pieces.
 
-The arrays of a result are flat. Whose turn it is follows from the plan: by slot, so many entries each.
+The arrays of a result are flat. The plan says how many entries each sequence has, in the order of slots.
 """
 
-from collections.abc import Iterator
-
 from scheduler.core.beam import Candidates
-from scheduler.core.draft import Step
 from scheduler.core.errors import ResultMismatch
 from scheduler.core.plan import Events, Logprobs, StepResult, TokenLogprobs
 from scheduler.core.sequence import Sequence
+from scheduler.core.step import Step
 
 
 def check_counts(step: Step, result: StepResult) -> None:
-    """Raises ResultMismatch unless each sequence that sampled has its token."""
+    """Raises ResultMismatch unless each sequence that sampled has one token."""
     for name, values in (("token_ids", result.token_ids), ("end_reasons", result.end_reasons)):
         if values is not None and len(values) != len(step.sampled):
             raise ResultMismatch(
@@ -22,7 +20,7 @@ def check_counts(step: Step, result: StepResult) -> None:
 
 
 def check_token_ids(result: StepResult, vocab_size: int) -> None:
-    """Raises ResultMismatch unless every token id is one of the vocabulary."""
+    """Raises ResultMismatch unless every token id is below vocab_size."""
     for part in (result, result.candidates, result.logprobs, result.prompt_logprobs):
         token_ids = part.token_ids if part else ()
         if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
@@ -32,7 +30,7 @@ def check_token_ids(result: StepResult, vocab_size: int) -> None:
 
 
 def check_reports(step: Step, result: StepResult) -> None:
-    """Raises ResultMismatch unless there is just as much of everything as was asked for."""
+    """Raises ResultMismatch unless each array has as many entries as the step asked for."""
     num_candidates = sum(beam.params.num_candidates for beam in step.beams)
     num_logprobs = sum(sequence.params.num_logprobs for sequence in step.reporting)
     num_prompt_logprobs = sum(
@@ -65,32 +63,28 @@ def candidates_by_beam(step: Step, logprobs: Logprobs) -> dict[Sequence, Candida
 
 
 def add_logprobs(step: Step, logprobs: Logprobs, events: Events) -> None:
-    """Of the tokens sampled; an overrun has none to tell."""
+    """Adds the log-probabilities of the sampled tokens, but for sequences that have ended."""
     start = 0
-    told = set(events.sequences)
+    sampled = set(events.sequences)
     for sequence in step.reporting:
         width = sequence.params.num_logprobs
-        if sequence in told:
+        if sequence in sampled:
             events.logprobs.append((sequence, _cut(logprobs, start, width)))
         start += width
 
 
 def add_prompt_logprobs(step: Step, logprobs: Logprobs, events: Events) -> None:
-    """Of the prompt tokens that were computed. After a preemption they are again: each is told once."""
+    """Adds the log-probabilities of the prompt tokens that were computed for the first time, not after a preemption."""
     start = 0
     for sequence, first, num_rows in step.prompt_reports:
         width = sequence.params.num_prompt_logprobs
-        rows = list(_rows(logprobs, start, width, num_rows))
+        rows = [_cut(logprobs, start + row * width, width) for row in range(num_rows)]
         start += width * num_rows
         num_known = sequence.num_prompt_reported - first
         if sequence.is_finished or num_known >= num_rows:
             continue
         events.prompt_logprobs.append((sequence, first + num_known + 1, rows[num_known:]))
         sequence.num_prompt_reported = first + num_rows
-
-
-def _rows(logprobs: Logprobs, start: int, width: int, num_rows: int) -> Iterator[TokenLogprobs]:
-    return (_cut(logprobs, start + row * width, width) for row in range(num_rows))
 
 
 def _cut(logprobs: Logprobs, start: int, width: int) -> TokenLogprobs:

@@ -1,4 +1,4 @@
-"""What the core is asked to do: requests, as the shell has validated and resolved them."""
+"""Requests, as the shell passes them to the core: validated and with all defaults resolved."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SequenceParams:
-    """How one sequence is sampled and when it ends. The core reads the two token bounds and what is to be reported; the
-    rest it passes on.
+    """Parameters that say how one sequence is sampled and when it ends.
 
-    `max_total_tokens` and `min_total_tokens` count prompt and output together. `num_logprobs` and
-    `num_prompt_logprobs` are 0 for nothing, k + 1 for the token and the k most probable. `num_candidates` is the
-    core's own to set: of a beam, how many next tokens it reports.
+    The core reads the token bounds and the numbers of log-probabilities, and passes the rest on. `max_total_tokens` and
+    `min_total_tokens` count prompt and output together. `num_logprobs` and `num_prompt_logprobs` are 0 for none, and
+    k + 1 for the token and the k most probable ones. The core sets `num_candidates`: the number of next tokens that a
+    beam reports.
     """
 
     max_total_tokens: int
@@ -36,12 +36,13 @@ class SequenceParams:
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """A beam search instead of sampling.
+    """Parameters of a beam search, which replaces sampling.
 
-    width           beams that run at once
-    num_returned    of the best that were found; at most width
+    width           beams that run at the same time
+    num_returned    how many of the best beams are returned; at most width
     length_penalty  scores are sums of log-probabilities divided by num_tokens ** length_penalty: above 0 long is better
-    early_stopping  ends as soon as `width` beams have ended; else not before no running one can be better
+    early_stopping  whether the search ends as soon as `width` beams have ended; if not, it goes on until no running
+                    beam can become better than these
     """
 
     width: int
@@ -50,22 +51,22 @@ class BeamParams:
     early_stopping: bool = False
 
     def num_candidates(self, num_ends: int) -> int:
-        """So many next tokens of each beam, that `width` of them go on though all with one of `num_ends` ids end."""
+        """Returns the candidates per beam that suffice to keep `width` beams, if `num_ends` token ids end one."""
         return max(2, 1 + num_ends) * self.width
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One client request.
+    """A client's request.
 
     request_id       unique among all requests the core ever sees; the shell makes it (never the client's own id)
     prompt_token_ids at least one
-    params           of sequence 0; sequence i differs in its seed only
+    params           those of sequence 0; sequence i differs in its seed only
     seeds            one for each sequence; their number is the request's `n`
-    beam             not None: a beam search, with seeds (0,) and greedy parameters
-    is_open_ended    its client named no bound: params.max_total_tokens is the room there was, and shrinks with the pool
-    priority         lower runs earlier, under the priority policy
-    cache_salt       prefixes are shared between requests of equal salt only
+    beam             parameters of a beam search, which has seeds (0,) and greedy params; None: no beam search
+    is_open_ended    the client named no bound: params.max_total_tokens is the room there was, and shrinks with the pool
+    priority         under the priority policy, lower runs earlier
+    cache_salt       only requests of equal salt share prefixes
     deadline_s       on the clock whose readings are passed to `Scheduler.expire`; None: no deadline
     """
 

@@ -1,4 +1,4 @@
-"""A sequence: what the scheduler schedules. A request has one, or one for each of its samples."""
+"""A sequence, the unit that is scheduled. A request has one, or one for each of its samples."""
 
 from dataclasses import replace
 from enum import Enum
@@ -41,20 +41,20 @@ TRANSITIONS: dict[State, dict[State, str]] = {
     },
     State.FINISHED: {},
 }
-"""Every legal change of state, and when it happens. A forked sequence is born RUNNING, all others WAITING."""
+"""Every legal change of state, and when it happens. A forked sequence starts as RUNNING, all others as WAITING."""
 
 
 class Sequence:
-    """Tokens, and how far their KV has come.
+    """Tokens, and how far their KV is planned and computed.
 
         token_ids      ├──────────── prompt ────────────┼── output ──┤
         computed       [0, num_computed_tokens)                            KV is in the pool: results committed
         planned        [0, num_planned_tokens)                             … once the plans in flight are done
-        writable       [num_planned_tokens, write_limit)                   in blocks of its own: no need to ask
+        writable       [num_planned_tokens, write_limit)                   in blocks of its own: needs no allocation
 
-    There are no phases: a sequence is whatever it has planned and still lacks. One that lacks a single token, the
-    one that was just sampled or is being sampled, is *decoding*; num_planned_tokens then runs ahead of token_ids
-    by what is in flight.
+    A sequence has no phases, only tokens that are planned and tokens that it lacks. One that lacks a single token,
+    which was just sampled or is being sampled, is *decoding*. Its num_planned_tokens runs ahead of token_ids by the
+    tokens in flight.
     """
 
     __slots__ = (
@@ -89,21 +89,21 @@ class Sequence:
         self.index = index
         self.arrival = arrival
         self.params = _params_of(request, index)
-        self.num_prompt_reported = 0  # prompt tokens whose log-probabilities, and those of all before, were told
-        self.leader = self  # of a beam its group's: who waits, is preempted, ends and holds the reservation for it
+        self.num_prompt_reported = 0  # length of the prompt prefix whose log-probabilities were reported
+        self.leader = self  # for a beam, the sequence that waits, ends and holds reservations for its group
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.state = State.WAITING
-        self.num_cached_tokens: int | None = None  # of the prompt, at first admission; first sequences only
-        self.queued_s = -inf  # when it came into the queue, for the last time
+        self.num_cached_tokens: int | None = None  # cached prompt tokens at first admission; index 0 only
+        self.queued_s = -inf  # when it last entered the queue
         self.num_preemptions = 0
         self.num_losses = 0  # executors lost in a row without a token committed in between
         self.loss_mark = 0  # len(token_ids) at the last loss
-        self.digests: list[bytes] = []  # chain of the full blocks, as far as it was needed
+        self.digests: list[bytes] = []  # hash chain of the full blocks, as far as it was needed
         self.forget_kv()
 
     def forget_kv(self) -> None:
-        """Back to nothing computed, without slot or blocks (which the caller has released)."""
+        """Resets the sequence to nothing computed. The caller has released its slot and blocks."""
         self.slot = -1
         self.row_count = 0  # tokens a step, as the executor was last told
         self.block_table: list[int] = []
@@ -114,7 +114,7 @@ class Sequence:
         self.num_reserved_blocks = 0
         self.is_guaranteed = False  # admitted with its worst case reserved: never a victim
         if self.num_prompt_reported == self.num_prompt_tokens - 1:
-            self.params = replace(self.params, num_prompt_logprobs=0)  # all is told: nothing to ask for again
+            self.params = replace(self.params, num_prompt_logprobs=0)  # all were reported: do not ask again
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +122,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens that no plan computes yet (0 for a sequence whose next token is in flight)."""
+        """Number of known tokens that no plan computes yet (0 for a sequence whose next token is in flight)."""
         return max(0, len(self.token_ids) - self.num_planned_tokens)
 
     @property
@@ -131,7 +131,7 @@ class Sequence:
 
     @property
     def is_suspect(self) -> bool:
-        """It ran when the executor was lost, twice in a row, and has not shown to be harmless since."""
+        """True if two executors in a row were lost while the sequence ran, and it has got no token since."""
         return self.num_losses >= 2 and len(self.token_ids) == self.loss_mark
 
     @property
@@ -144,11 +144,11 @@ class Sequence:
         self.state = state
 
     def show_progress(self) -> None:
-        """A token more, of a sequence or of its beams: the next loss of an executor is the first in a row."""
+        """Called when the beams of a sequence got a token; the next lost executor is then the first in a row."""
         self.loss_mark = -1
 
     def count_loss(self) -> None:
-        """The executor was lost while this sequence ran."""
+        """Called when the executor was lost while this sequence ran."""
         self.num_losses = self.num_losses + 1 if len(self.token_ids) == self.loss_mark else 1
         self.loss_mark = len(self.token_ids)
 
@@ -157,7 +157,7 @@ class Sequence:
 
 
 def _params_of(request: Request, index: int) -> SequenceParams:
-    """Samples differ in their seeds; the first alone reports on the prompt."""
+    """Returns the parameters of one sample: samples differ in their seeds, and only the first reports on the prompt."""
     params = request.params
     if request.beam is not None:
         num_ends = len({*params.eos_token_ids, *params.stop_token_ids})

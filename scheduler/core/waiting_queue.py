@@ -2,13 +2,28 @@
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from typing import Protocol
 
 from scheduler.core.policy import OrderKey, Policy
 from scheduler.core.sequence import Sequence
 
 
+class AdmissionQueue(Protocol):
+    """Answers which waiting sequence is admitted next. `WaitingQueue` is the default."""
+
+    @property
+    def due_s(self) -> float | None:
+        """The time at which the answer changes even if nothing happens; None: never."""
+
+    def first(self) -> Sequence | None:
+        """Returns the sequence to admit next; None if no sequence may be admitted now."""
+
+
 class WaitingQueue:
-    """A sorted list. A preempted sequence returns to the place that its key gives it: before all who came later."""
+    """A sorted list; the default `AdmissionQueue`. A preempted sequence returns to its place, before later arrivals."""
+
+    due_s: float | None = None
+    """The clock alone never changes which sequence is first."""
 
     def __init__(self, policy: Policy) -> None:
         self._order = policy.order

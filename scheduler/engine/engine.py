@@ -126,7 +126,7 @@ class Engine:
     @property
     def oldest_waiting_s(self) -> float:
         """Seconds that the oldest sequence in the queue has waited; 0 for an empty queue."""
-        now_s, waiting = time.monotonic(), () if self._scheduler is None else self._scheduler.waiting_sequences()
+        now_s, waiting = time.monotonic(), () if self._scheduler is None else self._scheduler.state.waiting
         return now_s - min((sequence.queued_s for sequence in waiting), default=now_s)
 
     # --- requests ---------------------------------------------------------------------------------------------
@@ -217,9 +217,9 @@ class Engine:
         if self._scheduler is None:
             self._scheduler = self._options.new_core(narrowed)
         core = self._scheduler
-        events = core.executor_attached(max(core.epoch, description.epoch) + 1, description.num_blocks)
+        events = core.executor_attached(max(core.state.epoch, description.epoch) + 1, description.num_blocks)
         self._described.set()
-        log.info("executor attached: %s, epoch %d", narrowed, core.epoch)
+        log.info("executor attached: %s, epoch %d", narrowed, core.state.epoch)
         session = Session(core, self._client, self._options, self._signal, self.traces, self._tell, self._on_plan)
         self._tell(events)
         self._readiness.update(is_attached=True)
@@ -256,7 +256,7 @@ class Engine:
                 next_deadline_s = None
                 if self._scheduler is not None:
                     self._tell(self._scheduler.expire(time.monotonic()))
-                    next_deadline_s = self._scheduler.next_deadline_s
+                    next_deadline_s = self._scheduler.state.deadlines.next_s
                 await self._signal.wait_until(next_deadline_s)
         finally:
             task.cancel()

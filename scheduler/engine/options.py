@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from scheduler.core import BATCHING, MEMORY, POLICIES, Batching, Limits, Scheduler
+from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, Batching, Scheduler, SchedulerLimits
 from scheduler.engine.model_description import ModelDescription
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ class EngineOptions:
 
     def new_core(self, model: ModelDescription) -> Scheduler:
         return Scheduler(
-            from_fields(Limits, self, model),
+            from_fields(SchedulerLimits, self, model),
             num_blocks=model.num_blocks + 1,  # the null block
             block_size=model.block_size,
             policy=POLICIES[self.policy],
             batching=self._batching(),
-            memory=MEMORY[self.memory],
+            kv_allocation=KV_ALLOCATIONS[self.memory],
             model_name=model.model_name,
             vocab_size=model.vocab_size,
             enable_prefix_caching=self.enable_prefix_caching,

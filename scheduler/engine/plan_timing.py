@@ -44,7 +44,7 @@ def lead_s(expected_s: float) -> float:
 
 def could_join(core: Scheduler) -> bool:
     """Returns whether a later plan can gain: no sequence is waiting, and a slot is free for one that arrives."""
-    return core.num_waiting == 0 and core.num_free_slots > 0
+    return core.num_waiting == 0 and core.state.batch.num_free_slots > 0
 
 
 class Arrivals:
@@ -91,7 +91,7 @@ class PlanTiming:
 
         There is no delay either if no plan may be sent anyway.
         """
-        if not 0 < len(traces.in_flight) < core.limits.max_in_flight or not could_join(core):
+        if not 0 < len(traces.in_flight) < core.state.limits.max_in_flight or not could_join(core):
             return None
         expected_s = [self.expected_s(step) for step in traces.in_flight]
         delay_s, now_s = sum(expected_s) - lead_s(expected_s[-1]), time.monotonic()

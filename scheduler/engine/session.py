@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from scheduler.core import ExecutorLost, Scheduler, StepPlan, check_invariants
-from scheduler.core.step_load import LoadTracker
+from scheduler.core.inspect.step_load import LoadTracker
 from scheduler.engine.plan_timing import PlanTiming
 from scheduler.engine.step_trace import StepTrace
 from scheduler.engine.watchdog import ExecutorWatchdog

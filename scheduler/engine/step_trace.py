@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from scheduler.core import StepPlan
-    from scheduler.core.step_load import StepLoad
+    from scheduler.core.inspect.step_load import StepLoad
 
 MAX_STEPS = 8192
 

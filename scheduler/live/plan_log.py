@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as SequenceOf
 
     from scheduler.core import Scheduler, Sequence, StepPlan
-    from scheduler.core.draft import Step
+    from scheduler.core.step import Step
 
 MAX_STEPS = 512
 """Steps kept until they are taken; if there are more, the oldest are dropped."""
@@ -79,7 +79,7 @@ class PlanLog:
         if self._core is not core:
             self.unwatch()
             self._core = core
-            self.rows = {s.slot: (sequence_key(s), _next_row_count(s)) for s in core.running_sequences() if s.slot >= 0}
+            self.rows = {s.slot: (sequence_key(s), _next_row_count(s)) for s in core.state.batch.running if s.slot >= 0}
 
     def unwatch(self) -> None:
         self._core = None
@@ -95,9 +95,9 @@ class PlanLog:
             self.watch(core)
             self._has_lost_steps = True
             return
-        step = core.newest_step
+        step = core.state.in_flight[-1]
         if plan.retired_slots or plan.admissions or plan.row_counts or plan.forks or step.beams:
-            self._steps.append(_changing_step(plan, step, core.running_sequences()))
+            self._steps.append(_changing_step(plan, step, core.state.batch.running))
         else:
             self._steps.append(LoggedStep(plan.step_id, plan.num_tokens))
         if len(self._steps) > MAX_STEPS:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scheduler.core.views import SequenceView, sequence_view
+from scheduler.core.inspect.views import SequenceView, sequence_view
 from scheduler.live.plan_log import sequence_key
 
 if TYPE_CHECKING:
@@ -90,13 +90,13 @@ def take_snapshot(engine: Engine) -> Snapshot:
     if core is None:
         nothing = np.zeros(0, np.int32)
         return Snapshot(engine.readiness, None, nothing, {}, [], 0, 0, 0.0, None, ContiguousUsage(0, 0, 0), *[0] * 6)
-    model, counters = engine.description, core.counters
-    sequences = {sequence_key(sequence): sequence_view(sequence) for sequence in core.running_sequences()}
+    model, counters = engine.description, core.state.counters
+    sequences = {sequence_key(sequence): sequence_view(sequence) for sequence in core.state.batch.running}
     waiting = [
         WaitingSequence(sequence_key(sequence), sequence.num_tokens, sequence.num_preemptions > 0)
-        for sequence in islice(core.waiting_sequences(), MAX_SHOWN_WAITING)
+        for sequence in islice(core.state.waiting, MAX_SHOWN_WAITING)
     ]
-    num_pool_token_slots = core.cache.pool.num_usable_blocks * core.cache.block_size
+    num_pool_token_slots = core.state.cache.pool.num_usable_blocks * core.state.cache.block_size
     return Snapshot(
         state=engine.readiness,
         model=model,
@@ -104,7 +104,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
         sequences=sequences,
         waiting=waiting,
         num_waiting=core.num_waiting,
-        num_waiting_prompt_tokens=core.num_waiting_prompt_tokens,
+        num_waiting_prompt_tokens=core.state.waiting.num_prompt_tokens,
         oldest_waiting_s=round(engine.oldest_waiting_s, 1) if core.num_waiting else 0.0,
         usage=engine.kv_usage(),
         contiguous=ContiguousUsage.of(sequences.values(), model.max_model_len, num_pool_token_slots),
@@ -124,20 +124,20 @@ def fingerprint(engine: Engine) -> tuple[object, ...]:
         return (engine.readiness,)
     return (
         engine.readiness,
-        core.epoch,
-        core.step_id,
+        core.state.epoch,
+        core.state.step_id,
         core.num_in_flight,
         core.num_waiting and int(engine.oldest_waiting_s),
         core.num_waiting,
         core.num_unfinished_requests,
-        core.cache.pool.num_free_blocks,
-        len(core.cache.index),
+        core.state.cache.pool.num_free_blocks,
+        len(core.state.cache.index),
     )
 
 
 def _block_values(core: Scheduler) -> NDArray[np.int32]:
-    values = np.array(core.cache.pool.ref_counts, dtype=np.int32)
-    published = core.cache.index.blocks()
+    values = np.array(core.state.cache.pool.ref_counts, dtype=np.int32)
+    published = core.state.cache.index.blocks()
     cached = np.fromiter(published, dtype=np.int64, count=len(published))
     values[cached[values[cached] == 0]] = CACHED
     return values

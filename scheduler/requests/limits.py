@@ -7,7 +7,7 @@ from scheduler.core import CapacityExceeded
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits that do not depend on the model.
+    """SchedulerLimits that do not depend on the model.
 
     max_prompt_bytes           text, or all roles and contents of a chat, in UTF-8 before tokenisation
     max_chat_messages          messages of a chat

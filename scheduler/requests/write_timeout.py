@@ -1,4 +1,4 @@
-"""Limits the time that a client may take to accept one message."""
+"""SchedulerLimits the time that a client may take to accept one message."""
 
 from __future__ import annotations
 

@@ -54,16 +54,16 @@ class MetricFamilies:
 
 def core_families(families: MetricFamilies, core: Scheduler) -> Iterator[Metric]:
     """Yields what the core counts."""
-    counters = core.counters
-    running = {sequence.request.request_id for sequence in core.running_sequences()}
+    counters = core.state.counters
+    running = {sequence.request.request_id for sequence in core.state.batch.running}
     waiting = Counter({"new": 0, "preempted": 0, "executor_lost": 0})
-    waiting.update(_reasons_to_wait(core.waiting_sequences()).values())
+    waiting.update(_reasons_to_wait(core.state.waiting).values())
     yield families.gauge("quire_requests_running", "Requests with a sequence in the batch", len(running))
     yield families.gauges(
         "quire_queue_requests", "Requests with a waiting sequence, by why it waits", "reason", waiting
     )
     yield families.gauge(
-        "quire_queue_prompt_tokens", "Prompt tokens of waiting sequences", core.num_waiting_prompt_tokens
+        "quire_queue_prompt_tokens", "Prompt tokens of waiting sequences", core.state.waiting.num_prompt_tokens
     )
     yield families.counter(
         "quire_prefix_cache_queries_tokens",
@@ -114,7 +114,7 @@ def pool_families(families: MetricFamilies, usage: KVUsage) -> Iterator[Metric]:
         "quire_kv_slots",
         "Token slots in active blocks",
         "state",
-        {"used": usage.num_used_slots, "wasted": usage.num_wasted_slots},
+        {"used": usage.num_used_token_slots, "wasted": usage.num_wasted_token_slots},
     )
     yield families.gauge(
         "quire_kv_occupancy_ratio",

@@ -73,7 +73,7 @@ class SchedulerMetrics(Collector):
         """Called when the core has made a plan."""
         core = None if self.engine is None else self.engine.core
         if plan.admissions and core is not None:
-            for sequence in core.newly_admitted():
+            for sequence in core.state.in_flight[-1].newly_admitted():
                 if (request := self._queued.pop(sequence.request.request_id, None)) is not None:
                     request.admitted()
         histograms = self.measurements.histograms

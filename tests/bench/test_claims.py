@@ -298,7 +298,7 @@ def test_a_run_of_the_core_by_hand() -> None:
     seen: list[tuple[int, list[int]]] = []
 
     def observe(step: int, core: Scheduler) -> None:
-        seen.append((step, [sequence.request.request_id for sequence in core.running_sequences()]))
+        seen.append((step, [sequence.request.request_id for sequence in core.state.batch.running]))
 
     lengths = [(4, 2), (4, 3)]
     assert run_core(CoreSetting(8, 1, 64), lengths, observe) == 5

@@ -14,7 +14,7 @@ from planning.server import Server
 from planning.simulation import Horizon, Simulation
 from planning.workload import Job, ListedJobs
 from quire.block_map import ServerInfo, ServerState
-from scheduler.core import Limits
+from scheduler.core import SchedulerLimits
 
 INFO = ServerInfo("0", "made up", "float32", 512, 100, 16, 500, 64, 512, "fcfs", ServerState.SERVING)
 COST = FittedCost(1e-3, 5e-5, 1e-7, 1e-4, 1e-5, 1e-9)
@@ -34,7 +34,7 @@ def ideal_run(num_clients: int) -> Run:
             return has_sent
 
     steps: list[MeasuredStep] = []
-    server = Server(Limits(64, 512, 512), num_blocks=501)
+    server = Server(SchedulerLimits(64, 512, 512), num_blocks=501)
     jobs = [Job(0.0, 0, len(request.prompt_token_ids), request.max_tokens) for request in TRACE]
     source = ListedJobs(jobs, ClosedLoop(num_clients, PAUSE_S))
     records = Watched(server, [source], COST, Horizon(num_requests=len(jobs)), leaps=False).run()

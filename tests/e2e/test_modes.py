@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from quire import CapacityExceededError
-from scheduler.core import BATCHING, CONTIGUOUS, MEMORY, PAGED
+from scheduler.core import BATCHING, CONTIGUOUS, KV_ALLOCATIONS, PAGED
 from tests.e2e.test_equality import check_greedy, complete, has_prefix_hits, mixed_requests
 from tests.support.e2e.stack import TINY, Stack
 
@@ -23,7 +23,7 @@ def tiny() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("memory", MEMORY)
+@pytest.mark.parametrize("memory", KV_ALLOCATIONS)
 async def test_every_mode_generates_the_same_tokens(tiny: PreTrainedModel, memory: str) -> None:
     async with Stack(apart=True, memory=memory, **FLAGS) as stack:
         for batching in BATCHING:

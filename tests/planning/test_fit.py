@@ -12,7 +12,7 @@ from planning.errors import PlanningError
 from planning.fit import FittedCost, fit_cost
 from planning.measured_steps import MeasuredStep, read_steps, timed, turnaround_s
 from quire.block_map import StepTrace
-from scheduler.core.step_load import StepLoad
+from scheduler.core.inspect.step_load import StepLoad
 
 KNOWN = FittedCost(1.2e-3, 3e-5, 4e-8, 2e-4, 5e-6, 1e-9)
 

@@ -7,7 +7,7 @@ from planning.lengths import FixedLengths
 from planning.server import Server
 from planning.simulation import Horizon, Simulation
 from planning.workload import Source, Tenant
-from scheduler.core import Limits
+from scheduler.core import SchedulerLimits
 from tests.support.planning.simulations import SMALL, Steady, draw, summary
 
 
@@ -16,7 +16,7 @@ def test_littles_law_holds() -> None:
 
     The times are those of single requests; the numbers are integrals over the clock, which are recorded separately.
     """
-    server = Server(Limits(6, 512, 2048, max_in_flight=1), num_blocks=1000)
+    server = Server(SchedulerLimits(6, 512, 2048, max_in_flight=1), num_blocks=1000)
     records = draw([Tenant("requests", Poisson(30.0), SMALL)], Horizon(num_requests=2000), server)
     result = summary(records, server)
     requests = records.requests
@@ -33,7 +33,7 @@ def test_a_server_with_one_slot_is_an_m_d_1_queue() -> None:
 
     For Poisson arrivals and a constant service time S, the mean wait is rho S / 2 (1 - rho) (Pollaczek and Khinchine).
     """
-    server = Server(Limits(1, 64, 64, max_in_flight=1), num_blocks=20)
+    server = Server(SchedulerLimits(1, 64, 64, max_in_flight=1), num_blocks=20)
     service_s, load = 10 * 0.01, 0.7
     tenant = Tenant("requests", Poisson(load / service_s), FixedLengths(5, 10))
     source = Source(0, tenant, 64, seed=2)

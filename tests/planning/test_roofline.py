@@ -6,7 +6,7 @@ from planning.devices import DEVICES, parse_bytes
 from planning.errors import PlanningError
 from planning.known_models import KNOWN_MODELS
 from planning.roofline import Efficiencies, Roofline
-from scheduler.core.step_load import StepLoad
+from scheduler.core.inspect.step_load import StepLoad
 
 H100 = DEVICES["h100"]
 LLAMA_8B = KNOWN_MODELS["llama-3.1-8b"]

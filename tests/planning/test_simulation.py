@@ -13,7 +13,17 @@ from planning.server import Server
 from planning.simulation import Horizon
 from planning.summary import timeline
 from planning.workload import Job, Tenant
-from scheduler.core import BATCHING, FCFS, MEMORY, PRIORITY, Limits, Request, Scheduler, SequenceParams, StepResult
+from scheduler.core import (
+    BATCHING,
+    FCFS,
+    KV_ALLOCATIONS,
+    PRIORITY,
+    Request,
+    Scheduler,
+    SchedulerLimits,
+    SequenceParams,
+    StepResult,
+)
 from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
 from tests.support.planning.simulations import SERVER, SMALL, Steady, draw, run, summary
 
@@ -113,7 +123,7 @@ def run_plain_loop(
             if (plan := core.schedule()) is None:
                 break
             free_s = max(now_s, free_s) + duration_s
-            out.append((free_s, plan.step_id, len(core.books.in_flight[-1].sampled)))
+            out.append((free_s, plan.step_id, len(core.state.in_flight[-1].sampled)))
             next_s = min(next_s, free_s)
         if todo and (not out or todo[0][1].arrival_s < out[0][0]):
             request_id, job = todo.pop(0)
@@ -136,7 +146,7 @@ def run_plain_loop(
 def test_decisions_equal_those_of_a_core_in_a_plain_loop(policy, num_blocks) -> None:  # type: ignore[no-untyped-def]
     random = Random(11)
     jobs = [Job(0.7 * i, 0, random.randint(1, 40), random.randint(1, 60), 0, random.randint(0, 1)) for i in range(10)]
-    limits = Limits(4, 24, 128)
+    limits = SchedulerLimits(4, 24, 128)
     server = Server(limits, num_blocks=num_blocks, block_size=8, policy=policy)
     ended, core = run_plain_loop(jobs, server, 0.125)
     records = run(jobs, Steady(0.125), server)
@@ -147,7 +157,7 @@ def test_decisions_equal_those_of_a_core_in_a_plain_loop(policy, num_blocks) -> 
         for arrival_s, first_s, end_s in zip(requests.arrival_s, requests.first_token_s, requests.end_s, strict=True)
     ]
     assert simulated == [(request_id, pytest.approx(first), pytest.approx(end)) for request_id, first, end in ended]
-    assert asdict(records.counters) == asdict(core.counters)
+    assert asdict(records.counters) == asdict(core.state.counters)
     assert (records.counters.num_preemptions > 0) == (num_blocks == 14)
 
 
@@ -158,7 +168,7 @@ def test_leaps_do_not_change_the_result(
     arrivals: Poisson | ClosedLoop | Bursts, num_blocks: int, num_system_tokens: int
 ) -> None:
     """Times, counters and integrals equal those of single steps, also under memory pressure and with prefixes."""
-    server = Server(Limits(16, 512, 2048), num_blocks=num_blocks)
+    server = Server(SchedulerLimits(16, 512, 2048), num_blocks=num_blocks)
     tenant = Tenant("requests", arrivals, SMALL, num_system_tokens=num_system_tokens, system_share=0.7)
     leaping, stepping = (draw([tenant], Horizon(num_requests=80), server, leaps=leaps) for leaps in (True, False))
     assert leaping.num_leapt_steps > 0
@@ -185,7 +195,7 @@ def test_a_seed_determines_a_run() -> None:
 def test_every_request_gets_its_number_of_tokens(num_blocks: int) -> None:
     random = Random(4)
     jobs = [Job(0.02 * i, 0, random.randint(1, 300), random.randint(1, 200)) for i in range(100)]
-    records = run(jobs, server=Server(Limits(16, 256, 1024), num_blocks=num_blocks))
+    records = run(jobs, server=Server(SchedulerLimits(16, 256, 1024), num_blocks=num_blocks))
     requests = records.requests
     asked = sorted((job.arrival_s, job.num_prompt_tokens, job.num_output_tokens) for job in jobs)
     found = zip(requests.arrival_s, requests.num_prompt_tokens, requests.num_output_tokens, strict=True)
@@ -230,7 +240,7 @@ def test_tenants_have_their_own_summaries_and_priorities() -> None:
     names = [batch.name, chat.name]
     waits = {}
     for policy in (FCFS, PRIORITY):
-        server = Server(Limits(8, 512, 1024), num_blocks=500, policy=policy)
+        server = Server(SchedulerLimits(8, 512, 1024), num_blocks=500, policy=policy)
         result = summary(draw([batch, chat], Horizon(duration_s=60.0), server), server, names)
         whole, of_batch, of_chat = result.tenants
         assert whole.num_requests == of_batch.num_requests + of_chat.num_requests
@@ -251,7 +261,7 @@ def test_baseline_modes_give_the_same_output_and_are_slower() -> None:
     tenants = [Tenant("requests", ClosedLoop(16), SMALL)]
     found = {}
     for batching, memory in (("continuous", "paged"), ("static", "paged"), ("continuous", "contiguous")):
-        server = Server(Limits(16, 512, 512), 200, batching=BATCHING[batching], memory=MEMORY[memory])
+        server = Server(SchedulerLimits(16, 512, 512), 200, batching=BATCHING[batching], memory=KV_ALLOCATIONS[memory])
         records = draw(tenants, Horizon(num_requests=120), server)
         found[batching, memory] = summary(records, server)
     continuous, static, contiguous = found.values()

@@ -7,7 +7,7 @@ import pytest
 
 from quire.addresses import HostPort
 from scheduler.config import ConfigError, SchedulerConfig
-from scheduler.core import Limits
+from scheduler.core import SchedulerLimits
 from scheduler.engine.model_description import ModelDescription
 from scheduler.engine.options import EngineOptions, from_fields
 
@@ -58,11 +58,15 @@ def test_the_engine_and_the_core_take_the_settings_over_by_name() -> None:
     assert (options.max_num_seqs, options.max_waiting_requests) == (5, 7)
     model = ModelDescription("m", "float32", "cpu", 50, 100, 4, 20, max_num_seqs=3, max_num_batched_tokens=64)
     core = options.new_core(model)
-    assert (core.limits.max_num_seqs, core.limits.max_model_len, core.limits.max_waiting_requests) == (3, 100, 7)
+    assert (
+        core.state.limits.max_num_seqs,
+        core.state.limits.max_model_len,
+        core.state.limits.max_waiting_requests,
+    ) == (3, 100, 7)
 
 
 def test_defaults_of_the_limits_are_those_of_the_core() -> None:
-    limits = {field.name: field.default for field in fields(Limits)}
+    limits = {field.name: field.default for field in fields(SchedulerLimits)}
     settings = {field.name: field.default for field in fields(SchedulerConfig)}
     for name in ("max_in_flight", "max_waiting_requests", "max_waiting_prompt_tokens"):
         assert settings[name] == limits[name], name
@@ -72,7 +76,7 @@ def test_defaults_of_the_limits_are_those_of_the_core() -> None:
 def test_only_dynamic_batching_has_the_batch_timeout(batching: str, timeout_s: float) -> None:
     options = from_fields(EngineOptions, SchedulerConfig(model="m", batching=batching, batch_timeout_s=0.2))
     core = options.new_core(ModelDescription("m", "float32", "cpu", 50, 100, 4, 20, 3, 64))
-    assert (core.batching.name, core.batching.timeout_s) == (batching, timeout_s)
+    assert (core.state.batching.name, core.state.batching.timeout_s) == (batching, timeout_s)
 
 
 def test_every_field_is_documented() -> None:

@@ -1,6 +1,6 @@
 """Options of the core's tests.
 
---regenerate   writes the golden transcripts and the state diagram anew, then compares
+--regenerate   writes the golden transcripts and the state diagram again, then compares
 --effort 20    simulates 20 times as many worlds, searches 20 times as long and from elsewhere
 """
 
@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, Phase, settings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--regenerate", action="store_true", help="write golden files anew")
-    parser.addoption("--effort", type=int, default=1, help="times as many seeds and examples")
+    parser.addoption("--regenerate", action="store_true", help="write golden files again")
+    parser.addoption("--effort", type=int, default=1, help="factor for the numbers of seeds and examples")
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def effort(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture
 def search(effort: int) -> settings:
-    """How Hypothesis searches: the same examples in every run, unless more effort is asked for. No clock decides."""
+    """Settings of Hypothesis: the same examples in every run unless --effort is given, and no time limit."""
     return settings(
         max_examples=100 * effort,
         stateful_step_count=50,

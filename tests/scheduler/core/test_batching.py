@@ -1,4 +1,4 @@
-"""Batching modes: who joins whom, and when; and that each of them ends all it has begun, with every memory mode."""
+"""Batching modes: which requests form a batch, and when. Every mode ends all requests under every KV allocation."""
 
 from dataclasses import replace
 
@@ -8,22 +8,25 @@ from scheduler.core import (
     BATCHING,
     CONTINUOUS,
     DYNAMIC,
-    MEMORY,
+    KV_ALLOCATIONS,
     PRIORITY,
     STATIC,
     Batching,
     BeamParams,
-    Limits,
-    Memory,
+    KVAllocation,
     Scheduler,
+    SchedulerLimits,
 )
-from tests.support.core.letters import VOCAB_SIZE, make_request
-from tests.support.core.rig import Rig
+from scheduler.core.baselines.batching import batch_members
+from tests.support.core.harness import Harness
+from tests.support.core.letter_tokens import VOCAB_SIZE, make_request
 
 
-def build_rig(batching: Batching, *, max_num_seqs: int = 3, num_usable_blocks: int = 50, **options: object) -> Rig:
-    limits = Limits(max_num_seqs, 16, 20, max_in_flight=1, watermark_ratio=0)
-    rig = Rig(
+def build_harness(
+    batching: Batching, *, max_num_seqs: int = 3, num_usable_blocks: int = 50, **options: object
+) -> Harness:
+    limits = SchedulerLimits(max_num_seqs, 16, 20, max_in_flight=1, watermark_ratio=0)
+    harness = Harness(
         limits,
         num_blocks=num_usable_blocks + 1,
         block_size=2,
@@ -31,168 +34,170 @@ def build_rig(batching: Batching, *, max_num_seqs: int = 3, num_usable_blocks: i
         batching=batching,
         **options,  # type: ignore[arg-type]  # a test's own
     )
-    rig.attach()
-    return rig
+    harness.attach()
+    return harness
 
 
-def step(rig: Rig) -> None:
-    rig.schedule()
-    rig.commit()
+def step(harness: Harness) -> None:
+    harness.schedule()
+    harness.commit()
 
 
 def num_steps_to_serve(batching: Batching) -> int:
-    """Six requests, two long ones among them, in three slots."""
-    rig = build_rig(batching)
+    """Serves six requests, two of them long, in three slots; returns the number of steps."""
+    harness = build_harness(batching)
     for request_id, max_tokens in enumerate((9, 2, 2, 9, 2, 2)):
-        rig.add(make_request(request_id, "ab", max_tokens))
-    rig.run()
-    return rig.scheduler.counters.num_steps
+        harness.add(make_request(request_id, "ab", max_tokens))
+    harness.run()
+    return harness.scheduler.state.counters.num_steps
 
 
-def test_a_slot_that_is_refilled_saves_steps() -> None:
-    """Static: two batches, each as long as its longest. Continuous: the second long one comes in after two steps."""
+def test_refilling_slots_saves_steps() -> None:
+    """Static: two batches, each as long as its longest. Continuous: the second long one starts after two steps."""
     assert num_steps_to_serve(STATIC) == 9 + 9
     assert num_steps_to_serve(CONTINUOUS) == 2 + 9
 
 
-def test_a_static_batch_is_what_waits_however_little() -> None:
-    rig = build_rig(STATIC)
-    rig.add(make_request(1))
-    step(rig)
-    assert rig.scheduler.batch_members() == [1]
+def test_a_static_batch_takes_all_waiting_requests_even_one() -> None:
+    harness = build_harness(STATIC)
+    harness.add(make_request(1))
+    step(harness)
+    assert batch_members(harness.scheduler.state) == [1]
 
 
-def test_a_request_takes_the_places_of_all_its_sequences() -> None:
-    rig = build_rig(STATIC, max_num_seqs=4)
-    rig.add(make_request(1, seeds=range(2)))
-    rig.add(make_request(2, beam=BeamParams(3, 1)))
-    rig.add(make_request(3))
-    step(rig)
-    assert rig.scheduler.batch_members() == [1], "two slots are left, request 2 takes three, and nobody overtakes it"
-    while rig.scheduler.batch_members() == [1]:
-        step(rig)
-    step(rig)
-    assert rig.scheduler.batch_members() == [2, 3]
-    rig.run()
+def test_a_request_takes_slots_for_all_its_sequences() -> None:
+    harness = build_harness(STATIC, max_num_seqs=4)
+    harness.add(make_request(1, seeds=range(2)))
+    harness.add(make_request(2, beam=BeamParams(3, 1)))
+    harness.add(make_request(3))
+    step(harness)
+    assert batch_members(harness.scheduler.state) == [1], (
+        "request 2 takes three slots, two are left, and request 3 does not overtake"
+    )
+    while batch_members(harness.scheduler.state) == [1]:
+        step(harness)
+    step(harness)
+    assert batch_members(harness.scheduler.state) == [2, 3]
+    harness.run()
 
 
-def test_a_batch_that_does_not_fit_a_step_or_the_pool_comes_in_bit_by_bit() -> None:
-    rig = build_rig(STATIC, num_usable_blocks=10)
+def test_members_that_do_not_fit_a_step_or_the_pool_are_admitted_later() -> None:
+    harness = build_harness(STATIC, num_usable_blocks=10)
     for request_id in range(3):
-        rig.add(make_request(request_id, "abcdefgh"[request_id:], 6))
-    step(rig)
-    assert rig.scheduler.batch_members() == [0, 1, 2]
-    assert rig.scheduler.num_waiting == 1
-    rig.add(make_request(9, "x", 1))
-    rig.run()
-    assert rig.scheduler.counters.num_preemptions > 0, "who was preempted stays a member"
-    assert list(rig.clients.num_cached_tokens) == [0, 1, 2, 9]
+        harness.add(make_request(request_id, "abcdefgh"[request_id:], 6))
+    step(harness)
+    assert batch_members(harness.scheduler.state) == [0, 1, 2]
+    assert harness.scheduler.num_waiting == 1
+    harness.add(make_request(9, "x", 1))
+    harness.run()
+    assert harness.scheduler.state.counters.num_preemptions > 0, "a preempted member stays a member"
+    assert list(harness.clients.num_cached_tokens) == [0, 1, 2, 9]
 
 
-def test_an_urgent_request_does_not_join_a_batch_that_runs() -> None:
-    """It is the head of the queue, and the members behind it come in all the same."""
-    rig = build_rig(STATIC, policy=PRIORITY)
+def test_an_urgent_request_does_not_join_a_running_batch() -> None:
+    """The urgent request is the head of the queue, but the members behind it are admitted first."""
+    harness = build_harness(STATIC, policy=PRIORITY)
     for request_id in range(3):
-        rig.add(make_request(request_id, "abcdefgh", 3, priority=5))
-    step(rig)
-    assert rig.scheduler.num_waiting > 0
-    rig.add(make_request(9, "x", 1, priority=0))
-    rig.run()
-    assert list(rig.clients.num_cached_tokens) == [0, 1, 2, 9]
+        harness.add(make_request(request_id, "abcdefgh", 3, priority=5))
+    step(harness)
+    assert harness.scheduler.num_waiting > 0
+    harness.add(make_request(9, "x", 1, priority=0))
+    harness.run()
+    assert list(harness.clients.num_cached_tokens) == [0, 1, 2, 9]
 
 
-def test_a_batch_survives_its_executor() -> None:
-    rig = build_rig(STATIC)
+def test_a_batch_keeps_its_members_when_the_executor_is_lost() -> None:
+    harness = build_harness(STATIC)
     for request_id in range(4):
-        rig.add(make_request(request_id))
-    rig.schedule()
-    rig.lose()
-    assert rig.scheduler.batch_members() == [0, 1, 2]
-    rig.attach()
-    rig.run()
+        harness.add(make_request(request_id))
+    harness.schedule()
+    harness.lose()
+    assert batch_members(harness.scheduler.state) == [0, 1, 2]
+    harness.attach()
+    harness.run()
 
 
-def test_a_batch_whose_members_are_all_cancelled_makes_room() -> None:
-    rig = build_rig(STATIC, max_num_seqs=2)
+def test_the_next_batch_is_formed_when_all_members_are_cancelled() -> None:
+    harness = build_harness(STATIC, max_num_seqs=2)
     for request_id in range(4):
-        rig.add(make_request(request_id))
-    rig.schedule()
+        harness.add(make_request(request_id))
+    harness.schedule()
     for request_id in (0, 1):
-        rig.cancel(request_id)
-    assert rig.scheduler.batch_members() == []
-    rig.commit()
-    step(rig)
-    assert rig.scheduler.batch_members() == [2, 3]
+        harness.cancel(request_id)
+    assert batch_members(harness.scheduler.state) == []
+    harness.commit()
+    step(harness)
+    assert batch_members(harness.scheduler.state) == [2, 3]
 
 
 # --- dynamic: the clock -----------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_waited_for_until_its_first_request_has_waited_long_enough() -> None:
-    rig = build_rig(replace(DYNAMIC, timeout_s=2.0))
-    rig.expire(100.0)
-    rig.add(make_request(1))
-    rig.expire(101.0)
-    rig.add(make_request(2))
-    assert rig.scheduler.next_wake_s == 102.0
-    assert rig.schedule() is None
-    rig.expire(102.0)
-    assert rig.schedule() is not None
-    assert rig.scheduler.batch_members() == [1, 2]
-    assert rig.scheduler.next_wake_s is None, "it runs; nothing is waited for but results"
+def test_a_batch_waits_until_its_first_request_has_waited_for_the_time_out() -> None:
+    harness = build_harness(replace(DYNAMIC, timeout_s=2.0))
+    harness.expire(100.0)
+    harness.add(make_request(1))
+    harness.expire(101.0)
+    harness.add(make_request(2))
+    assert harness.scheduler.next_wake_s == 102.0
+    assert harness.schedule() is None
+    harness.expire(102.0)
+    assert harness.schedule() is not None
+    assert batch_members(harness.scheduler.state) == [1, 2]
+    assert harness.scheduler.next_wake_s is None, "the batch runs, and only results are due"
 
 
-def test_a_full_batch_is_not_waited_for() -> None:
-    rig = build_rig(DYNAMIC)
+def test_a_full_batch_starts_at_once() -> None:
+    harness = build_harness(DYNAMIC)
     for request_id in range(3):
-        rig.add(make_request(request_id))
-    assert rig.schedule() is not None
+        harness.add(make_request(request_id))
+    assert harness.schedule() is not None
 
 
-def test_what_came_while_a_batch_ran_has_waited_since_then() -> None:
-    rig = build_rig(replace(DYNAMIC, timeout_s=2.0), max_num_seqs=1)
-    rig.add(make_request(1, "ab", 1))
-    step(rig)
-    rig.expire(1.0)
-    rig.add(make_request(2))
-    assert rig.schedule() is not None, "one slot: one request is a full batch"
+def test_a_request_that_arrives_while_a_batch_runs_can_form_the_next() -> None:
+    harness = build_harness(replace(DYNAMIC, timeout_s=2.0), max_num_seqs=1)
+    harness.add(make_request(1, "ab", 1))
+    step(harness)
+    harness.expire(1.0)
+    harness.add(make_request(2))
+    assert harness.schedule() is not None, "one slot: one request is a full batch"
 
 
-def test_a_deadline_and_a_batch_wake_whichever_is_first() -> None:
-    rig = build_rig(replace(DYNAMIC, timeout_s=2.0))
-    rig.add(make_request(1, deadline_s=1.0))
-    assert rig.scheduler.next_wake_s == 1.0
-    rig.expire(1.0)
-    assert rig.scheduler.next_wake_s is None
-    rig.add(make_request(2, deadline_s=9.0))
-    assert rig.scheduler.next_wake_s == 3.0
+def test_the_next_wake_is_the_earlier_of_deadline_and_batch() -> None:
+    harness = build_harness(replace(DYNAMIC, timeout_s=2.0))
+    harness.add(make_request(1, deadline_s=1.0))
+    assert harness.scheduler.next_wake_s == 1.0
+    harness.expire(1.0)
+    assert harness.scheduler.next_wake_s is None
+    harness.add(make_request(2, deadline_s=9.0))
+    assert harness.scheduler.next_wake_s == 3.0
 
 
-def test_without_a_clock_nobody_waits_for_it() -> None:
+def test_a_dynamic_batch_does_not_wait_if_the_time_is_never_told() -> None:
     """A caller that never tells the time gets static batching, and no deadlock."""
-    scheduler = Scheduler(Limits(2, 8, 20), num_blocks=9, block_size=4, batching=DYNAMIC)
+    scheduler = Scheduler(SchedulerLimits(2, 8, 20), num_blocks=9, block_size=4, batching=DYNAMIC)
     scheduler.executor_attached(1, 9)
     scheduler.add(make_request(1))
     assert scheduler.schedule() is not None
 
 
-# --- all of them, in any memory ---------------------------------------------------------------------------------
+# --- every mode and KV allocation -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", MEMORY.values(), ids=MEMORY)
+@pytest.mark.parametrize("kv_allocation", KV_ALLOCATIONS.values(), ids=KV_ALLOCATIONS)
 @pytest.mark.parametrize("batching", BATCHING.values(), ids=BATCHING)
-def test_everybody_ends_in_every_mode(batching: Batching, memory: Memory) -> None:
-    """And gets the same tokens: the rig's clients know them in advance."""
-    rig = build_rig(batching, memory=memory, num_usable_blocks=21)
+def test_all_requests_end_in_every_mode(batching: Batching, kv_allocation: KVAllocation) -> None:
+    """All requests also get the same tokens, which the harness's clients know in advance."""
+    harness = build_harness(batching, kv_allocation=kv_allocation, num_usable_blocks=21)
     for request_id in range(12):
-        rig.add(make_request(request_id, "abcdefgh"[request_id % 5 :], 1 + request_id % 7))
+        harness.add(make_request(request_id, "abcdefgh"[request_id % 5 :], 1 + request_id % 7))
     for _ in range(4):
-        rig.expire(rig.now_s + 0.02)
-        rig.schedule()
-        if rig.in_flight:
-            rig.commit()
-    rig.cancel(4)
-    rig.lose()
-    rig.attach()
-    rig.run()
-    assert len(rig.clients.ended) == 12
+        harness.expire(harness.now_s + 0.02)
+        harness.schedule()
+        if harness.in_flight:
+            harness.commit()
+    harness.cancel(4)
+    harness.lose()
+    harness.attach()
+    harness.run()
+    assert len(harness.clients.ended) == 12

@@ -1,4 +1,4 @@
-"""The beam search decides as transformers does: the same beams, the same scores, on models that know nothing."""
+"""Compares the beam search with that of transformers: the same beams and scores, on untrained models."""
 
 from collections.abc import Iterator
 from math import inf
@@ -44,7 +44,7 @@ def top_candidates(model: LlamaForCausalLM, texts: list[list[int]], number: int)
 def search(
     model: LlamaForCausalLM, prompt: list[int], params: BeamParams, end_ids: list[int], max_new_tokens: int
 ) -> tuple[list[BeamResult], int]:
-    """The results, and how many steps they took."""
+    """Returns the results and the number of steps."""
     beam_search = BeamSearch(params, dict.fromkeys(end_ids, EOS), max_new_tokens)
     texts, num_steps = [prompt], 0
     while True:
@@ -66,7 +66,7 @@ def test_finds_what_transformers_finds(width: int, length_penalty: float, early_
         model = build_model(seed)
         prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 6))]
         end_ids = random.sample(range(VOCAB_SIZE), seed % 3)
-        if seed % 2:  # one that soon comes up, too
+        if seed % 2:  # an end that comes up soon, too
             end_ids = sorted({*end_ids, random.choice(top_candidates(model, [prompt], width)[0][0])})
         max_new_tokens = random.randint(1, 12)
         num_returned = random.randint(1, width)
@@ -96,12 +96,12 @@ def test_finds_what_transformers_finds(width: int, length_penalty: float, early_
             assert (result.reason is EOS) == (result.token_ids[-1] in end_ids)
             assert result.reason is EOS or len(result.token_ids) == max_new_tokens
             reasons.add(result.reason)
-    # A penalty below 1 likes what is short, one above 0 what is long.
+    # A penalty below 1 favours short outputs, one above 0 long ones.
     assert EOS in reasons or length_penalty >= 1
     assert LENGTH in reasons or length_penalty <= 0
 
 
-def test_among_equals_the_lower_beam_and_then_the_lower_rank_is_first() -> None:
+def test_equal_scores_are_ordered_by_beam_and_then_by_rank() -> None:
     beams = BeamSearch(BeamParams(2, 2), {}, 9)
     assert beams.decide([([7, 3, 5, 1], [-1.0, -1.0, -1.0, -1.0])]) == [Survivor(0, 7), Survivor(0, 3)]
     equal = ([4, 2, 8, 6], [-1.0, -1.0, -2.0, -2.0])
@@ -112,8 +112,8 @@ def test_among_equals_the_lower_beam_and_then_the_lower_rank_is_first() -> None:
     ]
 
 
-def test_only_the_first_of_the_ranking_may_end() -> None:
-    """A third best candidate that ends, of a search of width two, is dropped: it only makes room for nobody."""
+def test_only_the_first_candidates_may_end() -> None:
+    """In a search of width two, a third best candidate that ends is dropped."""
     beams = BeamSearch(BeamParams(2, 2), {0: EOS, 1: STOP}, 9)
     start = ([5, 6, 0, 7, 1, 8], [-1.0, -2.0, -3.0, -4.0, -5.0, -6.0])
     assert beams.decide([start]) == [Survivor(0, 5), Survivor(0, 6)]
@@ -123,8 +123,8 @@ def test_only_the_first_of_the_ranking_may_end() -> None:
     assert beams.results() == [BeamResult([5, 1], -1.1 / 2, STOP), BeamResult([6, 0], -2.1 / 2, EOS)]
 
 
-def test_what_has_no_probability_is_no_candidate() -> None:
-    """With few tokens allowed the search narrows, grows again, and may find less than was wanted."""
+def test_a_token_of_probability_zero_is_no_candidate() -> None:
+    """With few tokens allowed the search narrows, widens again, and may return fewer results than requested."""
     beams = BeamSearch(BeamParams(3, 3), {0: EOS}, 3)
     impossible = [-inf] * 4
     assert beams.decide([([5, 0, 1, 2, 3, 4], [-0.5, -0.9, *impossible])]) == [Survivor(0, 5)]
@@ -140,7 +140,7 @@ def test_what_has_no_probability_is_no_candidate() -> None:
 def by_sorting_everything(
     scores: list[float], candidates: list[Candidates], width: int, num_candidates: int, end_ids: set[int]
 ) -> tuple[list[Survivor], list[float]]:
-    """One step, said plainly: the beams that go on, and their scores."""
+    """Returns the beams that go on after one step, and their scores, by sorting all candidates."""
     best = [
         (scores[beam] + value, beam, token_id)
         for beam, (token_ids, values) in enumerate(candidates)
@@ -152,8 +152,8 @@ def by_sorting_everything(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_looks_no_further_than_it_has_to_and_finds_the_same(seed: int) -> None:
-    """Sums of quarters: scores are often equal, and always exact."""
+def test_lazy_ranking_finds_what_sorting_finds(seed: int) -> None:
+    """Scores are sums of quarters, so they are often equal and always exact."""
     random = Random(seed)
     params = BeamParams(random.randint(1, 8), 1, length_penalty=0.0)
     end_ids = set(range(random.randint(0, 6)))
@@ -169,13 +169,13 @@ def test_looks_no_further_than_it_has_to_and_finds_the_same(seed: int) -> None:
         ]
         expected, scores = by_sorting_everything(scores, candidates, params.width, num_candidates, end_ids)
         survivors = beams.decide(candidates)
-        if not survivors:  # enough have ended, and nothing better is to be found
+        if not survivors:  # enough have ended, and no better one can be found
             break
         assert survivors == expected
 
 
 class Counting(list[float]):
-    """Knows how many of its values were looked at."""
+    """A list that counts how many of its values were read."""
 
     num_read = 0
 
@@ -185,8 +185,8 @@ class Counting(list[float]):
             yield value
 
 
-def test_the_widest_search_with_most_stop_ids_looks_at_a_few_of_its_candidates() -> None:
-    """Of a quarter of a million, which would hold up every other request for as long as that takes."""
+def test_the_widest_search_with_most_stop_ids_reads_few_of_its_candidates() -> None:
+    """Reading a quarter of a million candidates would delay every other request."""
     params = BeamParams(64, 64)
     num_candidates = params.num_candidates(64)
     beams = BeamSearch(params, dict.fromkeys(range(64), STOP), 99)

@@ -1,4 +1,4 @@
-"""The block pool: what is handed out, in which order, and when it comes back."""
+"""The block pool: which blocks are handed out, in which order, and when they are free again."""
 
 import pytest
 
@@ -24,7 +24,7 @@ def test_a_pool_needs_a_block_beside_the_null_block(num_blocks: int) -> None:
         BlockPool(num_blocks)
 
 
-def test_an_empty_pool_gives_nothing() -> None:
+def test_an_empty_pool_raises() -> None:
     pool = BlockPool(2)
     pool.take()
     with pytest.raises(InvariantViolation, match="empty pool"):
@@ -41,7 +41,7 @@ def test_a_block_is_free_when_its_last_reference_is_gone() -> None:
     assert pool.num_free_blocks == 2
 
 
-def test_releasing_too_often_is_our_bug() -> None:
+def test_releasing_too_often_violates_an_invariant() -> None:
     pool = BlockPool(3)
     block = pool.take()
     pool.release(block, findable=False)
@@ -59,7 +59,7 @@ def test_the_free_queue_is_the_lru_of_findable_blocks() -> None:
     assert take_all(pool) == [3, 1, 4, 2]
 
 
-def test_a_block_that_nobody_can_find_is_reused_before_any_that_somebody_can() -> None:
+def test_a_block_that_cannot_be_found_is_reused_before_findable_ones() -> None:
     pool = BlockPool(5)
     take_all(pool)
     pool.release(1, findable=True)
@@ -69,7 +69,7 @@ def test_a_block_that_nobody_can_find_is_reused_before_any_that_somebody_can() -
     assert list(pool.free_blocks()) == [4, 2, 1, 3]
 
 
-def test_a_revived_block_leaves_the_free_queue_and_comes_back_as_the_youngest() -> None:
+def test_a_revived_block_leaves_the_free_queue_and_returns_to_its_end() -> None:
     pool = BlockPool(4)
     take_all(pool)
     for block in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Deadlines: each comes once and in order, and those of requests that have ended take no room for long."""
+"""Deadlines: each is taken once and in order, and those of ended requests are removed."""
 
 from random import Random
 
@@ -10,8 +10,8 @@ def request(request_id: int, deadline_s: float | None) -> Request:
     return Request(request_id, (1,), SequenceParams(max_total_tokens=2), deadline_s=deadline_s)
 
 
-def test_requests_that_end_early_leave_no_more_than_a_bound() -> None:
-    """A day's time-outs, and no more than 100 requests at once."""
+def test_entries_of_ended_requests_are_bounded() -> None:
+    """Adds time-outs of a day, with no more than 100 requests at once."""
     unfinished: set[int] = set()
     deadlines = Deadlines(unfinished)
     for request_id in range(10_000):
@@ -22,7 +22,7 @@ def test_requests_that_end_early_leave_no_more_than_a_bound() -> None:
     assert deadlines.next_s == 86_400.0 + 9_900
 
 
-def test_every_deadline_comes_once_and_in_order_whatever_was_left_out() -> None:
+def test_every_deadline_is_taken_once_and_in_order() -> None:
     random = Random(0)
     due = {request_id: random.uniform(0, 100) for request_id in range(5 * SPARE_ENTRIES)}
     unfinished: set[int] = set()

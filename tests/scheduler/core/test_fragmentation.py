@@ -1,18 +1,18 @@
-"""Where KV memory goes: ten requests, one pool, four ways to give it out, and every figure counted by hand.
+"""Fragmentation of KV memory: ten requests, one pool, four KV allocations, and every figure counted by hand.
 
-The pool has 27 blocks of 4 slots, 108 in all; max_model_len is 24. The KV of a request's last token is never needed, so
-one with a prompt of p tokens and o of output writes p + o - 1 slots in the end.
+The pool has 27 blocks of 4 token slots, 108 in all; max_model_len is 24. The KV of a request's last token is never
+needed, so a prompt of p tokens and an output of o tokens take p + o - 1 token slots in the end.
 
     request          a   b   c   d   e   f   g   h   i   j
     prompt           5   3   6   2   7   4   1   9  10   3
     output           3   1   7   1  10   5  12   4  11   6
     slots in the end 7   3  12   2  16   8  12  12  20   8
 
-All arrive at once. Step 1 computes the prompts of those that are admitted: b and d have then ended, and gave back what
-they held. Step 2 is out: each of the others computes one token more, and who was admitted only now its prompt. Then:
+All arrive at once. Step 1 computes the prompts of those that are admitted; then b and d have ended and released their
+blocks. Step 2 is in flight: each of the others computes one more token, and newcomers compute their prompts. Then:
 
-    letter   the slot holds a token of that request
-    +        reserved: it will, later
+    letter   the token slot holds a token of that request
+    +        reserved: it will hold one later
     -        internal: it never will
     ·        free
 """
@@ -24,69 +24,74 @@ from scheduler.core import (
     CONTIGUOUS_EXACT,
     CONTIGUOUS_POWER_OF_TWO,
     PAGED,
+    KVAllocation,
     KVUsage,
-    Limits,
-    Memory,
     Scheduler,
+    SchedulerLimits,
     kv_usage,
 )
-from tests.support.core.letters import VOCAB_SIZE, make_request
-from tests.support.core.rig import Rig
+from tests.support.core.harness import Harness
+from tests.support.core.letter_tokens import VOCAB_SIZE, make_request
 
 PROMPTS = (5, 3, 6, 2, 7, 4, 1, 9, 10, 3)
 OUTPUTS = (3, 1, 7, 1, 10, 5, 12, 4, 11, 6)
-NUM_SLOTS = 108
+NUM_TOKEN_SLOTS = 108
 
 
-def run_two_steps(memory: Memory) -> Scheduler:
-    """Up to where step 2 is out."""
-    limits = Limits(max_num_seqs=10, max_num_batched_tokens=64, max_model_len=24, max_in_flight=1)
-    rig = Rig(limits, num_blocks=27 + 1, block_size=4, vocab_size=VOCAB_SIZE, memory=memory)
-    rig.attach()
+def run_two_steps(kv_allocation: KVAllocation) -> Scheduler:
+    """Runs until step 2 is in flight."""
+    limits = SchedulerLimits(max_num_seqs=10, max_num_batched_tokens=64, max_model_len=24, max_in_flight=1)
+    harness = Harness(limits, num_blocks=27 + 1, block_size=4, vocab_size=VOCAB_SIZE, kv_allocation=kv_allocation)
+    harness.attach()
     for request_id, (num_prompt, num_output) in enumerate(zip(PROMPTS, OUTPUTS, strict=True)):
-        rig.add(make_request(request_id, "abcdefghij"[request_id] * num_prompt, num_output))
-    rig.schedule()
-    rig.commit()
-    rig.schedule()
-    return rig.scheduler
+        harness.add(make_request(request_id, "abcdefghij"[request_id] * num_prompt, num_output))
+    harness.schedule()
+    harness.commit()
+    harness.schedule()
+    return harness.scheduler
 
 
 def draw(scheduler: Scheduler) -> str:
-    """The pool from block 1 to the last, nine blocks a line."""
-    size, pool = scheduler.cache.block_size, ["····"] * scheduler.cache.pool.num_usable_blocks
-    for sequence in scheduler.running_sequences():
+    """Draws the pool from block 1 to the last, nine blocks a line."""
+    size, pool = scheduler.state.cache.block_size, ["····"] * scheduler.state.cache.pool.num_usable_blocks
+    for sequence in scheduler.state.batch.running:
         letter = "abcdefghij"[sequence.request.request_id]
         num_final = sequence.params.max_total_tokens - 1
         num_internal = len(sequence.block_table) * size - num_final
-        slots = letter * sequence.num_planned_tokens + "+" * (num_final - sequence.num_planned_tokens)
-        slots += "-" * num_internal
+        token_slots = letter * sequence.num_planned_tokens + "+" * (num_final - sequence.num_planned_tokens)
+        token_slots += "-" * num_internal
         for i, block in enumerate(sequence.block_table):
-            pool[block - 1] = slots[i * size : (i + 1) * size]
+            pool[block - 1] = token_slots[i * size : (i + 1) * size]
     return "\n".join(" ".join(pool[i : i + 9]) for i in range(0, len(pool), 9))
 
 
 def figures(usage: KVUsage) -> tuple[int, int, int, int]:
-    return usage.num_used_slots, usage.num_reserved_slots, usage.num_internal_slots, usage.num_external_slots
+    return (
+        usage.num_used_token_slots,
+        usage.num_reserved_token_slots,
+        usage.num_internal_token_slots,
+        usage.num_external_token_slots,
+    )
 
 
-def check(memory: Memory, drawing: str, **counted: int) -> None:
-    scheduler = run_two_steps(memory)
+def check(kv_allocation: KVAllocation, drawing: str, **counted: int) -> None:
+    scheduler = run_two_steps(kv_allocation)
     assert draw(scheduler) == drawing.strip()
     assert scheduler.num_waiting == counted["waiting"]
     usage = kv_usage(scheduler)
     assert figures(usage) == (counted["used"], counted["reserved"], counted["internal"], counted["external"])
-    assert usage.num_wasted_slots == counted["reserved"] + counted["internal"], "of allocated blocks"
+    assert usage.num_wasted_token_slots == counted["reserved"] + counted["internal"], "of allocated blocks"
     assert counted["used"] == sum(letter.isalpha() for letter in drawing), "the drawing shows the same"
     assert counted["reserved"] == drawing.count("+")
     assert counted["internal"] == drawing.count("-")
 
 
 def test_paged() -> None:
-    """All ten are in; the blocks of b and d are free, f has taken d's.
+    """All ten are admitted. The blocks of b and d are free, and f has taken d's.
 
     used      a 6 + c 7 + e 8 + f 5 + g 2 + h 10 + i 11 + j 4         = 53
-    blocks    a 2 + c 2 + e 2 + f 2 + g 1 + h  3 + i  3 + j 1         = 16, of 64 slots: 11 hold no token
-    internal  a's last block: 8 slots, of which it will write 7       =  1
+    blocks    a 2 + c 2 + e 2 + f 2 + g 1 + h  3 + i  3 + j 1         = 16, of 64 token slots: 11 hold no token
+    internal  a's last block: 8 token slots, of which it will write 7       =  1
     reserved  the ends of the other last blocks: 1 + 1 + 3 + 2 + 2 + 1 = 10
     external  any block will do                                       =  0
     """
@@ -99,7 +104,7 @@ gg++ hhhh hhhh hh++ iiii iiii iii+ jjjj ····
 
 
 def test_contiguous() -> None:
-    """Each request holds 24 slots, 6 blocks. Four runs fit at once; e and f have taken those of b and d; g waits.
+    """Each request holds 24 token slots, 6 blocks. Four runs fit; e and f have taken those of b and d; g waits.
 
     used      a 6 + e 7 + c 7 + f 4                                   = 24, of 108
     in the end  7 +  16 +  12 +   8                                   = 43
@@ -116,7 +121,7 @@ ffff ++++ ---- ---- ---- ---- ···· ···· ····
 
 
 def test_contiguous_power_of_two() -> None:
-    """A run is the prompt and the power of two that the output needs, in blocks:
+    """A run holds the prompt and the power of two that the output needs. In blocks:
 
               a 5 + 4: 3    b 3 + 1: 1    c 6 +  8: 4    d 2 + 1: 1    e 7 + 16: 6
               f 4 + 8: 3    g 1 + 16: 5   h 9 +  4: 4    i 10 + 16, no more than 24: 6
@@ -138,14 +143,15 @@ gg++ ++++ ++++ ---- ---- hhhh hhhh hh++ ----
 
 
 def test_contiguous_exact() -> None:
-    """The oracle: 2 + 1 + 3 + 1 + 4 + 2 + 3 + 3 + 5 + 2 = 26 blocks, so all ten are in. What it wastes is time: slots
-    lie there long before they are written.
+    """The oracle takes 2 + 1 + 3 + 1 + 4 + 2 + 3 + 3 + 5 + 2 = 26 blocks, so all ten are admitted.
+
+    It wastes time instead: token slots are reserved long before they are written.
 
     used      as paged                                                = 53
     in the end  7 + 12 + 16 + 8 + 12 + 12 + 20 + 8                    = 95
     reserved  95 - 53                                                 = 42
     internal  24 blocks, 96 slots, less 95                            =  1
-    external  nobody waits                                            =  0
+    external  no request waits                                        =  0
     """
     drawing = """
 aaaa aa+- ···· cccc ccc+ ++++ ···· eeee eeee
@@ -156,15 +162,17 @@ hh++ iiii iiii iii+ ++++ ++++ jjjj ++++ ····
 
 
 @pytest.mark.parametrize(
-    ("memory", "num_running", "used_percent"),
+    ("kv_allocation", "num_running", "used_percent"),
     [(PAGED, 8, 83), (CONTIGUOUS, 4, 22), (CONTIGUOUS_POWER_OF_TWO, 6, 35), (CONTIGUOUS_EXACT, 8, 55)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_how_much_of_the_memory_in_use_holds_tokens(memory: Memory, num_running: int, used_percent: int) -> None:
-    """In use: allocated, or of no use to the head of the queue. 53 / 64, 24 / 108, 38 / 108, 53 / 96."""
-    scheduler = run_two_steps(memory)
+def test_how_much_of_the_memory_in_use_holds_tokens(
+    kv_allocation: KVAllocation, num_running: int, used_percent: int
+) -> None:
+    """Memory in use is allocated, or useless to the head of the queue: 53 / 64, 24 / 108, 38 / 108, 53 / 96."""
+    scheduler = run_two_steps(kv_allocation)
     usage = kv_usage(scheduler)
-    assert sum(1 for _ in scheduler.running_sequences()) == num_running
-    num_in_use = usage.num_used_slots + usage.num_wasted_slots + usage.num_external_slots
-    assert round(100 * usage.num_used_slots / num_in_use) == used_percent
-    assert num_in_use <= NUM_SLOTS
+    assert sum(1 for _ in scheduler.state.batch.running) == num_running
+    num_in_use = usage.num_used_token_slots + usage.num_wasted_token_slots + usage.num_external_token_slots
+    assert round(100 * usage.num_used_token_slots / num_in_use) == used_percent
+    assert num_in_use <= NUM_TOKEN_SLOTS

@@ -1,6 +1,6 @@
-"""Golden transcripts: scripts of events in golden/*.txt, with all that the scheduler did written below each.
+"""Golden transcripts: scripts of events in golden/*.txt, each event followed by the effects on the scheduler.
 
-`pytest tests/scheduler/core --regenerate` writes them anew; then read the difference.
+`pytest tests/scheduler/core --regenerate` writes them again; then review the difference.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ RULER = "----"
 
 
 def paragraphs(text: str) -> Iterator[list[str]]:
-    """Lines between empty lines."""
+    """Yields the lines between empty lines."""
     for paragraph in text.split("\n\n"):
         lines = paragraph.strip("\n").splitlines()
         if lines:
@@ -24,7 +24,7 @@ def paragraphs(text: str) -> Iterator[list[str]]:
 
 
 def perform(text: str) -> str:
-    """The script with its outputs as they are now. A paragraph is a comment, or a command with its output."""
+    """Returns the script with its current outputs. A paragraph is a comment, or a command with its output."""
     transcript = Transcript()
     performed = []
     for lines in paragraphs(text):
@@ -34,7 +34,7 @@ def perform(text: str) -> str:
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=[path.stem for path in SCRIPTS])
-def test_does_what_is_written(path: Path, regenerate: bool) -> None:
+def test_equals_the_transcript(path: Path, regenerate: bool) -> None:
     text = path.read_text()
     performed = perform(text)
     if regenerate:

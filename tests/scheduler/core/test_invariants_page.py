@@ -1,6 +1,6 @@
-"""docs/invariants.md and the code say the same: the numbers, and the state diagram.
+"""Checks that docs/invariants.md and the code agree on the numbers and the state diagram.
 
-`pytest tests/scheduler/core --regenerate` draws the diagram anew.
+`pytest tests/scheduler/core --regenerate` draws the diagram again.
 """
 
 import re
@@ -17,7 +17,7 @@ DIAGRAM = re.compile(r"```mermaid\n(.*?)```", re.DOTALL)
 
 
 def draw_states() -> str:
-    """TRANSITIONS as a mermaid state diagram; its labels may hold neither ':' nor ';'."""
+    """Returns TRANSITIONS as a mermaid state diagram; its labels may contain neither ':' nor ';'."""
     return "".join(f"{line}\n" for line in _diagram_lines())
 
 
@@ -43,7 +43,7 @@ def test_the_state_diagram_is_the_table(regenerate: bool) -> None:
 
 
 def test_every_change_of_state_in_the_table_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no other does: `become` would refuse it."""
+    """No other change happens either: `become` would refuse it."""
     seen: set[tuple[State, State]] = set()
     become = Sequence.become
 

@@ -1,10 +1,10 @@
-"""The KV ledger: who gets which block, what is shared, what is copied, what is found again."""
+"""The KV ledger: which blocks a sequence gets, shares, copies and finds again."""
 
 import pytest
 
 from scheduler.core import Sequence
 from scheduler.core.kv_cache import Allocation, KVCache
-from tests.support.core.letters import make_sequence
+from tests.support.core.letter_tokens import make_sequence
 
 BLOCK_SIZE = 4
 
@@ -14,7 +14,7 @@ def cache_of(num_usable_blocks: int, *, enable_prefix_caching: bool = True) -> K
 
 
 def admit(cache: KVCache, prompt: str, *, salt: bytes = b"") -> Sequence:
-    """A sequence with its whole prompt planned."""
+    """Admits a sequence and plans its whole prompt."""
     sequence = make_sequence(prompt, salt=salt)
     cache.adopt(sequence, cache.find_prefix(sequence))
     assert write(cache, sequence, sequence.num_uncomputed_tokens)
@@ -22,7 +22,7 @@ def admit(cache: KVCache, prompt: str, *, salt: bytes = b"") -> Sequence:
 
 
 def write(cache: KVCache, sequence: Sequence, num_tokens: int) -> Allocation | None:
-    """Plans `num_tokens` more; those not known yet are all 'z'."""
+    """Plans `num_tokens` more tokens; unknown ones are 'z'."""
     allocation = cache.try_allocate(sequence, num_tokens)
     if allocation:
         sequence.num_planned_tokens += num_tokens
@@ -31,7 +31,7 @@ def write(cache: KVCache, sequence: Sequence, num_tokens: int) -> Allocation | N
 
 
 def commit(cache: KVCache, sequence: Sequence) -> None:
-    """The results of all that is planned are in."""
+    """Commits the results of all planned tokens."""
     sequence.num_computed_tokens = sequence.num_planned_tokens
     if sequence.num_computed_tokens >= sequence.publish_at:
         cache.publish(sequence)
@@ -47,7 +47,7 @@ def fork(cache: KVCache, parent: Sequence) -> Sequence:
 # --- writing --------------------------------------------------------------------------------------------------
 
 
-def test_takes_a_block_when_a_token_needs_it_and_not_before() -> None:
+def test_takes_a_block_only_when_a_token_needs_it() -> None:
     cache = cache_of(4)
     sequence = admit(cache, "abcde")
     assert sequence.block_table == [1, 2]
@@ -62,7 +62,7 @@ def test_writes_freely_up_to_its_write_limit() -> None:
     assert (sequence.num_planned_tokens, sequence.write_limit) == (5, 8)
 
 
-def test_allocates_all_that_it_takes_or_nothing() -> None:
+def test_allocates_all_blocks_or_none() -> None:
     cache = cache_of(3)
     sequence = admit(cache, "abcde")
     assert write(cache, sequence, 8) is None
@@ -94,7 +94,7 @@ def test_the_first_writer_to_a_shared_block_copies_it_and_the_last_writes_in_pla
     assert cache.pool.ref_counts[1:] == [3, 1, 1, 1, 0]
 
 
-def test_a_copy_and_a_new_block_come_together_or_not_at_all() -> None:
+def test_allocates_a_copy_and_a_new_block_together_or_neither() -> None:
     cache = cache_of(3)
     parent = admit(cache, "abcdef")
     child = fork(cache, parent)
@@ -112,7 +112,7 @@ def test_full_blocks_are_shared_and_never_copied() -> None:
     assert cache.pool.ref_counts[1] == 2
 
 
-def test_counts_what_sharers_need_to_append_one_token_each() -> None:
+def test_counts_the_blocks_that_sharers_need_to_append_one_token_each() -> None:
     cache = cache_of(8)
     alone, full = admit(cache, "ab"), admit(cache, "wxyz")
     parent = admit(cache, "abcdef")
@@ -127,7 +127,7 @@ def test_counts_what_sharers_need_to_append_one_token_each() -> None:
 # --- prefix hits ----------------------------------------------------------------------------------------------
 
 
-def test_a_block_is_found_once_its_result_is_in() -> None:
+def test_a_block_is_found_once_its_result_is_committed() -> None:
     cache = cache_of(8)
     first = admit(cache, "abcdefghij")
     assert cache.find_prefix(make_sequence("abcdefghxx")) == []
@@ -169,18 +169,18 @@ def test_without_prefix_caching_nothing_is_found_and_nothing_published() -> None
     assert cache.find_prefix(make_sequence("abcdefgh")) == []
 
 
-def test_a_cached_block_lives_until_it_is_reused() -> None:
+def test_a_block_stays_cached_until_it_is_reused() -> None:
     cache = cache_of(3)
     first = admit(cache, "abcdefgh")
     commit(cache, first)
     cache.release(first.block_table)
     assert cache.pool.num_free_blocks == 3
     assert cache.find_prefix(make_sequence("abcdefghi")) == [1, 2]
-    admit(cache, "xxxxxxxx")  # takes the block never used, and the tail of the cached prefix
+    admit(cache, "xxxxxxxx")  # takes the unused block and the tail of the cached prefix
     assert cache.find_prefix(make_sequence("abcdefghi")) == [1]
 
 
-def test_heads_of_prefixes_live_longest() -> None:
+def test_heads_of_prefixes_stay_cached_longest() -> None:
     cache = cache_of(4)
     sequence = admit(cache, "abcdefghijklmnop")
     commit(cache, sequence)
@@ -219,7 +219,7 @@ def test_equal_contents_computed_twice_are_published_once() -> None:
     assert next(iter(cache.pool.free_blocks())) == 3, "the twin cannot be found, so it is the first to be reused"
 
 
-def test_forgets_cached_prefixes_and_spares_those_in_use() -> None:
+def test_forgets_cached_prefixes_but_not_those_in_use() -> None:
     cache = cache_of(4)
     gone, stays = admit(cache, "abcd"), admit(cache, "wxyz")
     for sequence in (gone, stays):
@@ -234,7 +234,7 @@ def test_forgets_cached_prefixes_and_spares_those_in_use() -> None:
 # --- reservations ---------------------------------------------------------------------------------------------
 
 
-def test_reserved_blocks_are_there_for_one_sequence_only() -> None:
+def test_reserved_blocks_are_available_to_one_sequence_only() -> None:
     cache = cache_of(4)
     guaranteed, other = admit(cache, "abcd"), admit(cache, "wxyz")
     cache.reserve(guaranteed, 2)

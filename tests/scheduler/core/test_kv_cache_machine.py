@@ -1,4 +1,4 @@
-"""The KV ledger under random moves, against a model that is too simple to be wrong."""
+"""The KV ledger under random moves, compared with a naive model."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from tests.support.core.naive_kv_cache import NaiveKVCache
 tokens = st.integers(0, 1)
 chunks = st.integers(1, 6)
 numbers = st.integers(0, 15)
-prompts = st.builds(  # often the head of one common text, and a tail of its own
+prompts = st.builds(  # often the head of a common text, and a tail of its own
     lambda num_common, tail: [0, 1, 1, 0, 1, 0, 0, 0][:num_common] + tail,
     st.sampled_from((0, 4, 8)),
     st.lists(tokens, min_size=1, max_size=4),
@@ -30,7 +30,7 @@ def has_live(machine: "KVCacheMachine") -> bool:
 
 
 class KVCacheMachine(RuleBasedStateMachine):
-    """Sequences are admitted, written, forked, committed and released in any order, two tokens being the vocabulary."""
+    """Admits, writes, forks, commits and releases sequences in any order, with a vocabulary of two tokens."""
 
     @initialize(block_size=st.integers(1, 4), num_blocks=st.integers(4, 16))
     def build(self, block_size: int, num_blocks: int) -> None:
@@ -47,7 +47,7 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     @rule(prompt=prompts, salt=st.sampled_from((b"", b"", b"x")), chunk=chunks)
     def admit(self, prompt: list[int], salt: bytes, chunk: int) -> None:
-        """A sequence enters with what the index finds for it, and its first chunk, if there is room for its prompt."""
+        """Admits a sequence with its prefix hits and its first chunk, if there is room for its prompt."""
         self.num_sequences += 1
         request = Request(self.num_sequences, prompt, SequenceParams(max_total_tokens=1000), cache_salt=salt)
         sequence = Sequence(request, 0, self.num_sequences)
@@ -64,7 +64,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(has_live)
     @rule(number=numbers, chunk=chunks, new=st.lists(tokens, min_size=6, max_size=6))
     def write(self, number: int, chunk: int, new: list[int]) -> None:
-        """The next chunk of the prompt; after it, new tokens."""
+        """Writes the next chunk of the prompt, or new tokens after it."""
         sequence = self.pick(number)
         known = list(sequence.token_ids)
         num_tokens = min(chunk, sequence.num_uncomputed_tokens) or chunk
@@ -79,7 +79,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(has_live)
     @rule(new=st.lists(tokens, min_size=16, max_size=16))
     def decode(self, new: list[int]) -> None:
-        """One token for each sequence that has no more to compute: exactly the blocks foretold are taken."""
+        """Writes one token for each decoding sequence; takes exactly the number of blocks predicted."""
         decoding = [s for s in self.live if s.num_uncomputed_tokens == 0 and not s.num_reserved_blocks]
         growing = [s for s in decoding if s.num_planned_tokens >= s.write_limit]
         num_needed, num_free = self.cache.num_blocks_to_append(growing), self.cache.pool.num_free_blocks
@@ -104,7 +104,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(has_live)
     @rule(number=numbers)
     def commit(self, number: int) -> None:
-        """The results of everything planned for a sequence are in."""
+        """Commits the results of all planned tokens of a sequence."""
         sequence = self.pick(number)
         sequence.num_computed_tokens = sequence.num_planned_tokens
         if sequence.num_computed_tokens >= sequence.publish_at:
@@ -114,7 +114,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(has_live)
     @rule(number=numbers, num_blocks=st.integers(0, 3))
     def reserve(self, number: int, num_blocks: int) -> None:
-        """Promises blocks to a sequence; 0 takes the promise back."""
+        """Reserves blocks for a sequence; 0 cancels the reservation."""
         sequence = self.pick(number)
         self.cache.cancel_reservation(sequence)
         self.naive.reserved[sequence] = min(num_blocks, self.cache.num_available_blocks())
@@ -131,11 +131,11 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.naive.published)
     @rule(number=numbers)
     def forget_prefixes(self, number: int) -> None:
-        if number == 15:  # seldom: nothing would live to be found
+        if number == 15:  # rare, or no cached prefix would ever be found
             assert self.cache.forget_prefixes() == self.naive.forget_prefixes()
 
     def try_write(self, sequences: list[Sequence], num_tokens: int) -> bool:
-        """Allocates for all, then copies, then writes: the order of a step."""
+        """Allocates for all, then copies, then writes, as a step does."""
         copies = []
         for sequence in sequences:
             copies_block = self.naive.writes_to_shared_block(sequence)
@@ -171,8 +171,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.naive.assert_readable(sequence)
 
     @invariant()
-    def nobody_else_can_see_what_a_sequence_may_write(self) -> None:
-        """I3, for all that it may write without asking again."""
+    def writable_token_slots_are_private(self) -> None:
+        """Checks I3 for all token slots below the write limit."""
         ref_counts, findable = self.naive.ref_counts(), set(self.naive.published.values())
         for sequence, table in self.naive.tables.items():
             for position in range(sequence.num_planned_tokens, sequence.write_limit):

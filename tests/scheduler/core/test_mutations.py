@@ -1,6 +1,6 @@
-"""The simulation is worth what it finds: each of these mistakes, made on purpose in the core, is found, and named.
+"""Checks that the simulation finds and names bugs: each of these is planted in the core on purpose.
 
-A mutation replaces one method of the product. The same worlds that end well without it must not end well with it.
+A mutation replaces one function or method of the core. Worlds that end well without it must not end well with it.
 """
 
 from collections.abc import Callable
@@ -8,13 +8,20 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.core import Events, FinishReason, QuireError, Sequence, StepResult
+from scheduler.core import (
+    Events,
+    FinishReason,
+    QuireError,
+    SchedulerState,
+    Sequence,
+    StepResult,
+    admission,
+    commit,
+    planning,
+)
 from scheduler.core.block_pool import BlockPool
-from scheduler.core.books import Books
-from scheduler.core.committer import Committer
-from scheduler.core.draft import Draft, Step
 from scheduler.core.kv_cache import Allocation, KVCache
-from scheduler.core.planner import Planner
+from scheduler.core.step import Step, StepBuilder
 from scheduler.core.waiting_queue import WaitingQueue
 from tests.support.core import beam_mutations, mode_mutations
 from tests.support.core.fake_executor import PlanError
@@ -34,21 +41,21 @@ def skip_one_ref_count_decrement(patch: pytest.MonkeyPatch) -> None:
 
 
 def publish_blocks_when_they_are_planned(patch: pytest.MonkeyPatch) -> None:
-    plan_chunk = Planner._plan_chunk
+    plan_chunk = planning._plan_chunk
 
-    def mutant(planner: Planner, draft: Draft, sequence: Sequence, num_tokens: int) -> None:
-        plan_chunk(planner, draft, sequence, num_tokens)
+    def mutant(state: SchedulerState, builder: StepBuilder, sequence: Sequence, num_tokens: int) -> None:
+        plan_chunk(state, builder, sequence, num_tokens)
         num_computed = sequence.num_computed_tokens
         sequence.num_computed_tokens = sequence.num_planned_tokens
         if sequence.num_computed_tokens >= sequence.publish_at:
-            planner._books.cache.publish(sequence)
+            state.cache.publish(sequence)
         sequence.num_computed_tokens = num_computed
 
-    patch.setattr(Planner, "_plan_chunk", mutant)
+    patch.setattr(planning, "_plan_chunk", mutant)
 
 
 def free_blocks_while_a_plan_in_flight_uses_them(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Books, "_release_after_flight", lambda books, table: books.cache.release(table))
+    patch.setattr(SchedulerState, "_release_after_flight", lambda state, table: state.cache.release(table))
 
 
 def forget_the_copy_of_a_shared_block(patch: pytest.MonkeyPatch) -> None:
@@ -94,75 +101,75 @@ def publish_under_another_salt(patch: pytest.MonkeyPatch) -> None:
 
 
 def send_tokens_again_after_a_recompute(patch: pytest.MonkeyPatch) -> None:
-    append_tokens = Committer._append_tokens
+    append_tokens = commit._append_tokens
 
-    def mutant(committer: Committer, step: Step, result: StepResult, events: Events) -> None:
+    def mutant(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
         for sequence, _ in step.admitted:
             for token_id in sequence.token_ids[sequence.num_prompt_tokens :]:
                 events.sequences.append(sequence)
                 events.token_ids.append(token_id)
-        append_tokens(committer, step, result, events)
+        append_tokens(state, step, result, events)
 
-    patch.setattr(Committer, "_append_tokens", mutant)
+    patch.setattr(commit, "_append_tokens", mutant)
 
 
 def count_the_token_of_an_overrun(patch: pytest.MonkeyPatch) -> None:
-    append_tokens = Committer._append_tokens
+    append_tokens = commit._append_tokens
 
-    def mutant(committer: Committer, step: Step, result: StepResult, events: Events) -> None:
+    def mutant(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
         for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
             if sequence.is_finished:
                 events.sequences.append(sequence)
                 events.token_ids.append(token_id)
-        append_tokens(committer, step, result, events)
+        append_tokens(state, step, result, events)
 
-    patch.setattr(Committer, "_append_tokens", mutant)
+    patch.setattr(commit, "_append_tokens", mutant)
 
 
 def forget_generated_tokens_when_preempting(patch: pytest.MonkeyPatch) -> None:
-    preempt = Books.preempt
+    preempt = SchedulerState.preempt
 
-    def mutant(books: Books, sequence: Sequence) -> None:
-        preempt(books, sequence)
+    def mutant(state: SchedulerState, sequence: Sequence) -> None:
+        preempt(state, sequence)
         del sequence.token_ids[sequence.num_prompt_tokens :]
 
-    patch.setattr(Books, "preempt", mutant)
+    patch.setattr(SchedulerState, "preempt", mutant)
 
 
-def let_the_short_ones_overtake(patch: pytest.MonkeyPatch) -> None:
+def let_short_sequences_overtake(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(WaitingQueue, "first", lambda queue: min(queue, key=lambda s: s.num_tokens, default=None))
 
 
 def preempt_without_end(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Planner, "_needs_guarantee", lambda planner, sequence: False)
+    patch.setattr(admission, "_needs_guarantee", lambda state, sequence: False)
 
 
 def give_away_promised_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCache, "num_available_blocks", lambda cache, sequence=None: cache.pool.num_free_blocks)
 
 
-def take_results_of_lost_executors(patch: pytest.MonkeyPatch) -> None:
-    check_result = Committer._check_result
+def accept_results_of_lost_executors(patch: pytest.MonkeyPatch) -> None:
+    check_result = commit._check_result
 
-    def mutant(committer: Committer, result: StepResult) -> Step:
-        if committer._books.in_flight:
-            result = replace(result, epoch=committer._books.epoch, step_id=committer._books.in_flight[0].step_id)
-        return check_result(committer, result)
+    def mutant(state: SchedulerState, result: StepResult) -> Step:
+        if state.in_flight:
+            result = replace(result, epoch=state.epoch, step_id=state.in_flight[0].step_id)
+        return check_result(state, result)
 
-    patch.setattr(Committer, "_check_result", mutant)
+    patch.setattr(commit, "_check_result", mutant)
 
 
 def end_a_sequence_one_token_early(patch: pytest.MonkeyPatch) -> None:
-    end_sequences = Committer._end_sequences
+    end_sequences = commit._end_sequences
 
-    def mutant(committer: Committer, step: Step, result: StepResult, events: Events) -> None:
+    def mutant(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
         for sequence in step.sampled:
             if not sequence.is_finished and sequence.num_tokens == sequence.params.max_total_tokens - 1:
-                committer._books.finish(sequence, FinishReason.LENGTH)
+                state.finish(sequence, FinishReason.LENGTH)
                 events.finished.append((sequence, FinishReason.LENGTH))
-        end_sequences(committer, step, result, events)
+        end_sequences(state, step, result, events)
 
-    patch.setattr(Committer, "_end_sequences", mutant)
+    patch.setattr(commit, "_end_sequences", mutant)
 
 
 def report_on_the_prompt_again_after_a_preemption(patch: pytest.MonkeyPatch) -> None:
@@ -179,14 +186,14 @@ def read_prefixes_that_are_to_be_reported_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(KVCache, "reads_prefixes", lambda cache, sequence: cache._enable_prefix_caching)
 
 
-def wait_for_prefixes_that_nobody_computes(patch: pytest.MonkeyPatch) -> None:
+def wait_for_prefixes_that_no_plan_computes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        Planner, "_awaits_prefix", lambda planner, draft, sequence, prefix: len(prefix) < len(sequence.digests)
+        admission, "_awaits_prefix", lambda state, builder, sequence, prefix: len(prefix) < len(sequence.digests)
     )
 
 
 def leave_bounds_as_they_were(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Books, "narrow", lambda books, active, max_total_tokens: [])
+    patch.setattr(SchedulerState, "narrow", lambda state, active, max_total_tokens: [])
 
 
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
@@ -200,14 +207,14 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (send_tokens_again_after_a_recompute, "I11: .* got"),
     (count_the_token_of_an_overrun, "I11: a token of .* (after its end|before its request started)"),
     (forget_generated_tokens_when_preempting, "I11: .* got"),
-    (let_the_short_ones_overtake, "I13: .* overtook"),
+    (let_short_sequences_overtake, "I13: .* overtook"),
     (preempt_without_end, "I14: .* was preempted"),
     (give_away_promised_blocks, "I10: .* blocks promised|every running sequence has its blocks promised"),
-    (take_results_of_lost_executors, "I17: a result"),
+    (accept_results_of_lost_executors, "I17: a result"),
     (end_a_sequence_one_token_early, "I11: .* ended by"),
     (report_on_the_prompt_again_after_a_preemption, "I18: .* is told of prompt token"),
     (read_prefixes_that_are_to_be_reported_on, "I18: (wrong log-probabilities|.* was told of)"),
-    (wait_for_prefixes_that_nobody_computes, "I12: .* never ended|I12: nothing is in flight"),
+    (wait_for_prefixes_that_no_plan_computes, "I12: .* never ended|I12: nothing is in flight"),
     (leave_bounds_as_they_were, "would fit"),
     *beam_mutations.MUTATIONS,
     *mode_mutations.MUTATIONS,
@@ -219,12 +226,12 @@ def simulate_worlds() -> None:
         simulate(seed)
 
 
-def test_without_a_mutation_every_world_ends_well() -> None:
+def test_every_world_ends_well_without_a_mutation() -> None:
     simulate_worlds()
 
 
 @pytest.mark.parametrize(("mutate", "finding"), MUTATIONS, ids=[mutate.__name__ for mutate, _ in MUTATIONS])
-def test_a_mutation_is_found(
+def test_each_mutation_is_found(
     monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None], finding: str
 ) -> None:
     mutate(monkeypatch)

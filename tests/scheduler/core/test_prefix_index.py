@@ -1,7 +1,7 @@
-"""The prefix index: a block is found by its own tokens and all tokens before it, and by nothing less."""
+"""The prefix index: a block is found only by its own tokens and all tokens before it."""
 
 from scheduler.core.prefix_index import PrefixIndex
-from tests.support.core.letters import to_ids
+from tests.support.core.letter_tokens import to_ids
 
 
 def chain_of(index: PrefixIndex, text: str, salt: bytes = b"") -> list[bytes]:
@@ -9,7 +9,7 @@ def chain_of(index: PrefixIndex, text: str, salt: bytes = b"") -> list[bytes]:
 
 
 def index_of(*texts: str, salt: bytes = b"") -> PrefixIndex:
-    """Blocks of two tokens; the texts' blocks are published as 1, 2, 3, …"""
+    """Returns an index with blocks of two tokens; the texts' blocks are published as 1, 2, 3, …"""
     index, block = PrefixIndex(block_size=2), 0
     for text in texts:
         for digest in chain_of(index, text, salt):
@@ -32,7 +32,7 @@ def test_a_partly_filled_block_has_no_digest() -> None:
     assert chain_of(index, "a") == []
 
 
-def test_the_same_tokens_behind_other_tokens_are_something_else() -> None:
+def test_the_same_tokens_after_other_tokens_do_not_match() -> None:
     index = index_of("abcd", "xxcd")
     assert index.longest_match(chain_of(index, "abcd")) == [1, 2]
     assert index.longest_match(chain_of(index, "xxcd")) == [3, 4]
@@ -53,13 +53,13 @@ def test_salts_and_models_do_not_share() -> None:
 
 
 def test_token_borders_are_part_of_the_digest() -> None:
-    """Token ids are numbers of a fixed width, not digits run together."""
+    """Token ids are hashed as numbers of a fixed width, not as joined digits."""
     index = PrefixIndex(block_size=2)
     assert index.extend_chain([], [1, 23], 1, b"") != index.extend_chain([], [12, 3], 1, b"")
     assert index.extend_chain([], [256, 0], 1, b"") != index.extend_chain([], [0, 1], 1, b"")
 
 
-def test_a_chain_grows_in_place_and_only_where_it_is_short() -> None:
+def test_a_chain_grows_in_place_and_only_if_it_is_too_short() -> None:
     index = PrefixIndex(block_size=2)
     chain = chain_of(index, "abcd")
     first = list(chain)
@@ -78,7 +78,7 @@ def test_of_two_blocks_with_the_same_contents_the_first_stays_published() -> Non
     assert len(index) == 1, "a block that is published for one prefix is not published for another"
 
 
-def test_a_forgotten_block_can_be_published_anew() -> None:
+def test_a_forgotten_block_can_be_published_again() -> None:
     index = index_of("ab")
     index.forget(1)
     index.forget(1)

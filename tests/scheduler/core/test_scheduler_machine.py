@@ -1,7 +1,7 @@
-"""The scheduler under random moves of clients, executors and time, every invariant checked after each of them.
+"""The scheduler under random moves of clients, executors and time, with every invariant checked after each of them.
 
-The rig does the checking (`rig.py`): invariants, order, progress, and each token a client gets against what its
-sequence must generate whatever happens around it.
+The harness (`checked_scheduler.py`) checks invariants, order and progress, and compares each token that a client gets
+with the one that its sequence must generate whatever happens around it.
 """
 
 from collections import Counter
@@ -23,24 +23,24 @@ from scheduler.core import (
     CONTINUOUS,
     DYNAMIC,
     FCFS,
-    MEMORY,
+    KV_ALLOCATIONS,
     PAGED,
     PRIORITY,
     STATIC,
     Batching,
     BeamParams,
     CapacityExceeded,
-    Limits,
-    Memory,
+    KVAllocation,
     Policy,
     QueueFull,
     Request,
     ResultMismatch,
     Scheduler,
+    SchedulerLimits,
     SequenceParams,
     StepResult,
 )
-from tests.support.core.rig import Rig
+from tests.support.core.harness import Harness
 from tests.support.core.snapshot import take_snapshot
 
 T = TypeVar("T")
@@ -53,9 +53,9 @@ tokens = st.integers(0, 1)
 
 
 @st.composite
-def limits(draw: st.DrawFn) -> Limits:
+def limits(draw: st.DrawFn) -> SchedulerLimits:
     max_num_seqs = draw(st.sampled_from((4, 6, 3, 2, 1)))
-    return Limits(
+    return SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 6)),
         max_model_len=draw(st.sampled_from((32, 12))),
@@ -69,7 +69,7 @@ def limits(draw: st.DrawFn) -> Limits:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request, before the moment of its arrival is known."""
+    """A request whose time of arrival is not known yet."""
 
     num_common: int  # tokens of the common text that its prompt starts with
     tail: list[int]
@@ -88,7 +88,7 @@ class Arrival:
         most_tokens = scheduler.max_tokens_per_sequence
         prompt = (*COMMON_TEXT[: self.num_common], *self.tail)[: most_tokens - 1]
         max_total_tokens = most_tokens if self.is_open_ended else min(len(prompt) + self.max_tokens, most_tokens)
-        beam = self.beam if scheduler.limits.max_num_seqs > 2 else None
+        beam = self.beam if scheduler.state.limits.max_num_seqs > 2 else None
         num_logprobs = 0 if beam else self.num_logprobs
         return Request(
             request_id,
@@ -100,7 +100,7 @@ class Arrival:
                 num_logprobs=num_logprobs,
                 num_prompt_logprobs=num_logprobs,
             ),
-            seeds=(0,) if beam else tuple(self.seeds[: scheduler.limits.max_num_seqs]),
+            seeds=(0,) if beam else tuple(self.seeds[: scheduler.state.limits.max_num_seqs]),
             beam=beam,
             priority=self.priority,
             cache_salt=self.salt,
@@ -137,31 +137,31 @@ class SchedulerMachine(RuleBasedStateMachine):
         block_size=st.integers(1, 4),
         policy=st.sampled_from((FCFS, PRIORITY)),
         batching=st.sampled_from((CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.5))),
-        memory=st.sampled_from((PAGED, PAGED, PAGED, *MEMORY.values())),
+        kv_allocation=st.sampled_from((PAGED, PAGED, PAGED, *KV_ALLOCATIONS.values())),
         enable_prefix_caching=st.sampled_from((True, True, True, False)),
         first=st.lists(arrivals, min_size=1, max_size=5),
     )
     def build(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         num_blocks: int,
         block_size: int,
         policy: Policy,
         batching: Batching,
-        memory: Memory,
+        kv_allocation: KVAllocation,
         enable_prefix_caching: bool,
         first: list[Arrival],
     ) -> None:
-        self.rig = Rig(
+        self.harness = Harness(
             limits,
             num_blocks=num_blocks,
             block_size=block_size,
             policy=policy,
             batching=batching,
-            memory=memory,
+            kv_allocation=kv_allocation,
             enable_prefix_caching=enable_prefix_caching,
         )
-        self.rig.attach()
+        self.harness.attach()
         self.now_s = 0.0
         self.add(first)
 
@@ -173,68 +173,68 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._add(arrival)
 
     def _add(self, arrival: Arrival) -> None:
-        request = arrival.to_request(len(self.rig.clients.requests), self.rig.scheduler, self.now_s)
-        before = take_snapshot(self.rig.scheduler)
+        request = arrival.to_request(len(self.harness.clients.requests), self.harness.scheduler, self.now_s)
+        before = take_snapshot(self.harness.scheduler)
         try:
-            self.rig.add(request)
+            self.harness.add(request)
         except (CapacityExceeded, QueueFull) as error:
             self.happened[type(error).__name__] += 1
-            assert take_snapshot(self.rig.scheduler) == before
+            assert take_snapshot(self.harness.scheduler) == before
 
-    @precondition(lambda self: self.rig.clients.open_requests())
+    @precondition(lambda self: self.harness.clients.open_requests())
     @rule(number=numbers)
     def cancel(self, number: int) -> None:
-        """Twice, because a client's cancel may cross with the end of its request."""
-        self.happened["cancels in flight"] += bool(self.rig.in_flight)
-        request_id = _pick(self.rig.clients.open_requests(), number)
-        self.rig.cancel(request_id)
-        before = take_snapshot(self.rig.scheduler)
-        self.rig.cancel(request_id)
-        assert take_snapshot(self.rig.scheduler) == before
+        """Cancels twice, because a client's cancel may cross with the end of its request."""
+        self.happened["cancels in flight"] += bool(self.harness.in_flight)
+        request_id = _pick(self.harness.clients.open_requests(), number)
+        self.harness.cancel(request_id)
+        before = take_snapshot(self.harness.scheduler)
+        self.harness.cancel(request_id)
+        assert take_snapshot(self.harness.scheduler) == before
 
     @precondition(lambda self: self.stoppable())
     @rule(number=numbers)
     def stop(self, number: int) -> None:
-        """A client's stop string was found in what it has got so far."""
-        self.rig.stop(*_pick(self.stoppable(), number))
+        """Stops a sequence, as if a stop string were found in its text so far."""
+        self.harness.stop(*_pick(self.stoppable(), number))
 
     def stoppable(self) -> list[tuple[int, int]]:
-        clients = self.rig.clients
+        clients = self.harness.clients
         return [key for key, token_ids in clients.received.items() if token_ids and key not in clients.ended]
 
     @rule(pause_s=st.sampled_from((0.1, 1.0)))
     def time_passes(self, pause_s: float) -> None:
         self.now_s += pause_s
-        self.rig.expire(self.now_s)
+        self.harness.expire(self.now_s)
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.rig.scheduler.num_unfinished_requests)
+    @precondition(lambda self: self.harness.scheduler.num_unfinished_requests)
     @rule(num_plans=st.integers(1, 3))
     def schedule(self, num_plans: int) -> None:
         for _ in range(num_plans):
-            self.rig.schedule()
+            self.harness.schedule()
 
-    @precondition(lambda self: self.rig.in_flight)
+    @precondition(lambda self: self.harness.in_flight)
     @rule()
     def commit(self) -> None:
-        self.rig.commit()
+        self.harness.commit()
 
-    @precondition(lambda self: self.rig.scheduler.num_unfinished_requests)
+    @precondition(lambda self: self.harness.scheduler.num_unfinished_requests)
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:
-        """What the engine does most of the time: the oldest result comes in, the next plans go out."""
+        """Commits the oldest result and makes the next plans, as the engine does most of the time."""
         for _ in range(num_steps):
-            if self.rig.in_flight:
-                self.rig.commit()
-            while self.rig.schedule() is not None:
+            if self.harness.in_flight:
+                self.harness.commit()
+            while self.harness.schedule() is not None:
                 pass
 
-    @precondition(lambda self: self.rig.in_flight)
+    @precondition(lambda self: self.harness.in_flight)
     @rule(kind=st.sampled_from(("epoch", "step", "short", "long", "negative", "unknown")))
     def wrong_result(self, kind: str) -> None:
-        """I17: refused, and nothing has changed."""
-        right = self.rig.in_flight[0].result
+        """Checks that a wrong result is refused and changes nothing (I17)."""
+        right = self.harness.in_flight[0].result
         tokens = list(right.token_ids)
         wrong = {
             "epoch": StepResult(right.epoch - 1, right.step_id, tokens),
@@ -242,73 +242,73 @@ class SchedulerMachine(RuleBasedStateMachine):
             "short": StepResult(right.epoch, right.step_id, tokens[1:] if tokens else [0]),
             "long": StepResult(right.epoch, right.step_id, tokens, [None] * (len(tokens) + 1)),
             "negative": StepResult(right.epoch, right.step_id, [*tokens[:-1], -1]),
-            "unknown": StepResult(right.epoch, right.step_id, [*tokens[:-1], self.rig.clients.vocab_size]),
+            "unknown": StepResult(right.epoch, right.step_id, [*tokens[:-1], self.harness.clients.vocab_size]),
         }
         self._assert_refused(wrong[kind])
 
     def _assert_refused(self, result: StepResult) -> None:
-        before = take_snapshot(self.rig.scheduler)
+        before = take_snapshot(self.harness.scheduler)
         with pytest.raises(ResultMismatch):
-            self.rig.scheduler.commit(result)
-        assert take_snapshot(self.rig.scheduler) == before
+            self.harness.scheduler.commit(result)
+        assert take_snapshot(self.harness.scheduler) == before
 
     @rule(number=numbers)
     def reset_prefix_cache(self, number: int) -> None:
-        if number == 0:  # seldom: nothing would live to be found
-            self.rig.reset_prefix_cache()
+        if number == 0:  # rare, or no cached prefix would ever be found
+            self.harness.reset_prefix_cache()
 
     # --- executors --------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.rig.in_flight)
+    @precondition(lambda self: self.harness.in_flight)
     @rule(number=numbers)
     def executor_lost(self, number: int) -> None:
-        """Now and then the same thing kills one executor after the other."""
-        self.rig.lose()
+        """Loses the executor; now and then several in a row."""
+        self.harness.lose()
         for _ in range(max(0, number - 26)):
-            self.rig.attach()
-            self.rig.schedule()
-            self.rig.lose()
+            self.harness.attach()
+            self.harness.schedule()
+            self.harness.lose()
 
-    @precondition(lambda self: self.rig.executor is None)
+    @precondition(lambda self: self.harness.executor is None)
     @rule(num_fewer_blocks=st.sampled_from((0, 0, 4, 2, -4)))
     def executor_attached(self, num_fewer_blocks: int) -> None:
-        self.rig.attach(max(2, self.rig.num_blocks - num_fewer_blocks))
+        self.harness.attach(max(2, self.harness.num_blocks - num_fewer_blocks))
 
-    @precondition(lambda self: self.rig.lost)
+    @precondition(lambda self: self.harness.lost)
     @rule()
     def late_result(self) -> None:
-        """I17: a result of an executor that was lost."""
+        """Commits a result of an executor that was lost, which is refused (I17)."""
         self.happened["late results"] += 1
-        self._assert_refused(self.rig.lost.pop().result)
+        self._assert_refused(self.harness.lost.pop().result)
 
     # --- the end ----------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """I12: whatever has happened, all that is left ends well, within the bound."""
-        if hasattr(self, "rig"):
-            self.rig.run()
-            self.happened.update(asdict(self.rig.coverage))
-            counters = self.rig.scheduler.counters
+        """Checks that all unfinished requests end within the bound (I12)."""
+        if hasattr(self, "harness"):
+            self.harness.run()
+            self.happened.update(asdict(self.harness.coverage))
+            counters = self.harness.scheduler.state.counters
             self.happened["preemptions"] += counters.num_preemptions
             self.happened["copies"] += counters.num_cow_copies
             self.happened["hit tokens"] += counters.num_prefix_hit_tokens
-            self.happened.update(self.rig.clients.count_ends())
+            self.happened.update(self.harness.clients.count_ends())
 
 
 def _pick(choices: list[T], number: int) -> T:
     return choices[number % len(choices)]
 
 
-def test_scheduler_keeps_its_promises(search: settings) -> None:
+def test_scheduler_keeps_its_invariants(search: settings) -> None:
     happened = SchedulerMachine.happened
     happened.clear()
     thorough = settings(search, max_examples=2 * search.max_examples)
-    # Too rare for so few examples: the simulation has to see them, and test_beam_group.py, test_smaller_pool.py and
-    # test_progress.py do.
+    # Too rare for so few examples. The simulation, test_beam_group.py, test_smaller_pool.py and test_progress.py cover
+    # them.
     rare = {"num_preempted_beams", "num_beams_behind", "num_narrowed", "num_ended_by_pool", "finished: error"}
     missing: list[str] = []
-    # Examples change with every constant of the modules that are loaded, for Hypothesis draws from those, too: what one
-    # search happens not to see, the next one does.
+    # Hypothesis also draws from the constants of loaded modules, so examples change with them. An event that one search
+    # misses is found by the next.
     for attempt in range(_MAX_SEARCHES):
         machine = seed(attempt)(SchedulerMachine) if search.derandomize else SchedulerMachine
         run_state_machine_as_test(machine, settings=thorough)

@@ -1,4 +1,4 @@
-"""A sequence: its states, and what it knows of itself."""
+"""A sequence: its states, its counts of tokens, and its losses."""
 
 from itertools import product
 
@@ -6,7 +6,7 @@ import pytest
 
 from scheduler.core import TRANSITIONS, InvariantViolation, State
 from scheduler.core.sequence import Sequence
-from tests.support.core.letters import make_request, make_sequence, to_ids
+from tests.support.core.letter_tokens import make_request, make_sequence, to_ids
 
 
 def sequence_in(state: State) -> Sequence:
@@ -16,7 +16,7 @@ def sequence_in(state: State) -> Sequence:
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(State, State)))
-def test_changes_state_as_the_table_says_and_not_otherwise(source: State, target: State) -> None:
+def test_changes_state_only_as_the_table_says(source: State, target: State) -> None:
     sequence = sequence_in(source)
     if target in TRANSITIONS[source]:
         sequence.become(target)
@@ -52,7 +52,7 @@ def test_each_sample_has_its_own_seed_and_its_own_tokens() -> None:
     assert second.num_tokens == request.num_sequences == 2
 
 
-def test_what_is_planned_ahead_of_the_known_tokens_is_not_negative_work() -> None:
+def test_tokens_planned_ahead_do_not_make_uncomputed_tokens_negative() -> None:
     sequence = make_sequence("abc")
     sequence.num_planned_tokens = 5
     assert sequence.num_uncomputed_tokens == 0

@@ -1,4 +1,4 @@
-"""Thousands of simulated worlds, with crashes and lost connections: every client gets exactly its tokens."""
+"""Simulates thousands of worlds with crashes and lost connections, in which every client gets exactly its tokens."""
 
 from collections import Counter
 
@@ -21,8 +21,8 @@ def test_every_world_ends_well(chunk: int, effort: int) -> None:
             raise
 
 
-def test_worlds_hold_everything_that_can_happen() -> None:
-    """The simulation is worth what happens in it: nothing that the core can do is rare there."""
+def test_worlds_cover_every_kind_of_event() -> None:
+    """Checks that the simulated worlds cover everything that the core can do."""
     num_seeds = 1200
     num_worlds: Counter[str] = Counter()
     for seed in range(num_seeds):
@@ -32,6 +32,6 @@ def test_worlds_hold_everything_that_can_happen() -> None:
     assert not rare, f"of {num_seeds} worlds, too few have {rare}"
 
 
-def test_a_seed_is_a_world() -> None:
+def test_the_same_seed_gives_the_same_world() -> None:
     assert simulate(5) == simulate(5)
     assert simulate(5) != simulate(6)

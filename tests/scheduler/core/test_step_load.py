@@ -1,16 +1,19 @@
-"""The load of a step, followed plan by plan, is what one finds by counting every sequence."""
+"""Checks that the load of each step, followed plan by plan, equals a count over all sequences."""
 
 from collections import Counter
 
-from scheduler.core import Limits, Request, Scheduler, Sequence, SequenceParams, StepPlan, StepResult
-from scheduler.core.step_load import LoadTracker, StepLoad
+from scheduler.core import Request, Scheduler, SchedulerLimits, Sequence, SequenceParams, StepPlan, StepResult
+from scheduler.core.inspect.step_load import LoadTracker, StepLoad
+from scheduler.core.inspect.views import unfinished_sequences
 from tests.support.core.simulation import Simulation
 
 
 def counted(scheduler: Scheduler, before: set[Sequence]) -> StepLoad:
-    """Of the plan that was just made; `before` are the sequences that there were then. Samples that were born with it
-    compute nothing in it."""
-    step = scheduler.books.in_flight[-1]
+    """Returns the load of the newest plan by counting; `before` has the sequences that existed before it.
+
+    Samples that this plan forks compute nothing in it.
+    """
+    step = scheduler.state.in_flight[-1]
     prefills = dict(step.prefills)
     decodes = [s for s in step.sampled if s in before and s not in prefills]
     decodes += [s for s in step.beams if s not in prefills]
@@ -27,28 +30,28 @@ def counted(scheduler: Scheduler, before: set[Sequence]) -> StepLoad:
 
 
 class FollowedSimulation(Simulation):
-    """Every plan of a world, with crashes, beams, forks and preemptions, is followed."""
+    """A simulation in which a LoadTracker follows every plan."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.seen: Counter[str] = Counter()
-        schedule, trackers = self.rig.schedule, dict[int, LoadTracker]()
+        schedule, trackers = self.harness.schedule, dict[int, LoadTracker]()
 
         def followed() -> StepPlan | None:
-            before = set(self.rig.scheduler.unfinished_sequences())
+            before = set(unfinished_sequences(self.harness.scheduler.state))
             plan = schedule()
             if plan is not None:
                 load = trackers.setdefault(plan.epoch, LoadTracker()).follow(plan)
-                assert load == counted(self.rig.scheduler, before)
+                assert load == counted(self.harness.scheduler, before)
                 assert (load.num_decodes + load.num_prefills, load.num_tokens) == (plan.num_sequences, plan.num_tokens)
                 self.seen.update(plans=1, forks=len(plan.forks), branches=len(plan.branches), epochs=plan.epoch > 1)
                 self.seen["both"] += load.num_decodes > 0 and load.num_prefills > 0
             return plan
 
-        self.rig.schedule = followed  # type: ignore[method-assign]
+        self.harness.schedule = followed  # type: ignore[method-assign]
 
 
-def test_loads_are_counted_rightly_in_every_world() -> None:
+def test_loads_are_right_in_every_world() -> None:
     seen: Counter[str] = Counter()
     for seed in range(200):
         simulation = FollowedSimulation(seed)
@@ -58,13 +61,13 @@ def test_loads_are_counted_rightly_in_every_world() -> None:
 
 
 def test_a_prompt_in_two_chunks_beside_a_decode_by_hand() -> None:
-    core, tracker = Scheduler(Limits(2, 4, 50), num_blocks=20, block_size=4), LoadTracker()
+    core, tracker = Scheduler(SchedulerLimits(2, 4, 50), num_blocks=20, block_size=4), LoadTracker()
     core.executor_attached(1, 20)
 
     def step() -> StepLoad:
         plan = core.schedule()
         assert plan is not None
-        core.commit(StepResult(1, plan.step_id, [0] * len(core.books.in_flight[-1].sampled)))
+        core.commit(StepResult(1, plan.step_id, [0] * len(core.state.in_flight[-1].sampled)))
         return tracker.follow(plan)
 
     core.add(Request(1, [1, 2], SequenceParams(max_total_tokens=6)))
@@ -80,9 +83,9 @@ def test_a_prompt_in_two_chunks_beside_a_decode_by_hand() -> None:
     assert core.num_unfinished_requests == 0
 
 
-def test_skipped_steps_are_steps_in_which_everybody_goes_on() -> None:
+def test_skipping_steps_equals_following_unchanged_plans() -> None:
     def decoding() -> tuple[Scheduler, LoadTracker]:
-        core, tracker = Scheduler(Limits(2, 8, 50), num_blocks=30, block_size=4), LoadTracker()
+        core, tracker = Scheduler(SchedulerLimits(2, 8, 50), num_blocks=30, block_size=4), LoadTracker()
         core.executor_attached(1, 30)
         for request_id, num_tokens in ((1, 3), (2, 4)):
             core.add(Request(request_id, [request_id] * num_tokens, SequenceParams(max_total_tokens=40)))

@@ -1,4 +1,4 @@
-"""The waiting queue: in the order of the policy, whatever the order of coming."""
+"""The waiting queue: in the order of the policy, whatever the order of arrival."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_an_empty_queue_has_no_first() -> None:
     assert len(queue) == queue.num_prompt_tokens == 0
 
 
-def test_fcfs_is_the_order_of_arrival_whatever_the_priority() -> None:
+def test_fcfs_orders_by_arrival_whatever_the_priority() -> None:
     first, second, third = sequence(1, priority=9), sequence(2, priority=5), sequence(3, priority=0)
     assert drain(queue_of(FCFS, second, third, first)) == [first, second, third]
 
@@ -44,7 +44,7 @@ def test_priority_comes_before_arrival() -> None:
 
 
 @pytest.mark.parametrize("policy", [FCFS, PRIORITY])
-def test_who_comes_back_gets_the_old_place(policy: Policy) -> None:
+def test_a_returning_sequence_gets_its_old_place(policy: Policy) -> None:
     first, second, third = sequence(1), sequence(2), sequence(3)
     queue = queue_of(policy, first, second, third)
     queue.remove(first)
@@ -52,7 +52,7 @@ def test_who_comes_back_gets_the_old_place(policy: Policy) -> None:
     assert list(queue) == [first, second, third]
 
 
-def test_samples_of_a_request_wait_in_their_order() -> None:
+def test_samples_of_a_request_wait_in_order_of_their_index() -> None:
     samples = [sequence(1, index=index) for index in range(3)]
     assert drain(queue_of(FCFS, samples[2], samples[0], samples[1], sequence(2)))[:3] == samples
 
@@ -64,7 +64,7 @@ def test_removes_from_the_middle() -> None:
     assert list(queue) == [first, third]
 
 
-def test_who_is_not_waiting_cannot_be_removed() -> None:
+def test_removing_a_sequence_that_does_not_wait_raises() -> None:
     queue = queue_of(FCFS, sequence(1))
     with pytest.raises(LookupError):
         queue.remove(sequence(2))
@@ -77,6 +77,6 @@ def test_counts_the_prompt_tokens_that_wait() -> None:
     short, long = sequence(1, num_prompt_tokens=3), sequence(2, num_prompt_tokens=40)
     queue = queue_of(FCFS, short, long)
     assert queue.num_prompt_tokens == 43
-    long.token_ids.append(7)  # what it has generated is not prompt
+    long.token_ids.append(7)  # generated tokens are not prompt tokens
     queue.remove(long)
     assert queue.num_prompt_tokens == 3

@@ -12,10 +12,10 @@ from scheduler.core import (
     SequenceParams,
     StepResult,
     TokenLogprobs,
+    commit,
 )
-from scheduler.core.books import Books
-from scheduler.core.committer import Committer
-from scheduler.core.draft import Step
+from scheduler.core.state import SchedulerState
+from scheduler.core.step import Step
 from scheduler.engine.engine import Engine, ServerState
 from tests.support.core.fake_executor import expected_output
 from tests.support.scheduler.engine_rig import RecordingSink, running_engine, submit
@@ -25,16 +25,16 @@ from tests.support.waiting import until
 
 def break_a_commit(patch: pytest.MonkeyPatch, number: int) -> None:
     """Makes the commit of this number fail after it has added its tokens, and before the clients are told of them."""
-    end_sequences, num_commits = Committer._end_sequences, 0
+    end_sequences, num_commits = commit._end_sequences, 0
 
-    def broken(committer: Committer, step: Step, result: StepResult, events: Events) -> None:
+    def broken(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
         nonlocal num_commits
         num_commits += 1
         if num_commits == number:
             raise InvariantViolation("on purpose")
-        end_sequences(committer, step, result, events)
+        end_sequences(state, step, result, events)
 
-    patch.setattr(Committer, "_end_sequences", broken)
+    patch.setattr(commit, "_end_sequences", broken)
 
 
 def check_no_gap(sink: RecordingSink) -> None:
@@ -74,13 +74,13 @@ async def test_a_sample_that_has_ended_keeps_its_reason_when_its_request_fails(m
 
 def break_the_next_call(patch: pytest.MonkeyPatch, verb: str) -> None:
     """Makes the next call of this method of the core's state raise without changing anything."""
-    whole = getattr(Books, verb)
+    whole = getattr(SchedulerState, verb)
 
-    def broken(books: Books, *arguments: object) -> object:
-        patch.setattr(Books, verb, whole)
+    def broken(state: SchedulerState, *arguments: object) -> object:
+        patch.setattr(SchedulerState, verb, whole)
         raise InvariantViolation("on purpose")
 
-    patch.setattr(Books, verb, broken)
+    patch.setattr(SchedulerState, verb, broken)
 
 
 async def check_all_fail_and_the_core_is_replaced(engine: Engine, sinks: list[RecordingSink]) -> None:

@@ -51,7 +51,7 @@ async def test_an_executor_with_another_model_is_refused_and_readiness_gives_the
         await until(lambda: engine.state is ServerState.SERVING)
         assert engine.readiness == "serving"
         assert engine.core is not None
-        assert engine.core.epoch == 8
+        assert engine.core.state.epoch == 8
         await sink.check()
 
 

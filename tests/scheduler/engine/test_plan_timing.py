@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from scheduler.core import Limits, Request, Scheduler, SequenceParams, StepPlan, TokenLogprobs
+from scheduler.core import Request, Scheduler, SchedulerLimits, SequenceParams, StepPlan, TokenLogprobs
 from scheduler.engine.engine import Engine
 from scheduler.engine.plan_timing import LEAD_SHARE, MIN_ARRIVALS, MIN_LEAD_S, Arrivals, PlanTiming, could_join, lead_s
 from scheduler.engine.step_trace import ExecutorTimings, StepTrace, StepTraces
@@ -45,7 +45,7 @@ def in_flight(*steps: StepTrace) -> StepTraces:
 
 
 def core(max_num_seqs: int = 4, max_in_flight: int = 2) -> Scheduler:
-    limits = Limits(max_num_seqs, 64, 64, max_in_flight=max_in_flight)
+    limits = SchedulerLimits(max_num_seqs, 64, 64, max_in_flight=max_in_flight)
     scheduler = Scheduler(limits, num_blocks=65, block_size=4)
     scheduler.executor_attached(1, 65)
     return scheduler

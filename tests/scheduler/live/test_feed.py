@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.core import BlockState, FinishReason, InvariantViolation, QueueFull, Request, Sequence, SequenceParams
-from scheduler.core.books import Books
+from scheduler.core.state import SchedulerState
 from scheduler.live.feed import MAX_PENDING, MAX_VIEWERS, NOTHING_NEW, Viewer
 from scheduler.live.snapshot import CACHED
 from tests.scheduler.live.conftest import Served
@@ -70,7 +70,7 @@ async def test_a_viewer_has_the_block_map(served: Served) -> None:
     assert page_state.num_key_frames == 1
     core = served.engine.core
     assert core is not None
-    assert [step_id for step_id, _ in page_state.steps] == list(range(1, core.step_id + 1))
+    assert [step_id for step_id, _ in page_state.steps] == list(range(1, core.state.step_id + 1))
     assert page_state.numbers["generated_tokens"] == 7 * 100
 
 
@@ -183,7 +183,7 @@ async def test_an_open_page_follows_an_engine_that_replaces_its_core(
 ) -> None:
     """The new core's first plans come before the feed's next frame, and the old core does not know them."""
 
-    def broken(books: Books, sequence: Sequence, reason: FinishReason) -> None:
+    def broken(state: SchedulerState, sequence: Sequence, reason: FinishReason) -> None:
         monkeypatch.undo()
         raise InvariantViolation("on purpose")
 
@@ -191,7 +191,7 @@ async def test_an_open_page_follows_an_engine_that_replaces_its_core(
     with served.feed.viewer() as viewer:
         await follow(viewer, page_state, lambda: page_state.num_frames > 0)
         served.feed._interval_s = 0.3
-        monkeypatch.setattr(Books, "finish", broken)
+        monkeypatch.setattr(SchedulerState, "finish", broken)
         old_core = served.engine.core
         sinks = [submit(served)]
         await asyncio.wait_for(sinks[0].done.wait(), 10)

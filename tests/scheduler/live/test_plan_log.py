@@ -2,7 +2,7 @@
 
 import random
 
-from scheduler.core import BeamParams, Limits, Request, Scheduler, SequenceParams
+from scheduler.core import BeamParams, Request, Scheduler, SchedulerLimits, SequenceParams
 from scheduler.live.plan_log import MAX_STEPS, LoggedStep, PlanLog, Rows
 from tests.support.core.fake_executor import FakeExecutor
 
@@ -12,7 +12,9 @@ class LoggedCore:
 
     def __init__(self, num_blocks: int = 60) -> None:
         self.core = Scheduler(
-            Limits(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64), num_blocks=num_blocks, block_size=4
+            SchedulerLimits(max_num_seqs=6, max_num_batched_tokens=16, max_model_len=64),
+            num_blocks=num_blocks,
+            block_size=4,
         )
         self.core.executor_attached(1, num_blocks)
         self.executor = FakeExecutor(num_blocks, 4, 6, 16, 50, 1)
@@ -67,7 +69,7 @@ def test_rows_equal_those_of_the_executor_with_chunks_forks_beams_and_preemption
             num_beams += len(step.paused)
             assert counts(logged.log.rows) == logged.executor_rows()
             assert step.num_tokens == logged.executor.num_tokens == sum(counts(computed(step, before)).values())
-    assert logged.core.counters.num_preemptions > 0
+    assert logged.core.state.counters.num_preemptions > 0
     assert num_forks > 0
     assert num_beams > 0
 
@@ -165,7 +167,7 @@ def test_nothing_is_logged_while_the_log_is_not_watched() -> None:
 def test_the_oldest_of_too_many_steps_are_dropped_and_the_rows_after_them_are_returned() -> None:
     logged = LoggedCore(num_blocks=400)
     logged.log.watch(logged.core)
-    while logged.core.counters.num_steps < MAX_STEPS + 40:
+    while logged.core.state.counters.num_steps < MAX_STEPS + 40:
         if not logged.core.num_unfinished_requests:
             logged.add(5, 30)
         logged.step()

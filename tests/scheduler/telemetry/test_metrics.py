@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from quire.histogram import Histogram, exemplar_labels
 from quire.v1 import generation_pb2 as pb
-from scheduler.core import FinishReason, Limits, Request, Scheduler, SequenceParams, StepPlan, StepResult
+from scheduler.core import FinishReason, Request, Scheduler, SchedulerLimits, SequenceParams, StepPlan, StepResult
 from scheduler.engine.engine import ServerState
 from scheduler.telemetry.metrics import OPEN_METRICS, TEXT, SchedulerMetrics
 from tests.support.scheduler.fake_engine import FakeEngine
@@ -186,7 +186,9 @@ async def test_content_type_follows_the_accept_header(accept: str, content_type:
 
 async def test_request_with_several_waiting_samples_counts_once() -> None:
     metrics = await metrics_of_fake_engine(Clock())
-    core = Scheduler(Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64), num_blocks=16, block_size=4)
+    core = Scheduler(
+        SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64), num_blocks=16, block_size=4
+    )
     cast("FakeEngine", metrics.engine).core = core
     core.executor_attached(1, 16)
     core.add(Request(1, (1, 2, 3), SequenceParams(max_total_tokens=10), seeds=(0, 1, 2)))

@@ -1,26 +1,24 @@
-"""Mistakes in beam search, and what finds them. See `test_mutations`."""
+"""Bugs to plant in beam search, and the checks that find them. See `test_mutations`."""
 
 from collections.abc import Callable
 
 import pytest
 
-from scheduler.core import Sequence
+from scheduler.core import SchedulerState, Sequence, planning
 from scheduler.core.active_request import ActiveRequest
 from scheduler.core.beam_group import BeamGroup
-from scheduler.core.books import Books
-from scheduler.core.draft import Draft
-from scheduler.core.planner import Planner
+from scheduler.core.step import StepBuilder
 
 
 def forget_the_copy_when_beams_branch(patch: pytest.MonkeyPatch) -> None:
-    plan_beams = Planner._plan_beams
+    plan_beams = planning._plan_beams
 
-    def mutant(planner: Planner, draft: Draft) -> None:
-        copies = list(draft.block_copies)
-        plan_beams(planner, draft)
-        draft.block_copies[:] = copies
+    def mutant(state: SchedulerState, builder: StepBuilder) -> None:
+        copies = list(builder.plan.block_copies)
+        plan_beams(state, builder)
+        builder.plan.block_copies[:] = copies
 
-    patch.setattr(Planner, "_plan_beams", mutant)
+    patch.setattr(planning, "_plan_beams", mutant)
 
 
 def count_no_blocks_for_branches(patch: pytest.MonkeyPatch) -> None:
@@ -28,56 +26,56 @@ def count_no_blocks_for_branches(patch: pytest.MonkeyPatch) -> None:
 
 
 def plan_beams_ahead(patch: pytest.MonkeyPatch) -> None:
-    """With what was decided last, before the candidates of the step in flight are in."""
-    plan_beams = Planner._plan_beams
+    """Plans with the last decision, before the candidates of the step in flight arrive."""
+    plan_beams = planning._plan_beams
 
-    def mutant(planner: Planner, draft: Draft) -> None:
-        groups = list(planner._books.batch.decided)
-        plan_beams(planner, draft)
+    def mutant(state: SchedulerState, builder: StepBuilder) -> None:
+        groups = list(state.batch.decided)
+        plan_beams(state, builder)
         for group in groups:
             group.branches = [(beam, 0) for beam in group.beams]
-            planner._books.batch.decided.append(group)
+            state.batch.decided.append(group)
 
-    patch.setattr(Planner, "_plan_beams", mutant)
+    patch.setattr(planning, "_plan_beams", mutant)
 
 
 def keep_the_blocks_of_dropped_beams(patch: pytest.MonkeyPatch) -> None:
-    drop_beams = Books.drop_beams
+    drop_beams = SchedulerState.drop_beams
 
-    def mutant(books: Books, active: ActiveRequest, dropped: list[Sequence]) -> None:
+    def mutant(state: SchedulerState, active: ActiveRequest, dropped: list[Sequence]) -> None:
         for beam in dropped:
             beam.block_table = []
-        drop_beams(books, active, dropped)
+        drop_beams(state, active, dropped)
 
-    patch.setattr(Books, "drop_beams", mutant)
+    patch.setattr(SchedulerState, "drop_beams", mutant)
 
 
 def give_up_the_slots_of_dropped_beams(patch: pytest.MonkeyPatch) -> None:
-    drop_beams = Books.drop_beams
+    drop_beams = SchedulerState.drop_beams
 
-    def mutant(books: Books, active: ActiveRequest, dropped: list[Sequence]) -> None:
-        drop_beams(books, active, dropped)
+    def mutant(state: SchedulerState, active: ActiveRequest, dropped: list[Sequence]) -> None:
+        drop_beams(state, active, dropped)
         for _ in dropped:
-            books.batch.return_slot(active.child_slots.pop())
+            state.batch.return_slot(active.child_slots.pop())
 
-    patch.setattr(Books, "drop_beams", mutant)
+    patch.setattr(SchedulerState, "drop_beams", mutant)
 
 
 def free_blocks_of_beams_in_flight(patch: pytest.MonkeyPatch) -> None:
-    release = Books._release_after_flight
+    release = SchedulerState._release_after_flight
 
-    def mutant(books: Books, block_table: list[int]) -> None:
-        in_flight = [beam.block_table for step in books.in_flight for beam in step.beams]
+    def mutant(state: SchedulerState, block_table: list[int]) -> None:
+        in_flight = [beam.block_table for step in state.in_flight for beam in step.beams]
         if any(block_table is table for table in in_flight):
-            books.cache.release(block_table)
+            state.cache.release(block_table)
         else:
-            release(books, block_table)
+            release(state, block_table)
 
-    patch.setattr(Books, "_release_after_flight", mutant)
+    patch.setattr(SchedulerState, "_release_after_flight", mutant)
 
 
 def keep_beams_when_preempting(patch: pytest.MonkeyPatch) -> None:
-    """Their scores, that is: the search goes on where it was, from the prompt."""
+    """Keeps their scores: the search goes on where it was, but from the prompt."""
     restart = BeamGroup.restart
 
     def mutant(group: BeamGroup) -> None:

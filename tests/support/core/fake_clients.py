@@ -1,4 +1,4 @@
-"""The clients of a test: they know what they must be told, and object to everything else at once."""
+"""Fake clients: they know which events they must get, and fail at once on any other."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -7,7 +7,7 @@ from scheduler.core import BeamResult, Events, FinishReason, Request, Sequence, 
 from tests.support.core.fake_executor import context_of, expected_beams, expected_output, token_logprobs
 
 Key = tuple[int, int]
-"""(request_id, index): one sequence, as a client knows it."""
+"""The (request_id, index) of a sequence, as a client knows it."""
 
 ENDED_BY_EXECUTOR = (FinishReason.EOS, FinishReason.LENGTH)
 FAILED = (FinishReason.DEADLINE, FinishReason.ERROR, FinishReason.CAPACITY)
@@ -15,16 +15,19 @@ FAILED = (FinishReason.DEADLINE, FinishReason.ERROR, FinishReason.CAPACITY)
 
 @dataclass
 class FakeClients:
-    """All clients. A client hears `started` once, then the expected tokens of each of its sequences, each once and in
-    order (I11), then the end of each; after it has gone away it hears nothing."""
+    """All clients.
+
+    A client gets `started` once, then the expected tokens of each of its sequences, each once and in order (I11), then
+    the end of each. After it has gone away it gets no event.
+    """
 
     vocab_size: int
     requests: dict[int, Request] = field(default_factory=dict)
     expected: dict[Key, tuple[list[int], FinishReason]] = field(default_factory=dict)
     received: dict[Key, list[int]] = field(default_factory=dict)
     ended: dict[Key, FinishReason] = field(default_factory=dict)
-    beams: dict[int, list[BeamResult]] = field(default_factory=dict)  # what each beam search has to find
-    num_prompt_logprobs: dict[int, int] = field(default_factory=dict)  # prompt tokens that were reported on
+    beams: dict[int, list[BeamResult]] = field(default_factory=dict)  # the expected results of each beam search
+    num_prompt_logprobs: dict[int, int] = field(default_factory=dict)  # prompt tokens with log-probabilities
     num_cached_tokens: dict[int, int] = field(default_factory=dict)  # by request, once it has started
 
     def submit(self, request: Request) -> None:
@@ -40,13 +43,15 @@ class FakeClients:
             self.received[key] = []
 
     def count_ends(self) -> dict[str, int]:
-        """By reason, those that never came included."""
+        """Returns the number of ended sequences by reason, reasons that never came included."""
         num_ended = Counter(self.ended.values())
         return {f"finished: {reason.value}": num_ended[reason] for reason in FinishReason}
 
     def narrow(self, most_tokens: int) -> int:
-        """A pool has come in which a sequence can reach so many tokens. Who named no bound expects no more than that,
-        or than it has got; returns how many requests are concerned."""
+        """Called for a pool in which a sequence can reach `most_tokens`; returns the number of requests concerned.
+
+        A client that named no bound then expects no more tokens than that, or than it already has.
+        """
         open_ended = [self.requests[request_id] for request_id in self.open_requests()]
         concerned = [r for r in open_ended if r.is_open_ended and r.params.max_total_tokens > most_tokens]
         for request in concerned:
@@ -69,7 +74,7 @@ class FakeClients:
             self.ended[key] = FinishReason.CANCELLED
 
     def open_keys(self, request_id: int) -> list[Key]:
-        """Sequences of a request that have not ended, for all the client knows."""
+        """Returns the sequences of a request that have not ended, as far as the client knows."""
         keys = [(request_id, index) for index in range(self.requests[request_id].num_sequences)]
         return [key for key in keys if key not in self.ended]
 
@@ -89,7 +94,7 @@ class FakeClients:
         for sequence, reason in events.finished:
             self._hear_end((sequence.request.request_id, sequence.index), reason)
         for sequence, reason in events.finished:
-            if reason in FAILED:  # with one of its sequences the whole request fails, samples not yet born included
+            if reason in FAILED:  # if one sequence fails, the whole request fails, later samples included
                 for key in self.open_keys(sequence.request.request_id):
                     self.ended[key] = reason
 
@@ -109,9 +114,9 @@ class FakeClients:
         assert received == expected[: len(received)], f"I11: {key} got {received} of {expected}"
 
     def _hear_logprobs(self, events: Events) -> None:
-        """Those who asked are told, in order, and nobody else."""
+        """Checks that exactly the sequences that asked get log-probabilities, in order."""
         told = [sequence for sequence in events.sequences if sequence.params.num_logprobs]
-        assert [sequence for sequence, _ in events.logprobs] == told, "I18: log-probabilities of somebody else"
+        assert [sequence for sequence, _ in events.logprobs] == told, "I18: log-probabilities of other sequences"
         for sequence, logprobs in events.logprobs:
             request = sequence.request
             received = self.received[request.request_id, sequence.index]
@@ -119,7 +124,7 @@ class FakeClients:
             self._check_logprobs(logprobs, context, received[-1], request.params.num_logprobs)
 
     def _hear_prompt_logprobs(self, sequence: Sequence, first: int, tokens: list[TokenLogprobs]) -> None:
-        """Each position once, and in order."""
+        """Checks that each position is reported once, and in order."""
         request = sequence.request
         num_known = self.num_prompt_logprobs.get(request.request_id, 0)
         assert sequence.index == 0, "I18: a sample told of the prompt"
@@ -144,13 +149,13 @@ class FakeClients:
     def _hear_end(self, key: Key, reason: FinishReason) -> None:
         assert key not in self.ended, f"I11: {key} ended twice"
         self.ended[key] = reason
-        # STOP is also how a client's own stop string ends: with what was sent so far.
+        # A client's stop string ends a sequence by STOP, too, with the tokens sent so far.
         is_whole = (self.received[key], reason) == self.expected.get(key)
         assert key[0] not in self.beams or reason in FAILED, f"I11: {key} ended without its beams"
         assert reason not in ENDED_BY_EXECUTOR or is_whole, f"I11: {key} ended by {reason} at {self.received[key]}"
 
     def assert_served(self) -> None:
-        """Every sequence has ended; those that nobody stopped are whole."""
+        """Checks that every sequence has ended, and that those that were not stopped are complete."""
         assert not self.open_requests(), f"I12: requests {self.open_requests()} never ended"
         for key, reason in self.ended.items():
             if reason in ENDED_BY_EXECUTOR and key[0] not in self.beams:

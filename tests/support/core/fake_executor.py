@@ -1,8 +1,8 @@
-"""An executor in plain Python: it keeps the plan stream's contract to the letter and has no weights.
+"""An executor in plain Python, without weights, that enforces the contract of the plan stream exactly.
 
 Its "KV" makes mistakes visible. The entry of a token is a hash of the token and of *every entry before it, read
-through the block table*; the sampled token is a hash of all entries and the seed. So one stale, missing, unshared or
-overwritten block anywhere changes what comes out, and `expected_output` says what should have.
+through the block table*; the sampled token is a hash of all entries and the seed. So a stale, missing or overwritten
+block anywhere changes the output, and `expected_output` knows what it should be.
 """
 
 from array import array
@@ -18,7 +18,7 @@ Sample = tuple[int, FinishReason | None]
 
 
 def kv_entry(entries: list[int], token_id: int) -> int:
-    """What stands in the pool for a token that follows these entries."""
+    """Returns the KV entry of a token that follows these entries."""
     return crc32(array("Q", (*entries, token_id)))
 
 
@@ -27,7 +27,7 @@ def sample_token(entries: list[int], seed: int, vocab_size: int) -> int:
 
 
 def end_reason(params: SequenceParams, token_id: int, num_tokens: int) -> FinishReason | None:
-    """Why a sequence ends with this token, its `num_tokens`-th; None: it goes on."""
+    """Returns why a sequence ends with this token, its `num_tokens`-th; None: it goes on."""
     if num_tokens >= params.min_total_tokens:
         if token_id in params.eos_token_ids:
             return FinishReason.EOS
@@ -39,7 +39,7 @@ def end_reason(params: SequenceParams, token_id: int, num_tokens: int) -> Finish
 def expected_output(
     prompt: list[int], params: SequenceParams, seed: int, vocab_size: int
 ) -> tuple[list[int], FinishReason]:
-    """What a sequence must generate whatever happens around it, and how it ends."""
+    """Returns the output that a sequence must generate whatever happens around it, and how it ends."""
     entries: list[int] = []
     for token_id in prompt:
         entries.append(kv_entry(entries, token_id))
@@ -54,7 +54,7 @@ def expected_output(
 
 
 def rank_tokens(entries: list[int], number: int, vocab_size: int) -> Candidates:
-    """The most probable tokens to follow; beyond the vocabulary there are only impossible ones."""
+    """Returns the most probable next tokens; beyond the vocabulary there are only impossible ones."""
     values = [-(crc32(array("Q", (token_id, *entries))) % 64) / 16 for token_id in range(vocab_size)]
     order = sorted(range(vocab_size), key=lambda token_id: -values[token_id])[:number]
     num_missing = number - len(order)
@@ -62,7 +62,7 @@ def rank_tokens(entries: list[int], number: int, vocab_size: int) -> Candidates:
 
 
 def token_logprobs(entries: list[int], token_id: int, width: int, vocab_size: int) -> list[tuple[int, float, int]]:
-    """(token, log-probability, rank) of this token and the width - 1 most probable ones."""
+    """Returns (token, log-probability, rank) of this token and the width - 1 most probable ones."""
     order, values = rank_tokens(entries, max(vocab_size, width), vocab_size)
     ranked = list(zip(order, values, range(1, len(order) + 1), strict=True))
     return [next(entry for entry in ranked if entry[0] == token_id), *ranked[: width - 1]]
@@ -76,7 +76,7 @@ def context_of(text: list[int]) -> list[int]:
 
 
 def expected_beams(request: Request, vocab_size: int) -> list[BeamResult]:
-    """What a beam search must find whatever happens around it."""
+    """Returns the beams that a search must find whatever happens around it."""
     assert request.beam is not None
     params, prompt = request.params, list(request.prompt_token_ids)
     reasons = dict.fromkeys(params.stop_token_ids, FinishReason.STOP)
@@ -114,11 +114,11 @@ class Slot:
 
 @dataclass
 class FakeExecutor:
-    """One epoch of an executor: it starts with an empty pool and empty slots, and is thrown away when it is lost.
+    """One epoch of an executor. It starts with an empty pool and empty slots, and is discarded when it is lost.
 
-    `num_overruns` counts rows of sequences that had ended. The fields below it are about the last plan: it had
-    `num_sequences` rows of `num_tokens` tokens in all; slots that sampled; blocks that it read, wrote or copied, or
-    that the rows of sequences that had ended would have.
+    `num_overruns` counts rows of sequences that had ended. The fields below it describe the last plan: its number of
+    rows, its number of tokens, the blocks that it read, wrote or copied (rows of ended sequences included), and the
+    slots that sampled.
     """
 
     num_blocks: int
@@ -202,7 +202,7 @@ class FakeExecutor:
             require(all(0 < block < self.num_blocks for block in slot.block_table), "block id outside the pool")
 
     def _branch(self, branches: list[int]) -> None:
-        """All at once: parents are as they stood before."""
+        """Applies all branches at once: parents are as they were before."""
         targets = branches[::3]
         require(len(set(targets)) == len(targets), "two branches into one slot")
         before = dict(self.slots)
@@ -228,7 +228,7 @@ class FakeExecutor:
             self.kv[destination] = list(self.kv[source])
 
     def _compute_rows(self, overrun: set[int]) -> dict[int, list[int]]:
-        """All rows of the step; returns the entries that each sampling slot attends to.
+        """Computes all rows of the step; returns the entries that each sampling slot attends to.
 
         The contract promises no order among the rows of a step: odd steps run them by slot, even ones backwards.
         """
@@ -300,7 +300,7 @@ class FakeExecutor:
 
 
 def _pack(plan: StepPlan, sampled: dict[int, Sample]) -> StepResult:
-    """Tokens by ascending slot."""
+    """Returns a result with the tokens by ascending slot."""
     order = sorted(sampled)
     reasons = [sampled[index][1] for index in order]
     return StepResult(

@@ -1,4 +1,4 @@
-"""What the KV ledger must amount to, in dicts and lists, with no thought of speed: the oracle of its state machine."""
+"""A slow and simple model of the KV ledger in dicts and lists: the oracle of its state machine."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,14 +6,14 @@ from dataclasses import dataclass, field
 from scheduler.core import Sequence
 
 Contents = tuple[bytes, tuple[int, ...]]
-"""What one place of a block holds: the KV of a token given its salt and all tokens up to and with it."""
+"""The contents of one token slot: the KV of a token, given its salt and all tokens up to and including it."""
 
 
 @dataclass
 class NaiveKVCache:
-    """Physical memory, as an executor would have it, and who may know what about it.
+    """The memory of an executor, the block tables, and the blocks that can be found.
 
-    The ledger under test chooses the blocks; the model follows, and says whether the choice was allowed.
+    The ledger under test chooses the blocks; the model follows it, and checks that the choice was allowed.
     """
 
     num_usable_blocks: int
@@ -37,7 +37,7 @@ class NaiveKVCache:
         return len(self.free_blocks()) - others
 
     def num_blocks_needed(self, sequence: Sequence, num_tokens: int) -> int:
-        """Fresh blocks that the next tokens take, a copy of a shared last block included."""
+        """Returns the number of new blocks that the next tokens take, a copy of a shared last block included."""
         start = sequence.num_planned_tokens
         num_blocks = -(-(start + num_tokens) // self.block_size)
         return num_blocks - len(self.tables[sequence]) + self.writes_to_shared_block(sequence)
@@ -66,7 +66,7 @@ class NaiveKVCache:
         self.reserved[sequence] = 0
 
     def take(self, sequence: Sequence, logical: int, block: int) -> None:
-        """The ledger gave this block to a sequence, as its logical block."""
+        """Called when the ledger gave this block to a sequence as logical block `logical`."""
         free = self.free_blocks()
         assert block in free, f"block {block} was given out while in use"
         findable = set(self.published.values())
@@ -119,7 +119,7 @@ class NaiveKVCache:
     # --- what must hold ---------------------------------------------------------------------------------------
 
     def assert_readable(self, sequence: Sequence) -> None:
-        """Every planned token's KV lies where the block table says, and is that of these tokens."""
+        """Checks that the KV of every planned token is where the block table says."""
         for position in range(sequence.num_planned_tokens):
             logical, offset = divmod(position, self.block_size)
             block = self.tables[sequence][logical]

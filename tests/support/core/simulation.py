@@ -1,10 +1,10 @@
 """A simulated world: the real scheduler, an executor behind a network that loses connections, and a virtual clock.
 
 Everything that takes time is an event on the clock: requests arrive, results come back, clients go away, executors die
-and are replaced. When an executor dies, the results that were under way are lost, or arrive when a new executor has
-long taken over. One seed is one world; the same seed is the same world.
+and are replaced. When an executor dies, the results that were under way are lost, or arrive after a new executor has
+taken over. The same seed gives the same world.
 
-    simulate(seed)      runs the world to its end, checking every invariant on the way; returns what happened in it
+    simulate(seed)      runs the world to its end and checks every invariant on the way; returns counts of what happened
 """
 
 from collections import Counter
@@ -19,26 +19,27 @@ from scheduler.core import (
     CONTINUOUS,
     DYNAMIC,
     FCFS,
-    MEMORY,
+    KV_ALLOCATIONS,
     PAGED,
     PRIORITY,
     STATIC,
     Batching,
     BeamParams,
     CapacityExceeded,
-    Limits,
-    Memory,
+    KVAllocation,
     Policy,
     QueueFull,
     Request,
     ResultMismatch,
+    SchedulerLimits,
     SequenceParams,
 )
-from tests.support.core.rig import Flight, Rig
+from tests.support.core.checked_scheduler import Flight
+from tests.support.core.harness import Harness
 from tests.support.core.snapshot import take_snapshot
 
 VOCAB_SIZE = 2
-"""So that prefixes collide at once."""
+"""Small, so that prefixes collide at once."""
 
 COMMON_TEXT = (0, 1, 1, 0, 1, 0, 0, 0)
 
@@ -53,40 +54,40 @@ HAPPENINGS = (
     "late results",
     "another pool",
 )
-"""What a world can hold beyond what scheduler and rig count."""
+"""Events that are counted in addition to what scheduler and harness count."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The numbers of one simulated world. Times are in milliseconds; nobody waits for them."""
+    """The numbers of one simulated world. Times are in milliseconds of the virtual clock."""
 
-    limits: Limits
+    limits: SchedulerLimits
     policy: Policy
     batching: Batching
-    memory: Memory
+    kv_allocation: KVAllocation
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool
     num_requests: int
     max_prompt_tokens: int
-    eos_share: float  # of requests that can end by EOS
+    eos_share: float  # share of requests that can end by EOS
     arrival_ms: float  # mean time between two requests
     step_ms: float  # mean time of a step
     network_ms: float  # mean time of a result on its way
     num_crashes: int
     outage_ms: float
-    late_share: float  # of lost results that arrive after all
-    impatient_share: float  # of clients that go away
+    late_share: float  # share of lost results that arrive after all
+    impatient_share: float  # share of clients that go away
     deadline_share: float
     beam_share: float
 
 
 def draw_world(random: Random) -> World:
-    """Small worlds, where everything is scarce."""
+    """Returns a small world, in which everything is scarce."""
     max_num_seqs = random.randint(1, 5)
-    memory = random.choice((PAGED, PAGED, PAGED, random.choice(tuple(MEMORY.values()))))
-    beam_share = random.choice((0.0, 0.4, 0.7)) if memory is PAGED else 0.0
-    limits = Limits(
+    kv_allocation = random.choice((PAGED, PAGED, PAGED, random.choice(tuple(KV_ALLOCATIONS.values()))))
+    beam_share = random.choice((0.0, 0.4, 0.7)) if kv_allocation is PAGED else 0.0
+    limits = SchedulerLimits(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + random.randint(0, 8),
         max_model_len=random.randint(8, 40),
@@ -101,8 +102,8 @@ def draw_world(random: Random) -> World:
         limits=limits,
         policy=random.choice((FCFS, PRIORITY)),
         batching=random.choice((CONTINUOUS, CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.004))),
-        memory=memory,
-        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share or memory is not PAGED else 0),
+        kv_allocation=kv_allocation,
+        num_blocks=random.randint(4, 14) + (random.randint(0, 8) if beam_share or kv_allocation is not PAGED else 0),
         block_size=random.randint(1, 4),
         enable_prefix_caching=random.random() < 0.8,
         num_requests=random.randint(2, 9),
@@ -121,7 +122,7 @@ def draw_world(random: Random) -> World:
 
 
 class Clock:
-    """Events in the order of their times; what falls on one time happens in the order it was planned."""
+    """A queue of events in the order of their times; those at the same time happen in the order they were added."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -147,19 +148,19 @@ class Simulation:
         self.world = world = draw_world(self.random)
         self.clock = Clock()
         self.happened: Counter[str] = Counter(dict.fromkeys(HAPPENINGS, 0))
-        self.rig = Rig(
+        self.harness = Harness(
             world.limits,
             num_blocks=world.num_blocks,
             block_size=world.block_size,
             policy=world.policy,
             batching=world.batching,
-            memory=world.memory,
+            kv_allocation=world.kv_allocation,
             vocab_size=VOCAB_SIZE,
             enable_prefix_caching=world.enable_prefix_caching,
         )
-        self.busy_until_ms = 0.0  # the executor runs one step after the other
-        self.wakes_s = inf  # the earliest time at which it wakes up by itself
-        self.arrived_until_ms = 0.0  # and its stream keeps their order
+        self.busy_until_ms = 0.0  # the executor runs steps one after the other
+        self.wakes_s = inf  # the earliest scheduled wake-up
+        self.arrived_until_ms = 0.0  # results arrive in order
 
     def run(self) -> Counter[str]:
         self._attach()
@@ -172,8 +173,8 @@ class Simulation:
         if self.random.random() < 0.3:
             self.clock.at(self.random.uniform(0, 2 * arrives_ms), self._reset_prefix_cache)
         self.clock.run()
-        self.rig.clients.assert_served()
-        self.rig.assert_idle()
+        self.harness.clients.assert_served()
+        self.harness.assert_idle()
         self.happened.update(self._counted())
         return self.happened
 
@@ -182,7 +183,7 @@ class Simulation:
     def _draw_request(self, request_id: int) -> Request:
         random, world = self.random, self.world
         prompt = self._draw_prompt()
-        most_tokens = max(len(prompt) + 1, self.rig.scheduler.max_tokens_per_sequence + (random.random() < 0.05))
+        most_tokens = max(len(prompt) + 1, self.harness.scheduler.max_tokens_per_sequence + (random.random() < 0.05))
         can_end_early = random.random() < world.eos_share
         has_deadline = random.random() < world.deadline_share
         width = random.randint(2, 4) if random.random() < world.beam_share else 0
@@ -210,8 +211,8 @@ class Simulation:
         )
 
     def _draw_num_samples(self) -> int:
-        """Where runs are not shared, hardly anybody asks for more than one."""
-        choices = (1, 1, 2, 3) if self.world.memory is PAGED else (1,) * 9 + (2,)
+        """Returns 1 in most cases if runs are not shared: requests for more are refused."""
+        choices = (1, 1, 2, 3) if self.world.kv_allocation is PAGED else (1,) * 9 + (2,)
         return self.random.choice(choices)
 
     def _draw_beam(self, width: int) -> BeamParams:
@@ -219,15 +220,15 @@ class Simulation:
         return BeamParams(width, random.randint(1, width), random.choice((1.0, 0.0, 2.0)), random.random() < 0.5)
 
     def _draw_prompt(self) -> tuple[int, ...]:
-        """Often the head of one common text, and a tail of its own."""
+        """Returns a prompt: often the head of a common text, and a tail of its own."""
         head = COMMON_TEXT[: self.random.choice((0, 4, 8))]
         tail = [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, self.world.max_prompt_tokens))]
-        return (*head, *tail)[: self.rig.scheduler.max_tokens_per_sequence - 1]
+        return (*head, *tail)[: self.harness.scheduler.max_tokens_per_sequence - 1]
 
     def _arrive(self, request: Request) -> None:
-        self.rig.expire(self.clock.now_ms / 1000)
+        self.harness.expire(self.clock.now_ms / 1000)
         try:
-            self.rig.add(request)
+            self.harness.add(request)
         except CapacityExceeded:
             self.happened["refused: can never fit"] += 1
             return
@@ -242,27 +243,27 @@ class Simulation:
         self._wake()
 
     def _go_away(self, request_id: int) -> None:
-        """A client that wants no more of one sample or, more often, of all."""
-        keys = [key for key in self.rig.clients.open_keys(request_id) if self.rig.clients.received[key]]
+        """Stops one sample of a client or, more often, cancels its request."""
+        keys = [key for key in self.harness.clients.open_keys(request_id) if self.harness.clients.received[key]]
         if keys and self.random.random() < 0.4:
             self.happened["stopped"] += 1
-            self.rig.stop(*self.random.choice(keys))
+            self.harness.stop(*self.random.choice(keys))
         else:
-            self.happened["cancelled in flight" if self.rig.in_flight else "cancelled"] += 1
-            self.rig.cancel(request_id)
+            self.happened["cancelled in flight" if self.harness.in_flight else "cancelled"] += 1
+            self.harness.cancel(request_id)
         self._wake()
 
     def _reset_prefix_cache(self) -> None:
-        self.happened["forgotten blocks"] += self.rig.reset_prefix_cache()
+        self.happened["forgotten blocks"] += self.harness.reset_prefix_cache()
 
     # --- the engine loop --------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        self.rig.expire(self.clock.now_ms / 1000)
-        if self.rig.now_s >= self.wakes_s:
+        self.harness.expire(self.clock.now_ms / 1000)
+        if self.harness.now_s >= self.wakes_s:
             self.wakes_s = inf
-        while self.rig.schedule() is not None:
-            flight = self.rig.in_flight[-1]
+        while self.harness.schedule() is not None:
+            flight = self.harness.in_flight[-1]
             self.busy_until_ms = max(self.busy_until_ms, self.clock.now_ms) + self._around(self.world.step_ms)
             arrives_ms = self.busy_until_ms + self._around(self.world.network_ms)
             self.arrived_until_ms = max(self.arrived_until_ms, arrives_ms)
@@ -270,48 +271,48 @@ class Simulation:
         self._wake_when_due()
 
     def _wake_when_due(self) -> None:
-        """For a batch that is waited for; deadlines have events of their own."""
-        due_s = self.rig.scheduler.next_wake_s
+        """Adds a wake-up for a batch that waits to be full; deadlines have events of their own."""
+        due_s = self.harness.scheduler.next_wake_s
         if due_s is not None and due_s < self.wakes_s:
             self.wakes_s = due_s
             self.clock.at(1000 * due_s + 1e-6, self._wake)  # rounding must not make it early
 
     def _deliver(self, flight: Flight) -> None:
-        if flight not in self.rig.lost:
-            assert flight is self.rig.in_flight[0]
-            self.rig.commit()
+        if flight not in self.harness.lost:
+            assert flight is self.harness.in_flight[0]
+            self.harness.commit()
             self._wake()
         elif self.random.random() < self.world.late_share:
             self._deliver_late(flight)
 
     def _deliver_late(self, flight: Flight) -> None:
-        """I17: a result of a lost executor is refused, and nothing has changed."""
-        before = take_snapshot(self.rig.scheduler)
+        """Checks that a result of a lost executor is refused and changes nothing (I17)."""
+        before = take_snapshot(self.harness.scheduler)
         try:
-            self.rig.scheduler.commit(flight.result)
+            self.harness.scheduler.commit(flight.result)
         except ResultMismatch:
             self.happened["late results"] += 1
         else:
-            raise AssertionError(f"I17: a result of epoch {flight.plan.epoch} was taken in a later one")
-        assert take_snapshot(self.rig.scheduler) == before, "I17: a refused result left traces"
+            raise AssertionError(f"I17: a result of epoch {flight.plan.epoch} was accepted in a later one")
+        assert take_snapshot(self.harness.scheduler) == before, "I17: a refused result left traces"
 
     # --- executors --------------------------------------------------------------------------------------------
 
     def _crash(self) -> None:
-        if self.rig.executor is None:
+        if self.harness.executor is None:
             return
         self.happened["crashes"] += 1
-        self.rig.lose()
+        self.harness.lose()
         self.clock.after(self._around(self.world.outage_ms), self._attach)
 
     def _attach(self) -> None:
-        """The first executor, or one that replaces it: sometimes on a machine with less or more memory."""
+        """Attaches the first executor, or a replacement that sometimes has less or more memory."""
         num_blocks = self.world.num_blocks
-        if self.rig.scheduler.epoch and self.random.random() < 0.3:
+        if self.harness.scheduler.state.epoch and self.random.random() < 0.3:
             num_blocks = max(2, num_blocks + self.random.randint(-5, 2))
             self.happened["another pool"] += 1
         self.busy_until_ms = self.arrived_until_ms = self.clock.now_ms
-        self.rig.attach(num_blocks)
+        self.harness.attach(num_blocks)
         self._wake()
 
     # --- numbers ----------------------------------------------------------------------------------------------
@@ -320,7 +321,11 @@ class Simulation:
         return self.random.expovariate(1 / mean_ms)
 
     def _counted(self) -> dict[str, int]:
-        return asdict(self.rig.scheduler.counters) | asdict(self.rig.coverage) | self.rig.clients.count_ends()
+        return (
+            asdict(self.harness.scheduler.state.counters)
+            | asdict(self.harness.coverage)
+            | self.harness.clients.count_ends()
+        )
 
 
 def simulate(seed: int) -> Counter[str]:

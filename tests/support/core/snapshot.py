@@ -1,13 +1,14 @@
-"""A scheduler's state as a value, to see that something has changed nothing."""
+"""A snapshot of a scheduler, to check that a call has changed nothing."""
 
 from dataclasses import dataclass
 
 from scheduler.core import BlockMap, Scheduler, Sequence, block_map
+from scheduler.core.inspect.views import unfinished_sequences
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that the scheduler shows of itself: equal snapshots, unchanged scheduler."""
+    """The state of a scheduler as a value. Equal snapshots mean an unchanged scheduler."""
 
     block_map: BlockMap
     free_blocks: tuple[int, ...]
@@ -21,10 +22,12 @@ class Snapshot:
 def take_snapshot(scheduler: Scheduler) -> Snapshot:
     return Snapshot(
         block_map(scheduler),
-        tuple(scheduler.cache.pool.free_blocks()),
-        tuple(scheduler.waiting_sequences()),
+        tuple(scheduler.state.cache.pool.free_blocks()),
+        tuple(scheduler.state.waiting),
         scheduler.num_in_flight,
-        scheduler.num_free_slots,
-        scheduler.cache.num_reserved_blocks,
-        tuple((s.num_tokens, s.num_computed_tokens, s.num_planned_tokens) for s in scheduler.unfinished_sequences()),
+        scheduler.state.batch.num_free_slots,
+        scheduler.state.cache.num_reserved_blocks,
+        tuple(
+            (s.num_tokens, s.num_computed_tokens, s.num_planned_tokens) for s in unfinished_sequences(scheduler.state)
+        ),
     )

@@ -1,4 +1,4 @@
-"""How long a request may take at most, and what it may need at most: what liveness is held to."""
+"""The bounds that liveness is checked against: the most steps, preemptions and blocks of a request."""
 
 from dataclasses import dataclass, field
 
@@ -7,15 +7,15 @@ from scheduler.core import Request, Scheduler
 
 @dataclass(slots=True)
 class StepBound:
-    """I12: the number of plans in which every request that was added must have ended.
+    """The number of plans after which every request that was added must have ended (I12).
 
-    Every plan computes at least one token. A sequence needs the KV of max_total_tokens - 1 tokens, and computes it once
-    in each of its lives: the first, and one more after each preemption and each loss of the executor.
+    Every plan computes at least one token. A sequence needs the KV of max_total_tokens - 1 tokens. It computes it once,
+    and again after each preemption and each loss of the executor.
     """
 
     max_preemptions: int
     num_losses: int = 0
-    sizes: list[tuple[int, int]] = field(default_factory=list)  # (lives but for losses, tokens) of each sequence
+    sizes: list[tuple[int, int]] = field(default_factory=list)  # (1 + preemptions, tokens) of each sequence
 
     def add(self, request: Request) -> None:
         for index in range(request.num_sequences):
@@ -27,14 +27,14 @@ class StepBound:
 
 
 def most_preemptions(max_preemptions: int, index: int) -> int:
-    """I14: how often a sequence can be preempted. A forked sample is born without a guarantee, so once at least."""
+    """Returns how often a sequence can be preempted (I14); forked samples, which start unguaranteed, once at least."""
     return max_preemptions if index == 0 else max(1, max_preemptions)
 
 
 def most_blocks(request: Request, scheduler: Scheduler) -> int:
-    """Of a beam search, if its beams share nothing but the full blocks of the prompt; 0 for another request."""
+    """Returns the blocks of a beam search whose beams share only the full blocks of the prompt; 0 without beams."""
     if request.beam is None:
         return 0
-    size = scheduler.cache.block_size
+    size = scheduler.state.cache.block_size
     num_shared = len(request.prompt_token_ids) // size
     return num_shared + request.beam.width * (-(-(request.params.max_total_tokens - 1) // size) - num_shared)

@@ -1,23 +1,34 @@
-"""Runs a script of events and writes down what the scheduler does: plans, results, block tables, the pool.
+"""Runs a script of events and records what the scheduler does: plans, results, block tables, the pool.
 
-`golden/README.md` says how to read it. Tokens are letters, so that one can see where each of them lies.
+`golden/README.md` explains the format. Tokens are letters, so that a reader can see where each of them is.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from scheduler.core import BATCHING, MEMORY, POLICIES, BeamParams, Events, Limits, QuireError, Sequence, StepPlan
-from tests.support.core.letters import VOCAB_SIZE, make_request, to_text
-from tests.support.core.rig import Rig
+from scheduler.core import (
+    BATCHING,
+    KV_ALLOCATIONS,
+    POLICIES,
+    BeamParams,
+    Events,
+    QuireError,
+    SchedulerLimits,
+    Sequence,
+    StepPlan,
+)
+from scheduler.core.baselines.batching import batch_members
+from tests.support.core.harness import Harness
+from tests.support.core.letter_tokens import VOCAB_SIZE, make_request, to_text
 
 EMPTY, UNKNOWN, TIMES = "·", "?", "\N{MULTIPLICATION SIGN}"
 
 
 class Transcript:
-    """One scheduler from `start` on; `perform` takes a command line and returns what happened, as text."""
+    """One scheduler, created by `start`. `perform` takes a command line and returns what happened, as text."""
 
     def __init__(self) -> None:
-        self._rig: Rig | None = None
+        self._harness: Harness | None = None
         self._commands: dict[str, Callable[[list[str], dict[str, str]], Iterable[str]]] = {
             "start": self._start,
             "add": self._add,
@@ -33,7 +44,7 @@ class Transcript:
         }
 
     def perform(self, line: str) -> str:
-        """Raises KeyError for an unknown command or option. Errors of the scheduler are part of the transcript."""
+        """Performs a command. Raises KeyError for an unknown command or option; errors of the scheduler are output."""
         name, *words = line.split()
         options = dict(word.split("=", 1) for word in words if "=" in word)
         arguments = [word for word in words if "=" not in word]
@@ -43,22 +54,25 @@ class Transcript:
             return f"{type(error).__name__}: {error}"
 
     @property
-    def rig(self) -> Rig:
-        if self._rig is None:
+    def harness(self) -> Harness:
+        if self._harness is None:
             raise KeyError("a transcript begins with `start`")
-        return self._rig
+        return self._harness
 
     # --- commands ---------------------------------------------------------------------------------------------
 
     def _start(self, _: list[str], options: dict[str, str]) -> Iterator[str]:
-        """start blocks= block_size= seqs= budget= [in_flight=1] [max_preemptions=3] [policy=fcfs] [max_len=1000]
-        [batching=continuous] [timeout_s=] [memory=paged]"""
+        """Starts a scheduler and attaches an executor.
+
+        start blocks= block_size= seqs= budget= [in_flight=1] [max_preemptions=3] [policy=fcfs] [max_len=1000]
+              [batching=continuous] [timeout_s=] [memory=paged]
+        """
         num_usable_blocks, block_size = int(options.pop("blocks")), int(options.pop("block_size"))
         policy = POLICIES[options.pop("policy", "fcfs")]
         batching = BATCHING[options.pop("batching", "continuous")]
         batching = replace(batching, timeout_s=float(options.pop("timeout_s", batching.timeout_s)))
-        memory = MEMORY[options.pop("memory", "paged")]
-        limits = Limits(
+        kv_allocation = KV_ALLOCATIONS[options.pop("memory", "paged")]
+        limits = SchedulerLimits(
             max_num_seqs=int(options.pop("seqs")),
             max_num_batched_tokens=int(options.pop("budget")),
             max_model_len=int(options.pop("max_len", "1000")),
@@ -66,20 +80,23 @@ class Transcript:
             max_preemptions=int(options.pop("max_preemptions", "3")),
         )
         _refuse_leftovers(options)
-        self._rig = Rig(
+        self._harness = Harness(
             limits,
             num_blocks=num_usable_blocks + 1,
             block_size=block_size,
             policy=policy,
             batching=batching,
-            memory=memory,
+            kv_allocation=kv_allocation,
             vocab_size=VOCAB_SIZE,
         )
-        self._rig.attach()
+        self._harness.attach()
         yield from self._state()
 
     def _add(self, arguments: list[str], options: dict[str, str]) -> Iterator[str]:
-        """add ID prompt= max_tokens= [seeds=0,1] [eos=] [priority=] [salt=] [deadline_s=] [beams=WIDTH]"""
+        """Adds a request.
+
+        add ID prompt= max_tokens= [seeds=0,1] [eos=] [priority=] [salt=] [deadline_s=] [beams=WIDTH]
+        """
         width = int(options.pop("beams", "0"))
         deadline_s = options.pop("deadline_s", None)
         request = make_request(
@@ -94,30 +111,30 @@ class Transcript:
             beam=BeamParams(width, width) if width else None,
         )
         _refuse_leftovers(options)
-        self.rig.add(request)
+        self.harness.add(request)
         yield from self._state()
 
     def _cancel(self, arguments: list[str], _: dict[str, str]) -> Iterator[str]:
-        self.rig.cancel(int(arguments[0]))
+        self.harness.cancel(int(arguments[0]))
         yield from self._state()
 
     def _stop(self, arguments: list[str], _: dict[str, str]) -> Iterator[str]:
         request_id, index = arguments[0].split(".")
-        yield from _event_lines(self.rig.stop(int(request_id), int(index)))
+        yield from _event_lines(self.harness.stop(int(request_id), int(index)))
         yield from self._state()
 
     def _clock(self, arguments: list[str], _: dict[str, str]) -> Iterator[str]:
-        yield from _event_lines(self.rig.expire(float(arguments[0])))
+        yield from _event_lines(self.harness.expire(float(arguments[0])))
         yield from self._state()
 
     def _schedule(self, _: list[str], __: dict[str, str]) -> Iterator[str]:
-        plan = self.rig.schedule()
+        plan = self.harness.schedule()
         yield from ["no plan"] if plan is None else _plan_lines(plan)
         yield from self._state()
 
     def _commit(self, _: list[str], __: dict[str, str]) -> Iterator[str]:
-        yield f"result {self.rig.in_flight[0].plan.step_id}"
-        yield from _event_lines(self.rig.commit())
+        yield f"result {self.harness.in_flight[0].plan.step_id}"
+        yield from _event_lines(self.harness.commit())
         yield from self._state()
 
     def _step(self, arguments: list[str], options: dict[str, str]) -> Iterator[str]:
@@ -125,21 +142,21 @@ class Transcript:
         yield from self._commit(arguments, options)
 
     def _lose(self, _: list[str], __: dict[str, str]) -> Iterator[str]:
-        yield from _event_lines(self.rig.lose())
+        yield from _event_lines(self.harness.lose())
         yield from self._state()
 
     def _attach(self, arguments: list[str], _: dict[str, str]) -> Iterator[str]:
-        """attach [BLOCKS]"""
-        yield from _event_lines(self.rig.attach(int(arguments[0]) + 1 if arguments else None))
-        yield f"epoch {self.rig.scheduler.epoch}"
+        """Attaches an executor: attach [BLOCKS]."""
+        yield from _event_lines(self.harness.attach(int(arguments[0]) + 1 if arguments else None))
+        yield f"epoch {self.harness.scheduler.state.epoch}"
         yield from self._state()
 
     def _run(self, _: list[str], __: dict[str, str]) -> Iterator[str]:
-        """To the end; only the outcome is written down."""
-        num_steps = self.rig.scheduler.counters.num_steps
-        self.rig.run()
-        yield f"{self.rig.scheduler.counters.num_steps - num_steps} more plans"
-        clients = self.rig.clients
+        """Runs to the end and records only the outcome."""
+        num_steps = self.harness.scheduler.state.counters.num_steps
+        self.harness.run()
+        yield f"{self.harness.scheduler.state.counters.num_steps - num_steps} more plans"
+        clients = self.harness.clients
         for (request_id, index), token_ids in clients.received.items():
             reason = clients.ended[request_id, index].value
             found = " ".join(to_text(result.token_ids) for result in clients.beams.get(request_id, []))
@@ -149,36 +166,36 @@ class Transcript:
     # --- pictures ---------------------------------------------------------------------------------------------
 
     def _state(self) -> Iterator[str]:
-        scheduler = self.rig.scheduler
-        if members := scheduler.batch_members():
+        scheduler = self.harness.scheduler
+        if members := batch_members(scheduler.state):
             yield f"batch    {_spaced(members)}"
         if scheduler.num_waiting:
-            yield f"queue    {_spaced(map(_name, scheduler.waiting_sequences()))}"
-        for sequence in scheduler.running_sequences():
+            yield f"queue    {_spaced(map(_name, scheduler.state.waiting))}"
+        for sequence in scheduler.state.batch.running:
             seat = "leaving" if sequence.slot < 0 else f"slot {sequence.slot}"
             yield f"{_name(sequence):8} {seat:8} {self._draw_tokens(sequence)}"
-        if self.rig.in_flight and scheduler.limits.max_in_flight > 1:
-            yield f"plans    {_spaced(flight.plan.step_id for flight in self.rig.in_flight)} in flight"
+        if self.harness.in_flight and scheduler.state.limits.max_in_flight > 1:
+            yield f"plans    {_spaced(flight.plan.step_id for flight in self.harness.in_flight)} in flight"
         yield f"pool     {self._draw_pool()}"
 
     def _draw_tokens(self, sequence: Sequence) -> str:
-        """Block by block: capitals are computed, small letters are being computed; what remains stands behind."""
-        size = self.rig.scheduler.cache.block_size
+        """Draws the blocks: capitals are computed, small letters are being computed; unplanned tokens follow."""
+        size = self.harness.scheduler.state.cache.block_size
         known = to_text(sequence.token_ids)
         planned = known[: sequence.num_planned_tokens].ljust(sequence.num_planned_tokens, UNKNOWN)
         num_computed = sequence.num_computed_tokens
-        places = planned[:num_computed].upper() + planned[num_computed:]
+        token_slots = planned[:num_computed].upper() + planned[num_computed:]
         blocks = [
-            f"{block}[{places[i * size : (i + 1) * size].ljust(size, EMPTY)}]"
+            f"{block}[{token_slots[i * size : (i + 1) * size].ljust(size, EMPTY)}]"
             for i, block in enumerate(sequence.block_table)
         ]
         rest = known[sequence.num_planned_tokens :]
         return " ".join([*blocks, f"+ {rest}"] if rest else blocks)
 
     def _draw_pool(self) -> str:
-        scheduler = self.rig.scheduler
-        pool, index = scheduler.cache.pool, scheduler.cache.index
-        in_tables = {block for sequence in scheduler.running_sequences() for block in sequence.block_table}
+        scheduler = self.harness.scheduler
+        pool, index = scheduler.state.cache.pool, scheduler.state.cache.index
+        in_tables = {block for sequence in scheduler.state.batch.running for block in sequence.block_table}
         in_use = [block for block, num_refs in enumerate(pool.ref_counts) if num_refs]
         parts = {
             "in use": [f"{block}{TIMES}{pool.ref_counts[block]}".removesuffix(f"{TIMES}1") for block in in_use],
@@ -190,7 +207,7 @@ class Transcript:
 
 
 def _plan_lines(plan: StepPlan) -> Iterator[str]:
-    """In the order in which the executor applies it."""
+    """Yields the parts of a plan in the order in which the executor applies them."""
     yield f"plan {plan.step_id}: {_count(plan.num_tokens, 'token')} of {_count(plan.num_sequences, 'sequence')}"
     for slot in plan.retired_slots:
         yield f"  retire   slot {slot}"

@@ -12,8 +12,8 @@ from planning.server import Server
 from planning.simulation import Horizon, JobSource, Simulation
 from planning.summary import Summary, summarize
 from planning.workload import Job, ListedJobs, Source, Tenant
-from scheduler.core import Limits
-from scheduler.core.step_load import StepLoad
+from scheduler.core import SchedulerLimits
+from scheduler.core.inspect.step_load import StepLoad
 
 COST = FittedCost(
     overhead_s=5e-3,
@@ -23,7 +23,7 @@ COST = FittedCost(
     prefill_token_s=2e-5,
     prefill_pair_s=1e-10,
 )
-SERVER = Server(Limits(64, 2048, 4096), num_blocks=4000)
+SERVER = Server(SchedulerLimits(64, 2048, 4096), num_blocks=4000)
 SMALL = Lengths("short", 40.0, 30.0, 0.7, 200)
 
 

@@ -11,9 +11,9 @@ from scheduler.core import (
     CapacityExceeded,
     FinishReason,
     KVUsage,
-    Limits,
     Request,
     Scheduler,
+    SchedulerLimits,
     SequenceView,
     TokenLogprobs,
     Unavailable,
@@ -105,7 +105,7 @@ class FakeEngine:
         self.num_cancels = 0
         self.trouble = ""
         self.oldest_waiting_s = 0.0
-        limits = Limits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
+        limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
         self.core: Scheduler | None = Scheduler(limits, num_blocks=4, block_size=16) if model else None
 
     # --- the engine's interface ---------------------------------------------------------------------------------

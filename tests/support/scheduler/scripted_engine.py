@@ -147,9 +147,9 @@ class ScriptedEngine:
 
     async def lose_executor(self) -> None:
         """Loses the executor, and returns when the engine has connected to it again."""
-        epoch = self.engine.core.epoch if self.engine.core else 0
+        epoch = self.engine.core.state.epoch if self.engine.core else 0
         self.client.lose()
-        await until(lambda: self.engine.core is not None and self.engine.core.epoch != epoch)
+        await until(lambda: self.engine.core is not None and self.engine.core.state.epoch != epoch)
         await self.quiet()
 
     def added(self) -> Counts:

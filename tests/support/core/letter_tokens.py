@@ -1,4 +1,4 @@
-"""Tokens as letters: a is 0, b is 1, … z is 25. So that a test, and a reader, can see a prompt."""
+"""Tokens as letters, which makes prompts readable: a is 0, b is 1, … z is 25."""
 
 from collections.abc import Iterable, Sequence
 
@@ -29,7 +29,7 @@ def make_request(
     beam: BeamParams | None = None,
     is_open_ended: bool = False,
 ) -> Request:
-    """`max_tokens` bounds the output, as a client says it; `eos` are the letters that end a sequence."""
+    """Returns a request. `max_tokens` bounds the output; `eos` has the letters that end a sequence."""
     return Request(
         request_id,
         to_ids(prompt),
@@ -44,5 +44,5 @@ def make_request(
 
 
 def make_sequence(prompt: str, *, salt: bytes = b"") -> CoreSequence:
-    """A sequence as it stands in the waiting queue."""
+    """Returns a sequence as it is in the waiting queue."""
     return CoreSequence(make_request(1, prompt, 100, salt=salt), index=0, arrival=1)

@@ -1,101 +1,104 @@
-"""The core's books: who waits, who runs, who holds what, what is in flight.
+"""The state of the scheduler: which requests wait, which run, what each holds, and which plans are in flight.
 
-    planner.py     decides the next step     ┐
-    committer.py   takes in a result         ├─ write what they decided here
-    scheduler.py   requests, executors       ┘
+    admission.py   decides which request enters the batch   ┐
+    planning.py    plans the next step                      ├─ change the state through the methods below
+    commit.py      takes in a result                        │
+    scheduler.py   adds and ends requests                   ┘
 
-Every change of a sequence's state is one method, and leaves the books balanced (docs/invariants.md).
+Every change of a sequence's state is one method, and leaves the state balanced (docs/invariants.md).
 """
 
-from __future__ import annotations
-
 from collections import deque
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import inf
 
 from scheduler.core.active_request import ActiveRequest
-from scheduler.core.batch import Batch
 from scheduler.core.beam_group import BeamGroup
-from scheduler.core.cohort import Cohort
 from scheduler.core.deadlines import Deadlines
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.kv_cache import KVCache
+from scheduler.core.limits import SchedulerLimits
+from scheduler.core.policy import Policy
+from scheduler.core.request import Request
+from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import FinishReason, Sequence, State
-from scheduler.core.stats import Counters
-from scheduler.core.waiting_queue import WaitingQueue
-
-if TYPE_CHECKING:
-    from scheduler.core.batching import Batching
-    from scheduler.core.draft import Step
-    from scheduler.core.limits import Limits
-    from scheduler.core.memory import Memory
-    from scheduler.core.policy import Policy
-    from scheduler.core.request import Request
+from scheduler.core.step import Step
+from scheduler.core.waiting_queue import AdmissionQueue, WaitingQueue
 
 Ends = list[tuple[Sequence, FinishReason]]
 
 
-class Books:
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start. Each is counted where the event happens."""
+
+    num_steps: int = 0
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    num_preempted_tokens: int = 0  # computed and thrown away
+    num_cow_copies: int = 0
+    num_prefix_queried_tokens: int = 0  # prompt tokens, at first admission
+    num_prefix_hit_tokens: int = 0  # those of them that were found in the prefix cache
+
+
+class SchedulerState:
+    """All that the scheduler knows.
+
+    epoch    counts executors
+    step_id  that of the newest plan in this epoch; 0 before the first
+    now_s    the latest time that the scheduler was told
+    """
+
     def __init__(
         self,
-        limits: Limits,
+        limits: SchedulerLimits,
         policy: Policy,
-        batching: Batching,
-        memory: Memory,
-        *,
+        build_queue: Callable[["SchedulerState"], AdmissionQueue],
+        build_cache: Callable[[int], KVCache],
         num_blocks: int,
-        block_size: int,
-        model_name: str,
-        enable_prefix_caching: bool,
+        vocab_size: int,
     ) -> None:
         self.limits = limits
         self.policy = policy
-        self.batching = batching
-        self.memory = memory
+        self.vocab_size = vocab_size
         self.counters = Counters()
         self.requests: dict[int, ActiveRequest] = {}
         self.deadlines = Deadlines(self.requests)
-        self.waiting = WaitingQueue(policy)
-        self.cohort = Cohort(batching, policy, self.waiting, self.requests, limits.max_num_seqs)
-        self._block_size = block_size
-        self._model_name = model_name
-        self._enable_prefix_caching = enable_prefix_caching
+        self.now_s = -inf
+        self.waiting: WaitingQueue = WaitingQueue(policy)
+        self.admission_queue = build_queue(self)
+        self._build_cache = build_cache
         self._num_arrivals = 0
         self.start_epoch(0, num_blocks)
 
     def start_epoch(self, epoch: int, num_blocks: int) -> None:
-        """An empty pool, and nobody in the batch. Who ran before has been sent back to wait."""
+        """Starts with an empty pool and an empty batch. Sequences that ran before have returned to the queue."""
         self.epoch = epoch
         self.step_id = 0
-        self.cache = KVCache(
-            num_blocks,
-            self._block_size,
-            self._model_name,
-            enable_prefix_caching=self._enable_prefix_caching,
-            memory=self.memory,
-            max_model_len=self.limits.max_model_len,
-        )
-        growth_ratio = 0.0 if self.memory.is_contiguous else self.limits.watermark_ratio
-        self.num_watermark_blocks = int(growth_ratio * num_blocks)
-        self.in_flight: deque[Step] = deque()
-        self.batch = Batch(self.limits.max_num_seqs)
+        self.cache = self._build_cache(num_blocks)
+        self.in_flight = deque[Step]()
+        self.batch = RunningBatch(self.limits.max_num_seqs)
 
     def active(self, sequence: Sequence) -> ActiveRequest:
         return self.requests[sequence.request.request_id]
 
     # --- into the queue, into the batch -----------------------------------------------------------------------
 
+    def advance_clock(self, now_s: float) -> None:
+        self.now_s = max(self.now_s, now_s)
+
     def add(self, request: Request) -> None:
         self._num_arrivals += 1
         sequence = Sequence(request, index=0, arrival=self._num_arrivals)
         group = BeamGroup(sequence, request.beam) if request.beam else None
-        active = ActiveRequest(request, [sequence], group=group, arrival_s=self.cohort.now_s)
+        active = ActiveRequest(request, [sequence], group=group, arrival_s=self.now_s)
         self.requests[request.request_id] = active
-        self._queue(sequence)
+        self._enqueue(sequence)
         self.deadlines.add(request)
 
     def admit(self, sequence: Sequence, prefix: list[int]) -> None:
-        """From the queue into the batch: a slot, slots for all that will be born of it, and the blocks of `prefix`."""
+        """Moves a sequence into the batch, with the blocks of `prefix` and slots for itself and its later samples."""
         active = self.active(sequence)
         self.waiting.remove(sequence)
         self.cache.adopt(sequence, prefix)
@@ -105,7 +108,7 @@ class Books:
         sequence.become(State.RUNNING)
 
     def fork(self, parent: Sequence) -> Sequence:
-        """The next sample of a request: shares every block of the first."""
+        """Creates the next sample of a request; it shares every block of the first."""
         active = self.active(parent)
         child = Sequence(parent.request, index=len(active.sequences), arrival=parent.arrival)
         self.cache.fork(parent, child)
@@ -115,37 +118,38 @@ class Books:
         self.batch.enter(child, active.child_slots.pop(0))
         return child
 
-    def tell_time(self, now_s: float) -> None:
-        self.cohort.now_s = max(self.cohort.now_s, now_s)
-
-    def _queue(self, sequence: Sequence) -> None:
-        sequence.queued_s = self.cohort.now_s
+    def _enqueue(self, sequence: Sequence) -> None:
+        sequence.queued_s = self.now_s
         self.waiting.add(sequence)
 
     # --- back into the queue ----------------------------------------------------------------------------------
 
     def preempt(self, victim: Sequence) -> None:
-        """Takes everything from a running sequence, or all beams of its group; it is computed again later. No plan is
-        in flight."""
+        """Takes everything from a running sequence, or from all beams of its group, to compute it again later.
+
+        Raises InvariantViolation if a plan is in flight.
+        """
         if self.in_flight:
             raise InvariantViolation("preemption while plans are in flight")
         sequence = victim.leader
         self.counters.num_preemptions += 1
-        self.counters.num_preempted_tokens += self._give_all_back(sequence)
+        self.counters.num_preempted_tokens += self._release_everything(sequence)
         sequence.num_preemptions += 1
         sequence.become(State.PREEMPTED)
-        self._queue(sequence)
+        self._enqueue(sequence)
 
     def lose_executor(self) -> Ends:
-        """What ran waits again, tokens kept. Returns the sequences given up because executor after executor was lost
-        under them."""
+        """Returns running sequences to the queue, tokens kept.
+
+        Returns the sequences that are given up because executor after executor was lost while they ran.
+        """
         ends: Ends = []
         self.in_flight.clear()
         for sequence in dict.fromkeys(running.leader for running in self.batch.running):
-            self._give_all_back(sequence)
+            self._release_everything(sequence)
             sequence.count_loss()
             sequence.become(State.WAITING)
-            self._queue(sequence)
+            self._enqueue(sequence)
             if sequence.num_losses > self.limits.max_losses:
                 self.finish(sequence, FinishReason.ERROR)
                 ends.append((sequence, FinishReason.ERROR))
@@ -153,8 +157,7 @@ class Books:
         return ends
 
     def narrow(self, active: ActiveRequest, max_total_tokens: int) -> Ends:
-        """A request that waits may reach no more than so many tokens. Returns the sequences that have got so far, and
-        as far as they have to: they have ended."""
+        """Lowers the bound of a waiting request. Returns its sequences that have reached it, which are ended."""
         params = replace(active.request.params, max_total_tokens=max_total_tokens)
         active.request = replace(active.request, params=params)
         num_enough = max(max_total_tokens, params.min_total_tokens)
@@ -170,8 +173,8 @@ class Books:
             active.group.restart()
         return ends
 
-    def _give_all_back(self, sequence: Sequence) -> int:
-        """Slots, blocks and promises; its tokens stay, beams do not. Returns the computed tokens that are lost."""
+    def _release_everything(self, sequence: Sequence) -> int:
+        """Releases slots, blocks, reservations and beams, but not tokens. Returns the computed tokens that are lost."""
         num_lost = 0
         active = self.active(sequence)
         for holder in active.holders(sequence):
@@ -187,7 +190,7 @@ class Books:
     # --- ends -------------------------------------------------------------------------------------------------
 
     def end_request(self, request_id: int, reason: FinishReason) -> Ends:
-        """In whatever state it is. One that has ended already is no error."""
+        """Ends a request in any state, and returns its sequences. One that has ended already is no error."""
         active = self.requests.get(request_id)
         unfinished = [s for s in active.sequences if not s.is_finished] if active else []
         for sequence in unfinished:
@@ -212,14 +215,17 @@ class Books:
             del self.requests[sequence.request.request_id]
 
     def drop_beams(self, active: ActiveRequest, dropped: list[Sequence]) -> None:
-        """Nobody continues these. What they held is free at once: a group waits for its results, so no plan in flight
-        reads or writes it. Their slots stay with the group, and so does the promise of a block for each."""
+        """Ends beams that have no continuation; their slots and reserved blocks stay with the group.
+
+        Their blocks are free at once: a group waits for its results, so no plan in flight reads or writes them.
+        """
         for beam in dropped:
             active.child_slots.append(self.batch.vacate(beam))
             self.cache.release(beam.block_table)
             beam.state = State.FINISHED
-            if beam.is_guaranteed and beam.num_planned_tokens % self._block_size:
-                self.cache.reserve(beam.leader, 1)  # the last block was its own: a child of another beam will copy one
+            if beam.is_guaranteed and beam.num_planned_tokens % self.cache.block_size:
+                # The last block was the beam's own; a child of another beam will copy one in its place.
+                self.cache.reserve(beam.leader, 1)
 
     def _forget_beams(self, group: BeamGroup) -> None:
         if group in self.batch.decided:
@@ -227,7 +233,7 @@ class Books:
         group.restart()
 
     def _drop_from_batch(self, sequence: Sequence) -> None:
-        """Out of the running set and its slot; what it holds in blocks is the caller's to release."""
+        """Removes a sequence from the batch and frees its slots. The caller releases its blocks."""
         self.batch.drop(sequence)
         self.cache.cancel_reservation(sequence.leader)
         active = self.active(sequence)
@@ -236,7 +242,7 @@ class Books:
         active.child_slots = []
 
     def _release_after_flight(self, block_table: list[int]) -> None:
-        """Plans in flight still write to these blocks, or copy from them: they stay taken until the newest is in."""
+        """Releases blocks once the newest plan in flight is committed: until then plans may write or copy them."""
         if self.in_flight:
             self.in_flight[-1].releases.append(block_table)
         else:

@@ -1,34 +1,30 @@
-"""The running batch: who has which slot, and what each is about to do."""
-
-from __future__ import annotations
+"""The running batch: which sequence has which slot, and what each is about to do."""
 
 from bisect import bisect_left, insort
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from scheduler.core.beam_group import BeamGroup
-    from scheduler.core.sequence import Sequence
+from scheduler.core.beam_group import BeamGroup
+from scheduler.core.sequence import Sequence
 
 
-class Batch:
+class RunningBatch:
     """The sequences that hold blocks:
 
         running = prefilling (lack more than one token) + decoding (lack one) + ending (lack only a result) + beams
 
-    A slot is a seat in the executor's batch. The lowest free one is given out first, so that slots stay dense.
-    An ending sequence has given its slot up already: the plan that carries its last row is out. Beams are planned
-    once they are decided, and then wait for candidates.
+    A slot is a seat in the executor's batch. The lowest free slot is taken first, so that slots stay dense. An ending
+    sequence has already given up its slot, because the plan with its last row is in flight. Beams are planned once
+    they have been decided; then they wait for candidates.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         self.running: dict[Sequence, None] = {}  # an ordered set
         self.prefilling: list[Sequence] = []  # in order of admission
         self.decoding: list[Sequence] = []  # by slot
-        self.joined: list[Sequence] = []  # decode since the last plan: the executor may have to hear of it
-        self.decided: list[BeamGroup] = []  # whose beams have each a token to compute
-        self.num_reporting = 0  # running ones whose tokens come with log-probabilities
-        self.retired_slots: list[int] = []  # the executor will hear of it with the next plan
+        self.joined: list[Sequence] = []  # decoding since the last plan; their row count may have to be sent
+        self.decided = list[BeamGroup]()  # each beam of these groups has a token to compute
+        self.num_reporting = 0  # running sequences that asked for log-probabilities
+        self.retired_slots: list[int] = []  # sent with the next plan
         self._free_slots = list(range(max_num_seqs))  # a heap
 
     @property
@@ -39,7 +35,7 @@ class Batch:
         return heappop(self._free_slots)
 
     def return_slot(self, slot: int) -> None:
-        """A slot that the executor never saw filled."""
+        """Frees a slot that the executor never saw filled."""
         heappush(self._free_slots, slot)
 
     def enter(self, sequence: Sequence, slot: int) -> None:
@@ -52,7 +48,7 @@ class Batch:
         self.joined.append(sequence)
 
     def retire(self, sequence: Sequence) -> None:
-        """Gives the slot up. The executor hears of it with the next plan, before anybody else can take the slot."""
+        """Gives up a sequence's slot. The next plan tells the executor before it fills the slot again."""
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
         elif not sequence.is_beam:
@@ -62,18 +58,18 @@ class Batch:
         sequence.slot = -1
 
     def replace(self, sequence: Sequence, heir: Sequence) -> None:
-        """The heir has taken over the slot."""
+        """Replaces a sequence by the heir that has taken over its slot."""
         del self.running[sequence]
         self.running[heir] = None
 
     def vacate(self, sequence: Sequence) -> int:
-        """Out of the batch; the executor hears of it with the next plan, the slot stays held. Returns it."""
+        """Removes a sequence but keeps its slot held; the next plan retires it. Returns the slot."""
         del self.running[sequence]
         self.retired_slots.append(sequence.slot)
         return sequence.slot
 
     def drop(self, sequence: Sequence) -> None:
-        """Out of the batch, slot and all."""
+        """Removes a sequence and gives up its slot."""
         del self.running[sequence]
         self.num_reporting -= sequence.params.num_logprobs > 0
         if sequence.slot >= 0:

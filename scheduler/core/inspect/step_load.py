@@ -1,7 +1,7 @@
-"""What a step asks of the executor, in a few numbers: enough to say what it costs, whatever the batch.
+"""The load of a step in a few numbers: enough to predict its cost for any batch.
 
-A plan is a difference to the one before it. Who follows the stream of plans knows each slot's context, as the executor
-does; who follows it in sums pays for what changes, not for everybody who decodes.
+A plan is a difference to the one before it. `LoadTracker` follows the stream of plans, so it knows each slot's context,
+as the executor does. It keeps sums, so a plan costs time in what it changes, not in the sequences that decode.
 """
 
 from dataclasses import dataclass
@@ -11,15 +11,17 @@ from scheduler.core.plan import Admission, StepPlan
 
 
 class StepLoad(NamedTuple):
-    """One step. A *pair* is a token that is computed and a token that it attends to, itself included: what attention
-    reads (for decodes) or multiplies (for prefills) is in proportion to pairs.
+    """The load of one step.
+
+    A *pair* is a token that is computed and a token that it attends to, itself included. The bytes that attention reads
+    for decodes, and its multiplications for prefills, are proportional to pairs.
 
     num_decodes         sequences that compute the one token they sampled last
     num_decode_pairs    sum of their contexts
     num_prefills        sequences that compute known tokens
-    num_prefill_tokens  theirs together
-    num_prefill_pairs   sum over these tokens of what each attends to
-    num_sampled         tokens that come of it; beams sample none
+    num_prefill_tokens  tokens that they compute
+    num_prefill_pairs   sum over these tokens of the tokens that each attends to
+    num_sampled         tokens that are sampled; beams sample none
     """
 
     num_decodes: int
@@ -36,7 +38,7 @@ class StepLoad(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """Of a sequence that does not decode: it computes known tokens, or is a beam, which computes when it branches."""
+    """A slot whose sequence does not decode: it computes known tokens, or is a beam."""
 
     num_computed_tokens: int
     num_known_tokens: int
@@ -45,17 +47,17 @@ class _Slot:
 
 
 class LoadTracker:
-    """Follows the plans of one epoch. Costs time in what a plan changes."""
+    """Follows the plans of one epoch."""
 
     def __init__(self) -> None:
-        self.num_decodes = 0  # of the next plan, if it changes nothing
-        self.num_decode_context = 0  # computed tokens of these, together
+        self.num_decodes = 0  # those of the next plan, if it changes nothing
+        self.num_decode_context = 0  # sum of their computed tokens
         self._num_steps = 0
-        self._decodes: dict[int, int] = {}  # slot → computed tokens less the steps so far: a number that stays
+        self._decodes: dict[int, int] = {}  # slot → computed tokens minus steps so far, which stays constant
         self._others: dict[int, _Slot] = {}
 
     def follow(self, plan: StepPlan) -> StepLoad:
-        """The load of the next plan of the stream."""
+        """Returns the load of the next plan of the stream."""
         for slot in plan.retired_slots:
             self._leave(slot)
         for admission in plan.admissions:
@@ -79,16 +81,16 @@ class LoadTracker:
 
     @property
     def num_slots(self) -> int:
-        """Slots that are taken, as far as plans have told."""
+        """Number of slots that are taken, as far as plans have told."""
         return len(self._decodes) + len(self._others)
 
     def skip(self, num_steps: int) -> None:
-        """So many plans that change nothing: everybody who decodes went on."""
+        """Follows `num_steps` plans that change nothing: each decoding sequence goes on."""
         self._num_steps += num_steps
         self.num_decode_context += num_steps * self.num_decodes
 
     def _prefill(self) -> tuple[int, int, int, int]:
-        """Sequences, tokens, pairs, and how many of the sequences sample because nothing is left."""
+        """Returns the numbers of sequences, tokens, pairs, and sequences that sample because no known token is left."""
         num_prefills = num_tokens = num_pairs = num_sampled = 0
         for number, slot in list(self._others.items()):
             num_row_tokens = slot.num_row_tokens
@@ -100,7 +102,7 @@ class LoadTracker:
             slot.num_computed_tokens += num_row_tokens
             if slot.num_computed_tokens >= slot.num_known_tokens and not slot.is_beam:
                 num_sampled += 1
-                if num_row_tokens == 1:  # and goes on so: no plan will say it
+                if num_row_tokens == 1:  # it decodes from now on, and no plan will say so
                     self._join(number, self._leave(number))
         return num_prefills, num_tokens, num_pairs, num_sampled
 
@@ -119,7 +121,7 @@ class LoadTracker:
             slot.num_row_tokens = num_tokens
 
     def _branch(self, branches: list[int]) -> tuple[int, int]:
-        """Beams go on from their parents as these stood, a token each. Returns their number and their pairs."""
+        """Continues the contexts of parents by one token each; returns the number of beams and their pairs."""
         placed = [(branches[i], self._context(branches[i + 1]) + 1) for i in range(0, len(branches), 3)]
         for number, num_computed in placed:
             self._leave(number)
@@ -137,7 +139,7 @@ class LoadTracker:
         self.num_decode_context += num_computed
 
     def _leave(self, number: int) -> int:
-        """Returns its computed tokens. A slot that nobody has had yet is no error."""
+        """Empties a slot and returns its computed tokens. A slot that was never filled is no error."""
         if number in self._decodes:
             num_computed = self._decodes.pop(number) + self._num_steps
             self.num_decodes -= 1

@@ -1,0 +1,86 @@
+"""Decides whether the next waiting sequence may enter the batch: slots, blocks, budget, and the neighbours it has.
+
+The admission queue says which sequence is next. No sequence overtakes it: if it cannot enter, none does.
+"""
+
+from scheduler.core.sequence import Sequence
+from scheduler.core.state import SchedulerState
+from scheduler.core.step import StepBuilder
+
+
+def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence, list[int]] | None:
+    """Returns the next sequence, with the blocks that its prompt shares, if slots, blocks and budget suffice."""
+    sequence = state.admission_queue.first() if builder.budget > 0 else None
+    if sequence is None:
+        return None
+    num_unborn = state.active(sequence).num_unborn
+    if state.batch.num_free_slots <= num_unborn or not _may_run_beside_others(state, sequence):
+        return None
+    prefix = state.cache.find_prefix(sequence)
+    if _awaits_prefix(state, builder, sequence, prefix):
+        return None
+    return (sequence, prefix) if _has_room(state, sequence, prefix) else None
+
+
+def admit(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> None:
+    """Moves a sequence into the batch. One that was preempted too often gets its worst case reserved."""
+    state.admit(sequence, prefix)
+    if _needs_guarantee(state, sequence):
+        sequence.is_guaranteed = True
+        num_missing = _num_worst_case_blocks(state, sequence) - len(sequence.block_table)
+        state.cache.reserve(sequence, max(0, num_missing))
+
+
+def _may_run_beside_others(state: SchedulerState, sequence: Sequence) -> bool:
+    """Returns False for a suspect beside others: it runs alone until it has shown that it does not kill executors."""
+    running = state.batch.running
+    if sequence.is_suspect:
+        return not running
+    return not any(other.is_suspect for other in running)
+
+
+def _awaits_prefix(state: SchedulerState, builder: StepBuilder, sequence: Sequence, prefix: list[int]) -> bool:
+    """Returns whether the next block of the prompt is being computed, by this plan or one in flight.
+
+    If so, the block can be shared once the result arrives. Only plans that are out count, so the wait is short.
+    """
+    cache, num_found = state.cache, len(prefix)
+    if not cache.reads_prefixes(sequence) or num_found >= len(sequence.digests):
+        return False
+    digest = sequence.digests[num_found]
+    return any(
+        cache.is_computing(other, num_found, digest)
+        for step in (builder.step, *state.in_flight)
+        for other in step.prefills
+        if not other.is_finished
+    )
+
+
+def _has_room(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> bool:
+    """Returns whether there are blocks for all tokens the sequence has now, beside what running prompts still need.
+
+    A sequence that was preempted too often needs blocks for all tokens it can ever have.
+    """
+    num_promised = _num_worst_case_blocks(state, sequence) if _needs_guarantee(state, sequence) else 0
+    num_needed = state.cache.num_blocks_to_admit(sequence, prefix, num_promised)
+    num_needed += sum(state.cache.num_blocks_to_prefill(other) for other in state.batch.prefilling)
+    if state.batch.running:
+        num_needed += state.cache.num_watermark_blocks
+    return state.cache.can_admit(sequence, num_needed)
+
+
+def _needs_guarantee(state: SchedulerState, sequence: Sequence) -> bool:
+    """Returns whether the sequence was preempted as often as it may be, and now needs all its blocks reserved."""
+    return sequence.num_preemptions >= state.limits.max_preemptions
+
+
+def _num_worst_case_blocks(state: SchedulerState, sequence: Sequence) -> int:
+    """Returns the most blocks that this sequence, or its beams, can hold.
+
+    Samples will share the last block and copy it, which takes one block more.
+    """
+    active, cache = state.active(sequence), state.cache
+    if active.group:
+        return active.group.num_worst_case_blocks(cache)
+    num_blocks = cache.num_blocks_for(sequence.params.max_total_tokens - 1) + (active.num_unborn > 0)
+    return min(num_blocks, cache.pool.num_usable_blocks)

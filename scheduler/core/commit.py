@@ -1,0 +1,133 @@
+"""Commits the result of a plan: tokens, beams, ends, and the blocks that only this plan still held."""
+
+from scheduler.core import reports
+from scheduler.core.active_request import ActiveRequest
+from scheduler.core.beam import Candidates
+from scheduler.core.errors import InvariantViolation, ResultMismatch
+from scheduler.core.plan import Events, StepResult
+from scheduler.core.sequence import FinishReason, Sequence, State
+from scheduler.core.state import SchedulerState
+from scheduler.core.step import Step
+
+BeamCandidates = dict[Sequence, Candidates]
+
+
+def commit(state: SchedulerState, result: StepResult) -> Events:
+    """Commits the result of the oldest plan in flight. Raises ResultMismatch, changing nothing, for any other."""
+    step = _check_result(state, result)
+    state.in_flight.popleft()
+    events = Events()
+    for sequence, num_cached in step.admitted:
+        _note_start(state, sequence, num_cached, events)
+    _commit_prefills(state, step)
+    _append_tokens(state, step, result, events)
+    if result.logprobs is not None:
+        reports.add_logprobs(step, result.logprobs, events)
+    if result.prompt_logprobs is not None:
+        reports.add_prompt_logprobs(step, result.prompt_logprobs, events)
+    if result.candidates is not None:
+        _commit_beams(state, step, reports.candidates_by_beam(step, result.candidates), events)
+    _end_sequences(state, step, result, events)
+    for block_table in step.releases:
+        state.cache.release(block_table)
+    return events
+
+
+def _check_result(state: SchedulerState, result: StepResult) -> Step:
+    if not state.in_flight:
+        raise ResultMismatch(f"result of step {result.step_id}, but no plan is in flight")
+    step = state.in_flight[0]
+    if (result.epoch, result.step_id) != (state.epoch, step.step_id):
+        raise ResultMismatch(
+            f"result of step {result.step_id} of epoch {result.epoch}, "
+            f"but step {step.step_id} of epoch {state.epoch} is next"
+        )
+    reports.check_counts(step, result)
+    reports.check_reports(step, result)
+    reports.check_token_ids(result, state.vocab_size)
+    return step
+
+
+def _note_start(state: SchedulerState, sequence: Sequence, num_cached: int, events: Events) -> None:
+    """Counts a client's prompt tokens as cached or not at its first admission: a recompute is not a hit."""
+    if sequence.index > 0 or sequence.num_cached_tokens is not None or sequence.is_finished:
+        return
+    sequence.num_cached_tokens = num_cached
+    state.counters.num_prefix_queried_tokens += sequence.num_prompt_tokens
+    state.counters.num_prefix_hit_tokens += num_cached
+    events.started.append(sequence)
+
+
+def _commit_prefills(state: SchedulerState, step: Step) -> None:
+    for sequence, num_tokens in step.prefills.items():
+        if not sequence.is_finished:
+            sequence.num_computed_tokens += num_tokens
+            if sequence.num_computed_tokens >= sequence.publish_at:
+                state.cache.publish(sequence)
+
+
+def _append_tokens(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
+    for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
+        if sequence.state is State.FINISHED:
+            continue  # overrun: it ended after this step was planned
+        token_ids = sequence.token_ids
+        sequence.num_computed_tokens = num_computed = len(token_ids)
+        token_ids.append(token_id)
+        if num_computed >= sequence.publish_at:
+            state.cache.publish(sequence)
+        events.sequences.append(sequence)
+        events.token_ids.append(token_id)
+    state.counters.num_generated_tokens += len(events.token_ids)
+
+
+# --- beams ----------------------------------------------------------------------------------------------------
+
+
+def _commit_beams(state: SchedulerState, step: Step, candidates: BeamCandidates, events: Events) -> None:
+    """Continues each group that reported with the beams it decides on, or ends it."""
+    for beam in step.beams:
+        if beam.is_finished:
+            continue  # overrun: its request ended after this step was planned
+        beam.num_computed_tokens = beam.num_planned_tokens
+        if beam.num_computed_tokens >= beam.publish_at:
+            state.cache.publish(beam)
+    for leader in dict.fromkeys(beam.leader for beam in step.beams if not beam.is_finished):
+        leader.show_progress()
+        _decide_beams(state, state.active(leader), candidates, events)
+
+
+def _decide_beams(state: SchedulerState, active: ActiveRequest, candidates: BeamCandidates, events: Events) -> None:
+    group = active.group
+    if group is None:
+        raise InvariantViolation(f"request {active.request.request_id} reported candidates, and is no beam search")
+    leader = group.leader
+    is_first = not group.beams
+    dropped = group.decide(candidates)
+    if is_first:
+        state.batch.replace(leader, group.beams[0])
+    if group.branches:
+        state.drop_beams(active, dropped)
+        state.batch.decided.append(group)
+        return
+    results = group.search.results()
+    state.counters.num_generated_tokens += sum(len(result.token_ids) for result in results)
+    state.finish(leader, results[0].reason)
+    events.beams.append((leader, results))
+
+
+# --- ends -----------------------------------------------------------------------------------------------------
+
+
+def _end_sequences(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
+    if result.end_reasons is not None:
+        for sequence, reason in zip(step.sampled, result.end_reasons, strict=True):
+            if reason is not None:
+                _end(state, sequence, reason, events)
+    for sequence in step.ending:
+        _end(state, sequence, FinishReason.LENGTH, events)
+
+
+def _end(state: SchedulerState, sequence: Sequence, reason: FinishReason, events: Events) -> None:
+    if not sequence.is_finished:
+        state.finish(sequence, reason)
+        events.finished.append((sequence, reason))

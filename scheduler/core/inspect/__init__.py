@@ -1,0 +1,1 @@
+"""Views of the scheduler core: block maps, invariants, step loads, and the leap of simulators."""

@@ -1,0 +1,186 @@
+"""Plans the next step: one pass after the other over the state, into a StepBuilder.
+
+The batch is rebuilt at every step (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative
+Models", OSDI 2022), under a budget of tokens. Sequences that lack one token (decodes) come first, then admitted ones
+that lack more (prefills, in chunks if need be), then the head of the waiting queue. So long prompts never hold up
+decodes. Nor do they hold up other prompts: of what decodes leave, a partly computed prompt has half, and newcomers
+have the rest.
+
+No sequence is preempted while plans are in flight: a short pool first waits for their results, which may end sequences.
+"""
+
+from scheduler.core.admission import admit, next_to_admit
+from scheduler.core.errors import InvariantViolation
+from scheduler.core.kv_cache import Allocation
+from scheduler.core.plan import Admission, Fork, StepPlan
+from scheduler.core.sequence import Sequence
+from scheduler.core.state import SchedulerState
+from scheduler.core.step import StepBuilder
+
+
+def plan_step(state: SchedulerState) -> StepPlan | None:
+    """Returns the next step; None if there is nothing to do, or nothing before another result arrives."""
+    growing = _make_room_for_decodes(state)
+    if growing is None:
+        return None
+    builder = StepBuilder(state.epoch, state.step_id + 1, state.limits.max_num_batched_tokens)
+    _plan_decodes(state, builder, growing)
+    _plan_beams(state, builder)
+    _plan_prefills(state, builder)
+    if builder.plan.num_sequences:
+        return _send(state, builder)
+    if state.batch.running and not state.in_flight:
+        raise InvariantViolation("sequences are running, and none of them can compute a token")
+    return None
+
+
+# --- running sequences ----------------------------------------------------------------------------------------
+
+
+def _make_room_for_decodes(state: SchedulerState) -> list[Sequence] | None:
+    """Returns the decodes that need a block, once there is one for each of them and enough for all beams; else None."""
+    while True:
+        growing = [s for s in state.batch.decoding if s.num_planned_tokens >= s.write_limit]
+        unreserved = [s for s in growing if not s.num_reserved_blocks]
+        num_needed = state.cache.num_blocks_to_append(unreserved)
+        for group in state.batch.decided:
+            num_needed += 0 if group.leader.is_guaranteed else group.num_blocks_to_branch(state.cache)
+        if num_needed <= state.cache.num_available_blocks():
+            return growing
+        if state.in_flight:
+            return None
+        state.preempt(_choose_victim(state))
+
+
+def _choose_victim(state: SchedulerState) -> Sequence:
+    candidates = [sequence for sequence in state.batch.running if not sequence.is_guaranteed]
+    if not candidates:
+        raise InvariantViolation("the pool is short, and every running sequence has its blocks promised")
+    return max(candidates, key=state.policy.victim_order)
+
+
+def _plan_decodes(state: SchedulerState, builder: StepBuilder, growing: list[Sequence]) -> None:
+    batch = state.batch
+    for sequence in sorted(growing, key=state.policy.order):
+        builder.add_allocation(sequence, _allocate(state, sequence, 1))
+    for sequence in batch.joined:
+        if sequence.slot >= 0:
+            builder.set_row_count(sequence, 1)
+    batch.joined.clear()
+    builder.add_decodes(batch.decoding)
+
+
+def _plan_beams(state: SchedulerState, builder: StepBuilder) -> None:
+    """Plans one step of each decided group: a branch and a row for every beam. There is room for all of them."""
+    for group in state.batch.decided:
+        active = state.active(group.leader)
+        placed = group.branch(state.cache)
+        for beam, _, _ in placed:
+            if beam.slot < 0:
+                state.batch.enter(beam, active.child_slots.pop(0))
+        for beam, parent, token_id in placed:
+            builder.add_allocation(beam, _allocate(state, beam, 1))
+            builder.add_branch(beam, parent, token_id)
+    state.batch.decided = []
+
+
+def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
+    """Gives half of the remaining budget to the first running prompt, then admits newcomers.
+
+    So a short prompt does not wait for a long one, which takes at most twice as many steps as it takes alone. The rest
+    of the budget goes to running prompts, in order. If the first of them cannot go on, no newcomer is admitted.
+    """
+    prefilling = sorted(state.batch.prefilling, key=state.policy.order)
+    for first in prefilling[:1]:
+        _continue_prefill(state, builder, first, -(-builder.budget // 2))
+    if not prefilling or prefilling[0] in builder.step.prefills:
+        while (entry := next_to_admit(state, builder)) is not None:
+            _start_prefill(state, builder, *entry)
+    for sequence in prefilling:
+        _continue_prefill(state, builder, sequence, builder.budget)
+
+
+def _start_prefill(state: SchedulerState, builder: StepBuilder, sequence: Sequence, prefix: list[int]) -> None:
+    admit(state, sequence, prefix)
+    num_cached = sequence.num_computed_tokens
+    num_tokens = min(sequence.num_uncomputed_tokens, builder.budget)
+    _allocate(state, sequence, num_tokens)
+    builder.plan.admissions.append(
+        Admission(
+            slot=sequence.slot,
+            token_ids=list(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            num_computed_tokens=num_cached,
+            block_table=list(sequence.block_table),
+            params=sequence.params,
+        )
+    )
+    builder.step.admitted.append((sequence, num_cached))
+    _plan_chunk(state, builder, sequence, num_tokens)
+
+
+def _continue_prefill(state: SchedulerState, builder: StepBuilder, sequence: Sequence, num_tokens: int) -> None:
+    """Plans up to `num_tokens` more tokens, as far as there is room."""
+    cache = state.cache
+    num_room = len(sequence.block_table) * cache.block_size - sequence.num_planned_tokens
+    num_room += cache.num_available_blocks(sequence) * cache.block_size
+    num_tokens = min(sequence.num_uncomputed_tokens, num_tokens, num_room)
+    if num_tokens > 0:
+        builder.add_allocation(sequence, _allocate(state, sequence, num_tokens))
+        _plan_chunk(state, builder, sequence, num_tokens)
+
+
+def _plan_chunk(state: SchedulerState, builder: StepBuilder, sequence: Sequence, num_tokens: int) -> None:
+    """Plans a row of `num_tokens` of a prompt.
+
+    A sequence that lacks no more tokens after it samples and goes on to decode, or reports candidates for its first
+    beams.
+    """
+    builder.add_prefill(sequence, num_tokens)
+    if sequence.num_uncomputed_tokens:
+        return
+    state.batch.prefilling.remove(sequence)
+    if sequence.is_beam:
+        builder.step.beams.append(sequence)
+        return
+    _start_decoding(state, builder, sequence)
+    active = state.active(sequence)
+    while active.num_unborn:
+        child = state.fork(sequence)  # samples from the same logits
+        builder.plan.forks.append(Fork(sequence.slot, child.slot, child.params.seed))
+        _start_decoding(state, builder, child)
+
+
+def _start_decoding(state: SchedulerState, builder: StepBuilder, sequence: Sequence) -> None:
+    state.batch.start_decoding(sequence)
+    builder.add_sample(sequence)
+
+
+def _allocate(state: SchedulerState, sequence: Sequence, num_tokens: int) -> Allocation:
+    """Allocates blocks for tokens that were found to have room."""
+    allocation = state.cache.try_allocate(sequence, num_tokens)
+    if allocation is None:
+        raise InvariantViolation(f"no blocks for {sequence!r}, though there was room")
+    return allocation
+
+
+# --- in flight ------------------------------------------------------------------------------------------------
+
+
+def _send(state: SchedulerState, builder: StepBuilder) -> StepPlan:
+    """Completes the plan and puts its step in flight."""
+    batch = state.batch
+    for sequence, num_tokens in builder.step.prefills.items():
+        builder.set_row_count(sequence, num_tokens)
+    for sequence in batch.prefilling:
+        if sequence not in builder.step.prefills:
+            builder.set_row_count(sequence, 0)
+    plan, step = builder.build(batch.retired_slots, has_reporting=batch.num_reporting > 0)
+    batch.retired_slots = []
+    for sequence in step.ending:  # this plan computes their last row, so the next one retires their slots
+        batch.retire(sequence)
+    state.step_id = step.step_id
+    state.in_flight.append(step)
+    state.counters.num_steps += 1
+    state.counters.num_cow_copies += len(plan.block_copies) // 2
+    return plan

@@ -1,0 +1,159 @@
+"""The test harness: the real scheduler, a fake executor and fake clients. Checks every invariant after every move."""
+
+from scheduler.core import (
+    Events,
+    FinishReason,
+    Request,
+    StepPlan,
+)
+from scheduler.core.baselines.batching import batch_members
+from tests.support.core.checked_scheduler import CheckedScheduler, Flight
+from tests.support.core.fake_executor import FakeExecutor
+
+
+class Harness(CheckedScheduler):
+    """Drives the scheduler. Every method passes its effects to executor and clients, and checks all invariants."""
+
+    # --- requests ---------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Raises CapacityExceeded and QueueFull as the scheduler does."""
+        self.scheduler.add(request, self.now_s)
+        self.arrivals_s[request.request_id] = self.now_s
+        self.clients.submit(request)
+        self.bound.add(request)
+        self.check()
+
+    def cancel(self, request_id: int) -> None:
+        self.scheduler.cancel(request_id)
+        if request_id in self.clients.requests:
+            self.clients.go_away(request_id)
+        self.check()
+
+    def stop(self, request_id: int, index: int) -> Events:
+        return self._hear(self.scheduler.stop(request_id, index))
+
+    def expire(self, now_s: float) -> Events:
+        self.now_s = now_s
+        events = self.scheduler.expire(now_s)
+        for sequence, reason in events.finished:
+            deadline_s = sequence.request.deadline_s
+            assert reason is FinishReason.DEADLINE
+            assert deadline_s is not None
+            assert deadline_s <= now_s, f"{sequence!r} was due at {deadline_s}, not at {now_s}"
+        self._hear(events)
+        next_s = self.scheduler.state.deadlines.next_s
+        assert next_s is None or next_s > now_s
+        return events
+
+    def reset_prefix_cache(self) -> int:
+        num_forgotten = self.scheduler.reset_prefix_cache()
+        self.check()
+        return num_forgotten
+
+    # --- executors --------------------------------------------------------------------------------------------
+
+    def attach(self, num_blocks: int | None = None) -> Events:
+        """Attaches an executor in a new epoch, with `num_blocks` blocks or as many as the last one had."""
+        scheduler = self.scheduler
+        self.num_blocks = num_blocks or self.num_blocks
+        epoch, limits = scheduler.state.epoch + 1, scheduler.state.limits
+        events = scheduler.executor_attached(epoch, self.num_blocks)
+        for sequence, reason in events.finished:
+            if reason is FinishReason.LENGTH:
+                self._check_is_beyond(sequence)
+            else:
+                assert reason is FinishReason.CAPACITY
+                assert not self._would_fit(sequence.request), f"{sequence!r} would fit"
+        self.coverage.num_narrowed += self.clients.narrow(scheduler.max_tokens_per_sequence)
+        self.executor = FakeExecutor(
+            self.num_blocks,
+            scheduler.state.cache.block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            self.clients.vocab_size,
+            epoch,
+        )
+        return self._hear(events)
+
+    def lose(self) -> Events:
+        """Loses the executor with all that is in flight."""
+        self.bound.num_losses += 1
+        self.coverage.num_lost_flights += len(self.in_flight)
+        self.lost += self.in_flight
+        self.in_flight.clear()
+        self.executor = None
+        events = self.scheduler.executor_lost()
+        for sequence, reason in events.finished:
+            assert reason is FinishReason.ERROR
+            assert sequence.num_losses > self.scheduler.state.limits.max_losses
+        self._hear(events)
+        for request_id in {sequence.request.request_id for sequence, _ in events.finished}:
+            self.cancel(request_id)  # a request fails as a whole, as in the shell
+        return events
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plans a step and executes it; its result stays in flight until `commit`."""
+        scheduler = self.scheduler
+        waiting = list(scheduler.state.waiting)
+        sampling = self._sampling_slots()
+        num_preemptions = self._num_group_preemptions()
+        members = batch_members(scheduler.state)
+        can_plan = self.executor is not None and scheduler.num_in_flight < scheduler.state.limits.max_in_flight
+        plan = scheduler.schedule()
+        self._check_batch(members, waiting if can_plan else [])
+        self.coverage.num_preempted_beams += self._num_group_preemptions() - num_preemptions
+        if plan is None:
+            self._check_progress_is_possible()
+            self.coverage.num_waits_for_room += self.executor is not None and self._waits_for_room()
+            self.check()
+            return None
+        assert self.executor is not None, "a plan without an executor"
+        result = self.executor.execute(plan)
+        assert (plan.num_sequences, plan.num_tokens) == (self.executor.num_sequences, self.executor.num_tokens)
+        self.coverage.num_pipelined += bool(self.in_flight)
+        self.coverage.num_overruns += bool(self.executor.num_overruns)
+        self.executor.num_overruns = 0
+        self.in_flight.append(Flight(plan, result, self.executor.touched_blocks))
+        self._check_order(waiting)
+        self._check_decodes(plan, sampling)
+        self._observe(waiting)
+        self._check_beams(plan)
+        self.check()
+        return plan
+
+    def commit(self) -> Events:
+        """Commits the oldest result in flight."""
+        events = self._hear(self.scheduler.commit(self.in_flight.popleft().result))
+        self._check_usage()
+        return events
+
+    def run(self) -> None:
+        """Runs until every request has ended, with as many plans in flight as allowed; checks that nothing leaks."""
+        if self.executor is None:
+            self.attach()
+        while self.scheduler.num_unfinished_requests or self.in_flight:
+            if self.schedule() is not None:
+                continue
+            if self.in_flight:
+                self.commit()
+            elif (next_s := self.scheduler.next_wake_s) is not None:
+                self.expire(next_s)
+        self.clients.assert_served()
+        self.assert_idle()
+
+    def assert_idle(self) -> None:
+        pool = self.scheduler.state.cache.pool
+        assert pool.num_free_blocks == pool.num_usable_blocks, "a block was leaked"
+        assert self.scheduler.state.batch.num_free_slots == self.scheduler.state.limits.max_num_seqs, (
+            "a slot was leaked"
+        )
+
+    def _hear(self, events: Events) -> Events:
+        self.coverage.num_logprobs += len(events.logprobs)
+        self.coverage.num_prompt_logprobs += len(events.prompt_logprobs)
+        self.clients.hear(events)
+        self.check()
+        return events
