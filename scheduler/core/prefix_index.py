@@ -5,13 +5,13 @@ answers "is the KV of this whole prefix in the pool?", and equal digests mean eq
 """
 
 from array import array
-from collections.abc import KeysView, Mapping
+from collections.abc import KeysView
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
 
 class PrefixIndex:
-    """A one-to-one map of digests and blocks.
+    """A one-to-one map of digests and blocks. `hits` counts how often lookups found each published block.
 
     The hash is wide, so that a client cannot construct a collision with another client's prompt.
     """
@@ -23,7 +23,7 @@ class PrefixIndex:
         self._namespace = namespace.encode()
         self._block_by_digest: dict[bytes, int] = {}
         self._digest_by_block: dict[int, bytes] = {}
-        self._num_hits: dict[int, int] = {}
+        self.hits: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._block_by_digest)
@@ -37,11 +37,6 @@ class PrefixIndex:
 
     def items(self) -> list[tuple[bytes, int]]:
         return list(self._block_by_digest.items())
-
-    @property
-    def hits(self) -> Mapping[int, int]:
-        """The number of times that lookups found each published block."""
-        return self._num_hits
 
     def extend_chain(
         self, chain: list[bytes], token_ids: SequenceOf[int], num_full_blocks: int, salt: bytes
@@ -67,21 +62,21 @@ class PrefixIndex:
 
     def count_hits(self, blocks: SequenceOf[int]) -> None:
         for block in blocks:
-            self._num_hits[block] += 1
+            self.hits[block] += 1
 
     def publish(self, block: int, digest: bytes) -> None:
         """Makes a block findable. If another block with the same contents is published already, that one stays."""
         if digest not in self._block_by_digest and block not in self._digest_by_block:
             self._block_by_digest[digest] = block
             self._digest_by_block[block] = digest
-            self._num_hits[block] = 0
+            self.hits[block] = 0
 
     def forget(self, block: int) -> None:
         """Removes a block that is about to be overwritten. An unpublished block is no error."""
         digest = self._digest_by_block.pop(block, None)
         if digest is not None:
             del self._block_by_digest[digest]
-            del self._num_hits[block]
+            del self.hits[block]
 
     def _root(self, salt: bytes) -> bytes:
         return blake2b(salt, key=blake2b(self._namespace).digest(), digest_size=self.DIGEST_BYTES).digest()

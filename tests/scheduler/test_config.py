@@ -8,6 +8,7 @@ import pytest
 from quire.addresses import HostPort
 from scheduler.config import ConfigError, SchedulerConfig
 from scheduler.core import SchedulerLimits
+from scheduler.core.baselines.batching import ClosedBatch
 from scheduler.engine.model_description import ModelDescription
 from scheduler.engine.options import EngineOptions, from_fields
 
@@ -76,7 +77,9 @@ def test_defaults_of_the_limits_are_those_of_the_core() -> None:
 def test_only_dynamic_batching_has_the_batch_timeout(batching: str, timeout_s: float) -> None:
     options = from_fields(EngineOptions, SchedulerConfig(model="m", batching=batching, batch_timeout_s=0.2))
     core = options.new_core(ModelDescription("m", "float32", "cpu", 50, 100, 4, 20, 3, 64))
-    assert (core.state.batching.name, core.state.batching.timeout_s) == (batching, timeout_s)
+    queue = core.state.admission_queue
+    assert isinstance(queue, ClosedBatch) == (batching != "continuous")
+    assert getattr(queue, "timeout_s", 0.0) == timeout_s
 
 
 def test_every_field_is_documented() -> None:

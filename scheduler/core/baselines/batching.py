@@ -25,7 +25,7 @@ class ClosedBatch:
 
     def __init__(self, timeout_s: float, state: SchedulerState) -> None:
         self._state = state
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._members: list[int] = []
 
     def first(self) -> Sequence | None:
@@ -42,7 +42,7 @@ class ClosedBatch:
     @property
     def due_s(self) -> float | None:
         """The time at which a batch is formed even if no request arrives; None if the clock alone forms none."""
-        if not self._timeout_s or self.members():
+        if not self.timeout_s or self.members():
             return None
         head, _ = self._head()
         due_s = self._due_s(head) if head else -inf
@@ -53,7 +53,7 @@ class ClosedBatch:
         return is_full or (bool(head) and self._due_s(head) <= self._state.now_s)
 
     def _due_s(self, head: list[ActiveRequest]) -> float:
-        return min(active.arrival_s for active in head) + self._timeout_s
+        return min(active.arrival_s for active in head) + self.timeout_s
 
     def _head(self) -> tuple[list[ActiveRequest], bool]:
         """Returns the requests at the head of the queue that have slots together, and whether they are a full batch.

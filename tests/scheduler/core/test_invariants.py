@@ -164,7 +164,7 @@ def plan_a_beam_that_is_decided(scheduler: Scheduler) -> None:
 
 def run_beside_a_closed_batch(scheduler: Scheduler) -> None:
     """Makes the batch a closed one without members."""
-    scheduler.state.admission_queue = ClosedBatch(scheduler.state, 0.0)
+    scheduler.state.admission_queue = ClosedBatch(0.0, scheduler.state)
 
 
 def split_a_run(scheduler: Scheduler) -> None:
