@@ -102,7 +102,8 @@ class Kernels(Protocol):
         slot_mapping[T] int64: the token slot of each row. The token slots of a step are distinct, except that padding
         rows may share those of block 0.
 
-        Mutates query and kv[slot // block_size, :, :, slot % block_size]; key and value are only read.
+        For each token slot t, mutates kv[t // block_size, :, :, t % block_size]. Mutates query; key and value are only
+        read.
 
         Rotary embedding (Su et al., RoFormer, 2021) in the half-split layout: dimension i < D/2 pairs with i + D/2::
 

@@ -38,15 +38,16 @@ def store_kernel(storage: int) -> Kernel:
         token_bytes = job.head_dim * job.number_bytes
         head_bytes = job.block_size * token_bytes
         positions = array(job.positions, job.num_rows, np.int32)
-        slots = array(job.slots, job.num_rows, np.int64)
+        token_slots = array(job.slots, job.num_rows, np.int64)
         while True:
             token = count_up(address)
             if token >= job.num_rows:
                 return
             cos = job.cos + positions[token] * job.table_bytes
             sin = job.sin + positions[token] * job.table_bytes
-            block = slots[token] // job.block_size
-            keys = job.kv + block * job.kv_block_bytes + (slots[token] - block * job.block_size) * token_bytes
+            block = token_slots[token] // job.block_size
+            offset = token_slots[token] - block * job.block_size
+            keys = job.kv + block * job.kv_block_bytes + offset * token_bytes
             values = keys + job.num_kv_heads * head_bytes
 
             # These two loops stay separate: LLVM knows that rotating in place is safe only if it sees a single address.

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
-    """See `kernels.Kernels.warm_up`. Takes a second or two if the cache is empty, otherwise some ten milliseconds."""
+    """See `kernels.Kernels.warm_up`. Takes a second or two if the cache is empty, otherwise some tens of ms."""
     storage = storage_of(shape.dtype)
     variants: list[tuple[str, Callable[[], object]]] = [
         ("attention", attend_kernel),

@@ -113,8 +113,8 @@ def _rotate_and_store(
     tl.store(places, rotated_low, mask=held)
     tl.store(places + half, rotated_high, mask=held)
 
-    slot = tl.load(slot_mapping + token)
-    block, offset = slot // block_size, slot % block_size
+    token_slot = tl.load(slot_mapping + token)
+    block, offset = token_slot // block_size, token_slot % block_size
     num_kv_heads = tl.num_programs(1)
     to_key = kv + ((block * 2 * num_kv_heads + kv_head) * block_size + offset) * head_dim + dims
     to_value = to_key + num_kv_heads * (block_size * head_dim)

@@ -98,8 +98,8 @@ class _Model:
 
     def rotate(self) -> None:
         table = torch.zeros((1, self._shape.head_dim // 2), dtype=torch.float32, device=self._device)
-        slots = torch.zeros(_TOKENS, dtype=torch.int64, device=self._device)
-        rotate_and_store(*self._projection(), table, table, self._positions, self._pool[0], slots)
+        token_slots = torch.zeros(_TOKENS, dtype=torch.int64, device=self._device)
+        rotate_and_store(*self._projection(), table, table, self._positions, self._pool[0], token_slots)
 
     def decode(self) -> None:
         """Launches decode attention with block tables by row and by table_rows, for contexts of up to two chunks."""
@@ -127,10 +127,20 @@ class _Model:
     def rows(self) -> None:
         """Opens rows with and without known tokens, and closes them; both slots have ended."""
         states = torch.ones((_TOKENS, STATE_FIELDS), dtype=torch.int32, device=self._device)
-        slots = torch.empty(_TOKENS, dtype=torch.int64, device=self._device)
+        token_slots = torch.empty(_TOKENS, dtype=torch.int64, device=self._device)
         for known in (None, self._integers([[0, 0], [0, 0]])):
             tokens, positions, lengths = (torch.empty_like(self._rows) for _ in range(3))
-            open_rows(states, self._table, self._rows, tokens, positions, lengths, slots, self._shape.block_size, known)
+            open_rows(
+                states,
+                self._table,
+                self._rows,
+                tokens,
+                positions,
+                lengths,
+                token_slots,
+                self._shape.block_size,
+                known,
+            )
         end_kinds = torch.zeros((_TOKENS, 1), dtype=torch.uint8, device=self._device)
         close_rows(states, end_kinds, self._rows, self._rows, torch.empty_like(states), 1)
 
