@@ -1,33 +1,35 @@
 """Claim: many times the throughput of raw transformers. Quire beside its `generate` and its continuous batching."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
 from bench.claims.drawing import BLUE, ORANGE, RED
 from bench.claims.served import run_load, trace_for, warm_up, with_services
-from bench.continuous_baseline import ContinuousBatches
-from bench.load import LoadResult
 from bench.report import summarize
-from bench.static_baseline import StaticBatches
+from bench.serving.continuous_batches import ContinuousBatches
+from bench.serving.measurer import shortened
+from bench.serving.static_batches import StaticBatches
 from bench.trace import TraceRequest
 from quire.async_client import AsyncClient
+
+if TYPE_CHECKING:
+    from bench.serving.engines import Batches
 
 ENGINES = ("quire", "generate", "generate_batch")
 _COLOURS = {"quire": BLUE, "generate": RED, "generate_batch": ORANGE}
 _CLAIMED_RATIO = 24.0
 _MIN_CONTINUOUS_RATIO = 2.0
 _WARM_UP_TOKENS = 16
-# On a CPU the manager would size its masks by all of the host's memory.
+# On a CPU the manager sizes its masks by all of the host's memory.
 _CPU_LIMITS = {"num_blocks": 512, "max_batch_tokens": 256}
 
 
 async def measure(setting: Setting, watch: Watch) -> Data:
-    """Engines run one after the other, on the same requests: the services have ended before transformers begins."""
+    """Runs the engines one after the other on the same requests. The services end before transformers begins."""
     concurrencies = (4,) if setting.is_quick else (1, 16, 64)
     watch.expect(len(concurrencies) * len(ENGINES))
     traces: dict[int, list[TraceRequest]] = {}
@@ -53,23 +55,15 @@ async def measure(setting: Setting, watch: Watch) -> Data:
 def _measure_transformers(model: str, dtype: str, traces: dict[int, list[TraceRequest]], watch: Watch) -> list[Data]:
     static = StaticBatches(model, dtype)
     limits = None if static.is_on_gpu else _CPU_LIMITS
-    runs = {"generate": static.run, "generate_batch": ContinuousBatches(static.model, limits).run}
+    engines: dict[str, Batches] = {"generate": static, "generate_batch": ContinuousBatches(static.model, limits)}
     rows = []
-    for name, run in runs.items():
+    for name, engine in engines.items():
         for number, trace in traces.items():
             watch.step(f"transformers {name}, {number} clients")
-            run(_short(trace[:number]), number)  # as wide as the run: what is set up for a width is not measured
-            rows.append(_row(name, asdict(summarize(name, _run(run, trace, number)))))
+            # The warm-up is as wide as the run, so that setting up for that width is not measured.
+            engine.run(shortened(trace[:number], _WARM_UP_TOKENS), number)
+            rows.append(_row(name, asdict(summarize(name, engine.run(trace, number)))))
     return rows
-
-
-def _run(run: Any, trace: Sequence[TraceRequest], number: int) -> LoadResult:
-    result: LoadResult = run(trace, number)
-    return result
-
-
-def _short(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
-    return [TraceRequest(request.prompt_token_ids, min(request.max_tokens, _WARM_UP_TOKENS)) for request in trace]
 
 
 def _row(engine: str, summary: Data) -> Data:

@@ -10,7 +10,8 @@ import kernels
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.drawing import BLUE, GREEN, RED, powers_axis
 from bench.claims.served import Served, device_of, run_load, trace_for, warm_up, with_services
-from bench.kernel_cases import LARGE, SMALL, decode, mixed_contexts
+from bench.kernels.attention_cases import decode, mixed_contexts
+from bench.kernels.cases import LARGE, SMALL
 from bench.stopwatch import time_rounds
 from quire.async_client import AsyncClient
 

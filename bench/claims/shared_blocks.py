@@ -8,9 +8,9 @@ from rich.console import Console
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.drawing import BLUE, ORANGE, percent_axis
 from bench.claims.served import at_services
-from bench.sharing import CaseResult, SharingSettings
-from bench.sharing import measure as measure_sharing
-from bench.sharing_work import PAPER, Case, Mode, all_cases
+from bench.sharing.cases import PAPER, Case, Mode, all_cases
+from bench.sharing.measure import CaseResult, SharingSettings
+from bench.sharing.measure import measure as measure_sharing
 from planning.lengths import ALPACA, SHAREGPT
 
 _TOLERANCE = 0.05
@@ -29,8 +29,8 @@ async def measure(setting: Setting, watch: Watch) -> Data:
         results = []
         for case in cases:
             watch.step(f"{case.num_sharers} {case.mode}, {case.lengths.name}")
-            asked = SharingSettings(address, (case,), num_requests, setting.seed)
-            results += (await measure_sharing(asked, Console(quiet=True)))[1]
+            settings = SharingSettings((case,), num_requests, setting.seed)
+            results += (await measure_sharing(address, settings, Console(quiet=True)))[1]
         return results
 
     rows = [_row(result) for result in await at_services(setting, {}, measure_cases)]

@@ -2,7 +2,7 @@
 
 import asyncio
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.console import Console
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.drawing import BLUE, GREY, ORANGE, RED, powers_axis
 from bench.claims.served import at_services
-from bench.prediction import PredictionSettings, measure_and_predict
+from bench.serving.prediction import PredictionSettings, measure_and_predict
 from planning.run import simulate
 from planning.settings import SimulateSettings
 from planning.summary import timeline
@@ -22,28 +22,24 @@ _DAY_MODEL, _DAY_DEVICE, _DAY_RATE, _DAY_SWING = "llama-3.1-8b", "h100", 2.0, 0.
 
 
 async def measure(setting: Setting, watch: Watch) -> Data:
-    asked = PredictionSettings(address="", seed=setting.seed)
+    settings = PredictionSettings(seed=setting.seed)
     if setting.is_quick:
-        asked = PredictionSettings(address="", fitted=(1, 4), predicted=(2,), num_requests=8, seed=setting.seed)
+        settings = PredictionSettings(fitted=(1, 4), predicted=(2,), num_requests=8, seed=setting.seed)
     watch.expect(2)
-    watch.step(f"runs of {', '.join(map(str, sorted({*asked.fitted, *asked.predicted})))} clients")
+    watch.step(f"runs of {', '.join(map(str, sorted({*settings.fitted, *settings.predicted})))} clients")
     prediction = await at_services(
-        setting, {}, lambda address: measure_and_predict(_placed(asked, address), Console(quiet=True))
+        setting, {}, lambda address: measure_and_predict(address, settings, Console(quiet=True))
     )
     watch.step("a day of traffic")
     day = await asyncio.to_thread(_day, setting.seed, 600.0 if setting.is_quick else _DAY_S)
     return {"prediction": asdict(prediction), "day": day}
 
 
-def _placed(asked: PredictionSettings, address: str) -> PredictionSettings:
-    return replace(asked, address=address)
-
-
 def _day(seed: int, duration_s: float) -> Data:
-    asked = SimulateSettings(
+    settings = SimulateSettings(
         device=_DAY_DEVICE, rate=_DAY_RATE, daily_swing=_DAY_SWING, lengths="sharegpt", duration_s=duration_s, seed=seed
     )
-    outcome = simulate(_DAY_MODEL, asked)
+    outcome = simulate(_DAY_MODEL, settings)
     kept = ("time_s", "num_running", "num_waiting")
     return {
         "model": _DAY_MODEL,

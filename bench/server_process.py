@@ -1,0 +1,138 @@
+"""Servers as processes for the time of a measurement. None of them outlives this process."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import quire
+from bench.command_line import BenchError
+from quire.errors import QuireError
+
+LogSink = Callable[[str], None]
+
+# Executed as a script: the kernel kills the process when this one dies.
+_LIFELINE = Path(quire.__file__).with_name("cli") / "lifeline.py"
+_ON_FREE_PORTS = tuple(
+    word for flag in ("--listen", "--http-listen", "--executor", "--metrics-address") for word in (flag, "127.0.0.1:0")
+)
+_MAX_LINE_BYTES = 1 << 20
+_NUM_LAST_LINES = 10
+_MAX_STOP_S = 60.0
+
+
+class ServerFailed(BenchError):
+    """A server ended before or during the measurement, or one of its services was restarted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """A process that is ready. `line` is the one in which it said so."""
+
+    pid: int
+    line: str
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The `name=address` pairs of the line."""
+        return dict(word.split("=", 1) for word in self.line.split() if "=" in word)
+
+
+@contextlib.asynccontextmanager
+async def child_process(
+    *arguments: str, ready: str = "ready ", log: LogSink = lambda line: None
+) -> AsyncIterator[Child]:
+    """Runs `python -m ARGUMENTS` from the line of its output that starts with `ready` to the end of the block.
+
+    log  takes the lines of its standard error; the last of them are part of the message where it fails
+    Raises ServerFailed if it ends before it is ready. It is ended by SIGTERM, and killed if it stays for a minute.
+    """
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-I", "-S", str(_LIFELINE), str(os.getpid()), sys.executable, "-m", *arguments,
+        stdout=pipe, stderr=pipe, limit=_MAX_LINE_BYTES, start_new_session=True,
+    )  # fmt: skip
+    last_lines: deque[str] = deque(maxlen=_NUM_LAST_LINES)
+    reader = asyncio.create_task(_read_log(process.stderr, last_lines, log))
+    try:
+        line = await _first_line(process.stdout, ready)
+        if not line:
+            await process.wait()
+            await reader
+            raise ServerFailed(_describe_exit(arguments, process, last_lines))
+        try:
+            yield Child(process.pid, line)
+        except QuireError as error:
+            if process.returncode is not None:
+                raise ServerFailed(_describe_exit(arguments, process, last_lines)) from error
+            raise
+    finally:
+        await _end(process)
+        await reader
+
+
+@contextlib.asynccontextmanager
+async def quire_server(flags: Sequence[str], log: LogSink = lambda line: None) -> AsyncIterator[Child]:
+    """Runs `quire serve` with `flags` on free ports; `addresses` has grpc, http, executor and metrics.
+
+    Raises ServerFailed where a service ended during the block: `quire serve` restarts it, but the figures are void.
+    """
+    async with child_process("quire", "serve", *_ON_FREE_PORTS, *flags, log=log) as server:
+        services = _children(server.pid)
+        yield server
+        if _children(server.pid) != services:
+            raise ServerFailed("a service was restarted during the measurement")
+
+
+def as_flags(values: Mapping[str, Any]) -> list[str]:
+    """{"num_blocks": 512, "chunked": False} → ["--num-blocks", "512", "--no-chunked"]."""
+    words: list[str] = []
+    for name, value in values.items():
+        flag = name.replace("_", "-")
+        words += [f"--{'' if value else 'no-'}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return words
+
+
+def _children(pid: int) -> set[int]:
+    import psutil  # comes with the executor, which a server that is started here needs as well
+
+    try:
+        return {child.pid for child in psutil.Process(pid).children()}
+    except psutil.NoSuchProcess:
+        return set()
+
+
+async def _first_line(output: asyncio.StreamReader | None, start: str) -> str:
+    """The first line that starts so; "" if the output ends before."""
+    while output is not None and (line := (await output.readline()).decode(errors="replace")):
+        if line.startswith(start):
+            return line.strip()
+    return ""
+
+
+async def _read_log(log: asyncio.StreamReader | None, last_lines: deque[str], sink: LogSink) -> None:
+    """Reads to the end, so that the process never waits for a full pipe."""
+    while log is not None and (line := (await log.readline()).decode(errors="replace")):
+        last_lines.append(line.rstrip())
+        sink(line.rstrip())
+
+
+def _describe_exit(arguments: Sequence[str], process: asyncio.subprocess.Process, last_lines: deque[str]) -> str:
+    said = "\n".join(last_lines)
+    return f"{' '.join(arguments[:2])} ended with status {process.returncode}" + (f":\n{said}" if said else "")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Sends SIGTERM, and SIGKILL after a minute; waits until the process has ended."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _MAX_STOP_S)
+            return
