@@ -9,6 +9,7 @@ from quire.model_path import ModelNotFound
 
 
 def main(words: list[str]) -> int:
+    """Returns the exit status: that of the measurement, 2 for an unknown name, 1 for a failure."""
     if not words or words[0] in ("-h", "--help"):
         print(f"Usage: python -m bench NAME [flags]\n\n{listing()}")
         return 0
@@ -20,7 +21,7 @@ def main(words: list[str]) -> int:
         return run(name, arguments)
     except (BenchError, QuireError, ModelNotFound, OSError) as error:
         print(f"bench {name}: {error}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, BenchError) else 1
     except KeyboardInterrupt:
         return 130
 

@@ -1,4 +1,4 @@
-"""What the command lines of all measurements share: the parser, lists of numbers, and the error that ends a run."""
+"""The parser and the error that all measurements share."""
 
 import argparse
 from collections.abc import Callable, Iterable
@@ -6,7 +6,9 @@ from typing import Any
 
 
 class BenchError(Exception):
-    """A measurement that cannot be made, or that failed."""
+    """A measurement that cannot be made, or that failed. `exit_code` is the status that the command exits with."""
+
+    exit_code = 1
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):

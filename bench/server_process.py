@@ -30,6 +30,10 @@ _MAX_STOP_S = 60.0
 class ServerFailed(BenchError):
     """A server ended before or during the measurement, or one of its services was restarted."""
 
+    def __init__(self, message: str, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
 
 @dataclass(frozen=True, slots=True)
 class Child:
@@ -65,12 +69,12 @@ async def child_process(
         if not line:
             await process.wait()
             await reader
-            raise ServerFailed(_describe_exit(arguments, process, last_lines))
+            raise _failure(arguments, process, last_lines)
         try:
             yield Child(process.pid, line)
         except QuireError as error:
             if process.returncode is not None:
-                raise ServerFailed(_describe_exit(arguments, process, last_lines)) from error
+                raise _failure(arguments, process, last_lines) from error
             raise
     finally:
         await _end(process)
@@ -91,7 +95,7 @@ async def quire_server(flags: Sequence[str], log: LogSink = lambda line: None) -
 
 
 def as_flags(values: Mapping[str, Any]) -> list[str]:
-    """{"num_blocks": 512, "chunked": False} → ["--num-blocks", "512", "--no-chunked"]."""
+    """Turns {"num_blocks": 512, "chunked": False} into ["--num-blocks", "512", "--no-chunked"]."""
     words: list[str] = []
     for name, value in values.items():
         flag = name.replace("_", "-")
@@ -123,9 +127,15 @@ async def _read_log(log: asyncio.StreamReader | None, last_lines: deque[str], si
         sink(line.rstrip())
 
 
-def _describe_exit(arguments: Sequence[str], process: asyncio.subprocess.Process, last_lines: deque[str]) -> str:
-    said = "\n".join(last_lines)
-    return f"{' '.join(arguments[:2])} ended with status {process.returncode}" + (f":\n{said}" if said else "")
+def _failure(arguments: Sequence[str], process: asyncio.subprocess.Process, last_lines: deque[str]) -> ServerFailed:
+    """The error for a process that ended. Signal n becomes the exit code 128 + n."""
+    status = process.returncode or 1
+    log = "".join(f"\n{line}" for line in last_lines)
+    name = " ".join(arguments[:2])
+    return ServerFailed(
+        f"{name} ended with status {process.returncode}{':' if log else ''}{log}",
+        status if status > 0 else 128 - status,
+    )
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

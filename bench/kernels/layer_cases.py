@@ -140,7 +140,7 @@ def copy(model: ModelShape, dtype: torch.dtype, num_copies: int) -> Case:
 
 
 def greedy(model: ModelShape, dtype: torch.dtype, num_rows: int) -> Case:
-    """Of the Triton home only."""
+    """Greedy choice, which only the Triton kernels have as an operation."""
     num_bytes = num_rows * model.vocab_size * dtype.itemsize
 
     def prepare(home: Kernels, device: torch.device) -> Prepared:

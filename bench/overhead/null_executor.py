@@ -83,7 +83,10 @@ class NullBatch:
 
 
 class NullExecutor(ExecutorServicer):
-    """step_s  what a step takes; the next one starts when it is done. 0: nothing, results leave at once"""
+    """An executor on a free port.
+
+    step_s  duration of a step; the next one starts when it is done. 0: results are sent at once
+    """
 
     def __init__(self, vocab_size: int, num_slots: int = 1024, step_s: float = 0.0) -> None:
         self._step_s = step_s

@@ -20,7 +20,10 @@ class ContinuousBatches:
     """A transformers model that is on its device already. Each run has its own manager and KV cache."""
 
     def __init__(self, model: Any, limits: Mapping[str, int] | None = None) -> None:
-        """limits: fields of ContinuousBatchingConfig. Without them it takes what the device's memory allows."""
+        """Keeps the model.
+
+        limits  fields of ContinuousBatchingConfig; None: it takes what the device's memory allows
+        """
         self._model = model
         self._limits = dict(limits or {})
 

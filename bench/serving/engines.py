@@ -1,4 +1,4 @@
-"""The engines that take part in a serving measurement. Each runs a trace in a closed loop and says what clients saw."""
+"""The engines of a serving measurement. Each runs a trace in a closed loop and returns the observations of its clients."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ _POOL_INTERVAL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """What the clients saw of a run. Quire also reports its pool and its steps."""
+    """The observations of one run. Only Quire reports its pool and its steps."""
 
     load: LoadResult
     pool: PoolStats | None = None

@@ -87,7 +87,7 @@ def _pairs(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def _by_row(runs: Sequence[Run]) -> dict[tuple[int, str], list[RunSummary]]:
-    """(concurrency, engine) → the summaries of all rounds, by concurrency."""
+    """Groups the summaries of all rounds by concurrency and engine, in the order of concurrency."""
     found: dict[tuple[int, str], list[RunSummary]] = {}
     for run in sorted(runs, key=lambda run: run.turn.concurrency):
         found.setdefault((run.turn.concurrency, run.summary.engine), []).append(run.summary)

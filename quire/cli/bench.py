@@ -11,7 +11,7 @@ from quire.cli.outcome import fail, reported
 
 app = typer.Typer(help="Runs a measurement.", no_args_is_help=True)
 
-# Typer passes every flag on, --help included.
+# All flags, --help included, are passed on.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -20,7 +20,9 @@ def _command(name: str) -> Callable[[typer.Context], None]:
         with reported():
             try:
                 status = run(name, context.args)
-            except (BenchError, OSError) as error:
+            except BenchError as error:
+                fail(str(error), error.exit_code)
+            except OSError as error:
                 fail(str(error), exit_codes.FAILED)
         raise typer.Exit(status)
 
@@ -28,4 +30,4 @@ def _command(name: str) -> Callable[[typer.Context], None]:
 
 
 for _name, _entry in COMMANDS.items():
-    app.command(_name, help=_entry.description, context_settings=_PASS_ON, add_help_option=False)(_command(_name))
+    app.command(_name, short_help=_entry.description, context_settings=_PASS_ON, add_help_option=False)(_command(_name))
