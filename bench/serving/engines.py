@@ -1,4 +1,4 @@
-"""The engines of a serving measurement. Each runs a trace in a closed loop and returns the observations of its clients."""
+"""The engines of a serving measurement. Each runs a trace in a closed loop and returns what its clients observed."""
 
 import asyncio
 import os

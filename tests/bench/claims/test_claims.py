@@ -1,4 +1,4 @@
-"""`quire bench claims` as a whole: what needs no services is measured in small, and failures are planted."""
+"""`bench claims` as a whole: claims that need no services are measured on a small scale, and failures are injected."""
 
 import asyncio
 import io
@@ -21,17 +21,13 @@ from bench.claims import timeline
 from bench.claims.catalogue import CLAIMS
 from bench.claims.claim import Claim, Data, NotAvailable, Setting, Watch, Word
 from bench.claims.command import ClaimsRun, measure, rewrite, write
-from bench.claims.core_runs import CoreSetting, run_core
 from bench.claims.drawing import inline_svg
 from bench.claims.evidence import render_evidence
 from bench.claims.outcome import Outcome, Results, ResultsError, load
 from bench.claims.page import render_page
 from bench.claims.runner import ProgressBars, measure_all
-from bench.claims.served import Served, device_of, num_equal
 from bench.command_line import BenchError
-from quire.block_map import StepTrace
 from quire.cli.main import app
-from scheduler.core import Scheduler
 from tests.support.bench import claims_data as data
 
 CORE_ONLY = ("waste-by-kind", "waste-by-length", "timeline", "kv-arithmetic")
@@ -70,7 +66,7 @@ def sampled_results(samples: dict[str, Data] | None = None) -> Results:
 # --- the report -----------------------------------------------------------------------------------------------------
 
 
-def test_every_claim_is_complete_in_the_report(tmp_path: Path) -> None:
+def test_report_has_every_part_of_every_claim(tmp_path: Path) -> None:
     results = sampled_results()
     write(results, tmp_path, tmp_path / "docs" / "evidence.md", quiet())
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -96,7 +92,7 @@ def test_every_claim_is_complete_in_the_report(tmp_path: Path) -> None:
     assert all((tmp_path / "docs" / link).resolve().exists() for link in links)
 
 
-def test_the_page_refers_to_nothing_outside_itself() -> None:
+def test_page_has_no_external_references() -> None:
     page = render_page(sampled_results(), CLAIMS)
     assert not re.search(r"https?:|//\w|@import|<script|<link", page)
     referred = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page))
@@ -105,14 +101,14 @@ def test_the_page_refers_to_nothing_outside_itself() -> None:
     assert len(names) == len(set(names))
 
 
-def test_names_of_claims_and_plots_are_their_own() -> None:
+def test_names_of_claims_and_plots_are_unique() -> None:
     names = [claim.name for claim in CLAIMS]
     plots = [plot.name for claim in CLAIMS for plot in claim.plots(SAMPLES[claim.name])]
     assert len(set(names)) == len(names)
     assert len(set(plots)) == len(plots)
 
 
-def test_inline_plots_take_the_ink_of_the_page() -> None:
+def test_inline_plots_use_the_text_colour_of_the_page() -> None:
     (plot,) = timeline.CLAIM.plots(SAMPLES["timeline"])
     svg = inline_svg(plot)
     assert svg.startswith("<svg")
@@ -121,7 +117,7 @@ def test_inline_plots_take_the_ink_of_the_page() -> None:
     assert "xmlns" not in svg
 
 
-def test_what_was_not_measured_is_in_the_report_too() -> None:
+def test_report_includes_failed_and_missing_claims() -> None:
     results = sampled_results({"timeline": SAMPLES["timeline"]})
     results.outcomes["sharing"] = Outcome(1.0, "", failure="LoadError: <no> decode was seen")
     results.outcomes["transformers"] = Outcome(0.0, "", missing="transformers is not installed")
@@ -135,7 +131,7 @@ def test_what_was_not_measured_is_in_the_report_too() -> None:
     assert "The measurement failed: LoadError" in render_evidence(results, CLAIMS, Path("a"), Path("a"))
 
 
-def test_a_smoke_run_says_so() -> None:
+def test_report_of_a_smoke_run_has_a_warning() -> None:
     results = replace(sampled_results(), is_quick=True)
     assert "Its verdicts mean nothing" in render_page(results, CLAIMS)
     assert "Its verdicts mean nothing" in render_evidence(results, CLAIMS, Path(), Path())
@@ -146,14 +142,14 @@ def test_a_smoke_run_says_so() -> None:
 
 @pytest.fixture(scope="module")
 def core_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All claims that need no services, measured in small."""
+    """The results of all claims that need no services, on a small scale."""
     output = tmp_path_factory.mktemp("claims")
     run = ClaimsRun("models/tiny", CORE_ONLY, True, output=output, evidence=output / "evidence.md")
     assert measure(run, quiet())
     return output
 
 
-def test_core_only_claims_end_to_end(core_only: Path) -> None:
+def test_core_only_claims_are_measured_and_written(core_only: Path) -> None:
     results = load(core_only / "results.json")
     assert set(results.outcomes) == set(CORE_ONLY)
     words = {claim.name: results.verdict(claim).word for claim in CLAIMS if claim.name in CORE_ONLY}
@@ -161,7 +157,7 @@ def test_core_only_claims_end_to_end(core_only: Path) -> None:
     assert {path.suffix for path in core_only.iterdir()} == {".html", ".json", ".md", ".png", ".svg"}
 
 
-def test_waste_by_kind_is_a_whole(core_only: Path) -> None:
+def test_shares_of_waste_add_up_to_one(core_only: Path) -> None:
     outcome = load(core_only / "results.json").outcomes["waste-by-kind"]
     assert outcome.data is not None
     rows = {(row["memory"], row["num_requests"]): row for row in outcome.data["rows"]}
@@ -172,7 +168,7 @@ def test_waste_by_kind_is_a_whole(core_only: Path) -> None:
     assert rows["contiguous", 16]["max_running"] == 1500 // 128
 
 
-def test_the_same_seed_gives_the_same_figures(core_only: Path) -> None:
+def test_same_seed_gives_the_same_figures(core_only: Path) -> None:
     def figures(path: Path) -> list[Any]:
         return [outcome.data for outcome in load(path).outcomes.values()]
 
@@ -181,13 +177,13 @@ def test_the_same_seed_gives_the_same_figures(core_only: Path) -> None:
     assert figures(again / "results.json") == figures(core_only / "results.json")
 
 
-def test_the_report_can_be_written_again_without_measuring(core_only: Path, tmp_path: Path) -> None:
+def test_report_can_be_rewritten_without_measuring(core_only: Path, tmp_path: Path) -> None:
     rewrite(core_only / "results.json", tmp_path, tmp_path / "evidence.md", quiet())
     assert (tmp_path / "report.html").read_text() == (core_only / "report.html").read_text()
     assert (tmp_path / "evidence.md").read_text() == (core_only / "evidence.md").read_text()
 
 
-def test_with_only_what_was_measured_before_is_kept(core_only: Path, tmp_path: Path) -> None:
+def test_only_keeps_earlier_results_of_the_same_kind(core_only: Path, tmp_path: Path) -> None:
     sampled = replace(sampled_results({"sharing": SAMPLES["sharing"]}), is_quick=True)
     sampled.save(tmp_path)
     run = ClaimsRun("models/tiny", ("timeline",), True, output=tmp_path, evidence=tmp_path / "evidence.md")
@@ -203,24 +199,24 @@ class Silent:
     def step(self, text: str) -> None: ...
 
 
-def planted(name: str, error: BaseException | None = None, values: Data | None = None) -> Claim:
-    async def measure_planted(setting: Setting, watch: Watch) -> Data:
+def injected(name: str, error: BaseException | None = None, values: Data | None = None) -> Claim:
+    async def measure_injected(setting: Setting, watch: Watch) -> Data:
         watch.expect(1)
         watch.step("the step")
         if error is not None:
             raise error
         return values or {}
 
-    return replace(timeline.CLAIM, name=name, measure=measure_planted)
+    return replace(timeline.CLAIM, name=name, measure=measure_injected)
 
 
-def test_no_claim_takes_the_others_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_claim_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claims = (
-        planted("broken", ValueError("out of luck")),
-        planted("absent", NotAvailable("no such device")),
-        planted("uninstalled", ModuleNotFoundError("…", name="transformers")),
-        planted("unreadable", values={"modes": "none"}),
-        planted("sound", values=SAMPLES["timeline"]),
+        injected("broken", ValueError("out of luck")),
+        injected("absent", NotAvailable("no such device")),
+        injected("uninstalled", ModuleNotFoundError("…", name="transformers")),
+        injected("unreadable", values={"modes": "none"}),
+        injected("sound", values=SAMPLES["timeline"]),
     )
     monkeypatch.setattr(command, "CLAIMS", claims)
     run = ClaimsRun("models/tiny", is_quick=True, output=tmp_path, evidence=tmp_path / "evidence.md")
@@ -243,11 +239,11 @@ def load_after(run: ClaimsRun) -> Results:
     return load(run.output / "results.json")
 
 
-def test_an_interrupted_run_keeps_what_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_run_keeps_its_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claims = (
-        planted("sound", values=SAMPLES["timeline"]),
-        planted("interrupted", KeyboardInterrupt()),
-        planted("never", values=SAMPLES["timeline"]),
+        injected("sound", values=SAMPLES["timeline"]),
+        injected("interrupted", KeyboardInterrupt()),
+        injected("never", values=SAMPLES["timeline"]),
     )
     monkeypatch.setattr(command, "CLAIMS", claims)
     run = ClaimsRun("models/tiny", is_quick=True, output=tmp_path, evidence=tmp_path / "evidence.md")
@@ -258,26 +254,31 @@ def test_an_interrupted_run_keeps_what_is_known(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "evidence.md").exists()
 
 
-async def test_bars_show_claims_and_steps() -> None:
+def test_claim_can_be_measured_without_progress_bars() -> None:
+    values = asyncio.run(timeline.CLAIM.measure(Setting("model", is_quick=True), Silent()))
+    assert {mode["batching"] for mode in values["modes"]} == {"static", "dynamic", "continuous"}
+
+
+async def test_progress_bars_show_claims_and_steps() -> None:
     out = io.StringIO()
     console = Console(file=out, width=160, force_terminal=True)
-    claim = planted("sound", values=SAMPLES["timeline"])
+    claim = injected("sound", values=SAMPLES["timeline"])
     with ProgressBars(console, 1) as bars:
         await measure_all([claim], Setting("model"), sampled_results({}), bars, lambda: None)
     assert "reproduced" in out.getvalue()
     assert "1/1" in out.getvalue()
 
 
-def test_wrong_uses_have_clear_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_uses_have_clear_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BenchError, match="no such claim: teleport; there are waste-by-kind"):
         measure(ClaimsRun("models/tiny", ("teleport",), output=tmp_path), quiet())
     other = tmp_path / "other.json"
     other.write_text('{"cases": []}')
-    with pytest.raises(ResultsError, match=r"no results\.json"):
+    with pytest.raises(ResultsError, match=r"not a results\.json"):
         load(other)
     answered = CliRunner().invoke(app, ["bench", "claims", "--from", str(other), "--output", str(tmp_path / "o")])
     assert answered.exit_code == 1
-    assert "no results.json" in answered.stderr
+    assert "not a results.json" in answered.stderr
     sampled_results({"timeline": {"modes": [{}]}}).save(tmp_path)
     with pytest.raises(BenchError, match="another version"):
         rewrite(tmp_path / "results.json", tmp_path, tmp_path / "evidence.md", quiet())
@@ -288,72 +289,3 @@ def test_wrong_uses_have_clear_words(tmp_path: Path, monkeypatch: pytest.MonkeyP
     answered = CliRunner().invoke(app, ["bench", "claims", "--from", str(other)])
     assert answered.exit_code == 1
     assert "quire[" in answered.stderr
-
-
-# --- runs -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_of_the_core_by_hand() -> None:
-    """One slot, requests of 2 and 3 output tokens: five steps; the second comes when the first has long ended."""
-    seen: list[tuple[int, list[int]]] = []
-
-    def observe(step: int, core: Scheduler) -> None:
-        seen.append((step, [sequence.request.request_id for sequence in core.running_sequences()]))
-
-    lengths = [(4, 2), (4, 3)]
-    assert run_core(CoreSetting(8, 1, 64), lengths, observe) == 5
-    assert seen == [(0, [0]), (1, [0]), (2, [1]), (3, [1]), (4, [1])]
-    seen.clear()
-    assert run_core(CoreSetting(8, 1, 64), lengths, observe, arrival_steps=[0, 4]) == 7
-    assert [step for step, _ in seen] == [0, 1, 4, 5, 6]
-
-
-def test_no_more_requests_than_clients_run() -> None:
-    most = 0
-
-    def observe(step: int, core: Scheduler) -> None:
-        nonlocal most
-        most = max(most, core.num_unfinished_requests)
-
-    run_core(CoreSetting(64, 8, 64), [(4, 3)] * 9, observe, num_clients=3)
-    assert most == 3
-
-
-def test_what_is_kept_of_a_served_run() -> None:
-    steps = tuple(
-        StepTrace(
-            epoch=1,
-            step_id=i,
-            num_sequences=n,
-            num_tokens=n,
-            planned_ns=0,
-            sent_ns=0,
-            received_ns=0,
-            committed_ns=0,
-            queue_ns=0,
-            prepare_ns=0,
-            forward_ns=2_000_000,
-            sample_ns=0,
-            idle_ns=0,
-        )
-        for i, n in enumerate((2, 4))
-    )
-    summary = {
-        **dict.fromkeys(("concurrency", "num_requests", "wall_s", "requests_per_s", "output_tokens_per_s"), 1),
-        "ttft_ms": {"p50": 3.0},
-        "latency_ms": None,
-        "pool": {"mean_waste_ratio": 0.1, "num_preemptions": 2},
-    }
-    assert Served(summary, steps, {}).curve() == {"seconds": [0.0, 0.0], "num_sequences": [2, 4]}
-    assert len(Served(summary, steps * 1000, {}).curve()["seconds"]) == 667
-    row = Served(summary, steps, {}).row()
-    assert (row["mean_batch"], row["max_batch"], row["mean_step_ms"]) == (3.0, 4, 2.0)
-    assert (row["ttft_p50_ms"], row["latency_p50_ms"], row["num_preemptions"]) == (3.0, None, 2)
-    assert num_equal({(1,): "a", (2,): "b"}, {(1,): "a", (2,): "c"}) == 1
-    assert str(device_of({"device": "cpu"})) == "cpu"
-
-
-def test_silent_watch_is_a_watch() -> None:
-    """What claims are given when nobody looks."""
-    values = asyncio.run(timeline.CLAIM.measure(Setting("model", is_quick=True), Silent()))
-    assert {mode["batching"] for mode in values["modes"]} == {"static", "dynamic", "continuous"}

@@ -1,4 +1,4 @@
-"""The words: what each claim makes of data that holds it, of some that holds half of it, and of some that does not."""
+"""Verdicts of each claim on data that reproduces it, reproduces it in part, and does not reproduce it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -104,7 +104,9 @@ CASES: list[tuple[Claim, Callable[[], dict[str, Any]], Word, str]] = [
 
 
 @pytest.mark.parametrize(("claim", "make", "word", "text"), CASES)
-def test_the_word_and_the_reason(claim: Claim, make: Callable[[], dict[str, Any]], word: Word, text: str) -> None:
+def test_verdict_has_the_expected_word_and_reason(
+    claim: Claim, make: Callable[[], dict[str, Any]], word: Word, text: str
+) -> None:
     verdict = claim.verdict(make())
     assert verdict.word is word
     assert text in verdict.reason
@@ -122,27 +124,27 @@ def test_batching_reads_medians_of_rounds() -> None:
     assert batching.CLAIM.verdict(rounds).word is REPRODUCED
 
 
-def test_outputs_that_differ_between_modes_are_told() -> None:
+def test_differing_outputs_are_reported() -> None:
     differing = data.batching({"continuous": (20, 40), "dynamic": (15, 18), "static": (14, 16)})
     assert "the same in all modes" in batching.CLAIM.verdict(differing).reason
     differing["rows"][-1]["num_equal_outputs"] -= 1
     assert "Some greedy outputs differ" in batching.CLAIM.verdict(differing).reason
 
 
-def test_empty_slots_that_somebody_waits_for() -> None:
-    """Two slots. Request 0 runs in steps 0-3, 1 in 0-1; 2 is there from step 1 on and begins with step 4."""
+def test_empty_slots_count_while_a_request_waits() -> None:
+    """Two slots. Request 0 runs in steps 0-3, request 1 in 0-1; request 2 arrives at step 1 and starts in step 4."""
     spans = [[0, 0, 0, 4], [1, 1, 0, 2], [0, 2, 4, 6]]
     assert timeline.num_idle_while_waiting(spans, [0, 0, 1], 2) == 2  # slot 1 in steps 2 and 3
     assert timeline.num_idle_while_waiting(spans, [0, 0, 4], 2) == 0
 
 
-def test_the_computed_waste() -> None:
-    """Blocks of 16, lengths of 17 to 32: tails of 15 to 0, 7.5 in the mean, of 32 places."""
+def test_expected_waste_equals_the_mean_by_hand() -> None:
+    """Blocks of 16 and lengths of 17 to 32: 15 to 0 unused token slots of 32, with a mean of 7.5."""
     assert waste_by_length.expected_waste(24.5, 16) == pytest.approx(7.5 / 32)
     lengths = waste_by_length.spread_lengths(16, 17)
     assert lengths == list(range(8, 25))
 
 
-def test_words_of_parts() -> None:
+def test_judged_and_percent() -> None:
     assert [judged(parts) for parts in ([True, True], [True, False], [False, False])] == [REPRODUCED, PARTLY, NOT]
     assert (percent(0.0312), percent(0.5, 0)) == ("3.1 %", "50 %")

@@ -29,34 +29,34 @@ def soon() -> float:
     return time.monotonic() + 60.0
 
 
-def test_a_phase_that_passes(output: Path) -> None:
+def test_passing_phase_has_its_results(output: Path) -> None:
     result = run_phase(program(WRITES), output, soon())
     assert (result.status, result.results, result.last_lines) == ("passed", {"part": 1}, ())
     assert 0 < result.wall_s < result.limit_s
 
 
-def test_a_phase_that_fails_says_why_and_keeps_what_it_had(output: Path) -> None:
+def test_failing_phase_keeps_partial_results_and_last_lines(output: Path) -> None:
     result = run_phase(program(WRITES + "raise ValueError('too hot')"), output, soon())
     assert (result.status, result.results) == ("failed", {"part": 1})
     assert result.last_lines[0] == "written"
     assert result.last_lines[-1] == "ValueError: too hot"
 
 
-def test_results_of_an_earlier_phase_are_not_taken_for_its_own(output: Path) -> None:
+def test_results_of_an_earlier_phase_are_not_reused(output: Path) -> None:
     output.write_text('{"part": 0}')
     assert run_phase(program("pass"), output, soon()).results is None
 
 
-def test_a_torn_file_is_no_result(output: Path) -> None:
+def test_incomplete_file_is_no_result(output: Path) -> None:
     result = run_phase(program("import sys; open(sys.argv[1], 'w').write('{\"part')"), output, soon())
     assert (result.status, result.results) == ("passed", None)
 
 
 @pytest.mark.parametrize("has_own_session", [False, True])
-def test_a_phase_that_is_cut_off_leaves_no_process(
+def test_phase_that_is_cut_off_leaves_no_process(
     has_own_session: bool, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even one that ignores SIGTERM, nor its child."""
+    """Neither a process that ignores SIGTERM nor its child is left."""
     monkeypatch.setattr(phases, "_KILL_AFTER_S", 0.5)
     text = (
         "import json, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -72,7 +72,7 @@ def test_a_phase_that_is_cut_off_leaves_no_process(
 
 
 def gone(pid: int) -> bool:
-    """Within a second of the SIGKILL."""
+    """Returns True if the process ends within a second."""
     for _ in range(100):
         try:
             if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
@@ -83,13 +83,13 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_no_phase_begins_after_the_deadline(output: Path) -> None:
+def test_no_phase_starts_after_the_deadline(output: Path) -> None:
     result = run_phase(program(WRITES), output, time.monotonic() - 1.0)
     assert (result.status, result.wall_s, result.results) == ("skipped", 0.0, None)
     assert not output.exists()
 
 
-def test_the_environment_is_added_to(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_of_a_phase_extends_the_parents(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_PARENT", "1")
     text = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
     found = run_phase(program(text, environment={"OF_THE_PHASE": "2"}), output, soon()).results
@@ -101,7 +101,7 @@ def test_the_environment_is_added_to(output: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("vital", "other", "is_correct"), [("pass", "1 / 0", True), ("1 / 0", "pass", False), (None, "pass", None)]
 )
-def test_a_check_is_as_correct_as_its_vital_phases(vital: str | None, other: str, is_correct: bool | None) -> None:
+def test_check_is_correct_if_its_vital_phases_pass(vital: str | None, other: str, is_correct: bool | None) -> None:
     known = [Phase("other", ("-c", other), 60.0)]
     if vital is not None:
         known.append(Phase("vital", ("-c", vital), 60.0, is_vital=True))
@@ -109,5 +109,5 @@ def test_a_check_is_as_correct_as_its_vital_phases(vital: str | None, other: str
     report = check.run(known, torch.device("cpu"), 60.0, lambda now: kept.append(json.dumps(now)))
     assert report["is_correct"] is is_correct
     assert list(report["phases"]) == [phase.name for phase in known]
-    assert len(kept) == len(known)  # after each of them
+    assert len(kept) == len(known)  # after each phase
     assert json.loads(kept[-1]) == json.loads(json.dumps(report))

@@ -1,4 +1,4 @@
-"""Shapes without weights: what the executor and transformers read out of the same config.json."""
+"""Shapes without weights: the executor and transformers read the same model from one config.json."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def test_executor_and_transformers_see_the_same_model(shape: str, tmp_path: Path
     assert model.config.rope_parameters["rope_theta"] == SHAPES[shape]["rope_theta"]
 
 
-def test_the_shapes_are_as_large_as_their_names_say(tmp_path: Path) -> None:
+def test_shapes_have_the_parameters_of_their_names(tmp_path: Path) -> None:
     def num_parameters(shape: str) -> int:
         shapes = expected_shapes(read_model_config(write_model(shape, tmp_path / shape)))
         return sum(torch.Size(sizes).numel() for sizes in shapes.values())
@@ -37,7 +37,7 @@ def test_the_shapes_are_as_large_as_their_names_say(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [259, 260, 1000, 12_000])
-def test_a_tokenizer_has_a_text_for_every_id(vocab_size: int) -> None:
+def test_tokenizer_has_a_text_for_every_id(vocab_size: int) -> None:
     tokenizer = make_tokenizer(vocab_size)
     assert tokenizer.get_vocab_size() == vocab_size
     assert [tokenizer.id_to_token(i) for i in range(vocab_size)].count(None) == 0
@@ -45,13 +45,13 @@ def test_a_tokenizer_has_a_text_for_every_id(vocab_size: int) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
-def test_a_tokenizer_is_read_back(tmp_path: Path) -> None:
+def test_tokenizer_can_be_read_back(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_file(str(write_model("llama-tiny", tmp_path) / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == SHAPES["llama-tiny"]["vocab_size"]
     assert tokenizer.token_to_id("<|eos|>") == SHAPES["llama-tiny"]["eos_token_id"]
 
 
 @pytest.mark.parametrize("vocab_size", [258, 10**6])
-def test_a_vocabulary_that_cannot_be_made(vocab_size: int) -> None:
+def test_impossible_vocabulary_is_an_error(vocab_size: int) -> None:
     with pytest.raises(ValueError, match=f"no vocabulary of {vocab_size}"):
         make_tokenizer(vocab_size)
