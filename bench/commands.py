@@ -1,4 +1,4 @@
-"""The table of all measurements: the name that a user types, the module that measures, and what it measures.
+"""The table of all measurements: names on the command line, modules and descriptions.
 
 A module is loaded only when its measurement is run, and has `main(arguments)`, which returns an exit status or None.
 """

@@ -1,4 +1,4 @@
-"""The tests of what runs on a device: runs pytest in a process of its own and counts outcomes.
+"""Runs the tests of the code that runs on a device, and counts their outcomes.
 
     python -m bench gpu-correctness --device cuda --json FILE
 

@@ -18,12 +18,12 @@ def decode(model: ModelShape, dtype: torch.dtype, contexts: Sequence[int], label
     query_bytes = rows * model.num_heads * model.head_dim * dtype.itemsize
     num_bytes = sum(contexts) * kv_token_bytes(model, dtype) + 2 * query_bytes
 
-    def prepare(home: Kernels, device: torch.device) -> Prepared:
+    def prepare(backend: Kernels, device: torch.device) -> Prepared:
         paged = _paged(model, dtype, contexts, device, num_buffers(num_bytes, device))
         query = normal(device, dtype, rows, model.num_heads, model.head_dim)
         out, scale = torch.empty_like(query), model.head_dim**-0.5
-        if is_triton(home):
-            triton: Any = home
+        if is_triton(backend):
+            triton: Any = backend
             planner = triton.DecodePlanner(model.attention(dtype), device, rows, max(contexts))
 
             def step() -> None:
@@ -35,7 +35,7 @@ def decode(model: ModelShape, dtype: torch.dtype, contexts: Sequence[int], label
 
         def layers() -> None:
             for kv in paged.layers:
-                home.attention_decode(query, kv, paged.tables, paged.context_lens, out, scale)
+                backend.attention_decode(query, kv, paged.tables, paged.context_lens, out, scale)
 
         return Prepared(layers, len(paged.layers))
 
@@ -50,13 +50,13 @@ def prefill(model: ModelShape, dtype: torch.dtype, num_queries: int, context: in
         context * kv_token_bytes(model, dtype) + 2 * num_queries * model.num_heads * model.head_dim * dtype.itemsize
     )
 
-    def prepare(home: Kernels, device: torch.device) -> Prepared:
+    def prepare(backend: Kernels, device: torch.device) -> Prepared:
         paged = _paged(model, dtype, [context], device, min(4, num_buffers(num_bytes, device)))
         query = normal(device, dtype, num_queries, model.num_heads, model.head_dim)
         out, scale = torch.empty_like(query), model.head_dim**-0.5
         starts = np.array([0, num_queries], dtype=np.int32)
-        if is_triton(home):
-            triton: Any = home
+        if is_triton(backend):
+            triton: Any = backend
             lengths = np.array([context], dtype=np.int32)
             work = triton.plan_prefill(model.attention(dtype), paged.tables, starts, lengths)
 
@@ -69,7 +69,7 @@ def prefill(model: ModelShape, dtype: torch.dtype, num_queries: int, context: in
 
         def layers() -> None:
             for kv in paged.layers:
-                home.attention_prefill(query, kv, paged.tables, query_starts, paged.context_lens, out, scale)
+                backend.attention_prefill(query, kv, paged.tables, query_starts, paged.context_lens, out, scale)
 
         return Prepared(layers, len(paged.layers))
 

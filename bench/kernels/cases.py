@@ -79,9 +79,9 @@ class Case:
         return f"{self.operation} {self.label}"
 
 
-def is_triton(home: Kernels) -> bool:
+def is_triton(backend: Kernels) -> bool:
     """Returns True for Triton's kernels, whose layers share a plan that is made once a step."""
-    return isinstance(home, ModuleType) and home.__name__ == "kernels.triton"
+    return isinstance(backend, ModuleType) and backend.__name__ == "kernels.triton"
 
 
 def empty_kv(model: ModelShape, dtype: torch.dtype, num_blocks: int, device: torch.device) -> torch.Tensor:

@@ -30,7 +30,7 @@ def rotate(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
     row_bytes = model.head_dim * dtype.itemsize
     num_bytes = 2 * num_tokens * sum(heads) * row_bytes
 
-    def prepare(home: Kernels, device: torch.device) -> Prepared:
+    def prepare(backend: Kernels, device: torch.device) -> Prepared:
         num_blocks = -(-num_tokens // model.block_size) + 1
         angles = torch.rand(_MAX_POSITIONS, model.head_dim // 2, device=device)
         cos, sin = angles.cos(), angles.sin()
@@ -46,7 +46,7 @@ def rotate(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
 
         def run() -> None:
             for query, key, value, kv in buffers:
-                home.rotate_and_store(query, key, value, cos, sin, positions, kv, slots)
+                backend.rotate_and_store(query, key, value, cos, sin, positions, kv, slots)
 
         return Prepared(run, len(buffers))
 
@@ -58,7 +58,7 @@ def norm(model: ModelShape, dtype: torch.dtype, num_tokens: int, adds: bool) -> 
     tensor_bytes = num_tokens * model.hidden_size * dtype.itemsize
     num_bytes = (4 if adds else 2) * tensor_bytes
 
-    def prepare(home: Kernels, device: torch.device) -> Prepared:
+    def prepare(backend: Kernels, device: torch.device) -> Prepared:
         weight = normal(device, dtype, model.hidden_size)
         # The second of each pair is a residual. x is added to it a few hundred times, so it stays finite.
         buffers = [
@@ -69,9 +69,9 @@ def norm(model: ModelShape, dtype: torch.dtype, num_tokens: int, adds: bool) -> 
         def run() -> None:
             for x, residual in buffers:
                 if adds:
-                    home.add_rms_norm(x, residual, weight, _EPS)
+                    backend.add_rms_norm(x, residual, weight, _EPS)
                 else:
-                    home.rms_norm(residual, weight, _EPS)
+                    backend.rms_norm(residual, weight, _EPS)
 
         return Prepared(run, len(buffers))
 
@@ -83,7 +83,7 @@ def silu(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
     """The activation of the gate and its product with the up projection."""
     num_bytes = 3 * num_tokens * model.intermediate_size * dtype.itemsize
 
-    def prepare(home: Kernels, device: torch.device) -> Prepared:
+    def prepare(backend: Kernels, device: torch.device) -> Prepared:
         buffers = [
             normal(device, dtype, num_tokens, 2 * model.intermediate_size)
             for _ in range(num_buffers(num_bytes, device))
@@ -91,7 +91,7 @@ def silu(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
 
         def run() -> None:
             for gate_up in buffers:
-                home.silu_multiply(gate_up)
+                backend.silu_multiply(gate_up)
 
         return Prepared(run, len(buffers))
 
@@ -104,9 +104,9 @@ def linear(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
     num_bytes = (in_size * out_size + num_tokens * (in_size + out_size)) * dtype.itemsize
     num_flops = 2 * num_tokens * in_size * out_size if num_tokens > 8 else 0
 
-    def prepare(home: Kernels, device: torch.device) -> Prepared:
+    def prepare(backend: Kernels, device: torch.device) -> Prepared:
         num_calls = num_buffers(num_bytes, device)
-        weights = [home.pack_linear([normal(device, dtype, out_size, in_size)]) for _ in range(num_calls)]
+        weights = [backend.pack_linear([normal(device, dtype, out_size, in_size)]) for _ in range(num_calls)]
         x = normal(device, dtype, num_tokens, in_size)
 
         def run() -> None:
@@ -123,7 +123,7 @@ def copy(model: ModelShape, dtype: torch.dtype, num_copies: int) -> Case:
     """Copy-on-write of `num_copies` blocks in all layers."""
     num_bytes = 2 * num_copies * model.block_size * model.num_layers * kv_token_bytes(model, dtype)
 
-    def prepare(home: Kernels, device: torch.device) -> Prepared:
+    def prepare(backend: Kernels, device: torch.device) -> Prepared:
         num_calls = num_buffers(num_bytes, device)
         num_blocks = 2 * num_copies * num_calls + 1
         tile = (2, model.num_kv_heads, model.block_size, model.head_dim)
@@ -132,7 +132,7 @@ def copy(model: ModelShape, dtype: torch.dtype, num_copies: int) -> Case:
 
         def run() -> None:
             for sources, destinations in places:
-                home.copy_blocks(pool, sources, destinations)
+                backend.copy_blocks(pool, sources, destinations)
 
         return Prepared(run, num_calls)
 
@@ -143,8 +143,8 @@ def greedy(model: ModelShape, dtype: torch.dtype, num_rows: int) -> Case:
     """Greedy choice, which only the Triton kernels have as an operation."""
     num_bytes = num_rows * model.vocab_size * dtype.itemsize
 
-    def prepare(home: Kernels, device: torch.device) -> Prepared:
-        triton: Any = home
+    def prepare(backend: Kernels, device: torch.device) -> Prepared:
+        triton: Any = backend
         token_ids = torch.empty(num_rows, dtype=torch.int32, device=device)
         buffers = [normal(device, dtype, num_rows, model.vocab_size) for _ in range(num_buffers(num_bytes, device))]
 
@@ -161,9 +161,9 @@ def sampling(model: ModelShape, dtype: torch.dtype, num_rows: int, top_p: float)
     """Sampling, which the reference lacks. Logits at temperature 0.3 spread about as much as a language model's."""
     num_bytes, cut = num_rows * model.vocab_size * dtype.itemsize, f" top-p {top_p}" if top_p < 1 else ""
 
-    def prepare(home: Kernels, device: torch.device) -> Prepared:
+    def prepare(backend: Kernels, device: torch.device) -> Prepared:
         buffers = [normal(device, dtype, num_rows, model.vocab_size) for _ in range(num_buffers(num_bytes, device))]
-        draw = (_draw_on_device if is_triton(home) else _draw_on_host)(home, num_rows, top_p, device)
+        draw = (_draw_on_device if is_triton(backend) else _draw_on_host)(backend, num_rows, top_p, device)
 
         def run() -> None:
             for logits in buffers:
@@ -174,21 +174,21 @@ def sampling(model: ModelShape, dtype: torch.dtype, num_rows: int, top_p: float)
     return Case("sample", f"{model.name} S={num_rows}{cut}", dtype, num_bytes, 0, "read", prepare)
 
 
-def _draw_on_host(home: Any, num_rows: int, top_p: float, device: torch.device) -> Callable[[torch.Tensor], Any]:
+def _draw_on_host(backend: Any, num_rows: int, top_p: float, device: torch.device) -> Callable[[torch.Tensor], Any]:
     temperatures, top_ps = np.full(num_rows, _TEMPERATURE, np.float32), np.full(num_rows, top_p, np.float32)
     top_ks, min_ps = np.zeros(num_rows, np.int32), np.zeros(num_rows, np.float32)
     rows, uniforms = np.arange(num_rows), np.random.default_rng(5).random(num_rows, np.float32)
-    return lambda logits: home.sample(logits, rows, temperatures, top_ks, top_ps, min_ps, uniforms)
+    return lambda logits: backend.sample(logits, rows, temperatures, top_ks, top_ps, min_ps, uniforms)
 
 
-def _draw_on_device(home: Any, num_rows: int, top_p: float, device: torch.device) -> Callable[[torch.Tensor], Any]:
-    states = torch.zeros((num_rows, home.STATE_FIELDS), dtype=torch.float32, device=device)
-    states[:, home.StateField.TEMPERATURE], states[:, home.StateField.TOP_P] = _TEMPERATURE, top_p
+def _draw_on_device(backend: Any, num_rows: int, top_p: float, device: torch.device) -> Callable[[torch.Tensor], Any]:
+    states = torch.zeros((num_rows, backend.STATE_FIELDS), dtype=torch.float32, device=device)
+    states[:, backend.StateField.TEMPERATURE], states[:, backend.StateField.TOP_P] = _TEMPERATURE, top_p
     slots = torch.arange(num_rows, dtype=torch.int32, device=device)
     uniforms, token_ids = torch.rand(num_rows, device=device), torch.empty_like(slots)
 
     def draw(logits: torch.Tensor) -> None:
-        home.choose_greedily(logits, token_ids)
-        home.draw_tokens(logits, states.view(torch.int32), slots, uniforms, token_ids)
+        backend.choose_greedily(logits, token_ids)
+        backend.draw_tokens(logits, states.view(torch.int32), slots, uniforms, token_ids)
 
     return draw

@@ -101,7 +101,7 @@ class Watch:
 
 
 def service_flags(step_timeout_s: float) -> list[str]:
-    """Flags of `quire serve`, with ports of its own: it restarts services, which the measurement is about."""
+    """Flags of `quire serve` with the embedded model on free ports."""
     addresses = ("--listen", "--http-listen", "--executor", "--metrics-address")
     ports = [word for name in addresses for word in (name, "127.0.0.1:0")]
     return ["--model", embedded_model(), "--step-timeout-s", str(step_timeout_s), *ports]
@@ -135,6 +135,7 @@ async def streams(client: AsyncClient, begun: Sequence[asyncio.Event | None]) ->
 
 async def measure(step_timeout_s: float) -> AsyncIterator[Recovery]:
     """Measures one case after the other. Raises RecoveryError."""
+    # Not quire_server, for which a restart is a failure.
     async with child_process("quire", "serve", *service_flags(step_timeout_s)) as server:
         serve, address = psutil.Process(server.pid), server.addresses["grpc"]
         watch = Watch(address)

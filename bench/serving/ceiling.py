@@ -84,7 +84,7 @@ def render_table(model: ModelShape, dtype: str, pairs: list[dict[str, Any]], rat
     for concurrency in sorted({pair["quire"]["concurrency"] for pair in pairs}):
         own = [pair for pair in pairs if pair["quire"]["concurrency"] == concurrency]
         most = most_tokens_per_s(model, DTYPE_BYTES[dtype], Work.of(own[0]["quire"]), concurrency, rates)
-        quire, peer = (median(pair[who]["output_tokens_per_s"] for pair in own) / most for who in ("quire", "peer"))
+        quire, peer = (median(pair[name]["output_tokens_per_s"] for pair in own) / most for name in ("quire", "peer"))
         table.add_row(str(concurrency), f"{most:,.0f}", f"{quire:.0%}", f"{peer:.0%}", f"{2 * peer:.0%}")
     return table
 

@@ -67,11 +67,11 @@ class Counting:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_round_makes_the_stated_number_of_calls(case: Case) -> None:
-    home: Any = Counting()
-    prepared = case.prepare(home, CPU)
-    assert home.calls == []
+    backend: Any = Counting()
+    prepared = case.prepare(backend, CPU)
+    assert backend.calls == []
     prepared.run()
-    assert home.calls == [case.operation] * prepared.num_calls
+    assert backend.calls == [case.operation] * prepared.num_calls
     assert prepared.num_calls == 3
 
 
@@ -134,14 +134,14 @@ def test_triton_kernels_run_all_cases() -> None:
         "    torch.manual_seed(1)\n"
         "    case.prepare(triton, CPU).run()\n"
         "expected = []\n"
-        "class Home:\n"
+        "class Backend:\n"
         "    def attention_decode(self, *arguments):\n"
         "        reference.attention_decode(*arguments); expected.append(arguments[4].clone())\n"
         "    def attention_prefill(self, *arguments):\n"
         "        reference.attention_prefill(*arguments); expected.append(arguments[5].clone())\n"
         "for case in CASES[:2]:\n"
         "    torch.manual_seed(1)\n"
-        "    case.prepare(Home(), CPU).run()\n"
+        "    case.prepare(Backend(), CPU).run()\n"
         "assert len(attended) == len(expected) == 4\n"
         "for a, b in zip(attended, expected):\n"
         "    torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)\n"
@@ -158,7 +158,7 @@ def test_triton_kernels_run_all_cases() -> None:
 
 
 def test_report_has_rates_shares_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(home: Any, device: torch.device) -> Any:
+    def broken(backend: Any, device: torch.device) -> Any:
         raise RuntimeError("does not compile")
 
     failing = Case("rms_norm", "broken", F32, 1, 0, "copy", broken)
