@@ -19,7 +19,7 @@ LogSink = Callable[[str], None]
 
 # Executed as a script: the kernel kills the process when this one dies.
 _LIFELINE = Path(quire.__file__).with_name("cli") / "lifeline.py"
-_ON_FREE_PORTS = tuple(
+ON_FREE_PORTS = tuple(
     word for flag in ("--listen", "--http-listen", "--executor", "--metrics-address") for word in (flag, "127.0.0.1:0")
 )
 _MAX_LINE_BYTES = 1 << 20
@@ -87,7 +87,7 @@ async def quire_server(flags: Sequence[str], log: LogSink = lambda line: None) -
 
     Raises ServerFailed where a service ended during the block: `quire serve` restarts it, but the figures are void.
     """
-    async with child_process("quire", "serve", *_ON_FREE_PORTS, *flags, log=log) as server:
+    async with child_process("quire", "serve", *ON_FREE_PORTS, *flags, log=log) as server:
         services = _children(server.pid)
         yield server
         if _children(server.pid) != services:

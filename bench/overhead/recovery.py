@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.command_line import BenchError, Parser
 from bench.report import save
-from bench.server_process import child_process
+from bench.server_process import ON_FREE_PORTS, child_process
 from quire.async_client import AsyncClient
 from quire.events import Delta
 from quire.model_path import embedded_model
@@ -102,9 +102,7 @@ class Watch:
 
 def service_flags(step_timeout_s: float) -> list[str]:
     """Flags of `quire serve` with the embedded model on free ports."""
-    addresses = ("--listen", "--http-listen", "--executor", "--metrics-address")
-    ports = [word for name in addresses for word in (name, "127.0.0.1:0")]
-    return ["--model", embedded_model(), "--step-timeout-s", str(step_timeout_s), *ports]
+    return [*ON_FREE_PORTS, "--model", embedded_model(), "--step-timeout-s", str(step_timeout_s)]
 
 
 def child(serve: psutil.Process, service: str) -> psutil.Process:

@@ -8,12 +8,12 @@ import numpy as np
 
 from bench.overhead import sampling_cost
 from executor.plans.plan import SequenceParams
-from tests.support.paths import ROOT
+from quire.model_path import embedded_model
 
 if TYPE_CHECKING:
     import pytest
 
-TINY = str(ROOT / "models" / "tiny")
+TINY = embedded_model()
 
 
 def test_every_feature_differs_from_the_default() -> None:
