@@ -133,7 +133,7 @@ def tables(data: Data) -> list[Table]:
 
 def plots(data: Data) -> list[Plot]:
     caption = (
-        "Slots over steps, coloured by request. White is a slot that computes nothing. Numbers are the requests in "
+        "Slots over steps, coloured by request. A gap is a slot that computes nothing. Numbers are the requests in "
         "the order of arrival."
     )
     return [Plot("timeline", caption, lambda figure: _draw(figure, data), (9.6, 6.6))]
