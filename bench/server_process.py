@@ -25,6 +25,7 @@ ON_FREE_PORTS = tuple(
 _MAX_LINE_BYTES = 1 << 20
 _NUM_LAST_LINES = 10
 _MAX_STOP_S = 60.0
+_MAX_READ_S = 5.0
 
 
 class ServerFailed(BenchError):
@@ -52,10 +53,12 @@ class Child:
 async def child_process(
     *arguments: str, ready: str = "ready ", log: LogSink = lambda line: None
 ) -> AsyncIterator[Child]:
-    """Runs `python -m ARGUMENTS` from the line of its output that starts with `ready` to the end of the block.
+    """Runs `python -m ARGUMENTS`. The block begins with the line of its output that starts with `ready`.
 
-    log  takes the lines of its standard error; the last of them are part of the message where it fails
-    Raises ServerFailed if it ends before it is ready. It is ended by SIGTERM, and killed if it stays for a minute.
+    log  takes the lines of its standard error; the last lines are part of the error if it fails
+
+    At the end of the block it gets SIGTERM, and SIGKILL if it runs for another minute. Raises ServerFailed if it ends
+    before it is ready.
     """
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
@@ -68,7 +71,7 @@ async def child_process(
         line = await _first_line(process.stdout, ready)
         if not line:
             await process.wait()
-            await reader
+            await asyncio.wait({reader}, timeout=_MAX_READ_S)
             raise _failure(arguments, process, last_lines)
         try:
             yield Child(process.pid, line)
@@ -78,7 +81,8 @@ async def child_process(
             raise
     finally:
         await _end(process)
-        await reader
+        await asyncio.wait({reader}, timeout=_MAX_READ_S)
+        reader.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -1,9 +1,9 @@
-"""The measurer of serving: engines take turns of seconds on the same traces, so that all meet the same machine.
+"""The measurer of serving: engines take turns of seconds on the same traces, under the same conditions.
 
-A machine that is shared with others changes its speed from minute to minute: an engine that is measured minutes after
-another one meets a different machine. Here all engines are up during the whole measurement. In each round, and for each
-number of clients, they run one trace right after each other, while the processes of the others are stopped. The order
-changes from round to round, and each round has traces of its own, so that no run finds its prompts cached.
+The speed of a shared machine changes from minute to minute, so engines that are measured minutes apart cannot be
+compared. Here all engines are up during the whole measurement. In each round, and for each number of clients, every
+engine runs the same trace, one right after the other, while the processes of the other engines are stopped. The order
+of the engines is reversed from round to round. Each turn has its own trace, so that no run finds its prompts cached.
 
 The ratio of two engines at a number of clients is the median of the rounds' ratios.
 """

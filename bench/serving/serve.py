@@ -3,8 +3,9 @@
     python -m bench serve --spawn --concurrency 1,4,16,64 --baseline transformers
     python -m bench paired --model DIR --peer-url http://127.0.0.1:8000 --peer-model NAME --peer-command 'COMMAND'
 
-All engines are up at once and take turns of seconds on each trace; --rounds repeats that, and ratios are medians of the
-rounds. While Quire has its turn, the processes of a peer that was started here are stopped.
+All engines are up at once and take turns of seconds on each trace. Ratios are medians of the rounds (--rounds). While
+Quire has its turn, the processes of a peer that was started here are stopped. On a GPU, Quire and the baseline share
+the memory.
 """
 
 import asyncio
