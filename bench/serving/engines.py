@@ -10,7 +10,6 @@ from typing import Protocol
 
 from bench.load import LoadResult, Send, closed_loop, quire_sender
 from bench.pool_sampler import PoolSampler, PoolStats
-from bench.serving.openai_server import openai_sender, openai_session
 from bench.step_traces import StepRecorder
 from bench.trace import TraceRequest
 from quire.async_client import AsyncClient
@@ -72,6 +71,7 @@ def quire_engine(
 
 def openai_engine(url: str, model: str, process_group: int | None = None) -> Engine:
     """An OpenAI-compatible server. Each run opens its own connections: a stopped server lets idle ones time out."""
+    from bench.serving.openai_server import openai_sender, openai_session  # aiohttp is not installed everywhere
 
     async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
         async with openai_session() as session:

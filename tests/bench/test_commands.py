@@ -71,6 +71,18 @@ def test_no_measurement_imports_typer_or_the_command_line_of_quire() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
+def test_gpu_check_needs_few_packages() -> None:
+    """A machine with a GPU may lack the packages of the command line and of HTTP."""
+    program = (
+        "import importlib, sys\n"
+        "sys.modules.update(dict.fromkeys(('typer', 'aiohttp', 'structlog', 'grpc_health', 'grpc_reflection')))\n"
+        "from bench.commands import COMMANDS\n"
+        "for name in ('gpu-check', 'gpu-correctness', 'gpu-serving', 'gpu-transformers', 'kernels'):\n"
+        "    importlib.import_module(COMMANDS[name].module)\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
+
+
 # --- flags of serve -------------------------------------------------------------------------------------------------
 
 
