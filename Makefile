@@ -27,7 +27,7 @@ claims: $(INSTALLED)  ## measure what is claimed of paging and continuous batchi
 	$(BIN)/quire bench claims $(ARGS)
 
 gpu-check: $(if $(NO_INSTALL),,$(INSTALLED))  ## tests, kernels and serving on the GPU at hand, in one report (NO_INSTALL=1: with PYTHON as it is)
-	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) -m bench.gpu_check $(ARGS)
+	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) -m bench gpu-check $(ARGS)
 
 wheel-check: $(INSTALLED)  ## build the wheel, install it into a fresh environment, run the demo and one request
 	$(BIN)/python -m checks.wheel

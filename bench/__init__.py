@@ -1,0 +1,1 @@
+"""Measurements of Quire and of the servers beside it. `python -m bench` lists them."""

@@ -1,4 +1,4 @@
-"""Closed-loop load: c clients, each with one request out at any time, until the trace is used up."""
+"""Closed-loop load: each client has one request in flight at any time, until the trace is used up."""
 
 import asyncio
 import time
@@ -6,18 +6,19 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from bench.command_line import BenchError
 from bench.trace import TraceRequest
 from quire.async_client import AsyncClient
 from quire.events import Delta, Finished
 
 
-class LoadError(Exception):
-    """A request of the trace was not answered as asked; the measurement is void."""
+class LoadError(BenchError):
+    """A request of the trace was not answered as asked, so the measurement is void."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """What a client saw of one request; times in seconds on one monotonic clock.
+    """One request as its client saw it; times in seconds on one monotonic clock.
 
     sent_s      when the request was handed to the transport
     arrivals_s  when each message with tokens arrived, ascending, at least one
@@ -38,37 +39,37 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None where there is no second."""
+        """Time per output token after the first; None for a single token."""
         if self.num_output_tokens < 2:
             return None
         return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_output_tokens - 1)
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies as a reader feels them: pauses between messages, however many tokens each brings."""
+        """Inter-token latencies: pauses between messages, however many tokens each message carries."""
         return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
 
     @property
     def latency_s(self) -> float:
-        """From sending to the last token."""
+        """Time from sending to the last token."""
         return self.arrivals_s[-1] - self.sent_s
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """All requests of one run, in the order of their end, and how long the whole took."""
+    """All requests of one run in the order in which they ended, and the duration of the run."""
 
     concurrency: int
     wall_s: float
     records: tuple[RequestRecord, ...]
 
 
-# Sends one request and returns when it has been answered in full. Raises LoadError or the client's own error.
+# Sends one request and returns when its answer is complete. Raises LoadError or the client's own error.
 Send: TypeAlias = Callable[[TraceRequest], Awaitable[RequestRecord]]
 
 
 async def closed_loop(send: Send, trace: Sequence[TraceRequest], concurrency: int) -> LoadResult:
-    """Runs the whole trace with `concurrency` clients that take requests in order. The first error ends the run."""
+    """Runs the trace with `concurrency` clients that take requests in order. The first error ends the run."""
     remaining = iter(trace)
     records: list[RequestRecord] = []
     start_s = time.perf_counter()
@@ -87,7 +88,7 @@ async def _client(send: Send, remaining: Iterable[TraceRequest], records: list[R
 
 
 def quire_sender(client: AsyncClient) -> Send:
-    """Greedy, EOS ignored, so that every server does the same work."""
+    """Sends greedy requests that ignore EOS, so that every server does the same work."""
 
     async def send(request: TraceRequest) -> RequestRecord:
         arrivals_s: list[float] = []
@@ -113,7 +114,7 @@ def quire_sender(client: AsyncClient) -> Send:
 def checked_record(
     request: TraceRequest, sent_s: float, arrivals_s: Sequence[float], num_tokens: int, num_cached: int = 0
 ) -> RequestRecord:
-    """The record of a request that was answered in full; raises LoadError where it was not."""
+    """The record of a request. Raises LoadError where the answer is not complete."""
     if num_tokens != request.max_tokens or not arrivals_s:
         raise LoadError(f"asked for {request.max_tokens} tokens, got {num_tokens}")
     return RequestRecord(sent_s, tuple(arrivals_s), len(request.prompt_token_ids), num_tokens, num_cached)

@@ -1,4 +1,4 @@
-"""What a measurement was made on, and with what."""
+"""The machine of a measurement: its device, and the versions of what ran on it. Loads torch for GPUs only."""
 
 import os
 import platform
@@ -6,9 +6,10 @@ import re
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _PACKAGES = ("torch", "triton", "numba", "numpy", "transformers", "grpcio", "protobuf")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -17,8 +18,17 @@ _CACHE_SIZE = re.compile(r"(\d+)([KM])")
 _DEFAULT_CACHE_BYTES = 32 << 20
 
 
-def describe_machine(device: torch.device) -> dict[str, Any]:
-    """JSON values: device, versions, date (UTC)."""
+def local_device() -> "torch.device | None":
+    """The GPU where torch is installed and sees one; None: the CPU."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch.device("cuda") if torch.cuda.is_available() else None
+
+
+def describe_machine(device: "torch.device | None") -> dict[str, Any]:
+    """Device, versions and date (UTC) as JSON values. None is the CPU."""
     described: dict[str, Any] = {
         "device": device_name(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -28,7 +38,9 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": _versions(),
     }
-    if device.type == "cuda":
+    if device is not None and device.type == "cuda":
+        import torch
+
         properties = torch.cuda.get_device_properties(device)
         described |= {
             "cuda": torch.version.cuda,
@@ -38,9 +50,11 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
     return described
 
 
-def device_name(device: torch.device) -> str:
-    """As the device, or the CPU, calls itself."""
-    if device.type == "cuda":
+def device_name(device: "torch.device | None") -> str:
+    """The name that the device, or the CPU, gives itself."""
+    if device is not None and device.type == "cuda":
+        import torch
+
         return torch.cuda.get_device_name(device)
     try:
         lines = _CPU_INFO.read_text(encoding="utf-8").splitlines()
@@ -54,9 +68,11 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
 
 
-def cache_bytes(device: torch.device) -> int:
-    """Of the last cache before the device's memory."""
+def cache_bytes(device: "torch.device") -> int:
+    """Size of the last cache before the device's memory."""
     if device.type == "cuda":
+        import torch
+
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     found = [_CACHE_SIZE.match(path.read_text(encoding="utf-8")) for path in _CPU_CACHES.glob("index*/size")]
     sizes = [int(size[1]) << {"K": 10, "M": 20}[size[2]] for size in found if size]

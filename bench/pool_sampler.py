@@ -1,4 +1,4 @@
-"""Watches the server's block pool while load runs."""
+"""Samples the server's block pool during a run."""
 
 import asyncio
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from quire.block_map import PoolSummary
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """What a run did to the pool. Ratios are over the samples in which something was allocated.
+    """Statistics of the block pool in a run. Ratios are over the samples in which a token slot was allocated.
 
-    mean_waste_ratio  (allocated - used slots) / allocated slots, summed over all samples
+    mean_waste_ratio  (allocated - used) / allocated token slots, both summed over all samples
     """
 
     num_samples: int
@@ -28,7 +28,7 @@ class PoolStats:
 
 
 class PoolSampler:
-    """An async context: samples the pool from entry to exit; then `stats` says what was seen."""
+    """Samples the pool from the entry to the exit of its async context. Afterwards `stats` has the result."""
 
     def __init__(self, client: AsyncClient, interval_s: float = 0.2) -> None:
         self._client = client
@@ -61,7 +61,7 @@ class PoolSampler:
 
 
 def pool_stats(samples: list[PoolSummary]) -> PoolStats:
-    """Sums up samples in the order they were taken; counters are the last one's minus the first one's."""
+    """Sums up samples, in the order of time. Counters are the last sample's minus the first sample's."""
     allocated = sum(sample.num_allocated_token_slots for sample in samples)
     wasted = sum(sample.num_wasted_token_slots for sample in samples)
     ratios = [s.num_wasted_token_slots / s.num_allocated_token_slots for s in samples if s.num_allocated_token_slots]

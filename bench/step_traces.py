@@ -1,4 +1,4 @@
-"""The pipeline's proof: a run's steps as a Chrome trace, and the share of time in which the executor was idle.
+"""The steps of a run as a Chrome trace, and the share of time in which the executor was idle.
 
 The trace opens in chrome://tracing and in Perfetto.
 """
@@ -17,7 +17,7 @@ _PROCESSES = {_SCHEDULER: "scheduler", _EXECUTOR: "executor"}
 
 
 class StepRecorder:
-    """An async context: afterwards, `steps` are those that were planned between entry and exit (the last thousands)."""
+    """Records the steps that were planned in its async context; `steps` has the last thousands of them."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -37,9 +37,9 @@ class StepRecorder:
 
 
 def idle_ratio(steps: Sequence[StepTrace]) -> float | None:
-    """Share of the time from the first step's start to the last one's end in which the device had no plan to work on.
+    """Share of the time from the start of the first step to the end of the last one in which the device had no plan.
 
-    The first step's own wait is left out: before it, nobody had asked for anything. None: fewer than two steps.
+    The wait before the first step is left out, because no request had arrived. None: fewer than two steps.
     """
     if len(steps) < 2:
         return None
@@ -50,8 +50,8 @@ def idle_ratio(steps: Sequence[StepTrace]) -> float | None:
 def chrome_trace(steps: Sequence[StepTrace]) -> dict[str, object]:
     """Complete events ("X") of the scheduler and of the executor.
 
-    The executor sends durations, not times; its spans are laid so that they end when the result arrived, and so that
-    what was prepared beside another step is in a lane of its own.
+    The executor sends durations, not times. Its spans are placed so that they end when the result arrived. A step that
+    was prepared during another step has its preparation in a lane of its own.
     """
     events: list[dict[str, object]] = [
         {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}} for pid, name in _PROCESSES.items()
@@ -90,7 +90,7 @@ def save_chrome_trace(path: Path, steps: Sequence[StepTrace]) -> None:
 
 
 def _span(name: str, pid: int, lane: int, start_ns: int, end_ns: int, details: dict[str, int]) -> dict[str, object]:
-    """Chrome counts in microseconds."""
+    """A complete event. Chrome's times are in microseconds."""
     return {
         "name": name,
         "ph": "X",

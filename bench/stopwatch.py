@@ -1,8 +1,8 @@
-"""How long a piece of device work takes: the median of many rounds.
+"""Times a piece of device work: the median of many rounds.
 
-A round is a function that does the same work several times, each time on other buffers, so that together they are
-larger than the last-level cache: what is read has to come from memory, as in serving, where a layer's turn comes after
-all others'. The time of one of them is the round's divided by their number.
+A round is a function that does the same work several times, each time on other buffers. Together the buffers are larger
+than the last-level cache, so that data comes from memory, as in serving, where a layer runs after all other layers. The
+time of one call is the time of the round divided by the number of calls.
 """
 
 import statistics
@@ -22,9 +22,9 @@ _MIN_ROUNDS, _MAX_ROUNDS = 5, 200
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call: the median, and the fastest, which is for ceilings.
+    """Seconds of one call: the median, and the best, which is for ceilings.
 
-    spread_ratio  (90th - 10th percentile) / median: differences smaller than that are noise
+    spread_ratio  (90th - 10th percentile) / median; smaller differences are noise
     """
 
     median_s: float
@@ -34,12 +34,14 @@ class Timing:
 
 
 def time_rounds(run: Round, num_calls: int, device: torch.device, budget_s: float, *, in_graph: bool = False) -> Timing:
-    """The time of one of the `num_calls` calls of a round, launches included.
+    """The time of one of the `num_calls` calls of a round, including launches.
 
-    On a GPU between events on the current stream. in_graph: the round is captured once and replayed, which leaves the
-    cost of launches out, as for a decode in serving; everything in it must be capturable. On the CPU: time of the
-    thread where torch has one only, so that whoever else runs on the machine is not counted; else wall time.
-    Rounds are repeated until budget_s is spent, five times at least.
+    in_graph  the round is captured once and replayed, which excludes the cost of launches, as for a decode in serving;
+              everything in it must be capturable
+
+    On a GPU it is the time between events on the current stream. On the CPU it is wall time, or CPU time of the thread
+    if torch has one thread only, so that other processes are not counted. Rounds are repeated until budget_s is spent,
+    at least five times.
     """
     for _ in range(_NUM_WARM_UP_ROUNDS):
         run()
@@ -64,7 +66,7 @@ def _host_s(run: Round, budget_s: float) -> list[float]:
 
 
 def _events_s(run: Round, device: torch.device, budget_s: float) -> list[float]:
-    """Rounds are queued a few at a time, so that the device never waits for the host to see a result."""
+    """Queues a few rounds at a time, so that the device never waits for the host."""
     samples: list[float] = []
     event: Any = torch.cuda.Event
     end_s = time.perf_counter() + budget_s

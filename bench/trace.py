@@ -1,10 +1,10 @@
-"""The work of a measurement: a seeded list of requests with mixed lengths.
+"""A trace: a seeded list of requests with mixed lengths.
 
-Prompt and output lengths are log-normal, as in served traffic. `mixed`: prompts of 8 … 512 tokens, about 130 in the
-mean, outputs of 4 … 384, about 90. `sharegpt`: about 215 and 197, the means of ShareGPT conversations as benchmarks use
-them, both at most 1,024. Prompts are random token ids, so nothing depends on a tokenizer and no two share a
-prefix by accident. Where the model's context is shorter than the longest request, all lengths shrink by one factor:
-the mix keeps its shape.
+Prompt and output lengths are log-normal, as in served traffic. `mixed` has prompts of 8 … 512 tokens with a mean of
+about 130, and outputs of 4 … 384 with a mean of about 90. `sharegpt` has means of about 215 and 197, as ShareGPT
+conversations in benchmarks, and at most 1,024 tokens each. Prompts are random token ids, so that no result depends on
+a tokenizer and no two prompts share a prefix by accident. If the model's context is shorter than the longest request,
+one factor scales all lengths, so that the mix keeps its shape.
 """
 
 import math
@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class LengthDistribution:
-    """A log-normal distribution: parameters of the logarithm, and the bounds lengths are cut at."""
+    """A log-normal distribution: parameters of the logarithm, and the bounds of the lengths."""
 
     mu: float
     sigma: float
@@ -22,7 +22,7 @@ class LengthDistribution:
     most: int
 
 
-# By name: of prompts, and of outputs.
+# Distributions of prompts and of outputs, by name.
 LENGTHS = {
     "mixed": (LengthDistribution(4.6, 0.8, 8, 512), LengthDistribution(4.2, 0.9, 4, 384)),
     "sharegpt": (LengthDistribution(5.0, 0.9, 8, 1024), LengthDistribution(4.9, 0.9, 4, 1024)),
@@ -33,7 +33,7 @@ _NUM_RESERVED_IDS = 10
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request: a prompt, and how many tokens to generate for it, no fewer and no more."""
+    """One request: a prompt, and the exact number of tokens to generate."""
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
@@ -41,11 +41,11 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class TraceSettings:
-    """What determines a trace, completely.
+    """The parameters of a trace, which determine it completely.
 
-    vocab_size         prompt ids are below it
-    max_model_len      no request is longer, prompt and output together
-    num_shared_tokens  tokens that all prompts begin with, beyond their own (to measure prefix caching)
+    vocab_size         upper bound of prompt ids, exclusive
+    max_model_len      maximum length of a request, prompt and output together
+    num_shared_tokens  tokens that all prompts begin with, before their own (to measure prefix caching)
     lengths            a name of LENGTHS
     """
 
@@ -58,13 +58,13 @@ class TraceSettings:
 
     @property
     def scale(self) -> float:
-        """What all lengths are multiplied by: 1 where the longest possible request fits."""
+        """Factor on all lengths; 1 if the longest possible request fits."""
         longest = sum(lengths.most for lengths in LENGTHS[self.lengths])
         return min(1.0, (self.max_model_len - self.num_shared_tokens) / longest)
 
 
 def make_trace(settings: TraceSettings) -> list[TraceRequest]:
-    """The same settings give the same trace. Raises ValueError where the model is too small for any."""
+    """Draws the trace of `settings`. Raises ValueError where the model is too small for any request."""
     lowest_id = min(_NUM_RESERVED_IDS, settings.vocab_size - 1)
     if settings.num_requests < 1 or lowest_id < 0:
         raise ValueError("a trace needs a request and a vocabulary")
@@ -85,7 +85,7 @@ def make_trace(settings: TraceSettings) -> list[TraceRequest]:
 
 
 def describe(settings: TraceSettings, trace: list[TraceRequest]) -> dict[str, object]:
-    """The settings and the means that came of them, for a report."""
+    """The settings and the means of the trace, for a report."""
     return {
         **asdict(settings),
         "scale": round(settings.scale, 4),

@@ -1,4 +1,4 @@
-"""`quire bench claims`: what others claim of paged KV memory and continuous batching, measured here, with a verdict.
+"""Published claims about paged KV memory and continuous batching, measured here, with verdicts.
 
-One module a claim; `catalogue` lists them, `runner` measures them, `page` and `evidence` write what came out.
+Each claim is a module. `catalogue` lists them, `runner` measures them, `page` and `evidence` write the report.
 """

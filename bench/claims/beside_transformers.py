@@ -1,33 +1,35 @@
-"""Claim: many times the throughput of raw transformers. Quire beside its `generate` and its continuous batching."""
+"""Claim: many times the throughput of transformers alone. Quire beside its `generate` and its continuous batching."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged
 from bench.claims.drawing import BLUE, ORANGE, RED
 from bench.claims.served import run_load, trace_for, warm_up, with_services
-from bench.continuous_baseline import ContinuousBatches
-from bench.load import LoadResult
 from bench.report import summarize
-from bench.static_baseline import StaticBatches
+from bench.serving.continuous_batches import ContinuousBatches
+from bench.serving.measurer import shortened
+from bench.serving.static_batches import StaticBatches
 from bench.trace import TraceRequest
 from quire.async_client import AsyncClient
+
+if TYPE_CHECKING:
+    from bench.serving.engines import Batches
 
 ENGINES = ("quire", "generate", "generate_batch")
 _COLOURS = {"quire": BLUE, "generate": RED, "generate_batch": ORANGE}
 _CLAIMED_RATIO = 24.0
 _MIN_CONTINUOUS_RATIO = 2.0
 _WARM_UP_TOKENS = 16
-# On a CPU the manager would size its masks by all of the host's memory.
+# On a CPU the manager sizes its masks by all of the host's memory.
 _CPU_LIMITS = {"num_blocks": 512, "max_batch_tokens": 256}
 
 
 async def measure(setting: Setting, watch: Watch) -> Data:
-    """Engines run one after the other, on the same requests: the services have ended before transformers begins."""
+    """Runs the engines one after the other on the same requests. The services end before transformers begins."""
     concurrencies = (4,) if setting.is_quick else (1, 16, 64)
     watch.expect(len(concurrencies) * len(ENGINES))
     traces: dict[int, list[TraceRequest]] = {}
@@ -53,23 +55,15 @@ async def measure(setting: Setting, watch: Watch) -> Data:
 def _measure_transformers(model: str, dtype: str, traces: dict[int, list[TraceRequest]], watch: Watch) -> list[Data]:
     static = StaticBatches(model, dtype)
     limits = None if static.is_on_gpu else _CPU_LIMITS
-    runs = {"generate": static.run, "generate_batch": ContinuousBatches(static.model, limits).run}
+    engines: dict[str, Batches] = {"generate": static, "generate_batch": ContinuousBatches(static.model, limits)}
     rows = []
-    for name, run in runs.items():
+    for name, engine in engines.items():
         for number, trace in traces.items():
             watch.step(f"transformers {name}, {number} clients")
-            run(_short(trace[:number]), number)  # as wide as the run: what is set up for a width is not measured
-            rows.append(_row(name, asdict(summarize(name, _run(run, trace, number)))))
+            # The warm-up is as wide as the run, so that setting up for that width is not measured.
+            engine.run(shortened(trace[:number], _WARM_UP_TOKENS), number)
+            rows.append(_row(name, asdict(summarize(name, engine.run(trace, number)))))
     return rows
-
-
-def _run(run: Any, trace: Sequence[TraceRequest], number: int) -> LoadResult:
-    result: LoadResult = run(trace, number)
-    return result
-
-
-def _short(trace: Sequence[TraceRequest]) -> list[TraceRequest]:
-    return [TraceRequest(request.prompt_token_ids, min(request.max_tokens, _WARM_UP_TOKENS)) for request in trace]
 
 
 def _row(engine: str, summary: Data) -> Data:
@@ -89,13 +83,10 @@ def by_engine(data: Data) -> dict[str, dict[int, Data]]:
 def conditions(data: Data) -> str:
     most = max(row["num_requests"] for row in data["rows"])
     return (
-        f"One model in {data['dtype']}, one trace of mixed lengths for all three, {most} requests with the most "
-        "clients; Quire as a "
-        "server with its clients on the same cores, transformers in process and without a server around it. "
-        "`generate` runs "
-        "static batches of as many as there are clients, padded; `generate_batch` stands for the manager behind it, "
-        "fed by a "
-        "closed loop. Only tokens that were asked for count."
+        f"One model in {data['dtype']} and one trace of mixed lengths for all three engines, {most} requests with the "
+        "most clients. Quire runs as a server with its clients on the same cores, transformers in process, without a "
+        "server around it. `generate` runs padded static batches of as many requests as there are clients. "
+        "`generate_batch` stands for the manager behind it, which a closed loop feeds. Only requested tokens count."
     )
 
 
@@ -107,22 +98,20 @@ def verdict(data: Data) -> Verdict:
     small = min(found["quire"])
     at_one = found["quire"][small]["output_tokens_per_s"] / found["generate"][small]["output_tokens_per_s"]
     ours = (
-        f"at {most} clients {ratios['generate']:.1f} × `generate`, {ratios['generate_batch']:.1f} × `generate_batch` "
-        "(output tokens/s)"
+        f"with {most} clients {ratios['generate']:.1f} × `generate`, {ratios['generate_batch']:.1f} × "
+        "`generate_batch` (output tokens/s)"
     )
     reason = (
-        f"Quire makes {quire:.0f} tokens/s. Of the ratio to `generate`, {at_one:.1f} × is there already with "
-        f"{small} client{'s' if small > 1 else ''}, and is the kernels' and the step's; the rest is batching. "
+        f"Quire generates {quire:.0f} tokens/s. The ratio to `generate` is {at_one:.1f} × already with {small} "
+        f"client{'s' if small > 1 else ''}, from faster kernels and steps; the rest comes from batching. "
     )
     if ratios["generate"] < _CLAIMED_RATIO:
         reason += (
-            f"Less than {_CLAIMED_RATIO:.0f} ×: that figure compares with a server that takes the batch its memory "
-            "holds, on a GPU "
-            "whose step costs the same for few sequences and many; here `generate` is given batches as large as "
-            "Quire's, and "
-            "a step costs more with each sequence. "
+            f"Less than {_CLAIMED_RATIO:.0f} ×, because that figure compares with a server whose batch is limited by "
+            "its memory, on a GPU whose step costs the same for few sequences and many. Here `generate` gets batches "
+            "as large as Quire's, and each sequence makes a step more expensive. "
         )
-    reason += "TGI was not run: nothing is said here of 2–4 × TGI."
+    reason += "TGI was not run, so 2–4 × TGI is not judged."
     holds = [ratios["generate"] >= _CLAIMED_RATIO, ratios["generate_batch"] >= _MIN_CONTINUOUS_RATIO]
     return Verdict(judged(holds), ours, reason)
 
@@ -175,11 +164,10 @@ def _draw(figure: Figure, data: Data) -> None:
 
 CLAIM = Claim(
     name="transformers",
-    title="Many times the throughput of raw transformers",
+    title="Many times the throughput of transformers alone",
     source="The vLLM announcement (Kwon et al., blog, June 2023): up to 24 × HuggingFace Transformers, up to 3.5 × "
-    "TGI; "
-    "secondary texts: 24 ×, and 2–4 × TGI",
-    figure="24 × `generate`; to show here too: 2 × its own continuous batching",
+    "TGI; secondary texts: 24 ×, and 2–4 × TGI",
+    figure="24 × `generate`; to show here: also 2 × its own continuous batching",
     measure=measure,
     conditions=conditions,
     verdict=verdict,

@@ -1,4 +1,4 @@
-"""Claim: small blocks waste less, large ones are read faster. Waste, kernel time and throughput for 4 to 128."""
+"""Claim: small blocks waste less, large blocks are read faster. Waste, kernel time and throughput for 4 to 128."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -10,7 +10,8 @@ import kernels
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.drawing import BLUE, GREEN, RED, powers_axis
 from bench.claims.served import Served, device_of, run_load, trace_for, warm_up, with_services
-from bench.kernel_cases import LARGE, SMALL, decode, mixed_contexts
+from bench.kernels.attention_cases import decode, mixed_contexts
+from bench.kernels.cases import LARGE, SMALL
 from bench.stopwatch import time_rounds
 from quire.async_client import AsyncClient
 
@@ -38,7 +39,7 @@ async def measure(setting: Setting, watch: Watch) -> Data:
 
 
 def _kernel(size: int, device: torch.device, budget_s: float) -> Data:
-    """Decode attention of one layer, on one thread of a CPU, where other work does not count."""
+    """Times decode attention of one layer; on a CPU with one thread, so that CPU time excludes other work."""
     is_gpu = device.type == "cuda"
     model = replace(LARGE if is_gpu else SMALL, block_size=size)
     dtype = torch.bfloat16 if is_gpu else torch.float32
@@ -76,11 +77,10 @@ async def _serve(setting: Setting, size: int, num_clients: int) -> Served:
 
 def conditions(data: Data) -> str:
     return (
-        f"Decode attention alone: {data['kernel']}, every call on buffers that are in no cache, median. Throughput "
-        "and waste: "
-        f"real services, one pair for each block size, {data['num_clients']} clients in a closed loop, "
-        f"{data['rows'][0]['num_requests']} requests of mixed lengths, the same for each size; waste is sampled "
-        "during the run."
+        f"Decode attention alone: {data['kernel']}; every call reads buffers that are in no cache; medians. Throughput "
+        f"and waste: real services, one pair for each block size, {data['num_clients']} clients in a closed loop, "
+        f"{data['rows'][0]['num_requests']} requests of mixed lengths, the same for each size. Waste is sampled during "
+        "the run."
     )
 
 
@@ -94,28 +94,25 @@ def verdict(data: Data) -> Verdict:
     is_balanced = default["output_tokens_per_s"] >= _NEAR_BEST * best and default["waste_ratio"] <= _MAX_WASTE
     ours = (
         f"from {first['block_size']} to {last['block_size']}: waste {percent(first['waste_ratio'])} to "
-        f"{percent(last['waste_ratio'])}, "
-        f"kernel {first['kernel_us']:.0f} to {last['kernel_us']:.0f} µs; at {_DEFAULT_SIZE}: "
-        f"{percent(default['waste_ratio'])}, "
-        f"{default['kernel_us']:.0f} µs, {percent(default['output_tokens_per_s'] / best, 0)} of the best throughput"
+        f"{percent(last['waste_ratio'])}, kernel {first['kernel_us']:.0f} to {last['kernel_us']:.0f} µs; at "
+        f"{_DEFAULT_SIZE}: {percent(default['waste_ratio'])}, {default['kernel_us']:.0f} µs, "
+        f"{percent(default['output_tokens_per_s'] / best, 0)} of the best throughput"
     )
     reason = (
-        f"Waste {'grows with every size' if waste_grows else 'does not grow with every size'}. Decode attention over "
-        "blocks of "
-        f"{first['block_size']} takes {first['kernel_us'] / default['kernel_us']:.2f} × the time of {_DEFAULT_SIZE}, "
-        "over blocks of "
-        f"{last['block_size']} {last['kernel_us'] / default['kernel_us']:.2f} ×. "
+        f"Waste {'grows with every size' if waste_grows else 'does not grow with every size'}. Compared with blocks of "
+        f"{_DEFAULT_SIZE}, decode attention over blocks of {first['block_size']} takes "
+        f"{first['kernel_us'] / default['kernel_us']:.2f} × the time, and over blocks of {last['block_size']} "
+        f"{last['kernel_us'] / default['kernel_us']:.2f} × the time. "
     )
     reason += (
-        f"{_DEFAULT_SIZE} wastes little and is near the best."
+        f"A block size of {_DEFAULT_SIZE} wastes little and is near the best throughput."
         if is_balanced
-        else f"{_DEFAULT_SIZE} is not the best choice on this machine."
+        else f"A block size of {_DEFAULT_SIZE} is not the best choice on this machine."
     )
     if not kernel_gains:
         reason += (
-            " The kernel has nothing to gain from larger blocks here: it reads a block in place, head by head, and a "
-            "head's "
-            "keys in one block are already longer than a cache line."
+            " The kernel has nothing to gain from larger blocks here: it reads a block in place, head by head, and the "
+            "keys of one head in a block are already longer than a cache line."
         )
     return Verdict(judged([waste_grows, kernel_gains, is_balanced]), ours, reason)
 
@@ -134,7 +131,7 @@ def tables(data: Data) -> list[Table]:
         for row in data["rows"]
     )
     headings = ("block size", "waste", "kernel, µs", "GB/s", "spread", "tokens/s", "ms a step")
-    return [Table("One row a block size.", headings, rows)]
+    return [Table("One row for each block size.", headings, rows)]
 
 
 def plots(data: Data) -> list[Plot]:
@@ -163,9 +160,8 @@ CLAIM = Claim(
     title="The block size trades waste against the kernel's efficiency",
     source="Kwon et al., SOSP 2023, section 7.2 and figure 18: 16 to 128 serve ShareGPT well, 16 and 32 Alpaca; the "
     "default is 16",
-    figure="small blocks: little waste, slow kernel; large blocks: the other way round; 16 is large enough for the "
-    "one and "
-    "small enough for the other",
+    figure="small blocks: little waste, slow kernel; large blocks: the opposite; 16 is large enough for the kernel and "
+    "small enough for little waste",
     measure=measure,
     conditions=conditions,
     verdict=verdict,

@@ -1,7 +1,7 @@
-"""A claim: who says what, how it is measured here, what came of it, and what that means, in words.
+"""A claim: its source, its measurement, and functions that turn the results into a report.
 
-What `measure` returns is JSON and nothing else, and everything else is a function of it: so a report can be written
-again, better, without measuring anything.
+`measure` returns JSON values, and everything else is a function of them. So a report can be written again without
+measuring.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 from matplotlib.figure import Figure
 
 Data: TypeAlias = dict[str, Any]
-"""JSON values: what a measurement found, without any judgement."""
+"""JSON values: the results of a measurement, without a judgement."""
 
 
 class NotAvailable(Exception):
@@ -20,7 +20,7 @@ class NotAvailable(Exception):
 
 
 class Word(StrEnum):
-    """What became of a claim."""
+    """The verdict about a claim in a word."""
 
     REPRODUCED = "reproduced"
     PARTLY = "partly reproduced"
@@ -31,7 +31,11 @@ class Word(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """ours: our figures, in a line. reason: why the word is what it is, in sentences, with what was measured."""
+    """A verdict.
+
+    ours    our figures in one line
+    reason  the reason for the word in sentences, with measured figures
+    """
 
     word: Word
     ours: str
@@ -40,7 +44,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells are text; the first column names the row."""
+    """A table of the report. Cells are text; the first column names the row."""
 
     caption: str
     headings: tuple[str, ...]
@@ -49,7 +53,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """name: of its files. caption: what it shows, for those who do not see it too. size: inches."""
+    """A plot of the report.
+
+    name     name of its files
+    caption  description, also for readers who cannot see the plot
+    size     width and height in inches
+    """
 
     name: str
     caption: str
@@ -58,22 +67,22 @@ class Plot:
 
 
 class Watch(Protocol):
-    """Is told how a measurement goes on."""
+    """Receives the progress of a measurement."""
 
     def expect(self, num_steps: int) -> None: ...
 
     def step(self, text: str) -> None:
-        """The next of these steps begins."""
+        """Called when the next step begins."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What claims are measured with.
+    """The settings of a measurement.
 
     model     directory of the checkpoint
-    is_quick  in small: to see that everything works, not to learn anything
-    seed      of all lengths, prompts and samples
-    flags     of the services, beyond those that a claim sets itself
+    is_quick  a small run, to see that everything works
+    seed      seed of all lengths, prompts and samples
+    flags     flags of the services, in addition to those that a claim sets
     """
 
     model: str
@@ -84,9 +93,13 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """name: a word for files and for `--only`. source: where it is claimed. figure: what is claimed, with its numbers.
+    """A claim about paged KV memory or continuous batching.
 
-    measure raises NotAvailable where something is missing; whatever else it raises is a failure that the report tells.
+    name    word for files and for `--only`
+    source  publication of the claim
+    figure  the claim in numbers
+
+    `measure` raises NotAvailable where something is missing. The report shows any other error as a failure.
     """
 
     name: str
@@ -101,12 +114,12 @@ class Claim:
 
 
 def judged(holds: Sequence[bool]) -> Word:
-    """All parts of a claim hold, or some, or none."""
+    """The word for a claim of which all, some or no parts hold."""
     if all(holds):
         return Word.REPRODUCED
     return Word.PARTLY if any(holds) else Word.NOT_REPRODUCED
 
 
 def percent(ratio: float, num_digits: int = 1) -> str:
-    """0.0312 → `3.1 %`."""
+    """Formats 0.0312 as `3.1 %`."""
     return f"{100 * ratio:.{num_digits}f} %"

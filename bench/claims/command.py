@@ -1,4 +1,8 @@
-"""`quire bench claims` as a function: measures, or reads what was measured, and writes the report."""
+"""Measures claims about paged KV memory and continuous batching; writes a report with verdicts and plots.
+
+python -m bench claims --only batching
+python -m bench claims --from bench/results/claims/results.json      # writes the report again, measures nothing
+"""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -16,8 +20,9 @@ from bench.claims.outcome import FILE_NAME, Results, ResultsError, load
 from bench.claims.page import render_page
 from bench.claims.runner import ProgressBars, measure_all
 from bench.claims.served import device_of
-from bench.command import BenchError
+from bench.command_line import BenchError, Parser
 from bench.machine import describe_machine
+from quire.model_path import resolved_model
 
 OUTPUT = Path("bench/results/claims")
 EVIDENCE = Path("docs/evidence.md")
@@ -25,12 +30,12 @@ EVIDENCE = Path("docs/evidence.md")
 
 @dataclass(frozen=True, slots=True)
 class ClaimsRun:
-    """What to do.
+    """A run of claims.
 
     only      names of claims; empty: all
     output    directory of the report
     evidence  the Markdown page
-    flags     of the services
+    flags     flags of the services
     """
 
     model: str
@@ -43,10 +48,10 @@ class ClaimsRun:
 
 
 def measure(run: ClaimsRun, console: Console) -> bool:
-    """Measures and writes the report, also when interrupted; True: no claim failed.
+    """Measures and writes the report, also when it is interrupted. Returns True if no claim failed.
 
-    With `only`, what an earlier run of the same model and kind left in the output directory is kept for the others.
-    Raises BenchError, KeyboardInterrupt.
+    With `only`, the results of the other claims are kept from an earlier run of the same model, seed and size in the
+    output directory. Raises BenchError and KeyboardInterrupt.
     """
     chosen = _chosen(run.only)
     results = _begun(run)
@@ -60,7 +65,7 @@ def measure(run: ClaimsRun, console: Console) -> bool:
 
 
 def rewrite(source: Path, output: Path, evidence: Path, console: Console) -> None:
-    """The report of a results.json that is there already. Raises BenchError."""
+    """Writes the report of an existing results.json. Raises BenchError."""
     try:
         results = load(source)
         write(results, output, evidence, console)
@@ -71,7 +76,7 @@ def rewrite(source: Path, output: Path, evidence: Path, console: Console) -> Non
 
 
 def write(results: Results, output: Path, evidence: Path, console: Console) -> None:
-    """report.html, results.json and all plots in `output`, and the page `evidence`. Raises BenchError."""
+    """Writes report.html, results.json and all plots to `output`, and the page `evidence`. Raises BenchError."""
     try:
         results.save(output)
         for claim in CLAIMS:
@@ -114,3 +119,30 @@ def _kept(results: Results, output: Path) -> None:
         results.save(output)
     except OSError as error:
         raise BenchError(str(error)) from error
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser("claims", __doc__)
+    parser.add_argument("--only", action="append", help="name of a claim; may be repeated (default: all)")
+    parser.add_argument("--quick", action="store_true", help="a small run, to see that everything works")
+    parser.add_argument("--seed", type=int, default=7, help="seed of lengths, prompts and samples")
+    parser.add_argument("--from", dest="source", type=Path, help="write the report of this results.json")
+    parser.add_argument("--output", type=Path, help=f"directory of the report (default: {OUTPUT})")
+    parser.add_argument("--evidence", type=Path, help=f"page (default: {EVIDENCE}, or evidence.md in --output)")
+    parser.add_argument("--model", help="directory or hub id of the model (default: the embedded one)")
+    parser.add_argument("--dtype", help="dtype of the services")
+    parser.add_argument("--device", help="device of the executor")
+    given = parser.parse_args(arguments)
+    output = given.output or OUTPUT
+    evidence = given.evidence or (output / "evidence.md" if given.output else EVIDENCE)
+    console = Console()
+    if given.source is not None:
+        rewrite(given.source, output, evidence, console)
+        return 0
+    flags = {name: value for name in ("dtype", "device") if (value := getattr(given, name)) is not None}
+    run = ClaimsRun(
+        resolved_model(given.model), tuple(given.only or ()), given.quick, given.seed, output, evidence, flags
+    )
+    if not measure(run, console):
+        raise BenchError("a measurement failed; the report says which, and why")
+    return 0

@@ -1,7 +1,6 @@
-"""The real scheduler core, without an executor: every step is over at once, and every token is the same.
+"""Runs the scheduler core without an executor: every step is answered at once, and every token is the same.
 
-What a claim asks of memory and of slots is decided by the core alone, so these runs are exact and repeat to the bit.
-Steps stand in for time.
+The core alone decides about memory and slots, so these runs are exact and repeat bit for bit. Steps stand for time.
 """
 
 from collections import deque
@@ -12,12 +11,12 @@ from scheduler.core import BATCHING, KV_ALLOCATIONS, Request, Scheduler, Schedul
 
 _TOKEN = 5
 _VOCABULARY = 1_000_003
-_STEP_S = 0.01  # on the clock that the core is told, which dynamic batching waits by
+_STEP_S = 0.01  # duration of a step on the core's clock, which dynamic batching waits by
 
 
 @dataclass(frozen=True, slots=True)
 class CoreSetting:
-    """A pool, a batch and how both are run: names of BATCHING and KV_ALLOCATIONS."""
+    """A pool and a batch, with names of BATCHING and KV_ALLOCATIONS."""
 
     num_blocks: int
     max_num_seqs: int
@@ -28,7 +27,7 @@ class CoreSetting:
     memory: str = "paged"
 
 
-# Is shown each step after it is planned: its number from 0, and the core, which knows what runs and who holds what.
+# Called with each step after it is planned: its number from 0, and the core, which knows the running sequences.
 Observe = Callable[[int, Scheduler], None]
 
 
@@ -40,13 +39,13 @@ def run_core(
     num_clients: int | None = None,
     arrival_steps: Sequence[int] = (),
 ) -> int:
-    """Requests of (prompt, output) tokens until all have ended. Returns the number of steps, those without a plan too.
+    """Runs requests of (prompt, output) tokens until all have ended. Returns the number of steps, planned or not.
 
-    num_clients    so many requests at once, in a closed loop; None: all of them, as they come
-    arrival_steps  before which step each comes; empty: all are there from the start
+    num_clients    number of requests at once, in a closed loop; None: all requests, as they arrive
+    arrival_steps  step before which each request arrives; empty: all arrive before the first step
 
-    No two prompts share a block. Each output is exactly as long as it says, and the core is told so: what the memory
-    modes reserve follows from it.
+    No two prompts share a block. Each output has exactly the stated length. The core knows it, and the memory modes
+    reserve accordingly.
     """
     core = _core(setting)
     coming = deque(zip(arrival_steps or [0] * len(lengths), _requests(lengths), strict=True))
@@ -73,7 +72,7 @@ def _core(setting: CoreSetting) -> Scheduler:
         max_in_flight=1,
         watermark_ratio=0.0,
     )
-    num_blocks = setting.num_blocks + 1  # the null block is nobody's
+    num_blocks = setting.num_blocks + 1  # one more for the null block
     core = Scheduler(
         limits,
         num_blocks=num_blocks,
@@ -86,7 +85,7 @@ def _core(setting: CoreSetting) -> Scheduler:
 
 
 def num_sampling(core: Scheduler) -> int:
-    """Sequences that sample in the one plan that is in flight: those of which no known token is left to compute."""
+    """Number of sequences that sample in the plan in flight: those without known tokens left to compute."""
     return sum(sequence.num_planned_tokens == sequence.num_tokens for sequence in core.state.batch.running)
 
 

@@ -1,7 +1,7 @@
-"""How plots look, and how they become files.
+"""The style of plots, and their files.
 
-Text and lines are drawn in one ink, which is the page's own text colour where a plot stands in an HTML page, and dark
-on white in files. Colours are in the middle of the scale of brightness: they stand out from both.
+Text and lines are drawn in one ink: the text colour of an HTML page, and a dark colour on white in files. Other colours
+have a medium brightness, so that they stand out from both.
 """
 
 import io
@@ -48,17 +48,17 @@ _STYLE: Any = {
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
-    "svg.hashsalt": "quire",  # the same data, the same file
+    "svg.hashsalt": "quire",  # the same data give the same file
     "svg.fonttype": "path",
 }
-# What names one thing in the SVG and what refers to it: plots that share a page must not share names.
+# Names in the SVG and references to them: plots on one page must not share names.
 _SVG_NAMES = re.compile(r'(\bid="|href="#|url\(#)')
 _SVG_NAMESPACES = re.compile(r'\s+xmlns(:\w+)?="[^"]*"')
 _SVG_METADATA = re.compile(r"<metadata>.*?</metadata>", re.DOTALL)
 
 
 def save(plot: Plot, directory: Path) -> list[Path]:
-    """NAME.png and NAME.svg, on white. Raises OSError."""
+    """Writes NAME.png and NAME.svg on white. Raises OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{plot.name}{suffix}" for suffix in (".png", ".svg")]
     with rc_context(_STYLE):
@@ -69,7 +69,7 @@ def save(plot: Plot, directory: Path) -> list[Path]:
 
 
 def inline_svg(plot: Plot) -> str:
-    """An `<svg>` element for an HTML page: no background, the page's ink, no name that another plot has."""
+    """An `<svg>` element for an HTML page: without background, in the page's ink, with unique names."""
     buffer = io.StringIO()
     with rc_context(_STYLE):
         _drawn(plot).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -88,13 +88,13 @@ def _drawn(plot: Plot) -> Figure:
 
 
 def percent_axis(axes: Axes, label: str, top: float | None = 100.0) -> None:
-    """The vertical axis counts percent, from 0."""
+    """Makes the vertical axis count percent from 0."""
     axes.set_ylabel(label)
     axes.set_ylim(0, top)
 
 
 def powers_axis(axes: Axes, values: list[int], label: str) -> None:
-    """The horizontal axis is logarithmic, with a mark at each measured value and none between."""
+    """Makes the horizontal axis logarithmic, with ticks at the measured values only."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [str(value) for value in values])
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""docs/evidence.md: the same as the HTML report, with the plots as files beside it."""
+"""Writes docs/evidence.md: the content of the HTML report, with plots as files."""
 
 import os
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ def render_evidence(results: Results, claims: Sequence[Claim], plots: Path, page
     """Markdown for a file in the directory `page`, with the plots in the directory `plots`."""
     parts = [
         "# Evidence: the claims, measured",
-        "Written by `quire bench claims`; change that, not this page.",
+        "This page is written by `quire bench claims`. Do not edit it.",
         INTRODUCTION,
         *([f"**{QUICK_WARNING}**"] if results.is_quick else []),
         described_machine(results),

@@ -1,4 +1,4 @@
-"""Claim: in the same pool, paging holds more sequences, and so makes more tokens. On real services."""
+"""Claim: in the same pool, paging holds more sequences and so generates more tokens/s. Real services."""
 
 from matplotlib.figure import Figure
 
@@ -9,7 +9,7 @@ from quire.async_client import AsyncClient
 
 MEMORY_NAMES = ("contiguous", "contiguous-power-of-two", "contiguous-exact", "paged")
 _BLOCK_SIZE = 16
-_MODEL_LENGTHS_IN_POOL = 6  # the pool holds so many of the longest request
+_MODEL_LENGTHS_IN_POOL = 6  # number of longest requests that the pool holds
 _MIN_RATIO = 2.5
 
 
@@ -59,14 +59,11 @@ async def _measure_memory(setting: Setting, memory: str) -> tuple[Served, Data]:
 
 def conditions(data: Data) -> str:
     return (
-        f"Real services, one pool of {data['num_blocks']} blocks of {data['block_size']} tokens: room for "
+        f"Real services with one pool of {data['num_blocks']} blocks of {data['block_size']} tokens: room for "
         f"{data['num_blocks'] * data['block_size'] // data['max_model_len']} requests of {data['max_model_len']:,} "
-        "tokens, the "
-        f"longest possible. {data['num_clients']} clients in a closed loop, {data['num_requests']} requests of mixed "
-        "lengths, "
-        "the same for each; continuous batching. The server knows of a request's length what its max_tokens says, "
-        "which is "
-        "exact here, as for the oracle of the paper."
+        f"tokens, the longest possible. {data['num_clients']} clients in a closed loop send {data['num_requests']} "
+        "requests of mixed lengths, the same for each kind of memory, with continuous batching. The server reads the "
+        "length of a request from its max_tokens, which is exact here, as for the oracle of the paper."
     )
 
 
@@ -78,24 +75,21 @@ def verdict(data: Data) -> Verdict:
     rate = paged["output_tokens_per_s"] / contiguous["output_tokens_per_s"]
     exact = rows["contiguous-exact"]
     ours = (
-        f"paged holds {paged['max_batch']} sequences, contiguous {contiguous['max_batch']} ({most:.1f} ×; {mean:.1f} "
-        "× in the mean), "
-        f"and makes {rate:.2f} × the tokens/s"
+        f"paged holds {paged['max_batch']} sequences, contiguous {contiguous['max_batch']} ({most:.1f} ×; on average "
+        f"{mean:.1f} ×), with {rate:.2f} × the tokens/s"
     )
     reason = (
-        f"In one pool a step computes {paged['mean_batch']:.1f} sequences when paged, {contiguous['mean_batch']:.1f} "
-        "when each "
-        f"reserves the longest possible request, {exact['mean_batch']:.1f} when each reserves exactly what it will "
-        "need. "
-        f"Paging preempted {paged['num_preemptions']} times."
+        f"In one pool, a step computes {paged['mean_batch']:.1f} sequences when memory is paged, "
+        f"{contiguous['mean_batch']:.1f} when each sequence reserves the longest possible request, and "
+        f"{exact['mean_batch']:.1f} when each reserves exactly what it will need. Paging preempted "
+        f"{paged['num_preemptions']} times."
     )
     if paged["max_batch"] >= data["num_clients"]:
-        reason += f" More than {data['num_clients']} could not be seen: there were no more clients."
+        reason += f" More than {data['num_clients']} sequences were not possible: there were no more clients."
     if rate < most:
         reason += (
             f" Throughput grows by less than the batch ({rate:.2f} × for {mean:.1f} ×), because a step with more "
-            "sequences takes "
-            f"longer here: {paged['mean_step_ms']:.1f} ms against {contiguous['mean_step_ms']:.1f} ms."
+            f"sequences takes longer here: {paged['mean_step_ms']:.1f} ms against {contiguous['mean_step_ms']:.1f} ms."
         )
     if all(row["num_equal_outputs"] == row["num_requests"] for row in data["rows"]):
         reason += " Greedy outputs are the same in all modes."
@@ -121,7 +115,7 @@ def tables(data: Data) -> list[Table]:
 
 
 def plots(data: Data) -> list[Plot]:
-    caption = "Sequences that run at once in one pool, over time, and the tokens per second that come of it."
+    caption = "Sequences that run at once in one pool, over time, and the resulting tokens per second."
     return [Plot("fixed-pool", caption, lambda figure: _draw(figure, data), (9.6, 4.2))]
 
 
@@ -154,8 +148,7 @@ CLAIM = Claim(
     name="fixed-pool",
     title="The same memory holds more sequences when it is paged",
     source="Kwon et al., SOSP 2023, section 6.2: 2.2 × the batch of Orca (Oracle), 4.3 × that of Orca "
-    "(Max), and "
-    "1.7–2.7 × and 2.7–8 × the request rate",
+    "(Max), and 1.7–2.7 × and 2.7–8 × the request rate",
     figure="2.2–4.3 × as many sequences at once; to show here: at least 2.5 × contiguous in the same pool",
     measure=measure,
     conditions=conditions,

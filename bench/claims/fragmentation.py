@@ -1,4 +1,4 @@
-"""Claim: contiguous allocation wastes most of the KV memory, paging almost nothing. Waste by kind, in the real core."""
+"""Claim: contiguous allocation wastes most of the KV memory, paging almost nothing. Measured in the scheduler core."""
 
 import random
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from scheduler.core import Scheduler, kv_usage
 
 MEMORY_NAMES = ("contiguous", "contiguous-power-of-two", "contiguous-exact", "paged")
 KINDS = ("used", "reserved", "internal", "external")
-# Kwon et al., figure 2: share of the KV memory that holds tokens, by how Orca was made to reserve; and vLLM's.
+# Kwon et al., figure 2: share of the KV memory that holds tokens, for three ways in which Orca reserves, and for vLLM.
 PAPER_USED = {
     "contiguous": 0.204,
     "contiguous-power-of-two": 0.268,
@@ -29,7 +29,7 @@ _MAX_PAGED_WASTE, _MIN_CONTIGUOUS_WASTE = 0.04, 0.60
 
 @dataclass(slots=True)
 class _Sums:
-    """Slots of each kind, summed over the steps of a run."""
+    """Token slots of each kind, summed over the steps of a run."""
 
     used: int = 0
     reserved: int = 0
@@ -91,16 +91,13 @@ def _run(memory: str, num_requests: int, lengths: list[tuple[int, int]]) -> Data
 def conditions(data: Data) -> str:
     num_tokens = data["num_blocks"] * data["block_size"]
     return (
-        f"The shipped scheduler core, every step answered at once. A pool of {num_tokens:,} tokens in "
-        f"{data['num_blocks']:,} "
-        f"blocks of {data['block_size']}, {data['max_model_len']:,} tokens at most a request, so many requests at "
-        "once in "
-        f"a closed loop, four times as many in all; lengths {data['lengths']} (means 161 + 338 tokens). Shares are "
-        "of the "
-        "memory that is held, or too cut up to be had, in the mean over all steps. Reserved: this request will still "
-        "write "
-        "there. Internal: it never will. External: free, and in no run long enough for the request at the head of the "
-        "queue. Power-of-two and exact are told how long each output will be, as the paper's variants of Orca are."
+        f"The shipped scheduler core; every step is answered at once. The pool has {num_tokens:,} tokens in "
+        f"{data['num_blocks']:,} blocks of {data['block_size']}. A request has at most {data['max_model_len']:,} "
+        "tokens. The stated number of requests runs at once in a closed loop, four times as many in all. Lengths are "
+        f"{data['lengths']} (means of 161 + 338 tokens). Shares are of the memory that is held or too fragmented to be "
+        "used, averaged over all steps. Reserved: the request will still write there. Internal: it never will. "
+        "External: free, but in no run that is long enough for the request at the head of the queue. Power-of-two and "
+        "exact know the length of each output in advance, as the paper's variants of Orca do."
     )
 
 
@@ -113,24 +110,25 @@ def verdict(data: Data) -> Verdict:
     reason = (
         f"With {most} requests, reserving the longest possible request wastes {percent(waste['contiguous'], 0)} "
         f"({percent(by_kind['internal'], 0)} internal, {percent(by_kind['external'], 0)} external, "
-        f"{percent(by_kind['reserved'], 0)} "
-        "reserved and written "
-        f"later), paging {percent(waste['paged'])}. Even knowing each length exactly leaves "
-        f"{percent(waste['contiguous-exact'], 0)} "
-        "unused, because it is reserved before it is written."
+        f"{percent(by_kind['reserved'], 0)} reserved and written later); paging wastes {percent(waste['paged'])}. Even "
+        f"exact knowledge of each length leaves {percent(waste['contiguous-exact'], 0)} unused, because memory is "
+        "reserved before it is written."
     )
     if 1 - waste["contiguous-exact"] > PAPER_USED["contiguous-exact"] + _NOTABLE:
         reason += (
-            " The two that know lengths use more of it here than in the paper, which lets its Orca place requests "
-            "with a "
-            "buddy allocator; here a request gets any run that is long enough."
+            " The two variants that know lengths use more memory here than in the paper. Its Orca places requests with "
+            "a buddy allocator; here a request takes any free run that is long enough."
         )
     if not holds[0]:
-        reason += f" Paging stays above {percent(_MAX_PAGED_WASTE, 0)}: sequences are short beside a block of "
-        f"{data['block_size']}."
+        reason += (
+            f" Paging stays above {percent(_MAX_PAGED_WASTE, 0)}, because sequences are short compared with a block of "
+            f"{data['block_size']}."
+        )
     if not holds[1]:
-        reason += f" Contiguous stays below {percent(_MIN_CONTIGUOUS_WASTE, 0)}: these requests are long beside the "
-        "longest possible."
+        reason += (
+            f" Contiguous stays below {percent(_MIN_CONTIGUOUS_WASTE, 0)}, because these requests are long compared "
+            "with the longest possible request."
+        )
     return Verdict(judged(holds), f"memory used: {ours}", reason)
 
 
@@ -153,8 +151,8 @@ def tables(data: Data) -> list[Table]:
 def plots(data: Data) -> list[Plot]:
     caption = (
         "Waste by kind: share of the KV memory that is used, reserved, lost inside allocations and lost between "
-        "them, for "
-        "each way of allocating and each number of requests. The mark is what the paper reports as used."
+        "allocations, for each way of allocating and each number of requests. The mark is the share that the paper "
+        "reports as used."
     )
     return [Plot("waste-by-kind", caption, lambda figure: _draw(figure, data), (9.6, 4.4))]
 
@@ -184,8 +182,7 @@ CLAIM = Claim(
     name="waste-by-kind",
     title="Contiguous allocation wastes most of the KV memory; paging wastes almost none",
     source="Kwon et al., “Efficient Memory Management for Large Language Model Serving with PagedAttention”, SOSP "
-    "2023, "
-    "figure 2 and section 1; secondary texts: 70 % waste, of it 40 points internal and 30 external",
+    "2023, figure 2 and section 1; secondary texts: 70 % waste, 40 points of it internal and 30 external",
     figure="20.4–38.2 % of the memory used in existing systems, 96.3 % in vLLM; 60–80 % waste against under 4 %",
     measure=measure,
     conditions=conditions,

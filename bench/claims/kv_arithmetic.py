@@ -1,4 +1,4 @@
-"""Claim: what a token of Llama 3 70B keeps in the pool of each of eight devices. Arithmetic, done by `planning`."""
+"""Claim: the KV size of a token of Llama 3 70B on each of eight devices. Computed by `planning`."""
 
 from matplotlib.figure import Figure
 
@@ -42,11 +42,9 @@ async def measure(setting: Setting, watch: Watch) -> Data:
 
 def conditions(data: Data) -> str:
     return (
-        f"Nothing is run. Two (keys and values) × layers × kv heads of one device × head_dim × {data['dtype_bytes']} "
-        "bytes, from "
-        f"the published config.json: 80 layers, 8 kv heads of 128; at tensor parallelism {data['tensor_parallel']} "
-        "one kv head a device. "
-        f"128k is {data['context']:,} tokens."
+        "Arithmetic only: two (keys and values) × layers × kv heads of one device × head_dim × "
+        f"{data['dtype_bytes']} bytes, from the published config.json with 80 layers and 8 kv heads of 128. At tensor "
+        f"parallelism {data['tensor_parallel']} each device has one kv head. 128k is {data['context']:,} tokens."
     )
 
 
@@ -58,11 +56,11 @@ def verdict(data: Data) -> Verdict:
         abs(token_kib / _CLAIMED_TOKEN_KIB - 1) <= _TOLERANCE,
         abs(context_gib / _CLAIMED_CONTEXT_GIB - 1) <= _TOLERANCE,
     ]
-    ours = f"{token_kib:.1f} KiB a token and device, {context_gib:.2f} GiB for {data['context']:,} tokens"
+    ours = f"{token_kib:.1f} KiB per token and device, {context_gib:.2f} GiB for {data['context']:,} tokens"
     reason = (
-        f"{data['token_bytes']:,} bytes a token: {token_kib:.1f} KiB of 1,024 bytes, {data['token_bytes'] / 1e3:.2f} "
-        "kB of 1,000. "
-        f"The claim's kilo is the 1,024 one; in decimal units the context takes {context_bytes / 1e9:.2f} GB."
+        f"{data['token_bytes']:,} bytes per token are {token_kib:.1f} KiB of 1,024 bytes, or "
+        f"{data['token_bytes'] / 1e3:.2f} kB of 1,000. The claim counts in units of 1,024; in decimal units the "
+        f"context takes {context_bytes / 1e9:.2f} GB."
     )
     return Verdict(judged(holds), ours, reason)
 
@@ -78,8 +76,8 @@ def tables(data: Data) -> list[Table]:
         )
         for row in data["rows"]
     )
-    headings = ("model", "layers × kv heads × head_dim", "KiB a token", "GiB for 8k", "GiB for 128k")
-    return [Table(f"KV of whole models, {data['dtype_bytes']} bytes a number; over all devices.", headings, rows)]
+    headings = ("model", "layers × kv heads × head_dim", "KiB per token", "GiB for 8k", "GiB for 128k")
+    return [Table(f"KV of whole models over all devices, {data['dtype_bytes']} bytes per number.", headings, rows)]
 
 
 def plots(data: Data) -> list[Plot]:
@@ -111,9 +109,9 @@ def _token_bytes(data: Data) -> int:
 
 CLAIM = Claim(
     name="kv-arithmetic",
-    title="What a token costs: Llama 3 70B on eight devices",
+    title="The KV size of a token: Llama 3 70B on eight devices",
     source="Secondary texts on sizing; the shape is that of the published config.json of meta-llama/Meta-Llama-3-70B",
-    figure="40 KB of KV a token and GPU at TP = 8, 5 GB for 128k tokens",
+    figure="40 KB of KV per token and GPU at TP = 8, 5 GB for 128k tokens",
     measure=measure,
     conditions=conditions,
     verdict=verdict,

@@ -1,4 +1,4 @@
-"""What a run of all claims came to: one outcome each, kept in results.json beside what it was measured on."""
+"""The outcomes of a run of claims, kept in results.json with the machine that they were measured on."""
 
 import json
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ FILE_NAME = "results.json"
 
 
 class ResultsError(Exception):
-    """A file that is no results.json of this command."""
+    """A file that is not a results.json of this command."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one claim: data, or else a failure or what was missing.
+    """The outcome of one claim: data, a failure, or the reason why it is missing.
 
-    seconds  that the measurement took
-    date     when it ended, UTC
+    seconds  duration of the measurement
+    date     end of the measurement, UTC
     """
 
     seconds: float
@@ -33,7 +33,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All outcomes by the claim's name. machine, model, seed: what they were measured on and with."""
+    """All outcomes by the claim's name, with the machine, the model and the seed of the measurement."""
 
     machine: Mapping[str, Any]
     model: str
@@ -42,10 +42,10 @@ class Results:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def verdict(self, claim: Claim) -> Verdict:
-        """In words, of every claim: also of one that failed, or was not measured."""
+        """The verdict of any claim, also of one that failed or was not measured."""
         outcome = self.outcomes.get(claim.name)
         if outcome is None:
-            return Verdict(Word.NOT_MEASURED, "–", "The run ended before its turn, or left it out.")
+            return Verdict(Word.NOT_MEASURED, "–", "The run ended before this claim, or left it out.")
         if outcome.missing is not None:
             return Verdict(Word.NOT_MEASURED, "–", f"Not available: {outcome.missing}.")
         if outcome.data is None:
@@ -60,10 +60,10 @@ class Results:
 
 
 def load(path: Path) -> Results:
-    """Raises ResultsError, OSError."""
+    """Reads a results.json. Raises ResultsError and OSError."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         outcomes = {name: Outcome(**outcome) for name, outcome in values.pop("outcomes").items()}
         return Results(**values, outcomes=outcomes)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ResultsError(f"{path} is no {FILE_NAME} of quire bench claims: {error}") from None
+        raise ResultsError(f"{path} is not a {FILE_NAME} of quire bench claims: {error}") from None

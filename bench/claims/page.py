@@ -60,7 +60,7 @@ _CLASSES = {
 
 
 def render_page(results: Results, claims: Sequence[Claim]) -> str:
-    """All claims in one table, then a section for each."""
+    """Renders all claims in one table, then a section for each."""
     sections = "\n".join(_section(results, claim) for claim in claims)
     warning = f'<p class="warning">{escape(QUICK_WARNING)}</p>' if results.is_quick else ""
     return f"""<!DOCTYPE html>
@@ -132,7 +132,7 @@ def _table(table: Table) -> str:
 
 
 def _prose(text: str) -> str:
-    """Code in backticks; a number keeps its sign beside it."""
+    """HTML of a text: backticks become code, and a sign is not separated from its number."""
     return _SIGNS.sub("&nbsp;\\1", _CODE.sub(r"<code>\1</code>", escape(text)))
 
 

@@ -1,4 +1,4 @@
-"""Measures one claim after the other. What is known is written after each, so that nothing that ends a run loses it."""
+"""Measures one claim after the other. Results are written after each, so that an interruption does not lose them."""
 
 import json
 import time
@@ -18,7 +18,7 @@ _MAX_FAILURE_LENGTH = 600
 
 
 class ProgressBars:
-    """Two bars: the claims, and the steps of the one that is being measured."""
+    """Two progress bars: the claims, and the steps of the current claim."""
 
     def __init__(self, console: Console, num_claims: int) -> None:
         self._progress = Progress(
@@ -66,7 +66,7 @@ class ProgressBars:
 async def measure_all(
     claims: Sequence[Claim], setting: Setting, results: Results, bars: ProgressBars, keep: Callable[[], None]
 ) -> None:
-    """Adds an outcome to `results` for each claim, and calls `keep` after each."""
+    """Adds an outcome to `results` for each claim, and calls `keep` after each claim."""
     for claim in claims:
         bars.begin(claim)
         started_s = time.monotonic()
@@ -77,10 +77,10 @@ async def measure_all(
 
 
 async def _outcome(claim: Claim, setting: Setting, bars: ProgressBars, started_s: float) -> Outcome:
-    """Whatever goes wrong with a claim, the others are measured."""
+    """Measures one claim. An error becomes its outcome, so that the other claims are measured."""
     data = failure = missing = None
     try:
-        found = json.loads(json.dumps(await claim.measure(setting, bars)))  # as it will be read back
+        found = json.loads(json.dumps(await claim.measure(setting, bars)))  # as a reader of the file gets it
         _present(claim, found)
         data = found
     except NotAvailable as error:
@@ -94,7 +94,7 @@ async def _outcome(claim: Claim, setting: Setting, bars: ProgressBars, started_s
 
 
 def _present(claim: Claim, data: Data) -> None:
-    """All that the report will make of it: what cannot be judged or drawn fails here, and not with the report."""
+    """Renders everything that the report needs, so that unusable data fails here and not in the report."""
     claim.verdict(data)
     claim.conditions(data)
     claim.tables(data)

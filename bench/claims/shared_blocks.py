@@ -1,4 +1,4 @@
-"""Claim: samples and beams of one request share most of their KV. Counted in the block tables of a running server."""
+"""Claim: samples and beams of one request share most of their KV. Counted in the block tables of a server."""
 
 from collections.abc import Sequence
 
@@ -8,9 +8,9 @@ from rich.console import Console
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.drawing import BLUE, ORANGE, percent_axis
 from bench.claims.served import at_services
-from bench.sharing import CaseResult, SharingSettings
-from bench.sharing import measure as measure_sharing
-from bench.sharing_work import PAPER, Case, Mode, all_cases
+from bench.sharing.cases import PAPER, Case, Mode, all_cases
+from bench.sharing.measure import CaseResult, SharingSettings
+from bench.sharing.measure import measure as measure_sharing
 from planning.lengths import ALPACA, SHAREGPT
 
 _TOLERANCE = 0.05
@@ -29,8 +29,8 @@ async def measure(setting: Setting, watch: Watch) -> Data:
         results = []
         for case in cases:
             watch.step(f"{case.num_sharers} {case.mode}, {case.lengths.name}")
-            asked = SharingSettings(address, (case,), num_requests, setting.seed)
-            results += (await measure_sharing(asked, Console(quiet=True)))[1]
+            settings = SharingSettings((case,), num_requests, setting.seed)
+            results += (await measure_sharing(address, settings, Console(quiet=True)))[1]
         return results
 
     rows = [_row(result) for result in await at_services(setting, {}, measure_cases)]
@@ -55,11 +55,10 @@ def _row(result: CaseResult) -> Data:
 
 def conditions(data: Data) -> str:
     return (
-        f"A real server; {data['num_requests']} requests a case, one after the other, lengths log-normal with the "
-        "means of the "
-        "paper's figure 11 as far as the model's context holds them, prompts that the model has written. Saved: "
-        "table entries "
-        "less distinct blocks, over table entries, in the mean over block maps that were read during the decodes."
+        f"A real server; {data['num_requests']} requests for each case, one after the other. Lengths are log-normal "
+        "with the means of the paper's figure 11, as far as the model's context allows, and the model has written the "
+        "prompts. Saved: table entries less distinct blocks, divided by table entries, averaged over block maps that "
+        "were read during the decodes."
     )
 
 
@@ -76,15 +75,14 @@ def verdict(data: Data) -> Verdict:
     )
     num_copies = sum(row["num_cow_copies"] for row in data["rows"])
     reason = (
-        f"{len(near)} of {len(compared)} cases save at least what the paper's range begins with, less "
-        f"{percent(_TOLERANCE, 0)} for so few "
-        "requests. Other models and other texts than the paper's, so nothing closer was to be expected. "
-        f"{num_copies} blocks were "
-        "copied, because a sequence wrote where another still read."
+        f"{len(near)} of {len(compared)} cases save at least the lower end of the paper's range, less "
+        f"{percent(_TOLERANCE, 0)} for the small number of requests. Models and texts are not the paper's, so a closer "
+        f"match was not to be expected. {num_copies} blocks were copied, because a sequence wrote to a block that "
+        "another one still read."
     )
     more_in_beams = _mean(saved[Mode.BEAMS]) > _mean(saved[Mode.SAMPLES])
     reason += (
-        " Beams save more than samples, as they do there." if more_in_beams else " Beams do not save more than samples."
+        " Beams save more than samples, as in the paper." if more_in_beams else " Beams do not save more than samples."
     )
     return Verdict(judged([len(near) >= _ENOUGH * len(compared), more_in_beams]), ours, reason)
 

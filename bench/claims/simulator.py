@@ -1,8 +1,8 @@
-"""Claim of our own: the simulator says what real services do, and a day of traffic takes it minutes."""
+"""Claim of this project: the simulator predicts real services, and simulates a day of traffic in minutes."""
 
 import asyncio
 import statistics
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.console import Console
 from bench.claims.claim import Claim, Data, Plot, Setting, Table, Verdict, Watch, judged, percent
 from bench.claims.drawing import BLUE, GREY, ORANGE, RED, powers_axis
 from bench.claims.served import at_services
-from bench.prediction import PredictionSettings, measure_and_predict
+from bench.serving.prediction import PredictionSettings, measure_and_predict
 from planning.run import simulate
 from planning.settings import SimulateSettings
 from planning.summary import timeline
@@ -22,28 +22,24 @@ _DAY_MODEL, _DAY_DEVICE, _DAY_RATE, _DAY_SWING = "llama-3.1-8b", "h100", 2.0, 0.
 
 
 async def measure(setting: Setting, watch: Watch) -> Data:
-    asked = PredictionSettings(address="", seed=setting.seed)
+    settings = PredictionSettings(seed=setting.seed)
     if setting.is_quick:
-        asked = PredictionSettings(address="", fitted=(1, 4), predicted=(2,), num_requests=8, seed=setting.seed)
+        settings = PredictionSettings(fitted=(1, 4), predicted=(2,), num_requests=8, seed=setting.seed)
     watch.expect(2)
-    watch.step(f"runs of {', '.join(map(str, sorted({*asked.fitted, *asked.predicted})))} clients")
+    watch.step(f"runs of {', '.join(map(str, sorted({*settings.fitted, *settings.predicted})))} clients")
     prediction = await at_services(
-        setting, {}, lambda address: measure_and_predict(_placed(asked, address), Console(quiet=True))
+        setting, {}, lambda address: measure_and_predict(address, settings, Console(quiet=True))
     )
     watch.step("a day of traffic")
     day = await asyncio.to_thread(_day, setting.seed, 600.0 if setting.is_quick else _DAY_S)
     return {"prediction": asdict(prediction), "day": day}
 
 
-def _placed(asked: PredictionSettings, address: str) -> PredictionSettings:
-    return replace(asked, address=address)
-
-
 def _day(seed: int, duration_s: float) -> Data:
-    asked = SimulateSettings(
+    settings = SimulateSettings(
         device=_DAY_DEVICE, rate=_DAY_RATE, daily_swing=_DAY_SWING, lengths="sharegpt", duration_s=duration_s, seed=seed
     )
-    outcome = simulate(_DAY_MODEL, asked)
+    outcome = simulate(_DAY_MODEL, settings)
     kept = ("time_s", "num_running", "num_waiting")
     return {
         "model": _DAY_MODEL,
@@ -63,13 +59,12 @@ def conditions(data: Data) -> str:
         for is_fitted in (True, False)
     )
     return (
-        f"The shipped scheduler core on a virtual clock. A step's cost is a line fitted to "
-        f"{prediction['fit']['num_steps']:,} steps of this machine, with {fitted} clients; predicted are runs with "
-        f"{predicted} clients, which it was not fitted to; mixed lengths, closed loop, real services. The day: "
-        f"{day['model']} on "
-        f"one {day['device'].upper()}, computed from its data sheet, {day['rate']:g} requests/s in the mean, "
-        f"{percent(day['swing'], 0)} more or less over 24 hours, ShareGPT-like lengths, "
-        f"{day['duration_s'] / 3600:.3g} hours."
+        "The shipped scheduler core on a virtual clock. The cost of a step is a line that is fitted to "
+        f"{prediction['fit']['num_steps']:,} steps of this machine with {fitted} clients. It predicts runs with "
+        f"{predicted} clients, which it was not fitted to, on real services with mixed lengths in a closed loop. The "
+        f"simulated day: {day['model']} on one {day['device'].upper()}, computed from its data sheet, at a mean of "
+        f"{day['rate']:g} requests/s, {percent(day['swing'], 0)} more or less over 24 hours, with ShareGPT-like "
+        f"lengths, for {day['duration_s'] / 3600:.3g} hours."
     )
 
 
@@ -81,19 +76,16 @@ def verdict(data: Data) -> Verdict:
     worst = max(tested, key=lambda row: abs(row["error_ratio"]))
     ours = (
         f"throughput predicted within {percent(max(errors))}; {data['day']['duration_s'] / 3600:.3g} hours of 8B "
-        "traffic "
-        f"simulated in {summary['wall_s']:.0f} s ({factor:,.0f} × real time)"
+        f"traffic simulated in {summary['wall_s']:.0f} s ({factor:,.0f} × real time)"
     )
     reason = (
         f"Worst at {worst['num_clients']} clients: {worst['predicted_tokens_per_s']:,.0f} output tokens/s predicted, "
         f"{worst['measured_tokens_per_s']:,.0f} measured; {percent(statistics.fmean(errors))} off in the mean. A "
-        "measured "
-        f"step is {percent(prediction['fit']['mean_error_ratio'], 0)} off the fitted line in the mean: so restless "
-        "is the "
-        f"machine. The simulated day serves {summary['num_requests']:,} requests in {summary['num_steps']:,} steps, "
-        f"{percent(summary['num_leapt_steps'] / max(1, summary['num_steps']), 0)} of which were taken many at once. "
-        "What "
-        "that device would really do was not measured: its data sheet and the efficiencies are assumptions."
+        f"measured step is off the fitted line by {percent(prediction['fit']['mean_error_ratio'], 0)} on average, "
+        "because the speed of the machine varies. "
+        f"The simulated day serves {summary['num_requests']:,} requests in {summary['num_steps']:,} steps; "
+        f"{percent(summary['num_leapt_steps'] / max(1, summary['num_steps']), 0)} of them were simulated many at once. "
+        "The simulated device was not measured: its data sheet and the efficiencies are assumptions."
     )
     return Verdict(judged([max(errors) <= _MAX_ERROR, factor >= _MIN_REAL_TIME_FACTOR]), ours, reason)
 
@@ -118,7 +110,7 @@ def tables(data: Data) -> list[Table]:
     day = (
         ("requests", f"{summary['num_requests']:,}"),
         ("output tokens/s", f"{summary['output_tokens_per_s']:,.0f}"),
-        ("sequences a step, mean and most", f"{summary['mean_batch']:.1f}, {summary['max_batch']}"),
+        ("sequences per step, mean and most", f"{summary['mean_batch']:.1f}, {summary['max_batch']}"),
         ("executor busy", percent(summary["busy_ratio"], 0)),
         ("latency p50, p99", f"{latency['p50']:.1f} s, {latency['p99']:.1f} s"),
         ("waste", percent(summary["waste_ratio"])),
@@ -126,7 +118,7 @@ def tables(data: Data) -> list[Table]:
     )
     return [
         Table("Predicted and measured, on this machine; TTFT and TPOT are medians.", headings, rows),
-        Table("The simulated day, as it would be on that device.", ("", "value"), day),
+        Table("The simulated day on that device.", ("", "value"), day),
     ]
 
 

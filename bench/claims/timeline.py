@@ -1,4 +1,4 @@
-"""Claim: continuous batching refills a slot the moment it is free. One workload in each batching mode, to be seen."""
+"""Claim: continuous batching refills a slot as soon as it is free. One workload in each batching mode."""
 
 import random
 import statistics
@@ -20,8 +20,8 @@ _MAX_IDLE = 0.02
 _NUM_COLOURS = 20
 
 
-class _Seats:
-    """Who sat in which slot, step by step."""
+class _Occupancy:
+    """Records the request in each slot, step by step."""
 
     def __init__(self) -> None:
         self.spans: list[list[int]] = []  # [slot, request, first step, step after the last]
@@ -31,7 +31,7 @@ class _Seats:
     def observe(self, step: int, core: Scheduler) -> None:
         running = {sequence.request.request_id: sequence for sequence in core.state.batch.running}
         for request_id, sequence in running.items():
-            if sequence.slot >= 0:  # it has none in its last step
+            if sequence.slot >= 0:  # it has no slot in its last step
                 self._slot_of[request_id] = sequence.slot
             elif request_id not in self._slot_of:
                 raise RuntimeError(f"request {request_id} ended in the step that admitted it")
@@ -50,25 +50,28 @@ async def measure(setting: Setting, watch: Watch) -> Data:
     modes = []
     for batching in BATCHING_NAMES:
         watch.step(batching)
-        seats = _Seats()
+        occupancy = _Occupancy()
         core = CoreSetting(1024, _NUM_SLOTS, _MAX_MODEL_LEN, batching=batching)
-        num_steps = run_core(core, lengths, seats.observe, arrival_steps=arrival_steps)
-        num_busy = sum(end - start for _, _, start, end in seats.spans)
+        num_steps = run_core(core, lengths, occupancy.observe, arrival_steps=arrival_steps)
+        num_busy = sum(end - start for _, _, start, end in occupancy.spans)
         modes.append(
             {
                 "batching": batching,
                 "num_steps": num_steps,
                 "busy_ratio": num_busy / (num_steps * _NUM_SLOTS),
-                "idle_ratio": num_idle_while_waiting(seats.spans, arrival_steps, _NUM_SLOTS) / (num_steps * _NUM_SLOTS),
-                "mean_wait": statistics.fmean(start - arrival_steps[request] for _, request, start, _ in seats.spans),
-                "spans": seats.spans,
+                "idle_ratio": num_idle_while_waiting(occupancy.spans, arrival_steps, _NUM_SLOTS)
+                / (num_steps * _NUM_SLOTS),
+                "mean_wait": statistics.fmean(
+                    start - arrival_steps[request] for _, request, start, _ in occupancy.spans
+                ),
+                "spans": occupancy.spans,
             }
         )
     return {"num_slots": _NUM_SLOTS, "lengths": lengths, "arrival_steps": arrival_steps, "modes": modes}
 
 
 def num_idle_while_waiting(spans: list[list[int]], arrival_steps: list[int], num_slots: int) -> int:
-    """Empty slots, step by step, that somebody was waiting for."""
+    """Counts empty slots, summed over the steps, for which a request was waiting."""
     started = {request: start for _, request, start, _ in spans}
     num_idle = 0
     for step in range(max(end for *_, end in spans)):
@@ -81,13 +84,11 @@ def num_idle_while_waiting(spans: list[list[int]], arrival_steps: list[int], num
 def conditions(data: Data) -> str:
     longest = max(output for _, output in data["lengths"])
     return (
-        f"The shipped scheduler core, every step answered at once: {len(data['lengths'])} requests, {_NUM_AT_ONCE} "
-        "at the "
-        f"start and one every {_STEPS_BETWEEN} steps from then on; {data['num_slots']} slots, outputs of up to "
-        f"{longest} "
-        "tokens; the same in each mode. A dynamic batch waits until it is full, or five steps. A step is a step, "
-        "however "
-        "many sequences it computes: what it costs is the business of the throughput claim."
+        f"The shipped scheduler core; every step is answered at once. {len(data['lengths'])} requests arrive, "
+        f"{_NUM_AT_ONCE} at the start and then one every {_STEPS_BETWEEN} steps, for {data['num_slots']} slots, with "
+        f"outputs of up to {longest} tokens; the same in each mode. A dynamic batch waits until it is full, or five "
+        "steps. All steps count the same, however many sequences they compute; the throughput claim measures their "
+        "cost."
     )
 
 
@@ -98,17 +99,14 @@ def verdict(data: Data) -> Verdict:
         continuous["idle_ratio"] <= _MAX_IDLE < static["idle_ratio"],
         continuous["num_steps"] < min(static["num_steps"], modes["dynamic"]["num_steps"]),
     ]
-    ours = "empty though somebody waits: " + ", ".join(
-        f"{name} {percent(mode['idle_ratio'], 0)} of slots ({mode['num_steps']} steps in all)"
-        for name, mode in modes.items()
+    ours = "slots that are empty while a request waits: " + ", ".join(
+        f"{name} {percent(mode['idle_ratio'], 0)} ({mode['num_steps']} steps in all)" for name, mode in modes.items()
     )
     reason = (
-        f"With continuous batching a request waits {continuous['mean_wait']:.1f} steps for a slot in the mean, and "
-        "only where "
-        f"all are taken; with static batches {static['mean_wait']:.1f}, beside slots that are empty until the "
-        "longest of "
-        f"its batch has ended. The same requests take {static['num_steps'] / continuous['num_steps']:.2f} times as "
-        "many steps."
+        f"With continuous batching a request waits {continuous['mean_wait']:.1f} steps for a slot on average, and only "
+        f"while all slots are taken. With static batching it waits {static['mean_wait']:.1f} steps, beside slots that "
+        "stay empty until the longest request of its batch has ended. The same requests take "
+        f"{static['num_steps'] / continuous['num_steps']:.2f} times as many steps."
     )
     return Verdict(judged(holds), ours, reason)
 
@@ -127,7 +125,7 @@ def tables(data: Data) -> list[Table]:
     return [
         Table(
             "The same requests in each mode.",
-            ("batching", "steps", "slots busy", "empty while somebody waits", "wait, steps"),
+            ("batching", "steps", "slots busy", "empty while a request waits", "wait, steps"),
             rows,
         )
     ]
@@ -135,9 +133,8 @@ def tables(data: Data) -> list[Table]:
 
 def plots(data: Data) -> list[Plot]:
     caption = (
-        "Slots over steps, coloured by request: an empty place is a slot that computes nothing. Numbers are the "
-        "requests, "
-        "in order of arrival."
+        "Slots over steps, coloured by request. A gap is a slot that computes nothing. Numbers are the requests in "
+        "the order of arrival."
     )
     return [Plot("timeline", caption, lambda figure: _draw(figure, data), (9.6, 6.6))]
 
@@ -178,7 +175,7 @@ CLAIM = Claim(
     title="A free slot is refilled at once, not when the whole batch has ended",
     source="Yu et al., “Orca: A Distributed Serving System for Transformer-Based Generative Models”, OSDI 2022, "
     "section 3; "
-    "secondary texts show it as a picture of slots over time",
+    "secondary texts draw slots over time",
     figure="iteration-level scheduling: a request joins at the next step, leaves when it ends",
     measure=measure,
     conditions=conditions,

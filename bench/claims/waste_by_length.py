@@ -1,4 +1,4 @@
-"""Claim: paged waste is bounded by a block, so it shrinks as sequences grow: points beside a computed line."""
+"""Claim: paged waste is bounded by a block, so it shrinks as sequences grow. Measured beside a computed line."""
 
 import statistics
 
@@ -16,13 +16,13 @@ _CLAIMED_WASTE = 0.04
 
 
 def expected_waste(num_tokens: float, block_size: int) -> float:
-    """Of a sequence of about so many tokens, any remainder as probable as another: half a block, less half a token."""
+    """Expected waste of a sequence of about `num_tokens` tokens, if all remainders in the last block are as likely."""
     tail = (block_size - 1) / 2
     return tail / (num_tokens + tail)
 
 
 async def measure(setting: Setting, watch: Watch) -> Data:
-    """Sequences that grow to lengths around each centre; what they hold and use when they are that long."""
+    """Grows sequences to lengths around each centre and compares the token slots that they hold and use."""
     centres = _CENTRES[:4] if setting.is_quick else _CENTRES
     per_centre = 8 if setting.is_quick else 48
     watch.expect(len(centres))
@@ -45,13 +45,13 @@ async def measure(setting: Setting, watch: Watch) -> Data:
 
 
 def spread_lengths(centre: int, number: int) -> list[int]:
-    """Evenly from a quarter below to a quarter above, or half a block where that is more."""
+    """Lengths from a quarter below to a quarter above `centre`, or by half a block where that is more."""
     reach = max(centre // 4, BLOCK_SIZE // 2)
     return [centre - reach + round(2 * reach * place / (number - 1)) for place in range(number)]
 
 
 def _at_end(num_tokens: int) -> tuple[float, int]:
-    """(unused over held slots, unused slots) when this many tokens of one sequence are in the pool."""
+    """Unused over held token slots, and unused token slots, when `num_tokens` tokens of a sequence are in the pool."""
     seen: list[tuple[int, int]] = []
 
     def observe(step: int, core: Scheduler) -> None:
@@ -68,12 +68,10 @@ def _at_end(num_tokens: int) -> tuple[float, int]:
 
 def conditions(data: Data) -> str:
     return (
-        f"The shipped scheduler core, paged, blocks of {data['block_size']}; {data['num_sequences']} sequences for "
-        "each point, "
-        "their lengths spread evenly by a quarter (half a block at least) around it, looked at when they have "
-        "reached it. The line is "
-        "computed: half "
-        "a block less half a token, over that and the length."
+        f"The shipped scheduler core, paged, with blocks of {data['block_size']}. Each point has "
+        f"{data['num_sequences']} sequences. Their lengths are spread evenly around it by a quarter (at least half a "
+        "block), and waste is read when they have reached their length. The line is computed: half a block less half "
+        "a token, divided by the sum of that and the length."
     )
 
 
@@ -83,19 +81,18 @@ def verdict(data: Data) -> Verdict:
     tolerance = 2.5 / data["num_sequences"] ** 0.5
     follows = all(abs(row["mean_waste"] - row["expected_waste"]) <= tolerance * row["expected_waste"] for row in rows)
     enough = (size - 1) / 2 * (1 / _CLAIMED_WASTE - 1)
-    ours = f"at most {max(row['most_unused_slots'] for row in rows)} of {size} places unused a sequence; below " + (
+    ours = (
+        f"at most {max(row['most_unused_slots'] for row in rows)} of {size} token slots unused per sequence; below "
         f"{percent(_CLAIMED_WASTE, 0)} from {enough:.0f} tokens on"
     )
-    reason = (
-        "No sequence holds an unused block. " if is_bounded else "Some sequence holds more than the end of a block. "
-    ) + (
-        "The means follow the computed line, so 3–4 % is not a property of paging but of its block and of the "
-        "length: with "
-        f"blocks of {size} it holds from about {enough:.0f} tokens on."
+    bound = "No sequence holds an unused block." if is_bounded else "A sequence holds more than the end of a block."
+    line = (
+        "The means follow the computed line. So 3–4 % is a property of the block size and the length, not of paging "
+        f"itself: with blocks of {size} it holds from about {enough:.0f} tokens on."
         if follows
-        else "The means do not follow the computed line: more is held than the last block's end."
+        else "The means do not follow the computed line: sequences hold more than the end of their last block."
     )
-    return Verdict(judged([is_bounded, follows]), ours, reason)
+    return Verdict(judged([is_bounded, follows]), ours, f"{bound} {line}")
 
 
 def tables(data: Data) -> list[Table]:
@@ -112,15 +109,18 @@ def tables(data: Data) -> list[Table]:
     )
     headings = ("tokens, mean", "waste", "computed", "least", "most", "contiguous")
     return [
-        Table("Unused over held places, paged; and of a contiguous reservation of the longest request.", headings, rows)
+        Table(
+            "Unused over held token slots, paged, and for a contiguous reservation of the longest request.",
+            headings,
+            rows,
+        )
     ]
 
 
 def plots(data: Data) -> list[Plot]:
     caption = (
-        "Waste against the length of a sequence: measured means with the range seen, the computed line, and what "
-        "reserving "
-        "the longest possible request wastes at that length."
+        "Waste against the length of a sequence: measured means with their range, the computed line, and the waste of "
+        "reserving the longest possible request at that length."
     )
     return [Plot("waste-by-length", caption, lambda figure: _draw(figure, data), (9.0, 4.0))]
 
@@ -144,13 +144,13 @@ def _draw(figure: Figure, data: Data) -> None:
     axes.axhline(100 * _CLAIMED_WASTE, color=GREY, linestyle=":", linewidth=1.2)
     axes.annotate("4 %", (line[-1], 100 * _CLAIMED_WASTE), xytext=(0, 4), textcoords="offset points", ha="right")
     powers_axis(axes, [2**e for e in range(4, 11) if 2**e <= 1.1 * lengths[-1]], "tokens of the sequence")
-    percent_axis(axes, "unused over held places, %")
+    percent_axis(axes, "unused over held token slots, %")
     axes.legend(loc="center", bbox_to_anchor=(0.42, 0.62))
 
 
 CLAIM = Claim(
     name="waste-by-length",
-    title="Paged waste is less than a block a sequence, whatever its length",
+    title="Paged waste is less than a block per sequence, whatever its length",
     source="Kwon et al., SOSP 2023, sections 1 and 4.3; secondary texts: 3–4 % waste when paged",
     figure="unused memory only in the last block of a sequence; under 4 %",
     measure=measure,

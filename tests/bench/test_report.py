@@ -1,15 +1,13 @@
-import io
-import json
+"""Summaries of runs and statistics of the block pool."""
+
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from bench.load import LoadResult, RequestRecord
 from bench.pool_sampler import PoolStats, pool_stats
-from bench.report import percentiles_ms, ratios, render_table, report, save, summarize
+from bench.report import percentiles_ms, summarize
 from quire.block_map import PoolSummary
 
 POOL = PoolStats(3, 0.125, 0.5, 7, 1, 4, 2, num_preemptions=9, num_cow_copies=1)
@@ -21,12 +19,11 @@ def result(concurrency: int, wall_s: float, *records: RequestRecord) -> LoadResu
 
 FAST = RequestRecord(0.0, (0.010, 0.020, 0.040), 5, 3, num_cached_tokens=2)
 SLOW = RequestRecord(1.0, (1.030, 1.060), 7, 4)
-LONG = RequestRecord(0.0, (1.5, 3.0), 1, 2)
 SHORT = RequestRecord(2.0, (2.050,), 1, 1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 101])
-def test_percentiles_are_those_of_numpy(count: int) -> None:
+def test_percentiles_equal_numpys(count: int) -> None:
     rng = random.Random(count)
     values_s = [rng.expovariate(10.0) for _ in range(count)]
     found = percentiles_ms(iter(values_s))
@@ -34,7 +31,7 @@ def test_percentiles_are_those_of_numpy(count: int) -> None:
     assert (found.p50, found.p90, found.p99) == pytest.approx(np.percentile(np.array(values_s) * 1000, (50, 90, 99)))
 
 
-def test_percentiles_by_hand() -> None:
+def test_percentiles_interpolate_between_ranks() -> None:
     found = percentiles_ms([0.004, 0.001, 0.002, 0.003])
     assert found is not None
     assert found.p50 == pytest.approx(2.5)
@@ -42,7 +39,7 @@ def test_percentiles_by_hand() -> None:
     assert percentiles_ms([]) is None
 
 
-def test_a_summary_counts_tokens_not_messages() -> None:
+def test_summary_counts_tokens_not_messages() -> None:
     run = summarize("quire", result(2, 4.0, FAST, SLOW, SHORT), POOL)
     assert (run.num_requests, run.num_prompt_tokens, run.num_output_tokens, run.num_cached_tokens) == (
         3,
@@ -62,53 +59,7 @@ def test_a_summary_counts_tokens_not_messages() -> None:
     assert run.latency_ms.p50 == pytest.approx(50.0)
 
 
-def test_ratios_are_quires_tokens_per_second_over_the_others() -> None:
-    runs = [
-        summarize("quire", result(1, 1.0, FAST)),
-        summarize("quire", result(4, 0.5, FAST)),
-        summarize("transformers", result(1, 3.0, FAST)),
-        summarize("peer", result(4, 1.0, FAST)),
-        summarize("peer", result(16, 1.0, FAST)),
-    ]
-    found = ratios(runs)
-    assert set(found) == {"transformers", "peer"}
-    assert found["transformers"] == pytest.approx({1: 3.0})
-    assert found["peer"] == pytest.approx({4: 2.0})
-
-
-def test_the_table_has_a_row_for_each_run_and_fits_80_columns() -> None:
-    runs = [
-        summarize("transformers", result(4, 8.0, FAST, SLOW)),
-        summarize("quire", result(16, 4.0, LONG), POOL),
-        summarize("quire", result(4, 2.0, FAST, SLOW), POOL),
-    ]
-    out = io.StringIO()
-    Console(file=out, width=80).print(render_table(runs))
-    rows = [line.split() for line in out.getvalue().splitlines() if line.strip()[:1].isdigit()]
-    assert [row[:3] for row in rows] == [
-        ["4", "transformers", "0.9"],
-        ["4", "quire", "3.5"],
-        ["16", "quire", "0.5"],
-    ]
-    assert rows[0][-1] == "4.00"
-    assert rows[1][3:] == ["1.00", "20.0/29.8", "12.5/14.9", "20.0/29.8", "12.5%", "9"]
-    assert rows[2][3:] == ["0.25", "1500/1500", "1500/1500", "1500/1500", "12.5%", "9"]
-
-
-def test_the_report_is_json_and_is_saved_where_no_folder_was(tmp_path: Path) -> None:
-    runs = [summarize("quire", result(4, 2.0, FAST), POOL), summarize("peer", result(4, 4.0, SHORT))]
-    path = tmp_path / "new" / "name.json"
-    save(path, report(runs, {"model_name": "toy"}, [{"seed": 7}]))
-    read = json.loads(path.read_text())
-    assert read["server"] == {"model_name": "toy"}
-    assert read["traces"] == [{"seed": 7}]
-    assert read["runs"][0]["pool"]["num_preemptions"] == 9
-    assert read["runs"][0]["ttft_ms"].keys() == {"p50", "p90", "p99"}
-    assert read["runs"][1]["itl_ms"] is None
-    assert read["quire_tokens_per_s_ratio_to"] == {"peer": {"4": pytest.approx(6.0)}}
-
-
-def test_pool_statistics_weigh_waste_by_slots_and_count_differences() -> None:
+def test_pool_stats_weigh_waste_by_allocation_and_count_differences() -> None:
     def sample(used: int, wasted: int, running: int, waiting: int, preemptions: int) -> PoolSummary:
         num_active = (used + wasted) // 4
         return PoolSummary(9, 0, num_active, 0, used, wasted, running, waiting, preemptions, 2 * preemptions)

@@ -9,7 +9,7 @@ from quire import StepTrace
 
 
 def step(step_id: int, sent_ns: int, idle_ns: int) -> StepTrace:
-    """Planned 100 ns before it was sent; 1,000 ns of work; back 1,200 ns after it was sent; committed 50 ns later."""
+    """A step that is sent after 100 ns, works 1,000 ns, returns 1,200 ns after sending and is committed after 50 ns."""
     return StepTrace(
         epoch=1,
         step_id=step_id,
@@ -27,13 +27,13 @@ def step(step_id: int, sent_ns: int, idle_ns: int) -> StepTrace:
     )
 
 
-def test_idle_share_leaves_out_the_wait_before_the_first_step() -> None:
+def test_idle_ratio_leaves_out_the_wait_before_the_first_step() -> None:
     assert idle_ratio([]) is None
     assert idle_ratio([step(1, 1000, 10**9)]) is None
     assert idle_ratio([step(1, 1000, 10**9), step(2, 2000, 0), step(3, 4000, 1000)]) == pytest.approx(1000 / 4000)
 
 
-def test_what_is_prepared_beside_another_step_is_not_busy() -> None:
+def test_overlapping_preparation_is_not_busy_time() -> None:
     steps = [replace(step(i, 1000 * i, 100 * (i - 1)), prepare_overlaps=True) for i in (1, 2)]
     assert [one.busy_ns for one in steps] == [900, 900]
     assert idle_ratio(steps) == pytest.approx(100 / 1900)
@@ -42,7 +42,7 @@ def test_what_is_prepared_beside_another_step_is_not_busy() -> None:
     assert lanes == {("prepare", 1), ("forward", 0), ("sample", 0)}
 
 
-def test_spans_of_a_step(tmp_path: Path) -> None:
+def test_chrome_trace_has_the_spans_of_a_step(tmp_path: Path) -> None:
     path = tmp_path / "new" / "trace.json"
     save_chrome_trace(path, [step(7, 10_000, 0)])
     assert json.loads(path.read_text()) == chrome_trace([step(7, 10_000, 0)])

@@ -1,3 +1,5 @@
+"""Traces: reproducible, within their bounds, and described."""
+
 import dataclasses
 
 import pytest
@@ -7,11 +9,11 @@ from bench.trace import TraceSettings, describe, make_trace
 SETTINGS = TraceSettings(num_requests=2000, vocab_size=500, max_model_len=4096)
 
 
-def test_the_same_settings_give_the_same_trace() -> None:
+def test_same_settings_give_the_same_trace() -> None:
     assert make_trace(SETTINGS) == make_trace(dataclasses.replace(SETTINGS))
 
 
-def test_another_seed_gives_other_lengths_and_other_prompts() -> None:
+def test_other_seed_gives_other_lengths_and_prompts() -> None:
     one, other = make_trace(SETTINGS), make_trace(dataclasses.replace(SETTINGS, seed=8))
     assert [item.max_tokens for item in one] != [item.max_tokens for item in other]
     assert not {item.prompt_token_ids for item in one} & {item.prompt_token_ids for item in other}
@@ -38,7 +40,7 @@ def test_ids_are_below_the_vocabulary(vocab_size: int) -> None:
     ids = {token_id for item in trace for token_id in item.prompt_token_ids}
     assert min(ids) >= 0
     assert max(ids) < vocab_size
-    assert vocab_size < 500 or min(ids) >= 10  # special tokens are left alone
+    assert vocab_size < 500 or min(ids) >= 10  # special tokens are not used
 
 
 @pytest.mark.parametrize("max_model_len", [2, 64, 256, 895, 896, 8192])
@@ -55,9 +57,9 @@ def test_every_request_fits_the_model(max_model_len: int, num_shared_tokens: int
     assert settings.scale == pytest.approx(min(1.0, max_model_len / 896))
 
 
-def test_a_short_context_shrinks_all_lengths_by_one_factor() -> None:
+def test_short_context_scales_all_lengths_by_one_factor() -> None:
     full, half = make_trace(SETTINGS), make_trace(dataclasses.replace(SETTINGS, max_model_len=448))
-    # Prompts of other lengths use up other amounts of randomness, so only the first pair is the same draw.
+    # Prompts of other lengths consume other numbers of random draws, so only the first request is comparable.
     assert half[0].max_tokens == pytest.approx(full[0].max_tokens / 2, abs=1)
     assert len(half[0].prompt_token_ids) == pytest.approx(len(full[0].prompt_token_ids) / 2, abs=1)
 
@@ -68,20 +70,20 @@ def test_shared_tokens_come_first_in_every_prompt() -> None:
     assert len({item.prompt_token_ids[30:33] for item in trace}) == 20
 
 
-def test_what_cannot_be_drawn_is_an_error() -> None:
+def test_impossible_settings_are_an_error() -> None:
     for wrong in ({"num_requests": 0}, {"vocab_size": 0}, {"max_model_len": 1}, {"num_shared_tokens": 4095}):
         with pytest.raises(ValueError, match=r"needs|no room"):
             make_trace(dataclasses.replace(SETTINGS, **wrong))
 
 
-def test_description_states_the_means_that_came_of_it() -> None:
+def test_description_has_the_means_of_the_trace() -> None:
     trace = make_trace(dataclasses.replace(SETTINGS, num_requests=2))
     described = describe(SETTINGS, trace)
     assert described["seed"] == 7
     assert described["mean_output_tokens"] == round((trace[0].max_tokens + trace[1].max_tokens) / 2, 1)
 
 
-def test_lengths_have_the_means_they_are_known_for() -> None:
+def test_length_mixes_have_their_documented_means() -> None:
     for lengths, (prompt, output) in {"mixed": (130, 90), "sharegpt": (215, 197)}.items():
         drawn = make_trace(TraceSettings(num_requests=4000, vocab_size=100, max_model_len=4096, lengths=lengths))
         assert sum(len(item.prompt_token_ids) for item in drawn) / len(drawn) == pytest.approx(prompt, rel=0.05)

@@ -37,7 +37,7 @@ def test_the_help_lists_every_command() -> None:
 
 def test_the_command_line_imports_neither_torch_nor_the_services() -> None:
     program = (
-        "import sys, quire.cli.main, quire.cli.demo, bench.command, bench.sharing_command\n"
+        "import sys, quire.cli.main, quire.cli.demo, bench.commands, bench.serving.serve, bench.sharing.command\n"
         "heavy = {'torch', 'transformers', 'scheduler.main', 'executor.main'} & set(sys.modules)\n"
         "sys.exit(str(heavy) if heavy else 0)"
     )

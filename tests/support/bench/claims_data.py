@@ -1,4 +1,4 @@
-"""What claims might measure, written by hand: the smallest data that has all they read."""
+"""Hand-written results of claims: the smallest data with every field that they read."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -82,7 +82,7 @@ def fixed_pool(most: Mapping[str, int], paged_rate: float) -> Data:
 
 
 def block_sizes(kernel_us: tuple[float, float, float], rates: tuple[float, float, float]) -> Data:
-    """Of blocks of 4, 16 and 128."""
+    """Results for blocks of 4, 16 and 128."""
     rows = [
         served_row(32, rate, block_size=size, waste_ratio=waste, kernel_us=us, kernel_gb_per_s=10.0, kernel_spread=0.1)
         for size, waste, us, rate in zip((4, 16, 128), (0.01, 0.03, 0.2), kernel_us, rates, strict=True)

@@ -1,0 +1,63 @@
+"""The table of all measurements: names on the command line, modules and descriptions.
+
+A module is loaded only when its measurement is run, and has `main(arguments)`, which returns an exit status or None.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from bench.command_line import BenchError
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A measurement. `preset` is put before the flags that the user gives, which override it."""
+
+    module: str
+    description: str
+    preset: tuple[str, ...] = ()
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command("bench.serving.serve", "Closed-loop load on a server, beside other engines on the same trace."),
+    "paired": Command(
+        "bench.serving.serve",
+        "The same as `serve --spawn` in three rounds of turns; ratios are medians of the rounds.",
+        ("--spawn", "--rounds", "3", "--concurrency", "1,4,8,16,32,64", "--name", "paired"),
+    ),
+    "prediction": Command("bench.serving.prediction", "Throughput as simulated beside throughput as measured."),
+    "serving-ceiling": Command("bench.serving.ceiling", "The throughput that a machine cannot exceed, computed."),
+    "sharing": Command("bench.sharing.command", "Blocks saved by sharing: samples, beams and a system prompt."),
+    "claims": Command("bench.claims.command", "Claims about paged KV memory and continuous batching, with verdicts."),
+    "kernels": Command("bench.kernels.command", "Time and rate of every kernel, against the machine's ceilings."),
+    "scheduler-cost": Command("bench.overhead.scheduler_cost", "Cost of one step in the scheduler core."),
+    "shell-cost": Command("bench.overhead.shell_cost", "Cost of a streamed token in the scheduler process."),
+    "sampling-cost": Command("bench.overhead.sampling_cost", "Cost of sampling in a batch of 64 sequences."),
+    "observability-cost": Command("bench.overhead.observability_cost", "Cost of metrics, logs and the live page."),
+    "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
+    "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the GPU at hand, in one report."),
+    "gpu-correctness": Command("bench.gpu.correctness", "Phase of gpu-check: the tests of what runs on a device."),
+    "gpu-serving": Command("bench.gpu.end_to_end", "Phase of gpu-check: both services on random weights."),
+    "gpu-transformers": Command("bench.gpu.transformers", "Phase of gpu-check: transformers on the same load."),
+}
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Runs the measurement `name` and returns its exit status.
+
+    Raises BenchError, QuireError, ModelNotFound or OSError where the measurement fails, SystemExit for wrong flags.
+    """
+    command = COMMANDS[name]
+    try:
+        module = importlib.import_module(command.module)
+    except ModuleNotFoundError as error:
+        raise BenchError(f"{error}; pip install 'quire[executor,bench,dev]' installs what is measured") from error
+    status: int | None = module.main([*command.preset, *arguments])
+    return status or 0
+
+
+def listing() -> str:
+    """One line for each measurement."""
+    width = max(map(len, COMMANDS))
+    return "\n".join(f"  {name:{width}}  {command.description}" for name, command in COMMANDS.items())

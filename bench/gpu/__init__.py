@@ -1,0 +1,1 @@
+"""One check of everything that runs on a GPU, in phases."""

@@ -1,0 +1,1 @@
+"""Time and rate of every kernel."""

@@ -1,0 +1,1 @@
+"""Costs beside the model: scheduler, streams, sampling, observability, recovery."""

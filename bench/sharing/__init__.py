@@ -1,0 +1,1 @@
+"""Blocks saved by sharing, counted in a running server's block tables."""

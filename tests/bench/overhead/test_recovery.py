@@ -1,0 +1,51 @@
+"""The parts of the recovery measurement that need no services."""
+
+import asyncio
+
+import grpc.aio
+import psutil
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from bench.overhead.recovery import Recovery, RecoveryError, Watch, child, row
+from quire.addresses import with_port
+
+
+async def server(address: str) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
+    started, servicer = grpc.aio.server(), health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, started)
+    started.add_insecure_port(address)
+    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    await started.start()
+    return started, servicer
+
+
+async def test_watch_follows_a_server_through_its_death() -> None:
+    address = with_port("127.0.0.1:0")
+    watch = Watch(address)
+    following = asyncio.create_task(watch.follow())
+    async with asyncio.timeout(60):
+        first, servicer = await server(address)
+        await watch.until(True)
+        await servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
+        await watch.until(False)
+        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        await watch.until(True)
+        await first.stop(0)
+        await watch.until(False)
+        second, _ = await server(address)
+        await watch.until(True)
+    following.cancel()
+    await second.stop(0)
+
+
+def test_missing_service_is_an_error() -> None:
+    with pytest.raises(RecoveryError, match="the executor does not run"):
+        child(psutil.Process(), "executor")
+
+
+def test_row_shows_times_and_gap() -> None:
+    stopped = Recovery("executor", "SIGSTOP", 16, 10.5, 14.25, 14.5)
+    assert row(stopped).split() == ["executor", "SIGSTOP", "16", "10.50", "s", "14.25", "s", "14.50", "s"]
+    restarted = Recovery("scheduler", "SIGKILL", 0, 0.01, 1.5, None)
+    assert row(restarted).split() == ["scheduler", "SIGKILL", "0", "0.01", "s", "1.50", "s", "-"]

@@ -1,0 +1,66 @@
+"""The scheduler process under load, with an executor that computes nothing and clients over gRPC."""
+
+from array import array
+
+import pytest
+
+from bench.overhead.null_executor import NullBatch
+from bench.overhead.shell_cost import harness, measure, table
+from bench.overhead.stream_load import Load
+from quire.executor.v1 import executor_pb2 as pb
+
+
+def packed(*values: int) -> bytes:
+    return array("i", values).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    return array("i", data).tolist()
+
+
+def admission(slot: int, num_tokens: int, max_total_tokens: int) -> pb.Admission:
+    params = pb.SequenceParams(max_total_tokens=max_total_tokens)
+    return pb.Admission(slot=slot, token_ids=packed(*range(num_tokens)), params=params)
+
+
+async def test_streams_are_complete_at_any_number_of_clients() -> None:
+    """The measurement itself counts the tokens of every stream and compares its text."""
+    costs = await measure([1, 40], num_tokens=30)
+    assert [cost.num_clients for cost in costs] == [1, 40]
+    for cost in costs:
+        assert cost.num_checked_tokens >= cost.num_clients * 2 * 30
+        assert 0 < cost.num_deltas <= cost.num_tokens <= cost.num_checked_tokens
+    assert len(table(costs).splitlines()) == 3
+
+
+async def test_without_load_every_token_has_its_own_message() -> None:
+    async with harness(step_ms=20) as running:
+        cost = await running.measure(Load(num_clients=2, num_tokens=20, num_requests=1))
+    assert cost.num_coalesced_deltas == 0
+    assert cost.executor_idle_ratio is not None
+
+
+def test_null_executor_samples_when_a_prompt_is_computed() -> None:
+    batch = NullBatch(num_slots=4, vocab_size=100)
+    plan = pb.StepPlan(admissions=[admission(2, num_tokens=5, max_total_tokens=7)], row_counts=packed(2, 3))
+    assert batch.step(plan) == (b"", b"")
+    first = batch.step(pb.StepPlan(row_counts=packed(2, 2)))
+    assert (len(first[0]), first[1]) == (4, b"")
+    last = batch.step(pb.StepPlan(row_counts=packed(2, 1)))
+    assert (len(last[0]), last[1]) == (4, bytes([pb.END_REASON_LENGTH]))
+    overrun = batch.step(pb.StepPlan())
+    assert (len(overrun[0]), overrun[1]) == (4, b"")
+    assert batch.step(pb.StepPlan(retired_slots=packed(2))) == (b"", b"")
+
+
+@pytest.mark.parametrize("child", [0, 3])
+def test_null_executor_forks(child: int) -> None:
+    batch = NullBatch(num_slots=4, vocab_size=100)
+    plan = pb.StepPlan(
+        admissions=[admission(1, num_tokens=2, max_total_tokens=3)],
+        row_counts=packed(1, 2),
+        forks=[pb.Fork(parent_slot=1, child_slot=child)],
+    )
+    token_ids, end_reasons = batch.step(plan)
+    assert len(unpacked(token_ids)) == 2
+    assert list(end_reasons) == [pb.END_REASON_LENGTH] * 2
