@@ -1,7 +1,8 @@
-"""The page in a real Chromium, before a real server with the embedded model."""
+"""Tests the live page in a real Chromium, with a real server and the embedded model."""
 
 import asyncio
 import json
+import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ from tests.support.e2e.waiting import until
 
 playwright_api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
-# What is waited for comes, sooner or later: on a busy machine later than the five seconds of the default.
+# A busy machine may take longer than the default of five seconds.
 playwright_api.expect.set_options(timeout=60_000)
 
 CHROMIUM = next(
@@ -35,7 +36,7 @@ def stack() -> Iterator[Stack]:
 @pytest.fixture
 async def browser() -> AsyncIterator["playwright_api.Browser"]:
     async with playwright_api.async_playwright() as playwright:
-        # The sandbox needs rights that containers lack; the only pages here are ours.
+        # Containers lack the rights that the sandbox needs; the tests open only our own pages.
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         await browser.close()
@@ -43,7 +44,7 @@ async def browser() -> AsyncIterator["playwright_api.Browser"]:
 
 @pytest.fixture
 async def page(stack: Stack, browser: "playwright_api.Browser") -> AsyncIterator["playwright_api.Page"]:
-    """The open page of an idle server. Afterwards nothing has been said on the console, and nothing failed."""
+    """Yields the open page of an idle server. At the end the console is empty and no request has failed."""
     stack.show_log()
     page = await browser.new_page(viewport={"width": 1280, "height": 900})
     complaints: list[str] = []
@@ -54,13 +55,13 @@ async def page(stack: Stack, browser: "playwright_api.Browser") -> AsyncIterator
     await playwright_api.expect(page.locator("#state")).to_have_text("serving")
     yield page
     await page.close()
-    # A refused prompt is a 400, which Chromium reports by itself.
+    # Chromium reports the 400 of a refused prompt itself.
     assert [complaint for complaint in complaints if "400 (Bad Request)" not in complaint] == []
 
 
 @asynccontextmanager
 async def load(stack: Stack, num_clients: int = 4) -> AsyncIterator[AsyncClient]:
-    """Clients that ask again and again."""
+    """Runs clients that send one request after the other."""
     async with stack.client() as client:
 
         async def ask(name: str) -> None:
@@ -70,7 +71,7 @@ async def load(stack: Stack, num_clients: int = 4) -> AsyncIterator[AsyncClient]
                 except UnavailableError:  # a connection can take too long where browsers share the processors
                     await asyncio.sleep(0.2)
 
-        async with asyncio.TaskGroup() as group:  # a client that fails ends the test, and says why
+        async with asyncio.TaskGroup() as group:  # a failing client fails the test
             tasks = [group.create_task(ask(f"client-{i}")) for i in range(num_clients)]
             try:
                 yield client
@@ -83,7 +84,7 @@ async def num_active(client: AsyncClient) -> int:
     return (await client.block_map()).num_blocks(BlockState.ACTIVE)
 
 
-async def test_everything_moves_under_load(stack: Stack, page: "playwright_api.Page") -> None:
+async def test_grid_timeline_and_tables_change_under_load(stack: Stack, page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     grid, timeline = page.locator("#pool-grid"), page.locator("#batch-timeline")
     seen: dict[str, set[str]] = {"grid": set(), "timeline": set()}
@@ -120,15 +121,15 @@ async def test_the_prompt_box_streams(page: "playwright_api.Page") -> None:
     await expect(page.locator("#prompt-send")).to_be_enabled()
 
 
-async def endlessly(route: "playwright_api.Route") -> None:
-    """Lets a completion go on when its story has ended."""
+async def ignore_eos(route: "playwright_api.Route") -> None:
+    """Makes a completion ignore EOS."""
     sent = route.request.post_data_json
     sent["stopping"]["ignore_eos"] = True
     await route.continue_(post_data=json.dumps(sent))
 
 
 async def test_the_prompt_box_sends_a_chat(stack: Stack, page: "playwright_api.Page") -> None:
-    """The model's template goes around the message, as it does for other clients."""
+    """The page renders the message with the model's chat template, as it does for other clients."""
     expect = playwright_api.expect
     message = "Tell me a story about a fox."
     async with stack.client() as client:
@@ -146,9 +147,11 @@ async def test_the_prompt_box_sends_a_chat(stack: Stack, page: "playwright_api.P
 
 async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
-    await page.route("**/live/completions", endlessly)
+    await page.route("**/live/completions", ignore_eos)
     await page.fill("[data-field='stopping.max_tokens']", "1900")
-    await page.fill("[data-field='sampling.n']", "8")  # far more than the pool holds at once: it goes on for long
+    await page.fill(
+        "[data-field='sampling.n']", "8"
+    )  # far more than the pool holds at once, so that the request runs for a long time
     await page.click("#prompt-send")
     await expect(page.locator(".sequence").first).to_be_visible()
     await page.click("#prompt-cancel")
@@ -161,7 +164,7 @@ async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwr
 
 
 async def test_many_deltas_are_laid_out_together(page: "playwright_api.Page") -> None:
-    """Long paragraphs laid out for every delta took the page's only thread, and with it the button that cancels."""
+    """The page lays out many deltas at once, so that its only thread stays free for the Cancel button."""
     num_samples, num_deltas = 4, 4000
     deltas = [{"delta": {"index": i % num_samples, "text": f" {i}"}} for i in range(num_deltas)]
     usage = {"prompt_tokens": 1, "completion_tokens": num_deltas}
@@ -183,7 +186,7 @@ async def test_many_deltas_are_laid_out_together(page: "playwright_api.Page") ->
     assert [text.split()[-2:] for text in outputs] == [[str(3992 + i), str(3996 + i)] for i in range(num_samples)]
 
 
-async def test_what_is_wrong_stands_at_its_field(page: "playwright_api.Page") -> None:
+async def test_errors_appear_at_their_fields(page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     await page.fill("[data-field='sampling.temperature']", "hot")
     await page.fill("[data-field='stopping.max_tokens']", "0")
@@ -213,7 +216,7 @@ async def test_the_grid_by_keyboard(page: "playwright_api.Page") -> None:
 
 
 async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") -> None:
-    """100,000 blocks, every other one cached, the last one active: the modules of the page, with a frame made here."""
+    """The whole pool of 100,000 blocks is drawn: every other one cached, the last one active, from a frame made here."""
     found = await page.evaluate(
         """async () => {
             const { Model } = await import("/live/model.js");
@@ -226,8 +229,9 @@ async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") ->
             const blocks = Array.from({ length: 49_999 }, () => [1, 1, -1]).flat();
             model.apply({ is_key: true, server: { num_blocks: 100_000 }, blocks: [...blocks, 1, 1, 1], numbers: {},
                           come: [["7.0", "me", 3]], sequences: [["7.0", 0, 5, 4, 0, 100_000]] });
-            const begunMs = performance.now();
             grid.layOut(700);
+            const begunMs = performance.now();
+            grid.showWhole(true);
             const drawnMs = performance.now() - begunMs;
             const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
             const columns = Math.floor(700 / 3);
@@ -247,8 +251,112 @@ async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") ->
     print(f"drawn in {found['drawnMs']:.0f} ms")
 
 
+async def test_unused_blocks_of_a_large_pool_fold_into_gaps(page: "playwright_api.Page") -> None:
+    """Blocks 101 to 400 are cached and block 20,000 is active; the free blocks between fold into gaps."""
+    found = await page.evaluate(
+        """async () => {
+            const { Model } = await import("/live/model.js");
+            const { PoolGrid } = await import("/live/pool_grid.js");
+            const canvas = document.body.appendChild(document.createElement("div")).appendChild(document.createElement("canvas"));
+            const output = document.createElement("output");
+            const model = new Model();
+            const grid = new PoolGrid(canvas, output, model);
+            model.apply({ is_key: true, server: { num_blocks: 29_000 }, blocks: [100, 300, -1, 19_599, 1, 1], numbers: {},
+                          come: [["7.0", "me", 3]], sequences: [["7.0", 0, 5, 4, 0, 20_000]] });
+            grid.layOut(700);
+            const heights = [canvas.clientHeight];
+            const words = [];
+            canvas.tabIndex = 0;
+            canvas.focus();
+            for (const key of ["End", "ArrowLeft", "ArrowUp", "ArrowUp"]) {
+                canvas.dispatchEvent(new KeyboardEvent("keydown", { key }));
+                words.push(output.textContent);
+            }
+            const gap = model.blocks.findLastIndex((value, block) => value === 0 && block < 19_965);
+            grid.draw(model.apply({ blocks: [gap - 1, 1, -1], numbers: {} }));
+            heights.push(canvas.clientHeight);
+            grid.showWhole(true);
+            heights.push(canvas.clientHeight);
+            return { heights, words };
+        }"""
+    )
+    folded, reopened, whole = found["heights"]
+    assert folded < reopened <= 350 < whole
+    assert found["words"] == [
+        "Blocks 20021 to 29000: 8,980 free blocks",
+        "Block 20020: free",
+        "Blocks 421 to 19985: 19,565 free blocks",
+        "Block 420: free",
+    ]
+
+
+async def test_cached_blocks_fold_where_they_would_crowd_out_the_active_ones(page: "playwright_api.Page") -> None:
+    """In a pool of 29,000 cached blocks the 40 active ones are drawn as large as in a small pool."""
+    found = await page.evaluate(
+        """async () => {
+            const { layOutPool } = await import("/live/pool_layout.js");
+            const blocks = new Int32Array(29_001).fill(-1).fill(1, 10_000, 10_040);
+            const layout = layOutPool(blocks, 700);
+            const { x, y } = layout.rectangle(10_020);
+            return { cell: layout.cell, height: layout.height, gaps: layout.bands.filter(({ isGap }) => isGap).length,
+                     found: layout.blockAt(x + 1, y + 1), gap: layout.blockAt(5, layout.rectangle(5_000).y + 3) };
+        }"""
+    )
+    assert found == {"cell": 20, "height": found["height"], "gaps": 2, "found": 10_020, "gap": 36}
+    assert found["height"] < 200
+
+
+async def test_zooming_by_button_key_wheel_and_fingers(page: "playwright_api.Page") -> None:
+    expect = playwright_api.expect
+    await expect(page.locator("#pool-sizes")).to_contain_text("tokens a block")
+    grid = page.locator("#pool-grid")
+
+    async def height() -> int:
+        return int(await grid.evaluate("canvas => canvas.clientHeight"))
+
+    fitting = await height()
+    await page.click("#pool-larger")
+    larger = await height()
+    assert larger > fitting
+    await page.click("#pool-smaller")
+    assert await height() == fitting
+    await grid.focus()
+    await page.keyboard.press("+")
+    assert await height() == larger
+    await page.keyboard.press("0")
+    assert await height() == fitting
+
+    await grid.hover()
+    await page.keyboard.down("Control")
+    await page.mouse.wheel(0, -60)
+    await page.keyboard.up("Control")
+
+    async def is_larger() -> bool:
+        return await height() == larger
+
+    await until(is_larger)
+    await page.click("#pool-fit")
+    await grid.evaluate(
+        """canvas => {
+            for (const [type, distance] of [["touchstart", 100], ["touchmove", 140]]) {
+                const touches = [0, distance].map((clientX, identifier) =>
+                    new Touch({ identifier, target: canvas, clientX, clientY: 0 }));
+                canvas.dispatchEvent(new TouchEvent(type, { touches, cancelable: true }));
+            }
+        }"""
+    )
+    assert await height() == larger
+
+    await page.click("#pool-whole")
+    await expect(page.locator("#pool-whole")).to_have_attribute("aria-pressed", "true")
+    assert await height() == fitting  # a small pool is drawn whole in any case
+    await grid.focus()
+    await page.keyboard.press("w")
+    await expect(page.locator("#pool-whole")).to_have_attribute("aria-pressed", "false")
+
+
 async def test_beams_have_a_column_where_they_compute_and_none_while_they_wait(page: "playwright_api.Page") -> None:
-    """Two chunks of a prompt beside a decode, a branch into two slots, and the decode alone."""
+    """The steps are: two chunks of a prompt beside a decode, a branch into two slots, and the decode alone."""
     columns = await page.evaluate(
         """async () => {
             const { Batch } = await import("/live/batch.js");
@@ -265,7 +373,9 @@ async def test_beams_have_a_column_where_they_compute_and_none_while_they_wait(p
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
-async def test_it_fits(stack: Stack, browser: "playwright_api.Browser", width: int, scheme: str) -> None:
+async def test_the_page_fits_the_width(
+    stack: Stack, browser: "playwright_api.Browser", width: int, scheme: str
+) -> None:
     page = await browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
     await page.goto(f"http://{stack.http}/")
     await playwright_api.expect(page.locator("#state")).to_have_text("serving")
@@ -274,8 +384,8 @@ async def test_it_fits(stack: Stack, browser: "playwright_api.Browser", width: i
     await page.close()
 
 
-async def test_a_hidden_page_costs_nothing(stack: Stack, page: "playwright_api.Page") -> None:
-    """It lets go of its connection, and takes it up again when it is seen."""
+async def test_a_hidden_page_closes_its_connection(stack: Stack, page: "playwright_api.Page") -> None:
+    """The page closes its connection while hidden, and opens it again when it is visible."""
     hide = """isHidden => {
         Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
         document.dispatchEvent(new Event("visibilitychange"));
