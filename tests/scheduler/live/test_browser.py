@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -149,9 +148,7 @@ async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwr
     expect = playwright_api.expect
     await page.route("**/live/completions", ignore_eos)
     await page.fill("[data-field='stopping.max_tokens']", "1900")
-    await page.fill(
-        "[data-field='sampling.n']", "8"
-    )  # far more than the pool holds at once, so that the request runs for a long time
+    await page.fill("[data-field='sampling.n']", "8")  # far more than the pool holds at once, so it runs for long
     await page.click("#prompt-send")
     await expect(page.locator(".sequence").first).to_be_visible()
     await page.click("#prompt-cancel")
@@ -216,7 +213,7 @@ async def test_the_grid_by_keyboard(page: "playwright_api.Page") -> None:
 
 
 async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") -> None:
-    """The whole pool of 100,000 blocks is drawn: every other one cached, the last one active, from a frame made here."""
+    """The whole pool of 100,000 blocks is drawn: every other one cached, and the last one active."""
     found = await page.evaluate(
         """async () => {
             const { Model } = await import("/live/model.js");
@@ -257,12 +254,13 @@ async def test_unused_blocks_of_a_large_pool_fold_into_gaps(page: "playwright_ap
         """async () => {
             const { Model } = await import("/live/model.js");
             const { PoolGrid } = await import("/live/pool_grid.js");
-            const canvas = document.body.appendChild(document.createElement("div")).appendChild(document.createElement("canvas"));
+            const scroller = document.body.appendChild(document.createElement("div"));
+            const canvas = scroller.appendChild(document.createElement("canvas"));
             const output = document.createElement("output");
             const model = new Model();
             const grid = new PoolGrid(canvas, output, model);
-            model.apply({ is_key: true, server: { num_blocks: 29_000 }, blocks: [100, 300, -1, 19_599, 1, 1], numbers: {},
-                          come: [["7.0", "me", 3]], sequences: [["7.0", 0, 5, 4, 0, 20_000]] });
+            model.apply({ is_key: true, server: { num_blocks: 29_000 }, numbers: {}, come: [["7.0", "me", 3]],
+                          blocks: [100, 300, -1, 19_599, 1, 1], sequences: [["7.0", 0, 5, 4, 0, 20_000]] });
             grid.layOut(700);
             const heights = [canvas.clientHeight];
             const words = [];
