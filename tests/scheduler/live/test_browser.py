@@ -1,4 +1,4 @@
-"""Tests the live page in a real Chromium, with a real server and the embedded model."""
+"""Tests the page in a real Chromium, with a real server and the embedded model."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from tests.support.e2e.waiting import until
 
 playwright_api = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 
-# A busy machine may take longer than the default of five seconds.
+# On a busy machine, conditions can take longer than the default of five seconds.
 playwright_api.expect.set_options(timeout=60_000)
 
 CHROMIUM = next(
@@ -35,7 +35,7 @@ def stack() -> Iterator[Stack]:
 @pytest.fixture
 async def browser() -> AsyncIterator["playwright_api.Browser"]:
     async with playwright_api.async_playwright() as playwright:
-        # Containers lack the rights that the sandbox needs; the tests open only our own pages.
+        # The sandbox needs rights that containers lack, and all pages here are trusted.
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         await browser.close()
@@ -43,7 +43,7 @@ async def browser() -> AsyncIterator["playwright_api.Browser"]:
 
 @pytest.fixture
 async def page(stack: Stack, browser: "playwright_api.Browser") -> AsyncIterator["playwright_api.Page"]:
-    """Yields the open page of an idle server. At the end the console is empty and no request has failed."""
+    """Opens the page of an idle server. Checks at the end that the console is empty and that nothing failed."""
     stack.show_log()
     page = await browser.new_page(viewport={"width": 1280, "height": 900})
     complaints: list[str] = []
@@ -54,23 +54,23 @@ async def page(stack: Stack, browser: "playwright_api.Browser") -> AsyncIterator
     await playwright_api.expect(page.locator("#state")).to_have_text("serving")
     yield page
     await page.close()
-    # Chromium reports the 400 of a refused prompt itself.
+    # Chromium itself reports the status 400 of a refused prompt.
     assert [complaint for complaint in complaints if "400 (Bad Request)" not in complaint] == []
 
 
 @asynccontextmanager
 async def load(stack: Stack, num_clients: int = 4) -> AsyncIterator[AsyncClient]:
-    """Runs clients that send one request after the other."""
+    """Runs clients that request completions again and again."""
     async with stack.client() as client:
 
         async def ask(name: str) -> None:
             while True:
                 try:
                     await client.complete("Once upon a time", request_id=name, max_tokens=60, n=2, ignore_eos=True)
-                except UnavailableError:  # a connection can take too long where browsers share the processors
+                except UnavailableError:  # connecting can take too long while a browser uses the processors
                     await asyncio.sleep(0.2)
 
-        async with asyncio.TaskGroup() as group:  # a failing client fails the test
+        async with asyncio.TaskGroup() as group:  # a client that fails ends the test with its error
             tasks = [group.create_task(ask(f"client-{i}")) for i in range(num_clients)]
             try:
                 yield client
@@ -83,19 +83,19 @@ async def num_active(client: AsyncClient) -> int:
     return (await client.block_map()).num_blocks(BlockState.ACTIVE)
 
 
-async def test_grid_timeline_and_tables_change_under_load(stack: Stack, page: "playwright_api.Page") -> None:
+async def test_all_parts_of_the_page_change_under_load(stack: Stack, page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     grid, timeline = page.locator("#pool-grid"), page.locator("#batch-timeline")
     seen: dict[str, set[str]] = {"grid": set(), "timeline": set()}
     async with load(stack):
         await expect(page.locator("#running")).not_to_have_text("0")
 
-        async def have_moved() -> bool:
+        async def have_changed() -> bool:
             seen["grid"].add(await grid.evaluate(PIXELS))
             seen["timeline"].add(await timeline.evaluate(PIXELS))
             return all(len(pictures) >= 4 for pictures in seen.values())
 
-        await until(have_moved)
+        await until(have_changed)
         await expect(page.locator(".sequence h3").first).to_contain_text("client-")
         assert "→" in await page.locator(".sequence ol li").first.inner_text()
         await expect(page.locator("#paged-waste")).to_contain_text("%")
@@ -120,15 +120,15 @@ async def test_the_prompt_box_streams(page: "playwright_api.Page") -> None:
     await expect(page.locator("#prompt-send")).to_be_enabled()
 
 
-async def ignore_eos(route: "playwright_api.Route") -> None:
-    """Makes a completion ignore EOS."""
+async def endlessly(route: "playwright_api.Route") -> None:
+    """Makes a completion continue after EOS."""
     sent = route.request.post_data_json
     sent["stopping"]["ignore_eos"] = True
     await route.continue_(post_data=json.dumps(sent))
 
 
 async def test_the_prompt_box_sends_a_chat(stack: Stack, page: "playwright_api.Page") -> None:
-    """The page renders the message with the model's chat template, as it does for other clients."""
+    """The server applies the model's template to the message, as it does for other clients."""
     expect = playwright_api.expect
     message = "Tell me a story about a fox."
     async with stack.client() as client:
@@ -144,11 +144,11 @@ async def test_the_prompt_box_sends_a_chat(stack: Stack, page: "playwright_api.P
     assert await page.locator("#prompt-output p").text_content() == f"{message}\n{answer.texts[0]}"
 
 
-async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwright_api.Page") -> None:
+async def test_the_blocks_of_a_cancelled_request_become_free(stack: Stack, page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
-    await page.route("**/live/completions", ignore_eos)
+    await page.route("**/live/completions", endlessly)
     await page.fill("[data-field='stopping.max_tokens']", "1900")
-    await page.fill("[data-field='sampling.n']", "8")  # far more than the pool holds at once, so it runs for long
+    await page.fill("[data-field='sampling.n']", "8")  # far more than the pool holds at once, so that it runs for long
     await page.click("#prompt-send")
     await expect(page.locator(".sequence").first).to_be_visible()
     await page.click("#prompt-cancel")
@@ -161,7 +161,7 @@ async def test_a_cancelled_requests_blocks_turn_free(stack: Stack, page: "playwr
 
 
 async def test_many_deltas_are_laid_out_together(page: "playwright_api.Page") -> None:
-    """The page lays out many deltas at once, so that its only thread stays free for the Cancel button."""
+    """Laying out long paragraphs for every delta would block the page's thread, and with it the cancel button."""
     num_samples, num_deltas = 4, 4000
     deltas = [{"delta": {"index": i % num_samples, "text": f" {i}"}} for i in range(num_deltas)]
     usage = {"prompt_tokens": 1, "completion_tokens": num_deltas}
@@ -183,7 +183,7 @@ async def test_many_deltas_are_laid_out_together(page: "playwright_api.Page") ->
     assert [text.split()[-2:] for text in outputs] == [[str(3992 + i), str(3996 + i)] for i in range(num_samples)]
 
 
-async def test_errors_appear_at_their_fields(page: "playwright_api.Page") -> None:
+async def test_violations_are_shown_at_their_fields(page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     await page.fill("[data-field='sampling.temperature']", "hot")
     await page.fill("[data-field='stopping.max_tokens']", "0")
@@ -199,7 +199,7 @@ async def test_errors_appear_at_their_fields(page: "playwright_api.Page") -> Non
     await expect(page.locator("[aria-invalid]")).to_have_count(0)
 
 
-async def test_the_grid_by_keyboard(page: "playwright_api.Page") -> None:
+async def test_the_grid_can_be_used_by_keyboard(page: "playwright_api.Page") -> None:
     expect = playwright_api.expect
     readout = page.locator("#pool-readout output")
     await page.focus("#pool-grid")
@@ -213,7 +213,7 @@ async def test_the_grid_by_keyboard(page: "playwright_api.Page") -> None:
 
 
 async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") -> None:
-    """The whole pool of 100,000 blocks is drawn: every other one cached, and the last one active."""
+    """The whole pool of 100,000 blocks is drawn: every other one is cached, and the last one active."""
     found = await page.evaluate(
         """async () => {
             const { Model } = await import("/live/model.js");
@@ -248,113 +248,8 @@ async def test_a_large_pool_is_drawn_and_scrolls(page: "playwright_api.Page") ->
     print(f"drawn in {found['drawnMs']:.0f} ms")
 
 
-async def test_unused_blocks_of_a_large_pool_fold_into_gaps(page: "playwright_api.Page") -> None:
-    """Blocks 101 to 400 are cached and block 20,000 is active; the free blocks between fold into gaps."""
-    found = await page.evaluate(
-        """async () => {
-            const { Model } = await import("/live/model.js");
-            const { PoolGrid } = await import("/live/pool_grid.js");
-            const scroller = document.body.appendChild(document.createElement("div"));
-            const canvas = scroller.appendChild(document.createElement("canvas"));
-            const output = document.createElement("output");
-            const model = new Model();
-            const grid = new PoolGrid(canvas, output, model);
-            model.apply({ is_key: true, server: { num_blocks: 29_000 }, numbers: {}, come: [["7.0", "me", 3]],
-                          blocks: [100, 300, -1, 19_599, 1, 1], sequences: [["7.0", 0, 5, 4, 0, 20_000]] });
-            grid.layOut(700);
-            const heights = [canvas.clientHeight];
-            const words = [];
-            canvas.tabIndex = 0;
-            canvas.focus();
-            for (const key of ["End", "ArrowLeft", "ArrowUp", "ArrowUp"]) {
-                canvas.dispatchEvent(new KeyboardEvent("keydown", { key }));
-                words.push(output.textContent);
-            }
-            const gap = model.blocks.findLastIndex((value, block) => value === 0 && block < 19_965);
-            grid.draw(model.apply({ blocks: [gap - 1, 1, -1], numbers: {} }));
-            heights.push(canvas.clientHeight);
-            grid.showWhole(true);
-            heights.push(canvas.clientHeight);
-            return { heights, words };
-        }"""
-    )
-    folded, reopened, whole = found["heights"]
-    assert folded < reopened <= 350 < whole
-    assert found["words"] == [
-        "Blocks 20021 to 29000: 8,980 free blocks",
-        "Block 20020: free",
-        "Blocks 421 to 19985: 19,565 free blocks",
-        "Block 420: free",
-    ]
-
-
-async def test_cached_blocks_fold_where_they_would_crowd_out_the_active_ones(page: "playwright_api.Page") -> None:
-    """In a pool of 29,000 cached blocks the 40 active ones are drawn as large as in a small pool."""
-    found = await page.evaluate(
-        """async () => {
-            const { layOutPool } = await import("/live/pool_layout.js");
-            const blocks = new Int32Array(29_001).fill(-1).fill(1, 10_000, 10_040);
-            const layout = layOutPool(blocks, 700);
-            const { x, y } = layout.rectangle(10_020);
-            return { cell: layout.cell, height: layout.height, gaps: layout.bands.filter(({ isGap }) => isGap).length,
-                     found: layout.blockAt(x + 1, y + 1), gap: layout.blockAt(5, layout.rectangle(5_000).y + 3) };
-        }"""
-    )
-    assert found == {"cell": 20, "height": found["height"], "gaps": 2, "found": 10_020, "gap": 36}
-    assert found["height"] < 200
-
-
-async def test_zooming_by_button_key_wheel_and_fingers(page: "playwright_api.Page") -> None:
-    expect = playwright_api.expect
-    await expect(page.locator("#pool-sizes")).to_contain_text("tokens a block")
-    grid = page.locator("#pool-grid")
-
-    async def height() -> int:
-        return int(await grid.evaluate("canvas => canvas.clientHeight"))
-
-    fitting = await height()
-    await page.click("#pool-larger")
-    larger = await height()
-    assert larger > fitting
-    await page.click("#pool-smaller")
-    assert await height() == fitting
-    await grid.focus()
-    await page.keyboard.press("+")
-    assert await height() == larger
-    await page.keyboard.press("0")
-    assert await height() == fitting
-
-    await grid.hover()
-    await page.keyboard.down("Control")
-    await page.mouse.wheel(0, -60)
-    await page.keyboard.up("Control")
-
-    async def is_larger() -> bool:
-        return await height() == larger
-
-    await until(is_larger)
-    await page.click("#pool-fit")
-    await grid.evaluate(
-        """canvas => {
-            for (const [type, distance] of [["touchstart", 100], ["touchmove", 140]]) {
-                const touches = [0, distance].map((clientX, identifier) =>
-                    new Touch({ identifier, target: canvas, clientX, clientY: 0 }));
-                canvas.dispatchEvent(new TouchEvent(type, { touches, cancelable: true }));
-            }
-        }"""
-    )
-    assert await height() == larger
-
-    await page.click("#pool-whole")
-    await expect(page.locator("#pool-whole")).to_have_attribute("aria-pressed", "true")
-    assert await height() == fitting  # a small pool is drawn whole in any case
-    await grid.focus()
-    await page.keyboard.press("w")
-    await expect(page.locator("#pool-whole")).to_have_attribute("aria-pressed", "false")
-
-
-async def test_beams_have_a_column_where_they_compute_and_none_while_they_wait(page: "playwright_api.Page") -> None:
-    """The steps are: two chunks of a prompt beside a decode, a branch into two slots, and the decode alone."""
+async def test_the_timeline_shows_beams_only_in_steps_in_which_they_compute(page: "playwright_api.Page") -> None:
+    """The steps are two chunks of a prompt beside a decode, a branch into two slots, and the decode alone."""
     columns = await page.evaluate(
         """async () => {
             const { Batch } = await import("/live/batch.js");
@@ -371,7 +266,7 @@ async def test_beams_have_a_column_where_they_compute_and_none_while_they_wait(p
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
-async def test_the_page_fits_the_width(
+async def test_the_page_fits_the_width_of_the_window(
     stack: Stack, browser: "playwright_api.Browser", width: int, scheme: str
 ) -> None:
     page = await browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
@@ -383,7 +278,7 @@ async def test_the_page_fits_the_width(
 
 
 async def test_a_hidden_page_closes_its_connection(stack: Stack, page: "playwright_api.Page") -> None:
-    """The page closes its connection while hidden, and opens it again when it is visible."""
+    """It closes its event stream, and opens it again when it is shown."""
     hide = """isHidden => {
         Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
         document.dispatchEvent(new Event("visibilitychange"));

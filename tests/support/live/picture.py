@@ -1,4 +1,4 @@
-"""Applies frames as the page does: the receiving half of `scheduler.live.frames` in Python, for tests."""
+"""What the page knows after some frames: the other half of `scheduler.live.frames`, in Python, for tests."""
 
 import json
 from dataclasses import dataclass, field
@@ -10,12 +10,9 @@ from scheduler.live.frames import Frame
 
 @dataclass
 class Picture:
-    """The state that a page has after some frames.
+    """`blocks` by block id, 0 the null block; `sequences` as the core shows them; `rows` of the last step.
 
-    blocks     by block id; 0 is the null block
-    sequences  as the core shows them
-    rows       of the last step
-    steps      (step id, number of tokens), in the order of the frames
+    `steps` are (step id, tokens), as told.
     """
 
     server: dict[str, Any] = field(default_factory=dict)
