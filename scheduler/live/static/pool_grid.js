@@ -3,7 +3,7 @@
 import { fit } from "./canvas.js";
 import { requestColour, themeColour } from "./colours.js";
 import { CACHED, FREE } from "./model.js";
-import { layOutPool, nextSize } from "./pool_layout.js";
+import { HEIGHT, layOutPool, nextSize } from "./pool_layout.js";
 
 const COLOURS = ["free", "cached", "many", "spot", "ink", "muted", "card"];
 
@@ -14,6 +14,7 @@ export class PoolGrid {
   #context = null;
   #width = 0;
   #layout = null;
+  #tallest = 0; // height of the tallest layout in this view, so far
   #view = { cell: 0, isWhole: false }; // what the user chose; cell 0: fit
   #theme = {};
   #pointed = 0; // the block that the mouse or the keys point at; in a gap any of its blocks
@@ -46,6 +47,7 @@ export class PoolGrid {
   /** Lays out all blocks and draws them. */
   layOut(width = this.#width) {
     this.#width = Math.max(100, Math.floor(width));
+    this.#tallest = 0;
     this.#show(layOutPool(this.#model.blocks, this.#width, this.#view));
   }
 
@@ -93,6 +95,9 @@ export class PoolGrid {
   #show(layout) {
     this.#layout = layout;
     this.#context = fit(this.#canvas, layout.columns * layout.cell, Math.max(layout.cell, layout.height));
+    // Gaps open and close at every frame: the height stays, so that the page below does not jump.
+    this.#tallest = Math.max(this.#tallest, layout.height);
+    this.#canvas.parentElement.style.minHeight = `${Math.min(this.#tallest, HEIGHT)}px`;
     this.#theme = Object.fromEntries(COLOURS.map((name) => [name, themeColour(name)]));
     this.#drawAll();
   }

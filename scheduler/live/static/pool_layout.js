@@ -11,7 +11,7 @@
 
 import { FREE } from "./model.js";
 
-const HEIGHT = 350; // px that the pool should fit into
+export const HEIGHT = 350; // px that the pool should fit into
 const GAP_HEIGHT = 24;
 const MIN_FOLDED_ROWS = 3; // shorter runs are drawn
 const SIZES = [3, 4, 5, 6, 8, 10, 13, 16, 20, 26, 32, 40]; // of a cell, in px

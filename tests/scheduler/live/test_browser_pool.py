@@ -30,13 +30,16 @@ async def test_unused_blocks_of_a_large_pool_fold_into_gaps(page: "playwright_ap
             const gap = model.blocks.findLastIndex((value, block) => value === 0 && block < 19_965);
             grid.draw(model.apply({ blocks: [gap - 1, 1, -1], numbers: {} }));
             heights.push(canvas.clientHeight);
+            grid.draw(model.apply({ blocks: [gap - 1, 1, 0], numbers: {} }));
+            const kept = scroller.clientHeight;
             grid.showWhole(true);
             heights.push(canvas.clientHeight);
-            return { heights, words };
+            return { heights, words, kept };
         }"""
     )
     folded, reopened, whole = found["heights"]
     assert folded < reopened <= 350 < whole
+    assert found["kept"] == reopened, "the page below the pool jumps"
     assert found["words"] == [
         "Blocks 20021 to 29000: 8,980 free blocks",
         "Block 20020: free",
