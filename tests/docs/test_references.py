@@ -42,6 +42,12 @@ def test_every_page_begins_with_its_question(page: Path) -> None:
     assert re.match(r"\*[A-Z].*\?\*", question)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_of_the_tests_that_a_page_names_exists(page: Path) -> None:
+    named = set(re.findall(r"\btests/[\w/]+(?:\.\w+)?", page.read_text(encoding="utf-8")))
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
 def test_every_hop_of_the_walk_exists() -> None:
     text = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
     hops = re.findall(r"^\| (\d+) \| `([^`:]+):(\w+)` \|", text, re.MULTILINE)
