@@ -1,6 +1,6 @@
-"""Every command and every piece of Python in the README is run here, or runs this suite.
+"""Runs every command and every piece of Python in the README, CONTRIBUTING.md and docs/, or names what runs it.
 
-Only addresses and models are replaced: defaults by free ports, and a large real checkpoint by a small random one.
+The tests replace addresses and models only: free ports for the defaults, a small random checkpoint for a large one.
 """
 
 import importlib.util
@@ -20,34 +20,39 @@ from tests.support.e2e.process import ROOT, Process
 from tests.support.e2e.stack import TINY, Stack
 from tests.support.executor.checkpoints import make_checkpoint
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 FREE_PORTS = [f"--{flag}=127.0.0.1:0" for flag in ("listen", "http-listen", "executor", "metrics-address")]
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE)
 
 
 def commands() -> set[str]:
-    """Returns the lines of shell blocks, and `make …` and `.venv/bin/…` in the text."""
+    """Returns the lines of shell blocks, and `make …` and `.venv/bin/…` in running text."""
     lines = {line.strip() for block in blocks("sh") for line in block.splitlines() if line.strip()}
-    return lines | set(re.findall(r"`(make [a-z-]+|\.venv/bin/[^`]+)`", README))
+    return lines | set(re.findall(r"`(make [a-z-]+|\.venv/bin/[^`]+)`", TEXT))
 
 
 COVERED = {
     "make run": "test_make_run",
     "make test": "runs this",
+    "make test-all": "runs this, and the exhaustive tests",
     "make verify": "CI runs its two halves",
+    "make lint": "CI runs it",
+    "make dashboards": "tests/deploy/test_dashboards.py and test_operations_page.py compare what it writes",
+    ".venv/bin/python -m checks.words": "make lint runs it",
     "make help": "test_make_targets",
-    "make gpu-check": "tests/bench/test_phases.py and its neighbours run the phases in small",
+    "make gpu-check": "tests/bench/gpu/test_phases.py and its neighbours run the phases in small",
     "make fmt": "test_make_targets",
     "make protos": "test_make_targets",
     "make clean": "test_make_targets",
     "make bench": "test_make_bench",
     "make serve": "test_make_serve",
-    ".venv/bin/python -m bench.scheduler_cost": "test_scheduler_cost",
-    ".venv/bin/python -m bench.shell_cost": "tests/bench/test_shell_cost.py measures with few clients",
-    ".venv/bin/python -m bench.paired --model models/tiny --baseline --concurrency 1,4,16,64": "test_bench_paired",
+    ".venv/bin/python -m bench scheduler-cost": "test_scheduler_cost",
+    ".venv/bin/python -m bench shell-cost": "tests/bench/overhead/test_shell_cost.py measures with few clients",
+    ".venv/bin/python -m bench paired --model models/tiny --baseline --concurrency 1,4,16,64": "test_bench_paired",
     '.venv/bin/quire generate "Once upon a time"': "test_commands_against_a_server",
     ".venv/bin/quire kv": "test_commands_against_a_server",
     '.venv/bin/quire generate "Once upon a time" --n 4 --seed 7 --max-tokens 40': "test_commands_against_a_server",
@@ -66,12 +71,12 @@ COVERED = {
 }
 
 
-def test_every_command_of_the_readme_is_run() -> None:
+def test_every_command_of_the_pages_is_run() -> None:
     assert commands() == set(COVERED)
 
 
 def run(*command: str, timeout_s: float = 240) -> str:
-    """Runs a command in the repository and returns its output; fails unless it exits with 0."""
+    """Runs a command in the repository and returns its output; fails with the output unless it exits with 0."""
     done = subprocess.run(
         command, cwd=ROOT, timeout=timeout_s, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
@@ -92,12 +97,12 @@ def test_make_run() -> None:
 
 @pytest.mark.parametrize("target", ["help", "fmt", "protos", "clean"])
 def test_make_targets(target: str) -> None:
-    """The targets would change the checkout, so make only prints their commands."""
+    """These targets change the checkout, so make prints their commands only."""
     assert "make: ***" not in run(*make_command("--dry-run", target))
 
 
 def test_make_bench(tmp_path: Path) -> None:
-    """Runs the command of the README with a shorter load."""
+    """The page's command, with flags that make it short."""
     output = tmp_path / "bench.json"
     short = ("--concurrency 1,2", "--num-requests 2", "--num-blocks 512", "--rest-s 0")
     run(*make_command("bench", f"ARGS={' '.join(short)} --output {output}"))
@@ -105,15 +110,15 @@ def test_make_bench(tmp_path: Path) -> None:
 
 
 def test_bench_paired(tmp_path: Path) -> None:
-    """Runs the command of the README with a shorter load."""
+    """The page's command, with flags that make it short."""
     results = tmp_path / "paired.json"
     short = ("--concurrency", "2", "--rounds", "1", "--rest-s", "0", "--json", str(results))
-    run(sys.executable, "-m", "bench.paired", "--model", "models/tiny", "--baseline", *short)
+    run(sys.executable, "-m", "bench", "paired", "--model", "models/tiny", "--baseline", *short)
     assert json.loads(results.read_text())["ratios"].keys() == {"2"}
 
 
 def test_make_claims(tmp_path: Path) -> None:
-    """Runs small measurements, including the one that runs services in the most ways."""
+    """Runs three claims in small: one of them starts services in every mode."""
     only = [f"--only {name}" for name in ("timeline", "fixed-pool", "kv-arithmetic")]
     run(*make_command("claims", f"ARGS=--quick {' '.join(only)} --output {tmp_path}"))
     results = json.loads((tmp_path / "results.json").read_text())
@@ -126,7 +131,7 @@ def test_make_claims(tmp_path: Path) -> None:
 def test_scheduler_cost(tmp_path: Path) -> None:
     """Measures few sequences instead of thousands."""
     results = tmp_path / "cost.json"
-    table = run(sys.executable, "-m", "bench.scheduler_cost", "4", "8", "--json", str(results)).splitlines()
+    table = run(sys.executable, "-m", "bench", "scheduler-cost", "4", "8", "--json", str(results)).splitlines()
     assert [row["running"] for row in json.loads(results.read_text())["rows"]] == [4, 8]
     assert [line.split()[0] for line in table] == ["running", "4", "8"]
     assert all(float(line.split()[2]) > 0 for line in table[1:])
@@ -149,7 +154,7 @@ def test_commands_against_a_server(stack: Stack) -> None:
 
 
 def test_bench_sharing(tmp_path: Path) -> None:
-    """Runs the command of the README with a shorter load."""
+    """The page's command, with flags that make it short."""
     output = tmp_path / "sharing.json"
     flags = ["--numbers", "2", "--num-requests", "1", "--num-blocks", "1024", "--output", str(output)]
     printed = run(sys.executable, "-m", "quire", "bench", "sharing", *flags)
@@ -165,14 +170,14 @@ def _has_matplotlib() -> bool:
 
 
 def test_planning() -> None:
-    """Runs the commands unchanged, because they need no device."""
+    """The commands run as the pages have them: they need no device."""
     wanted = {"plan": "decode floor", "simulate": "real time"}
     for command in (command for command, test in COVERED.items() if test == "test_planning"):
         words = shlex.split(command)[1:]
         assert wanted[words[0]] in run(sys.executable, "-m", "quire", *words)
 
 
-def test_python_of_the_readme(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_of_the_pages(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = blocks("python")
     assert "quire.Client()" in code
     exec(code.replace("quire.Client()", f"quire.Client({stack.grpc!r})"), {"quire": quire})  # noqa: S102
@@ -187,7 +192,7 @@ def checkpoint(family: str, directory: Path) -> Path:
 
 
 def serve_until_ready(command: str) -> str:
-    """Runs a `quire serve …` command; returns its ready line."""
+    """Runs a `quire serve …` command and returns its ready line."""
     words = shlex.split(command)
     flags = [*FREE_PORTS, "--num-blocks=64", "--max-model-len=128"]
     serve = Process("serve", [sys.executable, "-m", "quire", *words[1:], *flags])
@@ -205,7 +210,7 @@ def test_serving_a_directory(tmp_path: Path) -> None:
 
 
 def test_serving_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The hub cache already contains the model, as after a download, so nothing is downloaded."""
+    """The hub cache holds the model already, as after a download, so the server fetches nothing."""
     command = ".venv/bin/quire serve --model Qwen/Qwen3-0.6B"
     assert command in COVERED
     repository = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"

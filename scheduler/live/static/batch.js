@@ -1,11 +1,11 @@
-// The batch over time. A step arrives as what it changed; here it becomes a column: which slots computed what.
+// The batch over time. A step arrives as a list of changes and becomes a column: what each slot computed.
 
 const MAX_COLUMNS = 400;
 
 export class Batch {
   columns = []; // {step, tokens, micros, cells}, oldest first; null where steps are missing
   #rows = new Map(); // slot → {key, tokens}: before the next step
-  #cells = []; // the last column's; columns of an unchanged batch share theirs
+  #cells = []; // cells of the last column; columns of an unchanged batch share them
 
   apply(frame) {
     if (frame.is_key || frame.rows) {
@@ -32,9 +32,9 @@ export class Batch {
     }
     if (step === 1 || retired.length || entered.length || rowCounts.length) this.#cells = this.#cellsNow();
     this.columns.push({ step, tokens, micros: 0, cells: this.#cells });
-    // Samples are born of this step's logits, and compute their first token in the next.
+    // Samples fork from this step's logits and compute their first token in the next step.
     for (let i = 0; i < forked.length; i += 2) rows.set(forked[i], { key: forked[i + 1], tokens: 1 });
-    for (const slot of paused) rows.set(slot, { key: rows.get(slot).key, tokens: 0 }); // beams, until they are decided
+    for (const slot of paused) rows.set(slot, { key: rows.get(slot).key, tokens: 0 }); // beams, until the scheduler has decided on them
     if (forked.length || paused.length) this.#cells = this.#cellsNow();
   }
 

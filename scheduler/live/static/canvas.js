@@ -1,9 +1,9 @@
-// A canvas that is sharp on every screen, and no larger than browsers can hold.
+// Sizes canvases: sharp on every screen, and within the limits of browsers.
 
 const MAX_PIXELS = 12e6;
 const MAX_SIDE = 16000;
 
-/** Sizes a canvas in CSS pixels; returns its context, which takes CSS pixels too. Clears it. */
+/** Sizes a canvas in CSS pixels and clears it. Returns its context, which takes CSS pixels too. */
 export function fit(canvas, width, height) {
   const ratio = Math.min(devicePixelRatio, Math.sqrt(MAX_PIXELS / (width * height)), MAX_SIDE / height);
   canvas.width = Math.round(width * ratio);

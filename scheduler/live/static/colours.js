@@ -1,14 +1,14 @@
-// Colours: the page's own, as style sheet and theme have them, and one for each request.
+// Colours: those of the style sheet and theme, and one for each request.
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const requestColours = new Map();
 
-/** A colour of the style sheet, by the name of its custom property. */
+/** Returns a colour of the style sheet by the name of its custom property. */
 export function themeColour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-/** Requests are numbered as they come; steps of the golden angle keep neighbours' hues far apart. */
+/** Returns the colour of a sequence's request. Requests have consecutive numbers; the golden angle keeps their hues apart. */
 export function requestColour(key) {
   const request = parseInt(key, 10);
   let colour = requestColours.get(request);
@@ -21,7 +21,7 @@ export function requestColour(key) {
   return colour;
 }
 
-/** Calls back when the theme changes. */
+/** Calls `callback` when the theme changes. */
 export function onThemeChange(callback) {
   dark.addEventListener("change", () => {
     requestColours.clear();

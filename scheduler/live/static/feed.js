@@ -1,6 +1,6 @@
-// The server's frames. A page that nobody sees does not listen, so that nobody computes for it.
+// Receives the server's frames. A hidden page closes its connection, so that the server computes nothing for it.
 
-/** Calls `onFrame(frame)` for each, and `onConnection(isOpen)` when that changes. */
+/** Calls `onFrame(frame)` for each frame, and `onConnection(isOpen)` when the connection opens or closes. */
 export function listen(onFrame, onConnection) {
   let source = null;
 
@@ -10,7 +10,7 @@ export function listen(onFrame, onConnection) {
     source.addEventListener("message", (event) => onFrame(JSON.parse(event.data)));
     source.addEventListener("error", () => {
       onConnection(false);
-      if (source?.readyState === EventSource.CLOSED) retry(); // refused; it does not come back by itself
+      if (source?.readyState === EventSource.CLOSED) retry(); // refused: the browser does not retry by itself
     });
   }
 

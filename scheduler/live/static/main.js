@@ -1,4 +1,4 @@
-// Puts the parts together: frames come in, the picture changes, and what changed is drawn.
+// Connects the parts: each frame updates the model, and the page draws what changed.
 
 import { Batch } from "./batch.js";
 import { onThemeChange } from "./colours.js";
@@ -6,13 +6,14 @@ import { listen } from "./feed.js";
 import { Model } from "./model.js";
 import { Numbers } from "./numbers.js";
 import { PoolGrid } from "./pool_grid.js";
+import { attachZoom } from "./pool_zoom.js";
 import { Prompt } from "./prompt.js";
 import { BlockTables, showQueue } from "./tables.js";
 import { Timeline } from "./timeline.js";
 
 const find = (id) => document.getElementById(id);
 const calm = matchMedia("(prefers-reduced-motion: reduce)");
-const CALM_MS = 1000; // between two movements of the timeline, for those who asked for less
+const CALM_MS = 1000; // between two movements of the timeline, for users who asked for reduced motion
 const IDLE_MS = 1500;
 
 const model = new Model();
@@ -21,6 +22,7 @@ const numbers = new Numbers();
 const grid = new PoolGrid(find("pool-grid"), document.querySelector("#pool-readout output"), model);
 const timeline = new Timeline(find("batch-timeline"), find("batch-readout"), batch);
 const tables = new BlockTables(find("tables-list"), find("tables-words"), (key) => grid.isolate(key));
+attachZoom(grid, find("pool-grid"), find);
 new Prompt();
 
 let idle = 0;

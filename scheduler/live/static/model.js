@@ -1,5 +1,5 @@
-// The server's picture, kept up to date by frames. What a frame holds is written in scheduler/live/frames.py.
-// A sequence's key is "request.index"; nothing here knows of the screen.
+// The state of the server, updated by frames. scheduler/live/frames.py documents the fields of a frame.
+// A sequence's key is "request.index". Nothing here depends on the screen.
 
 export const FREE = 0;
 export const CACHED = -1;
@@ -8,11 +8,11 @@ export class Model {
   server = { state: "connecting" };
   numbers = {};
   blocks = new Int32Array(1); // by block id: ref count, FREE or CACHED
-  owners = new Map(); // block id → the keys of the sequences whose tables name it
+  owners = new Map(); // block id → keys of the sequences whose block tables contain it
   sequences = new Map(); // key → {key, name, slot, promptTokens, tokens, computed, table}
   waiting = []; // {key, name, tokens, isPreempted}, the head of the queue
 
-  /** Takes a frame in. Returns the ids of blocks that look different now, or null for all of them. */
+  /** Applies a frame. Returns the ids of the blocks that look different now, or null for all of them. */
   apply(frame) {
     if (frame.server) this.server = frame.server;
     if (frame.is_key) this.#clear();
@@ -33,15 +33,27 @@ export class Model {
     return frame.is_key ? null : changed;
   }
 
-  /** A block in words: for whoever points at it. */
+  /** Describes a run of blocks in words: how many are free, cached and active. */
+  describeRun(first, last) {
+    let [numCached, numActive] = [0, 0];
+    for (let block = first; block <= last; block++) {
+      if (this.blocks[block] === CACHED) numCached++;
+      else if (this.blocks[block] !== FREE) numActive++;
+    }
+    const counts = [[last - first + 1 - numCached - numActive, "free"], [numCached, "cached"], [numActive, "active"]];
+    const words = counts.filter(([count]) => count).map(([count, word]) => `${count.toLocaleString("en")} ${word}`);
+    return `${words.join(", ")} blocks`;
+  }
+
+  /** Describes a block in words. */
   describe(block) {
     const value = this.blocks[block];
     if (value === FREE) return `Block ${block}: free`;
-    if (value === CACHED) return `Block ${block}: cached. Nobody uses it; a prompt that begins alike will find it`;
+    if (value === CACHED) return `Block ${block}: cached. No sequence uses it; a prompt with the same prefix will find it`;
     const owners = [...(this.owners.get(block) ?? [])].map((key) => this.#ownership(block, key));
-    const who = owners.length ? owners.slice(0, 6).join(", ") : "a sequence that has just ended";
+    const users = owners.length ? owners.slice(0, 6).join(", ") : "a sequence that has just ended";
     const more = owners.length > 6 ? ` and ${owners.length - 6} more` : "";
-    return `Block ${block}: active, ref count ${value}. ${who}${more}`;
+    return `Block ${block}: active, ref count ${value}. ${users}${more}`;
   }
 
   #ownership(block, key) {

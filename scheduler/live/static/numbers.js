@@ -1,8 +1,8 @@
-// The numbers: what runs and waits, how full the pool is, how much of it is waste.
+// Shows the numbers: running and waiting requests, occupancy, rates and waste.
 
 const whole = new Intl.NumberFormat("en");
 const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
-const SPAN_MS = 2000; // over which rates are taken
+const SPAN_MS = 2000; // rates are averages over this span
 
 export class Numbers {
   #history = []; // {at, steps, tokens}
@@ -23,7 +23,7 @@ export class Numbers {
     showWaste(server, numbers);
   }
 
-  /** Between two frames that are SPAN_MS apart; a server with nothing to do sends none. */
+  /** Shows the rates between two frames SPAN_MS apart. An idle server sends no frames. */
   #showSpeed({ steps, generated_tokens: tokens }, nowMs) {
     this.#history = this.#history.filter(({ at, steps: then }) => nowMs - at < SPAN_MS && then <= steps);
     this.#history.push({ at: nowMs, steps, tokens });
@@ -34,7 +34,7 @@ export class Numbers {
     say("speed-of", `${whole.format(Math.round((steps - first.steps) / seconds))} steps a second`);
   }
 
-  /** No frame has come for a while: nothing runs. */
+  /** Called when no frame has arrived for a while: nothing is running. */
   rest() {
     if (!this.#history.length) return;
     this.#history = [];
@@ -55,12 +55,12 @@ function showWaste(server, numbers) {
   const allocated = numbers.used_slots + numbers.wasted_slots;
   say("paged-waste", ratio(numbers.wasted_slots, allocated));
   fill("paged-bar", numbers.used_slots, allocated);
-  say("paged-words", allocated ? `${whole.format(numbers.used_slots)} of ${whole.format(allocated)} slots used` : "nothing runs");
+  say("paged-words", allocated ? `${whole.format(numbers.used_slots)} of ${whole.format(allocated)} token slots used` : "nothing is running");
   const { contiguous_slots: slots, contiguous_used: used, contiguous_fitting: fitting } = numbers;
   if (server.max_model_len) say("contiguous-len", whole.format(server.max_model_len));
   say("contiguous-waste", ratio(slots - used, slots));
   fill("contiguous-bar", used, slots);
-  const reserved = slots ? `${whole.format(used)} of ${whole.format(slots)} slots used; ` : "";
+  const reserved = slots ? `${whole.format(used)} of ${whole.format(slots)} token slots used; ` : "";
   say("contiguous-words", server.max_model_len ? `${reserved}this pool could run ${whole.format(fitting)} at once` : "");
 }
 

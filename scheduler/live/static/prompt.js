@@ -1,4 +1,4 @@
-// The prompt box: one request at a time, streamed. Cancelling closes the connection, and that ends the request.
+// The prompt box: streams one request at a time. Cancelling closes the connection, which ends the request.
 
 const NUMBERS = ["stopping.max_tokens", "sampling.temperature", "sampling.n"];
 
@@ -12,7 +12,7 @@ export class Prompt {
   #chat = document.getElementById("prompt-chat");
   #abort = null;
   #samples = []; // by index: {words, unpainted}
-  #frame = 0; // the animation frame that will paint what came, or 0
+  #frame = 0; // id of the animation frame that will show new text, or 0
 
   constructor() {
     this.#form.addEventListener("submit", (event) => {
@@ -27,7 +27,7 @@ export class Prompt {
     this.#offerChat();
   }
 
-  /** A chat can be had where the model has a template for it. */
+  /** Shows the chat option if the model has a chat template. */
   async #offerChat() {
     const response = await fetch("/live/prompt").catch(() => null);
     const canChat = response?.ok && (await response.json()).has_chat_template;
@@ -37,7 +37,7 @@ export class Prompt {
   }
 
   #showKind() {
-    const words = this.#chat.checked ? "Message to answer" : "Text to go on from";
+    const words = this.#chat.checked ? "Message to answer" : "Text to continue";
     document.getElementById("prompt-label").textContent = words;
   }
 
@@ -64,7 +64,7 @@ export class Prompt {
     }
   }
 
-  /** What is no number goes as it is: what is wrong with it, the server says. */
+  /** Builds the request. A value that is not a number is sent unchanged, and the server says what is wrong with it. */
   #request() {
     const text = this.#field("text").value;
     const prompt = this.#chat.checked ? { chat: { messages: [{ role: "user", content: text }] } } : { text };
@@ -95,8 +95,8 @@ export class Prompt {
   }
 
   /**
-   * Shows what came since the last frame. Tokens come faster than frames, and each change lays out whole paragraphs: done
-   * for every delta, a fast server would keep the page so busy that nobody could cancel.
+   * Shows the text that arrived since the last animation frame. Each change lays out whole paragraphs: done for every
+   * delta, a fast server would keep the page too busy to react to the Cancel button.
    */
   #paint() {
     cancelAnimationFrame(this.#frame);
@@ -123,7 +123,7 @@ export class Prompt {
     return this.#samples[index];
   }
 
-  /** Errors stand at the fields that they are about; the rest above the buttons. */
+  /** Shows each error at its field, and the others above the buttons. */
   #refuse({ message, violations }) {
     const unplaced = [];
     for (const { field, problem } of violations) {
@@ -167,7 +167,7 @@ export class Prompt {
   }
 }
 
-/** The JSON values of a body that has one a line. */
+/** Yields the JSON values of a body with one value on each line. */
 async function* lines(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,9 +1,9 @@
-// Block tables of the running sequences, and the queue, as lists. Elements are kept, and changed where something changed.
+// Shows the block tables of the running sequences and the queue as lists. Keeps its elements and changes only what differs.
 
 import { requestColour } from "./colours.js";
 
 const MAX_SEQUENCES = 24;
-const MAX_BLOCKS = 40; // of one table
+const MAX_BLOCKS = 40; // of one block table
 
 export class BlockTables {
   #list;
@@ -11,7 +11,7 @@ export class BlockTables {
   #isolate;
   #elements = new Map(); // key → {root, title, state, blocks}
 
-  /** `isolate` is called with the key of the sequence that is pointed at, or null. */
+  /** Calls `isolate` with the key of the sequence under the pointer, or null. */
   constructor(list, words, isolate) {
     this.#list = list;
     this.#words = words;
@@ -30,12 +30,12 @@ export class BlockTables {
     }
     for (const sequence of shown) this.#showSequence(sequence, model);
     const hidden = model.sequences.size - shown.length;
-    const what = "Logical block → physical block. Double frames: shared.";
-    const none = "Nothing runs. Each running sequence shows here which physical block holds which of its logical ones.";
+    const what = "Logical block → physical block. A double frame marks a shared block.";
+    const none = "No sequence is running. For each running sequence, this table shows which physical block holds each logical block.";
     say(this.#words, model.sequences.size ? `${what}${hidden ? ` ${hidden} more sequences run.` : ""}` : none);
   }
 
-  /** After a change of theme. */
+  /** Called after a change of theme. */
   recolour() {
     for (const [key, { root }] of this.#elements) root.style.setProperty("--own", requestColour(key));
   }
@@ -76,10 +76,10 @@ export class BlockTables {
   }
 }
 
-/** The head of the queue. */
+/** Shows the head of the queue. */
 export function showQueue({ waiting, numbers, server }) {
   const list = document.getElementById("queue-list");
-  const oldest = numbers.waiting ? `The oldest has waited ${numbers.oldest_waiting_s.toFixed(1)} s.` : "Nobody waits.";
+  const oldest = numbers.waiting ? `The oldest has waited ${numbers.oldest_waiting_s.toFixed(1)} s.` : "The queue is empty.";
   const more = numbers.waiting > waiting.length ? ` First ${waiting.length} of ${numbers.waiting}.` : "";
   const why = server.state === "serving" ? "" : ` The server is ${server.state}.`;
   say(document.getElementById("queue-words"), oldest + more + why);

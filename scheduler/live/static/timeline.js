@@ -1,15 +1,16 @@
-// The batch timeline on a canvas: a column a step, the newest at the right; a row a slot; below, the tokens of each step.
+// Draws the batch timeline on a canvas: one column for each step, the newest at the right, and one row for each slot.
+// The strip below shows the tokens of each step.
 
 import { fit } from "./canvas.js";
 import { requestColour, themeColour } from "./colours.js";
 
-const STEP = 5; // a column's width
-const SLOTS = 8; // rows come and stay by so many, lest the page below jumps
-const ROWS = 300; // height that all rows share
+const STEP = 5; // width of a column
+const SLOTS = 8; // rows are added in groups of this size and stay, so that the page below does not jump
+const ROWS = 300; // px shared by all rows
 const MAX_ROW = 14;
 const LOAD = 34; // height of the strip below
 const PADDING = 16; // of the card
-const TOP = 4; // room for half a slot's number
+const TOP = 4; // space for half of a slot's number
 const LABELS = 26; // width of the slots' numbers
 
 export class Timeline {
@@ -35,7 +36,7 @@ export class Timeline {
     }).observe(canvas.parentElement);
   }
 
-  /** The canvas's size and colours; draws all. */
+  /** Sets the size and colours of the canvas and draws everything. */
   layOut() {
     this.#width = this.#canvas.parentElement.clientWidth - 2 * PADDING;
     this.#row = Math.max(1, Math.min(MAX_ROW, Math.floor(ROWS / this.#numSlots)));
@@ -92,7 +93,7 @@ export class Timeline {
     }
   }
 
-  // Columns of an unchanged batch share their cells: such a run is one bar a slot.
+  // Columns of an unchanged batch share their cells: such a run is one bar for each slot.
   #drawRuns() {
     const shown = this.#shown;
     for (let start = 0, end; start < shown.length; start = end) {
@@ -120,7 +121,7 @@ export class Timeline {
     context.fillRect(LABELS, this.#height - 1, this.#width - LABELS, 1);
     context.fillStyle = this.#theme.load;
     this.#shown.forEach((column, i) => {
-      // A square root: a prompt of hundreds of tokens beside decodes of a few, and both are seen.
+      // The square root keeps decodes of a few tokens visible beside a prompt of hundreds.
       const height = column ? Math.max(1, Math.sqrt(column.tokens / most) * (LOAD - 6)) : 0;
       context.fillRect(this.#x(i), this.#height - 1 - height, STEP - 1, height);
     });
