@@ -128,7 +128,7 @@ def measure(root: Path) -> Iterator[Figure]:
     """Yields every figure of the checkout at `root`."""
     files = source_files(root)
     sources = {path: (root / path).read_text() for path in files}
-    arrows = imports(root, [path for path in files if path.name != "__init__.py"])
+    arrows = imports(root, files)
     yield Figure("files", len(files))
     yield Figure("lines of code", sum(map(code_lines, sources.values())))
     kernel = [path for path in files if path.parent == Path("scheduler/core") and path.name != "__init__.py"]

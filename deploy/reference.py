@@ -14,12 +14,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 import quire
+from bench.server_process import quire_server
 from executor.config import ExecutorConfig
-from quire.cli.config_flags import field_texts
-from quire.cli.serve import serving_probe
-from quire.cli.services import on_free_ports, service_pair
-from quire.cli.supervisor import Supervisor
-from quire.model_path import embedded_model
+from quire.options import field_texts
 from scheduler.config import SchedulerConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
@@ -103,10 +100,8 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 async def _pages() -> tuple[str, str]:
     """Starts both services of this checkout and returns the pages that Prometheus scrapes."""
-    pair = service_pair(on_free_ports({"model": embedded_model(), "num_blocks": 64}))
-    async with Supervisor(pair.children(), log=lambda name, line: None) as supervisor:
-        async with quire.AsyncClient(pair.scheduler.listen) as client:
-            await supervisor.until_ready(serving_probe(client))
+    async with quire_server(["--num-blocks", "64"]) as server:
+        async with quire.AsyncClient(server.addresses["grpc"]) as client:
             await client.complete("Once upon a time", max_tokens=2)
             try:
                 await client.complete("Once upon a time", max_tokens=2, temperature=-1.0)
@@ -115,8 +110,8 @@ async def _pages() -> tuple[str, str]:
             else:
                 raise RuntimeError("a temperature below zero was accepted")
         return (
-            await asyncio.to_thread(fetched, pair.scheduler.http_listen),
-            await asyncio.to_thread(fetched, pair.executor.metrics_address),
+            await asyncio.to_thread(fetched, server.addresses["http"]),
+            await asyncio.to_thread(fetched, server.addresses["metrics"]),
         )
 
 

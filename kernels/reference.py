@@ -14,7 +14,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kernels import AttentionShape, Progress
+    from kernels.interface import AttentionShape, Progress
 
 
 @dataclass(frozen=True, slots=True)

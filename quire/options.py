@@ -1,7 +1,11 @@
 """The options of a request, declared once: for both clients, for the message that is sent, and for the flags."""
 
+import re
+import typing
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
+
+_DOCUMENTED = re.compile(r"\s*(?P<name>\w+) {2,}(?P<text>\S.*)")
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -12,27 +16,27 @@ class GenerateOptions(TypedDict, total=False):
 
     max_tokens          most tokens to generate
     min_tokens          fewest tokens to generate
-    temperature         0: greedy
-    top_p               in (0, 1]
-    top_k               0: all
-    min_p               in [0, 1]
+    temperature         divides the logits before a token is drawn; 0: greedy
+    top_p               draw from the most probable tokens that have this probability together, in (0, 1]
+    top_k               draw from this many most probable tokens; 0: all
+    min_p               draw from tokens at least this times as probable as the most probable one, in [0, 1]
     seed                same seed, same tokens
     n                   sequences sampled from the prompt, or beams shown
     beam_width          search for the most probable text with this many beams
-    length_penalty      of beams: above 0 favours long ones
-    early_stopping      of beams: end with the last one
-    repetition_penalty  1: none
-    frequency_penalty   for each time a token was generated
-    presence_penalty    for each token that was generated
+    length_penalty      above 0 favours long beams
+    early_stopping      end the search when enough beams are complete
+    repetition_penalty  divides the logits of tokens that occurred; 1: none
+    frequency_penalty   subtracted from a token's logit for each time it was generated
+    presence_penalty    subtracted once from the logit of each token that was generated
     logit_bias          added to a token's logit
-    allowed_token_ids   no other token
+    allowed_token_ids   generate no other tokens
     logprobs            show log-probabilities, and those of this many other tokens
     prompt_logprobs     the same for the prompt's tokens
-    stop                ends the text
-    stop_token_ids      ends the sequence
+    stop                end the text at this string
+    stop_token_ids      end the sequence at this token
     include_stop        keep what ended the text
-    ignore_eos          go on after EOS
-    priority            lower runs earlier, under that policy
+    ignore_eos          continue after the end-of-sequence token
+    priority            lower runs earlier, if the server's policy is priority
     cache_salt          share prefixes only with requests of this salt
     request_id          for logs; the server makes one if it is absent
     """
@@ -62,3 +66,20 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | None
     cache_salt: str | None
     request_id: str | None
+
+
+def field_texts(declaration: type[Any]) -> dict[str, str]:
+    """Returns the text of each field in the docstring of a dataclass or TypedDict, continuation lines joined."""
+    names = set(typing.get_type_hints(declaration))
+    texts: dict[str, str] = {}
+    current = ""
+    for line in (declaration.__doc__ or "").splitlines():
+        match = _DOCUMENTED.fullmatch(line)
+        if match and match["name"] in names:
+            current = match["name"]
+            texts[current] = match["text"].strip()
+        elif current and line.strip():
+            texts[current] += " " + line.strip()
+        else:
+            current = ""
+    return texts

@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Settings that hold for all tests."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where workers share the suite, what may take longer than others comes first: the last worker to end is waited
-    for, and nobody can take over a test that has begun."""
+    """Runs the tests with a longer time-out first if workers share the suite.
+
+    A worker cannot take over a test that has begun, so a long test that begins last would keep one worker busy alone.
+    """
     if not hasattr(config, "workerinput"):
         return
     default_s = float(config.getini("timeout"))

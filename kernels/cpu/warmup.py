@@ -17,7 +17,7 @@ from kernels.cpu.tiles import tile_columns, tiles_kernel
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kernels import AttentionShape, Progress
+    from kernels.interface import AttentionShape, Progress
 
 
 def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:

@@ -12,7 +12,7 @@ The number of programs depends on the device and the buffers, not on the lengths
 import torch
 import triton.language as tl
 
-from kernels import AttentionShape
+from kernels.interface import AttentionShape
 from kernels.triton.decode_work import ITEM_FIELDS, MAX_CHUNKS, DecodePlanner, DecodeWork
 from kernels.triton.jit import kernel, padded
 from kernels.triton.tiles import LOG2_E, attend_span, check, divided

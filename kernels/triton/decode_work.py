@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import triton.language as tl
 
-from kernels import AttentionShape
+from kernels.interface import AttentionShape
 from kernels.triton.jit import kernel, padded
 from kernels.triton.tuning import DecodeTuning, decode_tuning
 

@@ -24,7 +24,7 @@ import torch
 import triton.language as tl
 from numpy.typing import NDArray
 
-from kernels import AttentionShape
+from kernels.interface import AttentionShape
 from kernels.triton.jit import kernel, padded
 from kernels.triton.tiles import LOG2_E, attend_span, check, divided
 from kernels.triton.tuning import PrefillTuning, prefill_tuning

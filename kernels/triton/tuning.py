@@ -29,7 +29,7 @@ from functools import cache
 
 import torch
 
-from kernels import AttentionShape
+from kernels.interface import AttentionShape
 from kernels.triton.jit import padded
 
 

@@ -21,7 +21,7 @@ from kernels.triton.tuning import decode_tuning
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kernels import AttentionShape, Progress
+    from kernels.interface import AttentionShape, Progress
 
 _TOKENS = 2
 

@@ -5,7 +5,6 @@ The dataclass is the only declaration of the settings of a service. Names, types
 """
 
 import inspect
-import re
 import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
@@ -14,7 +13,7 @@ from typing import Annotated, Any, Union
 
 import typer
 
-_DOCUMENTED = re.compile(r"\s*(?P<name>\w+) {2,}(?P<text>\S.*)")
+from quire.options import field_texts
 
 
 def flag_parameters(config: type[Any], leave_out: Collection[str] = ()) -> list[inspect.Parameter]:
@@ -69,23 +68,6 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
         else:
             words.extend((f"--{flag}", str(value)))
     return words
-
-
-def field_texts(declaration: type[Any]) -> dict[str, str]:
-    """Returns the text of each field in the docstring of a dataclass or TypedDict, continuation lines joined."""
-    names = set(typing.get_type_hints(declaration))
-    texts: dict[str, str] = {}
-    current = ""
-    for line in (declaration.__doc__ or "").splitlines():
-        match = _DOCUMENTED.fullmatch(line)
-        if match and match["name"] in names:
-            current = match["name"]
-            texts[current] = match["text"].strip()
-        elif current and line.strip():
-            texts[current] += " " + line.strip()
-        else:
-            current = ""
-    return texts
 
 
 def _option(field: Field[Any], text: str) -> Any:

@@ -9,9 +9,8 @@ from typing import Annotated, Any, cast
 import typer
 
 from quire.cli import exit_codes
-from quire.cli.config_flags import field_texts
 from quire.cli.outcome import fail
-from quire.options import GenerateOptions
+from quire.options import GenerateOptions, field_texts
 
 _WITHOUT_FLAG = frozenset({"request_id"})
 _SHORT_FLAGS = {"n": "-n"}

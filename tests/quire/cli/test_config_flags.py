@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 import quire.cli.main
 from executor.config import ExecutorConfig
-from quire.cli.config_flags import arguments, field_texts, flag_parameters, given, with_flags
+from quire.cli.config_flags import arguments, flag_parameters, given, with_flags
 from quire.cli.option_flags import option_parameters
 from quire.cli.services import ConfigError, on_free_ports, service_pair
-from quire.options import GenerateOptions
+from quire.options import GenerateOptions, field_texts
 from scheduler.config import SchedulerConfig
 
 CONFIGS = pytest.mark.parametrize("config", [SchedulerConfig, ExecutorConfig])
