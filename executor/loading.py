@@ -16,7 +16,7 @@ from executor.checkpoints.model_config import ModelConfig, read_model_config
 from executor.checkpoints.random_weights import RandomCheckpoint
 from executor.config import ExecutorConfig
 from executor.device.device import resolve_device
-from executor.memory.kv_pool import allocate_pool, choose_num_blocks, kv_bytes_per_token
+from executor.memory.kv_pool import allocate_pool, choose_num_blocks
 from executor.models.decoder import Decoder
 from executor.models.eager import EagerModel
 from executor.models.weights import expected_shapes, load_weights
@@ -50,7 +50,6 @@ class LoadedModel:
     model_name: str
     dtype: torch.dtype
     device: torch.device
-    kv_bytes_per_token: int
     memory_bytes: dict[str, int] = field(default_factory=dict)
     startup_s: dict[str, float] = field(default_factory=dict)
     idle_work: "Iterator[None] | None" = None
@@ -94,7 +93,6 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         model_name=_model_name(config, directory),
         dtype=decoder.dtype,
         device=device,
-        kv_bytes_per_token=kv_bytes_per_token(model_config, decoder.dtype),
         memory_bytes=memory_bytes | {"kv_pool": pool.nbytes},
         startup_s=startup_s,
         idle_work=_idle_work(runner, pool),

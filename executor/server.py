@@ -126,7 +126,6 @@ class Server:
             incarnation=self._incarnation,
             model_name=self._model.model_name,
             dtype=str(self._model.dtype).removeprefix("torch."),
-            kv_bytes_per_token=self._model.kv_bytes_per_token,
             device=str(self._model.device),
             epoch=epoch,
         )

@@ -101,7 +101,6 @@ class NullExecutor(ExecutorServicer):
             num_blocks=num_slots * MAX_MODEL_LEN // BLOCK_SIZE // 4,
             max_num_seqs=num_slots,
             max_num_batched_tokens=16 * num_slots,
-            kv_bytes_per_token=1,
             device="none",
         )
         self._server = grpc.aio.server(options=OPTIONS)

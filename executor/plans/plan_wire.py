@@ -57,7 +57,6 @@ def description_to_message(
     incarnation: str,
     model_name: str,
     dtype: str,
-    kv_bytes_per_token: int,
     device: str,
     epoch: int,
 ) -> pb.DescribeResponse:
@@ -71,7 +70,6 @@ def description_to_message(
         num_blocks=limits.num_blocks,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        kv_bytes_per_token=kv_bytes_per_token,
         device=device,
         epoch=epoch,
     )

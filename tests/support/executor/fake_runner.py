@@ -65,7 +65,6 @@ def loaded(runner: FakeRunner) -> LoadedModel:
         model_name="fake",
         dtype=torch.float32,
         device=torch.device("cpu"),
-        kv_bytes_per_token=256,
         memory_bytes={"weights": 10, "kv_pool": 20},
         startup_s={"weights": 0.5},
     )

@@ -35,7 +35,6 @@ class ExecutorService(ExecutorServicer):
             num_blocks=200,
             max_num_seqs=8,
             max_num_batched_tokens=512,
-            kv_bytes_per_token=1,
             device="none",
         )
         self._step_s = step_s
