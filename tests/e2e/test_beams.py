@@ -126,7 +126,7 @@ async def test_beams_that_reach_eos_equal_transformers(stack: Stack, tiny: PreTr
             check(tiny, search, completion)
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("max_in_flight", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 async def test_searches_in_a_pool_that_is_too_small_equal_transformers(
     tiny: PreTrainedModel, max_in_flight: int
 ) -> None:

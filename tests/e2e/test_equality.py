@@ -88,7 +88,7 @@ def tiny() -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("max_in_flight", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 async def test_embedded_checkpoint_without_memory_pressure(tiny: PreTrainedModel, max_in_flight: int) -> None:
     requests = mixed_requests(tiny.config.vocab_size, 64, max_prompt=90, max_output=40)
     with Stack(max_in_flight=max_in_flight) as stack:
@@ -105,7 +105,7 @@ async def test_embedded_checkpoint_without_memory_pressure(tiny: PreTrainedModel
         check_greedy(tiny, request, completion)
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("max_in_flight", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 async def test_embedded_checkpoint_in_a_pool_that_is_too_small(tiny: PreTrainedModel, max_in_flight: int) -> None:
     requests = mixed_requests(tiny.config.vocab_size, 48, max_prompt=90, max_output=40)
     flags = {"num_blocks": 17, "max_num_seqs": 16, "max_num_batched_tokens": 40, "max_in_flight": max_in_flight}

@@ -96,7 +96,7 @@ async def test_an_executor_lost_during_streams_is_replaced(served: Stack, number
         assert served.pid("executor") not in (None, lost)
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.exhaustive), signal.SIGKILL])
 async def test_an_idle_executor_that_is_lost_is_replaced(served: Stack, number: signal.Signals) -> None:
     async with served.client() as client:
         expected = await outcomes(client, [SHORT])

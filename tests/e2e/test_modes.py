@@ -11,6 +11,8 @@ from scheduler.core import BATCHING, CONTIGUOUS, KV_ALLOCATIONS, PAGED
 from tests.e2e.test_equality import check_greedy, complete, has_prefix_hits, mixed_requests
 from tests.support.e2e.stack import TINY, Stack
 
+pytestmark = pytest.mark.exhaustive
+
 REQUESTS = mixed_requests(AutoConfig.from_pretrained(TINY).vocab_size, 14, max_prompt=90, max_output=30)
 """More requests than slots and blocks can hold at once, and prompts longer than a step."""
 

@@ -101,6 +101,7 @@ def test_make_targets(target: str) -> None:
     assert "make: ***" not in run(*make_command("--dry-run", target))
 
 
+@pytest.mark.exhaustive
 def test_make_bench(tmp_path: Path) -> None:
     """The page's command, with flags that make it short."""
     output = tmp_path / "bench.json"
@@ -109,6 +110,7 @@ def test_make_bench(tmp_path: Path) -> None:
     assert output.exists()
 
 
+@pytest.mark.exhaustive
 def test_bench_paired(tmp_path: Path) -> None:
     """The page's command, with flags that make it short."""
     results = tmp_path / "paired.json"
@@ -117,6 +119,7 @@ def test_bench_paired(tmp_path: Path) -> None:
     assert json.loads(results.read_text())["ratios"].keys() == {"2"}
 
 
+@pytest.mark.exhaustive
 def test_make_claims(tmp_path: Path) -> None:
     """Runs three claims in small: one of them starts services in every mode."""
     only = [f"--only {name}" for name in ("timeline", "fixed-pool", "kv-arithmetic")]
@@ -153,6 +156,7 @@ def test_commands_against_a_server(stack: Stack) -> None:
         assert next((text for part, text in wanted.items() if part in command), ".") in output, command
 
 
+@pytest.mark.exhaustive
 def test_bench_sharing(tmp_path: Path) -> None:
     """The page's command, with flags that make it short."""
     output = tmp_path / "sharing.json"

@@ -126,6 +126,7 @@ async def test_streams_survive_a_network_that_is_down_for_a_while(apart: Stack, 
         assert await incarnation(apart) == before
 
 
+@pytest.mark.exhaustive
 async def test_streams_survive_repeated_cuts_of_the_connection(apart: Stack, network: Proxy) -> None:
     async with apart.client() as client:
         expected = await undisturbed(apart, client)
@@ -142,6 +143,7 @@ async def test_streams_survive_repeated_cuts_of_the_connection(apart: Stack, net
         assert apart.num_losses - num_losses >= 3
 
 
+@pytest.mark.exhaustive
 async def test_streams_survive_a_network_that_stalls(apart: Stack, network: Proxy) -> None:
     """No connection breaks, but no data arrives, and the scheduler has to notice that."""
     async with apart.client() as client:

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.paths import ROOT
 
+pytestmark = pytest.mark.exhaustive
+
 if TYPE_CHECKING:
     from pathlib import Path
 

@@ -8,6 +8,8 @@ import pytest
 
 from tests.support.interpreted import run_interpreted
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", ["attention", "elementwise kv work", "sampling"])

@@ -27,6 +27,8 @@ from tests.support.core import beam_mutations, mode_mutations
 from tests.support.core.fake_executor import PlanError
 from tests.support.core.simulation import simulate
 
+pytestmark = pytest.mark.exhaustive
+
 NUM_SEEDS = 500
 
 

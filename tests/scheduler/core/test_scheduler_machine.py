@@ -43,6 +43,8 @@ from scheduler.core import (
 from tests.support.core.harness import Harness
 from tests.support.core.snapshot import take_snapshot
 
+pytestmark = pytest.mark.exhaustive
+
 T = TypeVar("T")
 
 _MAX_SEARCHES = 5

@@ -10,7 +10,7 @@ NUM_CHUNKS = 8
 SEEDS_PER_CHUNK = 400
 
 
-@pytest.mark.parametrize("chunk", range(NUM_CHUNKS))
+@pytest.mark.parametrize("chunk", [0, *(pytest.param(i, marks=pytest.mark.exhaustive) for i in range(1, NUM_CHUNKS))])
 def test_every_world_ends_well(chunk: int, effort: int) -> None:
     num_seeds = SEEDS_PER_CHUNK * effort
     for seed in range(chunk * num_seeds, (chunk + 1) * num_seeds):
@@ -21,6 +21,7 @@ def test_every_world_ends_well(chunk: int, effort: int) -> None:
             raise
 
 
+@pytest.mark.exhaustive
 def test_worlds_cover_every_kind_of_event() -> None:
     """Checks that the simulated worlds cover everything that the core can do."""
     num_seeds = 1200
