@@ -26,7 +26,7 @@ COMMANDS: dict[str, Command] = {
         "The same as `serve --spawn` in three rounds of turns; ratios are medians of the rounds.",
         ("--spawn", "--rounds", "3", "--concurrency", "1,4,8,16,32,64", "--name", "paired"),
     ),
-    "prediction": Command("bench.serving.prediction", "Throughput as simulated beside throughput as measured."),
+    "prediction": Command("bench.serving.prediction", "Simulated throughput compared with measured throughput."),
     "serving-ceiling": Command("bench.serving.ceiling", "The throughput that a machine cannot exceed, computed."),
     "sharing": Command("bench.sharing.command", "Blocks saved by sharing: samples, beams and a system prompt."),
     "claims": Command("bench.claims.command", "Claims about paged KV memory and continuous batching, with verdicts."),
@@ -46,7 +46,7 @@ COMMANDS: dict[str, Command] = {
 def run(name: str, arguments: Sequence[str]) -> int:
     """Runs the measurement `name` and returns its exit status.
 
-    Raises BenchError, QuireError, ModelNotFound or OSError where the measurement fails, SystemExit for wrong flags.
+    Raises BenchError, QuireError, ModelNotFound or OSError if the measurement fails, SystemExit for wrong flags.
     """
     command = COMMANDS[name]
     try:
@@ -58,6 +58,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def listing() -> str:
-    """One line for each measurement."""
+    """Returns one line for each measurement."""
     width = max(map(len, COMMANDS))
     return "\n".join(f"  {name:{width}}  {command.description}" for name, command in COMMANDS.items())

@@ -11,7 +11,7 @@ from quire.block_map import PoolSummary
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Statistics of the block pool in a run. Ratios are over the samples in which a token slot was allocated.
+    """Statistics of the block pool in a run. Ratios use only samples in which a token slot was allocated.
 
     mean_waste_ratio  (allocated - used) / allocated token slots, both summed over all samples
     """

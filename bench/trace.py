@@ -85,7 +85,7 @@ def make_trace(settings: TraceSettings) -> list[TraceRequest]:
 
 
 def describe(settings: TraceSettings, trace: list[TraceRequest]) -> dict[str, object]:
-    """The settings and the means of the trace, for a report."""
+    """Returns the settings and the means of the trace, for a report."""
     return {
         **asdict(settings),
         "scale": round(settings.scale, 4),

@@ -125,7 +125,7 @@ def _make_runner(
 
 
 def _model(decoder: Decoder, backend: kernels.Kernels, pool: torch.Tensor, limits: PlanLimits) -> "Model":
-    """Returns a program of compiled kernels for the CPU, or with reference kernels a model that runs each operation."""
+    """Returns a program of compiled kernels for the CPU; with reference kernels, a model that runs each operation."""
     if backend is reference:
         return EagerModel(decoder, backend, pool)
     from executor.models.program import ProgramModel  # loads numba
@@ -181,7 +181,7 @@ def _dtype(config: ExecutorConfig, model_config: ModelConfig, checkpoint: Tensor
 
 
 def _layer_progress(say: Say) -> Callable[[int, int], None]:
-    """Prints progress once a second, so nothing for a model that loads faster."""
+    """Prints progress once a second, and nothing for a model that loads faster."""
     said_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:

@@ -38,7 +38,10 @@ _INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
 def gpu_phases() -> list[Phase]:
-    """The phases by importance. Their limits add up to more than the budget; the last phases get the rest of it."""
+    """Returns the phases in order of importance.
+
+    Their limits add up to more than the budget, so the last phases get what is left of it.
+    """
     return [
         _correctness("cuda", 170.0),
         _end_to_end("llama-3.1-8b", "cuda", 110.0),
@@ -50,7 +53,7 @@ def gpu_phases() -> list[Phase]:
 
 
 def small_phases() -> list[Phase]:
-    """The same phases on the CPU, on a small scale."""
+    """Returns the same phases on the CPU, on a small scale."""
     return [
         _correctness("cpu", 120.0, environment=_INTERPRETED),
         _end_to_end("llama-tiny", "cpu", 60.0, "--small"),
@@ -95,7 +98,7 @@ def show(report: dict[str, Any], console: Console, *, has_targets: bool) -> None
 
 
 def _results(report: dict[str, Any]) -> dict[str, Any]:
-    """The results of the phases by name."""
+    """Returns the results of the phases by name."""
     return {name: phase["results"] for name, phase in report["phases"].items() if phase["results"]}
 
 

@@ -49,7 +49,7 @@ def pytest_arguments(device: str, outcomes: Path) -> list[str]:
         return [*own, f"{_KERNELS}/test_elementwise.py", f"{_KERNELS}/test_work.py"]
     if importlib.util.find_spec("xdist") is not None:
         own += ["-n", str(min(_MAX_WORKERS, len(os.sched_getaffinity(0))))]
-    # These are for machines without a device.
+    # These tests are for machines without a GPU.
     skipped = [f"--ignore-glob=*/test_{name}.py" for name in ("interpreted", "compiles")]
     return [*own, *skipped, _KERNELS, *([_EXECUTOR] if (_ROOT / _EXECUTOR).is_dir() else [])]
 
@@ -75,7 +75,7 @@ def is_correct(device: str, found: dict[str, Any], return_code: int) -> bool:
 
 
 def _run(command: list[str]) -> int:
-    """Runs the tests. SIGTERM ends them, and those that have run by then count."""
+    """Runs the tests. SIGTERM ends them; the tests that have run by then count."""
     process = subprocess.Popen(command, cwd=_ROOT)
     signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
     return process.wait()

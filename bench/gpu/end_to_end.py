@@ -86,7 +86,7 @@ async def measure(flags: Sequence[str], scale: Scale, keep: Callable[[dict[str, 
 
 
 async def _single(client: AsyncClient, info: ServerInfo, scale: Scale) -> dict[str, Any]:
-    """Measures one client, request after request. The first request pays for lazy work and is not counted."""
+    """Measures one client, request after request. The first request triggers one-time work and is not counted."""
     trace = _prompts(info, scale.num_singles + 1, scale.single_prompt_tokens, scale.single_output_tokens, seed=1)
     send = quire_sender(client)
     await closed_loop(send, trace[:1], 1)
@@ -119,7 +119,7 @@ async def _closed_loop(client: AsyncClient, info: ServerInfo, scale: Scale) -> d
 
 
 def closed_loop_turn(vocab_size: int, scale: Scale) -> Turn:
-    """The closed loop: the same for every engine that serves the shape."""
+    """Returns the turn of the closed loop, which is the same for every engine that serves the shape."""
     trace = TraceSettings(
         num_requests=scale.num_requests, vocab_size=vocab_size, max_model_len=scale.max_model_len, seed=64
     )
@@ -127,7 +127,7 @@ def closed_loop_turn(vocab_size: int, scale: Scale) -> Turn:
 
 
 def decode_steps(steps: Sequence[StepTrace], num_sequences: int) -> list[StepTrace]:
-    """The longest run of consecutive steps that compute one token for each of `num_sequences` sequences."""
+    """Returns the longest run of consecutive steps that compute one token for each of `num_sequences` sequences."""
     longest: list[StepTrace] = []
     run: list[StepTrace] = []
     for step in steps:
@@ -141,7 +141,7 @@ def decode_steps(steps: Sequence[StepTrace], num_sequences: int) -> list[StepTra
 
 
 def describe_steps(steps: Sequence[StepTrace]) -> dict[str, Any]:
-    """Median time between commits, median busy time of the executor, and its idle ratio; None where unknown."""
+    """Returns the median times between commits and of executor work, and the idle ratio; None where unknown."""
     periods_ms = [(later.committed_ns - earlier.committed_ns) / 1e6 for earlier, later in pairwise(steps)]
     return {
         "num_steps": len(steps),

@@ -184,7 +184,7 @@ def _reached(target: Target, results: Mapping[str, Any]) -> float | None:
 
 
 def _at(results: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
-    """The number at the end of a path. In a list of rows, a name is the operation and the label."""
+    """Returns the number at the end of a path. In a list of rows, a name is the operation and the label."""
     here: Any = results
     for name in path:
         if isinstance(here, list):

@@ -85,21 +85,21 @@ def is_triton(backend: Kernels) -> bool:
 
 
 def empty_kv(model: ModelShape, dtype: torch.dtype, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """The KV pool of one layer, not initialised."""
+    """Returns the KV pool of one layer, not initialised."""
     tile = (2, model.num_kv_heads, model.block_size, model.head_dim)
     return torch.empty((num_blocks, *tile), dtype=dtype, device=device)
 
 
 def normal(device: torch.device, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-    """Standard normal numbers."""
+    """Returns standard normal numbers."""
     return torch.empty(sizes, dtype=dtype, device=device).normal_()
 
 
 def kv_token_bytes(model: ModelShape, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token in one layer."""
+    """Returns the bytes of keys and values of one token in one layer."""
     return 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
 def num_buffers(num_bytes: int, device: torch.device) -> int:
-    """The number of buffers that are larger than the cache together, at most _MAX_BUFFERS."""
+    """Returns how many buffers together exceed the cache, at most _MAX_BUFFERS."""
     return max(1, min(_MAX_BUFFERS, -(-_CACHES_TO_FILL * cache_bytes(device) // num_bytes)))

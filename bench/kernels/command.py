@@ -142,7 +142,7 @@ def _mode(device: torch.device, in_graph: bool, num_threads: int | None) -> str:
 
 
 def render_table(report: dict[str, Any]) -> Table:
-    """One line for each row, with the ceilings as the caption."""
+    """Returns a table with one line for each row, and the ceilings as its caption."""
     table = Table(
         title=report["machine"]["device"], caption=_ceilings_line(report["ceilings"]), box=None, pad_edge=False
     )

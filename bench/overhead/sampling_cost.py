@@ -3,10 +3,10 @@
     python -m bench sampling-cost              # the embedded model; --model DIRECTORY for another
 
 64 sequences decode in this process, in five batches: all greedy; all with a temperature; all with a temperature and
-top-p, as most clients ask; one sequence with every feature of sampling and the others greedy; a quarter with every
+top-p, as most clients request; one sequence with every feature of sampling and the others greedy; a quarter with every
 feature. Every feature means a temperature, all cuts and penalties, a bias, a list of allowed tokens, a minimum length,
-log-probabilities and several stop ids. The steps of the batches alternate, so that all meet the same machine. The
-figures are medians.
+log-probabilities and several stop ids. The steps of the batches alternate, so that changes of the machine's
+speed affect all of them. The figures are medians.
 """
 
 import statistics
@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Median milliseconds of a decode step and of its sampling. `num_sequences` are of a kind, the others greedy."""
+    """Median milliseconds of a decode step and of its sampling, for `num_sequences` of a kind beside greedy ones."""
 
     kind: str
     num_sequences: int
@@ -44,7 +44,7 @@ class Cost:
 
 
 def every_feature(vocab_size: int, max_total_tokens: int) -> SequenceParams:
-    """Parameters that use every feature, allow half of the vocabulary, and end no sequence before max_total_tokens."""
+    """Returns parameters that use every feature, allow half of the vocabulary, and end no sequence early."""
     few = np.arange(5, 13, dtype=np.int32)
     return SequenceParams(
         max_total_tokens=max_total_tokens,

@@ -59,7 +59,7 @@ class AllDecode:
 
 
 def measure(num_running: int) -> float:
-    """Median seconds per step with `num_running` sequences."""
+    """Returns the median seconds per step with `num_running` sequences."""
     load = AllDecode(num_running)
     load.run(NUM_WARM_UP_STEPS)
     return statistics.median(load.run(NUM_STEPS) for _ in range(NUM_REPETITIONS))

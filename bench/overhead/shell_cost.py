@@ -9,8 +9,8 @@
 Clients and executor share a core, which may be busier than the scheduler's. So there are two figures: tokens per
 second of wall time, and per second of the scheduler's own CPU time (user and system, all threads). The second one is
 what one core could stream if nothing else were slow. Both are over the time in which every client is at work: from the
-first message of the last client to start until the first client is done with its requests, which it sends one after
-the other.
+first message of the last client to start until the first client has finished its requests. A client sends its requests
+one after the other.
 """
 
 import asyncio
@@ -169,7 +169,7 @@ def _pinned(core: int) -> Iterator[None]:
 
 
 def table(costs: Sequence[Cost]) -> str:
-    """A line for each number of clients."""
+    """Returns a table with a line for each number of clients."""
     lines = [
         f"{'clients':>7} {'streams':>7} {'tokens/s':>9} {'tokens/CPU s':>12} {'deltas/s':>10} {'tokens/delta':>12} "
         f"{'gap p50':>8} {'p99':>8} {'max ms':>8} {'executor idle':>13}"

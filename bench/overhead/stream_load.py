@@ -25,7 +25,7 @@ Call: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[bytes, bytes]"
 
 
 class ShellCostError(BenchError):
-    """A measurement that cannot be made, or whose streams were not correct."""
+    """A measurement cannot be made, or its streams were not correct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Period:
         return self._begin[0] < time_s <= self._end[0]
 
     def overlap_s(self, stream: Sequence[Delta]) -> float:
-        """The part of the period in which a stream was open."""
+        """Returns the seconds of the period in which a stream was open."""
         return max(0.0, min(stream[-1].time_s, self._end[0]) - max(stream[0].time_s, self._begin[0]))
 
     @property
@@ -144,7 +144,7 @@ class Clients:
         ).SerializeToString()
 
     def _check(self, received: Received, num_tokens: int) -> list[Delta]:
-        """The Deltas of a stream, which has to be complete."""
+        """Returns the Deltas of a stream. Raises ShellCostError if it is not complete."""
         events = [pb.GenerateResponse.FromString(message) for message in received.messages]
         deltas = [
             (event.delta, time_s)
@@ -154,7 +154,7 @@ class Clients:
         token_ids = [token_id for delta, _ in deltas for token_id in delta.token_ids]
         counts = (len(token_ids), events[-1].finished.usage.completion_tokens)
         if counts != (num_tokens, num_tokens):
-            raise ShellCostError(f"{num_tokens} tokens were asked for, {counts} came")
+            raise ShellCostError(f"expected {num_tokens} tokens, got {counts}")
         if "".join(delta.text for delta, _ in deltas) != self._tokenizer.decode(token_ids):
             raise ShellCostError("the text is not that of the token ids")
         return [Delta(len(delta.token_ids), time_s) for delta, time_s in deltas]
@@ -162,7 +162,7 @@ class Clients:
 
 @asynccontextmanager
 async def _channels(address: str, num_clients: int) -> AsyncIterator[list[grpc.aio.Channel]]:
-    """Connected channels, each with a connection of its own."""
+    """Yields connected channels, each with a connection of its own."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(num_clients)]
     try:

@@ -1,6 +1,7 @@
 """The cases of `bench sharing`, with the lengths of two data sets (planning/lengths.py).
 
-Prompts are text that the model itself samples anew for each request: on random tokens beams branch as on no real text.
+Prompts are text that the model itself samples anew for each request: on random tokens, beams would branch
+in ways that no real text causes.
 """
 
 from dataclasses import dataclass

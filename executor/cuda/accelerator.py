@@ -49,9 +49,9 @@ class Accelerator(Protocol):
     def mark(self) -> Mark: ...
 
     def fetch(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """Copies source to target, which is of `host_bytes`, once the device reaches `after`, beside its other work.
+        """Copies source to target, a result of `host_bytes`, once the device reaches `after`, in parallel to its work.
 
-        source must not be written any more. The copy is complete when the returned mark has been reached.
+        source must not be written afterwards. The copy is complete when the returned mark has been reached.
         """
         ...
 

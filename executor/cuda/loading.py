@@ -32,7 +32,7 @@ def make_runner(
 ) -> CudaRunner:
     """Compiles all kernels and runs a few steps, so that libraries prepare now what they prepare on first use."""
     accelerator = accelerator_for(model.device)
-    with accelerator.working():  # Triton launches on the current device, which is otherwise the first
+    with accelerator.working():  # Triton launches on the current device, which is the first one by default
         warm_up(
             shape,
             progress,

@@ -163,7 +163,7 @@ class DeviceThread:
     def silent_s(self) -> float:
         """Returns for how long a probe has been waiting while no step ended; 0 if no probe is waiting.
 
-        This detects a step that hangs, however many wait behind it, as well as threads that hang without work.
+        This detects a hanging step, however many steps wait behind it, and threads that hang without work.
         """
         probed_ns = self._probed_ns
         return 0.0 if probed_ns is None else (time.monotonic_ns() - max(probed_ns, self._progress_ns)) * 1e-9

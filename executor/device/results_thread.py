@@ -42,7 +42,7 @@ class ResultsThread:
         self._thread.start()
 
     def put(self, work: Unfinished | Callable[[], None]) -> None:
-        """Adds a step to wait for, or a callback for when everything before it is done."""
+        """Adds a step to wait for, or a callback to call once everything before it is done."""
         self._work.put(work)
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The numbers from least to most that a parameter may be. Infinities and NaN are never among them."""
+    """The range of a parameter, from least to most. Infinities and NaN are never in it."""
 
     least: float
     most: float = math.inf

@@ -105,7 +105,7 @@ def _check_reports(where: str, params: SequenceParams, limits: PlanLimits) -> No
 
 
 def _branch(branches: Ints, after: SlotCounters, limits: PlanLimits) -> None:
-    """Branches have parents that are beams and have reported, and so have the slots they overwrite, unless empty."""
+    """Checks branches: parents are beams that have reported, and so are overwritten slots unless they are empty."""
     if not branches.size:
         return
     slots, parents, token_ids = branches.T
@@ -115,7 +115,7 @@ def _branch(branches: Ints, after: SlotCounters, limits: PlanLimits) -> None:
     _check_token_ids("branches", token_ids, limits)
     has_reported = after.has_reported
     if others := parents[~has_reported[parents]].tolist():
-        raise PlanRejected(f"branches: parent slot {others[0]} is no beam that has reported")
+        raise PlanRejected(f"branches: parent slot {others[0]} is not a beam that has reported")
     if others := slots[after.is_admitted[slots] & ~has_reported[slots]].tolist():
         raise PlanRejected(f"branches: slot {others[0]} is taken")
     if full := parents[after.num_tokens[parents] >= limits.max_model_len].tolist():
@@ -126,7 +126,7 @@ def _branch(branches: Ints, after: SlotCounters, limits: PlanLimits) -> None:
 
 
 def _extend_tables(updates: Ints, after: SlotCounters, limits: PlanLimits) -> None:
-    """Entries may replace others or extend a table, but a table never has holes."""
+    """Checks table updates: entries may replace others or extend a table, but a table never has holes."""
     if not updates.size:
         return
     slots, logical, physical = updates.T

@@ -85,7 +85,7 @@ class Slots:
         self.reports.copy_slots(sources, destinations)
 
     def classify(self) -> None:
-        """Sorts the slots into those that compute, are overrun, and sample in this step.
+        """Finds the slots that compute, that are overrun, and that sample in this step.
 
         Called by `apply`, and again if a sequence turns out to have ended.
         """
@@ -103,7 +103,7 @@ class Slots:
 
     @property
     def is_synchronous(self) -> bool:
-        """Logits are changed in this step, or something besides tokens is reported.
+        """True if logits are changed in this step, or something besides tokens is reported.
 
         A GPU cannot run ahead of the host here: such a step waits for all before it, and for its own result.
         """

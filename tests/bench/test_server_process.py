@@ -1,4 +1,4 @@
-"""Servers as processes: ready lines, failures, restarts, and no process that stays behind."""
+"""Servers as processes: ready lines, failures, restarts, and no process is left behind."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ def module(directory: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return "scripted_server"
 
 
-def test_flags_of_values() -> None:
+def test_values_become_flags() -> None:
     assert as_flags({"num_blocks": 512, "on": True, "prefix_cache": False}) == [
         "--num-blocks", "512", "--on", "--no-prefix-cache",
     ]  # fmt: skip

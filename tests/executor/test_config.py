@@ -1,4 +1,4 @@
-"""The configuration names every mistake."""
+"""Errors in the configuration name the wrong setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets, phases and counts of outcomes fit together."""
+"""Targets name existing phases and cases, and outcomes are counted correctly."""
 
 import json
 import os

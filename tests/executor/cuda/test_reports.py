@@ -50,7 +50,7 @@ def assert_same_run(one: PlanDriver, other: PlanDriver) -> None:
 
 @pytest.mark.parametrize("kinds", [CHANGES, REPORTS], ids=["changes", "reports"])
 def test_changes_and_reports_beside_plain_sequences(kinds, pair, checkpoint) -> None:
-    """Each kind in turn comes and goes beside plain sequences, with its prompt in chunks."""
+    """Runs one sequence of each kind in turn beside plain sequences, with its prompt in chunks."""
     both, source = pair("llama-biases"), checkpoint("llama-biases")
     drivers = [PlanDriver(FinishingRunner(both.cuda)), PlanDriver(both.reference)]
     for driver in drivers:

@@ -186,7 +186,7 @@ def test_a_step_of_another_kind_has_its_rows_after_a_capture(pair, checkpoint) -
     assert len(both.cuda.graphs) == 2
 
 
-def test_the_rehearsal_leaves_no_trace(pair, checkpoint) -> None:
+def test_the_rehearsal_changes_no_state(pair, checkpoint) -> None:
     both, source = pair("llama"), checkpoint("llama")
     rehearse(both.cuda)
     assert len(both.cuda.graphs) == 2

@@ -33,7 +33,7 @@ def test_a_cached_prefix_is_not_computed_again(source, runner) -> None:
     assert torch.equal(runner.model.pool[:, first.block_table[:4]], before)
 
 
-def test_a_cached_prefix_is_really_read(source, runner) -> None:
+def test_a_cached_prefix_is_read_from_its_blocks(source, runner) -> None:
     """Overwritten blocks of the prefix change the output, so the prefix is read and not computed."""
     prompt = source.prompt(9)
     driver = PlanDriver(runner)

@@ -60,7 +60,7 @@ def test_a_failed_allocation_is_reported() -> None:
         kv_pool.allocate_pool(MODEL, 1 << 45, 16, torch.float32, CPU)
 
 
-def test_the_pool_is_zero_and_has_its_layout() -> None:
+def test_the_pool_is_zero_and_has_the_documented_layout() -> None:
     pool = kv_pool.allocate_pool(MODEL, 3, 8, torch.bfloat16, CPU)
     assert pool.shape == (4, 3, 2, 4, 8, 16)
     assert pool.dtype == torch.bfloat16

@@ -139,14 +139,14 @@ BAD_PLANS = {
     "params: logprobs": (with_params(num_logprobs=102), "num_logprobs 102 is not in [0, 101]"),
     "params: prompt logprobs": (with_params(num_prompt_logprobs=-1), "num_prompt_logprobs -1"),
     "params: candidates": (with_params(num_candidates=101), "num_candidates 101 is not in [0, 100]"),
-    "branch: no beam": (beams((2, 0, 5)), "branches: parent slot 0 is no beam that has reported"),
-    "branch: ended": (beams((2, 1, 5)), "branches: parent slot 1 is no beam"),
+    "branch: no beam": (beams((2, 0, 5)), "branches: parent slot 0 is not a beam that has reported"),
+    "branch: ended": (beams((2, 1, 5)), "branches: parent slot 1 is not a beam"),
     "branch: empty parent": (beams((2, 3, 5)), "branches: parent: slot 3 is empty"),
     "branch: parent out of range": (beams((2, 4, 5)), "branches: parent: slot 4: there are 4 slots"),
     "branch: slot out of range": (beams((-1, 0, 5)), "branches: slot -1: there are 4 slots"),
     "branch: not reported": (
         beams((3, 2, 5), admissions=(admission(params=BEAM),)),
-        "branches: parent slot 2 is no beam that has reported",
+        "branches: parent slot 2 is not a beam that has reported",
     ),
     "fork: beam": (
         plan(admissions=(admission(params=BEAM),), row_counts=tuples(2, (2, 5)), forks=(Fork(2, 3, 0),)),

@@ -172,7 +172,7 @@ def test_beams(params, source, runner) -> None:
         output = driver.step(branches=branches)
         branches = ()
         if step == 0:
-            assert output.reports.candidates is None, "the prompt's second chunk is to come"
+            assert output.reports.candidates is None, "the prompt's second chunk is still to be computed"
             continue
         beams.sort(key=lambda beam: beam.slot)
         found = output.reports.candidates
@@ -196,10 +196,10 @@ def test_beams(params, source, runner) -> None:
         num_kept += sum(beam is parent for beam, parent, _ in branches)
         scores = {beam.slot: value for beam, (value, _, _) in zip(beams, ranked, strict=False)}
     assert plain.output[:10] == source.greedy(source.prompt(5), 10)
-    assert 0 < num_kept < 3 * 10, "beams went on in their own slots and in others'"
+    assert 0 < num_kept < 3 * 10, "beams continued in their own slots and in others'"
 
 
-def test_a_beam_without_a_branch_rests(source, runner) -> None:
+def test_a_beam_without_a_branch_computes_nothing(source, runner) -> None:
     driver = PlanDriver(runner)
     driver.admit(source.prompt(6), 9, num_candidates=4)
     assert driver.step().reports.candidates is not None

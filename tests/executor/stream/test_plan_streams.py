@@ -69,7 +69,7 @@ async def test_plans_out_of_order_end_the_stream(plans, num_results, complaint, 
     ("bad", "complaint"),
     [
         ({"retired_slots": ints(9).tobytes()}, "step 2: retired_slots: out of range"),
-        ({"retired_slots": b"\0\0\0"}, "retired_slots: 3 bytes are no whole number of int32"),
+        ({"retired_slots": b"\0\0\0"}, "retired_slots: 3 bytes are not a whole number of int32"),
     ],
 )
 async def test_a_bad_plan_ends_the_stream_but_not_the_executor(bad, complaint, stub, fake_runner) -> None:
