@@ -84,7 +84,7 @@ def test_a_step_lasts_from_result_to_result() -> None:
         step(1, 0.0, 1.0, 0),
         step(1, 0.1, 1.5, 1),  # planned long before the result it follows
         step(1, 1.6, 2.5, 1),  # planned late: the wait for the plan is part of the step
-        step(1, 4.0, 4.75, 0),  # no sequence decoded on: the server was idle until this step was planned
+        step(1, 4.0, 4.75, 0),  # no sequence was decoding: the server was idle until this step was planned
         step(2, 9.0, 10.0, 1),  # another executor
     ]
     assert [step_s for _, step_s in timed(steps)] == [0.5, 1.0, 0.75]

@@ -70,7 +70,7 @@ def run_stream(pair, stream: RandomStream, num_ahead: int, num_steps: int = NUM_
 @pytest.mark.parametrize(
     ("name", "num_ahead", "seed"), [("llama-biases", 1, 48), ("llama", 2, 20), ("qwen2-window", 2, 49)]
 )
-def test_random_streams(name, num_ahead, seed, pair) -> None:
+def test_random_streams_equal_the_reference(name, num_ahead, seed, pair) -> None:
     both = pair(name)
     stream = RandomStream(both.reference.limits, seed)
     run_stream(both, stream, num_ahead)
@@ -82,7 +82,7 @@ def test_random_streams(name, num_ahead, seed, pair) -> None:
 
 def test_the_random_streams_cover_every_event() -> None:
     if not SEEN:
-        pytest.skip("runs after test_random_streams")
+        pytest.skip("runs after test_random_streams_equal_the_reference")
     for kind in ALL_KINDS:
         assert SEEN[kind] >= 2, (kind, SEEN)
 

@@ -32,7 +32,7 @@ def free(monkeypatch):
     return set_free
 
 
-def test_kv_bytes_per_token() -> None:
+def test_kv_bytes_per_token_equal_the_sum_by_hand() -> None:
     assert kv_pool.kv_bytes_per_token(MODEL, torch.bfloat16) * 16 == BLOCK_BYTES
 
 

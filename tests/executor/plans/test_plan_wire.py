@@ -107,7 +107,7 @@ def test_truncated_integers_are_rejected(message, complaint) -> None:
         plan_from_message(message)
 
 
-def test_results() -> None:
+def test_results_are_encoded() -> None:
     output = StepOutput(
         epoch=3,
         step_id=4,
@@ -132,7 +132,7 @@ def test_an_absent_repetition_penalty_decodes_as_none() -> None:
     assert not plan.admissions[0].params.has_penalties
 
 
-def test_reports() -> None:
+def test_reports_are_encoded() -> None:
     def logprobs(first: int, ranks: list[int] | None) -> Logprobs:
         ids = np.arange(first, first + 3, dtype=np.int32)
         return Logprobs(ids, -0.5 * ids.astype(np.float32), ranks and np.array(ranks, dtype=np.int32))

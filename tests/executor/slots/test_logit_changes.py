@@ -247,7 +247,7 @@ def test_changed_rows_do_not_affect_greedy_rows(monkeypatch) -> None:
             assert torch.equal(logits, before)
 
 
-def test_distribution_with_penalties_and_bias() -> None:
+def test_sampled_distribution_follows_penalties_and_bias() -> None:
     num_draws, vocab_size = 20_000, 30
     logits = np.random.default_rng(5).normal(0, 1.6, vocab_size).astype(np.float32)
     params = SequenceParams(

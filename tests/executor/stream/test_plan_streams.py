@@ -13,7 +13,7 @@ from tests.support.executor.plan_driver import ints
 from tests.support.executor.served import plan, status
 
 
-async def test_plans_and_results(stub, fake_runner) -> None:
+async def test_each_plan_gets_a_result_in_order(stub, fake_runner) -> None:
     call = stub.Run()
     for step_id in range(1, 6):
         await call.write(plan(9, step_id))

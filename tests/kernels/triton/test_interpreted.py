@@ -11,5 +11,5 @@ from tests.support.interpreted import run_interpreted
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", ["attention", "elementwise kv work", "sampling"])
-def test_kernels_in_the_interpreter(names: str) -> None:
+def test_kernels_pass_in_the_interpreter(names: str) -> None:
     run_interpreted(Path(__file__).parent, names)

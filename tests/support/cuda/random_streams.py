@@ -12,7 +12,7 @@ from tests.support.executor.plan_driver import ints, tuples
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence as far as its end is known; the numbers of tokens count as if it never ended."""
+    """A sequence of the stream. Its numbers of tokens count as if it never ended, since its end is known late."""
 
     slot: int
     num_tokens: int

@@ -111,7 +111,7 @@ class PlanDriver:
         more: StepPlan | None = None,
         branches: tuple[tuple[DrivenSequence, DrivenSequence, int], ...] = (),
     ) -> StepOutput:
-        """Runs one step of all sequences with a plan of the changes. `more` adds its table updates to them.
+        """Runs one step of all sequences, with a plan of what has changed. `more` holds additional table updates.
 
         branches: (beam, its parent, token). Each gets copies of all blocks of its parent.
         """
