@@ -10,7 +10,7 @@ The tree keeps its packages at the top. An installation must not, because other 
     models/tiny/config.json       quire/models/tiny/config.json
 
 `scheduler.core` of the tree is `quire.scheduler.core` of an installation, and `quire_imports` rewrites the imports to
-match. An editable installation runs the tree as it is.
+match. An editable installation runs the unchanged tree.
 """
 
 import ast

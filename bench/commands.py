@@ -20,7 +20,9 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command("bench.serving.serve", "Closed-loop load on a server, beside other engines on the same trace."),
+    "serve": Command(
+        "bench.serving.serve", "Closed-loop load on a server, compared with other engines on the same trace."
+    ),
     "paired": Command(
         "bench.serving.serve",
         "The same as `serve --spawn` in three rounds of turns; ratios are medians of the rounds.",

@@ -3,7 +3,7 @@
 Prints one row for each figure: files, lines of code, rooms, import arrows, circles, and the files that one sampling
 parameter affects. ROOT can be another checkout, for a comparison. Exits with status 1 if a limit is exceeded.
 
-A *room* is a folder of a package; the modules beside it form the room of the package itself. An *arrow* runs from a
+A *room* is a folder of a package; the other modules form the room of the package itself. An *arrow* runs from a
 room to another room that it imports. A *circle* is a group of files that import each other. Code is what is left
 without blank lines, comments and docstrings.
 """

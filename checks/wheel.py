@@ -1,6 +1,6 @@
 """Checks the installation that users get: `python -m checks.wheel`.
 
-Builds the wheel, installs it into a fresh environment beside a distribution that owns the names `kernels` and
+Builds the wheel, installs it into a fresh environment together with a distribution that owns the names `kernels` and
 `scheduler`, and runs `quire demo` and one request there. Needs a package index, and about two minutes. Exits with
 status 1 and the reason if anything fails.
 """
@@ -105,7 +105,7 @@ def check_sdist(sdist: Path) -> None:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Installs the wheel beside another owner of its tree's names; returns the environment's interpreter."""
+    """Installs the wheel and another distribution with the tree's names; returns the environment's interpreter."""
     python = environment(folder / "installed")
     other = folder / "other"
     for name in OCCUPIED_NAMES:

@@ -1,4 +1,7 @@
-"""Claim: paged waste is bounded by a block, so it shrinks as sequences grow. Measured beside a computed line."""
+"""Claim: paged waste is bounded by a block, so its share shrinks as sequences grow.
+
+Compares measurements with a computed line.
+"""
 
 import statistics
 

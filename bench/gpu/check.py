@@ -10,7 +10,7 @@ bench/results/DEVICE-DATE.json. A phase that fails or is cut off keeps its parti
 Without a GPU it runs the same phases on a small scale: models of two layers on the CPU, and those tests of the GPU's
 kernels that take seconds in Triton's interpreter. That checks the harness and measures nothing.
 
-Exits with status 1 if the tests did not pass, whatever happened in other phases.
+Exits with status 1 if the tests did not pass; the outcome of other phases does not matter.
 """
 
 import signal

@@ -91,7 +91,7 @@ def measure(settings: Settings, keep: Callable[[dict[str, Any]], None]) -> list[
 
 
 def _rounds(settings: Settings) -> Iterator[tuple[int | None, list[Case]]]:
-    """Yields numbers of threads with the cases to measure, and sets torch to that number meanwhile."""
+    """Yields each number of threads with the cases to measure, while torch is set to that number."""
     if settings.device.type == "cuda":
         yield None, gpu_cases()
         return

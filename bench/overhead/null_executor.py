@@ -3,7 +3,7 @@
     python -m bench.overhead.null_executor --vocab-size 1664      # prints `ready ADDRESS`, serves until it is ended
 
 It exists to put load on the scheduler. It does not check plans, and its token ids are arbitrary. It computes a step for
-all slots together, in numpy: a step of 512 sequences takes about 50 µs, little beside the cost of the scheduler.
+all slots together, in numpy: a step of 512 sequences takes about 50 µs, little compared with the scheduler.
 """
 
 import argparse

@@ -7,9 +7,9 @@
 
 The cases run one after the other, and each starts on an idle server. Detected: from the signal until `grpc.health.v1`
 of the scheduler says NOT_SERVING or cannot be reached. Ready: until it says SERVING. A Watch stream reports both,
-without polling. Streams that run meanwhile are counted, and compared token by token with the same requests undisturbed.
-The longest gap is the longest time between two tokens of one stream, as its client sees it. The streams of a lost
-scheduler fail and are not counted.
+without polling. Streams that run during the loss are counted, and compared token by token with the same requests
+undisturbed. The longest gap is the longest time between two tokens of one stream, as its client sees it. The streams of
+a lost scheduler fail and are not counted.
 """
 
 import asyncio
@@ -173,7 +173,7 @@ def row(each: Recovery) -> str:
 
 
 async def measured(step_timeout_s: float) -> list[Recovery]:
-    """Prints each case as soon as it is measured: with a long timeout, that takes minutes."""
+    """Prints each case when it has been measured, because a case can take minutes with a long timeout."""
     print(HEAD)
     recoveries = []
     async for recovery in measure(step_timeout_s):

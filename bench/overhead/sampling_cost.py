@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Median milliseconds of a decode step and of its sampling, for `num_sequences` of a kind beside greedy ones."""
+    """Median milliseconds of a decode step and of its sampling, with `num_sequences` of a kind, the others greedy."""
 
     kind: str
     num_sequences: int

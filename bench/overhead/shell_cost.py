@@ -159,7 +159,7 @@ def _scheduler_flags(model: str, executor_address: str) -> list[str]:
 
 @contextmanager
 def _pinned(core: int) -> Iterator[None]:
-    """Keeps this process, and the children that it starts meanwhile, on one core."""
+    """Pins this process, and children that it starts during the context, to one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

@@ -101,7 +101,7 @@ async def measure(
 ) -> list[Run]:
     """Runs every turn through every engine, after `warm_up`, which is not counted. Raises LoadError and QuireError.
 
-    on_run  takes each run as soon as it is over
+    on_run  called with each run when it has ended
     """
     if warm_up:
         for engine in engines:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Body = Callable[[], None]
-"""Launches work whose inputs and results are in buffers that stay in place. Its temporaries are reused afterwards."""
+"""Launches work whose inputs and results are in fixed buffers. Its temporaries are reused afterwards."""
 
 
 class Mark(Protocol):
@@ -150,7 +150,7 @@ class EagerMark:
 
 
 class EagerAccelerator:
-    """The CPU in place of a GPU: all work is done as it is launched."""
+    """The CPU in place of a GPU: each launch does its work before it returns."""
 
     device = torch.device("cpu")
 

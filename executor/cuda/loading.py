@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from executor.plans.limits import PlanLimits
     from kernels import AttentionShape, Progress
 
-# Parameters of one step of each kind: a greedy one, one that draws, and one with reports and changed logits.
+# Parameters for one step of each kind: greedy, sampled, and with reports and changed logits.
 _REHEARSED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0},

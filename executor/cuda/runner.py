@@ -5,8 +5,8 @@
     results                                                  n copied out │ finish n
 
 The host never waits for a result in order to launch. The last tokens, and which sequences have ended, are on the
-device. Steps in which logits are changed, or something besides tokens is reported, are the exception: such a step waits
-for all steps before it, and for its own result.
+device. Steps that change logits, or report more than tokens, are the exception: they wait for all steps before them
+and for their own result.
 """
 
 import logging

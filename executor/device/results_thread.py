@@ -1,7 +1,7 @@
 """The thread that waits for launched steps and delivers outcomes, so that the device thread does neither.
 
-Outcomes are delivered in the order in which they were put. A step that fails late ends its epoch, like one that fails
-at once.
+Outcomes are delivered in the order in which they were put. A step that fails while it is finished ends its epoch, like
+one that fails at its launch.
 """
 
 import logging

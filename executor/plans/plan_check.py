@@ -2,7 +2,7 @@
 
 `project` computes the counters as they are right before the step's tokens are computed (effects 1 to 6 of the plan
 stream). If the plan breaks a rule, it raises PlanRejected with a message that names the rule. It mutates nothing: the
-slots take over the projected counters afterwards.
+slots adopt the projected counters afterwards.
 """
 
 from dataclasses import fields

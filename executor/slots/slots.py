@@ -105,7 +105,7 @@ class Slots:
     def is_synchronous(self) -> bool:
         """True if logits are changed in this step, or something besides tokens is reported.
 
-        A GPU cannot run ahead of the host here: such a step waits for all before it, and for its own result.
+        On a GPU, such a step waits for all steps before it and for its own result.
         """
         return bool(
             self.beams.size

@@ -11,7 +11,7 @@ Work is divided into units. A unit belongs to one kv head and covers all query h
     one query in the sequence     one unit per chunk; the last thread to finish merges the parts of a row, in order
     several queries               one unit per tile of queries, which processes all its chunks itself
 
-The cuts depend only on positions: a row has the same bits in any batch, however its prompt is split into steps, in
+The cuts depend only on positions: a row has the same bits in any batch, in any split of its prompt into steps, in
 decode and in prefill.
 """
 

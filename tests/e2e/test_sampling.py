@@ -1,4 +1,4 @@
-"""Seeds, log-probabilities, bias and penalties work as requested, whatever other requests run."""
+"""Seeds, log-probabilities, bias and penalties work as requested, independent of other requests."""
 
 import asyncio
 import math
@@ -93,7 +93,7 @@ def check_logprobs(entries: list[TokenLogprobs], rows: torch.Tensor, token_ids: 
 async def test_logprobs_equal_transformers(
     client: AsyncClient, tiny: PreTrainedModel, num_top: int, temperature: float
 ) -> None:
-    """Log-probabilities are those of the model's own distribution, whatever changes the logits."""
+    """Log-probabilities are those of the model's own distribution, even if the logits are changed."""
     changed = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {77: 5.0}, "min_tokens": 10}
     for changes in ({}, changed):
         completion = await client.complete(

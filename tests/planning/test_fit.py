@@ -114,7 +114,7 @@ def trace(step_id: int, planned_ns: int, received_ns: int) -> StepTrace:
 
 
 def test_a_saved_trace_is_read(tmp_path: Path) -> None:
-    """A trace in the format of bench, with a prompt of 20 tokens beside four decodes."""
+    """A trace in the format of bench, with a step of a 20-token prompt and four decodes."""
     path = tmp_path / "steps.json"
     save_chrome_trace(path, [trace(9, 1_000_000, 3_000_000), trace(10, 2_000_000, 5_500_000)])
     first, second = read_steps(path)

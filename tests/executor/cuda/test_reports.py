@@ -50,7 +50,7 @@ def assert_same_run(one: PlanDriver, other: PlanDriver) -> None:
 
 @pytest.mark.parametrize("kinds", [CHANGES, REPORTS], ids=["changes", "reports"])
 def test_changes_and_reports_equal_the_reference_beside_plain_sequences(kinds, pair, checkpoint) -> None:
-    """Runs one sequence of each kind in turn beside plain sequences, with its prompt in chunks."""
+    """Runs one sequence of each kind in turn together with plain sequences, with its prompt in chunks."""
     both, source = pair("llama-biases"), checkpoint("llama-biases")
     drivers = [PlanDriver(FinishingRunner(both.cuda)), PlanDriver(both.reference)]
     for driver in drivers:
@@ -71,7 +71,7 @@ def test_changes_and_reports_equal_the_reference_beside_plain_sequences(kinds, p
 
 
 def test_beams_equal_the_reference(pair, checkpoint) -> None:
-    """Covers permuted beams, slots that are taken and left, and a sequence that samples beside them."""
+    """Covers permuted beams, slots that are taken and freed, and a sequence that samples in the same steps."""
     both, source = pair("llama"), checkpoint("llama")
     drivers = [PlanDriver(FinishingRunner(both.cuda)), PlanDriver(both.reference)]
     for driver in drivers:

@@ -19,7 +19,7 @@ from tests.support.cuda.random_streams import RandomStream
 from tests.support.cuda.runner_pair import DEVICE, FinishingRunner
 from tests.support.executor.plan_driver import PlanDriver, generate, ints, tuples
 
-# In the interpreter, a step takes a quarter of a second. With these seeds, every event happens early.
+# In the interpreter, a step takes a quarter of a second, so these seeds make every event happen early.
 NUM_STEPS = 60 if DEVICE.type == "cuda" else 25
 SEEN = Counter()
 ALL_KINDS = (
@@ -142,7 +142,7 @@ def test_the_number_of_graphs_is_bounded(pair, checkpoint) -> None:
 
 
 def test_all_graphs_can_be_captured_ahead_of_time(pair, checkpoint) -> None:
-    """Captures in the middle of a generation, whose rows are not disturbed."""
+    """Captures in the middle of a generation, and checks that its rows do not change."""
     both, prompt = pair("llama"), checkpoint("llama").prompt(5)
     outputs, captures = [], both.cuda.captures()
     for runner in (FinishingRunner(both.cuda), both.reference):
@@ -271,7 +271,7 @@ def test_a_rejected_plan_changes_nothing(pair, checkpoint) -> None:
 
 
 class _KeepingRunner(FinishingRunner):
-    """A runner that keeps its slots when a driver takes over."""
+    """A runner that keeps its slots when a new driver begins."""
 
     def reset(self) -> None:
         return

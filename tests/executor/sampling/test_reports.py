@@ -51,7 +51,7 @@ def expected_of(source, tokens: list[int], positions: range, num_others: int) ->
     ],
 )
 def test_logprobs_of_sampled_tokens_equal_transformers(params, source, runner) -> None:
-    """Reports the model's own logits whatever changes or bans them, beside a sequence without reports."""
+    """Reports use the model's own logits, even if logits are changed or banned; another sequence has no reports."""
     driver = PlanDriver(runner)
     driver.admit(source.prompt(3), 30, temperature=1.0)
     sequence = driver.admit(source.prompt(7), 9, num_logprobs=5, **params)
@@ -81,7 +81,7 @@ def test_reports_are_in_the_order_of_slots(source, runner) -> None:
 
 
 def test_an_overrun_slot_keeps_its_entries(source, runner) -> None:
-    """The plan did not know of the end, so the result still has the slot's entries, alone and beside others."""
+    """The plan did not know of the end, so the result still has the slot's entries, with or without others."""
     driver = PlanDriver(runner)
     ended = driver.admit(source.prompt(4), 9, num_logprobs=2, stop_token_ids=ints(*range(300)))
     driver.step()
@@ -98,7 +98,7 @@ def test_an_overrun_slot_keeps_its_entries(source, runner) -> None:
 
 @pytest.mark.parametrize("max_chunk", [100, 5, 1])
 def test_logprobs_of_prompts_equal_transformers(max_chunk, source, runner) -> None:
-    """Covers one chunk and many, beside others. The row of the last prompt token is about output."""
+    """Covers one chunk and many, together with other sequences. The last prompt token predicts output, not prompt."""
     prompt = source.prompt(13)
     driver = PlanDriver(runner)
     driver.admit(source.prompt(3), 40)
@@ -160,7 +160,7 @@ def test_logprobs_of_several_prompts_equal_transformers(source, runner) -> None:
     ],
 )
 def test_candidates_of_beams_lead_to_the_expected_search(params, source, runner) -> None:
-    """The test chooses the branches of three beams from their candidates, beside a sequence that samples."""
+    """The test chooses the branches of three beams from their candidates, together with a sequence that samples."""
     width, prompt = 3, source.prompt(6)
     driver = PlanDriver(runner)
     plain = driver.admit(source.prompt(5), 12)

@@ -80,7 +80,7 @@ def test_each_change_alone_equals_the_oracle(name, source, runner) -> None:
 
 
 def test_all_changes_in_one_batch_equal_the_oracle(source, runner) -> None:
-    """Runs them beside greedy, sampled and too short sequences, admitted one after the other."""
+    """Runs them together with greedy, sampled and too short sequences, admitted one after the other."""
     driver = PlanDriver(runner)
     prompt = source.prompt(9)
     plain = source.greedy(prompt, NUM_TOKENS)
@@ -170,7 +170,7 @@ KINDS: list[dict[str, object]] = [
 
 
 def test_tokens_do_not_depend_on_the_batch(source, runner) -> None:
-    """Compares sequences run alone with the same ones beside 64 others of all kinds, which start and end meanwhile."""
+    """Compares sequences run alone with the same ones among 64 others, which start and end at other times."""
     watched = [{}, {"temperature": 1.0, "top_p": 0.9}, {**CHANGES["all"], "temperature": 1.0}, CHANGES["repetition"]]
     prompt, alone = source.prompt(7), []
     for params in watched:
