@@ -17,7 +17,7 @@ _PROCESSES = {_SCHEDULER: "scheduler", _EXECUTOR: "executor"}
 
 
 class StepRecorder:
-    """Records the steps that were planned in its async context; `steps` has the last thousands of them."""
+    """Records the steps that were planned in its async context; `steps` has the last few thousand of them."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

@@ -43,7 +43,7 @@ MakeRunner = Callable[["Tensor", PlanLimits, kernels.Progress], "ModelRunner | C
 class LoadedModel:
     """A runner with the facts about it: memory in bytes by kind, start-up time in seconds by phase.
 
-    idle_work  work for when there is no step to run, some milliseconds per item
+    idle_work  work to do while there is no step to run; an item takes some milliseconds
     """
 
     runner: "ModelRunner | CudaRunner"
@@ -102,7 +102,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
 
 
 def _idle_work(runner: "ModelRunner | CudaRunner", pool: torch.Tensor) -> "Iterator[None] | None":
-    """Returns work that the first steps would otherwise have to do themselves."""
+    """Returns work to do while idle, which the first steps would otherwise have to do."""
     if pool.device.type == "cpu":
         return populate(pool)
     from executor.cuda.runner import CudaRunner  # loads Triton, which a CPU host does without

@@ -1,6 +1,6 @@
 """Runs the scheduler core without an executor: every step is answered at once, and every token is the same.
 
-The core alone decides about memory and slots, so these runs are exact and repeat bit for bit. Time is counted in steps.
+Only the core decides about memory and slots, so these runs are exact and repeat bit for bit. Time is counted in steps.
 """
 
 from collections import deque

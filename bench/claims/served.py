@@ -1,4 +1,4 @@
-"""Runs on real services, which are started with the flags that a claim wants."""
+"""Runs on real services, which are started with the flags of a claim."""
 
 import asyncio
 import statistics
@@ -62,7 +62,7 @@ class Served:
     """One run on real services.
 
     summary  a RunSummary as JSON values
-    steps    the last thousands of steps
+    steps    the last few thousand steps
     outputs  a digest of each request's output, by prompt
     """
 

@@ -55,7 +55,7 @@ def pytest_arguments(device: str, outcomes: Path) -> list[str]:
 
 
 def counts(outcomes: Path) -> dict[str, Any]:
-    """Counts the outcomes in a file of `bench.gpu.outcomes`, in all and by dtype, and lists the failures."""
+    """Counts the outcomes in a file of `bench.gpu.outcomes`, in total and by dtype, and lists the failures."""
     found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "passed_by_dtype": {}, "failures": []}
     for line in outcomes.read_text(encoding="utf-8").splitlines():
         outcome, name = line.split(" ", 1)

@@ -1,4 +1,4 @@
-"""A case of the kernel benchmark: an operation, a shape, and the least that one call has to move or to compute.
+"""A case of the kernel benchmark: an operation, a shape, and the minimum that one call must move or compute.
 
 A case allocates when it is prepared, so that only one case holds memory at a time. Numbers are random, blocks lie at
 random places of the pool, and each call of a round has buffers of its own (see `bench.stopwatch`).

@@ -36,7 +36,7 @@ class KernelRow:
 
     mode           "graph" or "launched" on a GPU; "wall" on the CPU, or "cpu time" with one thread
     num_threads    threads on the CPU; None on a GPU
-    gb_per_s       rate of the bytes that have to be moved; None where arithmetic is the bound
+    gb_per_s       rate of the bytes that a call must move; None where arithmetic is the bound
     tflops         None where memory is the bound
     ceiling_share  share of the ceiling that `ceiling` names (copy, read or gemm), measured in this run
     spread_ratio   (90th - 10th percentile) / median

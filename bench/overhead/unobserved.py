@@ -62,7 +62,7 @@ def blind_scheduler() -> None:
         (scheduler_main, "PlanLog", BlindPlanLog),
     ):
         if not hasattr(module, name):
-            raise RuntimeError(f"{module.__name__} has no {name} any more: nothing would be compared")
+            raise RuntimeError(f"{module.__name__} no longer has {name}: both sides would be the same")
         setattr(module, name, blind)
 
 

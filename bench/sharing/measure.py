@@ -182,7 +182,7 @@ class _Runner:
         return list(completion.token_ids)
 
     async def _watch(self, least: int) -> None:
-        """Keeps the block maps of decodes. In a group two of them are enough: some requests end before others begin."""
+        """Keeps block maps of decodes. In a group, two decoding requests suffice: some end before others begin."""
         while True:
             block_map = await self._client.block_map()
             if is_decode(block_map, least):

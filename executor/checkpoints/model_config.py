@@ -1,6 +1,6 @@
 """Reads config.json of a checkpoint into the numbers that the decoder needs.
 
-A field that asks for mathematics the decoder does not implement is an error; it is never ignored.
+A field that requires an operation the decoder does not implement is an error; it is never ignored.
 """
 
 import json
@@ -58,7 +58,7 @@ _ARCHITECTURE_OF_MODEL_TYPE = {
 # Window in tokens if config.json lacks the field. A field that is null means no window.
 _ABSENT_WINDOW = 4096
 
-# Values under which a field changes nothing. The decoder does not implement any other value.
+# Values under which a field changes nothing. The decoder does not support any other value.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None,),

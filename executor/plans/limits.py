@@ -1,4 +1,4 @@
-"""The limits that every plan has to keep."""
+"""The limits that every plan must obey."""
 
 from dataclasses import dataclass
 

@@ -100,7 +100,7 @@ async def test_quire_sender_counts_tokens_not_messages() -> None:
     client = FakeClient(
         Started("r", 2, 1),
         Delta(0, "", (1,)),
-        Delta(0, "", ()),  # held-back text carries no token
+        Delta(0, "", ()),  # a delta without tokens, as when text is held back
         Delta(0, "ab", (2, 3)),
         Finished(0, FinishReason.LENGTH, Usage(2, 3, 1, 0)),
     )

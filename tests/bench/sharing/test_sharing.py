@@ -114,7 +114,7 @@ async def test_sharing_is_counted_in_tables_of_decoding_sequences() -> None:
     assert [(r.sampling.n, r.sampling.beam_width) for r in asked[:4]] == [(2, 0), (2, 0), (4, 4), (4, 4)]
     assert all(not r.sampling.HasField("temperature") for r in asked[2:4])
     groups = asked[4:]
-    assert [r.stopping.max_tokens == 1 for r in groups].count(True) >= 2  # the system prompt by itself
+    assert [r.stopping.max_tokens == 1 for r in groups].count(True) >= 2  # only the system prompt
     assert servicer.num_resets == 6
 
 

@@ -184,7 +184,7 @@ GOOD_PLANS = {
         admissions=(admission(),), row_counts=tuples(2, (2, 5)), forks=(Fork(2, 3, 0),)
     ),
     "a beam": with_params(num_candidates=100),
-    "all that can be asked for": with_params(
+    "every kind of report and change": with_params(
         allowed_token_ids=ints(99, 0, 0),
         bias_token_ids=ints(7, 8),
         bias_values=floats(-1e30, 1e30),
