@@ -38,7 +38,7 @@ COMMANDS: dict[str, Command] = {
     "sampling-cost": Command("bench.overhead.sampling_cost", "Cost of sampling in a batch of 64 sequences."),
     "observability-cost": Command("bench.overhead.observability_cost", "Cost of metrics, logs and the live page."),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
-    "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the GPU at hand, in one report."),
+    "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),
     "gpu-correctness": Command("bench.gpu.correctness", "Phase of gpu-check: the tests of what runs on a device."),
     "gpu-serving": Command("bench.gpu.end_to_end", "Phase of gpu-check: both services on random weights."),
     "gpu-transformers": Command("bench.gpu.transformers", "Phase of gpu-check: transformers on the same load."),

@@ -13,7 +13,7 @@ from quire.events import Delta, Finished
 
 
 class LoadError(BenchError):
-    """A request of the trace did not get the requested answer, so the measurement is void."""
+    """A request of the trace did not get the requested answer, so the measurement is invalid."""
 
 
 @dataclass(frozen=True, slots=True)

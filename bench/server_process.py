@@ -55,9 +55,9 @@ async def child_process(
 ) -> AsyncIterator[Child]:
     """Runs `python -m ARGUMENTS`. The block begins when it prints a line that starts with `ready`.
 
-    log  takes the lines of its standard error; the last lines are part of the error if it fails
+    log  called with each line of its standard error; if it fails, the last lines are part of the error
 
-    At the end of the block it gets SIGTERM, and SIGKILL if it runs for another minute. Raises ServerFailed if it ends
+    At the end of the block it gets SIGTERM, and SIGKILL after another minute. Raises ServerFailed if it ends
     before it is ready.
     """
     pipe = asyncio.subprocess.PIPE
@@ -89,7 +89,7 @@ async def child_process(
 async def quire_server(flags: Sequence[str], log: LogSink = lambda line: None) -> AsyncIterator[Child]:
     """Runs `quire serve` with `flags` on free ports; `addresses` has grpc, http, executor and metrics.
 
-    Raises ServerFailed where a service ended during the block: `quire serve` restarts it, but the measurement is void.
+    Raises ServerFailed if a service ended during the block: `quire serve` restarts it, but the measurement is invalid.
     """
     async with child_process("quire", "serve", *ON_FREE_PORTS, *flags, log=log) as server:
         services = _children(server.pid)

@@ -85,7 +85,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
     limits = resolve_limits(config, model_config, max_model_len, num_blocks, device.type == "cpu")
     say(
         f"KV pool: {num_blocks} blocks of {config.block_size} tokens, {pool.nbytes / 2**20:,.0f} MiB;"
-        f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens a step"
+        f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens per step"
     )
     with _timed(startup_s, "kernels"):
         runner = make_runner(pool, limits, _kernel_progress(say))

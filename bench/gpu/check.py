@@ -1,4 +1,4 @@
-"""Checks correctness and speed on the GPU at hand: tests, kernels, both services end to end, and transformers.
+"""Checks correctness and speed on the local GPU: tests, kernels, both services end to end, and transformers.
 
     make gpu-check                               # or: python -m bench gpu-check
     make gpu-check PYTHON=python3 NO_INSTALL=1   # uses installed packages only; needs the stubs (make protos)

@@ -159,7 +159,7 @@ def main(arguments: Sequence[str]) -> None:
     wanted = [("every feature", 0), ("temperature", all_of_them), ("temperature, top-p", all_of_them)]
     wanted += [("every feature", number) for number in sorted({1, few})]
     costs = measure(resolved_model(given.model), wanted, given.num_sequences, given.num_steps)
-    print(f"{'':>18} {'sequences':>9} {'ms a step':>10} {'of it sampling':>15}")
+    print(f"{'':>18} {'sequences':>9} {'ms/step':>10} {'in sampling':>15}")
     for cost in costs:
         kind = cost.kind if cost.num_sequences else "greedy"
         print(f"{kind:>18} {cost.num_sequences:>9} {cost.step_ms:>10.2f} {cost.sample_ms:>15.2f}")

@@ -8,7 +8,7 @@
 
 Clients and executor share a core, which may be busier than the scheduler's. So there are two figures: tokens per
 second of wall time, and per second of the scheduler's own CPU time (user and system, all threads). The second one is
-what one core could stream if nothing else were slow. Both are over the time in which every client is at work: from the
+what one core could stream if nothing else were slow. Both cover the time in which every client is active: from the
 first message of the last client to start until the first client has finished its requests. A client sends its requests
 one after the other.
 """
@@ -40,7 +40,7 @@ _MIN_TOKENS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The figures of the time in which all clients were at work. Gaps are between two Deltas of a stream.
+    """The figures for the time in which all clients were active. Gaps are between two Deltas of a stream.
 
     num_checked_tokens   tokens of the whole run
     mean_num_streams     mean number of open streams; the other clients' requests were on their way

@@ -1,4 +1,4 @@
-"""Streaming clients in a closed loop, and the period in which all of them are at work.
+"""Streaming clients in a closed loop, and the period in which all of them are active.
 
 Clients keep the bytes that they receive and decode them after the clock has stopped. Then every stream is checked: its
 tokens are counted, and its text is compared with the tokenizer's text for them.
@@ -33,7 +33,7 @@ class Load:
     """The load of one run.
 
     num_tokens    tokens of output of each request
-    num_requests  requests that each client sends, one after the other, once all clients are at work; until then it
+    num_requests  requests that each client sends, one after the other, once all clients are active; until then it
                   sends requests that do not count
     """
 
@@ -59,7 +59,7 @@ class Delta:
 
 
 class Period:
-    """The time in which all clients are at work, and the scheduler's CPU time in it."""
+    """The time in which all clients are active, and the scheduler's CPU time in it."""
 
     def __init__(self, scheduler: psutil.Process, num_clients: int) -> None:
         self._scheduler = scheduler
@@ -81,7 +81,7 @@ class Period:
 
     @property
     def has_begun(self) -> bool:
-        """True once all clients are at work."""
+        """True once all clients are active."""
         return self._num_to_begin == 0
 
     def includes(self, time_s: float) -> bool:

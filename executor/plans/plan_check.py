@@ -160,7 +160,7 @@ def _set_row_counts(row_counts: Ints, after: SlotCounters, limits: PlanLimits) -
     _check_slots("row_counts", slots, after, limits)
     _check_distinct("row_counts: slot", slots)
     if (counts < 0).any():
-        raise PlanRejected(f"row_counts: slot {slots[np.argmax(counts < 0)]}: {counts.min()} tokens a step")
+        raise PlanRejected(f"row_counts: slot {slots[np.argmax(counts < 0)]}: {counts.min()} tokens per step")
     after.row_count[slots] = counts
 
 
@@ -170,7 +170,7 @@ def _check_rows(after: SlotCounters, limits: PlanLimits) -> None:
         raise PlanRejected(f"{num_batched} tokens in one step, more than {limits.max_num_batched_tokens}")
     planned = after.num_planned_tokens
     if (beyond := after.has_ended & (after.row_count > 1)).any():
-        raise PlanRejected(f"slot {np.argmax(beyond)}: has ended, but computes more than one token a step")
+        raise PlanRejected(f"slot {np.argmax(beyond)}: has ended, but computes more than one token per step")
     is_computing = (after.row_count > 0) & ~after.has_ended
     if (beyond := is_computing & (planned > after.num_tokens)).any():
         slot = np.argmax(beyond)

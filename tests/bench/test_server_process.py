@@ -86,6 +86,6 @@ async def kill_a_service(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_restarted_service_voids_the_measurement() -> None:
+async def test_restarted_service_invalidates_the_measurement() -> None:
     with pytest.raises(ServerFailed, match="restarted"):
         await kill_a_service(SMALL)

@@ -118,7 +118,7 @@ async def test_sharing_is_counted_in_tables_of_decoding_sequences() -> None:
     assert servicer.num_resets == 6
 
 
-async def test_short_completion_voids_the_measurement() -> None:
+async def test_short_completion_invalidates_the_measurement() -> None:
     servicer = SharingServer(num_missing=1)
     async with serving(servicer) as address:
         with pytest.raises(BenchError, match="full length"):

@@ -87,7 +87,7 @@ BAD_PLANS = {
         "row_counts: slot 0 is empty",
     ),
     "rows: twice": (plan(row_counts=tuples(2, (0, 1), (0, 1))), "named twice"),
-    "rows: negative": (plan(row_counts=tuples(2, (0, -1))), "slot 0: -1 tokens a step"),
+    "rows: negative": (plan(row_counts=tuples(2, (0, -1))), "slot 0: -1 tokens per step"),
     "rows: unknown tokens": (plan(row_counts=tuples(2, (0, 2))), "2 tokens to compute after 6, but only 7"),
     "rows: ended": (plan(row_counts=tuples(2, (1, 2))), "slot 1: has ended"),
     "rows: huge": (plan(row_counts=tuples(2, (0, 2**31 - 1))), "tokens in one step, more than 12"),
