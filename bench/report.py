@@ -24,7 +24,7 @@ class Percentiles:
 
 
 def percentiles_ms(values_s: Iterable[float]) -> Percentiles | None:
-    """Returns None where there are no values."""
+    """Returns percentiles in milliseconds, or None if there are no values."""
     values = np.fromiter(values_s, dtype=np.float64)
     if values.size == 0:
         return None

@@ -99,7 +99,7 @@ class Claim:
     source  publication of the claim
     figure  the claim in numbers
 
-    `measure` raises NotAvailable where something is missing. The report shows any other error as a failure.
+    `measure` raises NotAvailable if something that it needs is missing. The report shows any other error as a failure.
     """
 
     name: str

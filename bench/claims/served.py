@@ -38,7 +38,7 @@ async def at_services(
 ) -> T:
     """Starts both services with `flags`, which override the setting's, and measures at their address.
 
-    Raises ServerFailed where a service fails.
+    Raises ServerFailed if a service fails.
     """
     values = {**setting.flags, **flags, "model": setting.model}
     async with quire_server(as_flags(values)) as server:

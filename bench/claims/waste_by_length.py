@@ -48,7 +48,7 @@ async def measure(setting: Setting, watch: Watch) -> Data:
 
 
 def spread_lengths(centre: int, number: int) -> list[int]:
-    """Returns lengths from a quarter below to a quarter above `centre`, or by half a block where that is more."""
+    """Returns lengths from a quarter below to a quarter above `centre`, or by half a block if that is more."""
     reach = max(centre // 4, BLOCK_SIZE // 2)
     return [centre - reach + round(2 * reach * place / (number - 1)) for place in range(number)]
 

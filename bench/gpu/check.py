@@ -125,7 +125,7 @@ def _transformers(shape: str, device: str, limit_s: float, *flags: str) -> Phase
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("gpu-check", __doc__)
-    parser.add_argument("--small", action="store_true", help="run small phases on the CPU even where there is a GPU")
+    parser.add_argument("--small", action="store_true", help="run small phases on the CPU even if there is a GPU")
     parser.add_argument("--only", default="", help="prefixes of the names of phases, separated by commas")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all phases together")
     parser.add_argument("--output", type=Path, help="file of results (default: bench/results/DEVICE-DATE.json)")

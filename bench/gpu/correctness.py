@@ -31,7 +31,7 @@ _MAX_FAILURES = 25
 
 
 def pytest_arguments(device: str, outcomes: Path) -> list[str]:
-    """Selects all tests on a GPU; elsewhere those that take seconds in Triton's interpreter."""
+    """Selects all tests on a GPU; without one, those that take seconds in Triton's interpreter."""
     own = [
         "-o",
         "addopts=",

@@ -69,7 +69,7 @@ def service_flags(shape: str, directory: Path, device: str, scale: Scale) -> lis
 async def measure(flags: Sequence[str], scale: Scale, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Starts the services with `flags`, measures, ends them. `keep` takes the results after each part.
 
-    Raises ServerFailed where a service fails, LoadError and QuireError where a request does.
+    Raises ServerFailed if a service fails, LoadError and QuireError if a request fails.
     """
     report: dict[str, Any] = {}
     started_s = time.monotonic()
@@ -141,7 +141,7 @@ def decode_steps(steps: Sequence[StepTrace], num_sequences: int) -> list[StepTra
 
 
 def describe_steps(steps: Sequence[StepTrace]) -> dict[str, Any]:
-    """Returns the median times between commits and of executor work, and the idle ratio; None where unknown."""
+    """Returns the median times between commits and of executor work, and the idle ratio; None if unknown."""
     periods_ms = [(later.committed_ns - earlier.committed_ns) / 1e6 for earlier, later in pairwise(steps)]
     return {
         "num_steps": len(steps),

@@ -1,6 +1,6 @@
 """A measurement in phases: processes one after the other, each with a time limit.
 
-A phase is a command that writes its results as JSON. The results count even where the phase fails or is cut off.
+A phase is a command that writes its results as JSON. The results count even if the phase fails or is cut off.
 """
 
 import json
@@ -47,7 +47,7 @@ class Phase:
 class PhaseResult:
     """The outcome of a phase.
 
-    results     what the phase wrote, perhaps only in part
+    results     the results that the phase wrote, possibly incomplete
     last_lines  last lines of its output, if it did not pass
     """
 

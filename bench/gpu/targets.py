@@ -31,7 +31,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The figure that was reached; None where the phase has no such number because it failed or was cut off."""
+    """The figure that was reached; None if the phase failed or was cut off before it had the number."""
 
     target: Target
     reached: float | None

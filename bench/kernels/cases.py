@@ -60,7 +60,7 @@ class Case:
     """One operation on one shape.
 
     num_bytes  least number of bytes that one call reads and writes
-    num_flops  FLOPs of one call where arithmetic bounds it; else 0
+    num_flops  FLOPs of one call if arithmetic bounds it; else 0
     ceiling    the ceiling that its rate is compared with
     in_graph   measured in a CUDA graph on a GPU, as decodes are served
     """

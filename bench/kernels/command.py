@@ -1,6 +1,6 @@
 """Time and rate of every operation of `kernels`, and its share of the machine's ceiling.
 
-    python -m bench kernels                          # on the GPU where there is one, else on the CPU
+    python -m bench kernels                          # on the GPU if there is one, else on the CPU
     python -m bench kernels --device cpu --quick
     python -m bench kernels --json bench/results/kernels.json
 
@@ -36,8 +36,8 @@ class KernelRow:
 
     mode           "graph" or "launched" on a GPU; "wall" on the CPU, or "cpu time" with one thread
     num_threads    threads on the CPU; None on a GPU
-    gb_per_s       rate of the bytes that a call must move; None where arithmetic is the bound
-    tflops         None where memory is the bound
+    gb_per_s       rate of the bytes that a call must move; None if arithmetic is the bound
+    tflops         None if memory is the bound
     ceiling_share  share of the ceiling that `ceiling` names (copy, read or gemm), measured in this run
     spread_ratio   (90th - 10th percentile) / median
     error          the reason why there are no numbers

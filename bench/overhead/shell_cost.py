@@ -44,7 +44,7 @@ class Cost:
 
     num_checked_tokens   tokens of the whole run
     mean_num_streams     mean number of open streams; the other clients' requests were on their way
-    executor_idle_ratio  idle ratio in the whole run; None where steps take no time
+    executor_idle_ratio  idle ratio in the whole run; None if steps take no time
     """
 
     num_clients: int
@@ -136,7 +136,7 @@ def _cost(load: Load, period: Period, streams: Sequence[Sequence[Delta]], execut
 async def harness(
     step_ms: float = 0.0, model: str | None = None, services: Services = _SERVICES
 ) -> AsyncIterator[Harness]:
-    """Starts an executor and a scheduler, each on its core where there are two. Raises ServerFailed."""
+    """Starts an executor and a scheduler, each on its own core if there are two. Raises ServerFailed."""
     directory = model or embedded_model()
     tokenizer = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
     cores = services.cores or sorted(os.sched_getaffinity(0))

@@ -17,7 +17,7 @@ from quire.block_map import ServerInfo
 def render_table(runs: Sequence[Run]) -> Table:
     """Returns a table with a row for each number of clients and engine, with medians over the rounds.
 
-    `ratio` is Quire's tokens/s over the row's, with the range of the rounds where there are several. Without ranges the
+    `ratio` is Quire's tokens/s over the row's, with the range over the rounds if there are several. Without ranges the
     table fits 80 columns: the 90th percentiles are in the JSON only.
     """
     multiples = ratios_by_round(runs)

@@ -105,7 +105,9 @@ async def test_logprobs_equal_transformers(
         check_logprobs(list(completion.sequences[0].logprobs), rows[len(PROMPT) - 1 : -1], output, num_top)
 
 
-async def test_logprobs_with_prefix_hits_chunks_and_preemption(small_pool: Stack, tiny: PreTrainedModel) -> None:
+async def test_logprobs_equal_transformers_with_prefix_hits_chunks_and_preemption(
+    small_pool: Stack, tiny: PreTrainedModel
+) -> None:
     small_pool.show_log()
     prompt = PROMPT * 4
     options: dict[str, Any] = {"prompt_logprobs": 2, "logprobs": 2, "max_tokens": 30, "ignore_eos": True}

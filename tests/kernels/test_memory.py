@@ -9,7 +9,7 @@ import torch
 from kernels.memory import populate, zeros
 
 
-def test_zeros_of_any_shape() -> None:
+def test_zeros_can_have_any_shape() -> None:
     for shape in [(0,), (3, 0, 2), (5,), (300, 7, 1000)]:
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             tensor = zeros(shape, dtype)

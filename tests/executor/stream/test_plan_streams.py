@@ -112,7 +112,7 @@ async def test_a_newer_epoch_takes_over(stub, fake_runner) -> None:
     new.cancel()
 
 
-async def test_takeover_while_a_step_runs(stub, fake_runner) -> None:
+async def test_a_takeover_ends_the_old_stream_while_a_step_runs(stub, fake_runner) -> None:
     """The old stream ends at once, and its queued plans are not run."""
     old, new = stub.Run(), stub.Run()
     await old.write(plan(1, 1))
