@@ -61,7 +61,7 @@ class PoolSampler:
 
 
 def pool_stats(samples: list[PoolSummary]) -> PoolStats:
-    """Sums up samples, in the order of time. Counters are the last sample's minus the first sample's."""
+    """Summarizes samples in order of time. Counters are the last sample's minus the first sample's."""
     allocated = sum(sample.num_allocated_token_slots for sample in samples)
     wasted = sum(sample.num_wasted_token_slots for sample in samples)
     ratios = [s.num_wasted_token_slots / s.num_allocated_token_slots for s in samples if s.num_allocated_token_slots]

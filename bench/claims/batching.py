@@ -54,7 +54,7 @@ async def _measure_mode(
 
 
 def _curves(runs: list[tuple[str, int, Served]]) -> list[Data]:
-    """Sequences of a step against time, for one run of each mode with the largest number of clients."""
+    """Returns sequences per step over time, for one run of each mode with the largest number of clients."""
     most = max(number for _, number, _ in runs)
     return [
         {"batching": name, "num_clients": most}

@@ -84,7 +84,7 @@ class Served:
         return statistics.fmean(step.busy_ns for step in self.steps) / 1e6 if self.steps else 0.0
 
     def curve(self) -> Data:
-        """Sequences of a step against seconds since the first step was planned; a long run is sampled."""
+        """Returns sequences per step over seconds since the first step was planned; a long run is sampled."""
         chosen = self.steps[:: 1 + len(self.steps) // _MAX_CURVE_POINTS]
         return {
             "seconds": [round((step.planned_ns - chosen[0].planned_ns) / 1e9, 4) for step in chosen],

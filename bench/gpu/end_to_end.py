@@ -52,7 +52,7 @@ IN_SMALL = Scale(16, 8, 2, 4, 24, 12, 4, 8, 256)
 
 
 def service_flags(shape: str, directory: Path, device: str, scale: Scale) -> list[str]:
-    """Flags of `quire serve` for a model with random weights, which is written to `directory`."""
+    """Returns flags of `quire serve` for a model with random weights, which is written to `directory`."""
     values: dict[str, Any] = {
         "model": str(write_model(shape, directory)),
         "model_name": shape,
@@ -152,7 +152,7 @@ def describe_steps(steps: Sequence[StepTrace]) -> dict[str, Any]:
 
 
 def _prompts(info: ServerInfo, count: int, num_tokens: int, max_tokens: int, seed: int) -> list[TraceRequest]:
-    """Prompts that share no prefix: token ids of a trace, cut or repeated to one length."""
+    """Returns prompts without shared prefixes: token ids of a trace, cut or repeated to one length."""
     drawn = make_trace(TraceSettings(count, info.vocab_size, info.max_model_len, seed))
     return [
         TraceRequest((request.prompt_token_ids * num_tokens)[:num_tokens], max_tokens)  # each prompt has an id

@@ -101,7 +101,7 @@ class Watch:
 
 
 def service_flags(step_timeout_s: float) -> list[str]:
-    """Flags of `quire serve` with the embedded model on free ports."""
+    """Returns flags of `quire serve` with the embedded model on free ports."""
     return [*ON_FREE_PORTS, "--model", embedded_model(), "--step-timeout-s", str(step_timeout_s)]
 
 

@@ -28,7 +28,7 @@ class StaticBatches:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Batches of a transformers model that is on its device already."""
+        """Makes batches for a transformers model that is already on its device."""
         batches = cls.__new__(cls)
         batches._use(model)
         return batches

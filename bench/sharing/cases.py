@@ -30,7 +30,7 @@ class Case:
 
 
 def all_cases(numbers: tuple[int, ...]) -> list[Case]:
-    """Samples and beams for both kinds of lengths, and the system prompt, for each number of sharers."""
+    """Returns samples and beams for both kinds of lengths, and the system prompt, for each number of sharers."""
     cases = [
         Case(mode, lengths, number)
         for mode in (Mode.SAMPLES, Mode.BEAMS)

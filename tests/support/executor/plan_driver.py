@@ -167,7 +167,7 @@ class PlanDriver:
         return updates
 
     def run(self) -> None:
-        """Steps until all sequences have ended. Each is retired with the plan after its end."""
+        """Runs steps until all sequences have ended. Each is retired with the plan after its end."""
         while self.sequences:
             self.step()
             for sequence in [sequence for sequence in self.sequences if sequence.reason]:
