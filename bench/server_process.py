@@ -108,7 +108,7 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def _children(pid: int) -> set[int]:
-    import psutil  # comes with the executor, which a server that is started here needs as well
+    import psutil  # installed with the executor, which every server started here needs
 
     try:
         return {child.pid for child in psutil.Process(pid).children()}

@@ -89,9 +89,8 @@ class Batch:
         self._runner = runner
         self._step_id = 0
         self.kind, self.num_sampled = kind, num_sampled
-        max_total_tokens = (
-            NUM_PROMPT_TOKENS + num_steps + 2
-        )  # the prompt yields one token, and no sequence reaches the last
+        # The prompt yields one token, and no sequence reaches its maximum length.
+        max_total_tokens = NUM_PROMPT_TOKENS + num_steps + 2
         num_blocks = -(-max_total_tokens // BLOCK_SIZE)
         rng = np.random.default_rng(num_sampled)
         limits, admissions = runner.limits, []

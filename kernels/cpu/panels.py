@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # A tile has to leave registers for a vector of weights and one of inputs. 6 × 4 sums of 16 numbers suit the 32
-# registers of AVX-512, 6 × 2 sums of 8 numbers the 16 of AVX2; narrower machines have 32 registers of 4 numbers.
+# registers of AVX-512, 6 × 2 sums of 8 suit the 16 of AVX2; narrower machines have 32 registers of 4 numbers.
 _FEATURES = binding.get_host_cpu_features()
 _LANES, _VECTORS = (16, 4) if _FEATURES.get("avx512f") else (8, 2) if _FEATURES.get("avx2") else (4, 4)
 

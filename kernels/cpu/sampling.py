@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # rows: int64, the rows of logits to sample; temperatures to uniforms: one per row of logits; token_ids: one per entry
-# of `rows`. seats: counts the threads that have entered; each has seat_bytes of scratch memory, which begin with its
-# logits as float32 and hold at the following offsets what is computed from them.
+# of `rows`. seats: counts the threads that have entered. Each thread has seat_bytes of scratch memory: first the logits
+# of its row as float32, then, at the offsets weights to counts, the values computed from them.
 SAMPLE_JOB = job_dtype(
     """logits row_bytes vocab_size rows num_rows temperatures top_ks top_ps min_ps uniforms token_ids
     seats scratch seat_bytes weights places heap masses counts"""

@@ -31,7 +31,7 @@ def test_populating_takes_pages_and_changes_no_values() -> None:
     assert sum(1 for _ in populate(tensor)) == 12
     before = _faults()
     assert tensor[1, 5 << 20] == 7
-    tensor += 1  # every page exists already: there are hardly any faults, while small pages alone would cause 6,144
+    tensor += 1  # pages exist already, so there are hardly any faults; small pages alone would cause 6,144
     assert _faults() - before < 2_000
     assert tensor[0, 0] == 1
     assert tensor[1, 5 << 20] == 8
