@@ -26,7 +26,7 @@ bench: $(INSTALLED)  ## closed-loop load at 1, 4, 16 and 64 clients, beside tran
 claims: $(INSTALLED)  ## measure what is claimed of paging and continuous batching; report in bench/results/claims
 	$(BIN)/quire bench claims $(ARGS)
 
-gpu-check: $(if $(NO_INSTALL),,$(INSTALLED))  ## tests, kernels and serving on the GPU at hand, in one report (NO_INSTALL=1: with PYTHON as it is)
+gpu-check: $(if $(NO_INSTALL),,$(INSTALLED))  ## tests, kernels and serving on the GPU of this machine, in one report (NO_INSTALL=1: with PYTHON as it is)
 	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) -m bench gpu-check $(ARGS)
 
 wheel-check: $(INSTALLED)  ## build the wheel, install it into a fresh environment, run the demo and one request

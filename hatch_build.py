@@ -10,7 +10,7 @@ The tree keeps its packages at the top. An installation must not, because other 
     models/tiny/config.json       quire/models/tiny/config.json
 
 `scheduler.core` of the tree is `quire.scheduler.core` of an installation, and `quire_imports` rewrites the imports to
-match. An editable installation runs the tree as it is.
+match. An editable installation runs the unchanged tree.
 """
 
 import ast
@@ -29,10 +29,10 @@ except ImportError:  # the tests import this module outside a build
 
 
 class QuireHook(BuildHookInterface):
-    """Configured in pyproject.toml.
+    """The build hook, configured in pyproject.toml.
 
     packages     the packages of the tree, `quire` among them
-    checkpoint   the folder of the embedded model, and `checkpoint-files`, what serving needs of it
+    checkpoint   the folder of the embedded model; `checkpoint-files` are the files that serving needs
     exclude      paths that are not installed
     """
 
@@ -71,7 +71,7 @@ def stage(root: Path, target: Path, packages: Collection[str], exclude: Collecti
             text = quire_imports(path.read_text(encoding="utf-8"), modules, str(path))
             # `quire.executor` is the namespace of executor.proto as well: both have an empty __init__.py.
             if destination.exists() and destination.read_text(encoding="utf-8") != text:
-                raise FileExistsError(f"{path} has the place of another file in the wheel")
+                raise FileExistsError(f"{path} would overwrite another file in the wheel")
             destination.parent.mkdir(parents=True, exist_ok=True)
             destination.write_text(text, encoding="utf-8")
 
@@ -79,7 +79,7 @@ def stage(root: Path, target: Path, packages: Collection[str], exclude: Collecti
 def quire_imports(source: str, modules: Collection[str], path: str = "<source>") -> str:
     """Returns a module's source with `quire.` before the dotted names of `modules`, except those within quire.
 
-    It changes import statements, strings that are nothing but the dotted name of a module, and the string after "-m".
+    It changes import statements, strings that consist of the dotted name of a module, and the string after "-m".
     The fixed names of loggers stay. Raises ValueError for `import a.b` without `as`, which would bind another name.
     """
     lines = [line.encode() for line in source.splitlines(keepends=True)]  # columns of the ast count bytes

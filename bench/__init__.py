@@ -1,1 +1,1 @@
-"""Measurements of Quire and of the servers beside it. `python -m bench` lists them."""
+"""Measurements of Quire and of the servers it is compared with. `python -m bench` lists them."""

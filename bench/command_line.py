@@ -6,7 +6,7 @@ from typing import Any
 
 
 class BenchError(Exception):
-    """A measurement that cannot be made, or that failed. `exit_code` is the status that the command exits with."""
+    """A measurement cannot be made, or it failed. `exit_code` is the exit status of the command."""
 
     exit_code = 1
 
@@ -37,7 +37,7 @@ SERVICE_FLAGS = "All other flags are those of `quire serve`, for the services th
 
 
 def parse_concurrencies(text: str) -> tuple[int, ...]:
-    """`1,4,16` → (1, 4, 16). Raises BenchError."""
+    """Parses `1,4,16` into (1, 4, 16). Raises BenchError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise BenchError(f"concurrency: expected numbers above 0, with commas between them, not {text!r}")
@@ -45,7 +45,7 @@ def parse_concurrencies(text: str) -> tuple[int, ...]:
 
 
 def at_least(minimum: float, number: Callable[[str], Any] = int) -> Callable[[str], Any]:
-    """A type for argparse: a number that is not below `minimum`."""
+    """Returns a type for argparse: a number that is not below `minimum`."""
 
     def parse(text: str) -> Any:
         value = number(text)

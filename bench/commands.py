@@ -20,13 +20,15 @@ class Command:
 
 
 COMMANDS: dict[str, Command] = {
-    "serve": Command("bench.serving.serve", "Closed-loop load on a server, beside other engines on the same trace."),
+    "serve": Command(
+        "bench.serving.serve", "Closed-loop load on a server, compared with other engines on the same trace."
+    ),
     "paired": Command(
         "bench.serving.serve",
         "The same as `serve --spawn` in three rounds of turns; ratios are medians of the rounds.",
         ("--spawn", "--rounds", "3", "--concurrency", "1,4,8,16,32,64", "--name", "paired"),
     ),
-    "prediction": Command("bench.serving.prediction", "Throughput as simulated beside throughput as measured."),
+    "prediction": Command("bench.serving.prediction", "Simulated throughput compared with measured throughput."),
     "serving-ceiling": Command("bench.serving.ceiling", "The throughput that a machine cannot exceed, computed."),
     "sharing": Command("bench.sharing.command", "Blocks saved by sharing: samples, beams and a system prompt."),
     "claims": Command("bench.claims.command", "Claims about paged KV memory and continuous batching, with verdicts."),
@@ -36,7 +38,7 @@ COMMANDS: dict[str, Command] = {
     "sampling-cost": Command("bench.overhead.sampling_cost", "Cost of sampling in a batch of 64 sequences."),
     "observability-cost": Command("bench.overhead.observability_cost", "Cost of metrics, logs and the live page."),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
-    "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the GPU at hand, in one report."),
+    "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),
     "gpu-correctness": Command("bench.gpu.correctness", "Phase of gpu-check: the tests of what runs on a device."),
     "gpu-serving": Command("bench.gpu.end_to_end", "Phase of gpu-check: both services on random weights."),
     "gpu-transformers": Command("bench.gpu.transformers", "Phase of gpu-check: transformers on the same load."),
@@ -46,7 +48,7 @@ COMMANDS: dict[str, Command] = {
 def run(name: str, arguments: Sequence[str]) -> int:
     """Runs the measurement `name` and returns its exit status.
 
-    Raises BenchError, QuireError, ModelNotFound or OSError where the measurement fails, SystemExit for wrong flags.
+    Raises BenchError, QuireError, ModelNotFound or OSError if the measurement fails, SystemExit for wrong flags.
     """
     command = COMMANDS[name]
     try:
@@ -58,6 +60,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def listing() -> str:
-    """One line for each measurement."""
+    """Returns one line for each measurement."""
     width = max(map(len, COMMANDS))
     return "\n".join(f"  {name:{width}}  {command.description}" for name, command in COMMANDS.items())

@@ -13,7 +13,7 @@ from quire.events import Delta, Finished
 
 
 class LoadError(BenchError):
-    """A request of the trace was not answered as asked, so the measurement is void."""
+    """A request of the trace did not get the requested answer, so the measurement is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class RequestRecord:
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: pauses between messages, however many tokens each message carries."""
+        """Inter-token latencies: the pauses between messages. A message may carry several tokens."""
         return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
 
     @property
@@ -114,7 +114,7 @@ def quire_sender(client: AsyncClient) -> Send:
 def checked_record(
     request: TraceRequest, sent_s: float, arrivals_s: Sequence[float], num_tokens: int, num_cached: int = 0
 ) -> RequestRecord:
-    """The record of a request. Raises LoadError where the answer is not complete."""
+    """Returns the record of a request. Raises LoadError if the answer is not complete."""
     if num_tokens != request.max_tokens or not arrivals_s:
         raise LoadError(f"asked for {request.max_tokens} tokens, got {num_tokens}")
     return RequestRecord(sent_s, tuple(arrivals_s), len(request.prompt_token_ids), num_tokens, num_cached)

@@ -1,4 +1,4 @@
-"""The machine of a measurement: its device, and the versions of what ran on it. Loads torch for GPUs only."""
+"""Describes the machine of a measurement: its device and software versions. Loads torch only to find GPUs."""
 
 import os
 import platform
@@ -19,7 +19,7 @@ _DEFAULT_CACHE_BYTES = 32 << 20
 
 
 def local_device() -> "torch.device | None":
-    """The GPU where torch is installed and sees one; None: the CPU."""
+    """Returns the GPU if torch is installed and finds one, else None, which stands for the CPU."""
     try:
         import torch
     except ImportError:
@@ -28,7 +28,7 @@ def local_device() -> "torch.device | None":
 
 
 def describe_machine(device: "torch.device | None") -> dict[str, Any]:
-    """Device, versions and date (UTC) as JSON values. None is the CPU."""
+    """Returns device, versions and date (UTC) as JSON values. None is the CPU."""
     described: dict[str, Any] = {
         "device": device_name(device),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -51,7 +51,7 @@ def describe_machine(device: "torch.device | None") -> dict[str, Any]:
 
 
 def device_name(device: "torch.device | None") -> str:
-    """The name that the device, or the CPU, gives itself."""
+    """Returns the name that the device, or the CPU, reports."""
     if device is not None and device.type == "cuda":
         import torch
 
@@ -64,12 +64,12 @@ def device_name(device: "torch.device | None") -> str:
 
 
 def slug(name: str) -> str:
-    """`NVIDIA H100 80GB HBM3` → `nvidia-h100-80gb-hbm3`."""
+    """Turns `NVIDIA H100 80GB HBM3` into `nvidia-h100-80gb-hbm3`."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
 
 
 def cache_bytes(device: "torch.device") -> int:
-    """Size of the last cache before the device's memory."""
+    """Returns the size of the last-level cache of the device."""
     if device.type == "cuda":
         import torch
 

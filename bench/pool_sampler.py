@@ -11,7 +11,7 @@ from quire.block_map import PoolSummary
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Statistics of the block pool in a run. Ratios are over the samples in which a token slot was allocated.
+    """Statistics of the block pool in a run. Ratios use only samples in which a token slot was allocated.
 
     mean_waste_ratio  (allocated - used) / allocated token slots, both summed over all samples
     """
@@ -61,7 +61,7 @@ class PoolSampler:
 
 
 def pool_stats(samples: list[PoolSummary]) -> PoolStats:
-    """Sums up samples, in the order of time. Counters are the last sample's minus the first sample's."""
+    """Summarizes samples in order of time. Counters are the last sample's minus the first sample's."""
     allocated = sum(sample.num_allocated_token_slots for sample in samples)
     wasted = sum(sample.num_wasted_token_slots for sample in samples)
     ratios = [s.num_wasted_token_slots / s.num_allocated_token_slots for s in samples if s.num_allocated_token_slots]

@@ -24,7 +24,7 @@ class Percentiles:
 
 
 def percentiles_ms(values_s: Iterable[float]) -> Percentiles | None:
-    """Returns None where there are no values."""
+    """Returns percentiles in milliseconds, or None if there are no values."""
     values = np.fromiter(values_s, dtype=np.float64)
     if values.size == 0:
         return None
@@ -61,7 +61,7 @@ class RunSummary:
 def summarize(
     engine: str, result: LoadResult, pool: PoolStats | None = None, steps: Sequence[StepTrace] = ()
 ) -> RunSummary:
-    """The figures of one run."""
+    """Returns the figures of one run."""
     records = result.records
     num_output_tokens = sum(record.num_output_tokens for record in records)
     return RunSummary(
@@ -84,6 +84,6 @@ def summarize(
 
 
 def save(path: Path, values: dict[str, Any]) -> None:
-    """Writes JSON and makes missing folders. Raises OSError."""
+    """Writes a JSON file, and creates missing folders. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

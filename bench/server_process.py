@@ -17,7 +17,7 @@ from quire.errors import QuireError
 
 LogSink = Callable[[str], None]
 
-# Executed as a script: the kernel kills the process when this one dies.
+# Runs the child through this script, so that the kernel kills the child when this process dies.
 _LIFELINE = Path(quire.__file__).with_name("cli") / "lifeline.py"
 ON_FREE_PORTS = tuple(
     word for flag in ("--listen", "--http-listen", "--executor", "--metrics-address") for word in (flag, "127.0.0.1:0")
@@ -38,14 +38,14 @@ class ServerFailed(BenchError):
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A process that is ready. `line` is the one in which it said so."""
+    """A process that is ready. `line` is its ready line."""
 
     pid: int
     line: str
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The `name=address` pairs of the line."""
+        """The `name=address` pairs of the ready line."""
         return dict(word.split("=", 1) for word in self.line.split() if "=" in word)
 
 
@@ -53,11 +53,11 @@ class Child:
 async def child_process(
     *arguments: str, ready: str = "ready ", log: LogSink = lambda line: None
 ) -> AsyncIterator[Child]:
-    """Runs `python -m ARGUMENTS`. The block begins with the line of its output that starts with `ready`.
+    """Runs `python -m ARGUMENTS`. The block begins when it prints a line that starts with `ready`.
 
-    log  takes the lines of its standard error; the last lines are part of the error if it fails
+    log  called with each line of its standard error; if it fails, the last lines are part of the error
 
-    At the end of the block it gets SIGTERM, and SIGKILL if it runs for another minute. Raises ServerFailed if it ends
+    At the end of the block it gets SIGTERM, and SIGKILL after another minute. Raises ServerFailed if it ends
     before it is ready.
     """
     pipe = asyncio.subprocess.PIPE
@@ -89,7 +89,7 @@ async def child_process(
 async def quire_server(flags: Sequence[str], log: LogSink = lambda line: None) -> AsyncIterator[Child]:
     """Runs `quire serve` with `flags` on free ports; `addresses` has grpc, http, executor and metrics.
 
-    Raises ServerFailed where a service ended during the block: `quire serve` restarts it, but the figures are void.
+    Raises ServerFailed if a service ended during the block: `quire serve` restarts it, but the measurement is invalid.
     """
     async with child_process("quire", "serve", *ON_FREE_PORTS, *flags, log=log) as server:
         services = _children(server.pid)
@@ -108,7 +108,7 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def _children(pid: int) -> set[int]:
-    import psutil  # comes with the executor, which a server that is started here needs as well
+    import psutil  # installed with the executor, which every server started here needs
 
     try:
         return {child.pid for child in psutil.Process(pid).children()}
@@ -117,7 +117,7 @@ def _children(pid: int) -> set[int]:
 
 
 async def _first_line(output: asyncio.StreamReader | None, start: str) -> str:
-    """The first line that starts so; "" if the output ends before."""
+    """Returns the first line that starts with this text; "" if the output ends before."""
     while output is not None and (line := (await output.readline()).decode(errors="replace")):
         if line.startswith(start):
             return line.strip()
@@ -132,7 +132,7 @@ async def _read_log(log: asyncio.StreamReader | None, last_lines: deque[str], si
 
 
 def _failure(arguments: Sequence[str], process: asyncio.subprocess.Process, last_lines: deque[str]) -> ServerFailed:
-    """The error for a process that ended. Signal n becomes the exit code 128 + n."""
+    """Returns the error for a process that ended. Signal n becomes the exit code 128 + n."""
     status = process.returncode or 1
     log = "".join(f"\n{line}" for line in last_lines)
     name = " ".join(arguments[:2])

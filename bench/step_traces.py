@@ -17,7 +17,7 @@ _PROCESSES = {_SCHEDULER: "scheduler", _EXECUTOR: "executor"}
 
 
 class StepRecorder:
-    """Records the steps that were planned in its async context; `steps` has the last thousands of them."""
+    """Records the steps that were planned in its async context; `steps` has the last few thousand of them."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -37,9 +37,9 @@ class StepRecorder:
 
 
 def idle_ratio(steps: Sequence[StepTrace]) -> float | None:
-    """Share of the time from the start of the first step to the end of the last one in which the device had no plan.
+    """Returns the share of time without a plan on the device, from the start of the first step to the end of the last.
 
-    The wait before the first step is left out, because no request had arrived. None: fewer than two steps.
+    The wait before the first step does not count, because no request had arrived. None: fewer than two steps.
     """
     if len(steps) < 2:
         return None
@@ -48,7 +48,7 @@ def idle_ratio(steps: Sequence[StepTrace]) -> float | None:
 
 
 def chrome_trace(steps: Sequence[StepTrace]) -> dict[str, object]:
-    """Complete events ("X") of the scheduler and of the executor.
+    """Returns complete events ("X") of the scheduler and of the executor.
 
     The executor sends durations, not times. Its spans are placed so that they end when the result arrived. A step that
     was prepared during another step has its preparation in a lane of its own.
@@ -90,7 +90,7 @@ def save_chrome_trace(path: Path, steps: Sequence[StepTrace]) -> None:
 
 
 def _span(name: str, pid: int, lane: int, start_ns: int, end_ns: int, details: dict[str, int]) -> dict[str, object]:
-    """A complete event. Chrome's times are in microseconds."""
+    """Returns a complete event. Chrome's times are in microseconds."""
     return {
         "name": name,
         "ph": "X",

@@ -22,7 +22,7 @@ _MIN_ROUNDS, _MAX_ROUNDS = 5, 200
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one call: the median, and the best, which is for ceilings.
+    """Seconds of one call: the median, and the best, which is used for ceilings.
 
     spread_ratio  (90th - 10th percentile) / median; smaller differences are noise
     """
@@ -34,7 +34,7 @@ class Timing:
 
 
 def time_rounds(run: Round, num_calls: int, device: torch.device, budget_s: float, *, in_graph: bool = False) -> Timing:
-    """The time of one of the `num_calls` calls of a round, including launches.
+    """Returns the time of one of the `num_calls` calls of a round, including launches.
 
     in_graph  the round is captured once and replayed, which excludes the cost of launches, as for a decode in serving;
               everything in it must be capturable

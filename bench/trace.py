@@ -64,7 +64,7 @@ class TraceSettings:
 
 
 def make_trace(settings: TraceSettings) -> list[TraceRequest]:
-    """Draws the trace of `settings`. Raises ValueError where the model is too small for any request."""
+    """Draws the trace of `settings`. Raises ValueError if the model is too small for any request."""
     lowest_id = min(_NUM_RESERVED_IDS, settings.vocab_size - 1)
     if settings.num_requests < 1 or lowest_id < 0:
         raise ValueError("a trace needs a request and a vocabulary")
@@ -85,7 +85,7 @@ def make_trace(settings: TraceSettings) -> list[TraceRequest]:
 
 
 def describe(settings: TraceSettings, trace: list[TraceRequest]) -> dict[str, object]:
-    """The settings and the means of the trace, for a report."""
+    """Returns the settings and the means of the trace, for a report."""
     return {
         **asdict(settings),
         "scale": round(settings.scale, 4),

@@ -1,4 +1,4 @@
-"""Counts what a reader has to hold for one decode step: `python -m checks.concepts [ROOT]`.
+"""Counts the classes and functions involved in one decode step: `python -m checks.concepts [ROOT]`.
 
 Runs one decode of a small batch through the scheduler core, and lists the classes of the core whose instances the
 executed functions handle, with the functions themselves. ROOT can be another checkout, for a comparison.

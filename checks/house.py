@@ -1,9 +1,9 @@
-"""Measures the shape of the tree and holds it to its limits: `python -m checks.house [ROOT]`.
+"""Measures the structure of the tree and checks it against limits: `python -m checks.house [ROOT]`.
 
 Prints one row for each figure: files, lines of code, rooms, import arrows, circles, and the files that one sampling
-parameter touches. ROOT can be another checkout, for a comparison. Exits with status 1 if a limit is exceeded.
+parameter affects. ROOT can be another checkout, for a comparison. Exits with status 1 if a limit is exceeded.
 
-A *room* is a folder of a package; the modules beside it form the room of the package itself. An *arrow* runs from a
+A *room* is a folder of a package; the other modules form the room of the package itself. An *arrow* runs from a
 room to another room that it imports. A *circle* is a group of files that import each other. Code is what is left
 without blank lines, comments and docstrings.
 """
@@ -24,12 +24,12 @@ PACKAGES = ("scheduler", "executor", "kernels", "planning", "quire", "bench", "d
 COMMAND_LINE = "quire.cli"
 GENERATED = re.compile(r"quire/(v1|executor)/|bench/results/")
 SAMPLING_PARAMETER = re.compile(r"\bmin_p\b")
-"""A sampling parameter whose name occurs nowhere else: every file with it has to be touched to add another one."""
+"""A sampling parameter with a unique name: the files that contain it are those that a new parameter would change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number, and the most that it may be (None: no limit)."""
+    """One measured number and its limit (None: no limit)."""
 
     name: str
     value: int

@@ -1,6 +1,6 @@
 """Checks the installation that users get: `python -m checks.wheel`.
 
-Builds the wheel, installs it into a fresh environment beside a distribution that owns the names `kernels` and
+Builds the wheel, installs it into a fresh environment together with a distribution that owns the names `kernels` and
 `scheduler`, and runs `quire demo` and one request there. Needs a package index, and about two minutes. Exits with
 status 1 and the reason if anything fails.
 """
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def check(folder: Path) -> None:
-    """Raises CheckFailed for the first thing that is wrong."""
+    """Raises CheckFailed at the first problem."""
     with timed("build the wheel and the source distribution"):
         wheel, sdist = build(folder)
     check_wheel(wheel)
@@ -85,7 +85,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def check_wheel(wheel: Path) -> None:
-    """The wheel is small, complete, and owns no top-level name but `quire`."""
+    """Checks that the wheel is small, complete, and owns no top-level name but `quire`."""
     size = wheel.stat().st_size
     print(f"wheel: {wheel.name} has {size / 1e6:.1f} MB")
     expect(size <= MAX_WHEEL_BYTES, f"the wheel has {size:,} bytes, more than {MAX_WHEEL_BYTES:,}")
@@ -97,7 +97,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def check_sdist(sdist: Path) -> None:
-    """The source distribution has all that building the wheel takes."""
+    """Checks that the source distribution has all files that building the wheel needs."""
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     needed = {"hatch_build.py", "protos/build.py", "protos/quire/v1/generation.proto", "models/tiny/model.safetensors"}
@@ -105,7 +105,7 @@ def check_sdist(sdist: Path) -> None:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """Installs the wheel beside another owner of its tree's names; returns the environment's interpreter."""
+    """Installs the wheel and another distribution with the tree's names; returns the environment's interpreter."""
     python = environment(folder / "installed")
     other = folder / "other"
     for name in OCCUPIED_NAMES:
@@ -122,7 +122,7 @@ def install(wheel: Path, folder: Path) -> Path:
 
 
 def check_other_owners(python: Path, folder: Path) -> None:
-    """The other distribution's packages are still its own."""
+    """Checks that the other distribution's packages were not replaced."""
     for name in OCCUPIED_NAMES:
         owner = run(folder, str(python), "-P", "-c", f"import {name}; print({name}.OWNER)")
         expect(owner.strip() == "another distribution", f"`import {name}` gives another module: {owner}")

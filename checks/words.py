@@ -26,7 +26,7 @@ EXCLUDED = (
     "checks/words.py",
     "tests/checks/test_words.py",
 )
-"""Generated files, the vocabulary of the nursery stories, and what names the words that are looked for."""
+"""Files that are not checked: generated ones, the vocabulary of the stories, and those that list forbidden words."""
 
 RIDDLES = re.compile(r"(Of|Who|Whoever|Whom|What|Whatever|So many|So much|Whether|How|Where|As|And|But|Is|Are)\b(?!-)")
 SENTENCE = re.compile(r"^[`\"'(\[]*[A-Z0-9`*_/.<|$-].*?[.:!?)`*…]$", re.DOTALL)

@@ -145,7 +145,7 @@ def _kill_and_start(compose: Compose, http: str) -> Callable[[], None]:
 
     def disturb() -> None:
         compose.run("kill", "executor")
-        _expect(not compose.container("executor").is_running, "the executor still runs")
+        _expect(not compose.container("executor").is_running, "the executor is still running")
         _expect_open_stream(http)
         compose.run("start", "executor")
 

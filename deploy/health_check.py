@@ -74,7 +74,7 @@ def main() -> int:
     if arguments.kill_after:
         is_well = serves or (arguments.alive is not None and is_alive(arguments.alive))
         if num_failures(is_well) >= arguments.kill_after:
-            print("the service has served before and does not answer any more: killed", file=sys.stderr)
+            print("the service has served before and no longer answers: killed", file=sys.stderr)
             kill_service()
     return 0 if serves else 1
 

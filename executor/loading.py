@@ -43,7 +43,7 @@ MakeRunner = Callable[["Tensor", PlanLimits, kernels.Progress], "ModelRunner | C
 class LoadedModel:
     """A runner with the facts about it: memory in bytes by kind, start-up time in seconds by phase.
 
-    idle_work  work for when there is no step to run, some milliseconds per item
+    idle_work  work to do while there is no step to run; an item takes some milliseconds
     """
 
     runner: "ModelRunner | CudaRunner"
@@ -84,7 +84,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
     limits = resolve_limits(config, model_config, max_model_len, num_blocks, device.type == "cpu")
     say(
         f"KV pool: {num_blocks} blocks of {config.block_size} tokens, {pool.nbytes / 2**20:,.0f} MiB;"
-        f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens a step"
+        f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens per step"
     )
     with _timed(startup_s, "kernels"):
         runner = make_runner(pool, limits, _kernel_progress(say))
@@ -100,7 +100,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
 
 
 def _idle_work(runner: "ModelRunner | CudaRunner", pool: torch.Tensor) -> "Iterator[None] | None":
-    """Returns work that the first steps would otherwise have to do themselves."""
+    """Returns work to do while idle, which the first steps would otherwise have to do."""
     if pool.device.type == "cpu":
         return populate(pool)
     from executor.cuda.runner import CudaRunner  # loads Triton, which a CPU host does without
@@ -123,7 +123,7 @@ def _make_runner(
 
 
 def _model(decoder: Decoder, backend: kernels.Kernels, pool: torch.Tensor, limits: PlanLimits) -> "Model":
-    """Returns a program of compiled kernels for the CPU, or with reference kernels a model that runs each operation."""
+    """Returns a program of compiled kernels for the CPU; with reference kernels, a model that runs each operation."""
     if backend is reference:
         return EagerModel(decoder, backend, pool)
     from executor.models.program import ProgramModel  # loads numba
@@ -179,7 +179,7 @@ def _dtype(config: ExecutorConfig, model_config: ModelConfig, checkpoint: Tensor
 
 
 def _layer_progress(say: Say) -> Callable[[int, int], None]:
-    """Prints progress once a second, so nothing for a model that loads faster."""
+    """Prints progress once a second, and nothing for a model that loads faster."""
     said_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:

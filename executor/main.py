@@ -53,7 +53,7 @@ def _leave() -> NoReturn:
 
 
 def _load_and_serve(config: ExecutorConfig) -> bool:
-    """Returns False if the device was lost or hangs. Checks addresses first, since loading a model may take minutes."""
+    """Loads and serves. Returns False if the device was lost or hangs. Checks addresses before the slow loading."""
     for address in (config.listen_address, config.metrics_address):
         if address:
             check_free(address)

@@ -92,7 +92,7 @@ class Server:
         while not self._ended.is_set():
             self._device.probe()
             is_serving = self._device.is_alive and self._device.silent_s() < timeout_s
-            # Counted, not measured by a clock, which goes on while the whole process or the machine is suspended.
+            # Counts checks. A clock would also advance while the process or the machine is suspended.
             stalled_s = 0.0 if is_serving else stalled_s + interval_s
             await self._set_health(is_serving)
             if stalled_s > timeout_s:

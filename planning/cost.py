@@ -1,4 +1,4 @@
-"""The cost model: the time of a step on the executor, which is all the simulator knows of the executor."""
+"""The cost model: the time of a step. It is all that the simulator knows about the executor."""
 
 from typing import Protocol
 

@@ -4,7 +4,7 @@
                       + prefill x num_prefills + prefill_token x num_prefill_tokens + prefill_pair x num_prefill_pairs
 
 Throughput depends on means, so slow steps are not discarded as outliers. Each of several runs has the same weight,
-whatever the number and the duration of its steps. No coefficient is negative: a term whose coefficient comes out
+regardless of the number and the duration of its steps. No coefficient is negative: a term whose coefficient comes out
 negative is dropped, and the others are fitted again.
 """
 

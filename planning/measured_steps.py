@@ -39,7 +39,7 @@ class MeasuredStep:
 def measured_load(
     num_sequences: int, num_tokens: int, num_decodes: int, num_decode_pairs: int, num_prefill_pairs: int
 ) -> StepLoad:
-    """Returns the load with these numbers of a trace.
+    """Returns the load that these numbers of a trace describe.
 
     A trace does not say which chunks of prefills sampled a token, so all are assumed to.
     """

@@ -63,7 +63,7 @@ def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=deployment.max_model_len,
             max_in_flight=settings.max_in_flight,
-            max_waiting_requests=1 << 40,  # no limit, so that the result shows how long the queue becomes
+            max_waiting_requests=1 << 40,  # no limit, so that the result shows how long the queue gets
             max_waiting_prompt_tokens=1 << 60,
         )
     except ValueError as error:

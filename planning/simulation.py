@@ -67,7 +67,7 @@ class Horizon:
 
 @dataclass(slots=True)
 class _Flight:
-    """A plan that is in flight."""
+    """A plan in flight."""
 
     step_id: int
     planned_s: float
@@ -146,7 +146,7 @@ class Simulation:
         return False
 
     def _wake(self, next_s: float) -> bool:
-        """Tells the core the time if that is the next event, as when the timeout of a dynamic batch ends.
+        """Advances the clock of the core if a timeout, such as that of a dynamic batch, is the next event.
 
         Returns False if another event comes first.
         """

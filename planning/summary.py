@@ -1,4 +1,4 @@
-"""Summarizes a simulation: the numbers a load generator reports of a real server, and some only a simulator knows."""
+"""Summarizes a simulation: the figures that a load generator reports, and some that only a simulator knows."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Job:
 class Source:
     """Draws the jobs of one tenant when they are due.
 
-    A seed determines the stream of jobs, whatever the server does.
+    A seed determines the stream of jobs, independent of the server.
     """
 
     def __init__(self, index: int, tenant: Tenant, max_model_len: int, seed: int) -> None:

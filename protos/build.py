@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def generate(root: Path = ROOT) -> None:
-    """Writes `*_pb2.py`, `*_pb2_grpc.py` and their type stubs beside `quire/`; raises RuntimeError on failure."""
+    """Writes `*_pb2.py`, `*_pb2_grpc.py` and their type stubs into `quire/`; raises RuntimeError on failure."""
     sources = sorted((root / "protos" / "quire").rglob("*.proto"))
     arguments = [
         "protoc",
@@ -26,7 +26,7 @@ def generate(root: Path = ROOT) -> None:
         f"--mypy_grpc_out=quiet:{root}",
         *map(str, sources),
     ]
-    # protoc looks for its mypy plug-ins on PATH. In a virtual environment they are beside the interpreter.
+    # protoc looks for its mypy plug-ins on PATH. In a virtual environment they are in the folder of the interpreter.
     if protoc.main([*arguments, *_plugins()]) != 0:
         raise RuntimeError("protoc failed; see its message above")
     for package in ("quire/v1", "quire/executor", "quire/executor/v1"):

@@ -16,7 +16,7 @@ _FROM_CLIENTS = 16
 
 
 async def measure(setting: Setting, watch: Watch) -> Data:
-    """Measures each mode on its own services. Rounds alternate, so that a slow minute affects all modes."""
+    """Measures each mode on its own services. The modes alternate, so that a slow minute affects all of them."""
     concurrencies = (1, 4) if setting.is_quick else (1, 4, 8, 16, 32, 64)
     num_rounds = 1 if setting.is_quick else 2
     watch.expect(num_rounds * len(BATCHING_NAMES) * len(concurrencies))
@@ -54,7 +54,7 @@ async def _measure_mode(
 
 
 def _curves(runs: list[tuple[str, int, Served]]) -> list[Data]:
-    """Sequences of a step against time, for one run of each mode with the largest number of clients."""
+    """Returns sequences per step over time, for one run of each mode with the largest number of clients."""
     most = max(number for _, number, _ in runs)
     return [
         {"batching": name, "num_clients": most}
@@ -64,7 +64,7 @@ def _curves(runs: list[tuple[str, int, Served]]) -> list[Data]:
 
 
 def medians(data: Data) -> dict[str, dict[int, Data]]:
-    """Mode → number of clients → medians of its runs."""
+    """Returns the medians of the runs, by mode and number of clients."""
     found: dict[str, dict[int, Data]] = {}
     for row in data["rows"]:
         found.setdefault(row["batching"], {}).setdefault(row["concurrency"], row)

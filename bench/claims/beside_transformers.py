@@ -1,4 +1,4 @@
-"""Claim: many times the throughput of transformers alone. Quire beside its `generate` and its continuous batching."""
+"""Claim: Quire has many times the throughput of transformers: of its `generate`, and of its continuous batching."""
 
 import asyncio
 from dataclasses import asdict
@@ -60,7 +60,7 @@ def _measure_transformers(model: str, dtype: str, traces: dict[int, list[TraceRe
     for name, engine in engines.items():
         for number, trace in traces.items():
             watch.step(f"transformers {name}, {number} clients")
-            # The warm-up is as wide as the run, so that setting up for that width is not measured.
+            # The warm-up has as many clients as the run, so that set-up for that batch size is not measured.
             engine.run(shortened(trace[:number], _WARM_UP_TOKENS), number)
             rows.append(_row(name, asdict(summarize(name, engine.run(trace, number)))))
     return rows

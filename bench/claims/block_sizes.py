@@ -144,7 +144,7 @@ def _draw(figure: Figure, data: Data) -> None:
     sizes = [row["block_size"] for row in rows]
     panels = (
         ("waste_ratio", 100.0, "waste, %", RED),
-        ("kernel_us", 1.0, "decode attention, µs a layer", GREEN),
+        ("kernel_us", 1.0, "decode attention, µs per layer", GREEN),
         ("output_tokens_per_s", 1.0, "output tokens/s", BLUE),
     )
     for axes, (name, scale, label, colour) in zip(figure.subplots(1, 3), panels, strict=True):

@@ -20,7 +20,7 @@ class NotAvailable(Exception):
 
 
 class Word(StrEnum):
-    """The verdict about a claim in a word."""
+    """The verdict on a claim in one word."""
 
     REPRODUCED = "reproduced"
     PARTLY = "partly reproduced"
@@ -34,7 +34,7 @@ class Verdict:
     """A verdict.
 
     ours    our figures in one line
-    reason  the reason for the word in sentences, with measured figures
+    reason  full sentences that justify the word, with measured figures
     """
 
     word: Word
@@ -99,7 +99,7 @@ class Claim:
     source  publication of the claim
     figure  the claim in numbers
 
-    `measure` raises NotAvailable where something is missing. The report shows any other error as a failure.
+    `measure` raises NotAvailable if something that it needs is missing. The report shows any other error as a failure.
     """
 
     name: str
@@ -114,7 +114,7 @@ class Claim:
 
 
 def judged(holds: Sequence[bool]) -> Word:
-    """The word for a claim of which all, some or no parts hold."""
+    """Returns the word for a claim, given which of its parts hold."""
     if all(holds):
         return Word.REPRODUCED
     return Word.PARTLY if any(holds) else Word.NOT_REPRODUCED

@@ -1,6 +1,6 @@
 """Runs the scheduler core without an executor: every step is answered at once, and every token is the same.
 
-The core alone decides about memory and slots, so these runs are exact and repeat bit for bit. Steps stand for time.
+Only the core decides about memory and slots, so these runs are exact and repeat bit for bit. Time is counted in steps.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from scheduler.core import BATCHING, KV_ALLOCATIONS, Request, Scheduler, Schedul
 
 _TOKEN = 5
 _VOCABULARY = 1_000_003
-_STEP_S = 0.01  # duration of a step on the core's clock, which dynamic batching waits by
+_STEP_S = 0.01  # duration of a step on the core's clock, by which dynamic batching measures its timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def run_core(
     num_clients: int | None = None,
     arrival_steps: Sequence[int] = (),
 ) -> int:
-    """Runs requests of (prompt, output) tokens until all have ended. Returns the number of steps, planned or not.
+    """Runs requests of (prompt, output) tokens until all have ended. Returns the number of steps, empty ones included.
 
     num_clients    number of requests at once, in a closed loop; None: all requests, as they arrive
     arrival_steps  step before which each request arrives; empty: all arrive before the first step
@@ -59,7 +59,7 @@ def run_core(
             observe(step, core)
             core.commit(StepResult(plan.epoch, plan.step_id, [_TOKEN] * num_sampling(core)))
         elif not coming and core.next_wake_s is None:
-            raise RuntimeError("the core plans nothing, waits for nothing, and requests are left")
+            raise RuntimeError("the core plans nothing and waits for nothing, although requests are left")
         step += 1
     return step
 
@@ -85,7 +85,7 @@ def _core(setting: CoreSetting) -> Scheduler:
 
 
 def num_sampling(core: Scheduler) -> int:
-    """Number of sequences that sample in the plan in flight: those without known tokens left to compute."""
+    """Returns how many sequences sample in the plan in flight: those that compute their last known token."""
     return sum(sequence.num_planned_tokens == sequence.num_tokens for sequence in core.state.batch.running)
 
 

@@ -1,7 +1,7 @@
 """The style of plots, and their files.
 
 Text and lines are drawn in one ink: the text colour of an HTML page, and a dark colour on white in files. Other colours
-have a medium brightness, so that they stand out from both.
+have a medium brightness, so that they are visible on light and dark backgrounds.
 """
 
 import io
@@ -69,7 +69,7 @@ def save(plot: Plot, directory: Path) -> list[Path]:
 
 
 def inline_svg(plot: Plot) -> str:
-    """An `<svg>` element for an HTML page: without background, in the page's ink, with unique names."""
+    """Returns an `<svg>` element for an HTML page: without background, in the page's ink, with unique names."""
     buffer = io.StringIO()
     with rc_context(_STYLE):
         _drawn(plot).savefig(buffer, format="svg", transparent=True, metadata={"Date": None})

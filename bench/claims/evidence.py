@@ -10,7 +10,7 @@ from bench.claims.words import INTRODUCTION, QUICK_WARNING, conditions_of, descr
 
 
 def render_evidence(results: Results, claims: Sequence[Claim], plots: Path, page: Path) -> str:
-    """Markdown for a file in the directory `page`, with the plots in the directory `plots`."""
+    """Returns Markdown for a file in the directory `page`, with the plots in the directory `plots`."""
     parts = [
         "# Evidence: the claims, measured",
         "This page is written by `quire bench claims`. Do not edit it.",

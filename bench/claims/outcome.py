@@ -13,7 +13,7 @@ FILE_NAME = "results.json"
 
 
 class ResultsError(Exception):
-    """A file that is not a results.json of this command."""
+    """The file is not a results.json of this command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Results:
     outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def verdict(self, claim: Claim) -> Verdict:
-        """The verdict of any claim, also of one that failed or was not measured."""
+        """Returns the verdict on a claim, even if it failed or was not measured."""
         outcome = self.outcomes.get(claim.name)
         if outcome is None:
             return Verdict(Word.NOT_MEASURED, "–", "The run ended before this claim, or left it out.")

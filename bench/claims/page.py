@@ -132,7 +132,7 @@ def _table(table: Table) -> str:
 
 
 def _prose(text: str) -> str:
-    """HTML of a text: backticks become code, and a sign is not separated from its number."""
+    """Returns a text as HTML: backticks become code, and no line breaks between a sign and its number."""
     return _SIGNS.sub("&nbsp;\\1", _CODE.sub(r"<code>\1</code>", escape(text)))
 
 

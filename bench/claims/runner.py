@@ -80,7 +80,7 @@ async def _outcome(claim: Claim, setting: Setting, bars: ProgressBars, started_s
     """Measures one claim. An error becomes its outcome, so that the other claims are measured."""
     data = failure = missing = None
     try:
-        found = json.loads(json.dumps(await claim.measure(setting, bars)))  # as a reader of the file gets it
+        found = json.loads(json.dumps(await claim.measure(setting, bars)))  # as loading the file returns it
         _present(claim, found)
         data = found
     except NotAvailable as error:

@@ -1,4 +1,4 @@
-"""Runs on real services, which are started with the flags that a claim wants."""
+"""Runs on real services, which are started with the flags of a claim."""
 
 import asyncio
 import statistics
@@ -28,7 +28,7 @@ _NUM_WARM_UP_REQUESTS = 4
 
 
 def device_of(flags: Mapping[str, Any]) -> torch.device:
-    """The device that the executor chooses with these flags."""
+    """Returns the device that the executor chooses with these flags."""
     chosen = flags.get("device", "auto")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if chosen == "auto" else chosen)
 
@@ -38,7 +38,7 @@ async def at_services(
 ) -> T:
     """Starts both services with `flags`, which override the setting's, and measures at their address.
 
-    Raises ServerFailed where a service fails.
+    Raises ServerFailed if a service fails.
     """
     values = {**setting.flags, **flags, "model": setting.model}
     async with quire_server(as_flags(values)) as server:
@@ -48,7 +48,7 @@ async def at_services(
 async def with_services(
     setting: Setting, flags: Mapping[str, Any], measure: Callable[[AsyncClient], Coroutine[Any, Any, T]]
 ) -> T:
-    """Does the same through one client."""
+    """Does the same as `at_services`, but measures through one client."""
 
     async def connected(address: str) -> T:
         async with AsyncClient(address) as client:
@@ -62,7 +62,7 @@ class Served:
     """One run on real services.
 
     summary  a RunSummary as JSON values
-    steps    the last thousands of steps
+    steps    the last few thousand steps
     outputs  a digest of each request's output, by prompt
     """
 
@@ -84,7 +84,7 @@ class Served:
         return statistics.fmean(step.busy_ns for step in self.steps) / 1e6 if self.steps else 0.0
 
     def curve(self) -> Data:
-        """Sequences of a step against seconds since the first step was planned; a long run is sampled."""
+        """Returns sequences per step over seconds since the first step was planned; a long run is sampled."""
         chosen = self.steps[:: 1 + len(self.steps) // _MAX_CURVE_POINTS]
         return {
             "seconds": [round((step.planned_ns - chosen[0].planned_ns) / 1e9, 4) for step in chosen],
@@ -92,7 +92,7 @@ class Served:
         }
 
     def row(self) -> Data:
-        """The figures that claims keep."""
+        """Returns the figures that claims keep."""
         kept = ("concurrency", "num_requests", "wall_s", "requests_per_s", "output_tokens_per_s")
         return {name: self.summary[name] for name in kept} | {
             "ttft_p50_ms": (self.summary["ttft_ms"] or {}).get("p50"),
@@ -125,7 +125,7 @@ async def warm_up(client: AsyncClient, trace: Sequence[TraceRequest]) -> None:
 def trace_for(
     setting: Setting, info: ServerInfo, num_requests: int, num_clients: int, lengths: str = "mixed"
 ) -> list[TraceRequest]:
-    """A trace that is the same for every server of one model, and different for each number of clients."""
+    """Returns a trace that depends only on the model and the number of clients."""
     return make_trace(
         TraceSettings(
             num_requests=num_requests,
@@ -138,7 +138,7 @@ def trace_for(
 
 
 def num_equal(one: Mapping[tuple[int, ...], str], other: Mapping[tuple[int, ...], str]) -> int:
-    """Number of requests that both runs answered with the same tokens."""
+    """Returns the number of requests that both runs answered with the same tokens."""
     return sum(other.get(prompt) == digest for prompt, digest in one.items())
 
 

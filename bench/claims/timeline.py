@@ -1,4 +1,4 @@
-"""Claim: continuous batching refills a slot as soon as it is free. One workload in each batching mode."""
+"""Claim: continuous batching refills a slot as soon as it is free. Runs one workload in each batching mode."""
 
 import random
 import statistics

@@ -1,4 +1,7 @@
-"""Claim: paged waste is bounded by a block, so it shrinks as sequences grow. Measured beside a computed line."""
+"""Claim: paged waste is bounded by a block, so its share shrinks as sequences grow.
+
+Compares measurements with a computed line.
+"""
 
 import statistics
 
@@ -16,7 +19,7 @@ _CLAIMED_WASTE = 0.04
 
 
 def expected_waste(num_tokens: float, block_size: int) -> float:
-    """Expected waste of a sequence of about `num_tokens` tokens, if all remainders in the last block are as likely."""
+    """Returns the expected waste near `num_tokens` tokens, if all remainders in the last block are equally likely."""
     tail = (block_size - 1) / 2
     return tail / (num_tokens + tail)
 
@@ -45,13 +48,13 @@ async def measure(setting: Setting, watch: Watch) -> Data:
 
 
 def spread_lengths(centre: int, number: int) -> list[int]:
-    """Lengths from a quarter below to a quarter above `centre`, or by half a block where that is more."""
+    """Returns lengths from a quarter below to a quarter above `centre`, or by half a block if that is more."""
     reach = max(centre // 4, BLOCK_SIZE // 2)
     return [centre - reach + round(2 * reach * place / (number - 1)) for place in range(number)]
 
 
 def _at_end(num_tokens: int) -> tuple[float, int]:
-    """Unused over held token slots, and unused token slots, when `num_tokens` tokens of a sequence are in the pool."""
+    """Returns unused over held token slots, and unused ones, when a sequence has `num_tokens` tokens in the pool."""
     seen: list[tuple[int, int]] = []
 
     def observe(step: int, core: Scheduler) -> None:

@@ -15,7 +15,7 @@ QUICK_WARNING = (
 
 
 def described_machine(results: Results) -> str:
-    """One line about the machine, the time and the versions."""
+    """Returns one line about the machine, the time and the versions."""
     machine = results.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
     minutes = sum(outcome.seconds for outcome in results.outcomes.values()) / 60
@@ -26,7 +26,7 @@ def described_machine(results: Results) -> str:
 
 
 def conditions_of(results: Results, claim: Claim) -> str:
-    """The conditions of a measurement, or a sentence that there are none."""
+    """Returns the conditions of a measurement; for a claim without results, a sentence that says so."""
     outcome = results.outcomes.get(claim.name)
     if outcome is None or outcome.data is None:
         return "none: nothing was measured."

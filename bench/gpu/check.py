@@ -1,4 +1,4 @@
-"""Checks correctness and speed on the GPU at hand: tests, kernels, both services end to end, and transformers.
+"""Checks correctness and speed on the local GPU: tests, kernels, both services end to end, and transformers.
 
     make gpu-check                               # or: python -m bench gpu-check
     make gpu-check PYTHON=python3 NO_INSTALL=1   # uses installed packages only; needs the stubs (make protos)
@@ -10,7 +10,7 @@ bench/results/DEVICE-DATE.json. A phase that fails or is cut off keeps its parti
 Without a GPU it runs the same phases on a small scale: models of two layers on the CPU, and those tests of the GPU's
 kernels that take seconds in Triton's interpreter. That checks the harness and measures nothing.
 
-Exits with status 1 if the tests did not pass, whatever happened in other phases.
+Exits with status 1 if the tests did not pass; the outcome of other phases does not matter.
 """
 
 import signal
@@ -38,7 +38,10 @@ _INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
 def gpu_phases() -> list[Phase]:
-    """The phases by importance. Their limits add up to more than the budget; the last phases get the rest of it."""
+    """Returns the phases in order of importance.
+
+    Their limits add up to more than the budget, so the last phases get what is left of it.
+    """
     return [
         _correctness("cuda", 170.0),
         _end_to_end("llama-3.1-8b", "cuda", 110.0),
@@ -50,7 +53,7 @@ def gpu_phases() -> list[Phase]:
 
 
 def small_phases() -> list[Phase]:
-    """The same phases on the CPU, on a small scale."""
+    """Returns the same phases on the CPU, on a small scale."""
     return [
         _correctness("cpu", 120.0, environment=_INTERPRETED),
         _end_to_end("llama-tiny", "cpu", 60.0, "--small"),
@@ -95,7 +98,7 @@ def show(report: dict[str, Any], console: Console, *, has_targets: bool) -> None
 
 
 def _results(report: dict[str, Any]) -> dict[str, Any]:
-    """The results of the phases by name."""
+    """Returns the results of the phases by name."""
     return {name: phase["results"] for name, phase in report["phases"].items() if phase["results"]}
 
 
@@ -122,7 +125,7 @@ def _transformers(shape: str, device: str, limit_s: float, *flags: str) -> Phase
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser("gpu-check", __doc__)
-    parser.add_argument("--small", action="store_true", help="run small phases on the CPU even where there is a GPU")
+    parser.add_argument("--small", action="store_true", help="run small phases on the CPU even if there is a GPU")
     parser.add_argument("--only", default="", help="prefixes of the names of phases, separated by commas")
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for all phases together")
     parser.add_argument("--output", type=Path, help="file of results (default: bench/results/DEVICE-DATE.json)")

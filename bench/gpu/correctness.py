@@ -31,7 +31,7 @@ _MAX_FAILURES = 25
 
 
 def pytest_arguments(device: str, outcomes: Path) -> list[str]:
-    """Selects all tests on a GPU; elsewhere those that take seconds in Triton's interpreter."""
+    """Selects all tests on a GPU; without one, those that take seconds in Triton's interpreter."""
     own = [
         "-o",
         "addopts=",
@@ -49,13 +49,13 @@ def pytest_arguments(device: str, outcomes: Path) -> list[str]:
         return [*own, f"{_KERNELS}/test_elementwise.py", f"{_KERNELS}/test_work.py"]
     if importlib.util.find_spec("xdist") is not None:
         own += ["-n", str(min(_MAX_WORKERS, len(os.sched_getaffinity(0))))]
-    # These are for machines without a device.
+    # These tests are for machines without a GPU.
     skipped = [f"--ignore-glob=*/test_{name}.py" for name in ("interpreted", "compiles")]
     return [*own, *skipped, _KERNELS, *([_EXECUTOR] if (_ROOT / _EXECUTOR).is_dir() else [])]
 
 
 def counts(outcomes: Path) -> dict[str, Any]:
-    """Counts the outcomes in a file of `bench.gpu.outcomes`, in all and by dtype, and lists the failures."""
+    """Counts the outcomes in a file of `bench.gpu.outcomes`, in total and by dtype, and lists the failures."""
     found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "passed_by_dtype": {}, "failures": []}
     for line in outcomes.read_text(encoding="utf-8").splitlines():
         outcome, name = line.split(" ", 1)
@@ -75,7 +75,7 @@ def is_correct(device: str, found: dict[str, Any], return_code: int) -> bool:
 
 
 def _run(command: list[str]) -> int:
-    """Runs the tests. SIGTERM ends them, and those that have run by then count."""
+    """Runs the tests. SIGTERM ends them; the tests that have run by then count."""
     process = subprocess.Popen(command, cwd=_ROOT)
     signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
     return process.wait()

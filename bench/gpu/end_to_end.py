@@ -52,7 +52,7 @@ IN_SMALL = Scale(16, 8, 2, 4, 24, 12, 4, 8, 256)
 
 
 def service_flags(shape: str, directory: Path, device: str, scale: Scale) -> list[str]:
-    """Flags of `quire serve` for a model with random weights, which is written to `directory`."""
+    """Returns flags of `quire serve` for a model with random weights, which is written to `directory`."""
     values: dict[str, Any] = {
         "model": str(write_model(shape, directory)),
         "model_name": shape,
@@ -69,7 +69,7 @@ def service_flags(shape: str, directory: Path, device: str, scale: Scale) -> lis
 async def measure(flags: Sequence[str], scale: Scale, keep: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Starts the services with `flags`, measures, ends them. `keep` takes the results after each part.
 
-    Raises ServerFailed where a service fails, LoadError and QuireError where a request does.
+    Raises ServerFailed if a service fails, LoadError and QuireError if a request fails.
     """
     report: dict[str, Any] = {}
     started_s = time.monotonic()
@@ -86,7 +86,7 @@ async def measure(flags: Sequence[str], scale: Scale, keep: Callable[[dict[str, 
 
 
 async def _single(client: AsyncClient, info: ServerInfo, scale: Scale) -> dict[str, Any]:
-    """Measures one client, request after request. The first request pays for lazy work and is not counted."""
+    """Measures one client, request after request. The first request triggers one-time work and is not counted."""
     trace = _prompts(info, scale.num_singles + 1, scale.single_prompt_tokens, scale.single_output_tokens, seed=1)
     send = quire_sender(client)
     await closed_loop(send, trace[:1], 1)
@@ -119,7 +119,7 @@ async def _closed_loop(client: AsyncClient, info: ServerInfo, scale: Scale) -> d
 
 
 def closed_loop_turn(vocab_size: int, scale: Scale) -> Turn:
-    """The closed loop: the same for every engine that serves the shape."""
+    """Returns the turn of the closed loop, which is the same for every engine that serves the shape."""
     trace = TraceSettings(
         num_requests=scale.num_requests, vocab_size=vocab_size, max_model_len=scale.max_model_len, seed=64
     )
@@ -127,7 +127,7 @@ def closed_loop_turn(vocab_size: int, scale: Scale) -> Turn:
 
 
 def decode_steps(steps: Sequence[StepTrace], num_sequences: int) -> list[StepTrace]:
-    """The longest run of consecutive steps that compute one token for each of `num_sequences` sequences."""
+    """Returns the longest run of consecutive steps that compute one token for each of `num_sequences` sequences."""
     longest: list[StepTrace] = []
     run: list[StepTrace] = []
     for step in steps:
@@ -141,7 +141,7 @@ def decode_steps(steps: Sequence[StepTrace], num_sequences: int) -> list[StepTra
 
 
 def describe_steps(steps: Sequence[StepTrace]) -> dict[str, Any]:
-    """Median time between commits, median busy time of the executor, and its idle ratio; None where unknown."""
+    """Returns the median times between commits and of executor work, and the idle ratio; None if unknown."""
     periods_ms = [(later.committed_ns - earlier.committed_ns) / 1e6 for earlier, later in pairwise(steps)]
     return {
         "num_steps": len(steps),
@@ -152,7 +152,7 @@ def describe_steps(steps: Sequence[StepTrace]) -> dict[str, Any]:
 
 
 def _prompts(info: ServerInfo, count: int, num_tokens: int, max_tokens: int, seed: int) -> list[TraceRequest]:
-    """Prompts that share no prefix: token ids of a trace, cut or repeated to one length."""
+    """Returns prompts without shared prefixes: token ids of a trace, cut or repeated to one length."""
     drawn = make_trace(TraceSettings(count, info.vocab_size, info.max_model_len, seed))
     return [
         TraceRequest((request.prompt_token_ids * num_tokens)[:num_tokens], max_tokens)  # each prompt has an id

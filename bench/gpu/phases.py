@@ -1,6 +1,6 @@
 """A measurement in phases: processes one after the other, each with a time limit.
 
-A phase is a command that writes its results as JSON. The results count even where the phase fails or is cut off.
+A phase is a command that writes its results as JSON. The results count even if the phase fails or is cut off.
 """
 
 import json
@@ -45,10 +45,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class PhaseResult:
-    """The end of a phase.
+    """The outcome of a phase.
 
-    results     what the phase wrote, perhaps only in part
-    last_lines  last lines of its output where it did not pass
+    results     the results that the phase wrote, possibly incomplete
+    last_lines  last lines of its output, if it did not pass
     """
 
     status: Status
@@ -98,9 +98,9 @@ def _pass_on(stream: IO[str] | None, name: str, lines: deque[str]) -> None:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the processes that are left of a phase: SIGTERM, then SIGKILL.
+    """Ends the processes that a phase has left behind: SIGTERM, then SIGKILL.
 
-    Descendants may lead sessions of their own, as services do. They are waited for, because the next phase needs the
+    Descendants may lead sessions of their own, as services do. Waits for them, because the next phase needs the
     device memory that they hold.
     """
     descendants = _descendants(process.pid)

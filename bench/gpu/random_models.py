@@ -115,9 +115,9 @@ def write_model(shape: str, directory: Path) -> Path:
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of `vocab_size` tokens: special tokens, single bytes, then pairs and triples of ASCII letters.
+    """Returns a byte-level BPE of `vocab_size` tokens: special ones, bytes, then pairs and triples of ASCII letters.
 
-    It is not trained, but every id has a text, so that the output of a random model costs what text costs.
+    It is not trained, but every id has a text, so detokenizing the output of a random model costs as much as usual.
     Raises ValueError for a vocabulary that is too small for the bytes, or larger than the triples can make it.
     """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())

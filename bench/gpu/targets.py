@@ -31,7 +31,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The figure that was reached; None where the phase has no such number because it failed or was cut off."""
+    """The figure that was reached; None if the phase failed or was cut off before it had the number."""
 
     target: Target
     reached: float | None
@@ -58,18 +58,18 @@ def _transformers(shape: str, engine: str) -> tuple[str, ...]:
 
 TARGETS: tuple[Target, ...] = (
     Target(
-        "decode attention, D128, 4 heads a kv head, b=64, 4k",
+        "decode attention, D128, 4 heads per kv head, b=64, 4k",
         _row("attention_decode D128 b=64 4096", "gb_per_s"),
         "TB/s",
         2.7,
-        "FlashInfer, 8 heads a kv head: 82 % of bandwidth",
+        "FlashInfer, 8 heads per kv head: 82 % of bandwidth",
         factor=1e-3,
     ),
     Target("same, 1k", _row("attention_decode D128 b=64 1024", "gb_per_s"), "TB/s", 2.0, "60 %", factor=1e-3),
     Target(
         "same, b=1, 1k, in a graph",
         _row("attention_decode D128 b=1 1024", "us"),
-        "µs a layer",
+        "µs/layer",
         15,
         "FlashInfer 12.3",
         at_most=True,
@@ -77,7 +77,7 @@ TARGETS: tuple[Target, ...] = (
     Target(
         "same, b=1, 16k, in a graph",
         _row("attention_decode D128 b=1 16384", "us"),
-        "µs a layer",
+        "µs/layer",
         30,
         "FlashInfer 25.1",
         at_most=True,
@@ -184,7 +184,7 @@ def _reached(target: Target, results: Mapping[str, Any]) -> float | None:
 
 
 def _at(results: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
-    """The number at the end of a path. In a list of rows, a name is the operation and the label."""
+    """Returns the number at the end of a path. In a list of rows, a name is the operation and the label."""
     here: Any = results
     for name in path:
         if isinstance(here, list):

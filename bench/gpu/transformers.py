@@ -59,7 +59,7 @@ def _measure_engine(engine: Engine, turn: Turn) -> dict[str, Any]:
 
 
 def random_model(shape: str, device: torch.device) -> Any:
-    """A transformers model of the shape, initialised on the device in the dtype of its config."""
+    """Returns a transformers model of the shape, initialised on the device in the dtype of its config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as directory:

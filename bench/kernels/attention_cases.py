@@ -13,7 +13,7 @@ from kernels import Kernels
 
 
 def decode(model: ModelShape, dtype: torch.dtype, contexts: Sequence[int], label: str, in_graph: bool = True) -> Case:
-    """One query for each sequence. On a GPU a round is a step: the plan, then all layers."""
+    """Returns a case with one query per sequence. On a GPU a round is a step: the plan, then all layers."""
     rows = len(contexts)
     query_bytes = rows * model.num_heads * model.head_dim * dtype.itemsize
     num_bytes = sum(contexts) * kv_token_bytes(model, dtype) + 2 * query_bytes
@@ -43,7 +43,7 @@ def decode(model: ModelShape, dtype: torch.dtype, contexts: Sequence[int], label
 
 
 def prefill(model: ModelShape, dtype: torch.dtype, num_queries: int, context: int, label: str) -> Case:
-    """The last num_queries tokens of one sequence; its other tokens are a cached prefix. Not in a graph, as served."""
+    """Returns the case of a prompt of num_queries tokens after a cached prefix; not in a graph, as in serving."""
     seen = num_queries * context - num_queries * (num_queries - 1) // 2
     num_flops = 4 * model.num_heads * model.head_dim * seen
     num_bytes = (
@@ -77,7 +77,7 @@ def prefill(model: ModelShape, dtype: torch.dtype, num_queries: int, context: in
 
 
 def mixed_contexts(num_rows: int, shortest: int, longest: int) -> list[int]:
-    """Lengths that are spread evenly over the logarithm and shuffled; they are always the same."""
+    """Returns shuffled lengths that are evenly spaced on a log scale; they are always the same."""
     lengths: list[int] = np.geomspace(shortest, longest, num_rows).astype(int).tolist()
     random.Random(5).shuffle(lengths)
     return lengths

@@ -1,4 +1,4 @@
-"""A case of the kernel benchmark: an operation, a shape, and the least that one call has to move or to compute.
+"""A case of the kernel benchmark: an operation, a shape, and the minimum that one call must move or compute.
 
 A case allocates when it is prepared, so that only one case holds memory at a time. Numbers are random, blocks lie at
 random places of the pool, and each call of a round has buffers of its own (see `bench.stopwatch`).
@@ -60,7 +60,7 @@ class Case:
     """One operation on one shape.
 
     num_bytes  least number of bytes that one call reads and writes
-    num_flops  FLOPs of one call where arithmetic bounds it; else 0
+    num_flops  FLOPs of one call if arithmetic bounds it; else 0
     ceiling    the ceiling that its rate is compared with
     in_graph   measured in a CUDA graph on a GPU, as decodes are served
     """
@@ -85,21 +85,21 @@ def is_triton(backend: Kernels) -> bool:
 
 
 def empty_kv(model: ModelShape, dtype: torch.dtype, num_blocks: int, device: torch.device) -> torch.Tensor:
-    """The KV pool of one layer, not initialised."""
+    """Returns the KV pool of one layer, not initialised."""
     tile = (2, model.num_kv_heads, model.block_size, model.head_dim)
     return torch.empty((num_blocks, *tile), dtype=dtype, device=device)
 
 
 def normal(device: torch.device, dtype: torch.dtype, *sizes: int) -> torch.Tensor:
-    """Standard normal numbers."""
+    """Returns standard normal numbers."""
     return torch.empty(sizes, dtype=dtype, device=device).normal_()
 
 
 def kv_token_bytes(model: ModelShape, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of one token in one layer."""
+    """Returns the bytes of keys and values of one token in one layer."""
     return 2 * model.num_kv_heads * model.head_dim * dtype.itemsize
 
 
 def num_buffers(num_bytes: int, device: torch.device) -> int:
-    """The number of buffers that are larger than the cache together, at most _MAX_BUFFERS."""
+    """Returns how many buffers together exceed the cache, at most _MAX_BUFFERS."""
     return max(1, min(_MAX_BUFFERS, -(-_CACHES_TO_FILL * cache_bytes(device) // num_bytes)))

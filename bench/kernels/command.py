@@ -1,6 +1,6 @@
 """Time and rate of every operation of `kernels`, and its share of the machine's ceiling.
 
-    python -m bench kernels                          # on the GPU where there is one, else on the CPU
+    python -m bench kernels                          # on the GPU if there is one, else on the CPU
     python -m bench kernels --device cpu --quick
     python -m bench kernels --json bench/results/kernels.json
 
@@ -36,8 +36,8 @@ class KernelRow:
 
     mode           "graph" or "launched" on a GPU; "wall" on the CPU, or "cpu time" with one thread
     num_threads    threads on the CPU; None on a GPU
-    gb_per_s       rate of the bytes that have to be moved; None where arithmetic is the bound
-    tflops         None where memory is the bound
+    gb_per_s       rate of the bytes that a call must move; None if arithmetic is the bound
+    tflops         None if memory is the bound
     ceiling_share  share of the ceiling that `ceiling` names (copy, read or gemm), measured in this run
     spread_ratio   (90th - 10th percentile) / median
     error          the reason why there are no numbers
@@ -91,7 +91,7 @@ def measure(settings: Settings, keep: Callable[[dict[str, Any]], None]) -> list[
 
 
 def _rounds(settings: Settings) -> Iterator[tuple[int | None, list[Case]]]:
-    """Yields numbers of threads with the cases to measure, and sets torch to that number meanwhile."""
+    """Yields each number of threads with the cases to measure, while torch is set to that number."""
     if settings.device.type == "cuda":
         yield None, gpu_cases()
         return
@@ -142,7 +142,7 @@ def _mode(device: torch.device, in_graph: bool, num_threads: int | None) -> str:
 
 
 def render_table(report: dict[str, Any]) -> Table:
-    """One line for each row, with the ceilings as the caption."""
+    """Returns a table with one line for each row, and the ceilings as its caption."""
     table = Table(
         title=report["machine"]["device"], caption=_ceilings_line(report["ceilings"]), box=None, pad_edge=False
     )

@@ -10,7 +10,7 @@ from bench.kernels.layer_cases import copy, greedy, linear, norm, rotate, sampli
 
 
 def gpu_cases() -> list[Case]:
-    """The cases that targets name, then the rest."""
+    """Returns all cases: first those that targets name, then the rest."""
     dtype = torch.bfloat16
     shapes = [(64, 4096), (64, 1024), (1, 1024), (1, 16384), (16, 1024), (256, 1024)]
     shapes += [(1, 4096), (16, 4096), (256, 4096)]
@@ -32,7 +32,7 @@ def gpu_cases() -> list[Case]:
 
 
 def cpu_cases(dtype: torch.dtype, *, is_quick: bool) -> list[Case]:
-    """Cases of both shapes. The large shape is measured on the batches that a CPU would serve."""
+    """Returns the cases of both shapes. The large shape is measured on the batches that a CPU would serve."""
     models = (SMALL,) if is_quick else (SMALL, LARGE)
     cases = []
     for model in models:

@@ -25,7 +25,7 @@ _TEMPERATURE = 0.3
 
 
 def rotate(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
-    """Query, key and value are views of one projection; each token is stored in a token slot of its own."""
+    """Returns a case of rotate_and_store: views of one projection, and each token in a token slot of its own."""
     heads = [model.num_heads, model.num_kv_heads, model.num_kv_heads]
     row_bytes = model.head_dim * dtype.itemsize
     num_bytes = 2 * num_tokens * sum(heads) * row_bytes
@@ -54,7 +54,7 @@ def rotate(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
 
 
 def norm(model: ModelShape, dtype: torch.dtype, num_tokens: int, adds: bool) -> Case:
-    """The operation rms_norm, or add_rms_norm, on hidden states."""
+    """Returns a case of rms_norm or add_rms_norm on hidden states."""
     tensor_bytes = num_tokens * model.hidden_size * dtype.itemsize
     num_bytes = (4 if adds else 2) * tensor_bytes
 
@@ -80,7 +80,7 @@ def norm(model: ModelShape, dtype: torch.dtype, num_tokens: int, adds: bool) -> 
 
 
 def silu(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
-    """The activation of the gate and its product with the up projection."""
+    """Returns the case of the activation: silu(gate) times the up projection."""
     num_bytes = 3 * num_tokens * model.intermediate_size * dtype.itemsize
 
     def prepare(backend: Kernels, device: torch.device) -> Prepared:
@@ -99,7 +99,7 @@ def silu(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
 
 
 def linear(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
-    """The stacked gate and up projections, the largest weight of a layer. Reading bounds one row, FLOPs many rows."""
+    """Returns a case of the gate and up projections, stacked. Reading bounds one row, FLOPs bound many rows."""
     in_size, out_size = model.hidden_size, 2 * model.intermediate_size
     num_bytes = (in_size * out_size + num_tokens * (in_size + out_size)) * dtype.itemsize
     num_flops = 2 * num_tokens * in_size * out_size if num_tokens > 8 else 0
@@ -120,7 +120,7 @@ def linear(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
 
 
 def copy(model: ModelShape, dtype: torch.dtype, num_copies: int) -> Case:
-    """Copy-on-write of `num_copies` blocks in all layers."""
+    """Returns a case that copies `num_copies` blocks in all layers, as copy-on-write does."""
     num_bytes = 2 * num_copies * model.block_size * model.num_layers * kv_token_bytes(model, dtype)
 
     def prepare(backend: Kernels, device: torch.device) -> Prepared:
@@ -140,7 +140,7 @@ def copy(model: ModelShape, dtype: torch.dtype, num_copies: int) -> Case:
 
 
 def greedy(model: ModelShape, dtype: torch.dtype, num_rows: int) -> Case:
-    """Greedy choice, which only the Triton kernels have as an operation."""
+    """Returns a case of greedy choice, which only the Triton kernels have as an operation."""
     num_bytes = num_rows * model.vocab_size * dtype.itemsize
 
     def prepare(backend: Kernels, device: torch.device) -> Prepared:
@@ -158,7 +158,10 @@ def greedy(model: ModelShape, dtype: torch.dtype, num_rows: int) -> Case:
 
 
 def sampling(model: ModelShape, dtype: torch.dtype, num_rows: int, top_p: float) -> Case:
-    """Sampling, which the reference lacks. Logits at temperature 0.3 spread about as much as a language model's."""
+    """Returns a case of sampling, which the reference lacks.
+
+    Logits at temperature 0.3 spread about as much as a language model's.
+    """
     num_bytes, cut = num_rows * model.vocab_size * dtype.itemsize, f" top-p {top_p}" if top_p < 1 else ""
 
     def prepare(backend: Kernels, device: torch.device) -> Prepared:

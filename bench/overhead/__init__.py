@@ -1,1 +1,1 @@
-"""Costs beside the model: scheduler, streams, sampling, observability, recovery."""
+"""Costs in addition to the model: scheduler, streams, sampling, observability, recovery."""

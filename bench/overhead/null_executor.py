@@ -1,9 +1,9 @@
-"""An executor without a model: it keeps the contract of the plan stream and answers at once, or after a delay.
+"""An executor without a model: it implements the plan stream and answers at once, or after a delay.
 
     python -m bench.overhead.null_executor --vocab-size 1664      # prints `ready ADDRESS`, serves until it is ended
 
-It only serves as a load for the scheduler. It trusts its plans, and its token ids mean nothing. It computes a step for
-all slots together, in numpy: a step of 512 sequences takes about 50 µs, so the scheduler is what is measured.
+It exists to put load on the scheduler. It does not check plans, and its token ids are arbitrary. It computes a step for
+all slots together, in numpy: a step of 512 sequences takes about 50 µs, little compared with the scheduler.
 """
 
 import argparse

@@ -7,8 +7,8 @@ Two pairs of services run side by side. One runs as in production: it logs JSON 
 seconds as OpenMetrics, as in deploy/prometheus, and a client reads the live page's events. The other one records, logs
 and shows nothing (`bench.overhead.unobserved`). They take turns (on, off, off, on, …) under the load of `bench
 shell-cost`, and each is idle while the other has its turn. Each pair of turns gives a ratio. The output has the median
-and the range of the ratios. Other work on the machine only slows turns down, so on a busy machine the best turn of
-each side says more.
+and the range of the ratios. Other work on the machine only slows turns down, so on a busy machine comparing
+the best turns of both sides is more reliable.
 
 With --executor null the scheduler is the bottleneck, and the ratio of tokens per second of its CPU time is the cost of
 observability on a machine without spare time. With an executor that computes, most of that is hidden behind steps.
@@ -36,7 +36,7 @@ OPEN_METRICS = {"Accept": "application/openmetrics-text; version=1.0.0"}
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The same load on each side."""
+    """A pair of turns: the same load on each side."""
 
     watched: Cost
     blind: Cost
@@ -48,7 +48,7 @@ class Turns:
 
     @property
     def lost_cpu_ratio(self) -> float:
-        """Share that is lost of the tokens per second of the scheduler's CPU time."""
+        """Share of the tokens per second of scheduler CPU time that is lost."""
         return 1 - self.watched.tokens_per_cpu_s / self.blind.tokens_per_cpu_s
 
 

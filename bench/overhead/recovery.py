@@ -5,11 +5,11 @@
 
     SIGKILL and SIGSTOP of the executor, with streams and without requests; SIGKILL of the scheduler
 
-The cases run one after the other, each from a quiet start. Detected: from the signal until `grpc.health.v1` of the
-scheduler says NOT_SERVING or cannot be reached. Ready: until it says SERVING. A Watch stream reports both, without
-polling. Streams that run meanwhile are counted, and compared token by token with the same requests undisturbed. The
-longest gap is the longest time between two tokens of one stream, as its client sees it. The streams of a lost scheduler
-fail and are not counted.
+The cases run one after the other, and each starts on an idle server. Detected: from the signal until `grpc.health.v1`
+of the scheduler says NOT_SERVING or cannot be reached. Ready: until it says SERVING. A Watch stream reports both,
+without polling. Streams that run during the loss are counted, and compared token by token with the same requests
+undisturbed. The longest gap is the longest time between two tokens of one stream, as its client sees it. The streams of
+a lost scheduler fail and are not counted.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ CASES = (
 
 
 class RecoveryError(BenchError):
-    """A measurement that cannot be made, or a stream with wrong tokens."""
+    """A measurement cannot be made, or a stream has wrong tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +101,17 @@ class Watch:
 
 
 def service_flags(step_timeout_s: float) -> list[str]:
-    """Flags of `quire serve` with the embedded model on free ports."""
+    """Returns flags of `quire serve` with the embedded model on free ports."""
     return [*ON_FREE_PORTS, "--model", embedded_model(), "--step-timeout-s", str(step_timeout_s)]
 
 
 def child(serve: psutil.Process, service: str) -> psutil.Process:
-    """The process of a service that is running. Raises RecoveryError if there is none."""
+    """Returns the running process of a service. Raises RecoveryError if there is none."""
     for process in serve.children():
         words = process.cmdline()
         if (service, "quire") in zip(words[1:], words, strict=False):
             return process
-    raise RecoveryError(f"the {service} does not run")
+    raise RecoveryError(f"the {service} is not running")
 
 
 async def stream(client: AsyncClient, seed: int, has_begun: asyncio.Event | None = None) -> Stream:
@@ -133,7 +133,7 @@ async def streams(client: AsyncClient, begun: Sequence[asyncio.Event | None]) ->
 
 async def measure(step_timeout_s: float) -> AsyncIterator[Recovery]:
     """Measures one case after the other. Raises RecoveryError."""
-    # Not quire_server, for which a restart is a failure.
+    # Not `quire_server`, which treats a restart as a failure.
     async with child_process("quire", "serve", *service_flags(step_timeout_s)) as server:
         serve, address = psutil.Process(server.pid), server.addresses["grpc"]
         watch = Watch(address)
@@ -173,7 +173,7 @@ def row(each: Recovery) -> str:
 
 
 async def measured(step_timeout_s: float) -> list[Recovery]:
-    """Prints each case as soon as it is measured: with a long timeout, that takes minutes."""
+    """Prints each case when it has been measured, because a case can take minutes with a long timeout."""
     print(HEAD)
     recoveries = []
     async for recovery in measure(step_timeout_s):

@@ -3,10 +3,10 @@
     python -m bench sampling-cost              # the embedded model; --model DIRECTORY for another
 
 64 sequences decode in this process, in five batches: all greedy; all with a temperature; all with a temperature and
-top-p, as most clients ask; one sequence with every feature of sampling and the others greedy; a quarter with every
+top-p, as most clients request; one sequence with every feature of sampling and the others greedy; a quarter with every
 feature. Every feature means a temperature, all cuts and penalties, a bias, a list of allowed tokens, a minimum length,
-log-probabilities and several stop ids. The steps of the batches alternate, so that all meet the same machine. The
-figures are medians.
+log-probabilities and several stop ids. The steps of the batches alternate, so that changes of the machine's
+speed affect all of them. The figures are medians.
 """
 
 import statistics
@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Median milliseconds of a decode step and of its sampling. `num_sequences` are of a kind, the others greedy."""
+    """Median milliseconds of a decode step and of its sampling, with `num_sequences` of a kind, the others greedy."""
 
     kind: str
     num_sequences: int
@@ -44,7 +44,7 @@ class Cost:
 
 
 def every_feature(vocab_size: int, max_total_tokens: int) -> SequenceParams:
-    """Parameters that use every feature, allow half of the vocabulary, and end no sequence before max_total_tokens."""
+    """Returns parameters that use every feature, allow half of the vocabulary, and end no sequence early."""
     few = np.arange(5, 13, dtype=np.int32)
     return SequenceParams(
         max_total_tokens=max_total_tokens,
@@ -89,9 +89,8 @@ class Batch:
         self._runner = runner
         self._step_id = 0
         self.kind, self.num_sampled = kind, num_sampled
-        max_total_tokens = (
-            NUM_PROMPT_TOKENS + num_steps + 2
-        )  # the prompt yields one token, and no sequence reaches the last
+        # The prompt yields one token, and no sequence reaches its maximum length.
+        max_total_tokens = NUM_PROMPT_TOKENS + num_steps + 2
         num_blocks = -(-max_total_tokens // BLOCK_SIZE)
         rng = np.random.default_rng(num_sampled)
         limits, admissions = runner.limits, []
@@ -159,7 +158,7 @@ def main(arguments: Sequence[str]) -> None:
     wanted = [("every feature", 0), ("temperature", all_of_them), ("temperature, top-p", all_of_them)]
     wanted += [("every feature", number) for number in sorted({1, few})]
     costs = measure(resolved_model(given.model), wanted, given.num_sequences, given.num_steps)
-    print(f"{'':>18} {'sequences':>9} {'ms a step':>10} {'of it sampling':>15}")
+    print(f"{'':>18} {'sequences':>9} {'ms/step':>10} {'in sampling':>15}")
     for cost in costs:
         kind = cost.kind if cost.num_sequences else "greedy"
         print(f"{kind:>18} {cost.num_sequences:>9} {cost.step_ms:>10.2f} {cost.sample_ms:>15.2f}")

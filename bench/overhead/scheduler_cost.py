@@ -59,7 +59,7 @@ class AllDecode:
 
 
 def measure(num_running: int) -> float:
-    """Median seconds per step with `num_running` sequences."""
+    """Returns the median seconds per step with `num_running` sequences."""
     load = AllDecode(num_running)
     load.run(NUM_WARM_UP_STEPS)
     return statistics.median(load.run(NUM_STEPS) for _ in range(NUM_REPETITIONS))
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", type=Path, help="file of results")
     given = parser.parse_args(arguments)
     rows = []
-    print(f"{'running':>8} {'µs a step':>10} {'µs a request':>13}")
+    print(f"{'running':>8} {'µs/step':>10} {'µs/request':>13}")
     for num_running in given.running:
         step_us = measure(num_running) * 1e6
         rows.append({"running": num_running, "us_a_step": step_us, "us_a_request": step_us / num_running})

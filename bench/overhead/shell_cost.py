@@ -8,9 +8,9 @@
 
 Clients and executor share a core, which may be busier than the scheduler's. So there are two figures: tokens per
 second of wall time, and per second of the scheduler's own CPU time (user and system, all threads). The second one is
-what one core could stream if nothing else were slow. Both are over the time in which every client is at work: from the
-first message of the last client to start until the first client is done with its requests, which it sends one after
-the other.
+what one core could stream if nothing else were slow. Both cover the time in which every client is active: from the
+first message of the last client to start until the first client has finished its requests. A client sends its requests
+one after the other.
 """
 
 import asyncio
@@ -40,11 +40,11 @@ _MIN_TOKENS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The figures of the time in which all clients were at work. Gaps are between two Deltas of a stream.
+    """The figures for the time in which all clients were active. Gaps are between two Deltas of a stream.
 
     num_checked_tokens   tokens of the whole run
     mean_num_streams     mean number of open streams; the other clients' requests were on their way
-    executor_idle_ratio  idle ratio in the whole run; None where steps take no time
+    executor_idle_ratio  idle ratio in the whole run; None if steps take no time
     """
 
     num_clients: int
@@ -136,7 +136,7 @@ def _cost(load: Load, period: Period, streams: Sequence[Sequence[Delta]], execut
 async def harness(
     step_ms: float = 0.0, model: str | None = None, services: Services = _SERVICES
 ) -> AsyncIterator[Harness]:
-    """Starts an executor and a scheduler, each on its core where there are two. Raises ServerFailed."""
+    """Starts an executor and a scheduler, each on its own core if there are two. Raises ServerFailed."""
     directory = model or embedded_model()
     tokenizer = Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
     cores = services.cores or sorted(os.sched_getaffinity(0))
@@ -159,7 +159,7 @@ def _scheduler_flags(model: str, executor_address: str) -> list[str]:
 
 @contextmanager
 def _pinned(core: int) -> Iterator[None]:
-    """Keeps this process, and the children that it starts meanwhile, on one core."""
+    """Pins this process, and children that it starts during the context, to one core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
@@ -169,7 +169,7 @@ def _pinned(core: int) -> Iterator[None]:
 
 
 def table(costs: Sequence[Cost]) -> str:
-    """A line for each number of clients."""
+    """Returns a table with a line for each number of clients."""
     lines = [
         f"{'clients':>7} {'streams':>7} {'tokens/s':>9} {'tokens/CPU s':>12} {'deltas/s':>10} {'tokens/delta':>12} "
         f"{'gap p50':>8} {'p99':>8} {'max ms':>8} {'executor idle':>13}"

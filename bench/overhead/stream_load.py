@@ -1,4 +1,4 @@
-"""Streaming clients in a closed loop, and the period in which all of them are at work.
+"""Streaming clients in a closed loop, and the period in which all of them are active.
 
 Clients keep the bytes that they receive and decode them after the clock has stopped. Then every stream is checked: its
 tokens are counted, and its text is compared with the tokenizer's text for them.
@@ -25,7 +25,7 @@ Call: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[bytes, bytes]"
 
 
 class ShellCostError(BenchError):
-    """A measurement that cannot be made, or whose streams were not correct."""
+    """A measurement cannot be made, or its streams were not correct."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Load:
     """The load of one run.
 
     num_tokens    tokens of output of each request
-    num_requests  requests that each client sends, one after the other, once all clients are at work; until then it
+    num_requests  requests that each client sends, one after the other, once all clients are active; until then it
                   sends requests that do not count
     """
 
@@ -59,7 +59,7 @@ class Delta:
 
 
 class Period:
-    """The time in which all clients are at work, and the scheduler's CPU time in it."""
+    """The time in which all clients are active, and the scheduler's CPU time in it."""
 
     def __init__(self, scheduler: psutil.Process, num_clients: int) -> None:
         self._scheduler = scheduler
@@ -81,14 +81,14 @@ class Period:
 
     @property
     def has_begun(self) -> bool:
-        """True once all clients are at work."""
+        """True once all clients are active."""
         return self._num_to_begin == 0
 
     def includes(self, time_s: float) -> bool:
         return self._begin[0] < time_s <= self._end[0]
 
     def overlap_s(self, stream: Sequence[Delta]) -> float:
-        """The part of the period in which a stream was open."""
+        """Returns the seconds of the period in which a stream was open."""
         return max(0.0, min(stream[-1].time_s, self._end[0]) - max(stream[0].time_s, self._begin[0]))
 
     @property
@@ -144,7 +144,7 @@ class Clients:
         ).SerializeToString()
 
     def _check(self, received: Received, num_tokens: int) -> list[Delta]:
-        """The Deltas of a stream, which has to be complete."""
+        """Returns the Deltas of a stream. Raises ShellCostError if it is not complete."""
         events = [pb.GenerateResponse.FromString(message) for message in received.messages]
         deltas = [
             (event.delta, time_s)
@@ -154,7 +154,7 @@ class Clients:
         token_ids = [token_id for delta, _ in deltas for token_id in delta.token_ids]
         counts = (len(token_ids), events[-1].finished.usage.completion_tokens)
         if counts != (num_tokens, num_tokens):
-            raise ShellCostError(f"{num_tokens} tokens were asked for, {counts} came")
+            raise ShellCostError(f"expected {num_tokens} tokens, got {counts}")
         if "".join(delta.text for delta, _ in deltas) != self._tokenizer.decode(token_ids):
             raise ShellCostError("the text is not that of the token ids")
         return [Delta(len(delta.token_ids), time_s) for delta, time_s in deltas]
@@ -162,7 +162,7 @@ class Clients:
 
 @asynccontextmanager
 async def _channels(address: str, num_clients: int) -> AsyncIterator[list[grpc.aio.Channel]]:
-    """Connected channels, each with a connection of its own."""
+    """Yields connected channels, each with a connection of its own."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(num_clients)]
     try:

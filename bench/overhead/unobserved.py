@@ -2,8 +2,8 @@
 
     python -m bench.overhead.unobserved scheduler --model DIR --executor HOST:PORT
 
-The flags are fields of the service's configuration. `bench observability-cost` compares with it: its metrics stay zero.
-The recorders are replaced here, so that the product needs no switch that would turn them off.
+The flags are fields of the service's configuration. `bench observability-cost` uses it as the baseline: its metrics
+stay zero. The recorders are replaced here, so that the product needs no switch to turn them off.
 """
 
 import sys
@@ -62,7 +62,7 @@ def blind_scheduler() -> None:
         (scheduler_main, "PlanLog", BlindPlanLog),
     ):
         if not hasattr(module, name):
-            raise RuntimeError(f"{module.__name__} has no {name} any more: nothing would be compared")
+            raise RuntimeError(f"{module.__name__} no longer has {name}: both sides would be the same")
         setattr(module, name, blind)
 
 
@@ -77,7 +77,7 @@ def blind_executor() -> None:
 
 
 def parse(words: Sequence[str]) -> dict[str, Any]:
-    """["--num-blocks", "4096", "--model", "DIR"] → {"num_blocks": 4096, "model": "DIR"}."""
+    """Turns ["--num-blocks", "4096", "--model", "DIR"] into {"num_blocks": 4096, "model": "DIR"}."""
     names = [word.removeprefix("--").replace("-", "_") for word in words[::2]]
     return {name: int(text) if text.isdecimal() else text for name, text in zip(names, words[1::2], strict=True)}
 

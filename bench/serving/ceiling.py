@@ -1,4 +1,4 @@
-"""The throughput that a machine cannot exceed, and the share of it that two servers reached in turns.
+"""The throughput that a machine cannot exceed, and the share of it that two servers reached.
 
     python -m bench serving-ceiling --model DIR --results PAIRED.json --rates KERNELS.json
 
@@ -37,7 +37,7 @@ class Rates:
 
     @classmethod
     def of(cls, measured: dict[str, Any], dtype: str) -> "Rates":
-        """The rates in a report of `bench kernels`. Raises ValueError where it has no linear layer of this dtype."""
+        """Returns the rates in a report of `bench kernels`. Raises ValueError if no linear layer has this dtype."""
         num_threads = max(row["num_threads"] for row in measured["rows"])
         rates = [
             row["tflops"]
@@ -60,13 +60,13 @@ class Work:
 
     @classmethod
     def of(cls, run: dict[str, Any]) -> "Work":
-        """The work of a run's summary."""
+        """Returns the work of the run that a summary describes."""
         num_prompt_tokens = run["num_prompt_tokens"] - run["num_cached_tokens"]
         return cls(run["num_requests"], num_prompt_tokens, run["num_output_tokens"])
 
 
 def most_tokens_per_s(model: ModelShape, dtype_bytes: int, work: Work, concurrency: int, rates: Rates) -> float:
-    """The bound of the module's docstring, in output tokens/s."""
+    """Returns the bound of the module's docstring, in output tokens/s."""
     layers, head = model.num_layer_matrix_parameters(), model.num_head_parameters()
     read_s = (layers + head) * dtype_bytes / rates.bandwidth / concurrency
     decode_s = max(read_s, 2 * (layers + head) / rates.flops)

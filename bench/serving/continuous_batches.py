@@ -17,7 +17,7 @@ _STOP_TIMEOUT_S = 5.0  # the value that generate_batch uses
 
 
 class ContinuousBatches:
-    """A transformers model that is on its device already. Each run has its own manager and KV cache."""
+    """A transformers model that is already on its device. Each run has its own manager and KV cache."""
 
     def __init__(self, model: Any, limits: Mapping[str, int] | None = None) -> None:
         """Keeps the model.

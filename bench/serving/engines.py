@@ -29,7 +29,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Anything that can run a trace with a number of clients.
+    """An engine that can run a trace with a number of clients.
 
     name           "quire", "peer", "transformers", …: the engine's name in reports
     process_group  its processes, which are stopped while other engines have their turn; None: it needs no stopping
@@ -49,7 +49,7 @@ class Batches(Protocol):
 def quire_engine(
     client: AsyncClient, *, pool_interval_s: float | None = _POOL_INTERVAL_S, send: Send | None = None
 ) -> Engine:
-    """A Quire server, with an empty prefix cache at the start of each run.
+    """Returns an engine for a Quire server, with an empty prefix cache at the start of each run.
 
     pool_interval_s  time between two samples of the block pool; None: it is not sampled
     send             sends one request; default: `quire_sender`
@@ -70,7 +70,10 @@ def quire_engine(
 
 
 def openai_engine(url: str, model: str, process_group: int | None = None) -> Engine:
-    """An OpenAI-compatible server. Each run opens its own connections: a stopped server lets idle ones time out."""
+    """Returns an engine for an OpenAI-compatible server.
+
+    Each run opens its own connections, because idle ones time out while the server is stopped.
+    """
     from bench.serving.openai_server import openai_sender, openai_session  # aiohttp is not installed everywhere
 
     async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
@@ -81,7 +84,7 @@ def openai_engine(url: str, model: str, process_group: int | None = None) -> Eng
 
 
 def in_process_engine(name: str, batches: Batches) -> Engine:
-    """A model of transformers in this process."""
+    """Returns an engine for a model of transformers in this process."""
 
     async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
         return Observed(await asyncio.to_thread(batches.run, trace, concurrency))

@@ -62,7 +62,7 @@ class Run:
 
 
 def plan_turns(settings: LoadSettings, info: ServerInfo) -> list[Turn]:
-    """All rounds with all numbers of clients. Each turn draws its own trace."""
+    """Returns all turns of all rounds and numbers of clients. Each turn draws its own trace."""
     return [
         Turn(index, concurrency, trace_settings(replace(settings, seed=settings.seed + index), info, concurrency))
         for index in range(settings.num_rounds)
@@ -71,7 +71,7 @@ def plan_turns(settings: LoadSettings, info: ServerInfo) -> list[Turn]:
 
 
 def trace_settings(settings: LoadSettings, info: ServerInfo, concurrency: int) -> TraceSettings:
-    """The trace of one turn: no request in it is longer than the model or the pool can hold."""
+    """Returns the trace settings of one turn: no request in it is longer than the model or the pool can hold."""
     default_num = max(_MIN_REQUESTS, _REQUESTS_PER_CLIENT * concurrency)
     return TraceSettings(
         num_requests=settings.num_requests or default_num,
@@ -84,12 +84,12 @@ def trace_settings(settings: LoadSettings, info: ServerInfo, concurrency: int) -
 
 
 def warm_up_trace(trace: TraceSettings) -> list[TraceRequest]:
-    """A few short requests: the first ones pay for compilation and for memory that is touched first."""
+    """Returns a few short requests: the first ones pay for compilation and for memory that is touched first."""
     return shortened(make_trace(replace(trace, num_requests=_NUM_WARM_UP_REQUESTS)), _WARM_UP_TOKENS)
 
 
 def shortened(trace: Sequence[TraceRequest], max_tokens: int) -> list[TraceRequest]:
-    """The same prompts with at most `max_tokens` tokens of output each."""
+    """Returns the same prompts with at most `max_tokens` tokens of output each."""
     return [replace(request, max_tokens=min(request.max_tokens, max_tokens)) for request in trace]
 
 
@@ -101,7 +101,7 @@ async def measure(
 ) -> list[Run]:
     """Runs every turn through every engine, after `warm_up`, which is not counted. Raises LoadError and QuireError.
 
-    on_run  takes each run as soon as it is over
+    on_run  called with each run when it has ended
     """
     if warm_up:
         for engine in engines:
@@ -120,7 +120,7 @@ async def measure(
 
 
 def ratios_by_round(runs: Sequence[Run]) -> dict[str, dict[int, list[float]]]:
-    """Other engine → concurrency → Quire's output tokens/s divided by the other's, for each round in which both ran."""
+    """Returns Quire's output tokens/s over the other engine's, by other engine, concurrency and round that both ran."""
     rates = {
         (run.summary.engine, run.turn.concurrency, run.turn.round_index): run.summary.output_tokens_per_s
         for run in runs
@@ -133,7 +133,7 @@ def ratios_by_round(runs: Sequence[Run]) -> dict[str, dict[int, list[float]]]:
 
 
 def ratios(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
-    """Other engine → concurrency → median over the rounds."""
+    """Returns the median ratio over the rounds, by other engine and concurrency."""
     return {
         engine: {concurrency: median(own) for concurrency, own in by_concurrency.items()}
         for engine, by_concurrency in ratios_by_round(runs).items()

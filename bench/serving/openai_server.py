@@ -65,7 +65,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 def openai_session() -> aiohttp.ClientSession:
-    """A session without a limit on connections, so that no client waits for another one's connection."""
+    """Returns a session without a limit on connections, so that no client waits for a free one."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=_MAX_TOTAL_S)
     )

@@ -1,10 +1,10 @@
-"""Throughput as simulated beside throughput as measured: a cost model fitted to some runs, tried on others.
+"""Compares simulated with measured throughput: a cost model is fitted to some runs and tested on others.
 
     python -m bench prediction --fitted 1,8,32 --predicted 4,16,64
 
 Measures a server at several numbers of clients, fits a cost model to the steps of some of these runs, and simulates all
-of them. The runs that were not fitted to are the test. All runs are on one machine: the time of a step includes what
-scheduler, transport and clients take from the cores that they share with the executor, and so does the prediction.
+of them. The runs that were not used for the fit are the test. All runs are on one machine: the time of a step includes
+what scheduler, transport and clients take from the cores that they share with the executor, and so does the prediction.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class PredictionSettings:
     """The runs of a prediction.
 
     fitted        numbers of clients whose steps the cost model is fitted to; the least gives the clients' turnaround
-    predicted     numbers of clients that it is tried on
+    predicted     numbers of clients that it is tested on
     num_requests  requests of each run; None: six for each client, at least 24
     lengths       lengths of prompts and outputs: a name of `bench.trace.LENGTHS`
     """
@@ -57,7 +57,7 @@ class PredictionSettings:
     lengths: str = "mixed"
 
     def load(self, num_clients: int) -> LoadSettings:
-        """The load of one run."""
+        """Returns the load of one run."""
         num_requests = self.num_requests or max(_MIN_REQUESTS, _REQUESTS_PER_CLIENT * num_clients)
         return LoadSettings((num_clients,), num_requests, self.seed, lengths=self.lengths)
 
@@ -177,7 +177,7 @@ def simulate_trace(info: ServerInfo, trace: Sequence[TraceRequest], fit: Fit, cl
 
 
 def render_table(prediction: Prediction) -> Table:
-    """A row for each run; fits 80 columns."""
+    """Returns a table with a row for each run; fits 80 columns."""
     title = f"{prediction.model_name}: output tokens/s; medians in ms, measured/predicted"
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for heading in ("c", "", "measured", "predicted", "error", "own fit", "TTFT", "TPOT"):
@@ -197,7 +197,7 @@ def render_table(prediction: Prediction) -> Table:
 
 
 def _median(values: Iterable[float]) -> float:
-    """The median, or 0 where there are no values."""
+    """Returns the median, or 0 if there are no values."""
     found = list(values)
     return median(found) if found else 0.0
 
@@ -228,7 +228,7 @@ def main(arguments: Sequence[str]) -> None:
     flags = Parser("prediction", f"{__doc__}\n{SERVICE_FLAGS}")
     flags.add_argument("--url", help="gRPC address of a server (default: one is started)")
     flags.add_argument("--fitted", default="1,8,32", help="numbers of clients to fit the cost model to")
-    flags.add_argument("--predicted", default="4,16,64", help="numbers of clients to try it on")
+    flags.add_argument("--predicted", default="4,16,64", help="numbers of clients to test it on")
     flags.add_argument("--num-requests", type=at_least(1), help="requests of each run (default: 6 for each client)")
     flags.add_argument("--seed", type=int, default=7, help="seed of the traces")
     flags.add_argument("--lengths", choices=sorted(LENGTHS), default="mixed", help="lengths of prompts and outputs")

@@ -15,9 +15,9 @@ from quire.block_map import ServerInfo
 
 
 def render_table(runs: Sequence[Run]) -> Table:
-    """A row for each number of clients and engine, with medians over the rounds.
+    """Returns a table with a row for each number of clients and engine, with medians over the rounds.
 
-    `ratio` is Quire's tokens/s to the row's, with the range of the rounds where there are several. Without ranges the
+    `ratio` is Quire's tokens/s over the row's, with the range over the rounds if there are several. Without ranges the
     table fits 80 columns: the 90th percentiles are in the JSON only.
     """
     multiples = ratios_by_round(runs)
@@ -44,14 +44,14 @@ def render_table(runs: Sequence[Run]) -> Table:
 
 
 def describe_run(run: Run) -> str:
-    """One line about a run that is over."""
+    """Returns one line about a finished run."""
     summary, idle = run.summary, run.summary.executor_idle_ratio
     line = f"{summary.engine} c={summary.concurrency}: {summary.output_tokens_per_s:.1f} output tokens/s"
     return line if idle is None else f"{line}, executor idle {idle:.1%}"
 
 
 def report(runs: Sequence[Run], info: ServerInfo) -> dict[str, Any]:
-    """The whole measurement as JSON values.
+    """Returns the whole measurement as JSON values.
 
     runs    a summary of each run, with its round
     pairs   Quire's run beside each other engine's run ("peer") of the same turn, with their ratio

@@ -79,7 +79,7 @@ class ServeSettings:
 
 
 async def run(settings: ServeSettings, console: Console) -> tuple[ServerInfo, list[Run]]:
-    """Starts what has to be started, measures, and ends it. Raises BenchError and QuireError."""
+    """Starts the servers that the settings name, measures, and ends them. Raises BenchError and QuireError."""
     async with AsyncExitStack() as resources:
         address = settings.address
         if settings.spawn is not None:
@@ -139,7 +139,7 @@ def _measure_ceilings() -> "Ceilings":
 
 
 def parser() -> Parser:
-    """The flags of `serve` and `paired`."""
+    """Returns the parser of the flags of `serve` and `paired`."""
     flags = Parser("serve", f"{__doc__}\n{SERVICE_FLAGS}")
     flags.add_argument("--url", help=f"gRPC address of a server (default: {DEFAULT_ADDRESS})")
     flags.add_argument("--spawn", action="store_true", help="start a server, with the flags of `quire serve`")
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str]) -> None:
     console.print(render_table(runs))
     values: dict[str, Any] = report(runs, info)
     if settings.spawn is not None:
-        with console.status("measuring what this machine can do at best"):
+        with console.status("measuring the machine's best rates"):
             values["ceilings"] = asdict(_measure_ceilings())
     output = given.output or Path("bench") / "results" / f"{given.name}.json"
     save(output, values)

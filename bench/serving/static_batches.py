@@ -2,7 +2,7 @@
 
 Requests form batches of c in order of arrival. A batch is padded on the left to its longest prompt and runs until its
 longest output is done; only then does the next one start. Only requested tokens count. The tokens that a row generates
-beyond its own `max_tokens`, while its neighbours go on, are the loss that continuous batching avoids.
+beyond its own `max_tokens`, while other rows of its batch continue, are the loss that continuous batching avoids.
 """
 
 import time
@@ -28,7 +28,7 @@ class StaticBatches:
 
     @classmethod
     def of(cls, model: Any) -> Self:
-        """Batches of a transformers model that is on its device already."""
+        """Makes batches for a transformers model that is already on its device."""
         batches = cls.__new__(cls)
         batches._use(model)
         return batches
@@ -51,7 +51,7 @@ class StaticBatches:
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits of a position."""
+        """Number of logits per position."""
         return int(self._model.config.vocab_size)
 
     def run(self, trace: Sequence[TraceRequest], concurrency: int) -> LoadResult:
@@ -94,7 +94,7 @@ class StaticBatches:
 
 
 def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Token ids and attention mask, both [num_prompts, longest prompt]; padding is id 0 under mask 0, on the left."""
+    """Returns token ids and attention mask, both [num_prompts, longest prompt]; left padding has id 0, mask 0."""
     longest = max(len(prompt) for prompt in prompts)
     token_ids = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]

@@ -1,6 +1,7 @@
 """The cases of `bench sharing`, with the lengths of two data sets (planning/lengths.py).
 
-Prompts are text that the model itself samples anew for each request: on random tokens beams branch as on no real text.
+Prompts are text that the model itself samples anew for each request: on random tokens, beams would branch
+in ways that no real text causes.
 """
 
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ class Case:
 
 
 def all_cases(numbers: tuple[int, ...]) -> list[Case]:
-    """Samples and beams for both kinds of lengths, and the system prompt, for each number of sharers."""
+    """Returns samples and beams for both kinds of lengths, and the system prompt, for each number of sharers."""
     cases = [
         Case(mode, lengths, number)
         for mode in (Mode.SAMPLES, Mode.BEAMS)

@@ -51,7 +51,9 @@ def main(arguments: Sequence[str]) -> None:
     flags.add_argument("--num-requests", type=at_least(1), default=8, help="requests of each case")
     flags.add_argument("--num-system-tokens", type=at_least(1), default=341, help="length of the system prompt")
     flags.add_argument("--seed", type=int, default=7, help="seed of lengths and texts")
-    flags.add_argument("--output", type=Path, default=OUTPUT, help="file of results; the plot is written beside it")
+    flags.add_argument(
+        "--output", type=Path, default=OUTPUT, help="file of results; the plot is saved in the same folder"
+    )
     given, others = flags.parse_known_args(arguments)
     if others and given.url:
         flags.error(f"unknown flags: {' '.join(others)}")

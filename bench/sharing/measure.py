@@ -122,7 +122,7 @@ class _Runner:
         )
 
     async def _one(self) -> None:
-        """One request of several sequences, or several requests behind one system prompt."""
+        """Runs one request of several sequences, or several requests behind one system prompt."""
         is_group = self._case.mode is Mode.SYSTEM_PROMPT
         system = await self._text(self._num_system_tokens) if is_group else []
         num_requests = self._case.num_sharers if is_group else 1
@@ -132,9 +132,11 @@ class _Runner:
         outputs = [output for _, output in lengths]
         num_seen = len(self._maps)
         for _ in range(_MAX_ATTEMPTS):
-            await self._client.reset_prefix_cache()  # which holds the texts since they were generated, or sent
+            # The cache holds the prompts from their generation, or from the previous attempt.
+            await self._client.reset_prefix_cache()
             if is_group:
-                await self._client.complete(system, max_tokens=1)  # an earlier request cached it, as in service
+                # Caches the system prompt, as an earlier request would.
+                await self._client.complete(system, max_tokens=1)
             num_copies = await self._watched(prompts, outputs)
             if len(self._maps) > num_seen:
                 self._num_cow_copies += num_copies
@@ -169,10 +171,10 @@ class _Runner:
             async for event in events:
                 num_ended += _is_full_length(event, num_output_tokens)
         if num_ended != (1 if self._case.mode is Mode.SYSTEM_PROMPT else number):
-            raise LoadError(f"of {number} {self._case.mode}, {num_ended} came in full length")
+            raise LoadError(f"{num_ended} of {number} {self._case.mode} were generated in full length")
 
     async def _text(self, num_tokens: int) -> list[int]:
-        """A text of `num_tokens` tokens that the model writes."""
+        """Returns a text of `num_tokens` tokens that the model writes."""
         if num_tokens == 0:
             return []
         options: dict[str, Any] = {"max_tokens": num_tokens, "ignore_eos": True, "temperature": 1.0}
@@ -180,7 +182,7 @@ class _Runner:
         return list(completion.token_ids)
 
     async def _watch(self, least: int) -> None:
-        """Keeps the block maps of decodes. In a group two of them are enough: some requests end before others begin."""
+        """Keeps block maps of decodes. In a group, two decoding requests suffice: some end before others begin."""
         while True:
             block_map = await self._client.block_map()
             if is_decode(block_map, least):

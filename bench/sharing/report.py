@@ -19,7 +19,10 @@ class PlotUnavailable(Exception):
 
 
 def render_table(results: Sequence[CaseResult]) -> Table:
-    """A row for each case. Blocks in use are means over the decode; `paper` is the range for 2 to 6 sequences."""
+    """Returns a table with a row for each case.
+
+    Blocks in use are means over the decode; `paper` is the range for 2 to 6 sequences.
+    """
     table = Table(title=f"saved: {COUNTED}", box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("sharing", no_wrap=True)
     for heading in ("n", "tokens", "unshared", "in use", "saved", "at peak", "CoW", "paper"):
@@ -40,7 +43,7 @@ def render_table(results: Sequence[CaseResult]) -> Table:
 
 
 def report(results: Sequence[CaseResult], server: dict[str, Any]) -> dict[str, Any]:
-    """The whole measurement as JSON values."""
+    """Returns the whole measurement as JSON values."""
     return {
         "counted": COUNTED,
         "server": server,
@@ -64,7 +67,7 @@ def save_plot(results: Sequence[CaseResult], base: Path) -> list[Path]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise PlotUnavailable("no plot: matplotlib is not installed; pip install 'quire[bench]' brings it") from None
+        raise PlotUnavailable("no plot without matplotlib: run pip install 'quire[bench]'") from None
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 3, sharey=True)

@@ -38,7 +38,7 @@ def _download(model: str, revision: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CheckpointError(f"{model}: no such directory, and not to be had from the hub: {reason}") from None
+        raise CheckpointError(f"{model}: no such directory, and not found on the hub: {reason}") from None
 
 
 class TensorSource(Protocol):

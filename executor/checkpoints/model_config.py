@@ -1,6 +1,6 @@
 """Reads config.json of a checkpoint into the numbers that the decoder needs.
 
-A field that asks for mathematics the decoder does not implement is an error; it is never ignored.
+A field that requires an operation the decoder does not implement is an error; it is never ignored.
 """
 
 import json
@@ -55,10 +55,10 @@ _ARCHITECTURE_OF_MODEL_TYPE = {
     "qwen3": "Qwen3ForCausalLM",
 }
 
-# Window in tokens if config.json has no such field at all. Null is different: it means no window.
+# Window in tokens if config.json lacks the field. A field that is null means no window.
 _ABSENT_WINDOW = 4096
 
-# Values under which a field changes nothing. All others are mathematics that the decoder does not implement.
+# Values under which a field changes nothing. The decoder does not support any other value.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "quantization_config": (None,),

@@ -1,4 +1,4 @@
-"""Random weights in place of a checkpoint's, to measure the speed of a model without having it."""
+"""Random weights in place of a checkpoint's, to measure the speed of a model without its weights."""
 
 import re
 import zlib
@@ -16,8 +16,8 @@ _STANDARD_DEVIATION = 0.02
 class RandomCheckpoint:
     """Tensors of given shapes: norms are ones, all others are normally distributed.
 
-    They are drawn on the device where they stay, so nothing has to be copied. A name gives the same numbers on every
-    machine with the same kind of device.
+    They are drawn on the device, so nothing has to be copied. A name gives the same numbers on all machines with the
+    same kind of device.
     """
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> None:
@@ -39,6 +39,6 @@ class RandomCheckpoint:
         return drawn.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
-        """See `Checkpoint.check_shapes`. Raises CheckpointError for shapes other than those it was made with."""
+        """See `Checkpoint.check_shapes`. Raises CheckpointError for shapes other than those of its configuration."""
         if expected != self._shapes:
             raise CheckpointError("random weights were made for another configuration")

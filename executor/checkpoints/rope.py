@@ -61,8 +61,8 @@ class DynamicNtkRope:
 
     A token at position p is turned as in a sequence that ends with it: unscaled below `max_position_embeddings`, and
     with the base for p + 1 tokens from there on. Token-by-token generation in `transformers` gives the same angles.
-    It differs for prompts longer than `max_position_embeddings`: there, `transformers` turns all tokens by the number
-    of tokens that are computed in one pass.
+    For prompts longer than `max_position_embeddings` the angles differ: `transformers` derives those of all tokens from
+    the number of tokens that are computed in one pass.
     """
 
     theta: float
@@ -130,7 +130,7 @@ class YarnRope:
         return _tables(interpolated * (1 - keep) + extrapolated * keep, num_positions, self.attention_factor)
 
     def _ramp(self, head_dim: int) -> Tensor:
-        """Returns 0 for pairs that turn more than beta_fast times in the original context, 1 below beta_slow."""
+        """Returns 0 for pairs with more than beta_fast turns in the original context, 1 for fewer than beta_slow."""
         low, high = self._pair_turning(self.beta_fast, head_dim), self._pair_turning(self.beta_slow, head_dim)
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)

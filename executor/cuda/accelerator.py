@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Body = Callable[[], None]
-"""Launches work whose inputs and results are in buffers that stay in place. Its temporaries are reused afterwards."""
+"""Launches work whose inputs and results are in fixed buffers. Its temporaries are reused afterwards."""
 
 
 class Mark(Protocol):
@@ -49,9 +49,9 @@ class Accelerator(Protocol):
     def mark(self) -> Mark: ...
 
     def fetch(self, source: Tensor, target: Tensor, after: Mark) -> Mark:
-        """Copies source to target, which is of `host_bytes`, once the device reaches `after`, beside its other work.
+        """Copies source to target, a result of `host_bytes`, once the device reaches `after`, in parallel to its work.
 
-        source must not be written any more. The copy is complete when the returned mark has been reached.
+        source must not be written afterwards. The copy is complete when the returned mark has been reached.
         """
         ...
 
@@ -150,7 +150,7 @@ class EagerMark:
 
 
 class EagerAccelerator:
-    """The CPU in place of a GPU: all work is done as it is launched."""
+    """The CPU in place of a GPU: each launch does its work before it returns."""
 
     device = torch.device("cpu")
 

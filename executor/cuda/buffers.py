@@ -31,7 +31,7 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True)
 class StepBuffers:
-    """Device memory that lives as long as the runner. It is taken before the KV pool, which takes all that is left.
+    """Device memory that lives as long as the runner. It is allocated before the KV pool, which takes the rest.
 
     logits[max_num_seqs, vocab_size] of decode steps that sample, one buffer for all of their graphs;
     next_tokens[max_num_seqs] and results[max_num_seqs, RESULT_FIELDS], int32.
@@ -61,11 +61,11 @@ class StepBuffers:
 
     @property
     def num_bytes(self) -> int:
-        """Returns the memory taken. The rows are too small to count."""
+        """Returns the bytes that the buffers take. The rows are too small to count."""
         return self.on_device.num_bytes + self.planner.num_bytes + self.logits.nbytes
 
     def close(self, slots: Tensor) -> None:
-        """Makes next_tokens the last tokens of the slots, and the step's results."""
+        """Appends next_tokens to the sequences of the slots, and writes the step's results."""
         num_rows = len(slots)
         close_rows(
             self.on_device.states,

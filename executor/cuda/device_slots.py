@@ -121,7 +121,7 @@ def _table(admission: Admission) -> Ints:
 
 
 def _token_ends(admissions: tuple[Admission, ...], limits: PlanLimits) -> TokenEnds[HostArray] | None:
-    """Returns each place once. A token that is both EOS and stop is EOS."""
+    """Returns the end tokens, each place once. A token that is both EOS and stop counts as EOS."""
     kinds: dict[int, int] = {}
     for admission in admissions:
         base = admission.slot * limits.vocab_size

@@ -1,4 +1,4 @@
-"""From the rows of a step to logits: decode-only steps on buffers that stay in place, all others on new tensors."""
+"""Computes logits from the rows of a step: decode-only steps use fixed buffers, all others use new tensors."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -15,7 +15,7 @@ from kernels.triton import RESULT_FIELDS
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Points of a step on the device: when its inputs are there, between model and sampler, and after its last work.
+    """Marks of a step on the device: after its inputs arrive, between model and sampler, and after its last work.
 
     previous_end is the end of the step before, if there was one.
     """

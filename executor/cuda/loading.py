@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from executor.plans.limits import PlanLimits
     from kernels import AttentionShape, Progress
 
-# Parameters of one step of each kind: a greedy one, one that draws, and one with reports and changed logits.
+# Parameters for one step of each kind: greedy, sampled, and with reports and changed logits.
 _REHEARSED: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 1.0},
@@ -32,7 +32,7 @@ def make_runner(
 ) -> CudaRunner:
     """Compiles all kernels and runs a few steps, so that libraries prepare now what they prepare on first use."""
     accelerator = accelerator_for(model.device)
-    with accelerator.working():  # Triton launches on the current device, which is otherwise the first
+    with accelerator.working():  # Triton launches on the current device, which is the first one by default
         warm_up(
             shape,
             progress,

@@ -5,8 +5,8 @@
     results                                                  n copied out │ finish n
 
 The host never waits for a result in order to launch. The last tokens, and which sequences have ended, are on the
-device. Steps in which logits are changed, or something besides tokens is reported, are the exception: such a step waits
-for all steps before it, and for its own result.
+device. Steps that change logits, or report more than tokens, are the exception: they wait for all steps before them
+and for their own result.
 """
 
 import logging
@@ -42,8 +42,8 @@ from kernels.triton import choose_greedily, copy_blocks
 
 _log = logging.getLogger(__name__)
 
-# Stands on the host for a token that only the device knows. It is negative, as `open_rows` needs it, and no end id,
-# so the host assumes that a sequence only ends for its length until a result says otherwise.
+# Placeholder on the host for a token that only the device knows. It is negative, as `open_rows` requires, and never an
+# end id. So until a result arrives, the host assumes that a sequence ends only when it reaches its maximum length.
 _UNKNOWN_TOKEN = -2
 
 
@@ -95,14 +95,14 @@ class CudaRunner:
         """Empties all slots for a new epoch. The KV pool keeps its contents, and steps under way can still finish."""
         self.slots.clear()
         self._launched.clear()
-        self._device_rows = None  # a step that failed may have noted rows that were never sent
+        self._device_rows = None  # a failed step may have recorded rows that were never sent
         self._generations += 1
 
     def captures(self) -> Iterator[None]:
-        """Captures the graphs that no step has needed yet, one at each turn, so that later steps do not wait for them.
+        """Captures the graphs that no step has needed yet, one per iteration, so that later steps need not.
 
-        The largest comes first, as the others find room in its memory. When the device runs out of memory, the rest is
-        left to the steps that need it.
+        The largest comes first, because the others can reuse its memory. When the device runs out of memory, the
+        remaining graphs are captured by the steps that need them.
         """
         for bucket in reversed(self.graphs.buckets):
             for kind in StepKind:
@@ -195,7 +195,7 @@ class CudaRunner:
 
     def _launch(self, launch: Launch) -> LaunchedStep:
         sent = send(launch.arrays, self._upload)
-        # Not earlier: an idle device reaches a mark at once, and the time until then counts as its idleness.
+        # Set the mark only now: an idle device reaches it at once, and the time until then counts as idle time.
         start = self._accelerator.mark()
         prepare_ns = time.monotonic_ns() - launch.started_ns
         self._buffers.on_device.apply(sent)
@@ -212,7 +212,7 @@ class CudaRunner:
         return self._fetch_results(launch, start, forwarded, prepare_ns, replace(reports, logprobs=logprobs))
 
     def _compute(self, launch: Launch, sent: StepArrays[Tensor]) -> tuple[Mark, Reports]:
-        """Launches model, sampler and ends. Returns the mark between the first two; one graph for all has none."""
+        """Launches model, sampler and ends. Returns the mark after the model, or after the graph if one runs all."""
         if launch.bucket:
             if sent.decode_slots is not None:
                 self._buffers.rows.slots[: launch.bucket].copy_(sent.decode_slots)
@@ -234,7 +234,10 @@ class CudaRunner:
     def _sample(
         self, launch: Launch, sent: StepArrays[Tensor], slots: Tensor, logits: Tensor, hidden: Tensor | None
     ) -> Reports:
-        """Samples, ends sequences, and reports. logits of slots that sample, then of beams; hidden[L, hidden_size]."""
+        """Samples, ends sequences, and reports.
+
+        logits: one row for each slot that samples, then one for each beam. hidden[L, hidden_size].
+        """
         step, own = launch.step, logits[: launch.step.num_sampled_logits]
         if sent.mixed is not None and sent.mixed.sampled_logits is not None:
             own = own.index_select(0, sent.mixed.sampled_logits)
@@ -248,9 +251,10 @@ class CudaRunner:
         return self._report(step, own, logits[step.num_sampled_logits :], hidden) if step.is_synchronous else Reports()
 
     def _report(self, step: StepInputs, sampled: Tensor, beams: Tensor, hidden: Tensor | None) -> Reports:
-        """Reports on logits[R, vocab_size] that were sampled, on those of beams, and on prompts.
+        """Reports on sampled tokens, on beams, and on prompts.
 
-        The logits of prompts are made in pieces, of the last of hidden[L, hidden_size].
+        sampled[R, vocab_size]: the logits that were sampled. The logits of prompts are computed in pieces, from the
+        last rows of hidden[L, hidden_size].
         """
         token_ids = self._buffers.next_tokens[: len(step.sampling)].cpu().numpy()
         pieces: list[Logprobs] = []
@@ -269,7 +273,7 @@ class CudaRunner:
     ) -> LaunchedStep:
         """Starts the copy of the results to the host."""
         num_rows, results = len(launch.step.sampling), None
-        # The next step writes to the buffer again, maybe before this copy of it is on the host.
+        # The next step may overwrite the buffer before its contents have reached the host.
         snapshot = self._buffers.results[:num_rows].clone() if num_rows else None
         end = arrived = self._accelerator.mark()
         if snapshot is not None:
@@ -287,7 +291,7 @@ class CudaRunner:
         self.graphs.capture(kind, bucket)
 
     def _graph_body(self, kind: StepKind, num_rows: int) -> Body:
-        """Returns the work of a decode-only step on so many rows, as a function without parameters."""
+        """Returns the work of a decode-only step on num_rows rows, as a function without parameters."""
 
         def body() -> None:
             logits = self._forward.decode(num_rows)

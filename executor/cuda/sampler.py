@@ -14,7 +14,7 @@ from executor.cuda.upload import Upload
 from executor.slots.sampling_table import Draw
 from kernels.triton import choose_greedily, draw_tokens
 
-# Logits handled at once: bounds the temporaries of large batches over large vocabularies to some 300 MB.
+# Logits handled at once: limits the temporaries of large batches over large vocabularies to about 300 MB.
 MAX_NUMBERS = 1 << 23
 
 

@@ -34,7 +34,8 @@ def resolve_num_threads(num_threads: int | None) -> int:
     """Returns the configured number, else the cores this process may use, less one if there are three or more.
 
     The spare core is for the scheduler and the clients. With two cores, the step gains more from the second core
-    than it loses by sharing it: a thread without a core is not waited for unless it holds work (`kernels.cpu.program`).
+    than it loses by sharing it, since a step waits for a preempted thread only if that thread holds work (see
+    `kernels.cpu.program`).
     """
     if num_threads is not None:
         return num_threads

@@ -103,8 +103,8 @@ class DeviceThread:
     """A thread that starts at once; `stop` ends it after the current step.
 
     prepare         called first on the new thread, for thread-local settings of libraries
-    device_is_sane  called after a step has raised an error, outside any step
-    device_lost     called once on this thread when the device is not sane any more; the thread then ends
+    device_is_sane  called between steps after a step has raised an error
+    device_lost     called once on this thread when the device is no longer sane; the thread then ends
     idle_work       advanced one item at a time while no step arrives
     """
 
@@ -127,7 +127,7 @@ class DeviceThread:
         self._pending: Callable[[], None] | None = None
         self._is_stopping = False
         self._epoch = 0
-        # Written by both threads, and only ever increased: under the lock.
+        # Written by both threads under the lock, and only ever increased.
         self._failed_epoch = 0
         self._failing = threading.Lock()
         # The last epoch that failed late. Only the results thread uses it.
@@ -163,7 +163,7 @@ class DeviceThread:
     def silent_s(self) -> float:
         """Returns for how long a probe has been waiting while no step ended; 0 if no probe is waiting.
 
-        This detects a step that hangs, however many wait behind it, as well as threads that hang without work.
+        This detects a hanging step even if other steps wait behind it, and threads that hang without work.
         """
         probed_ns = self._probed_ns
         return 0.0 if probed_ns is None else (time.monotonic_ns() - max(probed_ns, self._progress_ns)) * 1e-9
@@ -197,7 +197,7 @@ class DeviceThread:
         self._deliver_pending()
 
     def _next_work(self) -> Step | Marker | LivenessProbe | _Inspection | None:
-        """Waits for work, with idle work meanwhile. Between two steps of a busy time it starts no idle work."""
+        """Waits for work, and does idle work while it waits, but not in the short pauses between steps under load."""
         if self._work.empty():
             self._deliver_pending()
         while self._idle_work is not None:
@@ -215,10 +215,10 @@ class DeviceThread:
             self._idle_work = None
 
     def _deliver_pending(self) -> None:
-        """Lets the results thread deliver the last step's outcome, unless that has been done.
+        """Lets the results thread deliver the last step's outcome, unless it has been delivered.
 
-        The receiver wakes up and needs a core and Python's lock at once. This thread needs both to begin a step that is
-        waiting, so the outcome is delivered while that step computes, which needs no lock.
+        The receiver wakes up and immediately needs a core and Python's global interpreter lock. This thread needs both
+        to begin the next step, so the outcome is delivered while that step computes, which needs no lock.
         """
         if self._pending is not None:
             self._results.put(self._pending)
@@ -272,7 +272,7 @@ class DeviceThread:
     def _passes_inspection(self, failure: Failure) -> bool:
         if failure.kind is not FailureKind.INTERNAL or self._device_is_sane():
             return True
-        _log.critical("the device does not answer any more")
+        _log.critical("the device no longer answers")
         self._device_lost()
         return False
 

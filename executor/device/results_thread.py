@@ -1,7 +1,7 @@
 """The thread that waits for launched steps and delivers outcomes, so that the device thread does neither.
 
-Outcomes are delivered in the order in which they were put. A step that fails late ends its epoch, like one that fails
-at once.
+Outcomes are delivered in the order in which they were put. A step that fails while it is finished ends its epoch, like
+one that fails at its launch.
 """
 
 import logging
@@ -42,7 +42,7 @@ class ResultsThread:
         self._thread.start()
 
     def put(self, work: Unfinished | Callable[[], None]) -> None:
-        """Adds a step to wait for, or a callback for when everything before it is done."""
+        """Adds a step to wait for, or a callback to call once everything before it is done."""
         self._work.put(work)
 
     def stop(self) -> None:

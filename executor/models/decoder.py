@@ -35,7 +35,7 @@ class Attend(Protocol):
     def __call__(self, query: Tensor, kv: Tensor, out: Tensor, scale: float, window: int) -> None:
         """Attends with query[T, Hq, D] to kv, laid out as in `kernels.Kernels`. Mutates out[T, Hq, D].
 
-        The KV of the step's rows has been stored before.
+        The KV of the step's rows must have been stored.
         """
         ...
 

@@ -1,4 +1,5 @@
-"""A decoder that runs operation by operation on any device. With reference kernels, others are tested by it.
+"""A decoder that runs operation by operation on any device. With reference kernels, the other models are tested
+against it.
 
 Each layer attends for the rows of decodes, which come first, and then for those of prefills.
 """

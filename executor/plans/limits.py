@@ -1,4 +1,4 @@
-"""The limits that every plan has to keep."""
+"""The limits that every plan must obey."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class PlanLimits:
 def resolve_max_model_len(config: ExecutorConfig, model: ModelConfig) -> int:
     """Returns the configured length, else the checkpoint's.
 
-    Raises ConfigError if the configured length is beyond the reach of the checkpoint's rotary embedding.
+    Raises ConfigError if the configured length exceeds what the checkpoint's rotary embedding supports.
     """
     if config.max_model_len is None:
         return model.max_position_embeddings

@@ -18,7 +18,7 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The numbers from least to most that a parameter may be. Infinities and NaN are never among them."""
+    """The range of a parameter, from least to most. Infinities and NaN are never in it."""
 
     least: float
     most: float = math.inf
@@ -133,7 +133,7 @@ class StepPlan:
 
 
 class EndReason(IntEnum):
-    """The reason for which a sequence ended, with the values of executor.proto. GOES_ON is no end."""
+    """The reason for which a sequence ended, with the values of executor.proto. GOES_ON: it has not ended."""
 
     GOES_ON = 0
     EOS = 1
@@ -169,7 +169,7 @@ class StepTimings:
 class Logprobs:
     """Log-probabilities of tokens, slot after slot: token_ids[n], values[n] float32, ranks[n].
 
-    There are no ranks where the tokens of a slot are in order of probability.
+    Candidates of beams have no ranks: they are ordered by probability.
     """
 
     token_ids: Ints

@@ -2,7 +2,7 @@
 
 `project` computes the counters as they are right before the step's tokens are computed (effects 1 to 6 of the plan
 stream). If the plan breaks a rule, it raises PlanRejected with a message that names the rule. It mutates nothing: the
-slots take over the projected counters afterwards.
+slots adopt the projected counters afterwards.
 """
 
 from dataclasses import fields
@@ -105,7 +105,7 @@ def _check_reports(where: str, params: SequenceParams, limits: PlanLimits) -> No
 
 
 def _branch(branches: Ints, after: SlotCounters, limits: PlanLimits) -> None:
-    """Branches have parents that are beams and have reported, and so have the slots they overwrite, unless empty."""
+    """Checks branches: parents are beams that have reported, and so are overwritten slots unless they are empty."""
     if not branches.size:
         return
     slots, parents, token_ids = branches.T
@@ -115,7 +115,7 @@ def _branch(branches: Ints, after: SlotCounters, limits: PlanLimits) -> None:
     _check_token_ids("branches", token_ids, limits)
     has_reported = after.has_reported
     if others := parents[~has_reported[parents]].tolist():
-        raise PlanRejected(f"branches: parent slot {others[0]} is no beam that has reported")
+        raise PlanRejected(f"branches: parent slot {others[0]} is not a beam that has reported")
     if others := slots[after.is_admitted[slots] & ~has_reported[slots]].tolist():
         raise PlanRejected(f"branches: slot {others[0]} is taken")
     if full := parents[after.num_tokens[parents] >= limits.max_model_len].tolist():
@@ -126,7 +126,7 @@ def _branch(branches: Ints, after: SlotCounters, limits: PlanLimits) -> None:
 
 
 def _extend_tables(updates: Ints, after: SlotCounters, limits: PlanLimits) -> None:
-    """Entries may replace others or extend a table, but a table never has holes."""
+    """Checks table updates: entries may replace others or extend a table, but a table never has holes."""
     if not updates.size:
         return
     slots, logical, physical = updates.T
@@ -160,7 +160,7 @@ def _set_row_counts(row_counts: Ints, after: SlotCounters, limits: PlanLimits) -
     _check_slots("row_counts", slots, after, limits)
     _check_distinct("row_counts: slot", slots)
     if (counts < 0).any():
-        raise PlanRejected(f"row_counts: slot {slots[np.argmax(counts < 0)]}: {counts.min()} tokens a step")
+        raise PlanRejected(f"row_counts: slot {slots[np.argmax(counts < 0)]}: {counts.min()} tokens per step")
     after.row_count[slots] = counts
 
 
@@ -170,7 +170,7 @@ def _check_rows(after: SlotCounters, limits: PlanLimits) -> None:
         raise PlanRejected(f"{num_batched} tokens in one step, more than {limits.max_num_batched_tokens}")
     planned = after.num_planned_tokens
     if (beyond := after.has_ended & (after.row_count > 1)).any():
-        raise PlanRejected(f"slot {np.argmax(beyond)}: has ended, but computes more than one token a step")
+        raise PlanRejected(f"slot {np.argmax(beyond)}: has ended, but computes more than one token per step")
     is_computing = (after.row_count > 0) & ~after.has_ended
     if (beyond := is_computing & (planned > after.num_tokens)).any():
         slot = np.argmax(beyond)

@@ -108,20 +108,20 @@ def _logprobs(logprobs: Logprobs | None) -> pb.Logprobs | None:
 
 def _floats(field: str, data: bytes) -> Floats:
     if len(data) % _FLOAT32.itemsize:
-        raise PlanRejected(f"{field}: {len(data)} bytes are no whole number of float32")
+        raise PlanRejected(f"{field}: {len(data)} bytes are not a whole number of float32")
     return np.frombuffer(data, dtype=_FLOAT32)
 
 
 def _ints(field: str, data: bytes) -> Ints:
     if len(data) % _INT32.itemsize:
-        raise PlanRejected(f"{field}: {len(data)} bytes are no whole number of int32")
+        raise PlanRejected(f"{field}: {len(data)} bytes are not a whole number of int32")
     return np.frombuffer(data, dtype=_INT32)
 
 
 def _tuples(field: str, data: bytes, width: int) -> Ints:
     values = _ints(field, data)
     if len(values) % width:
-        raise PlanRejected(f"{field}: {len(values)} integers are no whole number of {width}-tuples")
+        raise PlanRejected(f"{field}: {len(values)} integers are not a whole number of {width}-tuples")
     return values.reshape(-1, width)
 
 

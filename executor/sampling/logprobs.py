@@ -1,7 +1,7 @@
 """Log-probabilities of tokens: float32, each from one row of logits.
 
 Rank 1 is the most probable token; lower ids come first among equals. Rows are processed in pieces, so that temporaries
-stay within some 100 MB for any vocabulary.
+stay within about 100 MB for any vocabulary.
 """
 
 import numpy as np

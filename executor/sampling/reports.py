@@ -25,8 +25,8 @@ def report_tokens(slots: Slots, sampling: Ints, logits: Tensor, token_ids: Ints)
 def with_overrun(slots: Slots, reporting: Ints, is_live: np.ndarray, logprobs: Logprobs | None) -> Logprobs | None:
     """Returns the log-probabilities of reporting[is_live] with room for the other slots, which had ended.
 
-    The entries of ended slots mean as little as their tokens, but the scheduler, which did not know of the end when it
-    made the plan, expects them.
+    The entries of ended slots are meaningless, like their tokens. The scheduler expects them, because it did not know
+    that the sequences had ended when it made the plan.
     """
     if not slots.reports.has_logprobs:
         return logprobs
@@ -43,7 +43,7 @@ def with_overrun(slots: Slots, reporting: Ints, is_live: np.ndarray, logprobs: L
 
 
 def report_prompts(slots: Slots, logits: Tensor, rows: slice | None = None) -> Logprobs | None:
-    """Reports prompt tokens from the logits of all rows of `slots.prompt_spans`, or of these rows among them."""
+    """Reports prompt tokens from the logits of the rows of `slots.prompt_spans`; rows: the slice of them to report."""
     spans = slots.prompt_spans
     if spans is None:
         return None

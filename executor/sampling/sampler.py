@@ -27,7 +27,7 @@ from executor.plans.plan import Ints
 from executor.slots.sampling_table import Draw
 from kernels import cpu
 
-# Maximum number of logits handled at once: bounds the temporaries of large batches to some 100 MB.
+# Maximum number of logits handled at once: limits the temporaries of large batches to about 100 MB.
 _CHUNK = 1 << 23
 
 

@@ -32,7 +32,7 @@ class LogitChanges:
         rows    │ 3 │ 7 │ 8 │          row numbers in the batch, ascending
         copies  │ 0 │ 1 │ 2 │          row numbers in all other arrays, each of which is ascending
 
-    restricted[r]    rows with allowed tokens, whose places are allowed[a]
+    restricted[r]    rows with a list of allowed tokens, whose places are allowed[a]
     biased[b]        places of tokens with a bias; biases[b] are added there
     seen[s]          places of tokens that the sequences have; how often each is in the output, and the penalties on it
     """
@@ -109,7 +109,7 @@ def _between(values: Places, start: int, stop: int) -> slice:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """The changes of one slot. Token ids are int64; allowed is None if all are, counts is None without penalties."""
+    """The changes of one slot. Token ids are int64. allowed: None if all tokens are; counts: None without penalties."""
 
     allowed: Places | None
     biased: Places

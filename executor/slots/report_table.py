@@ -40,8 +40,8 @@ class PromptSpans:
 class ReportTable:
     """The report parameters of `SequenceParams`, [max_num_seqs] each.
 
-    has_logprobs, has_prompt_logprobs and has_beams tell whether any slot asks for such a report. Nearly always none
-    does, and a step then reads nothing else here.
+    has_logprobs, has_prompt_logprobs and has_beams: whether any slot asks for such a report. Usually none does, and
+    then a step reads nothing else of this table.
     """
 
     def __init__(self, max_num_seqs: int) -> None:

@@ -81,7 +81,7 @@ class Draw:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Each row takes its largest logit, and none is banned."""
+        """True if each row takes its largest logit, and no logit is banned."""
         return self.is_greedy and not self.banned
 
     def unchanged(self, rows: Ints) -> "Draw":

@@ -19,11 +19,11 @@ from executor.slots.sampling_table import Draw, SamplingTable
 class Slots:
     """The arrays token_ids[max_num_seqs, max_model_len], block_tables[max_num_seqs, max_blocks_per_seq], and counters.
 
-    The system provides the pages of both matrices only as they are written. These describe the step that was applied
-    last, by ascending slot:
+    The system provides the pages of both matrices only when they are written. The other attributes describe the step
+    that was applied last, by ascending slot:
 
     computing     slots that compute tokens
-    overrun       slots that have ended but still have rows: nothing is written for them, and their results mean nothing
+    overrun       slots that have ended but still have rows: nothing is written, and their results are meaningless
     sampling      slots that reach their last known token and sample the next one
     beams         slots that reach their last known token and report candidates instead
     prompt_spans  rows whose prompt tokens are to be reported; None if there are none
@@ -85,7 +85,7 @@ class Slots:
         self.reports.copy_slots(sources, destinations)
 
     def classify(self) -> None:
-        """Sorts the slots into those that compute, are overrun, and sample in this step.
+        """Finds the slots that compute, that are overrun, and that sample in this step.
 
         Called by `apply`, and again if a sequence turns out to have ended.
         """
@@ -103,9 +103,9 @@ class Slots:
 
     @property
     def is_synchronous(self) -> bool:
-        """Logits are changed in this step, or something besides tokens is reported.
+        """True if logits are changed in this step, or something besides tokens is reported.
 
-        A GPU cannot run ahead of the host here: such a step waits for all before it, and for its own result.
+        On a GPU, such a step waits for all steps before it and for its own result.
         """
         return bool(
             self.beams.size

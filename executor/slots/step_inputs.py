@@ -56,7 +56,7 @@ class StepInputs:
 
     @property
     def is_decode_only(self) -> bool:
-        """Each row computes a slot's last token and samples for that slot alone."""
+        """True if each row computes a slot's last token and samples for that slot alone."""
         return 0 < self.num_decodes == len(self.slots) == len(self.sampling) and not self.has_forks
 
     @property

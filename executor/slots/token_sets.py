@@ -9,7 +9,7 @@ _NOTHING = -1
 
 
 class TokenSets:
-    """A matrix of token ids, padded with -1, which is no token id. It is as wide as the largest set so far."""
+    """A matrix of token ids, padded with -1, which is not a token id. It is as wide as the largest set so far."""
 
     def __init__(self, num_rows: int) -> None:
         self._ids = np.full((num_rows, 1), _NOTHING, dtype=np.int32)

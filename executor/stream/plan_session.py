@@ -10,7 +10,8 @@ from executor.device.device_thread import EndOfPlans, Failure, FailureKind, Outc
 from executor.errors import EpochRefused
 from executor.plans.plan import StepPlan
 
-# Maximum number of plans in flight on one stream. A scheduler has two in flight; with more than these, it has to wait.
+# Maximum number of plans in flight on one stream. A scheduler keeps two in flight; if it sends more than this, it
+# has to wait.
 _WINDOW = 16
 
 

@@ -11,7 +11,7 @@ Work is divided into units. A unit belongs to one kv head and covers all query h
     one query in the sequence     one unit per chunk; the last thread to finish merges the parts of a row, in order
     several queries               one unit per tile of queries, which processes all its chunks itself
 
-The cuts depend only on positions: a row has the same bits in any batch, however its prompt is split into steps, in
+The cuts depend only on positions: a row has the same bits in any batch, in any split of its prompt into steps, in
 decode and in prefill.
 """
 
@@ -299,7 +299,7 @@ def _attend_chunk(
 
 @inlined
 def _attend_one(job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int) -> None:
-    """Does the unit of a sequence with one query: chunk `index` of those the query sees."""
+    """Processes the unit of a sequence with one query: chunk `index` of those the query sees."""
     query, _, context_len = _queries(job, s)
     num_rows, position = job.group, context_len - 1
     if context_len == 0:
@@ -329,7 +329,7 @@ def _attend_one(job: Any, s: int, kv_head: int, index: int, rows: int, scores: i
 
 @inlined
 def _attend_tile(job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int) -> None:
-    """Does the unit of a tile of queries. The last tile of a prompt sees most tokens and has index 0."""
+    """Processes the unit of a tile of queries. The last tile of a prompt sees most tokens and has index 0."""
     first_query, num_queries, context_len = _queries(job, s)
     tile = _tile_queries(job.group)
     skipped = ((num_queries + tile - 1) // tile - 1 - index) * tile

@@ -96,7 +96,7 @@ def silu_kernel(storage: int) -> Kernel:
 
 @cache
 def take_kernel() -> Kernel:
-    """Returns the kernel that copies rows of a table, whatever they hold; a row is a unit."""
+    """Returns the kernel that copies rows of a table of any dtype; a row is a unit."""
     sources = SOURCES
 
     def take(address: int) -> None:

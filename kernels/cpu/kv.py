@@ -77,7 +77,7 @@ def store_kernel(storage: int) -> Kernel:
 
 @cache
 def copy_kernel() -> Kernel:
-    """Returns the kernel that copies blocks, whatever they hold; a block of one layer is a unit."""
+    """Returns the kernel that copies blocks of any dtype; a block of one layer is a unit."""
     sources = SOURCES
 
     def copy(address: int) -> None:

@@ -16,7 +16,7 @@ A single row reads a panel once, at the bandwidth of memory. Several rows share 
 rows × PANEL outputs keeps its sums in registers over a span of inputs. This is the register blocking of Goto and van
 de Geijn, 2008, without packing the left side, since the few rows stay in the cache.
 
-Each output of each row is one running sum over the inputs in their order, whatever the tile, so a row has the same bits
+Each output of each row is one running sum over the inputs in their order in every tile, so a row has the same bits
 in any batch. Weights may be stored in 16 bits; sums are float32. If weights and inputs are bfloat16 and the processor
 multiplies bfloat16, a sum takes two inputs at a time; otherwise both are widened.
 """
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 # A tile has to leave registers for a vector of weights and one of inputs. 6 × 4 sums of 16 numbers suit the 32
-# registers of AVX-512, 6 × 2 sums of 8 numbers the 16 of AVX2; narrower machines have 32 registers of 4 numbers.
+# registers of AVX-512, 6 × 2 sums of 8 suit the 16 of AVX2; narrower machines have 32 registers of 4 numbers.
 _FEATURES = binding.get_host_cpu_features()
 _LANES, _VECTORS = (16, 4) if _FEATURES.get("avx512f") else (8, 2) if _FEATURES.get("avx2") else (4, 4)
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 # rows: int64, the rows of logits to sample; temperatures to uniforms: one per row of logits; token_ids: one per entry
-# of `rows`. seats: counts the threads that have entered; each has seat_bytes of scratch memory, which begin with its
-# logits as float32 and hold at the following offsets what is computed from them.
+# of `rows`. seats: counts the threads that have entered. Each thread has seat_bytes of scratch memory: first the logits
+# of its row as float32, then, at the offsets weights to counts, the values computed from them.
 SAMPLE_JOB = job_dtype(
     """logits row_bytes vocab_size rows num_rows temperatures top_ks top_ps min_ps uniforms token_ids
     seats scratch seat_bytes weights places heap masses counts"""
@@ -205,7 +205,7 @@ def _draw_likely(buckets: Any, num_buckets: int, scale: Any, top_k: int, top_p: 
     zero, nothing = np.float32(0), np.float32(np.inf)
     mass = masses.sum() if top_k <= 0 else _walk(buckets, num_buckets, most, nothing, zero, num_buckets, nothing)[0]
     limit = np.float32(mass) * top_p if top_p < 1 else nothing
-    # In these buckets all tokens pass min_p, whatever the rounding errors at their borders.
+    # In these buckets all tokens pass min_p, even with rounding errors at their borders.
     num_likely = int(min(-np.log(min_p) * scale, np.float32(num_buckets))) - 1 if min_p > 0 else num_buckets
     kept, num_kept, _ = _walk(buckets, num_buckets, most, limit, min_p, num_likely, nothing)
     return _walk(buckets, num_buckets, num_kept, nothing, zero, num_buckets, uniform * np.float32(kept))[2]

@@ -1,9 +1,9 @@
 """Runs a compiled kernel on the threads of torch's own OpenMP runtime.
 
-numba's OpenMP layer links its own runtime; two thread pools would then spin on the same cores, each while the other
-works. This module uses the threads that torch's operators use, which are already running; `torch.set_num_threads` sets
-their number. Every thread calls the kernel with the address of the same job, and takes units of work by counting up
-the job's ticket.
+numba's OpenMP layer links its own runtime; two thread pools would then compete for the same cores: each spins while the
+other works. This module uses the threads that torch's operators use, which are already running; `torch.set_num_threads`
+sets their number. Every thread calls the kernel with the address of the same job, and takes units of work by counting
+up the job's ticket.
 
 If torch was built with another runtime (macOS), Python threads run the kernels instead.
 """

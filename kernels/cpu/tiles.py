@@ -8,8 +8,8 @@ tokens are stored numbers of the KV pool, one token after the other::
     soften_row   scores[row, token]  = 2 ** (scores[row, token] - max)
 
 The arithmetic of a result never depends on the tile it falls into: a dot product is `lanes` running sums over the
-head, added up in a fixed tree; a weighted sum runs over the tokens in order. So a row has the same bits whatever rows
-are computed with it, and wherever its prompt was cut. No instruction has a fast-math flag.
+head, added up in a fixed tree; a weighted sum runs over the tokens in order. So the bits of a row do not depend on the
+rows computed with it, nor on where its prompt was cut. No instruction has a fast-math flag.
 
 A few rows are done with a token before memory delivers the next one. Both products therefore prefetch, tile by tile:
 `ahead` is the address of as many tokens that are read later, or 0. Spread out, the prefetches complete during the

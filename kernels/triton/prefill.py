@@ -11,7 +11,7 @@ The keys of a tile are processed in three spans, in order, so that only the edge
                                      first query … last query
 
 Tiles of keys begin at multiples of tile_tokens, and masked tokens do not change a result: a row has the same bits
-however its prompt is split into steps.
+in any split of its prompt into steps.
 
 The host, which knows the lengths, makes the list of tiles once per step. The longest tiles come first, so that the
 programs that finish last are short ones.
@@ -34,7 +34,7 @@ _ITEM_FIELDS: tl.constexpr = tl.constexpr(4)
 
 @dataclass(frozen=True, slots=True)
 class PrefillWork:
-    """The prefills of one step, for all layers, whatever their windows.
+    """The prefills of one step, for all layers with any windows.
 
     block_tables[R, M] int32. items[num_items, 4] int32, each a tile of queries: table row, first row of query, number
     of rows, position of the first row.

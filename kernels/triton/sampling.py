@@ -1,9 +1,9 @@
 """Samples a token for each row of logits by its position in the order of likelihood, without sorting.
 
 Finding where top-k, top-p and min-p cut, and finding the token on which a share of the mass falls, are the same
-problem: at which token, the most likely first, does the weight (or the count) of the tokens so far reach a target? This
-is solved digit by digit like a radix sort, but without moving any number. A token's *rank* is an integer that is
-smaller for greater logits. Each pass over the row adds up the weights by the next digit of the ranks and selects one::
+problem: if tokens are taken from the most likely on, at which one does their weight (or count) reach a target? This is
+solved digit by digit like a radix sort, but without moving any number. A token's *rank* is an integer that is smaller
+for greater logits. Each pass over the row adds up the weights by the next digit of the ranks and selects one::
 
     rank of 8 digits     0 3 f 0 …
     pass 1               weights of ranks 0…, 1…, 2…, … f…        the target falls into 0…

@@ -67,8 +67,8 @@ def attend_span(
     to_values: tl.constexpr = num_kv_heads * block_size * head_dim
 
     # The block ids of the next tile are loaded while this one is computed. The addresses of keys and values are then
-    # known early, and the compiler can load several tiles at once; otherwise it overlaps at most one tile, whatever
-    # num_stages says.
+    # known early, and the compiler can load several tiles at once; otherwise it overlaps at most one tile,
+    # regardless of num_stages.
     tokens = start + within
     next_blocks = tl.load(table + tokens // block_size, mask=tokens < end, other=0)
     for tile_start in range(start, stop, tile_tokens):

@@ -195,7 +195,7 @@ def gift(s: Scene) -> list[str]:
 
 
 def race(s: Scene) -> list[str]:
-    """The two race for the thing; the helper falls, and the hero stops to help."""
+    """Hero and helper race for the thing; the helper falls, and the hero stops to help."""
     name, he, friend, thing = s.hero.name, s.hero.pronouns.subject, s.helper, s.thing
     start, goal = s.rng.sample(s.place.spots, 2)
     return [

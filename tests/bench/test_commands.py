@@ -1,4 +1,4 @@
-"""The one way in: every measurement can be found, parses its flags, and needs no command line of quire."""
+"""The command table: every measurement is listed, parses its flags, and does not need the command line of quire."""
 
 import importlib
 import subprocess

@@ -32,7 +32,7 @@ def test_single_token_has_no_time_per_output_token() -> None:
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 10, 64])
-async def test_closed_loop_sends_each_request_once_with_at_most_concurrency_in_flight(concurrency: int) -> None:
+async def test_closed_loop_sends_each_request_once_and_bounds_requests_in_flight(concurrency: int) -> None:
     sent: list[TraceRequest] = []
     running = most = 0
 
@@ -100,7 +100,7 @@ async def test_quire_sender_counts_tokens_not_messages() -> None:
     client = FakeClient(
         Started("r", 2, 1),
         Delta(0, "", (1,)),
-        Delta(0, "", ()),  # held-back text carries no token
+        Delta(0, "", ()),  # a delta without tokens, as when text is held back
         Delta(0, "ab", (2, 3)),
         Finished(0, FinishReason.LENGTH, Usage(2, 3, 1, 0)),
     )

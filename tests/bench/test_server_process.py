@@ -1,4 +1,4 @@
-"""Servers as processes: ready lines, failures, restarts, and no process that stays behind."""
+"""Servers as processes: ready lines, failures, restarts, and no process is left behind."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ def module(directory: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return "scripted_server"
 
 
-def test_flags_of_values() -> None:
+def test_values_become_flags() -> None:
     assert as_flags({"num_blocks": 512, "on": True, "prefix_cache": False}) == [
         "--num-blocks", "512", "--on", "--no-prefix-cache",
     ]  # fmt: skip
@@ -86,6 +86,6 @@ async def kill_a_service(flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.timeout(300)
-async def test_restarted_service_voids_the_measurement() -> None:
+async def test_restarted_service_invalidates_the_measurement() -> None:
     with pytest.raises(ServerFailed, match="restarted"):
         await kill_a_service(SMALL)

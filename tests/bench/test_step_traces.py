@@ -9,7 +9,7 @@ from quire import StepTrace
 
 
 def step(step_id: int, sent_ns: int, idle_ns: int) -> StepTrace:
-    """A step that is sent after 100 ns, works 1,000 ns, returns 1,200 ns after sending and is committed after 50 ns."""
+    """Returns a step: sent after 100 ns, 1,000 ns of work, result 1,200 ns after sending, committed 50 ns later."""
     return StepTrace(
         epoch=1,
         step_id=step_id,

@@ -1,4 +1,4 @@
-"""Requests that broke other servers get the right status, disturb no other request, and leave nothing behind."""
+"""Requests that broke other servers get the right status, do not affect other requests, and leave nothing behind."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Beam search equals transformers.generate(num_beams=…) in tokens, order and scores, whatever else the server does."""
+"""Beam search equals transformers.generate(num_beams=…) in tokens, order and scores, also under load."""
 
 import asyncio
 import shutil

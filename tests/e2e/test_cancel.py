@@ -18,9 +18,9 @@ from tests.support.e2e.streams import OPENINGS, Job, differences, outcomes
 NUM_SLOTS = 8
 MAX_IN_FLIGHT = 2
 NEIGHBOUR = "neighbour"
-# More tokens than any test here has steps.
+# Generates more tokens than any test here runs steps.
 ENDLESS: dict[str, Any] = {"ignore_eos": True, "max_tokens": 1900, "temperature": 0}
-# So many tokens that the prompt is still being computed when the test looks at it.
+# Long enough that the prompt is still being computed when the test reads the block map.
 LONG_PROMPT = [5 + number * 7 % 1500 for number in range(1800)]
 KNOWN = Job("Once upon a time", {"temperature": 0, "max_tokens": 60})
 
@@ -100,7 +100,7 @@ async def streaming(client: AsyncClient, request_id: str, **options: Any) -> Asy
     try:
         await until_map(client, runs)
         yield
-        assert not task.done(), "the request must run all the time"
+        assert not task.done(), "the request must run during the whole context"
     finally:
         task.cancel()
         await asyncio.wait({task})
@@ -132,7 +132,7 @@ async def check_blocks_are_released(
 # --- one client -----------------------------------------------------------------------------------------------------
 
 
-async def test_cancelled_while_waiting(stack: Stack, observer: AsyncClient) -> None:
+async def test_cancelling_a_waiting_request_empties_the_queue(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR, n=NUM_SLOTS), stack.client() as client:
         events = client.generate(LONG_PROMPT, max_tokens=100)
         async with frozen_when(stack, observer, lambda found: found.num_waiting == 1) as before:
@@ -143,7 +143,7 @@ async def test_cancelled_while_waiting(stack: Stack, observer: AsyncClient) -> N
             assert gone.num_waiting_prompt_tokens == 0
 
 
-async def test_cancelled_while_prefilling(stack: Stack, observer: AsyncClient) -> None:
+async def test_cancelling_a_prefill_releases_its_blocks(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR), stack.client() as client:
         events = client.generate(LONG_PROMPT, max_tokens=100)
 
@@ -153,7 +153,7 @@ async def test_cancelled_while_prefilling(stack: Stack, observer: AsyncClient) -
         await check_blocks_are_released(stack, observer, is_prefilling, close)
 
 
-async def test_the_client_is_killed_while_decoding(stack: Stack, observer: AsyncClient) -> None:
+async def test_killing_a_client_releases_the_blocks_of_its_decode(stack: Stack, observer: AsyncClient) -> None:
     flags = ["--address", stack.grpc, "--ignore-eos", "--temperature", "0", "--max-tokens", "1900"]
     client = Process("generate", [*QUIRE, "generate", "A fox", *flags])
     try:
@@ -171,7 +171,7 @@ async def test_the_client_is_killed_while_decoding(stack: Stack, observer: Async
         client.kill()
 
 
-async def test_cancelled_with_three_samples(stack: Stack, observer: AsyncClient) -> None:
+async def test_cancelling_three_samples_releases_their_blocks(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR), stack.client() as client:
         options = ENDLESS | {"n": 3, "temperature": 1, "seed": 1}
         reader = asyncio.create_task(client.complete("A fox and a hen", **options))
@@ -183,7 +183,7 @@ async def test_cancelled_with_three_samples(stack: Stack, observer: AsyncClient)
         await check_blocks_are_released(stack, observer, lambda found: is_decoding(found, 3), stop_reading)
 
 
-async def test_cancelled_with_its_stream_unread(stack: Stack, observer: AsyncClient) -> None:
+async def test_cancelling_an_unread_stream_releases_its_blocks(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR), stack.client() as client:
         events = client.generate("A fox and a hen", **ENDLESS)
         await check_blocks_are_released(stack, observer, is_decoding, client.close)
@@ -233,7 +233,7 @@ async def run_and_cancel(client: AsyncClient, at_once: asyncio.Semaphore, rng: r
 # --- deadlines ------------------------------------------------------------------------------------------------------
 
 
-async def test_a_deadline_passes_in_the_queue(stack: Stack, observer: AsyncClient) -> None:
+async def test_a_passed_deadline_removes_a_request_from_the_queue(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR, n=NUM_SLOTS):
         with pytest.raises(DeadlineExceededError):
             await observer.complete("A fox", timeout_s=0.2)
@@ -241,7 +241,7 @@ async def test_a_deadline_passes_in_the_queue(stack: Stack, observer: AsyncClien
         assert [sequence.request_id for sequence in found.sequences] == [NEIGHBOUR] * NUM_SLOTS
 
 
-async def test_a_deadline_passes_while_running(stack: Stack, observer: AsyncClient) -> None:
+async def test_a_passed_deadline_releases_the_blocks_of_a_running_request(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR):
         with pytest.raises(DeadlineExceededError):
             await observer.complete("A fox", timeout_s=0.5, **(ENDLESS | {"n": 3}))

@@ -89,7 +89,9 @@ def tiny() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("max_in_flight", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-async def test_embedded_checkpoint_without_memory_pressure(tiny: PreTrainedModel, max_in_flight: int) -> None:
+async def test_embedded_checkpoint_equals_transformers_without_memory_pressure(
+    tiny: PreTrainedModel, max_in_flight: int
+) -> None:
     requests = mixed_requests(tiny.config.vocab_size, 64, max_prompt=90, max_output=40)
     with Stack(max_in_flight=max_in_flight) as stack:
         async with stack.client() as client:
@@ -106,7 +108,9 @@ async def test_embedded_checkpoint_without_memory_pressure(tiny: PreTrainedModel
 
 
 @pytest.mark.parametrize("max_in_flight", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-async def test_embedded_checkpoint_in_a_pool_that_is_too_small(tiny: PreTrainedModel, max_in_flight: int) -> None:
+async def test_embedded_checkpoint_equals_transformers_in_a_pool_that_is_too_small(
+    tiny: PreTrainedModel, max_in_flight: int
+) -> None:
     requests = mixed_requests(tiny.config.vocab_size, 48, max_prompt=90, max_output=40)
     flags = {"num_blocks": 17, "max_num_seqs": 16, "max_num_batched_tokens": 40, "max_in_flight": max_in_flight}
     with Stack(**flags) as stack:
@@ -140,7 +144,7 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return str(directory), checkpoint.model
 
 
-async def test_every_family_under_pressure(family: tuple[str, PreTrainedModel]) -> None:
+async def test_every_family_equals_transformers_under_pressure(family: tuple[str, PreTrainedModel]) -> None:
     """The run has preemption, chunked prefill, prefix hits, and two plans in flight."""
     directory, model = family
     requests = mixed_requests(model.config.vocab_size, 48, max_prompt=70, max_output=40)

@@ -72,7 +72,7 @@ async def neighbours(client: AsyncClient) -> AsyncIterator[None]:
 
 
 async def test_requests_that_can_never_fit_are_out_of_range(client: AsyncClient) -> None:
-    # Too many tokens for this pool, for the model, or far too many.
+    # More tokens than the pool holds, than the model supports, and a huge number.
     too_long: list[tuple[Prompt, dict[str, Any]]] = [
         ([7] * MOST_TOKENS, {}),
         ([7] * (MOST_TOKENS - 10), {"max_tokens": 11}),

@@ -120,7 +120,7 @@ async def test_a_stopped_executor_that_continues_is_used_again(apart: Stack) -> 
         assert differences(await streams.ended(), expected) == []
 
 
-async def test_an_idle_executor_that_stops_is_noticed_and_used_again(apart: Stack) -> None:
+async def test_a_stopped_idle_executor_is_detected_and_used_again_later(apart: Stack) -> None:
     async with apart.client() as client:
         expected = await outcomes(client, [SHORT])
         apart.send("executor", signal.SIGSTOP)

@@ -17,7 +17,7 @@ REQUESTS = mixed_requests(AutoConfig.from_pretrained(TINY).vocab_size, 14, max_p
 """More requests than slots and blocks can hold at once, and prompts longer than a step."""
 
 FLAGS = {"num_blocks": 29, "max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 64}
-"""A pool of 28 usable blocks: three contiguous runs of 128 token slots, and some blocks more."""
+"""A pool of 28 usable blocks: three contiguous runs of 128 token slots, and a few more blocks."""
 
 
 @pytest.fixture(scope="module")

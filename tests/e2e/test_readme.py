@@ -37,14 +37,14 @@ def commands() -> set[str]:
 
 COVERED = {
     "make run": "test_make_run",
-    "make test": "runs this",
-    "make test-all": "runs this, and the exhaustive tests",
-    "make verify": "CI runs its two halves",
+    "make test": "is the command that runs these tests",
+    "make test-all": "runs these tests, and the exhaustive ones",
+    "make verify": "CI runs its two parts",
     "make lint": "CI runs it",
     "make dashboards": "tests/deploy/test_dashboards.py and test_operations_page.py compare what it writes",
     ".venv/bin/python -m checks.words": "make lint runs it",
     "make help": "test_make_targets",
-    "make gpu-check": "tests/bench/gpu/test_phases.py and its neighbours run the phases in small",
+    "make gpu-check": "the tests in tests/bench/gpu run its phases on a small scale",
     "make fmt": "test_make_targets",
     "make protos": "test_make_targets",
     "make clean": "test_make_targets",
@@ -63,7 +63,7 @@ COVERED = {
     ".venv/bin/quire bench sharing": "test_bench_sharing",
     "make claims": "test_make_claims",
     "make compose-check": "CI runs it where there is a container engine",
-    "docker compose up": "make compose-check does",
+    "docker compose up": "make compose-check runs it",
     ".venv/bin/quire plan llama-3.1-8b --device h100": "test_planning",
     ".venv/bin/quire simulate llama-3.1-8b --rate 2 --duration-s 600": "test_planning",
     ".venv/bin/quire serve --model Qwen/Qwen3-0.6B": "test_serving_from_the_hub",
@@ -121,7 +121,7 @@ def test_bench_paired(tmp_path: Path) -> None:
 
 @pytest.mark.exhaustive
 def test_make_claims(tmp_path: Path) -> None:
-    """Runs three claims in small: one of them starts services in every mode."""
+    """Runs three claims on a small scale; one of them starts services in every mode."""
     only = [f"--only {name}" for name in ("timeline", "fixed-pool", "kv-arithmetic")]
     run(*make_command("claims", f"ARGS=--quick {' '.join(only)} --output {tmp_path}"))
     results = json.loads((tmp_path / "results.json").read_text())
@@ -174,7 +174,7 @@ def _has_matplotlib() -> bool:
 
 
 def test_planning() -> None:
-    """The commands run as the pages have them: they need no device."""
+    """The commands run unchanged, because they need no device."""
     wanted = {"plan": "decode floor", "simulate": "real time"}
     for command in (command for command, test in COVERED.items() if test == "test_planning"):
         words = shlex.split(command)[1:]

@@ -1,4 +1,4 @@
-"""Seeds, log-probabilities, bias and penalties work as requested, whatever other requests run."""
+"""Seeds, log-probabilities, bias and penalties work as requested, independent of other requests."""
 
 import asyncio
 import math
@@ -93,7 +93,7 @@ def check_logprobs(entries: list[TokenLogprobs], rows: torch.Tensor, token_ids: 
 async def test_logprobs_equal_transformers(
     client: AsyncClient, tiny: PreTrainedModel, num_top: int, temperature: float
 ) -> None:
-    """Log-probabilities are those of the model's own distribution, whatever changes the logits."""
+    """Log-probabilities are those of the model's own distribution, even if the logits are changed."""
     changed = {"repetition_penalty": 1.3, "presence_penalty": 0.5, "logit_bias": {77: 5.0}, "min_tokens": 10}
     for changes in ({}, changed):
         completion = await client.complete(
@@ -105,7 +105,9 @@ async def test_logprobs_equal_transformers(
         check_logprobs(list(completion.sequences[0].logprobs), rows[len(PROMPT) - 1 : -1], output, num_top)
 
 
-async def test_logprobs_with_prefix_hits_chunks_and_preemption(small_pool: Stack, tiny: PreTrainedModel) -> None:
+async def test_logprobs_equal_transformers_with_prefix_hits_chunks_and_preemption(
+    small_pool: Stack, tiny: PreTrainedModel
+) -> None:
     small_pool.show_log()
     prompt = PROMPT * 4
     options: dict[str, Any] = {"prompt_logprobs": 2, "logprobs": 2, "max_tokens": 30, "ignore_eos": True}

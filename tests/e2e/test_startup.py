@@ -41,7 +41,7 @@ def run_quire(*arguments: str) -> Ended:
     process = Process("quire", [*QUIRE, *arguments])
     try:
         return_code = process.wait()
-        assert process.family() == [], "a process that it started still runs"
+        assert process.family() == [], "a process that it started is still running"
     finally:
         process.kill()
     return Ended(return_code, process.printed("stdout"), process.printed("stderr"))

@@ -32,7 +32,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RandomCheckpoint]:
-    """Returns a function that makes the checkpoint of a name in `checkpoints.FAMILIES`, once for all tests."""
+    """Returns a function that makes the checkpoint of a family in `checkpoints.FAMILIES`, once for all tests."""
     made: dict[str, RandomCheckpoint] = {}
 
     def get(name: str) -> RandomCheckpoint:

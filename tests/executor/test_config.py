@@ -1,4 +1,4 @@
-"""The configuration names every mistake."""
+"""Errors in the configuration name the wrong setting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from executor.errors import ConfigError
 from tests.support.executor.checkpoints import make_checkpoint
 
 
-def test_from_a_dict() -> None:
+def test_a_dict_becomes_a_configuration() -> None:
     config = ExecutorConfig.from_dict({"model": "m", "num_blocks": 10, "memory_fraction": 1, "step_timeout_s": 3})
     assert config == ExecutorConfig(model="m", num_blocks=10, memory_fraction=1.0, step_timeout_s=3.0)
 
@@ -65,7 +65,7 @@ def test_known_devices_are_resolved() -> None:
 
 
 @pytest.mark.parametrize(("num_cores", "num_threads"), [(1, 1), (2, 2), (3, 2), (4, 3), (64, 63)])
-def test_default_number_of_threads(num_cores, num_threads, monkeypatch) -> None:
+def test_one_core_is_spared_on_machines_with_three_or_more(num_cores, num_threads, monkeypatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(num_cores)))
     assert resolve_num_threads(None) == num_threads
     assert resolve_num_threads(7) == 7

@@ -24,7 +24,7 @@ from tests.support.executor.plan_driver import ints, tuples
 CONFIG = ExecutorConfig(model="unused", listen_address="127.0.0.1:0", metrics_address="", num_threads=1)
 
 
-async def test_a_real_model_over_grpc(checkpoint) -> None:
+async def test_a_real_model_is_served_over_grpc(checkpoint) -> None:
     source = checkpoint("llama")
     config = replace(
         CONFIG, model=str(source.directory), kernels="reference", device="cpu", block_size=4, num_blocks=20

@@ -20,7 +20,7 @@ from tests.support.executor.messages import read
 from tests.support.executor.served import CONFIG, plan, status
 
 
-async def test_describe(stub) -> None:
+async def test_describe_returns_model_and_limits(stub) -> None:
     first, again = await stub.Describe(pb.DescribeRequest()), await stub.Describe(pb.DescribeRequest())
     assert first == again
     assert len(first.incarnation) == 32
@@ -30,7 +30,7 @@ async def test_describe(stub) -> None:
     assert first.epoch == 0
 
 
-async def test_incarnations_differ(server) -> None:
+async def test_each_server_has_its_own_incarnation(server) -> None:
     other = Server(CONFIG, loaded(FakeRunner()))
     assert other._describe(0).incarnation != server._describe(0).incarnation
     await other.stop()
@@ -122,7 +122,7 @@ async def test_shutting_down_ends_streams(stub, server) -> None:
     assert await status(call) == (grpc.StatusCode.UNAVAILABLE, "the executor is shutting down")
 
 
-async def test_reflection(channel) -> None:
+async def test_reflection_lists_the_services(channel) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = stub.ServerReflectionInfo()
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
@@ -139,7 +139,7 @@ async def test_a_port_in_use_is_reported(server, fake_runner) -> None:
     await second.stop()
 
 
-async def test_a_unix_socket(fake_runner, tmp_path) -> None:
+async def test_the_server_listens_on_a_unix_socket(fake_runner, tmp_path) -> None:
     server = Server(replace(CONFIG, listen_address=f"unix:{tmp_path}/executor"), loaded(fake_runner))
     address = await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
@@ -147,7 +147,7 @@ async def test_a_unix_socket(fake_runner, tmp_path) -> None:
     await server.stop()
 
 
-async def test_metrics_over_http(stub, server) -> None:
+async def test_metrics_are_served_over_http(stub, server) -> None:
     call = stub.Run()
     await call.write(plan(1, 1))
     await read(call)

@@ -9,7 +9,7 @@ import torch
 from kernels.memory import populate, zeros
 
 
-def test_zeros_of_any_shape() -> None:
+def test_zeros_can_have_any_shape() -> None:
     for shape in [(0,), (3, 0, 2), (5,), (300, 7, 1000)]:
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             tensor = zeros(shape, dtype)
@@ -31,7 +31,7 @@ def test_populating_takes_pages_and_changes_no_values() -> None:
     assert sum(1 for _ in populate(tensor)) == 12
     before = _faults()
     assert tensor[1, 5 << 20] == 7
-    tensor += 1  # every page exists already: there are hardly any faults, while small pages alone would cause 6,144
+    tensor += 1  # pages exist already, so there are hardly any faults; small pages alone would cause 6,144
     assert _faults() - before < 2_000
     assert tensor[0, 0] == 1
     assert tensor[1, 5 << 20] == 8

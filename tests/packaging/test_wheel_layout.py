@@ -1,4 +1,4 @@
-"""The wheel has one top-level package, so it can stand beside distributions that own names of the tree."""
+"""The wheel has one top-level package, so other distributions may own names of the tree."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ def test_imports_of_the_tree_become_imports_of_quire(source: str, expected: str)
         "kernels.cpu.attend()",
     ],
 )
-def test_everything_else_stays_as_it_is(source: str) -> None:
+def test_other_text_is_not_changed(source: str) -> None:
     assert rewritten(source) == source
 
 
@@ -67,7 +67,7 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
     for path, text in {"quire/bench/run.py": "a = 1\n", "bench/run.py": "a = 2\n"}.items():
         (tmp_path / path).parent.mkdir(parents=True)
         (tmp_path / path).write_text(text)
-    with pytest.raises(FileExistsError, match=r"run\.py has the place of another file"):
+    with pytest.raises(FileExistsError, match=r"run\.py would overwrite another file"):
         stage(tmp_path, tmp_path / "staged", ("quire", "bench"))
 
 

@@ -35,7 +35,7 @@ def test_llama_3_70b_on_eight_h100_holds_ten_sequences_of_128k() -> None:
     assert find_capacity(deployment).rows[-3].num_paged == pool_bytes // (5 * 2**30) == 10
 
 
-def test_floors_of_decode_and_prefill() -> None:
+def test_floors_equal_figures_by_hand() -> None:
     deployment = deploy("llama-3.1-8b", DeploymentSettings(max_model_len=4096))
     reached = Efficiencies(bandwidth=3.0 / 3.35)
     capacity = find_capacity(deployment, reached)

@@ -41,7 +41,7 @@ def test_a_printed_plan_names_its_units() -> None:
     assert "GB and MB are decimal" in result.stdout
 
 
-def test_a_plan_as_json() -> None:
+def test_a_plan_is_printed_as_json() -> None:
     result = invoke(
         "plan", "llama-3-70b", "--tensor-parallel", "16", "--device", "h200", "--dtype", "float32", "--json"
     )
@@ -51,7 +51,7 @@ def test_a_plan_as_json() -> None:
     assert any("8 kv heads: each head, and its KV, is on 2 devices" in note for note in values["notes"])
 
 
-def test_a_printed_simulation() -> None:
+def test_a_simulation_is_printed() -> None:
     result = invoke("simulate", "llama-3.1-8b", "--rate", "2", "--num-requests", "10")
     assert result.exit_code == 0
     assert "x real time" in result.stdout

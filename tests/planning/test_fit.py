@@ -84,7 +84,7 @@ def test_a_step_lasts_from_result_to_result() -> None:
         step(1, 0.0, 1.0, 0),
         step(1, 0.1, 1.5, 1),  # planned long before the result it follows
         step(1, 1.6, 2.5, 1),  # planned late: the wait for the plan is part of the step
-        step(1, 4.0, 4.75, 0),  # no sequence decoded on: the server was idle until this step was planned
+        step(1, 4.0, 4.75, 0),  # no sequence was decoding: the server was idle until this step was planned
         step(2, 9.0, 10.0, 1),  # another executor
     ]
     assert [step_s for _, step_s in timed(steps)] == [0.5, 1.0, 0.75]
@@ -114,7 +114,7 @@ def trace(step_id: int, planned_ns: int, received_ns: int) -> StepTrace:
 
 
 def test_a_saved_trace_is_read(tmp_path: Path) -> None:
-    """A trace in the format of bench, with a prompt of 20 tokens beside four decodes."""
+    """A trace in the format of bench, with a step of a 20-token prompt and four decodes."""
     path = tmp_path / "steps.json"
     save_chrome_trace(path, [trace(9, 1_000_000, 3_000_000), trace(10, 2_000_000, 5_500_000)])
     first, second = read_steps(path)

@@ -251,7 +251,7 @@ def test_tenants_have_their_own_summaries_and_priorities() -> None:
 
 
 def test_a_dynamic_batch_starts_when_its_timeout_ends() -> None:
-    """The batch starts 50 ms after its first request arrived, although there is no other event then."""
+    """The batch starts 50 ms after its first request arrived, although no other event occurs at that time."""
     server = replace(SERVER, batching=BATCHING["dynamic"])
     records = run([Job(1.0, 0, 10, 5), Job(1.02, 0, 10, 5), Job(1.06, 0, 10, 5)], Steady(0.01), server)
     assert list(records.requests.planned_s) == pytest.approx([1.05, 1.05, 1.11])

@@ -142,7 +142,7 @@ def test_report_of_a_smoke_run_has_a_warning() -> None:
 
 @pytest.fixture(scope="module")
 def core_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of all claims that need no services, on a small scale."""
+    """Returns the results of all claims that need no services, on a small scale."""
     output = tmp_path_factory.mktemp("claims")
     run = ClaimsRun("models/tiny", CORE_ONLY, True, output=output, evidence=output / "evidence.md")
     assert measure(run, quiet())
@@ -210,7 +210,7 @@ def injected(name: str, error: BaseException | None = None, values: Data | None 
     return replace(timeline.CLAIM, name=name, measure=measure_injected)
 
 
-def test_failing_claim_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_claim_does_not_affect_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     claims = (
         injected("broken", ValueError("out of luck")),
         injected("absent", NotAvailable("no such device")),
@@ -269,7 +269,7 @@ async def test_progress_bars_show_claims_and_steps() -> None:
     assert "1/1" in out.getvalue()
 
 
-def test_wrong_uses_have_clear_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_errors_have_clear_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BenchError, match="no such claim: teleport; there are waste-by-kind"):
         measure(ClaimsRun("models/tiny", ("teleport",), output=tmp_path), quiet())
     other = tmp_path / "other.json"

@@ -145,6 +145,6 @@ def test_expected_waste_equals_the_mean_by_hand() -> None:
     assert lengths == list(range(8, 25))
 
 
-def test_judged_and_percent() -> None:
+def test_judged_returns_the_word_and_percent_formats_a_ratio() -> None:
     assert [judged(parts) for parts in ([True, True], [True, False], [False, False])] == [REPRODUCED, PARTLY, NOT]
     assert (percent(0.0312), percent(0.5, 0)) == ("3.1 %", "50 %")

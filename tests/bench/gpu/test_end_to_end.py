@@ -18,7 +18,7 @@ from quire.block_map import StepTrace
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The report after each part."""
+    """Returns the reports that were kept, one after each part."""
     kept: list[dict[str, Any]] = []
     flags = service_flags("llama-tiny", tmp_path_factory.mktemp("model"), "cpu", IN_SMALL)
     asyncio.run(end_to_end.measure(flags, IN_SMALL, lambda report: kept.append(dict(report))))

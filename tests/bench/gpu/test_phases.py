@@ -1,4 +1,4 @@
-"""Phases: results count however a phase ends, and no process stays behind."""
+"""Phases: results are kept however a phase ends, and no process is left behind."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_incomplete_file_is_no_result(output: Path) -> None:
 def test_phase_that_is_cut_off_leaves_no_process(
     has_own_session: bool, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither a process that ignores SIGTERM nor its child is left."""
+    """Neither a process that ignores SIGTERM nor its child survives."""
     monkeypatch.setattr(phases, "_KILL_AFTER_S", 0.5)
     text = (
         "import json, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "

@@ -1,4 +1,4 @@
-"""Targets, phases and counts of outcomes fit together."""
+"""Targets name existing phases and cases, and outcomes are counted correctly."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def test_outcomes_find_the_figures_of_a_report() -> None:
     reached = {what: outcome.reached for what, outcome in found.items() if outcome.reached is not None}
     assert reached == pytest.approx(
         {
-            "decode attention, D128, 4 heads a kv head, b=64, 4k": 2.8,
+            "decode attention, D128, 4 heads per kv head, b=64, 4k": 2.8,
             "same, b=1, 1k, in a graph": 15.5,
             "8B, b=1, time per output token": 6.5,
             "8B, device idle between decode steps": 6.0,

@@ -20,7 +20,7 @@ async def server(address: str) -> tuple[grpc.aio.Server, health.aio.HealthServic
     return started, servicer
 
 
-async def test_watch_follows_a_server_through_its_death() -> None:
+async def test_watch_reports_when_a_server_dies() -> None:
     address = with_port("127.0.0.1:0")
     watch = Watch(address)
     following = asyncio.create_task(watch.follow())
@@ -40,7 +40,7 @@ async def test_watch_follows_a_server_through_its_death() -> None:
 
 
 def test_missing_service_is_an_error() -> None:
-    with pytest.raises(RecoveryError, match="the executor does not run"):
+    with pytest.raises(RecoveryError, match="the executor is not running"):
         child(psutil.Process(), "executor")
 
 

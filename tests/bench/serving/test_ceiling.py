@@ -32,7 +32,7 @@ def test_bound_equals_the_sum_by_hand(concurrency: int, decode_s: float) -> None
     assert most_tokens_per_s(MODEL, 4, WORK, concurrency, rates) == pytest.approx(1 / (decode_s + prompt_s + kv_s))
 
 
-def test_cached_tokens_are_no_work() -> None:
+def test_cached_tokens_do_not_count_as_work() -> None:
     run = {"num_requests": 3, "num_prompt_tokens": 90, "num_cached_tokens": 60, "num_output_tokens": 7}
     assert Work.of(run) == Work(3, 30, 7)
 

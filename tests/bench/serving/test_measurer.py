@@ -1,4 +1,4 @@
-"""Turns of engines: the same traces, alternating order, the others stopped, and medians of ratios."""
+"""Engines take turns: same traces, alternating order, the others stopped, and medians of ratios."""
 
 import io
 import json
@@ -55,7 +55,7 @@ def run_of(
 
 @pytest.fixture
 def sleeper() -> Iterator[int]:
-    """A process in a group of its own."""
+    """Starts a process in a group of its own."""
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     yield process.pid
     process.kill()
@@ -63,7 +63,7 @@ def sleeper() -> Iterator[int]:
 
 
 def is_soon(pid: int, *, stopped: bool) -> bool:
-    """Waits for a signal to take effect."""
+    """Returns True once the process is stopped, or runs, as expected; waits for a signal to take effect."""
     for _ in range(500):
         state = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rsplit(")", 1)[1].split()[0]
         if (state in "Tt") == stopped:
@@ -73,7 +73,7 @@ def is_soon(pid: int, *, stopped: bool) -> bool:
 
 
 def scripted(name: str, wall_s: float, happened: list[tuple[str, int, tuple[int, ...]]], sleeper: int) -> Engine:
-    """An engine that records its runs. The peer's process has to be stopped during the other engines' runs."""
+    """Returns an engine that records its runs. The peer's process has to be stopped during the other engines' runs."""
 
     async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
         happened.append((name, concurrency, tuple(hash(request.prompt_token_ids) for request in trace)))

@@ -23,7 +23,7 @@ TRACE = [TraceRequest(tuple(range(10 + i % 37)), 5 + 7 * i % 60) for i in range(
 
 
 def ideal_run(num_clients: int) -> MeasuredRun:
-    """The run of a server whose steps cost exactly COST, from a simulation that records its steps."""
+    """Returns the run of a server whose steps cost exactly COST, from a simulation that records its steps."""
 
     class Watched(Simulation):
         def _send_plan(self) -> bool:

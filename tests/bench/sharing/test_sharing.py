@@ -114,11 +114,11 @@ async def test_sharing_is_counted_in_tables_of_decoding_sequences() -> None:
     assert [(r.sampling.n, r.sampling.beam_width) for r in asked[:4]] == [(2, 0), (2, 0), (4, 4), (4, 4)]
     assert all(not r.sampling.HasField("temperature") for r in asked[2:4])
     groups = asked[4:]
-    assert [r.stopping.max_tokens == 1 for r in groups].count(True) >= 2  # the system prompt by itself
+    assert [r.stopping.max_tokens == 1 for r in groups].count(True) >= 2  # only the system prompt
     assert servicer.num_resets == 6
 
 
-async def test_short_completion_voids_the_measurement() -> None:
+async def test_short_completion_invalidates_the_measurement() -> None:
     servicer = SharingServer(num_missing=1)
     async with serving(servicer) as address:
         with pytest.raises(BenchError, match="full length"):

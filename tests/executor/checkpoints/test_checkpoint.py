@@ -50,7 +50,7 @@ def test_an_unknown_directory_is_rejected(model, tmp_path, monkeypatch) -> None:
         locate(model)
 
 
-def test_a_file_is_rejected_as_a_directory(directory) -> None:
+def test_a_file_in_place_of_a_directory_is_rejected(directory) -> None:
     with pytest.raises(CheckpointError, match="a file; expected the directory"):
         locate(str(directory / "config.json"))
 
@@ -76,7 +76,7 @@ def test_a_failed_download_is_reported(monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError) as error:
         locate("someone/some-model")
-    assert "someone/some-model: no such directory, and not to be had from the hub" in str(error.value)
+    assert "someone/some-model: no such directory, and not found on the hub" in str(error.value)
     assert "second line" not in str(error.value)
 
 

@@ -26,7 +26,7 @@ def parse(**changes: object):
     return parse_model_config({name: value for name, value in content.items() if value is not ...})
 
 
-def test_defaults_for_fields_missing_in_config_json() -> None:
+def test_missing_fields_take_the_defaults_of_the_architecture() -> None:
     config = parse()
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert (config.tie_word_embeddings, config.qkv_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
@@ -45,7 +45,9 @@ def test_defaults_for_fields_missing_in_config_json() -> None:
         ("Qwen3ForCausalLM", True, True, True, True),
     ],
 )
-def test_biases(architecture, attention_bias, qkv_bias, output_bias, qk_norm) -> None:
+def test_biases_depend_on_the_architecture_and_attention_bias(
+    architecture, attention_bias, qkv_bias, output_bias, qk_norm
+) -> None:
     config = parse(architectures=[architecture], attention_bias=attention_bias)
     assert (config.qkv_bias, config.output_bias, config.qk_norm) == (qkv_bias, output_bias, qk_norm)
 
@@ -83,7 +85,7 @@ def test_model_type_replaces_missing_architectures() -> None:
         ),
     ],
 )
-def test_windows(fields, windows) -> None:
+def test_windows_are_read_for_each_layer(fields, windows) -> None:
     assert parse(**fields).windows == windows
 
 
@@ -122,7 +124,7 @@ LLAMA3 = {
     ],
 )
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
-def test_rope_scalings(spelling, scaling, rope, max_context_len) -> None:
+def test_rope_scalings_are_read_in_both_spellings(spelling, scaling, rope, max_context_len) -> None:
     if spelling == "rope_scaling":
         found = parse(rope_theta=5e5, rope_scaling=scaling).rope
     else:

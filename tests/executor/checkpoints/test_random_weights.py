@@ -1,4 +1,4 @@
-"""Random weights have the shapes of config.json and need nothing else of a checkpoint."""
+"""Random weights have the shapes of config.json and need no other file of a checkpoint."""
 
 from __future__ import annotations
 

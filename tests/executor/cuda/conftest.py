@@ -1,4 +1,4 @@
-"""These tests run on a GPU or in the interpreter, as those of the kernels: see `tests.kernels.triton.conftest`."""
+"""Runs these tests on a GPU or in the interpreter, like those of the kernels: see `tests.kernels.triton.conftest`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ elif not torch.cuda.is_available():
 
 @pytest.fixture(scope="session")
 def pair(checkpoint) -> Callable[..., Pair]:
-    """Returns a function that makes two runners of the checkpoint of a name."""
+    """Returns a function that makes two runners of a named checkpoint."""
 
     def make(name: str, **settings: object) -> Pair:
         return make_pair(checkpoint(name).directory, DEVICE, **settings)

@@ -13,5 +13,5 @@ pytestmark = pytest.mark.exhaustive
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", ["runner rows", "reports device_sampler late_failures"])
-def test_in_the_interpreter(names: str) -> None:
+def test_the_runner_passes_in_the_interpreter(names: str) -> None:
     run_interpreted(Path(__file__).parent, names)

@@ -26,7 +26,7 @@ def both(request, checkpoint) -> Pair:
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2, 5])
-def test_random_streams_in_float32(both, num_ahead) -> None:
+def test_random_streams_in_float32_equal_the_reference(both, num_ahead) -> None:
     assert isinstance(both.cuda._accelerator, CudaAccelerator)
     run_stream(both, RandomStream(both.reference.limits, seed=num_ahead), num_ahead, num_steps=200)
     assert 2 < len(both.cuda.graphs) <= 2 * len(both.cuda.graphs.buckets)

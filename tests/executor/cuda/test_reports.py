@@ -49,8 +49,8 @@ def assert_same_run(one: PlanDriver, other: PlanDriver) -> None:
 
 
 @pytest.mark.parametrize("kinds", [CHANGES, REPORTS], ids=["changes", "reports"])
-def test_changes_and_reports_beside_plain_sequences(kinds, pair, checkpoint) -> None:
-    """Each kind in turn comes and goes beside plain sequences, with its prompt in chunks."""
+def test_changes_and_reports_equal_the_reference_beside_plain_sequences(kinds, pair, checkpoint) -> None:
+    """Runs one sequence of each kind in turn together with plain sequences, with its prompt in chunks."""
     both, source = pair("llama-biases"), checkpoint("llama-biases")
     drivers = [PlanDriver(FinishingRunner(both.cuda)), PlanDriver(both.reference)]
     for driver in drivers:
@@ -70,8 +70,8 @@ def test_changes_and_reports_beside_plain_sequences(kinds, pair, checkpoint) -> 
     assert_same_run(*drivers)
 
 
-def test_beams(pair, checkpoint) -> None:
-    """Covers permuted beams, slots that are taken and left, and a sequence that samples beside them."""
+def test_beams_equal_the_reference(pair, checkpoint) -> None:
+    """Covers permuted beams, slots that are taken and freed, and a sequence that samples in the same steps."""
     both, source = pair("llama"), checkpoint("llama")
     drivers = [PlanDriver(FinishingRunner(both.cuda)), PlanDriver(both.reference)]
     for driver in drivers:
@@ -92,7 +92,7 @@ def test_beams(pair, checkpoint) -> None:
 
 
 @pytest.mark.parametrize(("name", "num_ahead", "seed"), [("llama", 1, 109), ("llama-biases", 2, 25)])
-def test_random_streams(name, num_ahead, seed, pair) -> None:
+def test_random_streams_equal_the_reference(name, num_ahead, seed, pair) -> None:
     """Few sequences have reports and several plans are in flight: only steps with reports wait."""
     both = pair(name)
     stream = RandomStream(both.reference.limits, seed, extras=(*CHANGES, *REPORTS, {}, {}, {}, {}))
@@ -131,7 +131,7 @@ def test_plain_steps_do_not_wait_after_a_reporting_sequence_has_left(pair, check
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="half precision on a GPU rounds otherwise")
-def test_prompt_reports_in_pieces(pair, checkpoint, monkeypatch) -> None:
+def test_prompt_reports_in_pieces_equal_the_reference(pair, checkpoint, monkeypatch) -> None:
     monkeypatch.setattr("executor.sampling.logprobs._CHUNK", 307 * 2)
     monkeypatch.setattr("executor.cuda.sampler.MAX_NUMBERS", 307)
     both, source = pair("llama"), checkpoint("llama")

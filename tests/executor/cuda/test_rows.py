@@ -69,7 +69,7 @@ def close(slots: list[int], token_ids: list[int]) -> tuple[torch.Tensor, list[li
     return after, results[:-1].tolist()
 
 
-def test_tokens_end_slots() -> None:
+def test_end_tokens_end_slots() -> None:
     after, results = close([2, 1, 0], [5, 5, 5])
     assert results == [[5, 3, 0], [0, 0, 1], [5, 1, 0]], "an end id comes before length"
     assert after[:, :4].tolist() == [[5, 8, 1, 8], [60, 3, 1, 8], [5, 2, 1, 8]]
@@ -102,7 +102,7 @@ def test_sent_arrays_arrive_and_are_not_overwritten() -> None:
             assert tensor.data_ptr() % 16 == 0
 
 
-def test_bucket_sizes() -> None:
+def test_bucket_sizes_ascend_to_max_num_seqs() -> None:
     assert bucket_sizes(1) == (1,)
     assert bucket_sizes(6) == (1, 2, 4, 6)
     assert bucket_sizes(64)[:6] == (1, 2, 4, 8, 16, 24)

@@ -19,7 +19,7 @@ from tests.support.cuda.random_streams import RandomStream
 from tests.support.cuda.runner_pair import DEVICE, FinishingRunner
 from tests.support.executor.plan_driver import PlanDriver, generate, ints, tuples
 
-# In the interpreter, a step takes a quarter of a second. With these seeds, every event happens early.
+# In the interpreter, a step takes a quarter of a second, so these seeds make every event happen early.
 NUM_STEPS = 60 if DEVICE.type == "cuda" else 25
 SEEN = Counter()
 ALL_KINDS = (
@@ -70,7 +70,7 @@ def run_stream(pair, stream: RandomStream, num_ahead: int, num_steps: int = NUM_
 @pytest.mark.parametrize(
     ("name", "num_ahead", "seed"), [("llama-biases", 1, 48), ("llama", 2, 20), ("qwen2-window", 2, 49)]
 )
-def test_random_streams(name, num_ahead, seed, pair) -> None:
+def test_random_streams_equal_the_reference(name, num_ahead, seed, pair) -> None:
     both = pair(name)
     stream = RandomStream(both.reference.limits, seed)
     run_stream(both, stream, num_ahead)
@@ -82,7 +82,7 @@ def test_random_streams(name, num_ahead, seed, pair) -> None:
 
 def test_the_random_streams_cover_every_event() -> None:
     if not SEEN:
-        pytest.skip("runs after test_random_streams")
+        pytest.skip("runs after test_random_streams_equal_the_reference")
     for kind in ALL_KINDS:
         assert SEEN[kind] >= 2, (kind, SEEN)
 
@@ -142,7 +142,7 @@ def test_the_number_of_graphs_is_bounded(pair, checkpoint) -> None:
 
 
 def test_all_graphs_can_be_captured_ahead_of_time(pair, checkpoint) -> None:
-    """Captures in the middle of a generation, whose rows are not disturbed."""
+    """Captures in the middle of a generation, and checks that its rows do not change."""
     both, prompt = pair("llama"), checkpoint("llama").prompt(5)
     outputs, captures = [], both.cuda.captures()
     for runner in (FinishingRunner(both.cuda), both.reference):
@@ -186,7 +186,7 @@ def test_a_step_of_another_kind_has_its_rows_after_a_capture(pair, checkpoint) -
     assert len(both.cuda.graphs) == 2
 
 
-def test_the_rehearsal_leaves_no_trace(pair, checkpoint) -> None:
+def test_the_rehearsal_changes_no_state(pair, checkpoint) -> None:
     both, source = pair("llama"), checkpoint("llama")
     rehearse(both.cuda)
     assert len(both.cuda.graphs) == 2
@@ -271,7 +271,7 @@ def test_a_rejected_plan_changes_nothing(pair, checkpoint) -> None:
 
 
 class _KeepingRunner(FinishingRunner):
-    """A runner that keeps its slots when a driver takes over."""
+    """A runner that keeps its slots when a new driver begins."""
 
     def reset(self) -> None:
         return

@@ -57,7 +57,7 @@ def logits_of(source, runner, *, has_neighbours: bool) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("num_threads", [1, 2])
-def test_logits_have_the_same_bits_alone_and_beside_64_sequences(
+def test_logits_have_the_same_bits_alone_and_among_64_sequences(
     family: str, num_threads: int, checkpoint, make_runner
 ) -> None:
     source = checkpoint(family)

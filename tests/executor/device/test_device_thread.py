@@ -194,7 +194,7 @@ def test_idle_work_is_completed_between_steps() -> None:
 
 
 def test_steps_do_not_wait_for_idle_work() -> None:
-    """Steps that arrive during idle work come next, however much idle work is left."""
+    """Steps that arrive during idle work run next, even if much idle work is left."""
     done: list[str] = []
     begun, go_on = threading.Event(), threading.Event()
 

@@ -33,7 +33,7 @@ def test_a_cached_prefix_is_not_computed_again(source, runner) -> None:
     assert torch.equal(runner.model.pool[:, first.block_table[:4]], before)
 
 
-def test_a_cached_prefix_is_really_read(source, runner) -> None:
+def test_a_cached_prefix_is_read_from_its_blocks(source, runner) -> None:
     """Overwritten blocks of the prefix change the output, so the prefix is read and not computed."""
     prompt = source.prompt(9)
     driver = PlanDriver(runner)
@@ -140,7 +140,7 @@ def test_a_fork_of_an_overrun_slot_is_overrun(source, runner) -> None:
     ("ends", "reason"),
     [("eos_token_ids", EndReason.EOS), ("stop_token_ids", EndReason.STOP), (None, EndReason.LENGTH)],
 )
-def test_end_reasons(ends, reason, source, runner) -> None:
+def test_sequences_end_by_eos_stop_id_or_length(ends, reason, source, runner) -> None:
     prompt = source.prompt(7)
     expected = source.greedy(prompt, 5)
     driver = PlanDriver(runner)

@@ -32,7 +32,7 @@ def free(monkeypatch):
     return set_free
 
 
-def test_kv_bytes_per_token() -> None:
+def test_kv_bytes_per_token_equal_the_sum_by_hand() -> None:
     assert kv_pool.kv_bytes_per_token(MODEL, torch.bfloat16) * 16 == BLOCK_BYTES
 
 
@@ -60,7 +60,7 @@ def test_a_failed_allocation_is_reported() -> None:
         kv_pool.allocate_pool(MODEL, 1 << 45, 16, torch.float32, CPU)
 
 
-def test_the_pool_is_zero_and_has_its_layout() -> None:
+def test_the_pool_is_zero_and_has_the_documented_layout() -> None:
     pool = kv_pool.allocate_pool(MODEL, 3, 8, torch.bfloat16, CPU)
     assert pool.shape == (4, 3, 2, 4, 8, 16)
     assert pool.dtype == torch.bfloat16

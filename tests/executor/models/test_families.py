@@ -61,7 +61,7 @@ def test_fast_kernels_equal_transformers(name, checkpoint, make_runner) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-def test_half_precision_stays_close(name, dtype, checkpoint, make_runner) -> None:
+def test_half_precision_logits_are_close_to_float32(name, dtype, checkpoint, make_runner) -> None:
     source = checkpoint(name)
     prompt = source.prompt(30)
     runner = make_runner(source.directory, dtype=dtype)

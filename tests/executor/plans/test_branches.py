@@ -23,7 +23,7 @@ def slots() -> Slots:
 
 @pytest.fixture
 def group(slots: Slots) -> Slots:
-    """Returns slots of which 0 and 1 rest, 2 is a beam of five tokens that has reported, and 3 one that has not."""
+    """Returns four slots: 0 and 1 are idle, 2 is a beam of five tokens that has reported, 3 is a beam that has not."""
     return grouped(slots)
 
 
@@ -42,7 +42,7 @@ BAD_BRANCHES = {
     "twice": (beams((2, 2, 5), (2, 2, 6)), "branches: slot named twice"),
     "over a living one": (beams((0, 2, 5)), "branches: slot 0 is taken"),
     "over one that has not reported": (beams((3, 2, 5)), "branches: slot 3 is taken"),
-    "from one that has not reported": (beams((2, 3, 5)), "parent slot 3 is no beam that has reported"),
+    "from one that has not reported": (beams((2, 3, 5)), "parent slot 3 is not a beam that has reported"),
     "token": (beams((2, 2, 100)), "branches: token id 100"),
     "token negative": (beams((2, 2, -1)), "branches: token id -1"),
     "retired parent": (beams((3, 2, 5), retired_slots=ints(2, 3)), "slot 2 is empty"),

@@ -87,7 +87,7 @@ BAD_PLANS = {
         "row_counts: slot 0 is empty",
     ),
     "rows: twice": (plan(row_counts=tuples(2, (0, 1), (0, 1))), "named twice"),
-    "rows: negative": (plan(row_counts=tuples(2, (0, -1))), "slot 0: -1 tokens a step"),
+    "rows: negative": (plan(row_counts=tuples(2, (0, -1))), "slot 0: -1 tokens per step"),
     "rows: unknown tokens": (plan(row_counts=tuples(2, (0, 2))), "2 tokens to compute after 6, but only 7"),
     "rows: ended": (plan(row_counts=tuples(2, (1, 2))), "slot 1: has ended"),
     "rows: huge": (plan(row_counts=tuples(2, (0, 2**31 - 1))), "tokens in one step, more than 12"),
@@ -139,14 +139,14 @@ BAD_PLANS = {
     "params: logprobs": (with_params(num_logprobs=102), "num_logprobs 102 is not in [0, 101]"),
     "params: prompt logprobs": (with_params(num_prompt_logprobs=-1), "num_prompt_logprobs -1"),
     "params: candidates": (with_params(num_candidates=101), "num_candidates 101 is not in [0, 100]"),
-    "branch: no beam": (beams((2, 0, 5)), "branches: parent slot 0 is no beam that has reported"),
-    "branch: ended": (beams((2, 1, 5)), "branches: parent slot 1 is no beam"),
+    "branch: no beam": (beams((2, 0, 5)), "branches: parent slot 0 is not a beam that has reported"),
+    "branch: ended": (beams((2, 1, 5)), "branches: parent slot 1 is not a beam"),
     "branch: empty parent": (beams((2, 3, 5)), "branches: parent: slot 3 is empty"),
     "branch: parent out of range": (beams((2, 4, 5)), "branches: parent: slot 4: there are 4 slots"),
     "branch: slot out of range": (beams((-1, 0, 5)), "branches: slot -1: there are 4 slots"),
     "branch: not reported": (
         beams((3, 2, 5), admissions=(admission(params=BEAM),)),
-        "branches: parent slot 2 is no beam that has reported",
+        "branches: parent slot 2 is not a beam that has reported",
     ),
     "fork: beam": (
         plan(admissions=(admission(params=BEAM),), row_counts=tuples(2, (2, 5)), forks=(Fork(2, 3, 0),)),
@@ -184,7 +184,7 @@ GOOD_PLANS = {
         admissions=(admission(),), row_counts=tuples(2, (2, 5)), forks=(Fork(2, 3, 0),)
     ),
     "a beam": with_params(num_candidates=100),
-    "all that can be asked for": with_params(
+    "every kind of report and change": with_params(
         allowed_token_ids=ints(99, 0, 0),
         bias_token_ids=ints(7, 8),
         bias_values=floats(-1e30, 1e30),

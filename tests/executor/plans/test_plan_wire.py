@@ -91,14 +91,14 @@ def assert_equal(found: object, expected: object) -> None:
     ("message", "complaint"),
     [
         (pb.StepPlan(retired_slots=b"\0\0\0"), "retired_slots: 3 bytes"),
-        (pb.StepPlan(table_updates=b"\0" * 16), "table_updates: 4 integers are no whole number of 3-tuples"),
+        (pb.StepPlan(table_updates=b"\0" * 16), "table_updates: 4 integers are not a whole number of 3-tuples"),
         (pb.StepPlan(block_copies=b"\0" * 4), "block_copies: 1 integers"),
         (pb.StepPlan(row_counts=b"\0" * 12), "row_counts: 3 integers"),
         (pb.StepPlan(admissions=[pb.Admission(token_ids=b"\0")]), "admissions.token_ids: 1 bytes"),
         (pb.StepPlan(branches=b"\0" * 8), "branches: 2 integers"),
         (
             pb.StepPlan(admissions=[pb.Admission(params=pb.SequenceParams(bias_values=b"\0" * 5))]),
-            "params.bias_values: 5 bytes are no whole number of float32",
+            "params.bias_values: 5 bytes are not a whole number of float32",
         ),
     ],
 )
@@ -107,7 +107,7 @@ def test_truncated_integers_are_rejected(message, complaint) -> None:
         plan_from_message(message)
 
 
-def test_results() -> None:
+def test_results_are_encoded() -> None:
     output = StepOutput(
         epoch=3,
         step_id=4,
@@ -118,7 +118,7 @@ def test_results() -> None:
     message = output_to_message(output)
     assert (message.epoch, message.step_id) == (3, 4)
     assert message.token_ids == bytes.fromhex("0700000070110100")
-    assert message.end_reasons == b"", "absent if all go on"
+    assert message.end_reasons == b"", "absent if all continue"
     timings = message.timings
     assert [timings.prepare_ns, timings.forward_ns, timings.sample_ns] == [1, 2, 3]
     assert [timings.queue_ns, timings.idle_ns, timings.prepare_overlaps] == [4, 5, True]
@@ -132,7 +132,7 @@ def test_an_absent_repetition_penalty_decodes_as_none() -> None:
     assert not plan.admissions[0].params.has_penalties
 
 
-def test_reports() -> None:
+def test_reports_are_encoded() -> None:
     def logprobs(first: int, ranks: list[int] | None) -> Logprobs:
         ids = np.arange(first, first + 3, dtype=np.int32)
         return Logprobs(ids, -0.5 * ids.astype(np.float32), ranks and np.array(ranks, dtype=np.int32))

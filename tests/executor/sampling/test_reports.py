@@ -50,8 +50,8 @@ def expected_of(source, tokens: list[int], positions: range, num_others: int) ->
         {"eos_token_ids": ints(*range(300)), "min_total_tokens": 14},
     ],
 )
-def test_logprobs_of_sampled_tokens(params, source, runner) -> None:
-    """Reports the model's own logits whatever changes or bans them, beside a sequence without reports."""
+def test_logprobs_of_sampled_tokens_equal_transformers(params, source, runner) -> None:
+    """Reports use the model's own logits, even if logits are changed or banned; another sequence has no reports."""
     driver = PlanDriver(runner)
     driver.admit(source.prompt(3), 30, temperature=1.0)
     sequence = driver.admit(source.prompt(7), 9, num_logprobs=5, **params)
@@ -81,7 +81,7 @@ def test_reports_are_in_the_order_of_slots(source, runner) -> None:
 
 
 def test_an_overrun_slot_keeps_its_entries(source, runner) -> None:
-    """The plan did not know of the end, so the result still has the slot's entries, alone and beside others."""
+    """The plan did not know of the end, so the result still has the slot's entries, with or without others."""
     driver = PlanDriver(runner)
     ended = driver.admit(source.prompt(4), 9, num_logprobs=2, stop_token_ids=ints(*range(300)))
     driver.step()
@@ -97,8 +97,8 @@ def test_an_overrun_slot_keeps_its_entries(source, runner) -> None:
 
 
 @pytest.mark.parametrize("max_chunk", [100, 5, 1])
-def test_logprobs_of_prompts(max_chunk, source, runner) -> None:
-    """Covers one chunk and many, beside others. The row of the last prompt token is about output."""
+def test_logprobs_of_prompts_equal_transformers(max_chunk, source, runner) -> None:
+    """Covers one chunk and many, together with other sequences. The last prompt token predicts output, not prompt."""
     prompt = source.prompt(13)
     driver = PlanDriver(runner)
     driver.admit(source.prompt(3), 40)
@@ -116,7 +116,7 @@ def test_logprobs_of_prompts(max_chunk, source, runner) -> None:
     assert_near(sampled, expected_of(source, sequence.tokens, range(13, 16), 1))
 
 
-def test_a_prompt_after_preemption_and_with_a_prefix(source, runner) -> None:
+def test_only_computed_prompt_rows_are_reported(source, runner) -> None:
     """Output that is admitted again is not reported as prompt, and neither are rows that are not computed."""
     prompt = source.prompt(9)
     driver = PlanDriver(runner)
@@ -133,7 +133,7 @@ def test_a_prompt_after_preemption_and_with_a_prefix(source, runner) -> None:
     assert sequences[1].num_computed_tokens == 12
 
 
-def test_logprobs_of_several_prompts(source, runner) -> None:
+def test_logprobs_of_several_prompts_equal_transformers(source, runner) -> None:
     driver = PlanDriver(runner)
     prompts = [source.prompt(length) for length in (6, 1, 4)]
     for number, prompt in enumerate(prompts):
@@ -159,8 +159,8 @@ def test_logprobs_of_several_prompts(source, runner) -> None:
         },
     ],
 )
-def test_beams(params, source, runner) -> None:
-    """The test chooses the branches of three beams from their candidates, beside a sequence that samples."""
+def test_candidates_of_beams_lead_to_the_expected_search(params, source, runner) -> None:
+    """The test chooses the branches of three beams from their candidates, together with a sequence that samples."""
     width, prompt = 3, source.prompt(6)
     driver = PlanDriver(runner)
     plain = driver.admit(source.prompt(5), 12)
@@ -172,7 +172,7 @@ def test_beams(params, source, runner) -> None:
         output = driver.step(branches=branches)
         branches = ()
         if step == 0:
-            assert output.reports.candidates is None, "the prompt's second chunk is to come"
+            assert output.reports.candidates is None, "the prompt's second chunk is still to be computed"
             continue
         beams.sort(key=lambda beam: beam.slot)
         found = output.reports.candidates
@@ -196,10 +196,10 @@ def test_beams(params, source, runner) -> None:
         num_kept += sum(beam is parent for beam, parent, _ in branches)
         scores = {beam.slot: value for beam, (value, _, _) in zip(beams, ranked, strict=False)}
     assert plain.output[:10] == source.greedy(source.prompt(5), 10)
-    assert 0 < num_kept < 3 * 10, "beams went on in their own slots and in others'"
+    assert 0 < num_kept < 3 * 10, "beams continued in their own slots and in others'"
 
 
-def test_a_beam_without_a_branch_rests(source, runner) -> None:
+def test_a_beam_without_a_branch_computes_nothing(source, runner) -> None:
     driver = PlanDriver(runner)
     driver.admit(source.prompt(6), 9, num_candidates=4)
     assert driver.step().reports.candidates is not None
@@ -220,7 +220,7 @@ def test_ranks_on_a_device_equal_those_on_the_cpu(count) -> None:
         assert found[2].tolist() == expected[2].tolist()
 
 
-def test_ranks_among_equals_and_pieces(monkeypatch) -> None:
+def test_ranks_are_correct_among_equal_logits_and_in_pieces(monkeypatch) -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0], [0.0, -0.0, 0.0, -torch.inf, -0.0]])
     for size in (100, 1):
         monkeypatch.setattr(logprobs, "_CHUNK", size)

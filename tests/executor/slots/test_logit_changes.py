@@ -31,7 +31,7 @@ def some_biases(seed: int, scale: float) -> dict[str, object]:
 
 
 EVERY_SECOND = {"allowed_token_ids": np.arange(0, VOCAB_SIZE, 2, dtype=np.int32)}
-# So few that they are sampled repeatedly.
+# Few enough that each token is sampled repeatedly.
 FEW = {"allowed_token_ids": np.arange(0, VOCAB_SIZE, 38, dtype=np.int32)}
 CHANGES: dict[str, dict[str, object]] = {
     "allowed": EVERY_SECOND,
@@ -80,7 +80,7 @@ def test_each_change_alone_equals_the_oracle(name, source, runner) -> None:
 
 
 def test_all_changes_in_one_batch_equal_the_oracle(source, runner) -> None:
-    """Runs them beside greedy, sampled and too short sequences, admitted one after the other."""
+    """Runs them together with greedy, sampled and too short sequences, admitted one after the other."""
     driver = PlanDriver(runner)
     prompt = source.prompt(9)
     plain = source.greedy(prompt, NUM_TOKENS)
@@ -170,7 +170,7 @@ KINDS: list[dict[str, object]] = [
 
 
 def test_tokens_do_not_depend_on_the_batch(source, runner) -> None:
-    """Compares sequences beside 64 others of all kinds, which come and go, with the same sequences alone."""
+    """Compares sequences run alone with the same ones among 64 others, which start and end at other times."""
     watched = [{}, {"temperature": 1.0, "top_p": 0.9}, {**CHANGES["all"], "temperature": 1.0}, CHANGES["repetition"]]
     prompt, alone = source.prompt(7), []
     for params in watched:
@@ -227,7 +227,7 @@ def test_changed_rows_equal_the_oracle(dtype, max_numbers) -> None:
     assert torch.equal(logits, before)
 
 
-def test_changed_rows_leave_greedy_rows_alone(monkeypatch) -> None:
+def test_changed_rows_do_not_affect_greedy_rows(monkeypatch) -> None:
     """Each row gets the same token as alone, and the logits are unchanged, also in pieces."""
     slots = np.arange(24, dtype=np.int32)
     logits, (table, _) = random_rows(24), changes_of(24, [1, 2, 3, 4, 1])
@@ -247,7 +247,7 @@ def test_changed_rows_leave_greedy_rows_alone(monkeypatch) -> None:
             assert torch.equal(logits, before)
 
 
-def test_distribution_with_penalties_and_bias() -> None:
+def test_sampled_distribution_follows_penalties_and_bias() -> None:
     num_draws, vocab_size = 20_000, 30
     logits = np.random.default_rng(5).normal(0, 1.6, vocab_size).astype(np.float32)
     params = SequenceParams(

@@ -7,7 +7,7 @@ import numpy as np
 from executor.slots.uniforms import splitmix64, uniforms
 
 
-def test_equals_the_published_generator() -> None:
+def test_outputs_equal_the_published_generator() -> None:
     """Compares the first five outputs of the published generator with seed 1234567."""
     states = np.full(5, 1234567, dtype=np.uint64)
     assert splitmix64(states, np.arange(5, dtype=np.uint64)).tolist() == [

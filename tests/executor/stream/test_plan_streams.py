@@ -13,7 +13,7 @@ from tests.support.executor.plan_driver import ints
 from tests.support.executor.served import plan, status
 
 
-async def test_plans_and_results(stub, fake_runner) -> None:
+async def test_each_plan_gets_a_result_in_order(stub, fake_runner) -> None:
     call = stub.Run()
     for step_id in range(1, 6):
         await call.write(plan(9, step_id))
@@ -69,7 +69,7 @@ async def test_plans_out_of_order_end_the_stream(plans, num_results, complaint, 
     ("bad", "complaint"),
     [
         ({"retired_slots": ints(9).tobytes()}, "step 2: retired_slots: out of range"),
-        ({"retired_slots": b"\0\0\0"}, "retired_slots: 3 bytes are no whole number of int32"),
+        ({"retired_slots": b"\0\0\0"}, "retired_slots: 3 bytes are not a whole number of int32"),
     ],
 )
 async def test_a_bad_plan_ends_the_stream_but_not_the_executor(bad, complaint, stub, fake_runner) -> None:
@@ -112,7 +112,7 @@ async def test_a_newer_epoch_takes_over(stub, fake_runner) -> None:
     new.cancel()
 
 
-async def test_takeover_while_a_step_runs(stub, fake_runner) -> None:
+async def test_a_takeover_ends_the_old_stream_while_a_step_runs(stub, fake_runner) -> None:
     """The old stream ends at once, and its queued plans are not run."""
     old, new = stub.Run(), stub.Run()
     await old.write(plan(1, 1))

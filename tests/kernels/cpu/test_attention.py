@@ -77,7 +77,7 @@ def test_attention_equals_the_reference(case: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1000])
-def test_long_contexts(window: int) -> None:
+def test_long_contexts_equal_the_reference(window: int) -> None:
     contexts = [4000, 3, 2305, 1024, 4096]
     pool = paged(contexts, num_kv_heads=2, block_size=16, head_dim=64)
     query = torch.randn(len(contexts), 4, 64)
@@ -94,7 +94,7 @@ def test_long_contexts(window: int) -> None:
 
 
 @pytest.mark.parametrize(("head_dim", "block_size", "group"), [(8, 1, 1), (16, 2, 3), (20, 12, 5), (64, 24, 7)])
-def test_unusual_shapes(head_dim: int, block_size: int, group: int) -> None:
+def test_unusual_shapes_equal_the_reference(head_dim: int, block_size: int, group: int) -> None:
     contexts = [1, 5, 12, 13, 100, 263]
     pool = paged(contexts, num_kv_heads=2, block_size=block_size, head_dim=head_dim)
     query = torch.randn(len(contexts), 2 * group, head_dim)
@@ -126,7 +126,7 @@ def test_a_layer_of_a_pool_is_read_in_place() -> None:
     assert torch.equal(out, decoded(cpu, query, pool, 0.125))
 
 
-def test_shared_blocks() -> None:
+def test_sequences_can_share_blocks() -> None:
     pool = paged([64, 64], num_kv_heads=1, block_size=16, head_dim=64)
     pool.block_tables[1, :3] = pool.block_tables[0, :3]
     query = torch.randn(2, 2, 64)

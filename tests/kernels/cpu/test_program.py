@@ -38,7 +38,7 @@ class Relay:
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
 def test_a_job_begins_after_the_previous_one_has_finished(num_threads: int) -> None:
-    """With more threads than processors, some threads have always not entered a job when it finishes."""
+    """With more threads than processors, there are always threads that enter a job only after it has finished."""
     torch.set_num_threads(num_threads)
     relay = Relay(num_rows=97, num_jobs=40)
     for _ in range(200):

@@ -50,7 +50,7 @@ def test_a_team_gives_the_same_result_for_strided_rows(two_threads: None) -> Non
         assert [part.tolist() for part in alone] == [[ids[row].tolist()], [log_sums[row]], [ranks[row]]]
 
 
-def test_nan_gives_some_tokens() -> None:
+def test_nan_still_gives_tokens() -> None:
     logits = torch.full((3, 700), torch.nan)
     logits[1] = -torch.inf
     logits[2, ::3] = torch.inf

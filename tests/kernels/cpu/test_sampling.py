@@ -80,7 +80,7 @@ def test_temperature_zero_takes_the_lowest_id_of_the_greatest_logit() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 40, 5000])
-def test_nan_gives_some_token(size: int) -> None:
+def test_nan_still_gives_a_token(size: int) -> None:
     """The result has no meaning, but no memory outside the arrays may be touched."""
     logits = torch.full((4, size), torch.nan)
     logits[1] = -torch.inf

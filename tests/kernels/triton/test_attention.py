@@ -90,7 +90,7 @@ def test_prefill_equals_the_reference(case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 1000])
-def test_long_contexts(window: int, dtype: torch.dtype) -> None:
+def test_long_contexts_equal_the_reference(window: int, dtype: torch.dtype) -> None:
     contexts = [4000, 3, 1024]
     pool = on_device(paged(contexts, num_kv_heads=1, block_size=16, head_dim=64, dtype=dtype))
     query = queries(len(contexts), 4, 64, dtype=dtype)
@@ -105,7 +105,7 @@ def test_long_contexts(window: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("head_dim", "block_size", "group"), [(16, 2, 3), (20, 12, 5), (64, 24, 7), (32, 1, 20), (40, 64, 1)]
 )
-def test_unusual_shapes(head_dim: int, block_size: int, group: int) -> None:
+def test_unusual_shapes_equal_the_reference(head_dim: int, block_size: int, group: int) -> None:
     contexts = [1, 5, 12, 13, 100, 263]
     pool = on_device(paged(contexts, num_kv_heads=2, block_size=block_size, head_dim=head_dim))
     query = queries(len(contexts), 2 * group, head_dim)
@@ -219,8 +219,8 @@ def test_a_prompt_has_the_same_bits_in_any_split(
 ) -> None:
     """A prompt also has the same bits with other sequences in the step.
 
-    In the interpreter, a matrix product (BLAS) gives a row other bits in another row of the tile, so the test there
-    keeps tiles whole.
+    In the interpreter, a matrix product (BLAS) rounds a row differently at another place in the tile, so there the
+    test keeps tiles whole.
     """
     length = 270
     pool = on_device(paged([length, 30], num_kv_heads=2, block_size=block_size, head_dim=head_dim, dtype=dtype))
@@ -279,7 +279,9 @@ def test_one_prefill_plan_serves_all_layers() -> None:
 @on_gpu_only
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (16, 8, 128), (14, 2, 64)])
-def test_shapes_of_real_models(num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+def test_shapes_of_real_models_equal_the_reference(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> None:
     contexts = torch.randint(1, 9000, (48,)).tolist()
     pool = on_device(paged(contexts, num_kv_heads=num_kv_heads, block_size=16, head_dim=head_dim, dtype=dtype))
     query = queries(len(contexts), num_heads, head_dim, dtype=dtype)

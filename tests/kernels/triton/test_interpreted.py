@@ -13,5 +13,5 @@ pytestmark = pytest.mark.exhaustive
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("names", ["attention", "elementwise kv work", "sampling"])
-def test_kernels_in_the_interpreter(names: str) -> None:
+def test_kernels_pass_in_the_interpreter(names: str) -> None:
     run_interpreted(Path(__file__).parent, names)

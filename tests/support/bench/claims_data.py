@@ -51,7 +51,7 @@ def fragmentation(used: Mapping[str, float]) -> Data:
 
 
 def batching(rates: Mapping[str, tuple[float, float]]) -> Data:
-    """Requests per second at 16 and 32 clients, by mode."""
+    """Returns results with these requests per second at 16 and 32 clients, by mode."""
     rows = [
         served_row(number, rate, batching=name)
         for name, pair in rates.items()
@@ -82,7 +82,7 @@ def fixed_pool(most: Mapping[str, int], paged_rate: float) -> Data:
 
 
 def block_sizes(kernel_us: tuple[float, float, float], rates: tuple[float, float, float]) -> Data:
-    """Results for blocks of 4, 16 and 128."""
+    """Returns results for blocks of 4, 16 and 128."""
     rows = [
         served_row(32, rate, block_size=size, waste_ratio=waste, kernel_us=us, kernel_gb_per_s=10.0, kernel_spread=0.1)
         for size, waste, us, rate in zip((4, 16, 128), (0.01, 0.03, 0.2), kernel_us, rates, strict=True)
@@ -113,7 +113,7 @@ def sharing(samples: float, beams: float) -> Data:
 
 
 def transformers(static: float, continuous: float) -> Data:
-    """Requests per second beside Quire's 48, at 64 clients."""
+    """Returns results with these requests per second at 64 clients, where Quire has 48."""
     rates = {"quire": 48.0, "generate": static, "generate_batch": continuous}
     rows = [
         served_row(number, rate * number / 64, engine=engine) for engine, rate in rates.items() for number in (1, 64)

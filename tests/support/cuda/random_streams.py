@@ -12,7 +12,7 @@ from tests.support.executor.plan_driver import ints, tuples
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence as far as its end is known; the numbers of tokens count as if it never ended."""
+    """A sequence of the stream. Its numbers of tokens count as if it never ended, since its end is known late."""
 
     slot: int
     num_tokens: int
@@ -94,7 +94,7 @@ class RandomStream:
                 self.seen[EndReason(reason).name] += 1
 
     def _retire(self) -> list[int]:
-        """Retires most sequences that have ended, and now and then one that has not."""
+        """Retires most sequences that have ended, and occasionally one that has not."""
         leaving = [one for one in self.running if self._random.random() < (0.6 if one.has_ended else 0.02)]
         for sequence in leaving:
             self.running.remove(sequence)

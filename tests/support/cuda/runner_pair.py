@@ -37,7 +37,7 @@ class Pair:
 
 
 class FinishingRunner:
-    """The runner under test, with steps that are finished at once."""
+    """The runner under test, which finishes each step before it returns."""
 
     def __init__(self, runner: CudaRunner) -> None:
         self.runner = runner

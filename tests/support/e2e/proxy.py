@@ -1,4 +1,4 @@
-"""A TCP proxy that stands for the network between scheduler and executor, and that can be cut and stalled."""
+"""A TCP proxy that simulates the network between scheduler and executor, and that can be cut and stalled."""
 
 import asyncio
 import threading

@@ -144,7 +144,7 @@ class Stack:
         """Sends a signal to a service; returns its process id."""
         pid = self.pid(service)
         if pid is None:
-            raise ProcessEnded(f"the {service} does not run")
+            raise ProcessEnded(f"the {service} is not running")
         psutil.Process(pid).send_signal(number)
         return pid
 
@@ -166,7 +166,7 @@ class Stack:
 
     @property
     def losses(self) -> list[str]:
-        """The log lines of the scheduler about executors that it lost, for any reason."""
+        """The log lines of the scheduler about lost executors."""
         return [line for line in self.log().splitlines() if "executor lost" in line]
 
     @property

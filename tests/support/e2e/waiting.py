@@ -7,7 +7,7 @@ from tests.support import waiting
 WAIT_S = 120.0
 """Far more than anything in these tests takes, even on a slow machine that is busy with something else."""
 
-_INTERVAL_S = 0.01  # polling another process takes its time
+_INTERVAL_S = 0.01  # each poll costs the other process CPU time
 
 
 async def until(condition: Callable[[], Awaitable[object]], what: str = "") -> None:

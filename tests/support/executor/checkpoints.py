@@ -28,7 +28,7 @@ _SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
-    # So wide that the most likely tokens are far apart and differ between positions.
+    # Large enough that the logits of the most likely tokens are far apart, and these tokens differ between positions.
     "initializer_range": 0.25,
     "eos_token_id": None,
     "bos_token_id": None,
@@ -121,7 +121,7 @@ class RandomCheckpoint:
 
 
 def make_checkpoint(name: str, directory: Path, **save_options: Any) -> RandomCheckpoint:
-    """Makes the checkpoint of a name. The same name gives the same weights."""
+    """Makes the checkpoint with this name. The same name gives the same weights."""
     config_class, model_class, settings = FAMILIES[name]
     torch.manual_seed(len(name))
     model = model_class(config_class(**{**_SMALL, **settings})).eval()

@@ -1,4 +1,4 @@
-"""A device thread with a fake runner, for tests of either."""
+"""A device thread with a fake runner, for tests of the device thread."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class PlanDriver:
         more: StepPlan | None = None,
         branches: tuple[tuple[DrivenSequence, DrivenSequence, int], ...] = (),
     ) -> StepOutput:
-        """Runs one step of all sequences with a plan of the changes. `more` adds its table updates to them.
+        """Runs one step of all sequences, with a plan of what has changed. `more` holds additional table updates.
 
         branches: (beam, its parent, token). Each gets copies of all blocks of its parent.
         """
@@ -167,7 +167,7 @@ class PlanDriver:
         return updates
 
     def run(self) -> None:
-        """Steps until all sequences have ended. Each is retired with the plan after its end."""
+        """Runs steps until all sequences have ended. Each is retired with the plan after its end."""
         while self.sequences:
             self.step()
             for sequence in [sequence for sequence in self.sequences if sequence.reason]:

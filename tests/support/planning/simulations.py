@@ -52,7 +52,7 @@ def run(
 def draw(
     tenants: Sequence[Tenant], horizon: Horizon, server: Server = SERVER, seed: int = 3, **options: bool
 ) -> Records:
-    """Simulates jobs that are drawn for tenants."""
+    """Simulates jobs drawn from tenants."""
     max_model_len = server.limits.max_model_len
     sources = [Source(i, tenant, max_model_len, seed) for i, tenant in enumerate(tenants)]
     shares = any(tenant.num_system_tokens for tenant in tenants)

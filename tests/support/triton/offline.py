@@ -40,7 +40,7 @@ class Needs:
 
 
 class AbsentDriver:
-    """The answers of a driver that Triton needs before it compiles."""
+    """Replaces the driver: gives the answers that Triton needs before it compiles."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
