@@ -1,4 +1,4 @@
-"""The limits that the validator holds requests to."""
+"""The limits that the validator enforces."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from scheduler.core import CapacityExceeded
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """SchedulerLimits that do not depend on the model.
+    """Limits that do not depend on the model.
 
     max_prompt_bytes           text, or all roles and contents of a chat, in UTF-8 before tokenisation
     max_chat_messages          messages of a chat

@@ -34,7 +34,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatLimits:
-    """SchedulerLimits of one render, and of the messages that wait for one.
+    """Limits of one render, and of the messages that wait for one.
 
     max_text_bytes           size of the rendered text
     max_render_s             processor time, including the compilation of the template

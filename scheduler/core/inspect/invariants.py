@@ -16,7 +16,7 @@ from scheduler.core.state import SchedulerState
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Raises InvariantViolation that names every invariant which does not hold. Costs time in blocks and tokens."""
+    """Raises InvariantViolation that lists every broken invariant. Takes time proportional to blocks and tokens."""
     problems = list(_problems(scheduler.state))
     if problems:
         raise InvariantViolation("; ".join(problems))
