@@ -1,4 +1,4 @@
-"""The scheduler's configuration: one frozen value, complete when the process starts. Nothing else is read.
+"""The scheduler's configuration: one frozen value, which is complete when the process starts.
 
 Each setting is declared here, with its help text and its default. `quire.cli.config_flags` makes the flags from this
 declaration, and `scheduler.engine.options` copies the values that the engine and the core use by name.

@@ -38,7 +38,7 @@ class BeamGroup:
         self.branches: list[tuple[Sequence, int]] = []
 
     def decide(self, candidates: dict[Sequence, Candidates]) -> list[Sequence]:
-        """Decides on the next beams; returns those without a continuation. Empty `branches` mean that the search is over."""
+        """Decides on the next beams; returns those without a continuation. Empty `branches`: the search is over."""
         if not self.beams:
             self._hand_over(candidates)
         survivors = self.search.decide([candidates[beam] for beam in self.beams])

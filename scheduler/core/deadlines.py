@@ -12,7 +12,8 @@ SPARE_ENTRIES = 1024
 class Deadlines:
     """A heap of deadlines. `unfinished` holds the ids of the requests whose deadlines count.
 
-    If a request ends early, its entry stays in the heap until its deadline, or until most entries are of ended requests.
+    If a request ends early, its entry stays in the heap until its deadline, or until most entries belong to ended
+    requests.
     """
 
     def __init__(self, unfinished: Collection[int]) -> None:

@@ -111,7 +111,7 @@ class Scheduler:
         return events
 
     def expire(self, now_s: float) -> Events:
-        """Advances the core's time to `now_s`, and ends every waiting or running request whose deadline is not later."""
+        """Advances the core's time to `now_s`, and ends every waiting or running request whose deadline has come."""
         self.state.advance_clock(now_s)
         events = Events()
         for request_id in self.state.deadlines.take_due(now_s):

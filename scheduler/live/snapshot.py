@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scheduler.engine.model_description import ModelDescription
 
 CACHED = -1
-"""Takes the place of the ref count for an unreferenced block that can be found by its prefix. A free block has 0."""
+"""Replaces the ref count of an unreferenced block that can be found by its prefix. A free block has 0."""
 
 MAX_SHOWN_WAITING = 12
 
@@ -118,7 +118,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
 
 def fingerprint(engine: Engine) -> tuple[object, ...]:
-    """Returns a value that stays equal while nothing changes that a page would show. Costs next to nothing."""
+    """Returns a value that stays equal while nothing changes that a page would show. Takes almost no time."""
     core = engine.core
     if core is None:
         return (engine.readiness,)

@@ -17,7 +17,7 @@ class RequestLimits:
     max_stop_bytes             each stop string
     max_num_stop_token_ids
     max_beam_width             the model and max_num_seqs may allow less
-    max_length_penalty         absolute value; keeps a length to its power within a float
+    max_length_penalty         absolute value; keeps num_tokens ** length_penalty within a float
     max_num_logprobs           most probable tokens reported with each token
     max_num_logit_bias         entries of logit_bias
     max_logit_bias             absolute value

@@ -128,7 +128,7 @@ class HttpServer:
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def _show_health(self, request: web.Request) -> web.Response:
-        """Answers a probe that HealthListener did not recognise. The event loop runs, or this would not."""
+        """Answers a probe that HealthListener did not recognise. If this handler runs, the event loop is alive."""
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, request: web.Request) -> web.Response:

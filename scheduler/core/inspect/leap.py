@@ -7,8 +7,8 @@ steps differ only in the few sequences that take a block or fill one:
     sequence a        ·  ·  p  t  ·  ·  p  t        p: publishes a full block, when the result is committed
     sequence b        ·  p  t  ·  ·  p  t  ·        t: takes a block, when the step is planned
 
-A leap therefore takes time proportional to the sequences and the blocks that they fill, not to the tokens. Most of it is
-publishing: if no prompts are shared, disable prefix caching.
+A leap therefore takes time proportional to the sequences and the blocks that they fill, not to the tokens. Most of the
+time goes into publishing: if no prompts are shared, disable prefix caching.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -27,7 +27,7 @@ _LAST = (1 << 62,)
 
 
 def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
-    """Does up to `max_steps` steps and returns their number. If that is 0, use `schedule` and `commit` for the next step.
+    """Does up to `max_steps` steps and returns their number. After 0, `schedule` and `commit` have to do the next step.
 
     The state is then the same as after that number of calls of both, if every result had `token_id` for all sequences
     and ended none. As many plans are in flight as before; all of them must be plain decode steps. A leap makes no plan
