@@ -45,7 +45,7 @@ class ServerInfo:
 
 
 class BlockState(StrEnum):
-    """The state of a block. FREE: empty. CACHED: in no block table, but found by its prefix. ACTIVE: in a block table."""
+    """A block is FREE (empty), CACHED (in no block table, but found by its prefix) or ACTIVE (in a block table)."""
 
     FREE = "free"
     CACHED = "cached"

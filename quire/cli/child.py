@@ -99,7 +99,7 @@ class Child:
         return self._has_said_ready and self.pid is not None
 
     async def start(self) -> None:
-        """Starts a process. If the system fails to, `wait` reports that as an end, because a later start may succeed."""
+        """Starts a process. If that fails, `wait` reports it as an end of the process: a later start may succeed."""
         self._last_lines.clear()
         self._has_said_ready = False
         self._process = None
