@@ -86,7 +86,7 @@ def _plan_beams(state: SchedulerState, builder: StepBuilder) -> None:
 
 
 def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
-    """Gives half of the remaining budget to the first running prompt, then admits newcomers.
+    """Gives half of the remaining budget to the first running prompt, then admits waiting sequences.
 
     Short prompts therefore do not wait for a long one, which takes at most twice as many steps as it would alone. The
     rest of the budget goes to running prompts, in order. If the first of them has no room, no sequence is admitted.

@@ -50,7 +50,7 @@ class Sequence:
         token_ids      ├──────────── prompt ────────────┼── output ──┤
         computed       [0, num_computed_tokens)                            KV is in the pool: results committed
         planned        [0, num_planned_tokens)                             … once the plans in flight are done
-        writable       [num_planned_tokens, write_limit)                   in blocks of its own: needs no allocation
+        writable       [num_planned_tokens, write_limit)                   in unshared blocks: needs no allocation
 
     A sequence has no phases, only planned tokens and tokens still to be planned. If a single token is left, which was
     just sampled or is being sampled, the sequence is *decoding*. Its num_planned_tokens is then ahead of token_ids by

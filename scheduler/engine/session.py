@@ -152,8 +152,10 @@ class Session:
 
 
 def log_exceptions(observer: PlanObserver) -> PlanObserver:
-    """Returns an observer that logs what `observer` raises, so that the engine goes on. Of failures in a row only the
-    first is logged: there is a plan every few milliseconds."""
+    """Returns an observer that logs exceptions of `observer`, so that the engine continues.
+
+    Only the first of several failures in a row is logged, because there is a plan every few milliseconds.
+    """
     is_failing = False
 
     def observe(core: Scheduler, plan: StepPlan, duration_s: float) -> None:

@@ -30,7 +30,7 @@ MAX_SHOWN_WAITING = 12
 class ContiguousUsage:
     """The memory that the running sequences would take in a server without a paged cache.
 
-    Each of them would have `max_model_len` token slots of its own, reserved in one piece and not shared.
+    Each of them would reserve `max_model_len` consecutive token slots and share none of them.
 
     num_token_slots        token slots reserved
     num_used_token_slots   token slots of these that hold a token

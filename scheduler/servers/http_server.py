@@ -65,7 +65,7 @@ class HttpServer:
         )
         if live_page is not None:
             live_page.add_to(app)
-        # Handlers of clients that disconnect are cancelled, so that no completion is computed in vain.
+        # Handlers of disconnected clients are cancelled, so that no completion is computed without a reader.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
         )

@@ -226,7 +226,7 @@ def test_a_poison_request_fails_alone(policy: Policy, position: int, max_losses:
     assert run_with_poison(harness) == max_losses + 1
     harness.clients.assert_served()
     assert harness.clients.ended.pop((POISON, 0)) is FinishReason.ERROR
-    assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}, "all neighbours get all their tokens"
+    assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}, "all other requests get all their tokens"
 
 
 @pytest.mark.parametrize("num_sequences", [2, 3])

@@ -152,7 +152,7 @@ async def test_a_broken_sink_ends_only_its_own_request(caplog: pytest.LogCapture
         await submit(engine, [1, 2, 3], 30).check()
         assert engine.core is not None
         assert not engine.core.has_request(broken.request_id)
-    assert next(calls) == 1, "it was told more after it had raised an exception"
+    assert next(calls) == 1, "it received an event after it had raised an exception"
     assert ["its sink has failed" in record.message for record in caplog.records if record.levelname == "ERROR"] == [
         True
     ]

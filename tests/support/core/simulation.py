@@ -271,7 +271,7 @@ class Simulation:
         self._wake_when_due()
 
     def _wake_when_due(self) -> None:
-        """Adds a wake-up for a batch that waits to be full; deadlines have events of their own."""
+        """Adds a wake-up for a batch that waits to be full; deadlines have their own events."""
         due_s = self.harness.scheduler.next_wake_s
         if due_s is not None and due_s < self.wakes_s:
             self.wakes_s = due_s
