@@ -11,7 +11,7 @@ from itertools import count
 UNIX = "unix:"
 
 # Free ports are chosen below the range that systems use for outgoing connections, which could take a port between its
-# choice and its use. Each process has a range of its own, so that two started together choose different ports.
+# choice and its use. Each process has its own range, so that two processes started together choose different ports.
 _FIRST_PORT, _NUM_PORTS, _NUM_PORTS_PER_PROCESS = 20_000, 12_000, 16
 _num_choices = count()
 
@@ -25,7 +25,7 @@ class AddressInUse(Exception):
 
 
 class AddressUnusable(Exception):
-    """No server can listen there: the host is not this machine, or the port needs other privileges."""
+    """No server can listen there: the host is not this machine, or the port needs more privileges."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def with_port(address: str) -> str:
 
 
 def at_port(address: str, port: int) -> str:
-    """Returns the address with another port. A path has none and stays as it is."""
+    """Returns the address with another port. A path has no port and stays unchanged."""
     return address if address.startswith(UNIX) else str(HostPort(HostPort.parse(address).host, port))
 
 
@@ -89,7 +89,7 @@ def listen_error(address: str, error: OSError) -> AddressInUse | AddressUnusable
 
 
 def _candidate_ports() -> Iterator[int]:
-    """Yields the ports of this process's range, beginning with another one each time."""
+    """Yields the ports of this process's range, starting at a different one in each call."""
     start = os.getpid() * _NUM_PORTS_PER_PROCESS
     for _ in range(_NUM_PORTS_PER_PROCESS):
         yield _FIRST_PORT + (start + next(_num_choices) % _NUM_PORTS_PER_PROCESS) % _NUM_PORTS

@@ -1,4 +1,4 @@
-"""The asynchronous client: the same calls as `quire.client`, on grpc.aio."""
+"""The asynchronous client: the same calls as in `quire.client`, on grpc.aio."""
 
 import asyncio
 from types import TracebackType
@@ -17,7 +17,7 @@ from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 
 
 class AsyncEventStream:
-    """The events of one request. Iterate over it. Closing it, leaving `async with`, or dropping it cancels."""
+    """An iterator over the events of a request. Closing, dropping, or leaving `async with` cancels the request."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

@@ -45,7 +45,7 @@ class ServerInfo:
 
 
 class BlockState(StrEnum):
-    """FREE: holds nothing. CACHED: in no block table, but found by its prefix. ACTIVE: in a block table."""
+    """A block is FREE (empty), CACHED (in no block table, but found by its prefix) or ACTIVE (in a block table)."""
 
     FREE = "free"
     CACHED = "cached"
@@ -148,8 +148,8 @@ class PoolSummary:
 class StepTrace:
     """One step: four times of the scheduler's monotonic clock, and durations that the executor measured.
 
-    queue_ns           the plan waited for the device
-    idle_ns            the device had waited for the plan
+    queue_ns           time that the plan waited for the device
+    idle_ns            time that the device waited for the plan
     prepare_overlaps   prepare_ns passed while the device computed another step
     num_decodes        sequences that computed one token, the last one sampled
     num_decode_pairs   pairs of a computed token and a token that it attends to, in decodes

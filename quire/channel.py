@@ -8,7 +8,7 @@ DEFAULT_ADDRESS = "127.0.0.1:50051"
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # A block map takes a few bytes for each block; the default of 4 MiB would allow about half a million blocks.
     ("grpc.max_receive_message_length", 64 << 20),
-    # Finds a server soon after it has started; the defaults are 1 s and 120 s.
+    # Reconnects soon after a server has started; the defaults are 1 s and 120 s.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 5000),
     # Despite its name, this limits one connection attempt. A server on a busy machine may answer late; where there is

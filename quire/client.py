@@ -15,7 +15,7 @@ from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
 
 
 class EventStream:
-    """The events of one request. Iterate over it. Closing it, leaving `with`, or dropping it cancels."""
+    """An iterator over the events of a request. Closing, dropping, or leaving `with` cancels the request."""
 
     def __init__(self, call: Any) -> None:
         self._call = call

@@ -1,4 +1,4 @@
-"""The exceptions of the clients: one for each status that a server answers with, all of them a `QuireError`."""
+"""The exceptions of the clients: one for each status of a server, all derived from `QuireError`."""
 
 from collections.abc import Mapping
 
@@ -18,9 +18,9 @@ class QuireError(Exception):
 
 
 class InvalidRequestError(QuireError):
-    """INVALID_ARGUMENT: the request contradicts itself or the model.
+    """INVALID_ARGUMENT: the request is invalid by itself or for this model.
 
-    violations  field → what is wrong with it; empty if the server named no field
+    violations  field → problem; empty if the server named no field
     """
 
     code = "INVALID_ARGUMENT"
@@ -81,7 +81,7 @@ class RequestCancelledError(QuireError):
 
 
 class UnavailableError(QuireError):
-    """UNAVAILABLE: no server answers at the address, or it is draining, or it has not had an executor yet."""
+    """UNAVAILABLE: no server answers at the address, or the server is draining or has never had an executor."""
 
     code = "UNAVAILABLE"
 

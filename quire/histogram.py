@@ -8,7 +8,7 @@ ExemplarLabels: TypeAlias = Mapping[str, str]
 NO_LABELS: ExemplarLabels = {}
 
 MAX_EXEMPLAR_CHARACTERS = 128
-"""Limit of OpenMetrics for all names and values together. Prometheus refuses a whole page with a longer exemplar."""
+"""OpenMetrics' limit for all names and values together. Prometheus refuses a whole page with a longer exemplar."""
 
 
 Exemplar: TypeAlias = tuple[ExemplarLabels, float, float]

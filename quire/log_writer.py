@@ -65,7 +65,7 @@ class LineWriter:
             self._has_lines.wait()
             time.sleep(INTERVAL_S)
             self._is_writing = True
-            self._has_lines.clear()  # before the lines are taken, so that a later line sets it again
+            self._has_lines.clear()  # cleared before the lines are taken, so that a later line sets it again
             self._write_lines([self._lines.popleft() for _ in range(len(self._lines))])
             self._is_writing = False
 
@@ -74,7 +74,7 @@ class LineWriter:
             num_lost, self._num_lost = self._num_lost, 0
             loss = f"{num_lost} lines of the log were lost: it was not read"
             lines.append(loss if self._format_loss is None else self._format_loss(loss))
-        with suppress(OSError, ValueError):  # the reader has gone
+        with suppress(OSError, ValueError):  # the reader has closed its end
             self._put("".join(f"{line}\n" for line in lines))
 
     def _put(self, text: str) -> None:

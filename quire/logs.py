@@ -4,8 +4,8 @@ All records of the process, including those of libraries, go through one pipelin
 
     logging.getLogger(…) → fields of `extra` → fields of the task (`log_as`) → control characters escaped → rendered
 
-A record can contain any text that a client sent. So control characters, including line feeds, are escaped, and the
-lines of a traceback are indented: no client can forge a line, move the cursor or change a colour.
+A record can contain any text that a client sent. Control characters, including line feeds, are therefore escaped, and
+the lines of a traceback are indented, so that no client can forge a line, move the cursor or change a colour.
 """
 
 from __future__ import annotations

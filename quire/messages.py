@@ -115,7 +115,7 @@ def _set_field(target: Any, name: str, value: Any, path: str, violations: dict[s
             getattr(target, name).extend(value)
         else:
             setattr(target, name, value)
-    except AttributeError:  # a single value for a repeated field or a map, or the other way round
+    except AttributeError:  # a single value for a repeated field or a map, or vice versa
         violations[path] = f"cannot be of type {type(value).__name__}"
     except (TypeError, ValueError, OverflowError) as error:
         violations[path] = str(error)

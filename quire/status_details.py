@@ -34,5 +34,5 @@ def status_details(trailer: bytes) -> StatusDetails:
             elif packed.Is(RetryInfo.DESCRIPTOR):
                 retry_after_s = RetryInfo.FromString(packed.value).retry_delay.ToTimedelta().total_seconds()
     except DecodeError:
-        pass  # details are optional: the status itself still reaches the caller
+        pass  # details are optional: the caller still receives the status
     return StatusDetails(violations, retry_after_s)

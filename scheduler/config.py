@@ -1,4 +1,4 @@
-"""The scheduler's configuration: one frozen value, complete when the process starts. Nothing else is read.
+"""The scheduler's configuration: one frozen value, which is complete when the process starts.
 
 Each setting is declared here, with its help text and its default. `quire.cli.config_flags` makes the flags from this
 declaration, and `scheduler.engine.options` copies the values that the engine and the core use by name.
@@ -23,17 +23,17 @@ class ConfigError(QuireError):
 class SchedulerConfig:
     """The settings of one scheduler process:
 
-    model                      local directory, or hub id, with tokenizer.json; the executor's is not asked for
-    revision                   of the hub id: branch, tag or commit, as for the executor; None: the default branch
+    model                      local directory, or hub id, with tokenizer.json
+    revision                   branch, tag or commit of the hub id, as for the executor; None: the default branch
     listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
     http_listen                host:port of metrics, readiness, and the live page, whose prompt box generates for
-                               everyone who reaches it: like the gRPC port, this one does not authenticate
-    http_allowed_hosts         names, separated by commas, under which browsers may ask for the live page, beside that
-                               of http_listen, localhost and addresses; for a reverse proxy. "*": any
+                               every user who reaches it: like the gRPC port, this port does not authenticate
+    http_allowed_hosts         names, separated by commas, under which browsers may request the live page in addition to
+                               that of http_listen, localhost and addresses; for a reverse proxy. "*": any
     executor                   address of the executor: host:port, or unix:path
     policy                     order of the queue: "fcfs", "priority"
     batching                   "continuous"; for measurement only: "static", "dynamic"
-    batch_timeout_s            how long a batch that is not full is waited for, under dynamic batching
+    batch_timeout_s            maximum wait for a full batch, under dynamic batching
     memory                     "paged"; for measurement only: "contiguous", "contiguous-power-of-two",
                                "contiguous-exact"
     max_num_seqs               sequences that run at once; None: as many as the executor has slots
@@ -42,13 +42,13 @@ class SchedulerConfig:
     max_waiting_requests       bound of the queue, in requests
     max_waiting_prompt_tokens  bound of the queue, in prompt tokens
     enable_prefix_caching      keep and find the KV of earlier prompts
-    max_streams                streams open at once, those included whose reader is slow; more are refused
-    stalled_reader_timeout_s   a reader that takes nothing for so long loses its stream
-    step_timeout_s             an executor that owes a result, or while idle an answer, for so long is given up, and
-                               looked for again; more than its longest step may take
-    drain_timeout_s            what SIGTERM leaves running requests to end in
+    max_streams                streams open at once, including those of slow readers; more are refused
+    stalled_reader_timeout_s   a reader that accepts nothing for this time loses its stream
+    step_timeout_s             an executor that returns no result for this time, or answers no probe while idle, is
+                               disconnected; must be longer than the longest step
+    drain_timeout_s            time that running requests get to end after SIGTERM
     log_level                  "debug", "info", "warning", "error"
-    log_format                 "console", for people; "json", a line of JSON each
+    log_format                 "console": for people; "json": one JSON object on each line
     otlp_endpoint              collector of traces, as http://127.0.0.1:4318; None: no traces. Needs the extra `otel`
     """
 

@@ -40,8 +40,8 @@ class RequestColours:
 class PoolGrid:
     """The physical pool: one cell for each block, in order of block ids, without the null block.
 
-    If the pool has more blocks than `max_rows` lines have cells, a cell stands for several consecutive blocks and looks
-    like the busiest of them.
+    If the pool has more blocks than `max_rows` lines have cells, each cell represents several consecutive blocks and
+    shows the busiest of them.
     """
 
     def __init__(self, block_map: BlockMap, colours: RequestColours, max_rows: int = 16) -> None:
@@ -120,7 +120,7 @@ def block_tables(block_map: BlockMap, colours: RequestColours, max_rows: int = 1
 
 
 class _OneLine:
-    """A text that is cut if space is short, so that the other columns keep their width."""
+    """A text that is truncated if space is short, so that the other columns keep their width."""
 
     def __init__(self, text: str) -> None:
         self._text = Text(text, no_wrap=True, overflow="ellipsis")
@@ -137,7 +137,7 @@ def _block_table(block_ids: Sequence[int], blocks: Sequence[Block]) -> str:
     marks = [
         f"*{blocks[id_].ref_count}" if id_ < len(blocks) and blocks[id_].ref_count > 1 else "" for id_ in block_ids
     ]
-    # A run ends where the next id does not follow, or is marked differently.
+    # A run ends where the next id is not consecutive, or has a different mark.
     ends = [
         position + 1
         for position, (one, other) in enumerate(pairwise(zip(block_ids, marks, strict=True)))

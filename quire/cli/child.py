@@ -21,7 +21,7 @@ _MAX_LINE_BYTES = 1 << 16
 LogSink: TypeAlias = Callable[[str, str], None]
 """Called with the name of a child and a line of its output, or with "supervisor" and a line about a child.
 
-It neither blocks nor raises, because a supervisor that waits for the reader of the log cannot restart a child.
+The function must not block or raise: a supervisor that waits for the reader of the log cannot restart a child.
 """
 
 
@@ -29,8 +29,8 @@ It neither blocks nor raises, because a supervisor that waits for the reader of 
 class ChildSpec:
     """The description of a process to keep running.
 
-    name     in messages
-    grace_s  maximum time to end after SIGTERM; then it is killed
+    name     name of the child in messages
+    grace_s  maximum time to end after SIGTERM; after it the child is killed
     """
 
     name: str
@@ -51,7 +51,7 @@ class ChildExit:
 
     @property
     def ended_well(self) -> bool:
-        """True if it ended as it should after SIGTERM: with status 0, or by that signal before it could handle it."""
+        """True if it ended normally after SIGTERM: with status 0, or by that signal before it could handle it."""
         return self.return_code in (0, -signal.SIGTERM)
 
     @property
@@ -99,7 +99,7 @@ class Child:
         return self._has_said_ready and self.pid is not None
 
     async def start(self) -> None:
-        """Starts a process. If the system cannot, `wait` reports that as an end, since a later start may succeed."""
+        """Starts a process. If that fails, `wait` reports it as an end of the process: a later start may succeed."""
         self._last_lines.clear()
         self._has_said_ready = False
         self._process = None
@@ -149,7 +149,7 @@ class Child:
                 self._process.terminate()
 
     def kill(self) -> None:
-        """Sends SIGKILL to the process and to all that it started."""
+        """Sends SIGKILL to the process and to all processes that it started."""
         if self.pid is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -157,7 +157,7 @@ class Child:
     async def _pump(self, output: asyncio.StreamReader) -> None:
         rest = b""
         while chunk := await output.read(_MAX_LINE_BYTES):
-            # A progress bar redraws its line with carriage returns. Here, each state becomes a line.
+            # A progress bar redraws its line with carriage returns; here each redrawing becomes a line.
             *lines, rest = (rest + chunk).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
             if len(rest) > _MAX_LINE_BYTES:
                 lines, rest = [*lines, rest], b""

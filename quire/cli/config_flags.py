@@ -33,7 +33,7 @@ def flag_parameters(config: type[Any], leave_out: Collection[str] = ()) -> list[
 
 
 def with_flags(function: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> Callable[..., Any]:
-    """Returns the function as typer should see it: with `parameters` in place of its `**values`."""
+    """Returns the function with the signature that typer reads: `parameters` instead of `**values`."""
     own = [
         parameter
         for parameter in inspect.signature(function, eval_str=True).parameters.values()

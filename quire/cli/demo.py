@@ -1,7 +1,7 @@
 """`quire demo`: runs both services on free ports, streams several completions, and shows the block pool.
 
-It ends by itself, with exit status 0 if all completions came. On a terminal it redraws one screen; elsewhere it prints
-a few frames. At the end it prints the texts and a summary.
+It ends by itself, with exit status 0 if all completions have arrived. On a terminal it redraws one screen; otherwise it
+prints a few frames. At the end it prints the texts and a summary.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from quire.cli.supervisor import Supervisor
 from quire.errors import QuireError
 from quire.events import Delta, Finished, Started
 
-# Small enough to show the whole pool, and to fill the pool and the queue.
+# Small enough that the whole pool is visible and that the requests fill the pool and the queue.
 _DEFAULTS = {"num_blocks": 128, "max_num_seqs": 6}
 _REDRAW_S = 0.1
 _FRAMES_S = (0.2, 0.8, 1.6, 3.0, 6.0, 12.0)

@@ -1,4 +1,4 @@
-"""The exit codes of `quire`. The services use 0 to 3 in the same sense; codes above 63 follow BSD's sysexits.h."""
+"""The exit codes of `quire`. In the services 0 to 3 mean the same; codes above 63 follow BSD's sysexits.h."""
 
 from quire.errors import (
     CapacityExceededError,

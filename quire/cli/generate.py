@@ -17,10 +17,10 @@ def write_json(events: Iterable[Event], out: TextIO) -> None:
 
 
 def write_text(events: Iterable[Event], out: TextIO, notes: TextIO | None = None, *, are_beams: bool = False) -> None:
-    """Writes the text as it comes, then log-probabilities as tables.
+    """Writes the text as it arrives, then log-probabilities as tables.
 
-    The first sequence streams; the others follow when it has ended. Beams come when the search is over, each below a
-    line with its score.
+    The first sequence is streamed; the others follow when it has ended. Beams are written when the search is over, each
+    below a line with its score.
 
     notes  receives the number of tokens and the reason of each end; None: not written
     """

@@ -13,7 +13,7 @@ from quire.cli.block_map_view import RequestColours, block_map_view
 from quire.client import Client
 
 MAX_SHARE = 0.02
-"""Maximum share of the time for answers. The server makes them between its steps, and a large pool takes a while."""
+"""Maximum share of time that answers may take. The server makes them between steps, and a large pool takes a while."""
 MAX_PAUSE_S = 2.0
 """Maximum time between two answers, for a server that is slow for other reasons."""
 

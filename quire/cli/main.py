@@ -42,7 +42,7 @@ _Address = Annotated[str, typer.Option("--address", help="of the scheduler: host
 def main() -> None:
     """Runs the console script `quire`."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a model's text may hold characters that the terminal's encoding lacks
+        if hasattr(stream, "reconfigure"):  # a model's text may contain characters that the terminal's encoding lacks
             stream.reconfigure(errors="replace")
     app()
 

@@ -20,7 +20,7 @@ _STOP_MARGIN_S = 15.0
 
 
 class ConfigError(Exception):
-    """A service refuses a value. The message names the field."""
+    """Raised if a service refuses a value. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True)

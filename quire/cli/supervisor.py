@@ -91,7 +91,7 @@ class Supervisor:
         return any(child.name == name and child.has_said_ready for child in self._children)
 
     def kill_hung(self, name: str, silent_s: float) -> None:
-        """Kills a child that runs and does not serve. It is restarted like one that died."""
+        """Kills a child that runs but does not serve. It is then restarted like a child that died."""
         for child in self._children:
             if child.name == name:
                 child.kill()

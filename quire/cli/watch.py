@@ -1,4 +1,4 @@
-"""Detects a child that hangs. It does not end, so the supervisor would not restart it."""
+"""Detects a child that hangs. Such a child does not end, so the supervisor alone would not restart it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,9 +11,9 @@ from quire.channel import CHANNEL_OPTIONS
 from quire.cli.supervisor import Supervisor
 
 _NUM_CHECKS = 4
-"""Number of checks in a row that must fail, within timeout_s together.
+"""Number of consecutive checks that must fail, spread over timeout_s.
 
-Failures are counted instead of measuring time, so that no child is killed because this process or the machine was
+Failures are counted, and time is not measured, so that no child is killed because this process or the machine was
 suspended.
 """
 

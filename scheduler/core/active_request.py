@@ -13,7 +13,7 @@ class ActiveRequest:
     """A request and its sequences.
 
     Samples beyond the first, and beams, are created when the prompt has been computed. Until then the request holds
-    their slots (`child_slots`). `arrival_s` is the latest time the core had been told when the request arrived.
+    their slots (`child_slots`). `arrival_s` is the core's time when the request arrived.
     """
 
     request: Request
@@ -34,5 +34,5 @@ class ActiveRequest:
         return all(sequence.is_finished for sequence in self.sequences)
 
     def holders(self, sequence: Sequence) -> list[Sequence]:
-        """Returns what holds the slots and blocks of a running sequence: itself, or the beams that replaced it."""
+        """Returns the sequences that hold a sequence's slots and blocks: itself, or the beams that replaced it."""
         return list(self.group.beams) if self.group and self.group.beams else [sequence]

@@ -1,4 +1,4 @@
-"""Decides whether the next waiting sequence may enter the batch: slots, blocks, budget, and the neighbours it has.
+"""Decides whether the next waiting sequence may enter the batch, given slots, blocks, token budget and neighbours.
 
 The admission queue says which sequence is next. No sequence overtakes it: if it cannot enter, none does.
 """
@@ -23,7 +23,7 @@ def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence
 
 
 def admit(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> None:
-    """Moves a sequence into the batch. One that was preempted too often gets its worst case reserved."""
+    """Moves a sequence into the batch. If it was preempted too often, reserves all blocks that it can ever need."""
     state.admit(sequence, prefix)
     if _needs_guarantee(state, sequence):
         sequence.is_guaranteed = True
@@ -32,7 +32,7 @@ def admit(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> None:
 
 
 def _may_run_beside_others(state: SchedulerState, sequence: Sequence) -> bool:
-    """Returns False for a suspect beside others: it runs alone until it has shown that it does not kill executors."""
+    """Returns False if a suspect would run beside another sequence. A suspect runs alone until it gets a token."""
     running = state.batch.running
     if sequence.is_suspect:
         return not running
@@ -42,7 +42,7 @@ def _may_run_beside_others(state: SchedulerState, sequence: Sequence) -> bool:
 def _awaits_prefix(state: SchedulerState, builder: StepBuilder, sequence: Sequence, prefix: list[int]) -> bool:
     """Returns whether the next block of the prompt is being computed, by this plan or one in flight.
 
-    If so, the block can be shared once the result arrives. Only plans that are out count, so the wait is short.
+    If so, the block can be shared once the result arrives. Later plans do not count, so the wait is short.
     """
     cache, num_found = state.cache, len(prefix)
     if not cache.reads_prefixes(sequence) or num_found >= len(sequence.digests):
@@ -57,7 +57,7 @@ def _awaits_prefix(state: SchedulerState, builder: StepBuilder, sequence: Sequen
 
 
 def _has_room(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> bool:
-    """Returns whether there are blocks for all tokens the sequence has now, beside what running prompts still need.
+    """Returns whether there are blocks for all tokens the sequence has now, in addition to what running prompts need.
 
     A sequence that was preempted too often needs blocks for all tokens it can ever have.
     """
@@ -70,14 +70,14 @@ def _has_room(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> b
 
 
 def _needs_guarantee(state: SchedulerState, sequence: Sequence) -> bool:
-    """Returns whether the sequence was preempted as often as it may be, and now needs all its blocks reserved."""
+    """Returns whether the sequence has reached max_preemptions and now needs all its blocks reserved."""
     return sequence.num_preemptions >= state.limits.max_preemptions
 
 
 def _num_worst_case_blocks(state: SchedulerState, sequence: Sequence) -> int:
     """Returns the most blocks that this sequence, or its beams, can hold.
 
-    Samples will share the last block and copy it, which takes one block more.
+    Samples share the last block of the prompt and copy it when they write, which takes one more block.
     """
     active, cache = state.active(sequence), state.cache
     if active.group:

@@ -1,4 +1,4 @@
-"""Beam search: decides which continuations live, which have ended, and when no better one can be found. Pure.
+"""Beam search: decides which continuations survive, which have ended, and when the search is over. Pure functions.
 
 The rules are those of `generate(num_beams=…)` in Hugging Face transformers 5 (generation/utils.py, `_beam_search`), so
 that both find the same beams with the same scores.
@@ -34,7 +34,7 @@ class _Beam:
 
 
 class BeamSearch:
-    """One search. It begins with a single beam, the prompt; beams are in order, the best first.
+    """One search. It begins with a single beam, the prompt. Beams are sorted, best first.
 
     end_reasons     the token ids that end a beam, and the reason for each
     max_new_tokens  number of output tokens at which all beams end
@@ -47,7 +47,7 @@ class BeamSearch:
         self._num_candidates = params.num_candidates(len(end_reasons))
         self._num_tokens = 0
         self._beams = [_Beam((), 0.0)]
-        self._ended: list[BeamResult] = []  # the best so far, the best first
+        self._ended: list[BeamResult] = []  # the best so far, best first
 
     def decide(self, candidates: SequenceOf[Candidates]) -> list[Survivor]:
         """Returns the beams of the next step, given the candidates of each beam. Empty if the search is over.
@@ -62,7 +62,7 @@ class BeamSearch:
         ended: list[BeamResult] = []
         for place, (score, parent, token_id) in enumerate(islice(self._ranked(candidates), self._num_candidates)):
             if place >= width and (is_last or len(beams) == width):
-                break  # no later candidate may end a beam or go on
+                break  # no later candidate can survive or end a beam
             reason = self._end_reasons.get(token_id, FinishReason.LENGTH if is_last else None)
             if reason is None and len(beams) < width:
                 survivors.append(Survivor(parent, token_id))
@@ -75,17 +75,17 @@ class BeamSearch:
         return survivors if self._goes_on() else []
 
     def results(self) -> list[BeamResult]:
-        """Returns the best beams that have ended, the best first.
+        """Returns the best beams that have ended, best first.
 
-        If fewer than `num_returned` were found, for lack of tokens that may follow, the rest are empty and score -inf.
+        If fewer than `num_returned` were found because too few tokens were possible, the rest are empty and score -inf.
         """
         missing = [BeamResult([], -inf, FinishReason.LENGTH)] * (self._params.num_returned - len(self._ended))
         return self._ended[: self._params.num_returned] + missing
 
     def _ranked(self, candidates: SequenceOf[Candidates]) -> Iterator[tuple[float, int, int]]:
-        """Yields (score, beam, token) of the continuations of all beams, the best first.
+        """Yields (score, beam, token) of the continuations of all beams, best first.
 
-        Among equals the lower beam, then the lower rank, comes first. Lazy, because few of them are looked at.
+        Equal scores are sorted by beam, then by rank. The iterator is lazy because few continuations are read.
         """
         continuations = (self._continuations(beam, *found) for beam, found in enumerate(candidates))
         return merge(*continuations, key=lambda candidate: -candidate[0])
@@ -96,7 +96,7 @@ class BeamSearch:
         score = self._beams[beam].score
         for token_id, value in zip(token_ids, values, strict=True):
             if not value > -inf:
-                return  # the ones after it are impossible too
+                return  # all later ones are impossible too
             yield score + value, beam, token_id
 
     def _goes_on(self) -> bool:
@@ -104,8 +104,8 @@ class BeamSearch:
             return False
         if len(self._ended) < self._params.width:
             return True
-        # As transformers does, this takes the score of the best running beam if it ended here, though with a length
-        # penalty above 0 it could still improve.
+        # Like transformers, this uses the score that the best running beam would have if it ended here, although
+        # with a length penalty above 0 the score could still improve.
         could_improve = self._penalised(self._beams[0].score) > self._ended[-1].score
         return could_improve and not self._params.early_stopping
 

@@ -1,13 +1,13 @@
-"""The beams of one request as sequences: block tables that fork and are dropped.
+"""The beams of one request as sequences, whose block tables are forked and dropped.
 
     prompt computed → candidates → decided → planned: branches, one row a beam → candidates → …
 
-The request's own sequence, the leader, computes the prompt. With the first candidates it hands its slot and blocks to a
-first beam. From then on it holds nothing, and stands for the group when the request waits, is preempted, or ends.
+The request's own sequence, the leader, computes the prompt. When the first candidates arrive, it hands its slot and
+blocks to the first beam. From then on it holds nothing, and represents the group when the request waits, is preempted,
+or ends.
 
-Every beam shares the blocks of its parent. In the step that follows, each writes one token: the first child in the
-parent's slot, the others in slots of their own. Of the beams that share a partly filled block, all but the last copy
-it.
+Every beam shares the blocks of its parent. In the next step each beam writes one token: the first child in the parent's
+slot, the others in new slots. If several beams share a partly filled block, all but the last one to write copy it.
 """
 
 from scheduler.core.beam import BeamSearch, Candidates
@@ -19,7 +19,7 @@ from scheduler.core.sequence import FinishReason, Sequence, State
 class BeamGroup:
     """The beams of one request, in the order of the search.
 
-    `branches` has the parent and the token of each beam that was decided and is not yet planned.
+    `branches` holds the parent and the token of each beam that is decided but not yet planned.
     """
 
     def __init__(self, leader: Sequence, params: BeamParams) -> None:
@@ -28,7 +28,7 @@ class BeamGroup:
         self.restart()
 
     def restart(self) -> None:
-        """Starts the search again from the prompt. The client has received nothing yet, so nothing has to be kept."""
+        """Restarts the search from the prompt. The client has received no output yet, so none has to be kept."""
         params = self.leader.params
         reasons = dict.fromkeys(params.stop_token_ids, FinishReason.STOP)
         reasons |= dict.fromkeys(params.eos_token_ids, FinishReason.EOS)
@@ -38,7 +38,7 @@ class BeamGroup:
         self.branches: list[tuple[Sequence, int]] = []
 
     def decide(self, candidates: dict[Sequence, Candidates]) -> list[Sequence]:
-        """Decides on the next beams; returns the ones that have no continuation. No branches: the search is over."""
+        """Decides on the next beams; returns those without a continuation. Empty `branches`: the search is over."""
         if not self.beams:
             self._hand_over(candidates)
         survivors = self.search.decide([candidates[beam] for beam in self.beams])
@@ -49,24 +49,25 @@ class BeamGroup:
         return dropped
 
     def num_blocks_to_branch(self, cache: KVCache) -> int:
-        """Returns the number of free blocks that the decided step takes.
+        """Returns the number of free blocks that the next step of the decided beams takes.
 
-        If it begins a block, each beam takes one. If not, each child but the first of its parent copies one.
+        If the step begins a block, each beam takes one. Otherwise each parent's children except the first copy one.
         """
         if self.beams[0].num_planned_tokens % cache.block_size == 0:
             return len(self.branches)
         return len(self.branches) - len(self.beams)
 
     def num_worst_case_blocks(self, cache: KVCache) -> int:
-        """Returns the most blocks that the beams can hold: at worst they share only the full blocks of the prompt."""
+        """Returns the most blocks that the beams can hold. At worst they share only the full blocks of the prompt."""
         num_shared = self.leader.num_prompt_tokens // cache.block_size
         num_own = cache.num_blocks_for(self.leader.params.max_total_tokens - 1) - num_shared
         return num_shared + self.params.width * num_own
 
     def branch(self, cache: KVCache) -> list[tuple[Sequence, Sequence, int]]:
-        """Gives each decided beam its sequence; returns (beam, parent, token).
+        """Gives each decided beam a sequence; returns (beam, parent, token) for each.
 
-        The first child of a parent is the parent itself, with one more token; the others are new, and lack a slot.
+        The first child of a parent is the parent's own sequence with one more token. The others are new, and have no
+        slot yet.
         """
         placed: list[tuple[Sequence, Sequence, int]] = []
         parents: set[Sequence] = set()
@@ -74,7 +75,7 @@ class BeamGroup:
             child = self._fork(cache, parent) if parent in parents else parent
             parents.add(parent)
             placed.append((child, parent, token_id))
-        for index, (child, _, token_id) in enumerate(placed):  # after all forks, which copy the parents as they were
+        for index, (child, _, token_id) in enumerate(placed):  # after all forks, which copy the old tokens
             child.token_ids.append(token_id)
             child.index = index
         self.beams = [child for child, _, _ in placed]

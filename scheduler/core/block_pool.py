@@ -1,4 +1,4 @@
-"""The pool of physical blocks: reference counts by block id, and a free queue that is also the LRU."""
+"""The pool of physical blocks: a reference count for each block id, and a free queue in LRU order."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from scheduler.core.errors import InvariantViolation
 
 NULL_BLOCK = 0
-"""The block that is never allocated. The executor writes padding and overrun rows there."""
+"""The block that is never allocated. The executor writes padding and overrun rows to it."""
 
 
 class BlockPool:

@@ -1,4 +1,4 @@
-"""Checks that a request can be served at all, and that the queue takes it. Both are checked when it arrives."""
+"""Checks, when a request arrives, that it can be served at all and that the queue has room for it."""
 
 from scheduler.core.beam_group import BeamGroup
 from scheduler.core.errors import CapacityExceeded, QueueFull
@@ -15,7 +15,7 @@ def max_tokens_per_sequence(state: SchedulerState) -> int:
 def check_fits(state: SchedulerState, request: Request) -> None:
     """Raises CapacityExceeded if the request could not even run alone.
 
-    Beams must fit together. They are preempted together, so nothing else makes sure that they end.
+    All beams must fit at once: they are only preempted together, so preemption cannot make room for some of them.
     """
     min_total, max_total = request.params.min_total_tokens, request.params.max_total_tokens
     most_tokens = max_tokens_per_sequence(state)

@@ -1,4 +1,4 @@
-"""Commits the result of a plan: tokens, beams, ends, and the blocks that only this plan still held."""
+"""Commits the result of a plan: appends tokens, continues beams, ends sequences, and releases deferred blocks."""
 
 from scheduler.core import reports
 from scheduler.core.active_request import ActiveRequest
@@ -49,7 +49,7 @@ def _check_result(state: SchedulerState, result: StepResult) -> Step:
 
 
 def _note_start(state: SchedulerState, sequence: Sequence, num_cached: int, events: Events) -> None:
-    """Counts a client's prompt tokens as cached or not at its first admission: a recompute is not a hit."""
+    """Counts prompt tokens as cached or not at a sequence's first admission, because a recompute is not a hit."""
     if sequence.index > 0 or sequence.num_cached_tokens is not None or sequence.is_finished:
         return
     sequence.num_cached_tokens = num_cached
@@ -69,7 +69,7 @@ def _commit_prefills(state: SchedulerState, step: Step) -> None:
 def _append_tokens(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
     for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
         if sequence.state is State.FINISHED:
-            continue  # overrun: it ended after this step was planned
+            continue  # overrun: the sequence ended after this step was planned
         token_ids = sequence.token_ids
         sequence.num_computed_tokens = num_computed = len(token_ids)
         token_ids.append(token_id)
@@ -84,7 +84,7 @@ def _append_tokens(state: SchedulerState, step: Step, result: StepResult, events
 
 
 def _commit_beams(state: SchedulerState, step: Step, candidates: BeamCandidates, events: Events) -> None:
-    """Continues each group that reported with the beams it decides on, or ends it."""
+    """Continues each group that reported candidates with the beams that it decides on, or ends the group."""
     for beam in step.beams:
         if beam.is_finished:
             continue  # overrun: its request ended after this step was planned

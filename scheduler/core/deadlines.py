@@ -6,13 +6,14 @@ from heapq import heapify, heappop, heappush
 from scheduler.core.request import Request
 
 SPARE_ENTRIES = 1024
-"""Number of entries of ended requests that are kept, plus one for each unfinished request, before they are removed."""
+"""Entries of ended requests are removed when there are more than this number plus the number of unfinished requests."""
 
 
 class Deadlines:
     """A heap of deadlines. `unfinished` holds the ids of the requests whose deadlines count.
 
-    A request that ends early stays in the heap until its deadline, or until ended requests are the greater part.
+    If a request ends early, its entry stays in the heap until its deadline, or until most entries belong to ended
+    requests.
     """
 
     def __init__(self, unfinished: Collection[int]) -> None:

@@ -1,4 +1,4 @@
-"""Defines the core's errors, by blame. `scheduler.requests.status` maps those that clients see to status codes."""
+"""The core's errors, by cause. `scheduler.requests.status` maps the errors that clients see to status codes."""
 
 
 class QuireError(Exception):
@@ -6,7 +6,7 @@ class QuireError(Exception):
 
 
 class InvalidRequest(QuireError):
-    """The request contradicts itself or the model. `violations` maps each field to what is wrong with it."""
+    """The request is invalid by itself or for this model. `violations` maps each field to its problem."""
 
     def __init__(self, violations: dict[str, str]) -> None:
         super().__init__("; ".join(f"{field}: {problem}" for field, problem in violations.items()))
@@ -14,11 +14,11 @@ class InvalidRequest(QuireError):
 
 
 class CapacityExceeded(QuireError):
-    """The request can never fit this model or this pool."""
+    """The request can never fit into this model's context or this pool."""
 
 
 class QueueFull(QuireError):
-    """The waiting queue is at its bound; try again after `retry_after_s`."""
+    """The waiting queue is full; the client may try again after `retry_after_s`."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class QueueFull(QuireError):
 
 
 class Unavailable(QuireError):
-    """The server takes no new work: it is draining, or does not know yet what it serves."""
+    """The server accepts no requests: it is draining, or no executor has described its model yet."""
 
 
 class ExecutorLost(QuireError):
@@ -34,18 +34,18 @@ class ExecutorLost(QuireError):
 
 
 class ExecutorNotOurs(ExecutorLost):
-    """An executor answers, but an operator has to act before it can be used.
+    """An executor answers, but an operator has to act before the scheduler can use it.
 
     It has another model, serves another scheduler, or has no capacity.
     """
 
 
 class PlanRejected(ExecutorLost):
-    """The executor refused a plan: a bug in one of the two. The epoch is over."""
+    """The executor refused a plan, because of a bug in the scheduler or the executor. The epoch is over."""
 
 
 class ResultMismatch(ExecutorLost):
-    """A result does not fit the plan it should answer: a bug in one of the two. The epoch is over."""
+    """A result does not match its plan, because of a bug in the scheduler or the executor. The epoch is over."""
 
 
 class InvariantViolation(QuireError):

@@ -1,4 +1,4 @@
-"""The ledger of KV memory: which sequence holds which block. It only decides; the executor owns the bytes.
+"""Records which sequence holds which block of KV memory. The memory itself belongs to the executor.
 
 Tokens lie in blocks of `block_size`. Logical block i of a sequence holds its tokens [i * block_size, …) and lies in
 physical block `block_table[i]`:
@@ -7,8 +7,8 @@ physical block `block_table[i]`:
     block_table   │    7   │     3   │    12   ┊      │
                                                └ write_limit 48, if block 12 is this sequence's own
 
-The idea is Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
-SOSP 2023: virtual memory, with blocks for pages and sequences for processes.
+The idea is that of Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention",
+SOSP 2023: virtual memory in which blocks are the pages and sequences are the processes.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ NEVER = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Changes to tell the executor: table entries (logical block, physical block), and at most one block to copy."""
+    """Changes to send to the executor: table entries (logical block, physical block), and at most one block to copy."""
 
     table_updates: tuple[tuple[int, int], ...] = ()
     block_copy: tuple[int, int] | None = None
@@ -62,15 +62,15 @@ class KVCache:
         return self.pool.num_free_blocks - self.num_reserved_blocks + own
 
     def check_fits(self, request: Request) -> None:
-        """Raises CapacityExceeded if this kind of cache cannot hold the request. Pages hold any request."""
+        """Raises CapacityExceeded if this kind of cache cannot hold the request. A paged cache holds any request."""
 
     # --- admission --------------------------------------------------------------------------------------------
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Returns the published blocks that hold the head of this sequence.
+        """Returns the published blocks that hold the longest prefix of this sequence.
 
-        Leaves at least one token to compute, because the logits of the last one are needed. Changes nothing but the
-        digests that the sequence keeps.
+        Leaves at least one token to compute, because the logits of the last one are needed. Changes only the digests
+        that the sequence keeps.
         """
         if not self.reads_prefixes(sequence):
             return []
@@ -91,7 +91,7 @@ class KVCache:
     def num_blocks_to_admit(self, sequence: Sequence, prefix: list[int], num_promised: int = 0) -> int:
         """Returns the number of free blocks needed to hold all known tokens, or `num_promised` blocks if that is more.
 
-        The blocks of `prefix` are shared; those that were only cached stop being free too.
+        The blocks of `prefix` are shared. Those that no sequence holds are counted too, because they stop being free.
         """
         num_revived = sum(self.pool.ref_counts[block] == 0 for block in prefix)
         num_held = max(self.num_blocks_for(sequence.num_tokens), num_promised)
@@ -103,11 +103,11 @@ class KVCache:
         return max(0, self.num_blocks_for(sequence.num_tokens) - num_held)
 
     def can_admit(self, sequence: Sequence, num_blocks: int) -> bool:
-        """Returns whether a sequence can be admitted if that takes `num_blocks` free blocks in all."""
+        """Returns whether a sequence that takes `num_blocks` free blocks in all can be admitted."""
         return num_blocks <= self.num_available_blocks()
 
     def adopt(self, sequence: Sequence, prefix: list[int]) -> None:
-        """Starts the block table of a sequence that has none with the blocks that `find_prefix` found."""
+        """Starts a sequence's block table with the blocks that `find_prefix` found."""
         for block in prefix:
             self.pool.retain(block)
         self.index.count_hits(prefix)
@@ -134,11 +134,11 @@ class KVCache:
         return num_needed
 
     def try_allocate(self, sequence: Sequence, num_tokens: int) -> Allocation | None:
-        """Makes the next `num_tokens` tokens of a sequence writable; changes nothing and returns None if it cannot.
+        """Makes the next `num_tokens` tokens of a sequence writable. Returns None and changes nothing if it cannot.
 
-        A partly filled last block that other tables name is not written: a fresh one takes its place in this table, and
-        its contents have to be copied there before the step's writes (copy-on-write). The last sequence that holds the
-        block writes in place.
+        A partly filled last block that other tables share is not written. A new block takes its place in this table,
+        and the contents have to be copied before the step writes (copy-on-write). The last sequence that holds the
+        shared block writes to it in place.
         """
         start, size = sequence.num_planned_tokens, self.block_size
         table = sequence.block_table
@@ -189,7 +189,7 @@ class KVCache:
         sequence.publish_at = (num_full + 1) * self.block_size
 
     def release(self, block_table: list[int]) -> None:
-        """Gives blocks back, last to first, so that the heads of prefixes stay cached longest."""
+        """Releases blocks, last to first, so that the first blocks of prefixes stay cached longest."""
         for block in reversed(block_table):
             self.pool.release(block, findable=block in self.index)
 
@@ -201,7 +201,7 @@ class KVCache:
         return len(cached)
 
     def reserve(self, sequence: Sequence, num_blocks: int) -> None:
-        """Promises free blocks to a sequence; `try_allocate` draws on the promise, `cancel_reservation` ends it."""
+        """Promises free blocks to a sequence. `try_allocate` uses them; `cancel_reservation` gives up the rest."""
         sequence.num_reserved_blocks += num_blocks
         self.num_reserved_blocks += num_blocks
 

@@ -1,11 +1,11 @@
-"""The numbers that bound the scheduler."""
+"""The limits of the batch and the queue."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of the batch, which come from the executor, and of the queue, which come from the operator.
+    """Limits of the batch, which come from the executor, and of the queue, which come from the operator.
 
     max_num_seqs               sequences that have a slot at the same time
     max_num_batched_tokens     tokens that one step computes, over all sequences; at least max_num_seqs, so that every
@@ -13,12 +13,12 @@ class SchedulerLimits:
     max_model_len              tokens of one sequence, prompt and output
     max_in_flight              plans sent and not yet answered; 2 hides the round trip
     max_waiting_requests       waiting requests; a request beyond it is refused
-    max_waiting_prompt_tokens  their prompt tokens; an empty queue takes any request
-    max_preemptions            preemptions after which a sequence is admitted with its worst case reserved, and is never
-                               a victim again
-    max_losses                 executors that may be lost in a row while a sequence runs, without a new token, before
-                               the sequence is given up as the likely cause. At least 2: after the second loss suspects
-                               run alone, so that neighbours of the cause are not given up with it
+    max_waiting_prompt_tokens  prompt tokens of waiting requests; an empty queue takes any request
+    max_preemptions            preemptions after which a sequence is admitted with all its blocks reserved, and is not
+                               preempted again
+    max_losses                 executors that are lost in a row while a sequence runs, without a new token, before the
+                               sequence is failed as the likely cause. At least 2: after the second loss suspects run
+                               alone, so that other sequences do not fail with the cause
     watermark_ratio            share of the pool left free when a sequence is admitted beside others, for their growth
     """
 

@@ -1,6 +1,6 @@
 """The two seams of the scheduler: which sequence is admitted next, and where a sequence's blocks come from.
 
-The defaults are here. The modes that exist only to be measured against are in scheduler/core/baselines.
+The defaults are here. The modes that exist only for comparison are in scheduler/core/baselines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """A batching mode. `timeout_s` is how long a mode that waits for a full batch waits; 0 for all others."""
+    """A batching mode. `timeout_s` bounds the wait for a full batch; 0 for modes that do not wait."""
 
     name: str
     build_queue: Callable[[float, SchedulerState], AdmissionQueue]
@@ -49,4 +49,4 @@ CONTINUOUS = Batching("continuous", lambda timeout_s, state: state.waiting)
 """Admits the first sequence in the queue as soon as there is room (Yu et al., Orca, OSDI 2022)."""
 
 PAGED = KVAllocation("paged", _paged_cache)
-"""Allocates a block, any block, when a token needs one (Kwon et al., SOSP 2023)."""
+"""Allocates any free block when a token needs one (Kwon et al., SOSP 2023)."""

@@ -1,8 +1,7 @@
-"""Plans, results and events: the plain data that leaves the core and comes back, one plan and one result a step.
+"""Plans, results and events: the plain data that the core exchanges with the engine, one plan and one result per step.
 
-The meaning of each field is that of the plan stream (protos/quire/executor/v1/executor.proto);
-`scheduler.engine.plan_wire` translates. Lists of tuples are
-flat: (a, b), (a, b), … is [a, b, a, b, …].
+The fields mean what they mean in the plan stream (protos/quire/executor/v1/executor.proto), into which
+`scheduler.engine.plan_wire` translates them. Lists of tuples are flat: (a, b), (c, d), … is [a, b, c, d, …].
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -14,7 +13,7 @@ from scheduler.core.sequence import FinishReason, Sequence
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence takes a slot: all that the executor has to know about it."""
+    """A sequence that takes a slot, with everything the executor has to know about it."""
 
     slot: int
     token_ids: list[int]
@@ -26,7 +25,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """`child_slot` becomes a copy of `parent_slot` and samples its own token from the same logits."""
+    """Tells the executor to copy `parent_slot` to `child_slot`, which samples its own token from the same logits."""
 
     parent_slot: int
     child_slot: int
@@ -55,7 +54,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Flat arrays of equal length; `ranks` is empty for candidates, which come most probable first."""
+    """Flat arrays of equal length. `ranks` is empty for candidates, which are sorted, most probable first."""
 
     token_ids: SequenceOf[int]
     values: SequenceOf[float]
@@ -64,7 +63,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Sampled tokens by ascending slot. `end_reasons` is as long, or None if every sequence goes on.
+    """Sampled tokens by ascending slot. `end_reasons` has one entry for each, or is None if no sequence ends.
 
     The last three fields are None unless a request asked for them: `logprobs` has k + 1 entries for each sampled token
     (the token, then the k most probable), `prompt_logprobs` the same for each prompt token whose predecessor this step
@@ -100,12 +99,12 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class Events:
-    """Changes that the shell has to tell the clients after a commit, a stop or an expiry.
+    """Changes that the engine has to report to the clients after a commit, a stop or an expiry.
 
-    `sequences` and `token_ids` run in parallel: one new token each. A sequence's last token comes with, and before,
-    its entry in `finished`. `logprobs` has an entry for each sequence that asked, in the order of `sequences`.
-    `prompt_logprobs` has the position of the first prompt token, and one entry for each token from there on. `beams`
-    has the best beams of requests that have ended with them, the best beam first.
+    `sequences` and `token_ids` are parallel lists, with one new token for each sequence. A sequence's last token is in
+    the same Events as its entry in `finished`, and is reported first. `logprobs` has an entry for each sequence that
+    asked, in the order of `sequences`. `prompt_logprobs` has the position of the first prompt token, and one entry for
+    each token from there on. `beams` has the results of beam searches that have ended, best first.
     """
 
     started: list[Sequence] = field(default_factory=list)

@@ -1,12 +1,13 @@
-"""Plans the next step: one pass after the other over the state, into a StepBuilder.
+"""Plans the next step in several passes over the state, which fill a StepBuilder.
 
 The batch is rebuilt at every step (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative
-Models", OSDI 2022), under a budget of tokens. Sequences that lack one token (decodes) come first, then admitted ones
-that lack more (prefills, in chunks if need be), then the head of the waiting queue. So long prompts never hold up
-decodes. Nor do they hold up other prompts: of what decodes leave, a partly computed prompt has half, and newcomers
-have the rest.
+Models", OSDI 2022), under a budget of tokens. Sequences with one token to compute (decodes) come first, then admitted
+sequences with more (prefills, in chunks if necessary), then the head of the waiting queue. Long prompts therefore never
+delay decodes. Nor do they block other prompts: a partly computed prompt gets half of the budget that decodes leave, and
+newly admitted sequences get the rest.
 
-No sequence is preempted while plans are in flight: a short pool first waits for their results, which may end sequences.
+No sequence is preempted while plans are in flight. If blocks are short, the planner first waits for the results of
+these plans, which may end sequences.
 """
 
 from scheduler.core.admission import admit, next_to_admit
@@ -19,7 +20,7 @@ from scheduler.core.step import StepBuilder
 
 
 def plan_step(state: SchedulerState) -> StepPlan | None:
-    """Returns the next step; None if there is nothing to do, or nothing before another result arrives."""
+    """Returns the next plan, or None if there is nothing to compute until a request or a result arrives."""
     growing = _make_room_for_decodes(state)
     if growing is None:
         return None
@@ -38,7 +39,7 @@ def plan_step(state: SchedulerState) -> StepPlan | None:
 
 
 def _make_room_for_decodes(state: SchedulerState) -> list[Sequence] | None:
-    """Returns the decodes that need a block, once there is one for each of them and enough for all beams; else None."""
+    """Returns the decodes that need a block, or None if there are not enough blocks for them and for all beams."""
     while True:
         growing = [s for s in state.batch.decoding if s.num_planned_tokens >= s.write_limit]
         unreserved = [s for s in growing if not s.num_reserved_blocks]
@@ -71,7 +72,7 @@ def _plan_decodes(state: SchedulerState, builder: StepBuilder, growing: list[Seq
 
 
 def _plan_beams(state: SchedulerState, builder: StepBuilder) -> None:
-    """Plans one step of each decided group: a branch and a row for every beam. There is room for all of them."""
+    """Plans one step of each decided group: a branch and a row for each beam. The caller has made room for them."""
     for group in state.batch.decided:
         active = state.active(group.leader)
         placed = group.branch(state.cache)
@@ -85,10 +86,10 @@ def _plan_beams(state: SchedulerState, builder: StepBuilder) -> None:
 
 
 def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
-    """Gives half of the remaining budget to the first running prompt, then admits newcomers.
+    """Gives half of the remaining budget to the first running prompt, then admits waiting sequences.
 
-    So a short prompt does not wait for a long one, which takes at most twice as many steps as it takes alone. The rest
-    of the budget goes to running prompts, in order. If the first of them cannot go on, no newcomer is admitted.
+    Short prompts therefore do not wait for a long one, which takes at most twice as many steps as it would alone. The
+    rest of the budget goes to running prompts, in order. If the first of them has no room, no sequence is admitted.
     """
     prefilling = sorted(state.batch.prefilling, key=state.policy.order)
     for first in prefilling[:1]:
@@ -120,7 +121,7 @@ def _start_prefill(state: SchedulerState, builder: StepBuilder, sequence: Sequen
 
 
 def _continue_prefill(state: SchedulerState, builder: StepBuilder, sequence: Sequence, num_tokens: int) -> None:
-    """Plans up to `num_tokens` more tokens, as far as there is room."""
+    """Plans up to `num_tokens` more tokens of a prompt, limited by the free blocks."""
     cache = state.cache
     num_room = len(sequence.block_table) * cache.block_size - sequence.num_planned_tokens
     num_room += cache.num_available_blocks(sequence) * cache.block_size
@@ -131,9 +132,9 @@ def _continue_prefill(state: SchedulerState, builder: StepBuilder, sequence: Seq
 
 
 def _plan_chunk(state: SchedulerState, builder: StepBuilder, sequence: Sequence, num_tokens: int) -> None:
-    """Plans a row of `num_tokens` of a prompt.
+    """Plans a row with `num_tokens` tokens of a prompt.
 
-    A sequence that lacks no more tokens after it samples and goes on to decode, or reports candidates for its first
+    If the row completes the prompt, the sequence samples and starts to decode, or reports candidates for its first
     beams.
     """
     builder.add_prefill(sequence, num_tokens)
@@ -157,7 +158,7 @@ def _start_decoding(state: SchedulerState, builder: StepBuilder, sequence: Seque
 
 
 def _allocate(state: SchedulerState, sequence: Sequence, num_tokens: int) -> Allocation:
-    """Allocates blocks for tokens that were found to have room."""
+    """Allocates blocks for tokens for which the caller has found room."""
     allocation = state.cache.try_allocate(sequence, num_tokens)
     if allocation is None:
         raise InvariantViolation(f"no blocks for {sequence!r}, though there was room")
@@ -177,7 +178,7 @@ def _send(state: SchedulerState, builder: StepBuilder) -> StepPlan:
             builder.set_row_count(sequence, 0)
     plan, step = builder.build(batch.retired_slots, has_reporting=batch.num_reporting > 0)
     batch.retired_slots = []
-    for sequence in step.ending:  # this plan computes their last row, so the next one retires their slots
+    for sequence in step.ending:  # this plan computes their last rows, so the next one retires their slots
         batch.retire(sequence)
     state.step_id = step.step_id
     state.in_flight.append(step)

@@ -1,7 +1,7 @@
 """Finds blocks by their contents: a hash chain over full blocks.
 
 The digest of a block covers its own tokens and, through its parent's digest, every token before it. So one lookup
-answers "is the KV of this whole prefix in the pool?", and equal digests mean equal KV.
+shows whether the KV of the whole prefix is in the pool, and equal digests mean equal KV.
 """
 
 from array import array
@@ -11,9 +11,9 @@ from hashlib import blake2b
 
 
 class PrefixIndex:
-    """A one-to-one map of digests and blocks. `hits` counts how often lookups found each published block.
+    """A one-to-one map between digests and blocks. `hits` counts how often lookups found each published block.
 
-    The hash is wide, so that a client cannot construct a collision with another client's prompt.
+    The hash is wide, so that no client can construct a collision with another client's prompt.
     """
 
     DIGEST_BYTES = 32

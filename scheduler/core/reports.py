@@ -1,4 +1,4 @@
-"""Checks the log-probabilities and candidates of a result against its plan, and cuts them into pieces.
+"""Checks the log-probabilities and candidates of a result against its plan, and splits them by sequence.
 
 The arrays of a result are flat. The plan says how many entries each sequence has, in the order of slots.
 """
@@ -63,7 +63,7 @@ def candidates_by_beam(step: Step, logprobs: Logprobs) -> dict[Sequence, Candida
 
 
 def add_logprobs(step: Step, logprobs: Logprobs, events: Events) -> None:
-    """Adds the log-probabilities of the sampled tokens, but for sequences that have ended."""
+    """Adds the log-probabilities of the sampled tokens to the events, except those of sequences that have ended."""
     start = 0
     sampled = set(events.sequences)
     for sequence in step.reporting:
@@ -74,7 +74,7 @@ def add_logprobs(step: Step, logprobs: Logprobs, events: Events) -> None:
 
 
 def add_prompt_logprobs(step: Step, logprobs: Logprobs, events: Events) -> None:
-    """Adds the log-probabilities of the prompt tokens that were computed for the first time, not after a preemption."""
+    """Adds the log-probabilities of prompt tokens to the events, unless they were reported before a preemption."""
     start = 0
     for sequence, first, num_rows in step.prompt_reports:
         width = sequence.params.num_prompt_logprobs

@@ -1,4 +1,4 @@
-"""Requests, as the shell passes them to the core: validated and with all defaults resolved."""
+"""Requests as the engine passes them to the core: validated, with all defaults resolved."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SequenceParams:
-    """Parameters that say how one sequence is sampled and when it ends.
+    """Parameters that control how one sequence is sampled and when it ends.
 
     The core reads the token bounds and the numbers of log-probabilities, and passes the rest on. `max_total_tokens` and
     `min_total_tokens` count prompt and output together. `num_logprobs` and `num_prompt_logprobs` are 0 for none, and
@@ -40,9 +40,10 @@ class BeamParams:
 
     width           beams that run at the same time
     num_returned    how many of the best beams are returned; at most width
-    length_penalty  scores are sums of log-probabilities divided by num_tokens ** length_penalty: above 0 long is better
-    early_stopping  whether the search ends as soon as `width` beams have ended; if not, it goes on until no running
-                    beam can become better than these
+    length_penalty  a score is the sum of log-probabilities divided by num_tokens ** length_penalty: values above 0
+                    favour long outputs
+    early_stopping  whether the search ends as soon as `width` beams have ended; if not, it continues until no running
+                    beam can become better than those
     """
 
     width: int
@@ -59,14 +60,14 @@ class BeamParams:
 class Request:
     """A client's request.
 
-    request_id       unique among all requests the core ever sees; the shell makes it (never the client's own id)
+    request_id       unique among all requests of the core; assigned by the engine, never the client's own id
     prompt_token_ids at least one
-    params           those of sequence 0; sequence i differs in its seed only
+    params           parameters of sequence 0; the other sequences differ only in their seeds
     seeds            one for each sequence; their number is the request's `n`
     beam             parameters of a beam search, which has seeds (0,) and greedy params; None: no beam search
-    is_open_ended    the client named no bound: params.max_total_tokens is the room there was, and shrinks with the pool
+    is_open_ended    the client set no max_tokens: params.max_total_tokens is what fits, and shrinks with the pool
     priority         under the priority policy, lower runs earlier
-    cache_salt       only requests of equal salt share prefixes
+    cache_salt       only requests with the same salt share prefixes
     deadline_s       on the clock whose readings are passed to `Scheduler.expire`; None: no deadline
     """
 

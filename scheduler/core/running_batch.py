@@ -1,4 +1,4 @@
-"""The running batch: which sequence has which slot, and what each is about to do."""
+"""The running batch: which sequence has which slot, and what each sequence does next."""
 
 from bisect import bisect_left, insort
 from heapq import heappop, heappush
@@ -10,18 +10,18 @@ from scheduler.core.sequence import Sequence
 class RunningBatch:
     """The sequences that hold blocks:
 
-        running = prefilling (lack more than one token) + decoding (lack one) + ending (lack only a result) + beams
+        running = prefilling (several tokens to compute) + decoding (one) + ending (only a result to come) + beams
 
     A slot is a seat in the executor's batch. The lowest free slot is taken first, so that slots stay dense. An ending
-    sequence has already given up its slot, because the plan with its last row is in flight. Beams are planned once
-    they have been decided; then they wait for candidates.
+    sequence has already given up its slot, because the plan with its last row is in flight. Beams are planned when they
+    have been decided, and then wait for candidates.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
         self.running: dict[Sequence, None] = {}  # an ordered set
         self.prefilling: list[Sequence] = []  # in order of admission
         self.decoding: list[Sequence] = []  # by slot
-        self.joined: list[Sequence] = []  # decoding since the last plan; their row count may have to be sent
+        self.joined: list[Sequence] = []  # started to decode after the last plan; their row count may have to be sent
         self.decided = list[BeamGroup]()  # each beam of these groups has a token to compute
         self.num_reporting = 0  # running sequences that asked for log-probabilities
         self.retired_slots: list[int] = []  # sent with the next plan
@@ -35,7 +35,7 @@ class RunningBatch:
         return heappop(self._free_slots)
 
     def return_slot(self, slot: int) -> None:
-        """Frees a slot that the executor never saw filled."""
+        """Frees a slot that no plan has filled."""
         heappush(self._free_slots, slot)
 
     def enter(self, sequence: Sequence, slot: int) -> None:

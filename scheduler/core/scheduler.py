@@ -1,18 +1,18 @@
-"""The scheduler core: a pure state machine. It decides; the executor computes.
+"""The API of the scheduler core, a pure state machine that plans what the executor computes.
 
 One step takes two calls:
 
-    plan = scheduler.schedule()      what to compute, as a difference to the step before; None: nothing for now
+    plan = scheduler.schedule()      what to compute, as changes since the step before; None: nothing for now
     events = scheduler.commit(result)
 
-Up to `max_in_flight` plans are out at a time. A decode row means "the token this slot sampled last", so the next plan
-leaves before that token is known. Two rules keep this simple:
+Up to `max_in_flight` plans are in flight at a time. A decode row means "the token this slot sampled last", so the next
+plan can be sent before that token is known. Two rules keep this simple:
 
 * A sequence that ends or is cancelled while plans are in flight keeps its blocks until the newest of them is committed.
-* No sequence is preempted while plans are in flight: a short pool first waits for their results, which may end one.
+* No sequence is preempted while plans are in flight. If blocks are short, the planner first waits for the results.
 
-Beams are the exception to planning ahead: the core decides which of them go on, so each step of a group
-(beam_group.py) waits for the results of its last step. To the rest of the batch a group is one decode more, or several.
+Beams are not planned ahead: the core decides which of them continue, so each step of a group (beam_group.py) waits for
+the results of its last step. For the rest of the batch, a group's beams are additional decodes.
 
 `Scheduler` is the API of the core. It changes a `SchedulerState` (state.py) through the functions in planning.py and
 commit.py.
@@ -37,7 +37,7 @@ from scheduler.core.state import SchedulerState
 class Scheduler:
     """Schedules requests on one executor at a time. Not thread-safe; every method returns at once.
 
-    vocab_size               a result with a token id at or above it is refused; the default is what int32 can hold
+    vocab_size               a result with a token id at or above it is refused; the default is the limit of int32
     batching, kv_allocation  anything but the default is for measurement only (scheduler/core/baselines)
 
     `state` is for reading; only this class and the core's own functions change it.
@@ -64,7 +64,7 @@ class Scheduler:
     # --- steps ------------------------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Returns the next step; None if there is nothing to do, or nothing before another result arrives."""
+        """Returns the next plan, or None if there is nothing to compute until a request or a result arrives."""
         if not self.is_attached or len(self.state.in_flight) >= self.state.limits.max_in_flight:
             return None
         return plan_step(self.state)
@@ -82,7 +82,7 @@ class Scheduler:
     def add(self, request: Request, now_s: float = -inf) -> None:
         """Adds a request to the waiting queue; the scheduler then has to finish it.
 
-        `now_s` is the time, as in `expire`; without it, the request arrives at the latest time that was told.
+        `now_s` is the time, as in `expire`; without it, the request arrives at the latest time passed to the core.
 
         Raises CapacityExceeded if the request can never fit, QueueFull if the queue is at its bound. Request ids are
         unique; prompts are not empty.
@@ -93,13 +93,13 @@ class Scheduler:
         self.state.add(request)
 
     def cancel(self, request_id: int) -> None:
-        """Ends a request in any state. One that has ended already is no error: the two may cross."""
+        """Ends a request in any state. It is no error if the request has just ended by itself."""
         self.state.end_request(request_id, FinishReason.CANCELLED)
 
     def stop(self, request_id: int, index: int) -> Events:
-        """Ends one sequence because its text is complete (a stop string). One that has ended already is no error.
+        """Ends one sequence because its text is complete (a stop string). It is no error if it has ended already.
 
-        A sequence without a token has no text: it goes on, and so does a fork that is still in flight.
+        A sequence without a token has no text and continues, and so does a fork that is still in flight.
         """
         events = Events()
         active = self.state.requests.get(request_id)
@@ -111,7 +111,7 @@ class Scheduler:
         return events
 
     def expire(self, now_s: float) -> Events:
-        """Tells the time, and ends every request, waiting or running, whose deadline is not after `now_s`."""
+        """Advances the core's time to `now_s`, and ends every waiting or running request whose deadline has come."""
         self.state.advance_clock(now_s)
         events = Events()
         for request_id in self.state.deadlines.take_due(now_s):
@@ -120,7 +120,7 @@ class Scheduler:
 
     @property
     def next_wake_s(self) -> float | None:
-        """The latest time to call `expire` and `schedule` again if nothing else happens; None: any time."""
+        """The latest time to call `expire` and `schedule` again if nothing else happens; None: no such time."""
         due_s = (self.state.deadlines.next_s, self.state.admission_queue.due_s)
         return min((time_s for time_s in due_s if time_s is not None), default=None)
 
@@ -150,8 +150,9 @@ class Scheduler:
     def executor_attached(self, epoch: int, num_blocks: int) -> Events:
         """Begins a new epoch, with an executor that has an empty pool of `num_blocks`.
 
-        If this pool is smaller than the last, open-ended requests get the bound that it leaves. Returns the sequences
-        beyond that bound, which have ended, and the requests that can never fit, which fail with CAPACITY.
+        If this pool is smaller than the last, it lowers the bound of open-ended requests. Returns the sequences that
+        have ended because they reached the new bound, and those of requests that can never fit, which fail with
+        CAPACITY.
         """
         state = self.state
         if epoch <= state.epoch:
@@ -170,10 +171,10 @@ class Scheduler:
         return events
 
     def executor_lost(self, now_s: float = -inf) -> Events:
-        """Returns running sequences to the queue, tokens kept: the executor is gone, and every KV block with it.
+        """Returns running sequences to the queue with their tokens; all KV blocks are lost with the executor.
 
-        `now_s` is the time, as in `add`. Returns the sequences that are given up because executor after executor was
-        lost while they ran.
+        `now_s` is the time, as in `add`. Returns the sequences that fail because several executors in a row were lost
+        while they ran.
         """
         if not self.is_attached:
             return Events()

@@ -1,4 +1,4 @@
-"""A sequence, the unit that is scheduled. A request has one, or one for each of its samples."""
+"""A sequence, the unit of scheduling. A request has one, or one for each of its samples."""
 
 from dataclasses import replace
 from enum import Enum
@@ -45,16 +45,16 @@ TRANSITIONS: dict[State, dict[State, str]] = {
 
 
 class Sequence:
-    """Tokens, and how far their KV is planned and computed.
+    """The tokens of a sequence, and how much of their KV is planned and computed.
 
         token_ids      ├──────────── prompt ────────────┼── output ──┤
         computed       [0, num_computed_tokens)                            KV is in the pool: results committed
         planned        [0, num_planned_tokens)                             … once the plans in flight are done
-        writable       [num_planned_tokens, write_limit)                   in blocks of its own: needs no allocation
+        writable       [num_planned_tokens, write_limit)                   in unshared blocks: needs no allocation
 
-    A sequence has no phases, only tokens that are planned and tokens that it lacks. One that lacks a single token,
-    which was just sampled or is being sampled, is *decoding*. Its num_planned_tokens runs ahead of token_ids by the
-    tokens in flight.
+    A sequence has no phases, only planned tokens and tokens still to be planned. If a single token is left, which was
+    just sampled or is being sampled, the sequence is *decoding*. Its num_planned_tokens is then ahead of token_ids by
+    the tokens in flight.
     """
 
     __slots__ = (
@@ -99,22 +99,22 @@ class Sequence:
         self.num_preemptions = 0
         self.num_losses = 0  # executors lost in a row without a token committed in between
         self.loss_mark = 0  # len(token_ids) at the last loss
-        self.digests: list[bytes] = []  # hash chain of the full blocks, as far as it was needed
+        self.digests: list[bytes] = []  # hash chain of the full blocks, computed as far as it was needed
         self.forget_kv()
 
     def forget_kv(self) -> None:
         """Resets the sequence to nothing computed. The caller has released its slot and blocks."""
         self.slot = -1
-        self.row_count = 0  # tokens a step, as the executor was last told
+        self.row_count = 0  # tokens per step, as last sent to the executor
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_planned_tokens = 0
         self.write_limit = 0
         self.publish_at = 0  # num_computed_tokens at which the next block is full; set by the KV cache
         self.num_reserved_blocks = 0
-        self.is_guaranteed = False  # admitted with its worst case reserved: never a victim
+        self.is_guaranteed = False  # admitted with all its blocks reserved, so never preempted
         if self.num_prompt_reported == self.num_prompt_tokens - 1:
-            self.params = replace(self.params, num_prompt_logprobs=0)  # all were reported: do not ask again
+            self.params = replace(self.params, num_prompt_logprobs=0)  # all were reported: they are not requested again
 
     @property
     def num_tokens(self) -> int:
@@ -122,7 +122,7 @@ class Sequence:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Number of known tokens that no plan computes yet (0 for a sequence whose next token is in flight)."""
+        """Number of known tokens that no plan computes yet (0 if the sequence's next token is in flight)."""
         return max(0, len(self.token_ids) - self.num_planned_tokens)
 
     @property
@@ -131,7 +131,7 @@ class Sequence:
 
     @property
     def is_suspect(self) -> bool:
-        """True if two executors in a row were lost while the sequence ran, and it has got no token since."""
+        """True if two executors in a row were lost while the sequence ran, and it has received no token since."""
         return self.num_losses >= 2 and len(self.token_ids) == self.loss_mark
 
     @property
@@ -144,7 +144,7 @@ class Sequence:
         self.state = state
 
     def show_progress(self) -> None:
-        """Called when the beams of a sequence got a token; the next lost executor is then the first in a row."""
+        """Called when the beams of a sequence have received a token; resets the count of lost executors."""
         self.loss_mark = -1
 
     def count_loss(self) -> None:
@@ -157,7 +157,7 @@ class Sequence:
 
 
 def _params_of(request: Request, index: int) -> SequenceParams:
-    """Returns the parameters of one sample: samples differ in their seeds, and only the first reports on the prompt."""
+    """Returns the parameters of one sample. Samples have different seeds, and only the first reports on the prompt."""
     params = request.params
     if request.beam is not None:
         num_ends = len({*params.eos_token_ids, *params.stop_token_ids})

@@ -2,10 +2,10 @@
 
     admission.py   decides which request enters the batch   ┐
     planning.py    plans the next step                      ├─ change the state through the methods below
-    commit.py      takes in a result                        │
+    commit.py      commits a result                         │
     scheduler.py   adds and ends requests                   ┘
 
-Every change of a sequence's state is one method, and leaves the state balanced (docs/invariants.md).
+Every change of a sequence's state is one method, after which the invariants hold (docs/invariants.md).
 """
 
 from collections import deque
@@ -31,7 +31,7 @@ Ends = list[tuple[Sequence, FinishReason]]
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start. Each is counted where the event happens."""
+    """Totals since the start. Each is incremented where the event happens."""
 
     num_steps: int = 0
     num_generated_tokens: int = 0
@@ -43,11 +43,11 @@ class Counters:
 
 
 class SchedulerState:
-    """All that the scheduler knows.
+    """The complete state of the scheduler.
 
-    epoch    counts executors
-    step_id  that of the newest plan in this epoch; 0 before the first
-    now_s    the latest time that the scheduler was told
+    epoch    number of the current executor's epoch
+    step_id  step id of the newest plan in this epoch; 0 before the first
+    now_s    the latest time that was passed to the scheduler
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class SchedulerState:
     # --- back into the queue ----------------------------------------------------------------------------------
 
     def preempt(self, victim: Sequence) -> None:
-        """Takes everything from a running sequence, or from all beams of its group, to compute it again later.
+        """Takes slots and blocks from a running sequence, or from all beams of its group, to compute it again later.
 
         Raises InvariantViolation if a plan is in flight.
         """
@@ -139,9 +139,9 @@ class SchedulerState:
         self._enqueue(sequence)
 
     def lose_executor(self) -> Ends:
-        """Returns running sequences to the queue, tokens kept.
+        """Returns running sequences to the queue with their tokens.
 
-        Returns the sequences that are given up because executor after executor was lost while they ran.
+        Returns the sequences that fail because several executors in a row were lost while they ran.
         """
         ends: Ends = []
         self.in_flight.clear()
@@ -157,7 +157,7 @@ class SchedulerState:
         return ends
 
     def narrow(self, active: ActiveRequest, max_total_tokens: int) -> Ends:
-        """Lowers the bound of a waiting request. Returns its sequences that have reached it, which are ended."""
+        """Lowers the bound of a waiting request. Ends and returns its sequences that have reached the new bound."""
         params = replace(active.request.params, max_total_tokens=max_total_tokens)
         active.request = replace(active.request, params=params)
         num_enough = max(max_total_tokens, params.min_total_tokens)
@@ -190,7 +190,7 @@ class SchedulerState:
     # --- ends -------------------------------------------------------------------------------------------------
 
     def end_request(self, request_id: int, reason: FinishReason) -> Ends:
-        """Ends a request in any state, and returns its sequences. One that has ended already is no error."""
+        """Ends a request in any state, and returns its sequences. It is no error if the request has ended already."""
         active = self.requests.get(request_id)
         unfinished = [s for s in active.sequences if not s.is_finished] if active else []
         for sequence in unfinished:
@@ -224,7 +224,7 @@ class SchedulerState:
             self.cache.release(beam.block_table)
             beam.state = State.FINISHED
             if beam.is_guaranteed and beam.num_planned_tokens % self.cache.block_size:
-                # The last block was the beam's own; a child of another beam will copy one in its place.
+                # The last block belonged to this beam alone; a child of another beam will copy a block in its place.
                 self.cache.reserve(beam.leader, 1)
 
     def _forget_beams(self, group: BeamGroup) -> None:

@@ -10,10 +10,10 @@ from scheduler.core.sequence import Sequence
 
 @dataclass(slots=True)
 class Step:
-    """The sequences of a plan in flight: what its result is committed to.
+    """The sequences of a plan in flight, to which its result is committed.
 
     sampled         by slot
-    prefills        sequences that lacked more than one token, and how many this step computes
+    prefills        sequences with more than one token to compute, and how many this step computes
     admitted        new sequences, and how many of their tokens were found in the prefix cache
     ending          sequences that sample for the last time, because they reach max_total_tokens
     beams           by slot; they report candidates
@@ -40,8 +40,8 @@ class Step:
 class StepBuilder:
     """Fills a plan for the executor and, beside it, the step that its result will be committed to.
 
-    `budget` is the number of tokens that may still be added. A builder in which no sequence got a row has changed
-    nothing, and is dropped.
+    `budget` is the number of tokens that may still be added. A builder without rows has changed nothing, and is
+    dropped.
     """
 
     __slots__ = ("budget", "plan", "step")
@@ -80,7 +80,7 @@ class StepBuilder:
         sequence.num_planned_tokens += num_tokens
 
     def add_sample(self, sequence: Sequence) -> None:
-        """Has a sequence sample whose prefill ends in this step, or that was forked from such a one."""
+        """Makes a sequence sample whose prefill ends in this step, or that was forked from such a sequence."""
         self.step.sampled.append(sequence)
         if sequence.num_planned_tokens + 1 >= sequence.params.max_total_tokens:
             self.step.ending.append(sequence)

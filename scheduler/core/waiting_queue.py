@@ -9,11 +9,11 @@ from scheduler.core.sequence import Sequence
 
 
 class AdmissionQueue(Protocol):
-    """Answers which waiting sequence is admitted next. `WaitingQueue` is the default."""
+    """Selects the waiting sequence that is admitted next. `WaitingQueue` is the default."""
 
     @property
     def due_s(self) -> float | None:
-        """The time at which the answer changes even if nothing happens; None: never."""
+        """The time at which `first` changes even if no other event happens; None: never."""
 
     def first(self) -> Sequence | None:
         """Returns the sequence to admit next; None if no sequence may be admitted now."""

@@ -1,9 +1,9 @@
-"""Tells the sinks of requests about the core's events, and collects what the engine has to do about it.
+"""Reports the core's events to the sinks of requests, and collects what the engine has to do afterwards.
 
     Events ──► EventDispatcher.dispatch ──► Sink.started, prompt_logprobs, tokens, finished
                         └──► FollowUps: requests to cancel, sequences to stop, requests that may have ended
 
-The dispatcher never calls the engine or the core, so that neither changes while the sinks are being told.
+The dispatcher never calls the engine or the core, so neither changes during a dispatch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BROKEN_SINK = "%r: its request is cancelled, because its sink has failed"
 
 
 class Sink(Protocol):
-    """Takes the events of one request. The engine calls it on the event loop; it returns quickly and never raises."""
+    """Receives the events of one request. Its methods run on the event loop, return quickly and never raise."""
 
     def started(self, num_cached_tokens: int) -> None: ...
 
@@ -47,9 +47,9 @@ class Sink(Protocol):
 class FollowUps:
     """Lists what the engine has to do after a dispatch.
 
-    broken    requests whose sink raised an exception; the dispatcher has forgotten them, the core has to cancel them
+    broken    requests whose sink raised an exception; the dispatcher has removed them, and the core has to cancel them
     stops     (request id, index) of sequences that a sink asked to stop
-    finished  by request: the first of its sequences that has ended, and why; the request may have ended with it
+    finished  by request: the first of its sequences that has ended, and the reason; the request may have ended with it
     """
 
     broken: list[int] = field(default_factory=list)
@@ -58,7 +58,7 @@ class FollowUps:
 
 
 class EventDispatcher:
-    """Holds the sinks of the requests that have not ended. A sink that breaks costs only its own request."""
+    """Holds the sinks of the requests that have not ended. If a sink raises, only its own request fails."""
 
     def __init__(self) -> None:
         self._sinks: dict[int, Sink] = {}
@@ -78,7 +78,7 @@ class EventDispatcher:
         self._sinks[request_id] = sink
 
     def forget(self, request_id: int) -> bool:
-        """Removes a request's sink, which is told nothing more. Returns False if the request has none."""
+        """Removes a request's sink, which receives no more events. Returns False if the request has none."""
         if self._sinks.pop(request_id, None) is None:
             return False
         now_s = time.monotonic()
@@ -96,13 +96,13 @@ class EventDispatcher:
         return self.forget(request_id)
 
     def defer_stop(self, request_id: int, index: int) -> bool:
-        """Adds a sequence to the stops of the dispatch that is under way. Returns False if there is none."""
+        """Adds a sequence to the stops of the dispatch in progress. Returns False if no dispatch is in progress."""
         if self._is_dispatching:
             self._follow_ups.stops.append((request_id, index))
         return self._is_dispatching
 
     def dispatch(self, events: Events) -> FollowUps:
-        """Tells the sinks their events: starts, prompt log-probabilities, tokens, beams, and then the ends."""
+        """Reports events to the sinks: starts, prompt log-probabilities, tokens, beams, and then the ends."""
         self._is_dispatching = True
         try:
             self._tell_starts(events)
@@ -115,7 +115,7 @@ class EventDispatcher:
         return follow_ups
 
     def fail_all(self) -> None:
-        """Ends every request with ERROR, whatever its sequences have come to."""
+        """Ends every request with ERROR, even if some of its sequences have ended already."""
         for request_id, sink in list(self._sinks.items()):
             try:
                 sink.finished(0, FinishReason.ERROR, 0)
@@ -132,7 +132,7 @@ class EventDispatcher:
                 self._tell(sequence, sink.prompt_logprobs, first_position, tokens)
 
     def _tell_tokens(self, events: Events) -> None:
-        """Tells the tokens. Inlines `_sink_of` and `_tell`, because a step has a token for each sequence."""
+        """Reports the tokens. Inlines `_sink_of` and `_tell`, because a step has a token for each sequence."""
         sinks = self._sinks
         logprobs = iter(events.logprobs)
         for sequence, token_id in zip(events.sequences, events.token_ids, strict=True):
@@ -166,7 +166,7 @@ class EventDispatcher:
         return self._sinks.get(sequence.request.request_id)
 
     def _tell(self, sequence: Sequence, call: Callable[..., None], *arguments: object) -> None:
-        """Calls a method of the sequence's sink, and gives its request up if that raises an exception."""
+        """Calls a method of the sequence's sink, and gives up the request if the method raises an exception."""
         try:
             call(*arguments)
         except Exception:

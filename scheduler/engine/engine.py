@@ -3,8 +3,8 @@
     submit, cancel, stop ──► Scheduler (the core) ◄── Session (one epoch: plans out, results in)
     sinks of requests    ◄── EventDispatcher      ◄── events of the core
 
-The engine owns the core, the sinks and the state that readiness follows. When an executor is lost, the engine looks for
-it again, and the core computes again what was running. All methods belong to the event loop's thread.
+The engine owns the core, the sinks and the state that readiness reports. When an executor is lost, the engine
+reconnects, and the core recomputes the requests that were running. Call all methods on the event loop's thread.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ __all__ = ["Engine", "ServerState"]
 log = logging.getLogger(__name__)
 
 MIN_BACKOFF_S = 0.05
-"""Pause before the engine looks for a lost executor again; doubles after each failure."""
+"""Pause before the engine tries to reconnect to a lost executor; doubles after each failure."""
 
 T = TypeVar("T")
 
 
 class Engine:
-    """The front door of the engine. `on_plan` is called for each plan; an exception that it raises is logged."""
+    """The API of the engine. `on_plan` is called for each plan; an exception that it raises is logged."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Engine:
 
     @property
     def state(self) -> ServerState:
-        """SERVING means that an executor is attached and makes progress. Everything about readiness comes from here."""
+        """The source of all readiness reports. SERVING means that an executor is attached and makes progress."""
         return self._readiness.state
 
     @property
@@ -152,16 +152,16 @@ class Engine:
         self._signal.set()
 
     def cancel(self, request_id: int) -> None:
-        """Ends a request in any state; its sink is told nothing more. An unknown id is no error."""
+        """Ends a request in any state; its sink receives no more events. An unknown id is no error."""
         if self._dispatcher.forget(request_id):
             self._requests_ended()
             with self._signal.defer_invariant_errors():
                 self._core.cancel(request_id)
 
     def stop(self, request_id: int, index: int) -> None:
-        """Ends one sequence because its text is complete, and tells its sink that it has finished.
+        """Ends one sequence because its text is complete, and reports the end to its sink.
 
-        A sink may call this while it is told of tokens: the sequence then ends after all sinks have been told.
+        A sink may call this from its `tokens` method: the sequence then ends after the dispatch.
         """
         if request_id in self._dispatcher and not self._dispatcher.defer_stop(request_id, index):
             with self._signal.defer_invariant_errors():
@@ -178,7 +178,7 @@ class Engine:
     # --- sessions ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serves until cancelled. When an executor is lost, looks for one again and resumes the requests."""
+        """Serves until cancelled. When an executor is lost, reconnects and resumes the requests."""
         pause_s = 0.0
         while True:
             try:
@@ -234,7 +234,7 @@ class Engine:
         self._readiness.update(is_attached=False, trouble=trouble)
 
     def _replace_core(self) -> None:
-        """Replaces the core after a bug of ours, and fails all requests.
+        """Replaces the core after it has violated an invariant, and fails all requests.
 
         No request can continue (I11): the core's state may be wrong, and the results of its last step may have reached
         the core but not the clients.
@@ -245,7 +245,7 @@ class Engine:
         self._requests_ended()
 
     async def _expire_during(self, awaited: Coroutine[None, None, T]) -> T:
-        """Returns the result of `awaited`. Meanwhile no executor is attached, but deadlines still pass."""
+        """Returns the result of `awaited`. Meanwhile expires requests, because no executor is attached."""
         task = asyncio.create_task(awaited)
         task.add_done_callback(lambda _: self._signal.set())
         try:
@@ -267,7 +267,7 @@ class Engine:
         self._carry_out(self._dispatcher.dispatch(events))
 
     def _carry_out(self, follow_ups: FollowUps) -> None:
-        """Does what follows from a dispatch. Stops come before ends, because requests may end with them."""
+        """Carries out what a dispatch has collected. Stops come before ends, because they can end requests."""
         for request_id in follow_ups.broken:
             with self._signal.defer_invariant_errors():
                 self._core.cancel(request_id)

@@ -1,4 +1,4 @@
-"""The scheduler's end of the plan stream."""
+"""The scheduler's side of the plan stream."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ T = TypeVar("T")
 _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    # A peer that vanished without closing its connection is noticed in seconds, not in TCP's minutes.
+    # Detects a peer that vanished without closing its connection in seconds; TCP would take minutes.
     ("grpc.keepalive_time_ms", 5_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # gRPC also waits this long when data is not acknowledged; the default is a minute.
+    # gRPC waits this long for the acknowledgement of data as well; the default is a minute.
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # The engine decides when to reconnect; gRPC's own backoff must not delay it.
+    # The engine decides when to reconnect, so gRPC's own backoff must not delay it.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 500),
     # Despite its name, this bounds one attempt. On a busy machine a tenth of a second is not enough.
@@ -41,7 +41,7 @@ _OPTIONS = [
 
 
 class ExecutorClient:
-    """Connects to the executor at one address whenever it is asked to."""
+    """Connects to the executor at one address."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -49,7 +49,7 @@ class ExecutorClient:
         self._stub = ExecutorStub(self._channel)
 
     async def describe(self, timeout_s: float) -> plan_wire.ExecutorDescription:
-        """Raises ExecutorLost if no executor answers in time."""
+        """Returns the executor's description of itself. Raises ExecutorLost if no executor answers in time."""
         try:
             response = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
@@ -66,7 +66,7 @@ class ExecutorClient:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A result, when it arrived (time.monotonic_ns), and the durations that the executor reports."""
+    """A result, the time of its arrival (time.monotonic_ns), and the durations that the executor reports."""
 
     result: StepResult
     received_ns: int
@@ -74,7 +74,7 @@ class Arrival:
 
 
 class PlanStream:
-    """Sends plans and receives results. Keeps the results, and the error that ends the stream, until they are taken."""
+    """Sends plans and receives results. Keeps results, and the error that ends the stream, until they are taken."""
 
     def __init__(
         self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult], on_arrival: Callable[[], None]
@@ -83,14 +83,14 @@ class PlanStream:
         self._on_arrival = on_arrival
         self._arrivals: deque[Arrival] = deque()
         self._error: ExecutorLost | None = None
-        # If a plan is being written while the stream ends, gRPC replaces the executor's status by INTERNAL
+        # If a plan is being written while the stream ends, gRPC replaces the executor's status with INTERNAL
         # (grpc/grpc#36066). The first status of the call is the executor's.
         self._first_status: tuple[grpc.StatusCode, str] | None = None
         call.add_done_callback(self._keep_status)
         self._reader = asyncio.create_task(self._read(), name="plan stream reader")
 
     async def send(self, plan: StepPlan) -> None:
-        """Raises ExecutorLost if the stream has ended."""
+        """Sends a plan. Raises ExecutorLost if the stream has ended."""
         try:
             await self._call.write(plan_wire.encode_plan(plan))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:

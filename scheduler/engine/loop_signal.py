@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class LoopSignal:
-    """An event with an optional error: a bug that was found outside of the loop, which the loop has to handle."""
+    """An event that can carry an error: an invariant violation found outside the loop, which the loop has to handle."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -29,7 +29,7 @@ class LoopSignal:
 
     @contextmanager
     def defer_invariant_errors(self) -> Iterator[None]:
-        """Catches an InvariantViolation, which is no concern of the caller, and wakes the loop to raise it."""
+        """Catches an InvariantViolation, which the caller cannot handle, and wakes the loop, which raises it."""
         try:
             yield
         except InvariantViolation as error:
@@ -37,12 +37,12 @@ class LoopSignal:
             self._event.set()
 
     def clear(self) -> None:
-        """Clears the signal. Raises the error, if there is one, and keeps it."""
+        """Clears the signal. If there is an error, raises it and keeps it."""
         self._event.clear()
         self.raise_error()
 
     def raise_error(self) -> None:
-        """Raises the error, if there is one. The loop calls it after every wait, before it asks the core anything."""
+        """Raises the error, if there is one. The loop calls this after every wait, before it uses the core."""
         if self._error is not None:
             raise self._error
 
@@ -50,7 +50,7 @@ class LoopSignal:
         self._error = None
 
     async def wait_until(self, due_s: float | None) -> None:
-        """Returns when the signal is set, which happens at `due_s` (time.monotonic()) at the latest."""
+        """Waits until the signal is set. Sets it itself at `due_s` (time.monotonic())."""
         if due_s is None:
             await self._event.wait()
             return

@@ -1,4 +1,4 @@
-"""The description of the served model: what the executor says, narrowed by the operator's settings."""
+"""The description of the served model: the executor's description, narrowed by the operator's settings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _IDENTITY = (
 
 _LEAST = {
     "vocab_size": 1,
-    "max_model_len": 2,  # one token of the prompt and one of the output
+    "max_model_len": 2,  # one prompt token and one output token
     "block_size": 1,
     "num_blocks": 2,  # the null block and one to use
     "max_num_seqs": 1,
@@ -35,8 +35,8 @@ _LAST_EPOCH = 2**64 - 1  # the largest value of the plan stream's field
 class ModelDescription:
     """The model that is served, and its bounds. `num_blocks` does not count the null block, which no sequence can use.
 
-    Most fields are also in `ExecutorDescription`, where the null block counts and bounds are the executor's own. There
-    are two types so that the type checker finds a mix-up.
+    Most fields are also in `ExecutorDescription`, where the null block counts and the bounds are the executor's own.
+    Two types let the type checker find a mix-up.
     """
 
     model_name: str
@@ -53,10 +53,10 @@ class ModelDescription:
     def narrowed(
         cls, executor: ExecutorDescription, max_num_seqs: int | None, max_num_batched_tokens: int | None
     ) -> ModelDescription:
-        """Returns the executor's description with the operator's bounds; None leaves the executor's own bound.
+        """Returns the executor's description with the operator's bounds; None keeps the executor's own bound.
 
-        A token budget bounds the batch as well, because each running sequence needs a token in every step. Raises
-        ExecutorNotOurs if the executor can serve nothing, by its own description.
+        The token budget also bounds the batch, because each running sequence needs a token in every step. Raises
+        ExecutorNotOurs if an executor with this description cannot serve any request.
         """
         if faults := _faults(executor):
             raise ExecutorNotOurs(f"the executor cannot be used as it describes itself: {', and '.join(faults)}")
@@ -75,7 +75,7 @@ class ModelDescription:
         )
 
     def differences(self, other: ModelDescription) -> list[str]:
-        """Returns the differences in fields that must not change when another executor takes over running requests."""
+        """Returns the differences in fields that must be equal for another executor to take over running requests."""
         return [
             f"{name} {getattr(other, name)}, not {getattr(self, name)}"
             for name in _IDENTITY

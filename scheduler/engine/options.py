@@ -1,4 +1,4 @@
-"""The operator's settings that the engine uses, and the core that results from them and an executor's limits."""
+"""The operator's settings that the engine uses. Makes the core from them and from an executor's limits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ T = TypeVar("T")
 class EngineOptions:
     """The settings of `scheduler.config.SchedulerConfig` that the engine uses, under the same names.
 
-    Their meanings and defaults are declared there, and `from_fields` copies the values. Two more are no settings:
+    Their meanings and defaults are declared there, and `from_fields` copies the values. Two more fields are not
+    settings:
 
     describe_timeout_s  how long one attempt to reach the executor may take
     max_backoff_s       longest pause between two attempts
@@ -39,7 +40,7 @@ class EngineOptions:
     max_backoff_s: float = 2.0
 
     def narrowed(self, description: ExecutorDescription) -> ModelDescription:
-        """Returns what can be served with this executor. Raises ExecutorNotOurs if that is nothing."""
+        """Returns the model as it can be served with this executor. Raises ExecutorNotOurs if it cannot be served."""
         return ModelDescription.narrowed(description, self.max_num_seqs, self.max_num_batched_tokens)
 
     def new_core(self, model: ModelDescription) -> Scheduler:
@@ -56,7 +57,7 @@ class EngineOptions:
         )
 
     def _batching(self) -> Batching:
-        """Returns the batching mode. Only dynamic batching has a time-out; the other modes wait for no request."""
+        """Returns the batching mode. Only dynamic batching has a timeout; the other modes do not wait for requests."""
         batching = BATCHING[self.batching]
         return replace(batching, timeout_s=self.batch_timeout_s) if batching.timeout_s else batching
 

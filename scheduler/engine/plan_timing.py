@@ -1,18 +1,18 @@
 """Decides when to make the next plan while a step is computing.
 
     begin ─────────── step n computes ────────────┬─ lead ─┐ expected end
-          requests that arrive here are in n + 1  ▲        │
+          requests that arrive here join n + 1    ▲        │
                                      plan n + 1 is made    plan n + 1 begins
 
 Delays the next plan so that late arrivals can join it. The executor needs plan n + 1 when step n ends. A request that
-arrives after that plan was made waits for plan n + 2, that is for all of step n + 1, which can take long if it has a
-long prompt. So the plan is delayed until a *lead* before the expected end of step n. The lead is a quarter of the
-step's time and at least 10 ms; it covers the way to the executor, the preparation there, and errors of the expectation.
-The plan after a step shorter than that is made at once.
+arrives after that plan was made waits for plan n + 2, and so for all of step n + 1, which can take long if it computes
+a long prompt. The plan is therefore delayed until a *lead* before the expected end of step n. The lead is a quarter of
+the step's time and at least 10 ms; it covers the transfer to the executor, the preparation there, and estimation
+errors. If a step is shorter than its lead, the next plan is made at once.
 
 A plan is delayed only for requests that may still arrive, and is sent as soon as one has arrived. It is not delayed if
-every slot is taken, or if arrivals are so rare that most delays would be in vain: each delay wakes the scheduler one
-more time in a step, and takes processor time from other work, which on a CPU includes the executor.
+every slot is taken, or if arrivals are so rare that most delays would be useless: each delay wakes the scheduler once
+more per step, which takes processor time from other work, including the executor's on a CPU.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LEAD_SHARE = 0.25
 """The lead as a share of the time that a step is expected to take."""
 
 MIN_ARRIVALS = 0.1
-"""Arrivals that must be expected during a delay to make it worthwhile."""
+"""Minimum expected number of arrivals during a delay that makes it worthwhile."""
 _NUM_ARRIVALS = 16
 
 _KEPT = 0.75
-"""Weight that older steps keep at each new one, because the batch and the machine's speed change from step to step."""
+"""Factor applied to the weight of older steps at each new one, because batch and machine speed change."""
 
 
 def lead_s(expected_s: float) -> float:
@@ -43,12 +43,12 @@ def lead_s(expected_s: float) -> float:
 
 
 def could_join(core: Scheduler) -> bool:
-    """Returns whether a later plan can gain: no sequence is waiting, and a slot is free for one that arrives."""
+    """Returns whether a delay can help: no sequence is waiting, and a slot is free for one that arrives."""
     return core.num_waiting == 0 and core.state.batch.num_free_slots > 0
 
 
 class Arrivals:
-    """Estimates from the last requests how often they arrive. All times must come from the same clock."""
+    """Estimates the rate of arrivals from the last requests. All times must come from the same clock."""
 
     def __init__(self) -> None:
         self._times_s: deque[float] = deque(maxlen=_NUM_ARRIVALS)
@@ -64,9 +64,9 @@ class Arrivals:
 
 
 class PlanTiming:
-    """Estimates how long the steps of one plan stream take, from those that are done.
+    """Estimates how long the steps of one plan stream take, from the completed steps.
 
-    The decodes of a step are expected to take as long as in recent steps; each prompt token adds some time.
+    The decodes of a step are expected to take as long as in recent steps; each prompt token adds a constant time.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class PlanTiming:
         self.arrivals = Arrivals()
 
     def learn(self, step: StepTrace) -> None:
-        """Updates the estimates with a step that is done."""
+        """Updates the estimates with a completed step."""
         busy_s, num_prompt_tokens = step.timings.busy_ns * 1e-9, step.num_tokens - step.num_decodes
         if num_prompt_tokens:
             self._prompts.add(max(0.0, busy_s - self._decodes_s(step)), num_prompt_tokens)
@@ -89,7 +89,7 @@ class PlanTiming:
     def delayed_until_s(self, core: Scheduler, traces: StepTraces) -> float | None:
         """Returns the time (time.monotonic()) until which to delay the next plan, or None for no delay.
 
-        There is no delay either if no plan may be sent anyway.
+        Also returns None if no plan may be sent now.
         """
         if not 0 < len(traces.in_flight) < core.state.limits.max_in_flight or not could_join(core):
             return None
@@ -103,7 +103,7 @@ class PlanTiming:
 
 
 class _Mean:
-    """Weighted mean of seconds per piece. Newer measurements weigh more, and so do those of many pieces."""
+    """Weighted mean of seconds per item. Newer measurements, and those of many items, weigh more."""
 
     def __init__(self) -> None:
         self._total_s = 0.0

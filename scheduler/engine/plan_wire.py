@@ -77,7 +77,7 @@ def encode_plan(plan: StepPlan) -> pb.StepPlan:
 
 
 def decode_result(message: pb.StepResult) -> StepResult:
-    """Returns a result. Raises ResultMismatch for bytes that cannot be one."""
+    """Returns the result in a message. Raises ResultMismatch for a malformed message."""
     end_reasons: list[FinishReason | None] | None = None
     if message.end_reasons:
         try:
@@ -98,7 +98,7 @@ def decode_result(message: pb.StepResult) -> StepResult:
 
 
 def _decode_logprobs(message: pb.StepResult, name: str) -> Logprobs | None:
-    """Returns flat arrays, which the core cuts into pieces, or None if no request asked for them."""
+    """Returns flat arrays, which the core splits by sequence, or None if no request asked for them."""
     if not message.HasField(name):  # type: ignore[arg-type]
         return None
     logprobs: pb.Logprobs = getattr(message, name)

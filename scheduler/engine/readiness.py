@@ -34,7 +34,7 @@ class Readiness:
         self._callbacks.append(callback)
 
     def drain(self) -> None:
-        """Begins to drain; the state stays DRAINING from now on."""
+        """Starts draining; the state stays DRAINING from now on."""
         self.is_draining = True
         self._become(ServerState.DRAINING)
 

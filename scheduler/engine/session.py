@@ -1,10 +1,11 @@
-"""A session: one epoch with one executor.
+"""A session drives one executor for one epoch.
 
     wake up → commit a result that has arrived → send the plans that are due → tell the clients → sleep
 
-Plans come first. The clients are told while the plan is on its way, so that the executor never waits for them.
-One signal wakes the session: a result, a new or cancelled request, a deadline, a delayed plan that is due
-(plan_timing.py), a batch that has waited long enough, or the end of the stream. Only the core knows what is in flight.
+Plans are sent first and the clients are told afterwards, so that the executor never waits for clients. One signal wakes
+the session for all events: a result, a new or cancelled request, a deadline, a delayed plan that is due
+(plan_timing.py), a batch that has waited long enough, or the end of the stream. Only the core records what is in
+flight.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 10.0
-"""An idle session checks the core's invariants at most this often."""
+"""Shortest time between two invariant checks of an idle session."""
 
 PlanObserver = Callable[[Scheduler, StepPlan, float], None]
-"""Called for each plan, with the core that made it and the seconds that this took."""
+"""Called for each plan with the core that made it, the plan, and the seconds that planning took."""
 
 
 class Session:
-    """Drives the core with the executor of a client over one plan stream, until one of them fails.
+    """Drives the core and one executor over one plan stream, until either fails.
 
     traces   records the steps
     tell     tells the clients about events, and may then stop or cancel requests in the core
@@ -73,7 +74,7 @@ class Session:
         self._timing.arrivals.add(now_s)
 
     async def serve(self) -> None:
-        """Serves until the session ends: raises ExecutorLost, or InvariantViolation for a bug of ours."""
+        """Serves until the session ends with ExecutorLost, or with InvariantViolation after a bug in the core."""
         while True:
             self._signal.clear()
             self._tell(self._core.expire(time.monotonic()))
@@ -99,7 +100,7 @@ class Session:
         async def tell() -> None:
             self._tell(events)
 
-        # A task runs when this one waits: when the first plan is on its way, or when there is none.
+        # The task starts when this one first waits: once the first plan is on its way, or below if there is no plan.
         telling = asyncio.create_task(tell())
         try:
             await self._send_plans()
@@ -132,7 +133,7 @@ class Session:
         return plan
 
     async def _sleep(self) -> None:
-        """Waits until something happens or is due, unless something has happened already."""
+        """Waits until an event occurs or is due. Returns at once if one has occurred already."""
         if self._signal.is_set:
             return
         num_in_flight = self._core.num_in_flight
@@ -143,7 +144,7 @@ class Session:
         await self._signal.wait_until(min((time_s for time_s in times_s if time_s is not None), default=None))
 
     def _check_core(self) -> None:
-        """Raises InvariantViolation."""
+        """Checks the core's invariants if a check is due. Raises InvariantViolation."""
         now_s = time.monotonic()
         if now_s - self._checked_at_s > CHECK_INTERVAL_S:
             check_invariants(self._core)
@@ -151,8 +152,10 @@ class Session:
 
 
 def log_exceptions(observer: PlanObserver) -> PlanObserver:
-    """Returns an observer that logs what `observer` raises, so that the engine goes on. Of failures in a row only the
-    first is logged: there is a plan every few milliseconds."""
+    """Returns an observer that logs exceptions of `observer`, so that the engine continues.
+
+    Only the first of several failures in a row is logged, because there is a plan every few milliseconds.
+    """
     is_failing = False
 
     def observe(core: Scheduler, plan: StepPlan, duration_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Records when each step was planned, sent, computed and committed, which shows whether the executor is kept busy.
+"""Records when each step was planned, sent, computed and committed, to show whether the executor is kept busy.
 
     planned ─► sent ─► [ on the executor:  queue │ prepare │ forward │ sample ] ─► received ─► committed
 
@@ -25,7 +25,7 @@ MAX_STEPS = 8192
 class ExecutorTimings:
     """Durations of one step, in nanoseconds.
 
-    idle_ns           how long the device had nothing to do before it took this step
+    idle_ns           how long the device was idle before it took this step
     prepare_overlaps  the device computed another step while this one was prepared
     """
 
@@ -44,7 +44,7 @@ class ExecutorTimings:
 
 @dataclass(slots=True)
 class StepTrace:
-    """One step. A time is 0 until the step has got there. A pair is a token and one that it attends to (`StepLoad`)."""
+    """The record of one step. Times that have not come yet are 0. `StepLoad` defines the counts of tokens and pairs."""
 
     epoch: int
     step_id: int
@@ -86,31 +86,31 @@ class StepTraces:
         self._in_flight.append(trace)
 
     def commit_oldest(self, received_ns: int, committed_ns: int, timings: ExecutorTimings) -> StepTrace:
-        """Records that the oldest step in flight is done, and returns its trace."""
+        """Records that the oldest step in flight has been committed, and returns its trace."""
         trace = self._in_flight.popleft()
         trace.received_ns, trace.committed_ns, trace.timings = received_ns, committed_ns, timings
         self._committed.append(trace)
         return trace
 
     def drop_in_flight(self) -> None:
-        """Forgets the steps in flight, which will never be done."""
+        """Drops the steps in flight, which will never complete."""
         self._in_flight.clear()
 
     @property
     def in_flight(self) -> Sequence[StepTrace]:
-        """Steps that are not done, oldest first."""
+        """Steps in flight, oldest first."""
         return self._in_flight
 
     @property
     def begun_ns(self) -> int:
-        """The time at which the oldest step in flight began to compute, as far as the scheduler can tell."""
+        """The scheduler's estimate of when the oldest step in flight began to compute."""
         planned_ns = self._in_flight[0].planned_ns
         return max(planned_ns, self._committed[-1].received_ns) if self._committed else planned_ns
 
     def __iter__(self) -> Iterator[StepTrace]:
-        """Iterates over the steps that are done, oldest first."""
+        """Iterates over the completed steps, oldest first."""
         return iter(self._committed)
 
     def __reversed__(self) -> Iterator[StepTrace]:
-        """Iterates over the steps that are done, newest first."""
+        """Iterates over the completed steps, newest first."""
         return reversed(self._committed)

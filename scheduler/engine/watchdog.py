@@ -1,11 +1,11 @@
-"""Watches that the executor makes progress; the engine's readiness depends on it.
+"""Detects an executor that makes no progress; the engine's readiness depends on it.
 
-    plans are in flight    the next result comes within step_timeout_s of the last one
-    none is in flight      the executor is probed every quarter of step_timeout_s, and has step_timeout_s to answer
+    plans in flight       the next result must arrive within step_timeout_s of the last one
+    no plan in flight     the executor is probed every quarter of step_timeout_s, and has step_timeout_s to answer
 
-A probe asks the executor to describe itself (`quire.executor.v1.Executor/Describe`). The executor's device answers it,
-because a process whose device hangs could still answer by itself. So a hang is found within two step timeouts, even
-when there are no requests.
+A probe calls `quire.executor.v1.Executor/Describe`. The executor answers it on the device thread, because a process
+whose device hangs could still answer on another one. A hang is therefore found within two step timeouts, even without
+requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from scheduler.core import ExecutorLost
 
 LivenessProbe = Callable[[], Awaitable[object]]
-"""Asks the executor for a sign of life. Raises ExecutorLost if there is none in time."""
+"""Asks the executor for an answer from its device. Raises ExecutorLost if none arrives in time."""
 
 
 class ExecutorWatchdog:
@@ -35,11 +35,11 @@ class ExecutorWatchdog:
         self._answer: asyncio.Future[object] | None = None
 
     def reset(self) -> None:
-        """Starts the time-out anew, because a result has arrived or the first of several plans leaves."""
+        """Restarts the timeout. Called when a result has arrived, and when a plan is sent with no other in flight."""
         self._reset_at_s = time.monotonic()
 
     def due_s(self, num_in_flight: int) -> float | None:
-        """Returns when to call `check` at the latest, or None if `wake` will announce it."""
+        """Returns the latest time to call `check`, or None if `wake` will be called instead."""
         if num_in_flight:
             return self._reset_at_s + self._step_timeout_s
         return self._reset_at_s + self._step_timeout_s / 4 if self._answer is None else None
@@ -65,5 +65,5 @@ class ExecutorWatchdog:
         error = answer.exception()
         if error is None:
             self.reset()
-        elif not num_in_flight:  # else the probe may have waited behind plans, each of which had its own time
+        elif not num_in_flight:  # otherwise the probe may have waited behind plans, which have their own timeout
             raise error

@@ -21,8 +21,8 @@ HEADERS = {
 def is_cross_origin(request: web.Request) -> bool:
     """Returns whether a page of another origin makes this request.
 
-    Browsers say so themselves: by Fetch Metadata (https://www.w3.org/TR/fetch-metadata/) on trusted connections, and by
-    Origin on every POST. Other clients send neither header, and are not restricted.
+    Browsers report this in headers: Fetch Metadata (https://www.w3.org/TR/fetch-metadata/) on trusted connections, and
+    Origin on every POST. Other clients send neither, and are not restricted.
     """
     site = request.headers.get("Sec-Fetch-Site")
     if site is not None:
@@ -34,12 +34,13 @@ def is_cross_origin(request: web.Request) -> bool:
 class AllowedHosts:
     """The host names under which browsers may request the page and its data.
 
-    Another site can point its own name at this address (DNS rebinding). A browser then takes its pages for pages of
-    this origin, and only the Host header still has the other name. Requests by IP address cannot be redirected so.
+    Another site can point its own name at this address (DNS rebinding). A browser then treats its pages as pages of
+    this origin, and only the Host header still has the other name. Requests by IP address cannot be redirected this
+    way.
     """
 
     def __init__(self, *names: str) -> None:
-        """Takes names to allow besides addresses and localhost; "*" allows any name."""
+        """Allows these names in addition to addresses and localhost; "*" allows any name."""
         self._names = frozenset(name.lower() for name in names)
 
     def allow(self, request: web.Request) -> bool:

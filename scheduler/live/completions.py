@@ -1,6 +1,6 @@
 """Serves the completions of the prompt box: takes JSON, and sends a line of JSON for each message.
 
-Requests are checked and refused as those over gRPC are (`scheduler.requests.intake`).
+Requests are checked and refused like requests over gRPC (`scheduler.requests.intake`).
 
     POST {"text": … or "chat": {"messages": [{"role": …, "content": …}, …]},   fields as in quire.v1.GenerateRequest
           "request_id": …, "sampling": {…}, "stopping": {…}}

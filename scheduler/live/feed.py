@@ -2,7 +2,7 @@
 
     while a page is open:   has anything changed? → snapshot → difference to the last one → bytes → every viewer
 
-Snapshots cost time on the engine's event loop. They are taken a few times a second at most, and less often if the pool
+Snapshots take time on the engine's event loop. They are taken a few times a second at most, and less often if the pool
 or the batch is so large that they would take more than MAX_SHARE of the time.
 """
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 0.5
 """Shortest time between two frames."""
 MAX_INTERVAL_S = 2.0
-"""Longest time between two frames: an expensive one, such as the first on a busy machine, must not stop the page."""
+"""Longest time between two frames. An expensive frame, such as the first on a busy machine, must not stop the page."""
 MAX_SHARE = 0.005
 """Share of the event loop's time that frames may take, for any number of viewers."""
 MAX_VIEWERS = 32

@@ -1,7 +1,7 @@
-"""Makes the frames that viewers are sent: the difference between two snapshots, as JSON.
+"""Makes the frames for viewers: the difference between two snapshots, as JSON.
 
-A *key frame* is the difference to an empty state, and every later frame builds on it. The page's half of this contract
-is `static/model.js`. Empty fields are left out.
+A *key frame* is the difference to an empty state, and every later frame builds on it. `static/model.js` applies frames
+in the browser. Empty fields are left out.
 
     is_key      true: forget everything before
     server      {state, …the model}, when it changed
@@ -47,7 +47,7 @@ def make_frame(
     steps: Iterable[LoggedStep] = (),
     durations: Iterable[tuple[int, int]] = (),
 ) -> Frame:
-    """Makes a frame, which is a key frame if there is no `old` snapshot or if the pool is another.
+    """Makes a frame, which is a key frame if there is no `old` snapshot or if the pool has been replaced.
 
     `name_of` maps the key of a sequence to the client's request id.
     """

@@ -33,9 +33,9 @@ CONTENT_TYPES = {
     ".svg": "image/svg+xml",
 }
 HEARTBEAT_S = 15.0
-"""Longest time without data to a viewer; longer silence would look like a dead connection."""
+"""Longest time without data to a viewer. After a longer silence, the connection would look dead."""
 STALLED_VIEWER_S = 60.0
-"""A viewer that reads nothing for so long is disconnected; its page reconnects when it can."""
+"""A viewer that reads nothing for this long is disconnected; its page reconnects when it can."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Logs how many tokens each slot computes in each step: the batch timeline.
 
-A plan has only the changes since the last one, and so has this log. The rows before a step and the step's changes give
-what each slot computed in it; a step of an unchanged batch takes two numbers.
+A plan holds only the changes since the last one, and so does this log. The rows before a step and the changes of the
+step determine what each slot computed in it; a step of an unchanged batch takes two numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LoggedStep(NamedTuple):
 
 
 class PlanLog:
-    """Takes each plan. Does nothing with it unless it is being watched."""
+    """Logs each plan while it is watched; otherwise does nothing."""
 
     def __init__(self) -> None:
         self._core: Scheduler | None = None

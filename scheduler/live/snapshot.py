@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from scheduler.engine.model_description import ModelDescription
 
 CACHED = -1
-"""Takes the place of the ref count for an unreferenced block that can be found by its prefix. A free block has 0."""
+"""Replaces the ref count of an unreferenced block that can be found by its prefix. A free block has 0."""
 
 MAX_SHOWN_WAITING = 12
 
@@ -30,7 +30,7 @@ MAX_SHOWN_WAITING = 12
 class ContiguousUsage:
     """The memory that the running sequences would take in a server without a paged cache.
 
-    Each of them would have `max_model_len` token slots of its own, reserved in one piece and not shared.
+    Each of them would reserve `max_model_len` consecutive token slots and share none of them.
 
     num_token_slots        token slots reserved
     num_used_token_slots   token slots of these that hold a token
@@ -118,7 +118,7 @@ def take_snapshot(engine: Engine) -> Snapshot:
 
 
 def fingerprint(engine: Engine) -> tuple[object, ...]:
-    """Returns a value that stays equal while nothing changes that a page would show. Costs next to nothing."""
+    """Returns a value that stays equal while nothing changes that a page would show. Takes almost no time."""
     core = engine.core
     if core is None:
         return (engine.readiness,)

@@ -1,4 +1,4 @@
-"""The output of one sequence, between the engine and the messages that carry it."""
+"""Buffers the output of one sequence between the engine and the messages to the client."""
 
 from array import array
 from collections.abc import Sequence
@@ -12,10 +12,10 @@ from scheduler.text.stop_strings import StopMatcher
 
 
 class Completion:
-    """The output of one sequence that was not taken yet, and how the sequence ended.
+    """The output of one sequence that was not sent yet, and how the sequence ended.
 
-    num_tokens        tokens of the completion, whether taken or not
-    num_counted       those of them that the metrics have counted
+    num_tokens        tokens of the completion, sent or not
+    num_counted       tokens of these that the metrics have counted
     num_preemptions
     has_stopped       the text has reached a stop string, so no more tokens are added
     reason            why it ended; None while it runs
@@ -101,11 +101,11 @@ class Completion:
 
     @property
     def num_messages(self) -> int:
-        """Number of `take` calls that return everything that is new."""
+        """Number of `take` calls needed to return all new output."""
         return 1 if self._logprobs is None else max(1, -(-len(self._token_ids) // self._max_tokens))
 
     def take(self) -> pb.Delta | None:
-        """Returns what is new, as much of it as fits a message; None if nothing is."""
+        """Returns new output, as much as fits into one message, or None if there is none."""
         if self._logprobs is None:
             token_ids, self._token_ids = self._token_ids, array("I")
         else:

@@ -97,7 +97,7 @@ class Intake:
             self._num_streams -= 1
 
     def refused(self, fields: RequestFields, caller: Caller, error: Exception) -> None:
-        """Counts and logs a request that its server could not read; `fields` has what is known of it."""
+        """Counts and logs a request that its server could not read; `fields` holds the fields that could be read."""
         self._observed(fields, caller).refused(code_of(error).name.lower())
 
     @property
@@ -119,7 +119,7 @@ class Intake:
             checker, request = await self._check(fields, deadline_s)
             settings = checker.stream_settings(request)
             request_metrics = observed.admitted(self._facts(request, settings))
-            # A chat's answer is a text of its own; any other output continues its prompt.
+            # The answer in a chat is a separate text; any other output continues its prompt.
             new_detokenizer = partial(self._model.tokenizer.detokenizer, continues_text=checker.chat is None)
             stop_sequence = partial(self._engine.stop, request.request_id)
             stream = ResponseStream(settings, new_detokenizer, stop_sequence, request_metrics, self._write_queue)
@@ -143,7 +143,7 @@ class Intake:
 
     def _bounds(self) -> ModelBounds:
         if self._engine.state is ServerState.DRAINING:
-            raise Unavailable("the server is draining")  # raised here, before any work is spent on the request
+            raise Unavailable("the server is draining")  # raised here, before the request is tokenised
         return ModelBounds(
             vocab_size=self._engine.description.vocab_size,
             max_num_seqs=self._engine.description.max_num_seqs,

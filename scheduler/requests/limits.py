@@ -1,4 +1,4 @@
-"""The limits that the validator holds requests to."""
+"""The limits that the validator enforces."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from scheduler.core import CapacityExceeded
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """SchedulerLimits that do not depend on the model.
+    """Limits that do not depend on the model.
 
     max_prompt_bytes           text, or all roles and contents of a chat, in UTF-8 before tokenisation
     max_chat_messages          messages of a chat
@@ -17,7 +17,7 @@ class RequestLimits:
     max_stop_bytes             each stop string
     max_num_stop_token_ids
     max_beam_width             the model and max_num_seqs may allow less
-    max_length_penalty         absolute value; keeps a length to its power within a float
+    max_length_penalty         absolute value; keeps num_tokens ** length_penalty within a float
     max_num_logprobs           most probable tokens reported with each token
     max_num_logit_bias         entries of logit_bias
     max_logit_bias             absolute value

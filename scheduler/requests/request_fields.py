@@ -120,7 +120,7 @@ class RequestFields:
     def token_ids(self, path: str, vocab_size: int, max_num: int | None = None) -> list[int]:
         """Returns a copy of the token ids; only the first invalid one is a violation."""
         token_ids = list(self.items(path, max_num))
-        # A prompt may have 100,000 ids, nearly always valid: they are checked in bulk first.
+        # A prompt may have 100,000 ids, which are nearly always valid, so they are checked in bulk first.
         if not token_ids:
             return token_ids
         if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:

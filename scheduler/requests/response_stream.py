@@ -1,15 +1,15 @@
-"""The output of one request: tokens arrive from the engine, messages leave as fast as the client reads them.
+"""Streams the output of one request: tokens arrive from the engine, and messages leave as fast as the client reads.
 
     engine ── started, prompt_logprobs, tokens, finished ──► ResponseStream ── messages() ──► one gRPC stream
 
 **Messages coalesce.** A message carries all output that is ready when the client can accept it and it is the stream's
-turn (`write_queue.py`). A slow client therefore costs fewer messages, not more memory: at most its own output waits,
-with four bytes a token, its text if there are stop strings, and twelve bytes for each requested log-probability. A
-busy server sends fewer messages instead of sending each one late. A message has at most MAX_LOGPROBS
-log-probabilities, so that every client can receive it.
+turn (`write_queue.py`). A slow client therefore gets fewer messages; the memory for it is bounded by its own output:
+four bytes for each token, its text if there are stop strings, and twelve bytes for each requested log-probability. A
+busy server sends fewer messages instead of sending each one late. A message has at most MAX_LOGPROBS log-probabilities,
+so that every client can receive it.
 
-**Text is made when it is taken.** With stop strings it is made at once, so that a sequence that has ended does not run
-on because its client reads slowly.
+**Tokens are detokenised when they are sent.** With stop strings they are detokenised at once, so that a sequence does
+not run on past its stop string because its client reads slowly.
 
 **What a Delta reports.** `token_ids` are all tokens of the completion. The EOS or stop id that ended it, and the token
 that completed a stop string, belong to it; tokens computed after that do not, and are not counted anywhere. Without
@@ -102,7 +102,7 @@ class ResponseStream:
     def tokens(self, index: int, token_ids: list[int], logprobs: list[TokenLogprobs] | None = None) -> None:
         """Adds tokens of a sequence, with the log-probabilities of each if the request asked for them."""
         completion = self._completions[index]
-        if completion.has_stopped:  # tokens that were in flight at the stop string do not belong to the completion
+        if completion.has_stopped:  # tokens in flight at the stop string do not belong to the completion
             return
         try:
             completion.add(token_ids, logprobs)
@@ -128,14 +128,14 @@ class ResponseStream:
         self._notify_reader()
 
     def _fail(self) -> None:
-        """Ends the request after a bug; the engine gets the exception, the client an error."""
+        """Ends the request after a bug; the engine receives the exception, and the client an error."""
         self._failure = FinishReason.ERROR
         self._count_rest()
         self._metrics.ended(FinishReason.ERROR)
         self._notify_reader()
 
     def close(self) -> None:
-        """Called when the client stops reading; counts the tokens that were not taken."""
+        """Called when the client stops reading; counts the tokens that were not sent."""
         self._count_rest()
 
     def _count_rest(self) -> None:
@@ -165,7 +165,7 @@ class ResponseStream:
         while True:
             group = await self._wait_for_turn()
             try:
-                # Reset before anything is read: news that arrives while a message is written needs another round.
+                # Reset before reading: output that arrives while a message is written needs another round.
                 self._has_news = False
                 failure = self._failure
                 for message in self._ready():
@@ -179,7 +179,7 @@ class ResponseStream:
                 return
 
     async def _wait_for_turn(self) -> int:
-        """Waits until there is news and this stream may write. Returns the group to pass to `WriteQueue.leave`."""
+        """Waits until there is output and this stream may write. Returns the group to pass to `WriteQueue.leave`."""
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._turn = turn
         if self._has_news:

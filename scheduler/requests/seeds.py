@@ -6,8 +6,8 @@ MASK_64 = 2**64 - 1
 def sample_seed(seed: int, index: int) -> int:
     """Returns the seed of sequence `index`.
 
-    Sequence 0 has the request's own seed, so that n = 1 and the first of n agree. The others have output number `index`
-    of SplitMix64 started at that seed (Steele, Lea and Flood, OOPSLA 2014).
+    Sequence 0 has the request's own seed, so that it samples the same tokens as a request with n = 1. The others have
+    output number `index` of SplitMix64 started at that seed (Steele, Lea and Flood, OOPSLA 2014).
     """
     if index == 0:
         return seed

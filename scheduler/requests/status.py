@@ -43,11 +43,11 @@ class DeadlineExceeded(QuireError):
 
 
 class ReaderStalled(QuireError):
-    """The client accepts no messages, and its output would pile up."""
+    """The client accepts no messages, so its output would accumulate."""
 
 
 class RequestFailed(QuireError):
-    """The engine gave up the request because of a bug of the scheduler or an executor."""
+    """The engine gave up the request because of a bug in the scheduler or the executor."""
 
 
 CODES: dict[type[BaseException], grpc.StatusCode] = {

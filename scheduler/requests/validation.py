@@ -2,8 +2,8 @@
 
     RequestFields ──► RequestChecker ── tokenise (elsewhere) ── complete ──► core Request
 
-It is pure: no clock, no I/O, and no randomness except for the seed that is passed in. It reports *all* violations, up
-to 64, and checks sizes before contents, so that a hostile request costs no more than an honest one.
+Validation is pure: no clock, no I/O, and no randomness except for the seed that is passed in. It reports *all*
+violations, up to 64, and checks sizes before contents, so that a hostile request costs no more than an honest one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,7 @@ T = TypeVar("T")
 MAX_UINT32 = 2**32 - 1
 
 MIN_TEMPERATURE = 1e-5
-"""A lower temperature is taken as 0: divided by it, float32 logits overflow or leave one token."""
+"""Temperatures below this count as 0: dividing float32 logits by them overflows or leaves one token."""
 
 
 class RequestChecker:
@@ -138,7 +138,7 @@ class RequestChecker:
         if not num_token_ids:
             fields.add_violation("token_ids.ids", "must not be empty")
         if num_token_ids >= self._bounds.max_tokens_per_sequence:
-            return None  # refused for its length, so the ids need no check
+            return None  # refused for its length, so the ids need no checks
         return fields.token_ids("token_ids.ids", self._bounds.vocab_size)
 
     def _check_chat(self, messages: Sequence[Any]) -> None:

@@ -1,14 +1,14 @@
-"""Decides which stream may write its messages now, when many streams have new ones at once.
+"""Decides which stream may write its messages now, if many streams have new messages at once.
 
 A message costs its sender about 40 µs, mostly inside gRPC. If 500 streams wrote at once, the event loop would be busy
-for 20 ms, and on one core the gRPC threads that bring the next result and carry the next plan would have to wait.
-Streams therefore write in groups, in the order of their arrival, and each group waits for the one before it:
+for 20 ms, and on one core the gRPC threads that receive the next result and send the next plan would have to wait.
+Streams therefore write in groups, in order of arrival, and each group waits for the one before it:
 
     loop      │ 16 streams write │ (waits) │ result: commit, plan │ 16 streams write │ (waits) │ …
     gRPC      │                  │ written │ ────── plan ───────► │                  │ written │
 
-A stream that waits collects its news, and writes all of it as one message when its turn comes. A busy server thus
-sends fewer messages; on an idle server no stream waits.
+A waiting stream collects its output, and writes all of it as one message when its turn comes. A busy server thus sends
+fewer messages; on an idle server no stream waits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MIN_GROUP = 16
 """Minimum number of streams in a group; they write in less than a millisecond."""
 MAX_GROUPS = 32
-"""Maximum number of groups that a waiting stream waits for. Groups grow beyond MIN_GROUP to keep it."""
+"""Maximum number of groups that a stream waits for. Groups grow beyond MIN_GROUP to keep this bound."""
 MAX_GROUP_S = 0.005
 """Time after which the next group starts, even if a reader of the current one accepts nothing."""
 
@@ -47,7 +47,7 @@ class WriteQueue:
             self._timer = turn.get_loop().call_later(MAX_GROUP_S, self._start_next_group)
 
     def leave(self, group: int) -> None:
-        """Called when a stream of the group has written everything it had."""
+        """Called when a stream of the group has written all its messages."""
         if group == self._group:
             self._num_writing -= 1
             if not self._num_writing:

@@ -1,4 +1,4 @@
-"""SchedulerLimits the time that a client may take to accept one message."""
+"""Limits the time that a client may take to accept one message."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ BLOCK_STATES = {
 
 
 class AdminServer(AdminServicer):
-    """Answers at once, except for Drain. Fails with UNAVAILABLE until an executor has described the model."""
+    """Answers all calls at once except Drain. Fails with UNAVAILABLE until an executor has described the model."""
 
     def __init__(self, engine: Engine, intake: Intake, policy_name: str) -> None:
         self._engine = engine
@@ -107,7 +107,7 @@ class AdminServer(AdminServicer):
         return pb.GetStepTraceResponse(steps=[step_trace_message(trace) for trace in steps])
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
-        """Returns when all requests have ended. Draining goes on if the caller disconnects, until a restart."""
+        """Returns when all requests have ended. The server drains until a restart, even if the caller disconnects."""
         log.warning("asked to drain: no new requests until a restart", extra={"client": context.peer()})
         await self._engine.drain()
         return pb.DrainResponse()

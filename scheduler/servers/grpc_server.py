@@ -23,7 +23,7 @@ GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 OPTIONS = [
-    # Prevents two servers from sharing a port, each with half of the clients.
+    # Prevents two servers from sharing a port and splitting the clients between them.
     ("grpc.so_reuseport", 0),
     # Larger than the validator allows (2 MiB of text, or a million token ids), because its message is clearer. Not much
     # larger: messages are parsed on the event loop, where 2 million empty parts take half a second.

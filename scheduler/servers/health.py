@@ -3,8 +3,8 @@
     listener ── accept ──► first bytes: GET /healthz ──► the thread answers
                                         anything else ─► the connection goes to the event loop, with nothing read
 
-The answer does not wait for a request, a step or the event loop; it depends only on when the loop last ran. A busy
-server is alive, a server whose loop is stuck is not, and the thread can report both.
+The answer does not wait for a request, a step or the event loop. It depends only on when the loop last ran: a busy
+server is alive, and a server whose loop is stuck is not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BEAT_INTERVAL_S = 0.5
 STUCK_AFTER_S = 30.0
-"""Time without a heartbeat after which the event loop is stuck. Slow work, such as tokenising, runs in threads."""
+"""Time without a heartbeat after which the event loop counts as stuck. Slow work such as tokenising runs in threads."""
 
 MAX_SILENT = 256
 """Maximum number of connections that have sent nothing yet. More of them go to the event loop at once."""

@@ -65,7 +65,7 @@ class HttpServer:
         )
         if live_page is not None:
             live_page.add_to(app)
-        # Handlers of clients that disconnect are cancelled, so that no completion is computed in vain.
+        # Handlers of disconnected clients are cancelled, so that no completion is computed without a reader.
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
         )
@@ -128,7 +128,7 @@ class HttpServer:
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def _show_health(self, request: web.Request) -> web.Response:
-        """Answers a probe that HealthListener did not recognise. The event loop runs, or this would not."""
+        """Answers a probe that HealthListener did not recognise. If this handler runs, the event loop is alive."""
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, request: web.Request) -> web.Response:

@@ -16,7 +16,7 @@ SLOW_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 
 TOKENS = tuple(2**i for i in range(18))
 
 REJECTIONS = ("invalid_argument", "out_of_range", "resource_exhausted", "unavailable", "cancelled", "internal")
-"""Expected reasons. Their counters start at 0, because a rate misses the first event of a counter that is absent."""
+"""Expected reasons. Their counters start at 0, because a rate misses the first event of an absent counter."""
 
 HISTOGRAMS = {
     "quire_time_to_first_token_seconds": (SLOW_S, "Time from a request's arrival to its first token"),

@@ -1,4 +1,4 @@
-"""Makes Prometheus metric families, and those of the scheduler core and its pool."""
+"""Makes Prometheus metric families, among them those of the scheduler core and its pool."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -53,7 +53,7 @@ class MetricFamilies:
 
 
 def core_families(families: MetricFamilies, core: Scheduler) -> Iterator[Metric]:
-    """Yields what the core counts."""
+    """Yields the families of the core's counters and queues."""
     counters = core.state.counters
     running = {sequence.request.request_id for sequence in core.state.batch.running}
     waiting = Counter({"new": 0, "preempted": 0, "executor_lost": 0})
@@ -102,7 +102,7 @@ def _reason_to_wait(sequence: Sequence) -> str:
 
 
 def pool_families(families: MetricFamilies, usage: KVUsage) -> Iterator[Metric]:
-    """Yields how the pool of KV blocks is used."""
+    """Yields the families of the pool of KV blocks."""
     num_blocks = usage.num_free_blocks + usage.num_cached_blocks + usage.num_active_blocks
     yield families.gauges(
         "quire_kv_blocks",

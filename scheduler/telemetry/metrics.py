@@ -1,8 +1,8 @@
 """Prometheus metrics of the scheduler.
 
-Recording happens on the event loop for each message and each step, but not for each token. Families are made when the
-metrics are scraped; what the core and the pool count is read from them at that moment. An OpenMetrics scrape also gets
-exemplars: for each bucket of a latency, the last request that fell into it.
+Measurements are recorded on the event loop for each message and each step, but not for each token. A scrape makes the
+families, and reads the counters of the core and the pool at that moment. An OpenMetrics scrape also gets exemplars: for
+each bucket of a latency, the last request that fell into it.
 """
 
 import time

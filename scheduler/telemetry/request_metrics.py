@@ -1,4 +1,4 @@
-"""Measures one request, and summarises it when it ends."""
+"""Measures one request, and makes its summary when it ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class RequestSummary:
-    """An admitted request that has ended. Times are readings of `Measurements.clock`, or None for what did not happen.
+    """An admitted request that has ended. Times are readings of `Measurements.clock`; None: the event did not occur.
 
     reason           why the last sequence ended, or why the request was cancelled or failed
     reasons          the same for each sequence that ended with a result, in order of index

@@ -5,7 +5,7 @@
              └─ decode    … end of the last sequence
 
 The request's span is a child of its client's (W3C Trace Context), and is recorded if the client records its own. Spans
-are made when a request ends, from times that the metrics take anyway, so tokens cost nothing here.
+are made when a request ends, from times that the metrics record anyway, so tracing adds no cost per token.
 
 Serving never waits for the collector. Finished spans go into a bounded queue, which an OpenTelemetry thread empties;
 spans that do not fit, or cannot be delivered in time, are dropped.

@@ -34,7 +34,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatLimits:
-    """SchedulerLimits of one render, and of the messages that wait for one.
+    """Limits of one render, and of the messages that wait for one.
 
     max_text_bytes           size of the rendered text
     max_render_s             processor time, including the compilation of the template
@@ -117,7 +117,8 @@ class ChatRenderer:
 
     async def _take_turn(self, message: dict[str, Any]) -> dict[str, str]:
         await self._turn.acquire()
-        # If the caller is cancelled, the exchange goes on and keeps its turn, so that no half message stays in a pipe.
+        # If the caller is cancelled, the exchange continues and keeps its turn, so that no partial message stays in a
+        # pipe.
         exchange = asyncio.ensure_future(self._exchange(message))
         exchange.add_done_callback(lambda _: self._turn.release())
         return await asyncio.shield(exchange)

@@ -27,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlock(Extension):
-    """Renders `{% generation %}…{% endgeneration %}`, a mark for training, as its content."""
+    """Renders `{% generation %}…{% endgeneration %}`, which marks text for training, as its content."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 

@@ -2,16 +2,16 @@
 
 Decoding a growing output again for each token takes quadratic time, and cutting it by string length breaks characters
 that span tokens. Almost every checkpoint, however, decodes in one of two ways in which the bytes of a token do not
-depend on its neighbours. There they are looked up once per vocabulary and fed to an incremental UTF-8 decoder:
+depend on its neighbours. For these the bytes are looked up once per vocabulary and fed to an incremental UTF-8 decoder:
 
     byte-level     GPT-2, Llama 3, Qwen, …: each token is a string of bytes
     sentencepiece  Llama 2, Mistral, Gemma, T5, …: a token is text with `▁` for spaces, or one byte (`<0x0A>`)
 
 Other tokenizers (WordPiece, …) are decoded over a small sliding window of tokens.
 
-The result equals the tokenizer's own `decode` of the whole output. Bytes that are not UTF-8 become U+FFFD. There is one
-exception: in a run of byte tokens that starts with whole characters and then breaks, the tokenizers library replaces
-these characters too; here they were sent already and stay. Special tokens have no text.
+The result equals the tokenizer's own `decode` of the whole output, with one exception. If a run of byte tokens starts
+with whole characters and then becomes invalid, the tokenizers library replaces these characters too; here they have
+been sent already and stay. Bytes that are not UTF-8 become U+FFFD. Special tokens have no text.
 """
 
 import codecs
@@ -26,7 +26,7 @@ class Detokenizer(Protocol):
     """Decodes one output. It has no access to the prompt, so it cannot leak it."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Returns the text that is certain after these tokens; bytes of an unfinished character are kept."""
+        """Returns the text that later tokens cannot change; keeps the bytes of an unfinished character."""
         ...
 
     def flush(self) -> str:

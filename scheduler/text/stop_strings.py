@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class StopMatcher:
     """Matches the stop strings of one output.
 
-    The first match is the one that is complete first; if several are complete with the same character, it is the
-    longest. The result therefore does not depend on how the text was cut into pieces. The output ends before the stop
+    The first match is the one that is complete first; if several are completed by the same character, it is the
+    longest. The result therefore does not depend on how the text was split. The output ends before the stop
     string, or after it with `include_stop`. Text that may still become a stop string is held back: at most the length
     of the longest stop string minus one.
 
@@ -24,7 +24,7 @@ class StopMatcher:
         self.has_matched = False
 
     def feed(self, text: str) -> str:
-        """Takes the next token's text, which may be empty, and returns the text that is certain to be output.
+        """Takes the next token's text, which may be empty, and returns the text that can be sent now.
 
         Must not be called after a match.
         """
@@ -57,7 +57,7 @@ class StopMatcher:
 class _Needle:
     """One stop string and how much of it the text ends with: the automaton of Knuth, Morris and Pratt (1977).
 
-    The cost is linear in the text for every stop string, so no client can choose them to slow down the server.
+    The cost is linear in the text for every stop string, so no client can slow down the server by its choice of them.
     """
 
     __slots__ = ("_borders", "num_matched", "text")

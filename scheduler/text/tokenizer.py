@@ -24,7 +24,7 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 @dataclass(frozen=True, slots=True)
 class TokenizerLimits:
-    """SchedulerLimits of a tokenizer.
+    """Limits of a tokenizer.
 
     max_pending_characters   characters of all texts in threads or waiting for one; more are refused with QueueFull
     """

@@ -28,7 +28,7 @@ def test_ipv6_hosts_are_in_brackets() -> None:
     assert str(HostPort("::1", 80)) == "[::1]:80"
 
 
-def test_unix_paths_stay_as_they_are() -> None:
+def test_unix_paths_are_unchanged() -> None:
     assert with_port("unix:/run/x.sock") == "unix:/run/x.sock"
 
 

@@ -1,4 +1,4 @@
-"""Both clients against a scripted server: each test of what they share runs with both."""
+"""Both clients against a scripted server: each test of common behaviour runs with both."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support.client.waiting import until
 
 
 @KINDS
-def test_events_come_typed_and_in_order(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+def test_events_are_typed_and_in_order(server: ScriptedServer, kind: type[SyncCalls]) -> None:
     unknown = generation_pb2.GenerateResponse()  # a kind of event that a newer server may send
     usage = {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2, "num_preemptions": 1}
     server.script = replies(

@@ -1,4 +1,4 @@
-"""Names of models mean the same to the command line and to both services."""
+"""The names of models mean the same in the command line and in both services."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
-"""Batching modes to measure continuous batching against: a batch is formed, and runs until its last request has ended.
+"""Batching modes to compare with continuous batching: a batch is formed, and runs until its last request has ended.
 
-static       takes all waiting requests when the last batch has ended   as a loop over `generate` does
-dynamic      the same, but waits for a batch to fill up                 as model servers before Orca do
+static       takes all waiting requests when the last batch has ended   like a loop over `generate`
+dynamic      the same, but waits for a batch to fill up                 like model servers before Orca
 """
 
 from math import inf
@@ -58,8 +58,8 @@ class ClosedBatch:
     def _head(self) -> tuple[list[ActiveRequest], bool]:
         """Returns the requests at the head of the queue that have slots together, and whether they are a full batch.
 
-        A batch is full if no slot is left, or too few for the next request. None of these requests has run yet, so
-        each of them waits as one sequence.
+        A batch is full if too few slots are left for the next request. None of these requests has run yet, so each of
+        them waits as one sequence.
         """
         head: list[ActiveRequest] = []
         num_slots, max_num_seqs = 0, self._state.limits.max_num_seqs

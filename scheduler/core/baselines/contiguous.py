@@ -1,15 +1,15 @@
-"""Contiguous KV allocation, to measure paging against: a request holds one run of consecutive blocks.
+"""Contiguous KV allocation, to compare with paging: a request holds one run of consecutive blocks.
 
     contiguous                for max_model_len tokens
     contiguous-power-of-two   for the prompt and the power of two that its output needs
-    contiguous-exact          for the tokens it will write, and no more: an oracle
+    contiguous-exact          for exactly the tokens that it will write: an oracle
 
 These are the baselines of Kwon et al., SOSP 2023, section 6.1: Orca (Max), Orca (Pow2) and Orca (Oracle). Here they use
 the same pool as paging: a run is a number of consecutive blocks, placed first-fit. The last two know the length of an
 output in advance; `max_total_tokens` stands for it, which is exact for requests that ignore EOS.
 
-Runs are not shared, so prefixes are not cached and a request is one sequence. A sequence never outgrows its run, so
-none is preempted after it was admitted.
+Runs are not shared, so prefixes are not cached and a request has one sequence. A sequence never outgrows its run, so no
+admitted sequence is preempted.
 """
 
 import re
@@ -33,7 +33,7 @@ class RunPool(BlockPool):
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__(num_blocks)
-        self._missing_run = num_blocks  # no run is as long as this; known until a block is released
+        self._missing_run = num_blocks  # no run is this long; valid until a block is released
 
     def find_run(self, length: int) -> int | None:
         """Returns the first block of the first run of `length` free blocks; None if there is none."""

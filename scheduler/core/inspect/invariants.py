@@ -16,7 +16,7 @@ from scheduler.core.state import SchedulerState
 
 
 def check_invariants(scheduler: Scheduler) -> None:
-    """Raises InvariantViolation that names every invariant which does not hold. Costs time in blocks and tokens."""
+    """Raises InvariantViolation that lists every broken invariant. Takes time proportional to blocks and tokens."""
     problems = list(_problems(scheduler.state))
     if problems:
         raise InvariantViolation("; ".join(problems))
@@ -58,7 +58,7 @@ def _check_references(state: SchedulerState) -> Iterator[str]:
         entries.update(block_table)
     for block, num_refs in enumerate(state.cache.pool.ref_counts):
         if num_refs != entries[block]:
-            yield f"I2: block {block} has ref_count {num_refs} and stands in {entries[block]} block tables"
+            yield f"I2: block {block} has ref_count {num_refs} and is in {entries[block]} block tables"
 
 
 def _check_index(state: SchedulerState) -> Iterator[str]:

@@ -1,14 +1,14 @@
-"""Many decode steps at once, for simulators: the same state, without a plan and a result for each step.
+"""Does many decode steps at once, for simulators: the state is the same, without a plan and a result for each step.
 
-Most steps of a long trace are alike: every running sequence decodes one token, and no request comes or goes. Such steps
-differ only in the few sequences that take a block or fill one:
+Most steps of a long trace are alike: every running sequence decodes one token, and no request arrives or ends. Such
+steps differ only in the few sequences that take a block or fill one:
 
     step              1  2  3  4  5  6  7  8 …
     sequence a        ·  ·  p  t  ·  ·  p  t        p: publishes a full block, when the result is committed
     sequence b        ·  p  t  ·  ·  p  t  ·        t: takes a block, when the step is planned
 
-So a leap costs time in the sequences and in the blocks that they fill, not in the tokens. Publishing is the larger part
-of it: if no prompts are shared, disable prefix caching.
+A leap therefore takes time proportional to the sequences and the blocks that they fill, not to the tokens. Most of the
+time goes into publishing: if no prompts are shared, disable prefix caching.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -27,12 +27,12 @@ _LAST = (1 << 62,)
 
 
 def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
-    """Does up to `max_steps` steps; returns the number. 0: `schedule` and `commit` have to do the next step.
+    """Does up to `max_steps` steps and returns their number. After 0, `schedule` and `commit` have to do the next step.
 
-    The state is then the same as after that number of calls of each, where every result had `token_id` for all
-    sequences and ended none. One call makes a plan and the other commits the oldest, so as many plans are in flight as
-    before; all of them must be such steps. A leap makes no plan and reports no event: each running sequence has one
-    more token for each step. It stops before a step that ends, admits, preempts or copies. The caller keeps deadlines.
+    The state is then the same as after that number of calls of both, if every result had `token_id` for all sequences
+    and ended none. As many plans are in flight as before; all of them must be plain decode steps. A leap makes no plan
+    and reports no event: each running sequence has one more token for each step. It stops before a step that ends,
+    admits, preempts or copies. The caller has to watch deadlines.
     """
     state = scheduler.state
     decoding = state.batch.decoding
@@ -80,7 +80,7 @@ def _num_steps_that_write(state: SchedulerState, decoding: SequenceOf[Sequence])
         if num_planned >= sequence.write_limit and num_planned % size:
             return 0
         if sequence.num_losses and sequence.is_suspect:
-            return 0  # its next token clears it, and others may then be admitted
+            return 0  # after its next token it is no longer a suspect, and others may be admitted
         num_steps = min(num_steps, sequence.params.max_total_tokens - 2 - num_planned)
     return num_steps
 
@@ -113,7 +113,7 @@ def _begins_like(sequence: Sequence, other: Sequence) -> bool:
 
 
 def _write_tokens(state: SchedulerState, decoding: SequenceOf[Sequence], num_steps: int, token_id: int) -> int:
-    """Appends tokens, and takes, publishes and releases blocks, in the order in which `num_steps` steps do.
+    """Appends tokens, and takes, publishes and releases blocks, in the same order as `num_steps` single steps.
 
     Returns the number of steps done before the pool was short.
     """

@@ -1,7 +1,8 @@
-"""The load of a step in a few numbers: enough to predict its cost for any batch.
+"""The load of a step in a few numbers, from which its cost can be predicted for any batch.
 
-A plan is a difference to the one before it. `LoadTracker` follows the stream of plans, so it knows each slot's context,
-as the executor does. It keeps sums, so a plan costs time in what it changes, not in the sequences that decode.
+A plan holds only what changed since the one before it. `LoadTracker` follows the stream of plans, so it knows each
+slot's context, like the executor. It keeps sums, so a plan takes time proportional to its changes, not to the number of
+decoding sequences.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ class StepLoad(NamedTuple):
     num_decode_pairs    sum of their contexts
     num_prefills        sequences that compute known tokens
     num_prefill_tokens  tokens that they compute
-    num_prefill_pairs   sum over these tokens of the tokens that each attends to
+    num_prefill_pairs   sum of the tokens that each of these tokens attends to
     num_sampled         tokens that are sampled; beams sample none
     """
 
@@ -50,7 +51,7 @@ class LoadTracker:
     """Follows the plans of one epoch."""
 
     def __init__(self) -> None:
-        self.num_decodes = 0  # those of the next plan, if it changes nothing
+        self.num_decodes = 0  # in the next plan, if it changes nothing
         self.num_decode_context = 0  # sum of their computed tokens
         self._num_steps = 0
         self._decodes: dict[int, int] = {}  # slot → computed tokens minus steps so far, which stays constant
@@ -81,11 +82,11 @@ class LoadTracker:
 
     @property
     def num_slots(self) -> int:
-        """Number of slots that are taken, as far as plans have told."""
+        """Number of slots that are taken according to the plans so far."""
         return len(self._decodes) + len(self._others)
 
     def skip(self, num_steps: int) -> None:
-        """Follows `num_steps` plans that change nothing: each decoding sequence goes on."""
+        """Follows `num_steps` plans that change nothing, in which each decoding sequence computes one token."""
         self._num_steps += num_steps
         self.num_decode_context += num_steps * self.num_decodes
 

@@ -11,7 +11,7 @@ from scheduler.core.sequence import Sequence
 from scheduler.core.state import SchedulerState
 
 _NOT_PUBLISHED = -1
-"""Stands in place of a number of hits."""
+"""Replaces the number of hits of a block that is not published."""
 
 
 class BlockState(Enum):
@@ -70,8 +70,9 @@ class KVUsage:
     internal  no sequence that holds them will ever write them: they lie between its final length and its blocks' end
     external  free, but in no run long enough for the head of the queue; 0 if no request waits, and under paging
 
-    The final length of a sequence is taken to be max_total_tokens - 1 (the KV of its last token is never needed). One
-    that ends earlier, by EOS or a stop string, leaves reserved token slots unwritten; these were internal after all.
+    The final length of a sequence is assumed to be max_total_tokens - 1 (the KV of its last token is never needed). A
+    sequence that ends earlier, by EOS or a stop string, never writes its reserved token slots; they count as reserved
+    all the same.
     """
 
     num_free_blocks: int
@@ -92,7 +93,7 @@ class KVUsage:
 
 
 def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
-    """Returns the block map. Costs time in the size of the pool, unless only the summary is wanted."""
+    """Returns the block map. Takes time proportional to the size of the pool, unless only the summary is wanted."""
     state = scheduler.state
     return BlockMap(
         block_size=state.cache.block_size,
@@ -109,7 +110,7 @@ def block_map(scheduler: Scheduler, *, summary_only: bool = False) -> BlockMap:
 
 
 def _block_runs(state: SchedulerState) -> list[BlockRun]:
-    """Returns runs, not blocks: one or two objects for each of 29,000 blocks took 45 ms of the event loop."""
+    """Returns runs instead of blocks: with one or two objects for each of 29,000 blocks, this took 45 ms."""
     pool, index = state.cache.pool, state.cache.index
     hits = map(index.hits.get, range(pool.num_blocks), repeat(_NOT_PUBLISHED))
     runs = []
@@ -154,12 +155,13 @@ def num_held_slots(state: SchedulerState) -> int:
 def kv_usage(scheduler: Scheduler) -> KVUsage:
     """Returns the use of the pool.
 
-    Costs time in the blocks of running sequences; in the size of the pool only if allocation is contiguous.
+    Takes time proportional to the blocks of running sequences, and to the size of the pool only if allocation is
+    contiguous.
     """
     state = scheduler.state
     pool, index, size = state.cache.pool, state.cache.index, state.cache.block_size
     fill: dict[int, int] = {}  # token slots of a block that hold a token
-    reach: dict[int, int] = {}  # of a block that is not full: token slots that hold a token in the end
+    reach: dict[int, int] = {}  # for a block that is not full: token slots that will hold a token in the end
     for sequence in state.batch.running:
         num_planned, num_final = sequence.num_planned_tokens, sequence.params.max_total_tokens - 1
         for i, block in enumerate(sequence.block_table):

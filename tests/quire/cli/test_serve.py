@@ -1,4 +1,4 @@
-"""`serve` with other programs in place of the services."""
+"""`serve` with other programs instead of the services."""
 
 import asyncio
 import os

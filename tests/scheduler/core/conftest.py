@@ -1,7 +1,7 @@
 """Options of the core's tests.
 
 --regenerate   writes the golden transcripts and the state diagram again, then compares
---effort 20    simulates 20 times as many worlds, searches 20 times as long and from elsewhere
+--effort 20    simulates 20 times as many worlds, and searches 20 times as long with random examples
 """
 
 import pytest

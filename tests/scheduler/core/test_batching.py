@@ -58,7 +58,7 @@ def test_refilling_slots_saves_steps() -> None:
     assert num_steps_to_serve(CONTINUOUS) == 2 + 9
 
 
-def test_a_static_batch_takes_all_waiting_requests_even_one() -> None:
+def test_a_static_batch_takes_all_waiting_requests_even_if_there_is_only_one() -> None:
     harness = build_harness(STATIC)
     harness.add(make_request(1))
     step(harness)
@@ -133,7 +133,7 @@ def test_the_next_batch_is_formed_when_all_members_are_cancelled() -> None:
 # --- dynamic: the clock -----------------------------------------------------------------------------------------
 
 
-def test_a_batch_waits_until_its_first_request_has_waited_for_the_time_out() -> None:
+def test_a_batch_is_formed_when_its_first_request_has_waited_for_the_timeout() -> None:
     harness = build_harness(replace(DYNAMIC, timeout_s=2.0))
     harness.expire(100.0)
     harness.add(make_request(1))
@@ -173,8 +173,8 @@ def test_the_next_wake_is_the_earlier_of_deadline_and_batch() -> None:
     assert harness.scheduler.next_wake_s == 3.0
 
 
-def test_a_dynamic_batch_does_not_wait_if_the_time_is_never_told() -> None:
-    """A caller that never tells the time gets static batching, and no deadlock."""
+def test_a_dynamic_batch_does_not_wait_if_the_clock_is_never_advanced() -> None:
+    """A caller that never passes the time gets static batching instead of a deadlock."""
     scheduler = Scheduler(SchedulerLimits(2, 8, 20), num_blocks=9, block_size=4, batching=DYNAMIC)
     scheduler.executor_attached(1, 9)
     scheduler.add(make_request(1))

@@ -58,7 +58,7 @@ def search(
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("length_penalty", [1.0, 0.0, 2.0, -0.5])
 @pytest.mark.parametrize("width", [2, 3, 4, 5, 6])
-def test_finds_what_transformers_finds(width: int, length_penalty: float, early_stopping: bool) -> None:
+def test_finds_the_same_beams_as_transformers(width: int, length_penalty: float, early_stopping: bool) -> None:
     torch.set_num_threads(1)
     reasons = set()
     for seed in range(8):
@@ -66,7 +66,7 @@ def test_finds_what_transformers_finds(width: int, length_penalty: float, early_
         model = build_model(seed)
         prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randint(1, 6))]
         end_ids = random.sample(range(VOCAB_SIZE), seed % 3)
-        if seed % 2:  # an end that comes up soon, too
+        if seed % 2:  # one more end token, which occurs early
             end_ids = sorted({*end_ids, random.choice(top_candidates(model, [prompt], width)[0][0])})
         max_new_tokens = random.randint(1, 12)
         num_returned = random.randint(1, width)
@@ -87,7 +87,7 @@ def test_finds_what_transformers_finds(width: int, length_penalty: float, early_
         params = BeamParams(width, num_returned, length_penalty, early_stopping)
         results, num_steps = search(model, prompt, params, end_ids, max_new_tokens)
         assert len(results) == num_returned
-        assert num_steps == len(output.scores), "no step more, no step less"
+        assert num_steps == len(output.scores), "the search takes as many steps"
         for result, sequence, score in zip(results, output.sequences, output.sequences_scores, strict=True):
             num_tokens = len(prompt) + len(result.token_ids)
             assert [*prompt, *result.token_ids] == sequence[:num_tokens].tolist()
@@ -124,7 +124,7 @@ def test_only_the_first_candidates_may_end() -> None:
 
 
 def test_a_token_of_probability_zero_is_no_candidate() -> None:
-    """With few tokens allowed the search narrows, widens again, and may return fewer results than requested."""
+    """With few allowed tokens, beams disappear and return, and the search may return fewer results than requested."""
     beams = BeamSearch(BeamParams(3, 3), {0: EOS}, 3)
     impossible = [-inf] * 4
     assert beams.decide([([5, 0, 1, 2, 3, 4], [-0.5, -0.9, *impossible])]) == [Survivor(0, 5)]
@@ -140,7 +140,7 @@ def test_a_token_of_probability_zero_is_no_candidate() -> None:
 def by_sorting_everything(
     scores: list[float], candidates: list[Candidates], width: int, num_candidates: int, end_ids: set[int]
 ) -> tuple[list[Survivor], list[float]]:
-    """Returns the beams that go on after one step, and their scores, by sorting all candidates."""
+    """Returns the beams that survive one step, and their scores, by sorting all candidates."""
     best = [
         (scores[beam] + value, beam, token_id)
         for beam, (token_ids, values) in enumerate(candidates)
@@ -152,7 +152,7 @@ def by_sorting_everything(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_lazy_ranking_finds_what_sorting_finds(seed: int) -> None:
+def test_lazy_ranking_equals_sorting_all_candidates(seed: int) -> None:
     """Scores are sums of quarters, so they are often equal and always exact."""
     random = Random(seed)
     params = BeamParams(random.randint(1, 8), 1, length_penalty=0.0)

@@ -1,4 +1,4 @@
-"""Beams in the scheduler: blocks counted by hand, and groups that end, restart or fail at every moment."""
+"""Beams in the scheduler: blocks counted by hand, and groups that end, restart or fail at different moments."""
 
 import pytest
 
@@ -88,7 +88,7 @@ def test_a_group_can_end_at_any_moment(when: str, how: str) -> None:
     assert how != "loss" or (1, 0) in harness.clients.ended
 
 
-def test_a_preempted_group_starts_again_and_finds_the_same() -> None:
+def test_a_preempted_group_restarts_and_finds_the_same_beams() -> None:
     harness = build_harness(13)
     harness.add(make_request(1, "abcdef", 30))
     harness.add(make_request(2, "uvwxyz", 12, beam=BeamParams(3, 3)))

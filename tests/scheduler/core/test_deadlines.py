@@ -11,7 +11,7 @@ def request(request_id: int, deadline_s: float | None) -> Request:
 
 
 def test_entries_of_ended_requests_are_bounded() -> None:
-    """Adds time-outs of a day, with no more than 100 requests at once."""
+    """Adds timeouts of a day, with no more than 100 requests at once."""
     unfinished: set[int] = set()
     deadlines = Deadlines(unfinished)
     for request_id in range(10_000):

@@ -6,10 +6,11 @@ needed, so a prompt of p tokens and an output of o tokens take p + o - 1 token s
     request          a   b   c   d   e   f   g   h   i   j
     prompt           5   3   6   2   7   4   1   9  10   3
     output           3   1   7   1  10   5  12   4  11   6
-    slots in the end 7   3  12   2  16   8  12  12  20   8
+    token slots      7   3  12   2  16   8  12  12  20   8
 
-All arrive at once. Step 1 computes the prompts of those that are admitted; then b and d have ended and released their
-blocks. Step 2 is in flight: each of the others computes one more token, and newcomers compute their prompts. Then:
+All arrive at once. Step 1 computes the prompts of the admitted requests; then b and d have ended and released their
+blocks. Step 2 is in flight: each of the others computes one more token, and newly admitted requests compute their
+prompts. Then the pool looks like this:
 
     letter   the token slot holds a token of that request
     +        reserved: it will hold one later

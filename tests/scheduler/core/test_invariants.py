@@ -1,4 +1,4 @@
-"""Checks that check_invariants finds and names each invariant that is broken.
+"""Tests that check_invariants finds and names each invariant that is broken.
 
 Each test changes one entry of the state of a scheduler that has waiting and running requests.
 """

@@ -34,7 +34,7 @@ def _diagram_lines() -> Iterator[str]:
             yield f"    {state.name} --> [*]"
 
 
-def test_the_state_diagram_is_the_table(regenerate: bool) -> None:
+def test_the_state_diagram_equals_the_table(regenerate: bool) -> None:
     page = PAGE.read_text()
     if regenerate:
         page = DIAGRAM.sub(lambda _: f"```mermaid\n{draw_states()}```", page)
@@ -43,7 +43,7 @@ def test_the_state_diagram_is_the_table(regenerate: bool) -> None:
 
 
 def test_every_change_of_state_in_the_table_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No other change happens either: `become` would refuse it."""
+    """No other change of state happens, because `become` would refuse it."""
     seen: set[tuple[State, State]] = set()
     become = Sequence.become
 

@@ -1,4 +1,4 @@
-"""The KV ledger: which blocks a sequence gets, shares, copies and finds again."""
+"""The KV cache: which blocks a sequence gets, shares, copies and finds again."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_takes_a_block_only_when_a_token_needs_it() -> None:
     assert sequence.block_table == [1, 2, 3]
 
 
-def test_writes_freely_up_to_its_write_limit() -> None:
+def test_writes_up_to_the_write_limit_need_no_allocation() -> None:
     cache = cache_of(4)
     sequence = admit(cache, "abcde")
     assert (sequence.num_planned_tokens, sequence.write_limit) == (5, 8)
@@ -154,7 +154,7 @@ def test_a_hit_leaves_the_last_token_to_compute() -> None:
     assert cache.find_prefix(make_sequence("abcdefghi")) == [1, 2]
 
 
-def test_salts_do_not_share() -> None:
+def test_requests_with_different_salts_share_no_blocks() -> None:
     cache = cache_of(8)
     commit(cache, admit(cache, "abcdef", salt=b"alice"))
     assert cache.find_prefix(make_sequence("abcdef")) == []

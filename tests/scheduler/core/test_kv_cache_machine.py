@@ -1,4 +1,4 @@
-"""The KV ledger under random moves, compared with a naive model."""
+"""The KV cache under random operations, compared with a naive model."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -18,7 +18,7 @@ from tests.support.core.naive_kv_cache import NaiveKVCache
 tokens = st.integers(0, 1)
 chunks = st.integers(1, 6)
 numbers = st.integers(0, 15)
-prompts = st.builds(  # often the head of a common text, and a tail of its own
+prompts = st.builds(  # often the head of a common text and a random tail
     lambda num_common, tail: [0, 1, 1, 0, 1, 0, 0, 0][:num_common] + tail,
     st.sampled_from((0, 4, 8)),
     st.lists(tokens, min_size=1, max_size=4),
@@ -131,7 +131,7 @@ class KVCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.naive.published)
     @rule(number=numbers)
     def forget_prefixes(self, number: int) -> None:
-        if number == 15:  # rare, or no cached prefix would ever be found
+        if number == 15:  # rare, because otherwise no cached prefix would be found
             assert self.cache.forget_prefixes() == self.naive.forget_prefixes()
 
     def try_write(self, sequences: list[Sequence], num_tokens: int) -> bool:

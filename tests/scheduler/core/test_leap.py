@@ -243,7 +243,7 @@ def test_leaps_over_plans_in_flight_but_not_over_prompts() -> None:
     core.schedule()
     commit(core)
     assert leap(core, 10, TOKEN) == 10
-    assert leap(core, 1000, TOKEN) == 54 - 13, "plans 1 to 12 of 54 are out, and the 54th ends it"
+    assert leap(core, 1000, TOKEN) == 54 - 13, "plans 1 to 12 of 54 are in flight, and the 54th ends it"
     assert core.schedule() is not None
 
 

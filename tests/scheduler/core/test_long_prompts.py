@@ -1,4 +1,4 @@
-"""The second half of I15: a prompt that takes several steps leaves room for newcomers in each of them."""
+"""The second half of I15: a prompt that takes several steps leaves room for new requests in each step."""
 
 from collections import Counter
 
@@ -39,7 +39,7 @@ def test_short_prompts_do_not_wait_for_a_long_one() -> None:
     harness.run()
 
 
-def test_a_long_prompt_gets_what_short_ones_leave_and_at_least_half() -> None:
+def test_a_long_prompt_gets_the_budget_that_short_ones_leave_and_at_least_half() -> None:
     harness = build(make_request(1, LONG, 1))
     chunks(harness)
     harness.add(make_request(2, "xyz", 1))
@@ -65,7 +65,7 @@ def test_a_long_prompt_takes_at_most_twice_the_steps_whatever_arrives() -> None:
     assert harness.scheduler.state.counters.num_steps <= 2 * -(-90 // BUDGET)
 
 
-def test_prompts_share_what_decodes_leave() -> None:
+def test_prompts_share_the_budget_that_decodes_leave() -> None:
     harness = build(make_request(1, "ab", 30), make_request(2, "cd", 30))
     chunks(harness)
     harness.add(make_request(3, LONG, 1))

@@ -1,6 +1,6 @@
-"""Checks that the simulation finds and names bugs: each of these is planted in the core on purpose.
+"""Checks that the simulation finds and names bugs, which are planted in the core on purpose.
 
-A mutation replaces one function or method of the core. Worlds that end well without it must not end well with it.
+A mutation replaces one function or method of the core. Simulations that pass without it must fail with it.
 """
 
 from collections.abc import Callable
@@ -214,8 +214,8 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (give_away_promised_blocks, "I10: .* blocks promised|every running sequence has its blocks promised"),
     (accept_results_of_lost_executors, "I17: a result"),
     (end_a_sequence_one_token_early, "I11: .* ended by"),
-    (report_on_the_prompt_again_after_a_preemption, "I18: .* is told of prompt token"),
-    (read_prefixes_that_are_to_be_reported_on, "I18: (wrong log-probabilities|.* was told of)"),
+    (report_on_the_prompt_again_after_a_preemption, "I18: .* reports prompt token"),
+    (read_prefixes_that_are_to_be_reported_on, "I18: (wrong log-probabilities|.* got .* prompt tokens)"),
     (wait_for_prefixes_that_no_plan_computes, "I12: .* never ended|I12: nothing is in flight"),
     (leave_bounds_as_they_were, "would fit"),
     *beam_mutations.MUTATIONS,

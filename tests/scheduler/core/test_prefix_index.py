@@ -44,7 +44,7 @@ def test_a_match_ends_at_the_first_gap() -> None:
     assert index.longest_match(chain_of(index, "abcdef")) == [1]
 
 
-def test_salts_and_models_do_not_share() -> None:
+def test_different_salts_or_models_have_different_digests() -> None:
     index = index_of("abcd", salt=b"alice")
     assert index.longest_match(chain_of(index, "abcd", b"alice")) == [1, 2]
     assert index.longest_match(chain_of(index, "abcd", b"bob")) == []
@@ -69,7 +69,7 @@ def test_a_chain_grows_in_place_and_only_if_it_is_too_short() -> None:
     assert index.extend_chain(chain, to_ids("abcdef"), 1, b"") == chain_of(index, "abcdef"), "never shortened"
 
 
-def test_of_two_blocks_with_the_same_contents_the_first_stays_published() -> None:
+def test_the_first_of_two_blocks_with_the_same_contents_stays_published() -> None:
     index = index_of("ab")
     index.publish(7, chain_of(index, "ab")[0])
     assert index.longest_match(chain_of(index, "ab")) == [1]

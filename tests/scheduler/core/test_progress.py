@@ -1,7 +1,7 @@
-"""Bounded progress: every admitted request ends, soon and in turn, whatever other requests there are.
+"""Bounded progress: every admitted request ends within a bound and in order, however many other requests arrive.
 
-The harness checks the bounds after every move (`checked_scheduler.py`: I12 to I16). These tests put them under
-pressure, show which are tight, and give examples.
+The harness checks the bounds after every move (`checked_scheduler.py`: I12 to I16). These tests create the worst
+cases, show which bounds are tight, and give examples.
 """
 
 from random import Random
@@ -59,7 +59,7 @@ def admission_order(harness: Harness) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_later_arrivals_do_not_hold_up_earlier_ones(seed: int) -> None:
+def test_later_arrivals_delay_earlier_ones_by_a_bounded_number_of_steps(seed: int) -> None:
     """Under FCFS an endless stream of later requests costs earlier ones a bounded number of steps.
 
     One request arrives at each step, and all need the same few blocks. Between two steps in which an earlier sequence
@@ -166,7 +166,7 @@ def test_fcfs_ignores_priorities() -> None:
     assert admission_order(build_harness(*requests, max_num_seqs=1)) == [0, 1, 2, 3, 4]
 
 
-def test_the_priority_policy_admits_urgent_requests_first_and_equals_in_order_of_arrival() -> None:
+def test_the_priority_policy_admits_urgent_requests_first_and_equal_ones_in_order_of_arrival() -> None:
     priorities = [2, 0, 1, 0, 2]
     requests = [make_request(i, "ab", 3, priority=priority) for i, priority in enumerate(priorities)]
     assert admission_order(build_harness(*requests, max_num_seqs=1, policy=PRIORITY)) == [1, 3, 2, 0, 4]
@@ -226,7 +226,7 @@ def test_a_poison_request_fails_alone(policy: Policy, position: int, max_losses:
     assert run_with_poison(harness) == max_losses + 1
     harness.clients.assert_served()
     assert harness.clients.ended.pop((POISON, 0)) is FinishReason.ERROR
-    assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}, "all neighbours get all their tokens"
+    assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}, "all other requests get all their tokens"
 
 
 @pytest.mark.parametrize("num_sequences", [2, 3])
@@ -241,7 +241,7 @@ def test_a_poison_request_of_several_samples_fails_as_a_whole(num_sequences: int
     assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}
 
 
-def test_neighbours_of_a_poison_request_are_suspects_until_their_next_token() -> None:
+def test_sequences_beside_a_poison_request_are_suspects_until_their_next_token() -> None:
     harness = build_harness(make_request(1, "abc", 9), make_request(POISON, "xyz", 9), make_request(2, "def", 9))
     for _ in range(2):
         harness.schedule()
@@ -255,7 +255,7 @@ def test_neighbours_of_a_poison_request_are_suspects_until_their_next_token() ->
     assert not alone.is_suspect
     harness.add(make_request(3))
     step(harness)
-    assert len(list(harness.scheduler.state.batch.running)) == 1, "the next suspect in line has to run alone, too"
+    assert len(list(harness.scheduler.state.batch.running)) == 1, "the next suspect in the queue has to run alone, too"
 
 
 def test_losses_with_progress_in_between_fail_no_request() -> None:

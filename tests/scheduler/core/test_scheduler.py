@@ -192,7 +192,7 @@ def test_plans_nothing_without_an_executor() -> None:
     assert scheduler.schedule() is not None
 
 
-def test_epochs_increase_and_begin_with_step_one() -> None:
+def test_epochs_increase_and_each_begins_with_step_one() -> None:
     harness = build_harness()
     harness.add(make_request(1))
     harness.schedule()
@@ -212,7 +212,7 @@ def test_one_executor_at_a_time() -> None:
         harness.scheduler.executor_attached(2, 9)
 
 
-def test_no_prefix_survives_its_executor() -> None:
+def test_cached_prefixes_are_dropped_with_their_executor() -> None:
     harness = build_harness()
     harness.add(make_request(1, "abcdefgh"))
     harness.run()
@@ -223,7 +223,7 @@ def test_no_prefix_survives_its_executor() -> None:
     assert harness.clients.num_cached_tokens == {1: 0, 2: 0}
 
 
-def test_a_preempted_sequence_is_queued_since_its_preemption() -> None:
+def test_the_queue_time_of_a_preempted_sequence_starts_at_its_preemption() -> None:
     harness = build_harness(num_usable_blocks=4)
     for request_id in (1, 2):
         harness.add(make_request(request_id, "abcdefg"[request_id:], 9))

@@ -1,7 +1,7 @@
 """The scheduler under random moves of clients, executors and time, with every invariant checked after each of them.
 
 The harness (`checked_scheduler.py`) checks invariants, order and progress, and compares each token that a client gets
-with the one that its sequence must generate whatever happens around it.
+with the one that its sequence must generate in every schedule.
 """
 
 from collections import Counter
@@ -71,7 +71,7 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request whose time of arrival is not known yet."""
+    """A request without its id and its time of arrival."""
 
     num_common: int  # tokens of the common text that its prompt starts with
     tail: list[int]
@@ -256,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(number=numbers)
     def reset_prefix_cache(self, number: int) -> None:
-        if number == 0:  # rare, or no cached prefix would ever be found
+        if number == 0:  # rare, because otherwise no cached prefix would be found
             self.harness.reset_prefix_cache()
 
     # --- executors --------------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.harness.in_flight)
     @rule(number=numbers)
     def executor_lost(self, number: int) -> None:
-        """Loses the executor; now and then several in a row."""
+        """Loses the executor, sometimes several in a row."""
         self.harness.lose()
         for _ in range(max(0, number - 26)):
             self.harness.attach()

@@ -16,7 +16,7 @@ def sequence_in(state: State) -> Sequence:
 
 
 @pytest.mark.parametrize(("source", "target"), list(product(State, State)))
-def test_changes_state_only_as_the_table_says(source: State, target: State) -> None:
+def test_changes_state_only_as_the_table_allows(source: State, target: State) -> None:
     sequence = sequence_in(source)
     if target in TRANSITIONS[source]:
         sequence.become(target)

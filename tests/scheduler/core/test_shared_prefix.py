@@ -1,4 +1,4 @@
-"""Requests that arrive together with one new prefix: it is computed once, and no request waits longer than that."""
+"""Requests that arrive together with one new prefix: it is computed once, and no request waits longer for it."""
 
 from __future__ import annotations
 

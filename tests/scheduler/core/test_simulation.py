@@ -1,4 +1,4 @@
-"""Simulates thousands of worlds with crashes and lost connections, in which every client gets exactly its tokens."""
+"""Simulates worlds with crashes and lost connections, and checks that every client gets exactly its tokens."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ def test_every_world_ends_well(chunk: int, effort: int) -> None:
 
 @pytest.mark.exhaustive
 def test_worlds_cover_every_kind_of_event() -> None:
-    """Checks that the simulated worlds cover everything that the core can do."""
+    """Checks that the simulated worlds cover every kind of event in the core."""
     num_seeds = 1200
     num_worlds: Counter[str] = Counter()
     for seed in range(num_seeds):

@@ -1,4 +1,4 @@
-"""An executor returns with a smaller pool: which requests go on, and which end with what reason."""
+"""An executor returns with a smaller pool: which requests continue, and which end for which reason."""
 
 from dataclasses import replace
 

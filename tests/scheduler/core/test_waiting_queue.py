@@ -1,4 +1,4 @@
-"""The waiting queue: in the order of the policy, whatever the order of arrival."""
+"""The waiting queue follows the order of the policy, whatever the order of arrival."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tests what the engine tells clients, and how it takes, cancels and drains requests."""
+"""Tests the events that the engine sends to clients, and how it accepts, cancels and drains requests."""
 
 import asyncio
 from dataclasses import replace
@@ -76,7 +76,7 @@ async def test_a_small_token_budget_narrows_the_batch() -> None:
             await sink.check()
 
 
-async def test_cancelling_releases_the_blocks_and_tells_the_sink_nothing_more() -> None:
+async def test_cancelling_releases_the_blocks_and_ends_the_events_of_the_sink() -> None:
     async with running_engine(FakeClient()) as engine:
         sink, other = submit(engine, [1, 2, 3], 150), submit(engine, [4, 5], 50)
         await sink.first_token.wait()
@@ -99,7 +99,7 @@ async def test_stopping_one_sample_leaves_the_others() -> None:
         assert len(sink.outputs[0]) == 20
 
 
-async def test_a_sample_that_ends_as_its_sibling_stops_is_told_so() -> None:
+async def test_a_sample_that_ends_in_the_step_in_which_another_stops_is_reported() -> None:
     """Sample 0 reaches a stop string with its third token, in the step in which sample 1 samples EOS."""
     prompt, params = [1, 2, 3], SequenceParams(max_total_tokens=20)
     first, _ = expected_output(prompt, params, 100, DESCRIPTION.vocab_size)
@@ -152,7 +152,7 @@ async def test_a_broken_sink_ends_only_its_own_request(caplog: pytest.LogCapture
         await submit(engine, [1, 2, 3], 30).check()
         assert engine.core is not None
         assert not engine.core.has_request(broken.request_id)
-    assert next(calls) == 1, "it was told more after it had raised an exception"
+    assert next(calls) == 1, "it received an event after it had raised an exception"
     assert ["its sink has failed" in record.message for record in caplog.records if record.levelname == "ERROR"] == [
         True
     ]

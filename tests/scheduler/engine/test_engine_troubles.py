@@ -24,7 +24,7 @@ from tests.support.waiting import until
 
 
 def break_a_commit(patch: pytest.MonkeyPatch, number: int) -> None:
-    """Makes the commit of this number fail after it has added its tokens, and before the clients are told of them."""
+    """Makes the commit of this number fail after it has added its tokens, and before the clients receive them."""
     end_sequences, num_commits = commit._end_sequences, 0
 
     def broken(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
@@ -101,7 +101,7 @@ async def test_a_bug_found_by_cancel_fails_all_requests_but_not_the_caller(monke
         break_the_next_call(monkeypatch, "end_request")
         engine.cancel(cancelled.request.request_id)
         await check_all_fail_and_the_core_is_replaced(engine, others)
-        assert not cancelled.done.is_set(), "its sink is told nothing more"
+        assert not cancelled.done.is_set(), "its sink receives no more events"
 
 
 class StoppingSink(RecordingSink):

@@ -1,4 +1,4 @@
-"""Tests the scheduler's end of the plan stream over gRPC, with the real executor or one that sends invalid results."""
+"""Tests the scheduler's side of the plan stream over gRPC, with the real executor and with an invalid one."""
 
 import asyncio
 from collections import Counter

@@ -83,7 +83,7 @@ async def test_an_idle_executor_that_hangs_is_abandoned_and_attached_again() -> 
         await submit(engine, [1, 2, 3]).check()
 
 
-async def test_an_idle_executor_is_probed_now_and_then() -> None:
+async def test_an_idle_executor_is_probed_periodically() -> None:
     client = FakeClient()
     async with running_engine(client, step_timeout_s=0.02) as engine:
         await until(lambda: client.num_probes >= 4)
@@ -91,7 +91,7 @@ async def test_an_idle_executor_is_probed_now_and_then() -> None:
 
 
 async def test_a_busy_executor_is_not_probed() -> None:
-    """Its results show that it works, and an answer would wait behind plans, each of which has its own time."""
+    """Its results show that it works, and an answer would have to wait behind plans."""
     client = FakeClient()
     async with running_engine(client, step_timeout_s=0.2) as engine:
         num_probes = client.num_probes
@@ -119,7 +119,7 @@ async def test_a_smaller_pool_fails_only_requests_that_cannot_fit_it(caplog: pyt
 
 
 async def test_a_pool_with_one_block_less_ends_no_open_ended_request() -> None:
-    """Its bound is the whole pool, and an executor that measures its memory again seldom gets the same pool."""
+    """Their bound is the whole pool, and an executor that returns rarely finds exactly the same free memory."""
     client = FakeClient(replace(DESCRIPTION, num_blocks=41))
     async with running_engine(client) as engine:
         prompt = [1, 2, 3]

@@ -72,7 +72,7 @@ def test_the_expected_time_follows_a_machine_that_becomes_faster() -> None:
     assert timing.expected_s(step(8)) == pytest.approx(0.02, rel=0.15)
 
 
-def test_no_plan_is_delayed_while_nothing_is_known() -> None:
+def test_no_plan_is_delayed_before_the_first_step_is_measured() -> None:
     timing = PlanTiming()
     assert timing.expected_s(step(8, 100)) == 0.0
     assert timing.delayed_until_s(core(), in_flight(step(8, 100, planned_s=NOW_S))) is None
@@ -110,7 +110,7 @@ def test_a_third_plan_waits_for_the_end_of_the_second_step() -> None:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2, 3])
-def test_no_plan_is_delayed_that_may_not_be_sent_anyway(max_in_flight: int) -> None:
+def test_no_delay_is_set_for_a_plan_that_may_not_be_sent_yet(max_in_flight: int) -> None:
     timing = timing_after(step(8, busy_s=LONG_S))
     traces = in_flight(*[step(8, planned_s=NOW_S)] * max_in_flight)
     assert timing.delayed_until_s(core(max_in_flight=max_in_flight), traces) is None

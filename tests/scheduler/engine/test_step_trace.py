@@ -26,7 +26,7 @@ async def test_a_request_is_traced_as_a_prompt_and_decodes_with_growing_contexts
     assert [step.num_prefill_pairs for step in steps] == [1 + 2 + 3, 0, 0, 0]
 
 
-async def test_a_lost_executor_starts_the_loads_anew() -> None:
+async def test_the_loads_start_again_with_a_new_executor() -> None:
     """The running request is computed again, which counts as a prompt."""
     client = FakeClient()
     async with running_engine(client) as engine:

@@ -1,4 +1,4 @@
-"""Tests two schedulers on one executor over real gRPC: the second takes it at once, the first then pauses."""
+"""Tests two schedulers on one executor over real gRPC: the second takes it over at once, and the first then pauses."""
 
 import asyncio
 import logging

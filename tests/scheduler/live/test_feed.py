@@ -44,7 +44,7 @@ def submit(served: Served, num_tokens: int = 20, n: int = 1) -> EndSink:
 
 
 async def follow(viewer: Viewer, page_state: PageState, condition: Callable[[], bool]) -> None:
-    """Takes events until the condition is true. Comments come often, so that it is also checked without an event."""
+    """Takes events until the condition is true. Frequent comments make sure that it is checked without events, too."""
     async with asyncio.timeout(30):
         while not condition():
             event = await viewer.next_event(0.01)

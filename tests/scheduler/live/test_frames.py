@@ -1,4 +1,4 @@
-"""Tests what frames contain, and that it is enough, with snapshots made by hand."""
+"""Tests with handmade snapshots that frames contain what the page needs, and no more."""
 
 from dataclasses import replace
 

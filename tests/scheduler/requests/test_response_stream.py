@@ -95,7 +95,7 @@ async def test_streams_that_wait_for_their_turn_coalesce() -> None:
 
 
 async def test_cancelled_reader_leaves_the_write_queue() -> None:
-    """The readers wait for news or for their turn, have just got their turn, or are writing."""
+    """The readers wait for output or for their turn, have just got their turn, or are writing."""
     write_queue = WriteQueue()
     rigs = [started_rig(write_queue=write_queue) for _ in range(4 * MIN_GROUP)]
     tasks = [asyncio.ensure_future(anext(rig.stream.messages())) for rig in rigs]

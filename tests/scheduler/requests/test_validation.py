@@ -1,4 +1,4 @@
-"""Every field with values that have worked as attacks: each is a violation of the field, or a clear refusal."""
+"""Tests every field with hostile values: each is a violation of the field, or a clear refusal."""
 
 from dataclasses import replace
 from typing import Any

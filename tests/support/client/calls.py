@@ -1,4 +1,4 @@
-"""One interface to both clients, so that a test of what they share runs with each of them."""
+"""One interface to both clients, so that a test of common behaviour runs with each of them."""
 
 import asyncio
 from typing import Any

@@ -40,7 +40,7 @@ async def never() -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Returns False for a zombie too: its process has ended, and only its exit status is left."""
+    """Returns whether the process runs. A zombie does not: it has ended, and only its exit status is left."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

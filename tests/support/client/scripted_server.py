@@ -115,7 +115,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         self._loop.close()
 
     def saw_cancellation(self) -> bool:
-        """Waits for a cancellation; returns False if none comes."""
+        """Waits for a cancellation; returns False if none arrives."""
         return self.cancelled.wait(WAIT_S)
 
     def _await(self, coroutine: Any) -> Any:

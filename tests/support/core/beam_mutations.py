@@ -75,7 +75,7 @@ def free_blocks_of_beams_in_flight(patch: pytest.MonkeyPatch) -> None:
 
 
 def keep_beams_when_preempting(patch: pytest.MonkeyPatch) -> None:
-    """Keeps their scores: the search goes on where it was, but from the prompt."""
+    """Keeps beams and scores: the search continues from its old state, although the prompt is computed again."""
     restart = BeamGroup.restart
 
     def mutant(group: BeamGroup) -> None:

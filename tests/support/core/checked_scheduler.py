@@ -56,8 +56,8 @@ class Coverage:
     num_deferred_releases: int = 0
     num_suspects: int = 0  # admissions that run alone
     num_beam_steps: int = 0  # plans with branches
-    num_narrow_beams: int = 0  # those of them with fewer beams than the group has slots
-    num_beams_beside: int = 0  # those of them with rows of other requests, too
+    num_narrow_beams: int = 0  # such plans with fewer beams than the group has slots
+    num_beams_beside: int = 0  # such plans that also have rows of other requests
     num_beams_behind: int = 0  # plans that left while a group waited for its candidates
     num_guaranteed_beams: int = 0
     num_preempted_beams: int = 0
@@ -65,14 +65,14 @@ class Coverage:
     num_prompt_logprobs: int = 0
     num_lost_flights: int = 0
     num_narrowed: int = 0  # open-ended requests that got a bound from a smaller pool
-    num_ended_by_pool: int = 0  # sequences that were beyond that bound
+    num_ended_by_pool: int = 0  # sequences that had reached that bound
     num_external: int = 0  # results after which free runs were too short for the head of the queue
     num_batches: int = 0  # closed batches
     num_waits_for_batch: int = 0  # calls that planned nothing while a batch was filling
 
 
 class CheckedScheduler:
-    """A scheduler with its fake executor and fake clients, and the checks that need a view of all three."""
+    """A scheduler with a fake executor and fake clients, and the checks that involve all three."""
 
     def __init__(
         self,
@@ -114,13 +114,13 @@ class CheckedScheduler:
             if free:
                 raise InvariantViolation(f"I6: plan {flight.plan.step_id} in flight can touch the free blocks {free}")
         num_steps = self.scheduler.state.counters.num_steps
-        assert num_steps <= self.bound.max_steps, f"I12: {num_steps} steps, {self.bound.max_steps} should do"
+        assert num_steps <= self.bound.max_steps, f"I12: {num_steps} steps, the bound is {self.bound.max_steps}"
         for sequence in unfinished_sequences(self.scheduler.state):
             most = most_preemptions(self.scheduler.state.limits.max_preemptions, sequence.index)
             assert sequence.num_preemptions <= most, f"I14: {sequence!r} was preempted {sequence.num_preemptions} times"
 
     def _check_progress_is_possible(self) -> None:
-        """Checks I12: if nothing is planned, a result, an executor or the time to form a batch is still to come."""
+        """Checks I12: if nothing is planned, a result, an executor or the time to form a batch is awaited."""
         if self.executor is None or self.in_flight or not self.scheduler.num_unfinished_requests:
             return
         due_s = self.scheduler.state.admission_queue.due_s
@@ -130,8 +130,8 @@ class CheckedScheduler:
     def _check_order(self, waiting_before: list[Sequence]) -> None:
         """Checks I13 and I16.
 
-        I13: no sequence overtakes, and none is admitted behind a first in line that cannot go on. I16: a suspect has
-        no neighbours but the samples of its own request.
+        I13: no sequence overtakes, and none is admitted behind a first in line that cannot continue. I16: a suspect
+        runs beside no sequences except samples of its own request.
         """
         order = self.scheduler.state.policy.order
         running = set(self.scheduler.state.batch.running)
@@ -141,11 +141,11 @@ class CheckedScheduler:
             overtaken = [waiting for waiting in self._admissible_sequences() if order(waiting) < order(last)]
             assert not overtaken, f"I13: {last!r} overtook {overtaken}"
             assert self._first_in_line_has_row(order(last)), (
-                f"I13: {last!r} was admitted behind a sequence that cannot go on"
+                f"I13: {last!r} was admitted behind a sequence that cannot continue"
             )
         if any(sequence.is_suspect for sequence in running):
             num_requests = len({sequence.request.request_id for sequence in running})
-            assert num_requests == 1, "I16: a suspect has neighbours"
+            assert num_requests == 1, "I16: a suspect runs beside other requests"
 
     def _admissible_sequences(self) -> list[Sequence]:
         """Returns the waiting sequences that may be admitted: all, or those of members of the closed batch."""
@@ -156,7 +156,8 @@ class CheckedScheduler:
     def _check_batch(self, members_before: list[int], waiting_before: list[Sequence]) -> None:
         """Checks I20: a closed batch keeps its members until all have ended.
 
-        Then the next is formed of the head of the queue, once it is full or the first to arrive has waited long enough.
+        Then the next batch is formed from the head of the queue, when it is full or when the first of its requests to
+        arrive has waited long enough.
         """
         scheduler, members = self.scheduler, batch_members(self.scheduler.state)
         if members_before or not isinstance(scheduler.state.admission_queue, ClosedBatch):
@@ -188,7 +189,7 @@ class CheckedScheduler:
         if first is None or order(first) >= before or first in sampled:
             return True
         slot = self.executor.slots[first.slot]
-        return slot.row_count > 0 or slot.is_undecided  # beams go on when their results arrive
+        return slot.row_count > 0 or slot.is_undecided  # beams continue when their results arrive
 
     def _check_decodes(self, plan: StepPlan, sampling_before: set[int]) -> None:
         """Checks I15: a slot that sampled in the last plan has a row in this one, unless it was retired."""
@@ -255,7 +256,7 @@ class CheckedScheduler:
         """Checks that a sequence ended by a smaller pool has all the tokens that this pool allows."""
         self.coverage.num_ended_by_pool += 1
         params = sequence.request.params
-        assert sequence.request.is_open_ended, f"{sequence!r} has a bound of its own"
+        assert sequence.request.is_open_ended, f"{sequence!r} is not open-ended"
         assert sequence.num_tokens >= max(self.scheduler.max_tokens_per_sequence, params.min_total_tokens)
 
     def _would_fit(self, request: Request) -> bool:

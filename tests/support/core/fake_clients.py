@@ -1,4 +1,4 @@
-"""Fake clients: they know which events they must get, and fail at once on any other."""
+"""Fake clients, which know the events that they must get and fail at once on any other event."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -15,10 +15,10 @@ FAILED = (FinishReason.DEADLINE, FinishReason.ERROR, FinishReason.CAPACITY)
 
 @dataclass
 class FakeClients:
-    """All clients.
+    """The clients of all requests.
 
-    A client gets `started` once, then the expected tokens of each of its sequences, each once and in order (I11), then
-    the end of each. After it has gone away it gets no event.
+    A client gets `started` once, then the expected tokens of each of its sequences, each once and in order (I11), and
+    then the end of each sequence. After it has disconnected it gets no events.
     """
 
     vocab_size: int
@@ -43,14 +43,14 @@ class FakeClients:
             self.received[key] = []
 
     def count_ends(self) -> dict[str, int]:
-        """Returns the number of ended sequences by reason, reasons that never came included."""
+        """Returns the number of ended sequences by reason, including reasons that did not occur."""
         num_ended = Counter(self.ended.values())
         return {f"finished: {reason.value}": num_ended[reason] for reason in FinishReason}
 
     def narrow(self, most_tokens: int) -> int:
         """Called for a pool in which a sequence can reach `most_tokens`; returns the number of requests concerned.
 
-        A client that named no bound then expects no more tokens than that, or than it already has.
+        A client that set no max_tokens then expects at most that many tokens, or the tokens that it has already.
         """
         open_ended = [self.requests[request_id] for request_id in self.open_requests()]
         concerned = [r for r in open_ended if r.is_open_ended and r.params.max_total_tokens > most_tokens]
@@ -127,9 +127,9 @@ class FakeClients:
         """Checks that each position is reported once, and in order."""
         request = sequence.request
         num_known = self.num_prompt_logprobs.get(request.request_id, 0)
-        assert sequence.index == 0, "I18: a sample told of the prompt"
-        assert first == num_known + 1, f"I18: {sequence!r} is told of prompt token {first}, knows {num_known}"
-        assert tokens, "I18: nothing told"
+        assert sequence.index == 0, "I18: a sample reports on the prompt"
+        assert first == num_known + 1, f"I18: {sequence!r} reports prompt token {first} after {num_known} others"
+        assert tokens, "I18: an empty report"
         for position, logprobs in enumerate(tokens, first):
             context = context_of(list(request.prompt_token_ids[:position]))
             width = request.params.num_prompt_logprobs
@@ -149,7 +149,7 @@ class FakeClients:
     def _hear_end(self, key: Key, reason: FinishReason) -> None:
         assert key not in self.ended, f"I11: {key} ended twice"
         self.ended[key] = reason
-        # A client's stop string ends a sequence by STOP, too, with the tokens sent so far.
+        # A client's stop string also ends a sequence with STOP, after the tokens sent so far.
         is_whole = (self.received[key], reason) == self.expected.get(key)
         assert key[0] not in self.beams or reason in FAILED, f"I11: {key} ended without its beams"
         assert reason not in ENDED_BY_EXECUTOR or is_whole, f"I11: {key} ended by {reason} at {self.received[key]}"
@@ -163,6 +163,6 @@ class FakeClients:
                 asked = self.requests[key[0]].params.num_prompt_logprobs
                 num_told = self.num_prompt_logprobs.get(key[0], 0)
                 assert not asked or num_told == num_prompt_tokens - 1, (
-                    f"I18: {key} was told of {num_told} prompt tokens"
+                    f"I18: {key} got {num_told} prompt tokens with log-probabilities"
                 )
                 assert (self.received[key], reason) == self.expected[key]

@@ -2,7 +2,7 @@
 
 Its "KV" makes mistakes visible. The entry of a token is a hash of the token and of *every entry before it, read
 through the block table*; the sampled token is a hash of all entries and the seed. So a stale, missing or overwritten
-block anywhere changes the output, and `expected_output` knows what it should be.
+block anywhere changes the output. `expected_output` returns the right output.
 """
 
 from array import array
@@ -27,7 +27,7 @@ def sample_token(entries: list[int], seed: int, vocab_size: int) -> int:
 
 
 def end_reason(params: SequenceParams, token_id: int, num_tokens: int) -> FinishReason | None:
-    """Returns why a sequence ends with this token, its `num_tokens`-th; None: it goes on."""
+    """Returns the reason why a sequence of `num_tokens` tokens ends with this one, or None if it continues."""
     if num_tokens >= params.min_total_tokens:
         if token_id in params.eos_token_ids:
             return FinishReason.EOS
@@ -39,7 +39,7 @@ def end_reason(params: SequenceParams, token_id: int, num_tokens: int) -> Finish
 def expected_output(
     prompt: list[int], params: SequenceParams, seed: int, vocab_size: int
 ) -> tuple[list[int], FinishReason]:
-    """Returns the output that a sequence must generate whatever happens around it, and how it ends."""
+    """Returns the output that a sequence must generate in every schedule, and the reason for its end."""
     entries: list[int] = []
     for token_id in prompt:
         entries.append(kv_entry(entries, token_id))
@@ -76,7 +76,7 @@ def context_of(text: list[int]) -> list[int]:
 
 
 def expected_beams(request: Request, vocab_size: int) -> list[BeamResult]:
-    """Returns the beams that a search must find whatever happens around it."""
+    """Returns the beams that a search must find in every schedule."""
     assert request.beam is not None
     params, prompt = request.params, list(request.prompt_token_ids)
     reasons = dict.fromkeys(params.stop_token_ids, FinishReason.STOP)
@@ -139,7 +139,7 @@ class FakeExecutor:
         self.kv: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Raises PlanError if the plan breaks a rule."""
+        """Executes a plan and returns its result. Raises PlanError if the plan breaks a rule."""
         require(plan.epoch == self.epoch, f"epoch {plan.epoch}, not {self.epoch}")
         require(plan.step_id == self.step_id + 1, f"step {plan.step_id} after {self.step_id}")
         self.step_id = plan.step_id
@@ -202,7 +202,7 @@ class FakeExecutor:
             require(all(0 < block < self.num_blocks for block in slot.block_table), "block id outside the pool")
 
     def _branch(self, branches: list[int]) -> None:
-        """Applies all branches at once: parents are as they were before."""
+        """Applies all branches at once: each copies its parent as it was before the first branch."""
         targets = branches[::3]
         require(len(set(targets)) == len(targets), "two branches into one slot")
         before = dict(self.slots)

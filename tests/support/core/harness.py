@@ -17,7 +17,7 @@ class Harness(CheckedScheduler):
     # --- requests ---------------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """Raises CapacityExceeded and QueueFull as the scheduler does."""
+        """Adds a request. Raises CapacityExceeded and QueueFull like the scheduler."""
         self.scheduler.add(request, self.now_s)
         self.arrivals_s[request.request_id] = self.now_s
         self.clients.submit(request)
@@ -89,7 +89,7 @@ class Harness(CheckedScheduler):
             assert sequence.num_losses > self.scheduler.state.limits.max_losses
         self._hear(events)
         for request_id in {sequence.request.request_id for sequence, _ in events.finished}:
-            self.cancel(request_id)  # a request fails as a whole, as in the shell
+            self.cancel(request_id)  # a request fails as a whole, as in the engine
         return events
 
     # --- steps ------------------------------------------------------------------------------------------------

@@ -44,5 +44,5 @@ def make_request(
 
 
 def make_sequence(prompt: str, *, salt: bytes = b"") -> CoreSequence:
-    """Returns a sequence as it is in the waiting queue."""
+    """Returns a new sequence, in the state of a waiting one."""
     return CoreSequence(make_request(1, prompt, 100, salt=salt), index=0, arrival=1)

@@ -25,7 +25,7 @@ def form_the_next_batch_before_the_last_has_ended(patch: pytest.MonkeyPatch) -> 
 
 
 def drop_members_when_they_are_preempted(patch: pytest.MonkeyPatch) -> None:
-    """Drops members that lose their executor, too: both wait, and are then taken for other requests."""
+    """Drops members that lose their executor, too: both return to the queue and then count as other requests."""
     members = ClosedBatch.members
 
     def mutant(batch: ClosedBatch) -> list[ActiveRequest]:

@@ -1,4 +1,4 @@
-"""A slow and simple model of the KV ledger in dicts and lists: the oracle of its state machine."""
+"""A slow and simple model of the KV cache in dicts and lists: the oracle of its state machine."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Contents = tuple[bytes, tuple[int, ...]]
 class NaiveKVCache:
     """The memory of an executor, the block tables, and the blocks that can be found.
 
-    The ledger under test chooses the blocks; the model follows it, and checks that the choice was allowed.
+    The cache under test chooses the blocks; the model follows it, and checks that each choice was allowed.
     """
 
     num_usable_blocks: int
@@ -21,7 +21,7 @@ class NaiveKVCache:
     tables: dict[Sequence, list[int]] = field(default_factory=dict)
     memory: dict[tuple[int, int], Contents] = field(default_factory=dict)  # by (block, offset)
     published: dict[Contents, int] = field(default_factory=dict)  # a full prefix → the block that ends it
-    num_published: dict[Sequence, int] = field(default_factory=dict)  # blocks a sequence has offered to the index
+    num_published: dict[Sequence, int] = field(default_factory=dict)  # blocks that a sequence has offered to the index
     reserved: dict[Sequence, int] = field(default_factory=dict)
     released_at: dict[int, int] = field(default_factory=dict)
     num_releases: int = 0
@@ -66,7 +66,7 @@ class NaiveKVCache:
         self.reserved[sequence] = 0
 
     def take(self, sequence: Sequence, logical: int, block: int) -> None:
-        """Called when the ledger gave this block to a sequence as logical block `logical`."""
+        """Called when the cache gave this block to a sequence as logical block `logical`."""
         free = self.free_blocks()
         assert block in free, f"block {block} was given out while in use"
         findable = set(self.published.values())

@@ -1,10 +1,10 @@
 """A simulated world: the real scheduler, an executor behind a network that loses connections, and a virtual clock.
 
-Everything that takes time is an event on the clock: requests arrive, results come back, clients go away, executors die
-and are replaced. When an executor dies, the results that were under way are lost, or arrive after a new executor has
+Everything that takes time is an event on the clock: requests and results arrive, clients disconnect, executors die and
+are replaced. When an executor dies, the results in transit are lost, or arrive after a new executor has
 taken over. The same seed gives the same world.
 
-    simulate(seed)      runs the world to its end and checks every invariant on the way; returns counts of what happened
+    simulate(seed)      runs the world to its end, checking every invariant on the way; returns the counts of all events
 """
 
 from collections import Counter
@@ -54,12 +54,12 @@ HAPPENINGS = (
     "late results",
     "another pool",
 )
-"""Events that are counted in addition to what scheduler and harness count."""
+"""Events that are counted in addition to the counters of scheduler and harness."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The numbers of one simulated world. Times are in milliseconds of the virtual clock."""
+    """The parameters of one simulated world. Times are in milliseconds of the virtual clock."""
 
     limits: SchedulerLimits
     policy: Policy
@@ -73,17 +73,17 @@ class World:
     eos_share: float  # share of requests that can end by EOS
     arrival_ms: float  # mean time between two requests
     step_ms: float  # mean time of a step
-    network_ms: float  # mean time of a result on its way
+    network_ms: float  # mean time that a result is in transit
     num_crashes: int
     outage_ms: float
-    late_share: float  # share of lost results that arrive after all
-    impatient_share: float  # share of clients that go away
+    late_share: float  # share of lost results that arrive late
+    impatient_share: float  # share of clients that disconnect
     deadline_share: float
     beam_share: float
 
 
 def draw_world(random: Random) -> World:
-    """Returns a small world, in which everything is scarce."""
+    """Returns a small world with few slots, blocks and tokens per step."""
     max_num_seqs = random.randint(1, 5)
     kv_allocation = random.choice((PAGED, PAGED, PAGED, random.choice(tuple(KV_ALLOCATIONS.values()))))
     beam_share = random.choice((0.0, 0.4, 0.7)) if kv_allocation is PAGED else 0.0
@@ -122,7 +122,7 @@ def draw_world(random: Random) -> World:
 
 
 class Clock:
-    """A queue of events in the order of their times; those at the same time happen in the order they were added."""
+    """A queue of events in the order of their times; simultaneous events happen in the order of addition."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -220,7 +220,7 @@ class Simulation:
         return BeamParams(width, random.randint(1, width), random.choice((1.0, 0.0, 2.0)), random.random() < 0.5)
 
     def _draw_prompt(self) -> tuple[int, ...]:
-        """Returns a prompt: often the head of a common text, and a tail of its own."""
+        """Returns a prompt, often with the head of a common text and a random tail."""
         head = COMMON_TEXT[: self.random.choice((0, 4, 8))]
         tail = [self.random.randrange(VOCAB_SIZE) for _ in range(self.random.randint(1, self.world.max_prompt_tokens))]
         return (*head, *tail)[: self.harness.scheduler.max_tokens_per_sequence - 1]
@@ -271,7 +271,7 @@ class Simulation:
         self._wake_when_due()
 
     def _wake_when_due(self) -> None:
-        """Adds a wake-up for a batch that waits to be full; deadlines have events of their own."""
+        """Adds a wake-up for a batch that waits to be full; deadlines have their own events."""
         due_s = self.harness.scheduler.next_wake_s
         if due_s is not None and due_s < self.wakes_s:
             self.wakes_s = due_s
@@ -294,7 +294,7 @@ class Simulation:
             self.happened["late results"] += 1
         else:
             raise AssertionError(f"I17: a result of epoch {flight.plan.epoch} was accepted in a later one")
-        assert take_snapshot(self.harness.scheduler) == before, "I17: a refused result left traces"
+        assert take_snapshot(self.harness.scheduler) == before, "I17: a refused result changed the state"
 
     # --- executors --------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The bounds that liveness is checked against: the most steps, preemptions and blocks of a request."""
+"""The bounds for the checks of liveness: the most steps, preemptions and blocks of a request."""
 
 from dataclasses import dataclass, field
 
@@ -27,7 +27,7 @@ class StepBound:
 
 
 def most_preemptions(max_preemptions: int, index: int) -> int:
-    """Returns how often a sequence can be preempted (I14); forked samples, which start unguaranteed, once at least."""
+    """Returns how often a sequence can be preempted (I14). Forked samples, which start unguaranteed: at least once."""
     return max_preemptions if index == 0 else max(1, max_preemptions)
 
 

@@ -1,6 +1,6 @@
 """Runs a script of events and records what the scheduler does: plans, results, block tables, the pool.
 
-`golden/README.md` explains the format. Tokens are letters, so that a reader can see where each of them is.
+`golden/README.md` explains the format. Tokens are letters, so that a reader can follow each of them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ EMPTY, UNKNOWN, TIMES = "·", "?", "\N{MULTIPLICATION SIGN}"
 
 
 class Transcript:
-    """One scheduler, created by `start`. `perform` takes a command line and returns what happened, as text."""
+    """One scheduler, created by `start`. `perform` runs a command line and returns its effects as text."""
 
     def __init__(self) -> None:
         self._harness: Harness | None = None

@@ -1,4 +1,4 @@
-"""Takes frames as the page does: the other half of `scheduler.live.frames`, in Python, for tests."""
+"""Applies frames like the page's `model.js`, in Python, for tests: the counterpart of `scheduler.live.frames`."""
 
 import json
 from dataclasses import dataclass, field

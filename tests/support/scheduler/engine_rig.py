@@ -1,4 +1,4 @@
-"""Helpers that run an engine with a fake executor, and sinks that check what they are told."""
+"""Helpers that run an engine with a fake executor, and sinks that check the events that they receive."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -16,7 +16,7 @@ from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
 
 
 class RecordingSink:
-    """Keeps what it is told, and checks the order."""
+    """Keeps the events that it receives, and checks their order."""
 
     def __init__(self, request: Request) -> None:
         self.request = request

@@ -27,7 +27,7 @@ DESCRIPTION = ExecutorDescription(
 
 
 class FakeClient:
-    """Stands in for `ExecutorClient`; a test sets its attributes to make the executor fail.
+    """Replaces `ExecutorClient`; a test sets its attributes to make the executor fail.
 
     is_up       False: there is no executor
     is_hanging  the executor does not answer

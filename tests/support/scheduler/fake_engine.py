@@ -1,4 +1,4 @@
-"""An engine whose tokens a test writes, with the interface and guarantees of `scheduler.engine.engine.Engine`."""
+"""An engine with the interface and guarantees of `scheduler.engine.engine.Engine`; a test scripts its output."""
 
 import asyncio
 from collections.abc import Callable
@@ -37,7 +37,7 @@ MODEL = ModelDescription(
 
 @dataclass
 class Submitted:
-    """A request that the engine has. `done` holds the indices of the sequences that have ended."""
+    """A submitted request. `done` holds the indices of the sequences that have ended."""
 
     request: Request
     sink: Sink

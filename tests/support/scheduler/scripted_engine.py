@@ -124,7 +124,7 @@ class ScriptedEngine:
         return client
 
     async def quiet(self) -> None:
-        """Returns when nothing can happen before the next step; no thread or socket takes part."""
+        """Returns when nothing can happen before the next step. No threads or sockets are involved."""
         for _ in range(200):
             await asyncio.sleep(0)
 
@@ -132,7 +132,7 @@ class ScriptedEngine:
         """Delivers the result of the oldest plan, and lets the scheduler react; the clock advances by 1 s."""
         await self.quiet()
         for _ in range(times):
-            assert self.client.held, "no plan is out"
+            assert self.client.held, "no plan is in flight"
             self.now_s += 1
             self.client.held.popleft()()
             await self.quiet()
@@ -179,7 +179,7 @@ class ScriptedEngine:
 
 
 UNCOUNTED = "schedule_duration_seconds_sum"
-"""The time that the core really took: the only number that the script does not determine."""
+"""The time that the core took: the only number that the script does not determine."""
 
 
 def short(name: str, labels: dict[str, str]) -> str:
