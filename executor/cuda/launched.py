@@ -1,4 +1,4 @@
-"""A step that is under way on the device, and its result."""
+"""A step that is ready to be launched, one that runs on the device, and its result."""
 
 import threading
 from dataclasses import dataclass
@@ -8,9 +8,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.cuda.accelerator import Mark
+from executor.cuda.graphs import StepKind
+from executor.cuda.step_arrays import HostArray, StepArrays
 from executor.plans.plan import Ints, Reports, StepOutput, StepPlan, StepTimings
+from executor.slots.sampling_table import Draw
 from executor.slots.step_inputs import StepInputs
 from kernels.triton import RESULT_FIELDS
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A step that is ready to be launched.
+
+    draw    how the slots of step.sampling sample
+    arrays  arrays to send to the device
+    bucket  number of rows of the graph to run, of this kind; 0 if the step is not decode-only
+    """
+
+    plan: StepPlan
+    step: StepInputs
+    draw: Draw
+    arrays: StepArrays[HostArray]
+    kind: StepKind
+    bucket: int
+    started_ns: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,9 +24,9 @@ from executor.cuda.buffers import StepBuffers
 from executor.cuda.device_slots import slot_changes
 from executor.cuda.forward import Forward
 from executor.cuda.graphs import Graphs, StepKind
-from executor.cuda.launched import LaunchedStep, Marks
+from executor.cuda.launched import Launch, LaunchedStep, Marks
 from executor.cuda.sampler import sample, sample_changed, sampling_arrays
-from executor.cuda.step_arrays import HostArray, StepArrays, send
+from executor.cuda.step_arrays import StepArrays, send
 from executor.cuda.upload import Upload
 from executor.errors import PlanRejected
 from executor.models.decoder import Decoder
@@ -34,7 +34,6 @@ from executor.plans.limits import PlanLimits
 from executor.plans.plan import Ints, Logprobs, Reports, StepPlan
 from executor.sampling.logprobs import join, row_pieces
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
-from executor.slots.sampling_table import Draw
 from executor.slots.slots import Slots
 from executor.slots.step_inputs import StepInputs, begin_step
 from kernels import AttentionShape
@@ -45,24 +44,6 @@ _log = logging.getLogger(__name__)
 # Placeholder on the host for a token that only the device knows. It is negative, as `open_rows` requires, and never an
 # end id. So until a result arrives, the host assumes that a sequence ends only when it reaches its maximum length.
 _UNKNOWN_TOKEN = -2
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """A step that is ready to be launched.
-
-    draw    how the slots of step.sampling sample
-    arrays  arrays to send to the device
-    bucket  number of rows of the graph to run, of this kind; 0 if the step is not decode-only
-    """
-
-    plan: StepPlan
-    step: StepInputs
-    draw: Draw
-    arrays: StepArrays[HostArray]
-    kind: StepKind
-    bucket: int
-    started_ns: int
 
 
 class CudaRunner:
