@@ -41,6 +41,7 @@ COVERED = {
     "make test-all": "runs these tests, and the exhaustive ones",
     "make verify": "CI runs its two parts",
     "make lint": "CI runs it",
+    "make wheel-check": "CI runs it",
     "make dashboards": "tests/deploy/test_dashboards.py and test_operations_page.py compare what it writes",
     ".venv/bin/python -m checks.words": "make lint runs it",
     "make help": "test_make_targets",
