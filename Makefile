@@ -60,7 +60,7 @@ compose-check: $(INSTALLED)  ## bring compose.yaml up for real, break it, take i
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build quire/v1 quire/executor
 
-$(INSTALLED): pyproject.toml constraints.txt protos/build.py $(shell find protos -name '*.proto')
+$(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(shell find protos -name '*.proto')
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel]'
