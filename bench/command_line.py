@@ -1,8 +1,12 @@
 """The parser and the error that all measurements share."""
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class BenchError(Exception):
@@ -34,6 +38,13 @@ class Parser(argparse.ArgumentParser):
 
 
 SERVICE_FLAGS = "All other flags are those of `quire serve`, for the services that are started."
+
+
+def open_console() -> "Console":
+    """Returns a console for tables: as wide as the terminal, or 150 columns if the output goes elsewhere."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 150)
 
 
 def parse_concurrencies(text: str) -> tuple[int, ...]:

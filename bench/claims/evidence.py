@@ -13,6 +13,7 @@ def render_evidence(results: Results, claims: Sequence[Claim], plots: Path, page
     """Returns Markdown for a file in the directory `page`, with the plots in the directory `plots`."""
     parts = [
         "# Evidence: the claims, measured",
+        "*Which claims about paged KV memory and continuous batching hold here?*",
         "This page is written by `quire bench claims`. Do not edit it.",
         INTRODUCTION,
         *([f"**{QUICK_WARNING}**"] if results.is_quick else []),

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from bench.command_line import Parser
+from bench.command_line import Parser, open_console
 from bench.gpu import targets
 from bench.gpu.phases import OUTPUT, Phase, run_phase
 from bench.kernels import command as kernels
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the running phase ends too
 
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = open_console()
     is_small = given.small or not torch.cuda.is_available()
     if not torch.cuda.is_available():
         console.print("no GPU here: small phases run on the CPU, which checks the harness and measures nothing")

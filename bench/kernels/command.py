@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import kernels
-from bench.command_line import Parser
+from bench.command_line import Parser, open_console
 from bench.kernels.cases import Case
 from bench.kernels.ceilings import Ceilings, measure_ceilings
 from bench.kernels.grid import cpu_cases, gpu_cases
@@ -195,4 +194,4 @@ def main(arguments: Sequence[str]) -> None:
     threads = given.threads or f"1,{len(os.sched_getaffinity(0))}"
     num_threads = tuple(dict.fromkeys(int(number) for number in threads.split(",")))
     measure(Settings(device, _QUICK_BUDGET_S if given.quick else _BUDGET_S, given.quick, num_threads), keep)
-    Console(width=None if os.isatty(1) else 120).print(render_table(report))
+    open_console().print(render_table(report))

@@ -20,10 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from bench.command_line import Parser
+from bench.command_line import Parser, open_console
 from planning.config_file import read_model_shape
 from planning.model_shape import DTYPE_BYTES, ModelShape
 
@@ -98,4 +97,4 @@ def main(arguments: Sequence[str]) -> None:
     model = read_model_shape(given.model)
     dtype = model.dtype or "float32"
     rates = Rates.of(json.loads(given.rates.read_text()), dtype)
-    Console().print(render_table(model, dtype, json.loads(given.results.read_text())["pairs"], rates))
+    open_console().print(render_table(model, dtype, json.loads(given.results.read_text())["pairs"], rates))

@@ -17,7 +17,7 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
-from bench.command_line import SERVICE_FLAGS, BenchError, Parser, at_least, parse_concurrencies
+from bench.command_line import SERVICE_FLAGS, BenchError, Parser, at_least, open_console, parse_concurrencies
 from bench.load import LoadResult
 from bench.report import save
 from bench.server_process import quire_server
@@ -240,7 +240,7 @@ def main(arguments: Sequence[str]) -> None:
         parse_concurrencies(given.fitted), parse_concurrencies(given.predicted), given.num_requests, given.seed,
         given.lengths,
     )  # fmt: skip
-    console = Console()
+    console = open_console()
     prediction = asyncio.run(run(settings, given.url, others, console))
     console.print(render_table(prediction))
     save(given.output, asdict(prediction))

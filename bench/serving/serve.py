@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from bench.command_line import SERVICE_FLAGS, Parser, at_least, parse_concurrencies
+from bench.command_line import SERVICE_FLAGS, Parser, at_least, open_console, parse_concurrencies
 from bench.load import LoadError
 from bench.machine import local_device
 from bench.report import save
@@ -200,7 +200,7 @@ def parse(arguments: Sequence[str]) -> tuple["argparse.Namespace", ServeSettings
 
 def main(arguments: Sequence[str]) -> None:
     given, settings = parse(arguments)
-    console = Console()
+    console = open_console()
     info, runs = asyncio.run(run(settings, console))
     console.print(render_table(runs))
     values: dict[str, Any] = report(runs, info)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from bench.command_line import SERVICE_FLAGS, Parser, at_least, parse_concurrencies
+from bench.command_line import SERVICE_FLAGS, Parser, at_least, open_console, parse_concurrencies
 from bench.report import save
 from bench.server_process import quire_server
 from bench.sharing.cases import all_cases
@@ -63,4 +63,4 @@ def main(arguments: Sequence[str]) -> None:
         seed=given.seed,
         num_system_tokens=given.num_system_tokens,
     )
-    asyncio.run(run(settings, given.url, others, given.output, Console()))
+    asyncio.run(run(settings, given.url, others, given.output, open_console()))
