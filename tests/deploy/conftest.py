@@ -1,24 +1,10 @@
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from deploy.reference import fetched
 from quire import InvalidRequestError
+from tests.support.deploy.observed import Observed
 from tests.support.e2e.stack import Stack
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """A server whose pool is too small for its load, and the addresses of its two pages of metrics."""
-
-    stack: Stack
-    scheduler_metrics: str
-    executor_metrics: str
-
-    def pages(self) -> tuple[str, str]:
-        """Returns the pages that Prometheus would scrape now."""
-        return fetched(self.scheduler_metrics), fetched(self.executor_metrics)
 
 
 @pytest.fixture(scope="session")

@@ -5,7 +5,7 @@ import re
 from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.reference import PAGE, metric_names
-from tests.deploy.conftest import Observed
+from tests.support.deploy.observed import Observed
 from tests.support.deploy.panels import NAME, panel_queries, rules
 from tests.support.e2e.process import ROOT
 

@@ -6,7 +6,7 @@ from dataclasses import fields
 from deploy.reference import PAGE, flag_tables, metric_tables, with_tables
 from executor.config import ExecutorConfig
 from scheduler.config import SchedulerConfig
-from tests.deploy.conftest import Observed
+from tests.support.deploy.observed import Observed
 from tests.support.deploy.panels import rules
 
 TEXT = PAGE.read_text(encoding="utf-8")

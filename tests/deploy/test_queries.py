@@ -18,7 +18,7 @@ import pytest
 
 from quire import AsyncClient
 from quire.addresses import with_port
-from tests.deploy.conftest import Observed
+from tests.support.deploy.observed import Observed
 from tests.support.deploy.panels import RULES, panel_queries, rule_queries
 from tests.support.e2e.process import Process
 from tests.support.e2e.waiting import until

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import quire.cli.main
 from planning.config_file import read_model_shape
 from planning.errors import PlanningError
-from tests.planning.test_model_shape import LLAMA_3_1_8B, QWEN_3_0_6B
+from tests.support.planning.configs import LLAMA_3_1_8B, QWEN_3_0_6B
 
 EMBEDDED = Path(quire.cli.__file__).resolve().parents[2] / "models" / "tiny"
 

@@ -11,6 +11,7 @@ from planning.config_file import parse_model_shape
 from planning.errors import PlanningError
 from planning.known_models import KNOWN_MODELS
 from planning.model_shape import ModelShape
+from tests.support.planning.configs import LLAMA_3_1_8B, QWEN_3_0_6B
 
 LLAMA_2_7B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -24,21 +25,6 @@ LLAMA_2_7B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
     "vocab_size": 32000,
-}
-LLAMA_3_1_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "rope_scaling": {"factor": 8.0, "rope_type": "llama3"},
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
 }
 LLAMA_3_70B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,20 +50,6 @@ QWEN_2_5_7B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
     "use_sliding_window": False,
     "vocab_size": 152064,
-}
-QWEN_3_0_6B: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
 }
 
 

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from scheduler.text.checkpoint import Checkpoint
 from tests.support.scheduler import small_tokenizers
+from tests.support.scheduler.launcher import Launcher
 from tests.support.scheduler.scripted_engine import ScriptedEngine, open_scripted_engine
 from tests.support.scheduler.servers import Servers
 
@@ -43,3 +44,10 @@ async def servers(checkpoint: Checkpoint) -> AsyncIterator[Servers]:
 async def scripted_engine(checkpoint: Checkpoint) -> AsyncIterator[ScriptedEngine]:
     async with open_scripted_engine(checkpoint) as scripted_engine:
         yield scripted_engine
+
+
+@pytest.fixture
+async def launcher(checkpoint: Checkpoint) -> AsyncIterator[Launcher]:
+    launcher = Launcher(checkpoint)
+    yield launcher
+    await launcher.end()

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from executor.checkpoints.model_config import parse_model_config
 from executor.checkpoints.rope import DefaultRope, DynamicNtkRope, LinearRope, Llama3Rope, LongRope, YarnRope
 from executor.errors import CheckpointError
-
-BASE: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-}
+from tests.support.executor.model_configs import BASE
 
 
 def parse(**changes: object):

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.kernels.triton.conftest import IS_INTERPRETED
 from tests.support.cuda.runner_pair import DEVICE, Pair, make_pair
+from tests.support.triton.interpreter import IS_INTERPRETED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

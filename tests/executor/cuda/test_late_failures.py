@@ -11,7 +11,7 @@ import torch
 from executor.cuda.accelerator import EagerAccelerator
 from executor.device.device_thread import DeviceThread, FailureKind, Step
 from executor.plans.plan import StepOutput, StepPlan
-from tests.executor.cuda.test_runner import ALL_KINDS, _counts, _first_plan, assert_same
+from tests.support.cuda.comparison import ALL_KINDS, _counts, _first_plan, assert_same
 from tests.support.cuda.random_streams import RandomStream
 from tests.support.cuda.runner_pair import DEVICE, make_pair
 from tests.support.executor.plan_driver import PlanDriver

@@ -11,11 +11,11 @@ from executor.config import ExecutorConfig
 from executor.cuda.accelerator import CudaAccelerator
 from executor.cuda.runner import CudaRunner
 from executor.loading import load_model
-from tests.executor.cuda.test_runner import assert_same, run_stream
-from tests.kernels.triton.conftest import IS_INTERPRETED
+from tests.support.cuda.comparison import assert_same, run_stream
 from tests.support.cuda.random_streams import RandomStream
 from tests.support.cuda.runner_pair import FinishingRunner, Pair, make_pair
 from tests.support.executor.plan_driver import generate
+from tests.support.triton.interpreter import IS_INTERPRETED
 
 pytestmark = pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -10,7 +10,7 @@ import pytest
 from executor.cuda.loading import rehearse
 from executor.plans.plan import Reports
 from executor.sampling.logprobs import Logprobs
-from tests.executor.cuda.test_runner import NUM_STEPS, NoDeviceReads, assert_same
+from tests.support.cuda.comparison import NUM_STEPS, NoDeviceReads, assert_same
 from tests.support.cuda.random_streams import RandomStream
 from tests.support.cuda.runner_pair import DEVICE, FinishingRunner
 from tests.support.executor.plan_driver import PlanDriver, ints

@@ -12,7 +12,7 @@ from executor.config import ExecutorConfig
 from executor.errors import OutOfMemory
 from executor.memory import free_memory as memory
 from executor.memory import kv_pool
-from tests.executor.checkpoints.test_model_config import BASE
+from tests.support.executor.model_configs import BASE
 
 MODEL = parse_model_config(BASE)
 CPU = torch.device("cpu")

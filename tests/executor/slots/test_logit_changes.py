@@ -13,8 +13,8 @@ from executor.sampling import sampler
 from executor.sampling.sampler import sample
 from executor.slots.logit_changes import ChangeTable
 from executor.slots.sampling_table import SamplingTable
-from tests.executor.sampling.test_sampler import draw, expected_probabilities
 from tests.support.executor import oracle
+from tests.support.executor.draws import draw, expected_probabilities
 from tests.support.executor.plan_driver import PlanDriver, ints, tuples
 
 VOCAB_SIZE, NUM_TOKENS = 307, 14

@@ -7,14 +7,12 @@ to the whole process.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
-from tests.kernels.conftest import _one_thread, _seeded  # noqa: F401  # fixtures that every test here uses
+from tests.support.triton.interpreter import IS_INTERPRETED
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IN_SEPARATE_PROCESSES = ["test_interpreted.py", "test_compiles.py"]
 
 if IS_INTERPRETED:

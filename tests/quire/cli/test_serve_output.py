@@ -20,10 +20,10 @@ from tests.support.paths import ROOT
 SERVE = """
 import sys
 import quire.cli.main
-from tests.quire.cli import test_serve
+from tests.support.client import fake_pair
 log_format, scheduler, executor = sys.argv[1:]
-children = getattr(test_serve, scheduler), (sys.executable, "-c", executor)
-pair = test_serve.FakePair(*children, log_format=log_format)
+children = getattr(fake_pair, scheduler), (sys.executable, "-c", executor)
+pair = fake_pair.FakePair(*children, log_format=log_format)
 quire.cli.main.service_pair = lambda values: pair
 quire.cli.main.app(["serve"])
 """

@@ -3,9 +3,9 @@
 from collections import Counter
 
 from scheduler.core import Request
-from tests.scheduler.core.test_progress import build_harness
 from tests.support.core.harness import Harness
 from tests.support.core.letter_tokens import make_request
+from tests.support.core.small_harness import build_harness
 
 BUDGET = 16
 LONG = "a" * 90

@@ -8,39 +8,11 @@ from random import Random
 
 import pytest
 
-from scheduler.core import FCFS, POLICIES, PRIORITY, FinishReason, Policy, Request, SchedulerLimits
+from scheduler.core import FCFS, POLICIES, PRIORITY, FinishReason, Policy
 from scheduler.core.inspect.views import unfinished_sequences
 from tests.support.core.harness import Harness
-from tests.support.core.letter_tokens import VOCAB_SIZE, make_request
-
-
-def build_harness(
-    *requests: Request,
-    num_usable_blocks: int = 100,
-    block_size: int = 1,
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int = 16,
-    max_in_flight: int = 1,
-    max_preemptions: int = 3,
-    max_losses: int = 5,
-    policy: Policy = FCFS,
-) -> Harness:
-    limits = SchedulerLimits(
-        max_num_seqs,
-        max_num_batched_tokens,
-        max_model_len=100,
-        max_in_flight=max_in_flight,
-        max_preemptions=max_preemptions,
-        max_losses=max_losses,
-        watermark_ratio=0,
-    )
-    harness = Harness(
-        limits, num_blocks=num_usable_blocks + 1, block_size=block_size, policy=policy, vocab_size=VOCAB_SIZE
-    )
-    harness.attach()
-    for request in requests:
-        harness.add(request)
-    return harness
+from tests.support.core.letter_tokens import make_request
+from tests.support.core.small_harness import build_harness
 
 
 def step(harness: Harness) -> None:

@@ -1,17 +1,14 @@
 """Serves the live page of a real engine with a fake executor and a real intake."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import aiohttp
 import pytest
 
 from scheduler.engine.engine import Engine
-from scheduler.live.browser_safety import HEADERS
 from scheduler.live.feed import LiveFeed
 from scheduler.live.page import LivePage
 from scheduler.live.plan_log import PlanLog
@@ -21,27 +18,9 @@ from scheduler.servers.http_server import HttpServer
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.text.checkpoint import Checkpoint
 from scheduler.text.tokenizer import Tokenizer
-from tests.scheduler.conftest import byte_level, checkpoint
+from tests.support.live.served import Served
 from tests.support.scheduler.engine_rig import engine_options
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
-
-__all__ = ["byte_level", "checkpoint"]
-
-
-@dataclass
-class Served:
-    """A scheduler without its gRPC server. `feed` sends frames as often as it can."""
-
-    client: FakeClient
-    engine: Engine
-    intake: Intake
-    plans: PlanLog
-    feed: LiveFeed
-    http: HttpServer
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.http.address}"
 
 
 @pytest.fixture
@@ -70,15 +49,3 @@ async def served(checkpoint: Checkpoint) -> AsyncIterator[Served]:
 async def session() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(60)) as session:
         yield session
-
-
-def body(text: Any = "once upon a time", max_tokens: int = 20, **fields: Any) -> dict[str, Any]:
-    return {"text": text, "stopping": {"max_tokens": max_tokens, "ignore_eos": True}} | fields
-
-
-async def read_messages(response: aiohttp.ClientResponse) -> list[dict[str, Any]]:
-    return [json.loads(line) async for line in response.content]
-
-
-def has_safe_headers(response: aiohttp.ClientResponse) -> bool:
-    return all(response.headers.get(name) == value for name, value in HEADERS.items())

@@ -1,8 +1,10 @@
 """Tests in a real Chromium how the page folds and zooms the block pool."""
 
-from tests.scheduler.live.test_browser import browser, page, playwright_api, pytestmark, stack
+from tests.support.live.chromium import browser, needs_chromium, page, playwright_api, stack
 
-__all__ = ["browser", "page", "pytestmark", "stack"]
+__all__ = ["browser", "page", "stack"]
+
+pytestmark = needs_chromium
 
 
 async def test_unused_blocks_of_a_large_pool_fold_into_gaps(page: "playwright_api.Page") -> None:

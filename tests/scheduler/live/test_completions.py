@@ -10,7 +10,7 @@ import pytest
 
 from scheduler.core import BlockState, InvalidRequest
 from scheduler.live.completions import read_fields
-from tests.scheduler.live.conftest import Served, body, has_safe_headers, read_messages
+from tests.support.live.served import Served, body, has_safe_headers, read_messages
 from tests.support.scheduler.validator_rig import Unread
 from tests.support.waiting import until
 

@@ -9,8 +9,8 @@ from scheduler.core import BlockState, FinishReason, InvariantViolation, QueueFu
 from scheduler.core.state import SchedulerState
 from scheduler.live.feed import MAX_PENDING, MAX_VIEWERS, NOTHING_NEW, Viewer
 from scheduler.live.snapshot import CACHED
-from tests.scheduler.live.conftest import Served
 from tests.support.live.page_state import PageState
+from tests.support.live.served import Served
 
 
 class EndSink:

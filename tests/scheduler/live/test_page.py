@@ -8,8 +8,8 @@ import aiohttp
 import pytest
 
 from scheduler.live.page import STATIC
-from tests.scheduler.live.conftest import Served, body, has_safe_headers, read_messages
 from tests.support.live.page_state import PageState
+from tests.support.live.served import Served, body, has_safe_headers, read_messages
 from tests.support.waiting import until
 
 # --- files ------------------------------------------------------------------------------------------------------------

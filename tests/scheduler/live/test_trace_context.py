@@ -2,7 +2,7 @@
 
 import aiohttp
 
-from tests.scheduler.live.conftest import Served
+from tests.support.live.served import Served
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 

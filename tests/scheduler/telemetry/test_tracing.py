@@ -18,8 +18,8 @@ import pytest
 from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.core import FinishReason, QueueFull
-from tests.scheduler.test_main import Launcher, launcher, request, rest_of
 from tests.support.paths import ROOT
+from tests.support.scheduler.launcher import Launcher, request, rest_of
 from tests.support.scheduler.servers import Served, Servers
 
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http", reason="OpenTelemetry is not installed (extra otel)")
@@ -31,8 +31,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 import scheduler.telemetry.tracing as otel
-
-__all__ = ["launcher"]
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"

@@ -15,7 +15,7 @@ from executor.loading import load_model
 from executor.models.decoder import Decoder
 from kernels import AttentionShape
 from kernels import triton as home
-from tests.kernels.triton.conftest import IS_INTERPRETED
+from tests.support.triton.interpreter import IS_INTERPRETED
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.kernels.triton.conftest import IS_INTERPRETED
 from tests.support.kernels.paged import Paged
+from tests.support.triton.interpreter import IS_INTERPRETED
 
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 IS_GPU = DEVICE.type == "cuda"
