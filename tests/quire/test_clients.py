@@ -10,7 +10,7 @@ import quire
 from quire.v1 import admin_pb2, generation_pb2
 from tests.support.client.calls import KINDS, SyncCalls
 from tests.support.client.scripted_server import ScriptedServer, delta, endless, finished, refusal, replies, started
-from tests.support.client.waiting import until
+from tests.support.waiting import until
 
 
 @KINDS

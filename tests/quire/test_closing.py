@@ -8,7 +8,7 @@ import pytest
 
 import quire
 from tests.support.client.scripted_server import ScriptedServer, endless
-from tests.support.client.waiting import until
+from tests.support.waiting import until
 
 
 def test_closing_a_stream_cancels_the_request(server: ScriptedServer) -> None:

@@ -11,7 +11,7 @@ import pytest
 from quire.cli.restarts import RestartBudget, RestartPolicy
 from quire.cli.supervisor import ChildFailed, Supervisor
 from tests.support.client.children import SLEEP, Log, child, never, yes
-from tests.support.client.waiting import WAIT_S, until
+from tests.support.waiting import WAIT_S, until
 
 
 def test_delays_double_up_to_the_limit_until_a_crash_loop() -> None:

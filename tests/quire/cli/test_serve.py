@@ -11,7 +11,7 @@ from quire.block_map import ServerState
 from quire.cli.serve import serving_probe
 from quire.cli.supervisor import ChildFailed
 from tests.support.client.fake_pair import IDLE, SERVING, Run
-from tests.support.client.waiting import until
+from tests.support.waiting import until
 
 
 async def test_ready_is_printed_once_and_a_signal_ends_with_status_0() -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from quire.cli.serve_output import lines_to
 from quire.logs import FORMATS
-from tests.support.client.waiting import WAIT_S, until
 from tests.support.paths import ROOT
+from tests.support.waiting import WAIT_S, until
 
 SERVE = """
 import sys

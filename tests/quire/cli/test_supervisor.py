@@ -13,7 +13,7 @@ from quire.cli.child import ChildExit, ChildSpec
 from quire.cli.restarts import RestartPolicy
 from quire.cli.supervisor import ChildFailed, Supervisor
 from tests.support.client.children import SLEEP, STUBBORN, Log, child, is_alive, never, yes
-from tests.support.client.waiting import until
+from tests.support.waiting import until
 
 
 def test_exits_have_a_message_and_an_exit_code() -> None:

@@ -10,7 +10,7 @@ from quire.cli.child import ChildSpec
 from quire.cli.restarts import RestartPolicy
 from quire.cli.supervisor import Supervisor
 from quire.cli.watch import health_probe, replace_when_hung
-from tests.support.client.waiting import until
+from tests.support.waiting import until
 
 IDLE = "import time; {}time.sleep(600)"
 READY = IDLE.format("print('ready at an address', flush=True); ")

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 
 from quire.cli.child import ChildSpec
-from tests.support.client.waiting import until
+from tests.support.waiting import until
 
 SLEEP = "import time; print('up', flush=True); time.sleep(600)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEP}"
