@@ -120,7 +120,7 @@ class Child:
             self._emit(str(error).encode())
             return
         if self.is_stopping:  # terminate() was called while the process started
-            self._process.terminate()
+            self._send_sigterm()
 
     async def wait(self) -> ChildExit:
         """Passes on the output until the process ends; returns how it ended."""
@@ -144,15 +144,23 @@ class Child:
     def terminate(self) -> None:
         """Sends SIGTERM if a process runs, and prevents further restarts."""
         self._stopping.set()
-        if self._process is not None and self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                self._process.terminate()
+        self._send_sigterm()
 
     def kill(self) -> None:
         """Sends SIGKILL to the process and to all processes that it started."""
         if self.pid is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+
+    def _send_sigterm(self) -> None:
+        """Signals the process itself, because asyncio's `terminate` polls it first.
+
+        Where a thread waits for the process (Python 3.11), such a poll can take the exit status away from it: the
+        thread then writes a warning to standard error, which can block, and reports the status 255.
+        """
+        if self.pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGTERM)
 
     async def _pump(self, output: asyncio.StreamReader) -> None:
         rest = b""
