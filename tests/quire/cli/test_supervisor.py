@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from quire.cli.child import ChildExit, ChildSpec
+from quire.cli.child import Child, ChildExit, ChildSpec
 from quire.cli.restarts import RestartPolicy
 from quire.cli.supervisor import ChildFailed, Supervisor
 from tests.support.client.children import SLEEP, STUBBORN, Log, child, is_alive, never, yes
@@ -180,3 +180,18 @@ async def test_no_child_outlives_a_supervisor_that_is_killed() -> None:
         assert is_alive(orphan)
         supervisor.kill()
     await until(lambda: not is_alive(orphan))
+
+
+async def test_ending_a_child_does_not_poll_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A poll can take the exit status away from the thread that waits for the child (Python 3.11)."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the child was polled")
+
+    monkeypatch.setattr(subprocess.Popen, "send_signal", refuse)
+    sleeper = Child(child("sleeper", SLEEP), Log())
+    await sleeper.start()
+    waiting = asyncio.create_task(sleeper.wait())
+    await until(lambda: sleeper.pid is not None)
+    sleeper.terminate()
+    assert (await waiting).return_code == -signal.SIGTERM
