@@ -14,7 +14,7 @@ from executor.cuda.rehearsal import rehearse
 from executor.errors import PlanRejected
 from executor.plans.plan import EndReason, StepPlan
 from kernels.triton import StateField
-from tests.support.cuda.comparison import ALL_KINDS, _counts, _first_plan, run_stream
+from tests.support.cuda.comparison import ALL_KINDS, TopTwo, _counts, _first_plan, assert_same, run_stream
 from tests.support.cuda.random_streams import RandomStream
 from tests.support.cuda.runner_pair import DEVICE, FinishingRunner
 from tests.support.executor.plan_driver import PlanDriver, generate, ints, tuples
@@ -186,6 +186,25 @@ def test_a_rejected_plan_changes_nothing(pair, checkpoint) -> None:
     assert torch.equal(both.cuda._buffers.on_device.states, states)
     driver.run()
     assert [sequence.output] == generate(both.reference, [prompt], 4)
+
+
+def test_a_difference_from_the_reference_shows_the_gap_of_its_logits(pair, checkpoint, capsys) -> None:
+    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+    top_two = TopTwo(both.reference)
+    driver = PlanDriver(both.reference)
+    driver.admit(prompt, 4)
+    expected = driver.step()
+    top_two.remove()
+    token_id = int(expected.token_ids[0])
+    other = replace(expected, token_ids=expected.token_ids + 1)
+    with pytest.raises(AssertionError):
+        assert_same(other, expected, top_two.describe())
+    shown = capsys.readouterr().out
+    assert (
+        f"token {token_id + 1} in place of {token_id}; in the reference, slot 0's most likely are [{token_id}, "
+        in shown
+    )
+    assert "with a gap of 0." in shown
 
 
 class _KeepingRunner(FinishingRunner):
