@@ -42,7 +42,7 @@ def test_every_phase_is_a_command_of_bench() -> None:
         assert small.name.split()[0] == large.name.split()[0]
         assert small.is_vital == large.is_vital
         assert large.arguments[:2] == ("-m", "bench")
-        assert large.arguments[2] in {*COMMANDS, "gpu-environment"}  # the last is not merged yet
+        assert large.arguments[2] in COMMANDS
         assert max(small.limit_s, large.limit_s) < MAX_PHASE_S
         assert small.environment["CUDA_VISIBLE_DEVICES"] == ""
         for phase in (small, large):
