@@ -51,3 +51,9 @@ def pair(checkpoint) -> Callable[..., Pair]:
         return make_pair(checkpoint(name).directory, DEVICE, **settings)
 
     return make
+
+
+if IS_INTERPRETED:
+    from tests.support.triton.indices import repair_indices
+
+    repair_indices()

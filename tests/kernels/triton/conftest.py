@@ -21,3 +21,8 @@ elif not torch.cuda.is_available():
     collect_ignore = [
         path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in IN_SEPARATE_PROCESSES
     ]
+
+if IS_INTERPRETED:
+    from tests.support.triton.indices import repair_indices
+
+    repair_indices()
