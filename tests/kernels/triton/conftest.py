@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
-from tests.support.triton.interpreter import IS_INTERPRETED
+from tests.support.triton.interpreter import IS_INTERPRETED, repair_bfloat16
 
 IN_SEPARATE_PROCESSES = ["test_interpreted.py", "test_compiles.py"]
 
 if IS_INTERPRETED:
+    repair_bfloat16()
     collect_ignore = IN_SEPARATE_PROCESSES
 elif not torch.cuda.is_available():
     collect_ignore = [
