@@ -6,7 +6,7 @@
 The first command downloads wheels for Linux on x86-64 of all that gpu-check needs beyond the distributions that the
 machine provides (`bench.gpu.requirements.PROVIDED`), with the versions of constraints.txt. The second command copies
 the tree and the stubs into a temporary folder, installs the wheels beside them, and runs gpu-check there, which gets
-all other flags. It writes nothing else but the file of results, and kernels that Triton compiles, in the home folder.
+all other flags. It writes nothing else but the results, and kernels that Triton compiles, in the home folder.
 """
 
 import hashlib
@@ -204,7 +204,7 @@ def _canonical(name: str) -> str:
 
 def _parse(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = Parser("gpu-bundle", __doc__)
-    parser.add_argument("--output", type=Path, help="folder to make; with --use the file of gpu-check's results")
+    parser.add_argument("--output", type=Path, help="folder to make; with --use the folder of gpu-check's results")
     parser.add_argument("--python", default="3.12", help="version of Python on the other machine (default: 3.12)")
     parser.add_argument("--use", type=Path, metavar="DIR", help="run gpu-check with this bundle; takes its flags too")
     parser.add_argument("--shell", metavar="COMMAND", help="with --use: run this instead, where $PYTHON is this Python")

@@ -14,34 +14,54 @@ from checks import gpu_rehearsal
 from checks.gpu_rehearsal import RehearsalFailed, check_results, files_of, isolated, run
 
 
-def phase(**values: Any) -> dict[str, Any]:
-    return {"status": "passed", "results": {"passed": 3}, "last_lines": [], **values}
+WANTED = ("environment", "correctness", "sanitizer memcheck")
+SKIPPED = {"status": "skipped", "reason": "compute-sanitizer is not on PATH", "results": None}
 
 
 @pytest.fixture
-def results(tmp_path: Path) -> Path:
-    return tmp_path / "results.json"
+def folder(tmp_path: Path) -> Path:
+    """Makes the results of three phases, none of which is a reason to fail."""
+    write(tmp_path, "environment")
+    write(tmp_path, "correctness")
+    write(tmp_path, "sanitizer memcheck", **SKIPPED)
+    return tmp_path
 
 
-def test_phases_that_passed_are_accepted(results: Path) -> None:
-    results.write_text(json.dumps({"phases": {"environment": phase(), "correctness": phase()}}))
-    check_results(results, ("environment", "correctness"))
+def write(folder: Path, name: str, **values: Any) -> None:
+    record = {"phase": name, "status": "passed", "reason": "", "results": {"passed": 3}, "last_lines": [], **values}
+    (folder / f"{name}.json").write_text(json.dumps(record))
+
+
+def test_phases_that_passed_or_may_be_skipped_are_accepted(folder: Path) -> None:
+    check_results(folder, WANTED)
 
 
 @pytest.mark.parametrize(
-    ("phases", "message"),
+    ("name", "values", "message"),
     [
-        ({}, "only"),
-        ({"environment": phase()}, r"only \['environment'\] ran"),
-        ({"environment": phase(status="failed", last_lines=["psutil is missing"])}, "psutil is missing"),
-        ({"environment": phase(status="cut off")}, "environment cut off"),
-        ({"environment": phase(), "correctness": phase(results=None)}, "correctness left no results"),
+        ("environment", {"status": "failed", "last_lines": ["psutil is missing"]}, "psutil is missing"),
+        ("environment", {"status": "cut off"}, "environment: cut off"),
+        ("correctness", {"status": "skipped", "reason": "no time"}, "correctness: skipped no time"),
+        ("correctness", {"results": None}, "correctness left no results"),
+        ("sanitizer memcheck", SKIPPED | {"reason": ""}, "sanitizer memcheck: skipped"),
     ],
 )
-def test_anything_else_fails(phases: dict[str, Any], message: str, results: Path) -> None:
-    results.write_text(json.dumps({"phases": phases}))
+def test_any_other_outcome_fails(name: str, values: dict[str, Any], message: str, folder: Path) -> None:
+    write(folder, name, **values)
     with pytest.raises(RehearsalFailed, match=message):
-        check_results(results, ("environment", "correctness"))
+        check_results(folder, WANTED)
+
+
+def test_phase_without_a_file_fails(folder: Path) -> None:
+    (folder / "environment.json").unlink()
+    with pytest.raises(RehearsalFailed, match="no results of environment, only of correctness, sanitizer memcheck"):
+        check_results(folder, WANTED)
+
+
+def test_expected_phases_are_those_of_the_check() -> None:
+    quick = gpu_rehearsal.expected_phases(gpu_rehearsal.QUICK_PHASES)
+    assert quick == ["environment", "correctness"]
+    assert {"kernels", "sanitizer memcheck", *quick} < set(gpu_rehearsal.expected_phases(()))
 
 
 def test_failing_command_shows_its_output(tmp_path: Path) -> None:

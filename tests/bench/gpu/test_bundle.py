@@ -182,8 +182,8 @@ def test_termination_ends_the_command_and_removes_the_folder(folder: Path, tmp_p
     ("flags", "message"),
     [
         ((), "one of --output and --use"),
-        (("--output", "x", "--only", "kernels"), "unrecognized arguments: --only kernels"),
-        (("--use", "x", "--shell", "true", "--only", "kernels"), "unrecognized arguments: --only kernels"),
+        (("--output", "x", "--phase", "kernels"), "unrecognized arguments: --phase kernels"),
+        (("--use", "x", "--shell", "true", "--phase", "kernels"), "unrecognized arguments: --phase kernels"),
         (("--output", "x", "--shell", "true"), "--shell needs --use"),
     ],
 )
@@ -195,10 +195,10 @@ def test_wrong_flags_are_usage_errors(flags: tuple[str, ...], message: str, caps
 
 
 def test_flags_of_the_check_are_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A relative file of results is one of the caller's folder, not of the copy."""
+    """A relative folder of results is in the caller's folder, not of the copy."""
     commands: list[tuple[Path, list[str]]] = []
     monkeypatch.setattr(bundle, "use", lambda path, command: commands.append((path, command)) or 0)
     monkeypatch.chdir(tmp_path)
-    assert bundle.main(["--use", "bundle", "--only", "kernels", "--output", "results.json"]) == 0
-    check = [sys.executable, "-m", "bench", "gpu-check", "--only", "kernels"]
-    assert commands == [(folder, [*check, "--output", str(tmp_path / "results.json")])]
+    assert bundle.main(["--use", "bundle", "--phase", "kernels", "--output", "results"]) == 0
+    check = [sys.executable, "-m", "bench", "gpu-check", "--phase", "kernels"]
+    assert commands == [(folder, [*check, "--output", str(tmp_path / "results")])]

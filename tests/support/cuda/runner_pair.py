@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from executor.device.runner import ModelRunner
     from executor.plans.plan import StepOutput, StepPlan
 
-DEVICE = torch.device("cpu" if IS_INTERPRETED or not torch.cuda.is_available() else "cuda:0")
+# `bench gpu-correctness --device cuda:1` names another GPU than the current one, which stays cuda:0.
+_GPU = os.environ.get("QUIRE_TEST_DEVICE", "cuda:0")
+DEVICE = torch.device("cpu" if IS_INTERPRETED or not torch.cuda.is_available() else _GPU)
 
 
 @dataclass(frozen=True, slots=True)
