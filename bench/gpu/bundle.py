@@ -102,7 +102,7 @@ def unpack(folder: Path, target: Path) -> tuple[Path, dict[str, str]]:
     """
     wheels = [str(folder / "wheels" / name) for name in check(folder)["wheels"]]
     packages, tree = target / "packages", target / "tree"
-    install = ("install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(packages))
+    install = ("install", "--isolated", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(packages))
     _pip(*install, "--disable-pip-version-check", "--no-cache-dir", *wheels)
     _copy_tree(tree)
     shutil.copytree(folder / "quire", tree / "quire", dirs_exist_ok=True)

@@ -13,7 +13,6 @@ import pytest
 from checks import gpu_rehearsal
 from checks.gpu_rehearsal import RehearsalFailed, check_results, files_of, isolated, run
 
-
 WANTED = ("environment", "correctness", "sanitizer memcheck")
 SKIPPED = {"status": "skipped", "reason": "compute-sanitizer is not on PATH", "results": None}
 

@@ -195,7 +195,7 @@ def test_wrong_flags_are_usage_errors(flags: tuple[str, ...], message: str, caps
 
 
 def test_flags_of_the_check_are_passed_on(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A relative folder of results is in the caller's folder, not of the copy."""
+    """A relative folder of results is one of the caller, not of the copy."""
     commands: list[tuple[Path, list[str]]] = []
     monkeypatch.setattr(bundle, "use", lambda path, command: commands.append((path, command)) or 0)
     monkeypatch.chdir(tmp_path)
