@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,17 @@ def test_every_phase_is_a_command_of_bench() -> None:
             )
     vital = [phase.name for phase in gpu_phases() if phase.is_vital]
     assert vital == ["correctness", "sanitizer memcheck", "sanitizer racecheck", "two_devices tests"]
+
+
+def test_page_has_the_phases_in_their_order_with_their_limits() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page[page.index("| phase | limit |") :].partition("\n\n")[0].splitlines()[2:]]
+    names = [name for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
+    assert names == [phase.name for phase in gpu_phases()]
+    limits_s = {phase.name: phase.limit_s for phase in gpu_phases()}
+    for row in rows:
+        stated = [float(number) for number in re.findall(r"(\d+) s", row[2])]
+        assert set(stated) == {limits_s[name] for name in re.findall(r"`([^`]+)`", row[1])}
 
 
 def test_phases_are_selected_by_the_first_words_of_their_names() -> None:

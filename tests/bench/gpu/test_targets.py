@@ -7,6 +7,7 @@ import pytest
 from bench.gpu.check import gpu_phases
 from bench.gpu.targets import TARGETS, outcomes, render_table, targets_for
 from bench.kernels.grid import gpu_cases
+from tests.support.paths import ROOT
 
 H100 = TARGETS["H100"]
 
@@ -99,3 +100,19 @@ def test_outcomes_say_which_figures_are_of_a_partial_phase() -> None:
 
 def test_targets_without_results_are_undecided() -> None:
     assert {outcome.is_met for outcome in outcomes(H100, {})} == {None}
+
+
+@pytest.mark.parametrize("device", TARGETS)
+def test_page_has_the_targets(device: str) -> None:
+    """Looks in the column of the device; ratios to transformers share a row."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page[page.index("| what | H100 |") :].splitlines()]
+    column = rows[0].index(f" {device} ")
+    figures = [row[column].strip() for row in rows[2:]]
+    wanted = [
+        f"{'≤' if target.at_most else '≥'} {target.wanted:g} {target.unit.partition('/layer')[0]}"
+        for target in TARGETS[device]
+        if target.divide_by is None
+    ]
+    assert figures[:-1] == wanted
+    assert {target.wanted for target in TARGETS[device] if target.divide_by is not None} == {10, 2}

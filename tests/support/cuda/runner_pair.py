@@ -1,4 +1,8 @@
-"""Two runners of one checkpoint: the one under test and the reference."""
+"""Two runners of one checkpoint: the one under test and the reference.
+
+QUIRE_TEST_DEVICE names the GPU of these tests, "cuda:0" by default. With "cuda:1", code that uses the current device in
+place of the model's fails.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,9 @@ if TYPE_CHECKING:
     from executor.device.runner import ModelRunner
     from executor.plans.plan import StepOutput, StepPlan
 
-# `bench gpu-correctness --device cuda:1` names another GPU than the current one, which stays cuda:0.
-_GPU = os.environ.get("QUIRE_TEST_DEVICE", "cuda:0")
-DEVICE = torch.device("cpu" if IS_INTERPRETED or not torch.cuda.is_available() else _GPU)
+DEVICE = torch.device(
+    "cpu" if IS_INTERPRETED or not torch.cuda.is_available() else os.environ.get("QUIRE_TEST_DEVICE", "cuda:0")
+)
 
 
 @dataclass(frozen=True, slots=True)
