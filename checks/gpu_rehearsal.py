@@ -117,6 +117,7 @@ def isolated(folder: Path) -> dict[str, str]:
         "PIP_NO_INDEX": "1",
         "PIP_CONFIG_FILE": os.devnull,
         "TMPDIR": str(folder / "tmp"),
+        "no_proxy": "127.0.0.1,localhost",  # gRPC reads this name in lower case only
         "NO_PROXY": "127.0.0.1,localhost",
     }
 
