@@ -13,7 +13,7 @@ from executor.cuda.runner import CudaRunner
 from executor.loading import load_model
 from tests.support.cuda.comparison import assert_same, run_stream
 from tests.support.cuda.random_streams import RandomStream
-from tests.support.cuda.runner_pair import DEVICE, FinishingRunner, Pair, make_pair
+from tests.support.cuda.runner_pair import FinishingRunner, Pair, make_pair
 from tests.support.executor.plan_driver import generate
 from tests.support.triton.interpreter import IS_INTERPRETED
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(IS_INTERPRETED or not torch.cuda.is_available(),
 
 @pytest.fixture(params=["llama", "qwen2-window", "qwen3"])
 def both(request, checkpoint) -> Pair:
-    return make_pair(checkpoint(request.param).directory, DEVICE, max_num_seqs=20, num_blocks=400)
+    return make_pair(checkpoint(request.param).directory, torch.device("cuda:0"), max_num_seqs=20, num_blocks=400)
 
 
 @pytest.mark.parametrize("num_ahead", [1, 2, 5])
@@ -36,7 +36,8 @@ def test_random_streams_in_float32_equal_the_reference(both, num_ahead) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_replayed_graphs_repeat_the_captured_run(dtype, checkpoint) -> None:
     """Runs a stream with captures in between, then with replays alone: the same bits give the same tokens."""
-    both = make_pair(checkpoint("llama").directory, DEVICE, max_num_seqs=20, num_blocks=400, dtype=dtype)
+    device = torch.device("cuda:0")
+    both = make_pair(checkpoint("llama").directory, device, max_num_seqs=20, num_blocks=400, dtype=dtype)
     limits, plans, outputs = both.reference.limits, [], []
     stream = RandomStream(limits, seed=9)
     for _ in range(150):
@@ -67,9 +68,7 @@ def test_timings_are_measured_on_the_device(both) -> None:
 
 def test_loading_on_a_gpu_makes_a_cuda_runner(checkpoint) -> None:
     source = checkpoint("llama")
-    config = ExecutorConfig(
-        model=str(source.directory), device=str(DEVICE), dtype="float32", num_blocks=200, max_num_seqs=8
-    )
+    config = ExecutorConfig(model=str(source.directory), device="cuda", dtype="float32", num_blocks=200, max_num_seqs=8)
     loaded = load_model(config, lambda line: None)
     assert isinstance(loaded.runner, CudaRunner)
     assert loaded.memory_bytes["step_buffers"] > 0
