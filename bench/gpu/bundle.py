@@ -108,6 +108,7 @@ def unpack(folder: Path, target: Path) -> tuple[Path, dict[str, str]]:
     shutil.copytree(folder / "quire", tree / "quire", dirs_exist_ok=True)
     paths = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {"PYTHONPATH": os.pathsep.join(paths), "PYTHON": sys.executable}
+    variables["TORCHINDUCTOR_CACHE_DIR"] = str(target / "inductor")  # torch would leave it in the folder of all users
     if not os.access(Path.home(), os.W_OK):  # where Triton would keep compiled kernels
         variables["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR", str(target / "triton"))
     return tree, dict(os.environ) | variables
