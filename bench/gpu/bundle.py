@@ -6,7 +6,7 @@
 The first command downloads wheels for Linux on x86-64 of all that gpu-check needs beyond the distributions that the
 machine provides (`bench.gpu.requirements.PROVIDED`), with the versions of constraints.txt. The second command copies
 the tree and the stubs into a temporary folder, installs the wheels beside them, and runs gpu-check there, which gets
-all other flags. It writes nothing else but the file of results.
+all other flags. It writes nothing else but the results, and kernels that Triton compiles, in the home folder.
 """
 
 import hashlib
@@ -87,29 +87,38 @@ def check(folder: Path) -> dict[str, Any]:
         )
     if missing := [name for name in manifest["wheels"] if not (folder / "wheels" / name).is_file()]:
         raise BenchError(f"{folder} lacks wheels: {', '.join(missing)}; copy it again")
-    if missing := [str(path) for path in _stubs() if not (folder / path).is_file()]:
+    if missing := [str(path) for path in stubs() if not (folder / path).is_file()]:
         raise BenchError(f"{folder} lacks stubs: {', '.join(missing)}; copy it again")
     if manifest["protos"] != _digest_of_protos():
         raise BenchError(f"the stubs in {folder} are of other .proto files than this tree's; make it again")
     return manifest
 
 
-def use(folder: Path, output: Path | None, arguments: Sequence[str]) -> int:
-    """Runs gpu-check with a bundle and returns its exit status. Raises BenchError if the bundle does not fit."""
+def unpack(folder: Path, target: Path) -> tuple[Path, dict[str, str]]:
+    """Installs the bundle's wheels and copies the tree and the stubs, all below `target`.
+
+    Returns the tree and the environment variables of a process that runs there. Raises BenchError if the bundle does
+    not fit this Python and this tree.
+    """
     wheels = [str(folder / "wheels" / name) for name in check(folder)["wheels"]]
+    packages, tree = target / "packages", target / "tree"
+    install = ("install", "--isolated", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(packages))
+    _pip(*install, "--disable-pip-version-check", "--no-cache-dir", *wheels)
+    _copy_tree(tree)
+    shutil.copytree(folder / "quire", tree / "quire", dirs_exist_ok=True)
+    paths = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "PYTHON": sys.executable}
+    variables["TORCHINDUCTOR_CACHE_DIR"] = str(target / "inductor")  # torch would leave it in the folder of all users
+    if not os.access(Path.home(), os.W_OK):  # where Triton would keep compiled kernels
+        variables["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR", str(target / "triton"))
+    return tree, dict(os.environ) | variables
+
+
+def use(folder: Path, command: Sequence[str]) -> int:
+    """Runs a command with a bundle and returns its exit status. Raises BenchError if the bundle does not fit."""
     with tempfile.TemporaryDirectory(prefix="quire-gpu-") as directory:
-        packages, tree = Path(directory) / "packages", Path(directory) / "tree"
-        install = ("install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(packages))
-        _pip(*install, "--disable-pip-version-check", "--no-cache-dir", *wheels)
-        _copy_tree(tree)
-        shutil.copytree(folder / "quire", tree / "quire", dirs_exist_ok=True)
-        paths = [str(packages), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {"PYTHONPATH": os.pathsep.join(paths)}
-        if not os.access(Path.home(), os.W_OK):
-            variables["TRITON_CACHE_DIR"] = os.environ.get("TRITON_CACHE_DIR", str(Path(directory) / "triton"))
-        command = [sys.executable, "-m", "bench", "gpu-check", *arguments]
-        command += ["--output", str(output.resolve())] if output else []
-        process = subprocess.Popen(command, cwd=tree, env=os.environ | variables)
+        tree, variables = unpack(folder, Path(directory))
+        process = subprocess.Popen(command, cwd=tree, env=variables)
         before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
         try:
             return process.wait()
@@ -166,7 +175,7 @@ def _generate_stubs(folder: Path, target: Path) -> None:
     shutil.copytree(folder / "quire", target, ignore=shutil.ignore_patterns("*.pyi"))
 
 
-def _stubs() -> list[Path]:
+def stubs() -> list[Path]:
     """Returns the generated modules of this tree's .proto files, relative to the root."""
     sources = [path.relative_to(ROOT / "protos") for path in sorted((ROOT / "protos" / "quire").rglob("*.proto"))]
     return [path.with_name(path.stem + end) for path in sources for end in ("_pb2.py", "_pb2_grpc.py")]
@@ -196,12 +205,15 @@ def _canonical(name: str) -> str:
 
 def _parse(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
     parser = Parser("gpu-bundle", __doc__)
-    parser.add_argument("--output", type=Path, help="folder to make, or with --use the file of results")
+    parser.add_argument("--output", type=Path, help="folder to make; with --use the folder of gpu-check's results")
     parser.add_argument("--python", default="3.12", help="version of Python on the other machine (default: 3.12)")
     parser.add_argument("--use", type=Path, metavar="DIR", help="run gpu-check with this bundle; takes its flags too")
+    parser.add_argument("--shell", metavar="COMMAND", help="with --use: run this instead, where $PYTHON is this Python")
     given, others = parser.parse_known_args(arguments)
-    if not given.use and others:
+    if others and (given.shell or not given.use):
         parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if given.shell and (given.output or not given.use):
+        parser.error("--shell needs --use, and no --output")
     if not given.use and not given.output:
         parser.error("one of --output and --use is needed")
     return given, others
@@ -210,7 +222,9 @@ def _parse(arguments: Sequence[str]) -> tuple[Namespace, list[str]]:
 def main(arguments: Sequence[str]) -> int:
     given, others = _parse(arguments)
     if given.use:
-        return use(given.use.resolve(), given.output, others)
+        results = ["--output", str(given.output.resolve())] if given.output else []
+        check_command = [sys.executable, "-m", "bench", "gpu-check", *others, *results]
+        return use(given.use.resolve(), ["bash", "-c", given.shell] if given.shell else check_command)
     size = make(given.output, given.python)
     wheels = len(list((given.output / "wheels").iterdir()))
     print(f"{given.output}: {wheels} wheels for Python {given.python} and the stubs, {size / 2**20:.1f} MiB")

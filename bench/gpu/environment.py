@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.command_line import Parser
+from bench.gpu import bundle
 
-STUBS = ("generation_pb2", "generation_pb2_grpc", "admin_pb2", "admin_pb2_grpc")
-EXECUTOR_STUBS = ("executor_pb2", "executor_pb2_grpc")
 _VERSIONS = ("torch", "triton", "transformers", "grpcio", "protobuf", "numba", "numpy", "tokenizers", "pytest")
 _TOOLS = ("nvidia-smi", "nvcc", "ptxas", "cuobjdump", "compute-sanitizer")
 _SMI_FIELDS = (
@@ -66,7 +65,7 @@ def packages() -> list[str]:
 
 def stubs() -> list[str]:
     """Returns a line for each generated module that cannot be imported."""
-    modules = [f"quire.v1.{name}" for name in STUBS] + [f"quire.executor.v1.{name}" for name in EXECUTOR_STUBS]
+    modules = [".".join(path.with_suffix("").parts) for path in bundle.stubs()]
     return [f"{name}: {error}" for name in modules if (error := _import_error(name))]
 
 
