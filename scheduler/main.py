@@ -24,6 +24,7 @@ from scheduler.live.plan_log import PlanLog
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.intake import Intake, ServedModel
 from scheduler.servers.admin_server import AdminServer
+from scheduler.servers.descriptors import raise_descriptor_limit
 from scheduler.servers.generation_server import GenerationServer
 from scheduler.servers.grpc_server import GrpcServer
 from scheduler.servers.http_server import HttpServer
@@ -53,6 +54,7 @@ def run(config: SchedulerConfig) -> int:
     else goes to the log, on standard error.
     """
     logs.configure("scheduler", config.log_level, config.log_format)
+    raise_descriptor_limit()
     try:
         model = load_model(config)
         return asyncio.run(serve(config, model))

@@ -13,12 +13,15 @@ from quire.addresses import AddressUnusable, at_port, check_free
 from quire.v1 import admin_pb2, generation_pb2
 from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from scheduler.servers.bounded_messages import BoundedMessages
+from scheduler.servers.descriptors import max_grpc_connections
 
 if TYPE_CHECKING:
     from scheduler.engine.engine import Engine
     from scheduler.servers.admin_server import AdminServer
     from scheduler.servers.generation_server import GenerationServer
 
+GENERATE = "/quire.v1.Generation/Generate"
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -28,6 +31,12 @@ OPTIONS = [
     # Larger than the validator allows (2 MiB of text, or a million token ids), because its message is clearer. Not much
     # larger: messages are parsed on the event loop, where 2 million empty parts take half a second.
     ("grpc.max_receive_message_length", 4 * 2**20),
+    # The most streams that a connection may have open. Without a limit, a client that opens streams and cancels each at
+    # once (CVE-2023-44487) keeps the event loop busy with calls that nobody waits for. Clients queue what is above it.
+    ("grpc.max_concurrent_streams", 128),
+    # A connection that does not begin HTTP/2 within this time is closed, and one without streams after five minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
     # Detects clients that vanished without closing the connection, so that their requests are cancelled.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -39,11 +48,12 @@ OPTIONS = [
 
 
 class GrpcServer:
-    """The gRPC server; `address` has its real port."""
+    """The gRPC server; `address` has its real port. It closes connections beyond those that it has descriptors for."""
 
     def __init__(self, engine: Engine, generation: GenerationServer, admin: AdminServer, listen: str) -> None:
         """Binds the address. Raises AddressError, AddressInUse and AddressUnusable."""
-        self._server = grpc.aio.server(options=OPTIONS)
+        limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
+        self._server = grpc.aio.server(interceptors=[BoundedMessages(GENERATE)], options=[*OPTIONS, limit])
         add_GenerationServicer_to_server(generation, self._server)
         add_AdminServicer_to_server(admin, self._server)
         self._health = HealthReporter(engine)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakSet
 
 from aiohttp import web
 
 from quire.addresses import HostPort, at_port, listen_error
+from scheduler.core import QueueFull
 from scheduler.live.browser_safety import HEADERS, AllowedHosts
+from scheduler.servers.descriptors import max_http_connections
 from scheduler.servers.health import HealthListener, LoopHeartbeat, listen
+from scheduler.servers.read_budget import ReadBudget
 
 if TYPE_CHECKING:
     import socket
@@ -24,6 +28,9 @@ Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
 MACHINES_PATHS = ("/metrics", "/healthz", "/readyz")
 """Paths for machines. They hold no secrets, so they are served under every host name."""
+
+FIRST_REQUEST_S = 10.0
+"""Time in which a connection has to send the header of its first request."""
 
 SHUTDOWN_TIMEOUT_S = 0.01
 """Time that open requests get after the grace period. aiohttp takes 0 as no limit, so it cannot be 0."""
@@ -69,6 +76,10 @@ class HttpServer:
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
         )
+        self._reads = ReadBudget()
+        self._probes = ReadBudget(max_waiting=None)  # a probe that is refused would look like an unready server
+        self._max_connections = max_http_connections()
+        self._has_begun: WeakSet[asyncio.BaseTransport] = WeakSet()
         self._heartbeat = LoopHeartbeat()
         self._listener: HealthListener | None = None
         self._accepting: set[asyncio.Task[None]] = set()
@@ -112,19 +123,33 @@ class HttpServer:
 
     async def _serve(self, connection: socket.socket) -> None:
         server = self._runner.server
-        if server is None:  # the server was stopped meanwhile
+        # The server was stopped meanwhile, or holds as many connections as it has descriptors for.
+        if server is None or len(server.connections) >= self._max_connections:
             connection.close()
             return
-        await asyncio.get_running_loop().connect_accepted_socket(server, connection)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_accepted_socket(server, connection)
+        loop.call_later(FIRST_REQUEST_S, self._close_unless_begun, transport)
+
+    def _close_unless_begun(self, transport: asyncio.BaseTransport) -> None:
+        """Closes a connection that has not sent the header of a request. aiohttp would wait for it for ever."""
+        if transport not in self._has_begun:
+            transport.close()
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.transport is not None:
+            self._has_begun.add(request.transport)
         if request.path in MACHINES_PATHS or self._hosts.allow(request):
             return await handler(request)
         text = "this host name is not one of --http-allowed-hosts\n"
         return web.Response(status=421, text=text, headers=HEADERS)  # Misdirected Request
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        content_type, page = self._metrics.answer(request.headers.get("Accept", ""))
+        try:
+            async with self._reads.turn():
+                content_type, page = self._metrics.answer(request.headers.get("Accept", ""))
+        except QueueFull as error:
+            raise web.HTTPTooManyRequests(headers={"Retry-After": "1"}, text=f"{error}\n") from None
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def _show_health(self, request: web.Request) -> web.Response:
@@ -132,6 +157,8 @@ class HttpServer:
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, request: web.Request) -> web.Response:
+        async with self._probes.turn():
+            pass
         return web.Response(text=f"{self._engine.readiness}\n", status=200 if self._engine.is_ready else 503)
 
 
