@@ -79,7 +79,7 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
             await handler.unary_stream(request, context)
 
         return grpc.unary_stream_rpc_method_handler(
-            serve_if_parsed,  # type: ignore[arg-type]  # grpc's types know no handlers for asyncio
+            serve_if_parsed,
             request_deserializer=parse_if_cheap,
             response_serializer=handler.response_serializer,
         )

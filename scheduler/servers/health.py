@@ -27,7 +27,7 @@ STUCK_AFTER_S = 30.0
 """Time without a heartbeat after which the event loop counts as stuck. Slow work such as tokenising runs in threads."""
 
 MAX_SILENT = 256
-"""Maximum number of connections that have sent nothing yet, unless descriptors are scarcer. The oldest of them is closed
+"""Maximum number of connections that have sent nothing yet, unless descriptors are scarcer. The oldest is closed
 to make room for another."""
 
 MAX_SILENT_S = 10.0
