@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from quire.histogram import exemplar_labels
+from quire.log_rate import RateLimit
 from quire.logs import log_as, printable
 from scheduler.telemetry.trace_context import TraceContext, parse_trace_context
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from scheduler.telemetry.request_metrics import RequestMetrics, RequestSummary
 
 log = logging.getLogger("scheduler.requests")
+refusals = logging.getLogger("scheduler.requests.refused")
+refusals.addFilter(RateLimit(per_second=10))  # a refused request costs its client nothing
 
 MAX_LOGGED_ID = 256
 """Maximum number of characters of a client's request id in the log. The ids of admitted requests are no longer."""
@@ -112,8 +115,8 @@ class ObservedRequest:
     def refused(self, code: str) -> None:
         """Reports that the request never reached the queue. `code` is its status code, such as "invalid_argument"."""
         self._metrics.rejected(code)
-        if log.isEnabledFor(logging.INFO):
-            log.info("request refused", extra=self._ids() | {"status": code})
+        if refusals.isEnabledFor(logging.INFO):
+            refusals.info("request refused", extra=self._ids() | {"status": code})
         if self._trace is not None:
             self._trace.refused(code)
 
