@@ -57,6 +57,12 @@ dashboards: $(INSTALLED)  ## write Grafana's dashboards and the tables of docs/o
 compose-check: $(INSTALLED)  ## bring compose.yaml up for real, break it, take it down (BASE_IMAGE=… to build on another)
 	$(BIN)/python -m deploy.compose_check
 
+lock: $(INSTALLED)  ## write the hashes of what the images install again, from pyproject.toml and constraints.txt
+	$(BIN)/python -m deploy.lock
+
+supply-check: $(INSTALLED)  ## write the bills of materials of the images, and look for known vulnerabilities
+	$(BIN)/python -m checks.supply_chain
+
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build quire/v1 quire/executor
 
@@ -66,4 +72,4 @@ $(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(sh
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel]'
 	touch $@
 
-.PHONY: help run serve test test-all wheel-check bench claims gpu-check verify lint fmt protos dashboards compose-check clean
+.PHONY: help run serve test test-all wheel-check bench claims gpu-check verify lint fmt protos dashboards compose-check lock supply-check clean

@@ -30,6 +30,16 @@ def test_services_are_confined(service: dict[str, Any]) -> None:
 
 
 @services
+def test_services_are_bounded(service: dict[str, Any]) -> None:
+    """One service cannot take the machine's memory, processes, descriptors or disk (with its log)."""
+    assert service["mem_limit"]
+    assert service["pids_limit"] <= 1024
+    assert service["ulimits"]["nofile"] <= 65536
+    assert service["logging"]["driver"] == "json-file"
+    assert set(service["logging"]["options"]) == {"max-size", "max-file"}
+
+
+@services
 def test_mounts_from_the_host_are_read_only(service: dict[str, Any]) -> None:
     for volume in service["volumes"]:
         assert volume.startswith(tuple(yaml.safe_load(TEXT)["volumes"])) or volume.endswith(":ro")
