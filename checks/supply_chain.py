@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import venv
+from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.lock import LOCKS, ROOT, wanted
@@ -51,25 +52,36 @@ def _audit(tools: Path, name: str) -> bool:
     accepted = [word for each in ACCEPTED for word in ("--ignore-vuln", each)]
     command = (str(tools / "pip-audit"), "--require-hashes", "--disable-pip", "--progress-spinner", "off", "-f", "json")
     finished = _run(*command, "-r", str(LOCKS / f"{name}.txt"), *accepted)
-    found = vulnerabilities(finished.stdout)
-    if found is None:
-        print(f"audit of {name}: left out, no answer from the vulnerability service: {_last_line(finished.stderr)}")
-        return False
-    print(f"audit of {name}: {', '.join(found) or 'no known vulnerability'}")
-    return bool(found)
+    audit = read_audit(finished.stdout)
+    if not audit.num_audited:
+        print(f"audit of {name}: left out, no answer from the vulnerability service. {_last_line(finished.stderr)}")
+    else:
+        found = ", ".join(audit.vulnerabilities) or "no known vulnerability"
+        print(f"audit of {name}: {found} in {audit.num_audited} packages; {audit.num_unknown} are not known there")
+    return bool(audit.vulnerabilities)
 
 
-def vulnerabilities(report: str) -> list[str] | None:
-    """Returns `package version: id` for each vulnerability in a report of pip-audit; None if it is no report."""
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """The outcome of an audit. vulnerabilities: `package version: id`. num_unknown: packages without an answer."""
+
+    num_audited: int = 0
+    num_unknown: int = 0
+    vulnerabilities: tuple[str, ...] = ()
+
+
+def read_audit(report: str) -> Audit:
+    """Reads a report of pip-audit. What is no report counts as one without packages."""
     try:
         packages = json.loads(report)["dependencies"]
     except (ValueError, KeyError, TypeError):
-        return None
-    return [
-        f"{package['name']} {package.get('version', '')}: {each['id']}"
-        for package in packages
-        for each in package.get("vulns", ())
+        return Audit()
+    # pip-audit reports "no known vulnerabilities" also for packages for which it got no answer.
+    audited = [package for package in packages if "skip_reason" not in package]
+    found = [
+        f"{package['name']} {package['version']}: {each['id']}" for package in audited for each in package["vulns"]
     ]
+    return Audit(len(audited), len(packages) - len(audited), tuple(found))
 
 
 def _run(*command: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,6 @@ its CPU builds and CUDA builds come from different indexes and have different ha
 """
 
 import subprocess
-import sys
 import tempfile
 import tomllib
 import venv
@@ -67,30 +66,20 @@ def main() -> None:
         for name, requirements in wanted().items():
             source, target = Path(directory) / f"{name}.in", Path(directory) / f"{name}.txt"
             source.write_text("\n".join(requirements), encoding="utf-8")
-            options = [
+            options = (
                 "--quiet",
                 "--generate-hashes",
                 "--strip-extras",
                 "--no-header",
                 "--no-annotate",
                 "--allow-unsafe",
-            ]
-            inputs = ["--constraint", str(ROOT / "constraints.txt"), str(source)]
-            command = [
-                python,
-                "-m",
-                "piptools",
-                "compile",
-                *options,
-                "--allow-unsafe",
-                "--output-file",
-                target,
-                *inputs,
-            ]
-            subprocess.run(command, check=True)
+            )
+            inputs = ("--constraint", ROOT / "constraints.txt", source)
+            command = [python, "-m", "piptools", "compile", *options, "--output-file", target, *inputs]
+            subprocess.run([str(word) for word in command], check=True)
             (LOCKS / f"{name}.txt").write_text(render(target.read_text(encoding="utf-8")), encoding="utf-8")
             print(f"{name}: {len(entries(target.read_text(encoding='utf-8')))} packages", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
