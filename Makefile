@@ -27,7 +27,10 @@ claims: $(INSTALLED)  ## measure what is claimed of paging and continuous batchi
 	$(BIN)/quire bench claims $(ARGS)
 
 gpu-check: $(if $(NO_INSTALL),,$(INSTALLED))  ## tests, kernels and serving on the GPU of this machine, in one report (NO_INSTALL=1: with PYTHON as it is)
-	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) -m bench gpu-check $(ARGS)
+	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) -m bench $(if $(BUNDLE),gpu-bundle --use $(BUNDLE),gpu-check) $(ARGS)
+
+gpu-bundle: $(INSTALLED)  ## wheels and stubs for a GPU machine without an index (there: make gpu-check NO_INSTALL=1 BUNDLE=gpu-bundle)
+	$(BIN)/python -m bench gpu-bundle --output gpu-bundle $(ARGS)
 
 wheel-check: $(INSTALLED)  ## build the wheel, install it into a fresh environment, run the demo and one request
 	$(BIN)/python -m checks.wheel
@@ -72,4 +75,4 @@ $(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(sh
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel]'
 	touch $@
 
-.PHONY: help run serve test test-all wheel-check bench claims gpu-check verify lint fmt protos dashboards compose-check lock supply-check clean
+.PHONY: help run serve test test-all wheel-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean

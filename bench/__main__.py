@@ -4,8 +4,6 @@ import sys
 
 from bench.command_line import BenchError
 from bench.commands import COMMANDS, listing, run
-from quire.errors import QuireError
-from quire.model_path import ModelNotFound
 
 
 def main(words: list[str]) -> int:
@@ -19,11 +17,22 @@ def main(words: list[str]) -> int:
         return 2
     try:
         return run(name, arguments)
-    except (BenchError, QuireError, ModelNotFound, OSError) as error:
-        print(f"bench {name}: {error}", file=sys.stderr)
-        return error.exit_code if isinstance(error, BenchError) else 1
     except KeyboardInterrupt:
         return 130
+    except _failures() as error:
+        print(f"bench {name}: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, BenchError) else 1
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """Returns the errors that a measurement reports. Without its generated stubs quire cannot be imported: then none of
+    its errors was raised."""
+    try:
+        from quire.errors import QuireError
+        from quire.model_path import ModelNotFound
+    except ImportError:
+        return BenchError, OSError
+    return BenchError, QuireError, ModelNotFound, OSError
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ COMMANDS: dict[str, Command] = {
     "attacker": Command("bench.attacks.attacker", "One attack of `attacks`, as a process of its own."),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
     "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),
+    "gpu-bundle": Command("bench.gpu.bundle", "Wheels and stubs for gpu-check on a machine without a package index."),
+    "gpu-environment": Command("bench.gpu.environment", "Phase of gpu-check: packages, stubs, the GPU and its tools."),
     "gpu-correctness": Command("bench.gpu.correctness", "Phase of gpu-check: the tests of what runs on a device."),
     "gpu-serving": Command("bench.gpu.end_to_end", "Phase of gpu-check: both services on random weights."),
     "gpu-transformers": Command("bench.gpu.transformers", "Phase of gpu-check: transformers on the same load."),
@@ -56,6 +58,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     try:
         module = importlib.import_module(command.module)
     except ModuleNotFoundError as error:
+        if error.name in ("quire.v1", "quire.executor"):
+            raise BenchError(f"{error}; `make protos` generates the stubs, and a bundle has them") from error
         raise BenchError(f"{error}; pip install 'quire[executor,bench,dev]' installs what is measured") from error
     status: int | None = module.main([*command.preset, *arguments])
     return status or 0

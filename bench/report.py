@@ -1,6 +1,7 @@
 """Summaries of runs: percentiles, rates, and the JSON file that a measurement writes."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,6 +85,15 @@ def summarize(
 
 
 def save(path: Path, values: dict[str, Any]) -> None:
-    """Writes a JSON file, and creates missing folders. Raises OSError."""
+    """Writes a JSON file at once: a process that is killed leaves the previous content. Creates missing folders.
+
+    Raises OSError.
+    """
+    text = json.dumps(values, indent=2) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a terminal
+        path.write_text(text, encoding="utf-8")
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished.write_text(text, encoding="utf-8")
+    unfinished.replace(path)

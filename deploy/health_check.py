@@ -28,7 +28,7 @@ STATE = Path("/tmp/quire-health")  # /tmp is emptied when the container restarts
 
 def is_serving(address: str) -> bool:
     """Returns true if the service at this gRPC address reports that it serves."""
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         try:
             response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError:

@@ -27,8 +27,9 @@ class ExecutorConfig:
     kernels                 "auto": the fastest kernels for the device; "reference": plain torch
     block_size              tokens per KV block
     num_blocks              blocks of the KV pool, including the null block; None: as many as memory_fraction allows
-    memory_fraction         share of the memory that is free after loading the weights, for the KV pool;
-                            None: 0.9 on a GPU; 0.4 on the CPU, but at most 2 GiB
+    memory_fraction         share of the memory that is left, for the KV pool: after loading the weights, and on a GPU
+                            beside the largest step and the graphs; None: 0.9 on a GPU; 0.4 on the CPU, but at most
+                            2 GiB
     max_num_seqs            number of slots; None: 256 on a GPU, 64 on the CPU
     max_num_batched_tokens  maximum number of tokens in one step; None: 8192 on a GPU, 512 on the CPU, where short steps
                             keep decodes smooth while long prompts are computed

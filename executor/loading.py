@@ -3,10 +3,10 @@
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -15,12 +15,15 @@ from executor.checkpoints.checkpoint import Checkpoint, TensorSource, locate, to
 from executor.checkpoints.model_config import ModelConfig, read_model_config
 from executor.checkpoints.random_weights import RandomCheckpoint
 from executor.config import ExecutorConfig
+from executor.cuda.precision import sum_in_float32
 from executor.device.device import resolve_device
-from executor.memory.kv_pool import allocate_pool, choose_num_blocks
+from executor.memory.device_memory import fitting
+from executor.memory.free_memory import free_memory_bytes
+from executor.memory.kv_pool import allocate_pool, fitting_blocks
 from executor.models.decoder import Decoder
 from executor.models.eager import EagerModel
 from executor.models.weights import expected_shapes, load_weights
-from executor.plans.limits import PlanLimits, resolve_limits, resolve_max_model_len, resolve_max_num_seqs
+from executor.plans.limits import PlanLimits, resolve_limits, resolve_max_model_len
 from kernels import reference
 from kernels.memory import populate
 
@@ -35,14 +38,29 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 """Prints a line about progress."""
 
-MakeRunner = Callable[["Tensor", PlanLimits, kernels.Progress], "ModelRunner | CudaRunner"]
-"""Makes a runner, and everything that its first step needs."""
+
+class Start(Protocol):
+    """Makes a runner in two steps: everything but the pool, and then the rest."""
+
+    @property
+    def memory_bytes(self) -> dict[str, int]:
+        """Returns the memory of the runner besides weights and pool, by kind, as far as it is known."""
+        ...
+
+    def free_for_pool(self) -> int:
+        """Returns the bytes that are free for a pool once a runner has what it needs. Raises OutOfMemory."""
+        ...
+
+    def make_runner(self, pool: "Tensor", limits: PlanLimits) -> "ModelRunner | CudaRunner":
+        """Makes a runner, and everything that its first step needs. Raises OutOfMemory."""
+        ...
 
 
 @dataclass(slots=True)
 class LoadedModel:
     """A runner with the facts about it: memory in bytes by kind, start-up time in seconds by phase.
 
+    graphs     number of CUDA graphs: "captured", and "missing" for lack of memory
     idle_work  work to do while there is no step to run; an item takes some milliseconds
     """
 
@@ -52,6 +70,7 @@ class LoadedModel:
     device: torch.device
     memory_bytes: dict[str, int] = field(default_factory=dict)
     startup_s: dict[str, float] = field(default_factory=dict)
+    graphs: dict[str, int] = field(default_factory=dict)
     idle_work: "Iterator[None] | None" = None
 
 
@@ -59,12 +78,15 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
     """Loads the model. Raises ConfigError, CheckpointError or OutOfMemory."""
     startup_s: dict[str, float] = {}
     device = resolve_device(config.device)
+    if device.type == "cuda":
+        sum_in_float32()
     with _timed(startup_s, "locate"):
         directory = locate(config.model, config.revision)
     model_config = read_model_config(directory)
     max_model_len = resolve_max_model_len(config, model_config)
+    limits = resolve_limits(config, model_config, max_model_len, config.num_blocks or 0, device.type == "cpu")
     backend = _kernels(config.kernels, device)
-    with _timed(startup_s, "weights"):
+    with _timed(startup_s, "weights"), fitting(f"weights on {device}"):
         decoder, num_weight_bytes = _load_decoder(config, model_config, directory, device, backend, max_model_len, say)
     shape = kernels.AttentionShape(
         dtype=decoder.dtype,
@@ -73,53 +95,71 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         head_dim=model_config.head_dim,
         block_size=config.block_size,
     )
-    memory_bytes = {"weights": num_weight_bytes}
-    make_runner: MakeRunner = partial(_make_runner, decoder, backend, shape)
-    if device.type == "cuda" and config.kernels == "auto":
-        max_num_seqs = resolve_max_num_seqs(config, on_cpu=False)
-        make_runner, memory_bytes["step_buffers"] = _prepare_cuda(decoder, shape, max_num_seqs, max_model_len)
+    with _timed(startup_s, "kernels"):
+        start = _start(config, decoder, backend, shape, limits, say)
+    if config.num_blocks is None:
+        with _timed(startup_s, "sizing"):
+            free_bytes = start.free_for_pool()
+        taken_bytes = {"weights": num_weight_bytes} | start.memory_bytes
+        num_blocks = fitting_blocks(config, model_config, decoder.dtype, device, free_bytes, taken_bytes)
+        limits = replace(limits, num_blocks=num_blocks)
     with _timed(startup_s, "kv_pool"):
-        num_blocks = choose_num_blocks(config, model_config, decoder.dtype, device)
-        pool = allocate_pool(model_config, num_blocks, config.block_size, decoder.dtype, device)
-    limits = resolve_limits(config, model_config, max_model_len, num_blocks, device.type == "cpu")
+        pool = allocate_pool(model_config, limits.num_blocks, config.block_size, decoder.dtype, device)
     say(
-        f"KV pool: {num_blocks} blocks of {config.block_size} tokens, {pool.nbytes / 2**20:,.0f} MiB;"
+        f"KV pool: {limits.num_blocks} blocks of {config.block_size} tokens, {pool.nbytes / 2**20:,.0f} MiB;"
         f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens per step"
     )
-    with _timed(startup_s, "kernels"):
-        runner = make_runner(pool, limits, _kernel_progress(say))
+    with _timed(startup_s, "runner"):
+        runner = start.make_runner(pool, limits)
     return LoadedModel(
         runner=runner,
         model_name=_model_name(config, directory),
         dtype=decoder.dtype,
         device=device,
-        memory_bytes=memory_bytes | {"kv_pool": pool.nbytes},
+        memory_bytes={"weights": num_weight_bytes} | start.memory_bytes | {"kv_pool": pool.nbytes},
         startup_s=startup_s,
-        idle_work=_idle_work(runner, pool),
+        graphs=_graphs(runner),
+        # On the CPU the system provides the pool's pages when they are first written, which takes time then.
+        idle_work=populate(pool) if device.type == "cpu" else None,
     )
 
 
-def _idle_work(runner: "ModelRunner | CudaRunner", pool: torch.Tensor) -> "Iterator[None] | None":
-    """Returns work to do while idle, which the first steps would otherwise have to do."""
-    if pool.device.type == "cpu":
-        return populate(pool)
-    from executor.cuda.runner import CudaRunner  # loads Triton, which a CPU host does without
-
-    return runner.captures() if isinstance(runner, CudaRunner) else None
+def _graphs(runner: "ModelRunner | CudaRunner") -> dict[str, int]:
+    graphs = getattr(runner, "graphs", None)
+    return {"captured": 0, "missing": 0} if graphs is None else {"captured": len(graphs), "missing": graphs.num_missing}
 
 
-def _make_runner(
+def _start(
+    config: ExecutorConfig,
     decoder: Decoder,
     backend: kernels.Kernels,
     shape: kernels.AttentionShape,
-    pool: "Tensor",
     limits: PlanLimits,
-    progress: kernels.Progress,
-) -> "ModelRunner":
-    from executor.device.runner import ModelRunner  # loads numba, which a GPU host does without
+    say: Say,
+) -> Start:
+    if decoder.device.type == "cuda" and config.kernels == "auto":
+        from executor.cuda.loading import CudaStart  # loads Triton, which a CPU host does without
 
-    backend.warm_up(shape, progress)
-    return ModelRunner(_model(decoder, backend, pool, limits), limits)
+        return CudaStart(decoder, shape, limits, partial(_progress, say))
+    backend.warm_up(shape, _progress(say, "kernels"))
+    return PlainStart(decoder, backend)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainStart:
+    """The start of a runner that computes each step at once, and takes little memory besides weights and pool."""
+
+    decoder: Decoder
+    backend: kernels.Kernels
+    memory_bytes: dict[str, int] = field(default_factory=dict)
+
+    def free_for_pool(self) -> int:
+        return free_memory_bytes(self.decoder.device)
+
+    def make_runner(self, pool: "Tensor", limits: PlanLimits) -> "ModelRunner":
+        from executor.device.runner import ModelRunner  # loads numba, which a GPU host does without
+
+        return ModelRunner(_model(self.decoder, self.backend, pool, limits), limits)
 
 
 def _model(decoder: Decoder, backend: kernels.Kernels, pool: torch.Tensor, limits: PlanLimits) -> "Model":
@@ -129,17 +169,6 @@ def _model(decoder: Decoder, backend: kernels.Kernels, pool: torch.Tensor, limit
     from executor.models.program import ProgramModel  # loads numba
 
     return ProgramModel(decoder, pool, limits.max_num_batched_tokens, limits.max_num_seqs)
-
-
-def _prepare_cuda(
-    decoder: Decoder, shape: kernels.AttentionShape, max_num_seqs: int, max_model_len: int
-) -> tuple["MakeRunner", int]:
-    """Allocates what a runner holds besides the pool, before the pool takes the rest. Returns its bytes too."""
-    from executor.cuda.buffers import StepBuffers
-    from executor.cuda.loading import make_runner
-
-    buffers = StepBuffers.allocate(decoder, shape, max_num_seqs, max_model_len, decoder.device)
-    return partial(make_runner, decoder, shape, buffers), buffers.num_bytes
 
 
 def _load_decoder(
@@ -197,13 +226,13 @@ def _kernels(name: str, device: torch.device) -> kernels.Kernels:
     return kernels.select(device)
 
 
-def _kernel_progress(say: Say) -> kernels.Progress:
-    """Prints progress only after half a second: kernels from the cache are ready sooner."""
+def _progress(say: Say, phase: str) -> kernels.Progress:
+    """Prints the progress of a phase only after half a second: kernels from the cache are ready sooner."""
     quiet_until_s = time.monotonic() + 0.5
 
     def progress(name: str, done: int, total: int) -> None:
         if not done or time.monotonic() > quiet_until_s:
-            say(f"kernels: {done} of {total} ready, now {name}")
+            say(f"{phase}: {done} of {total} ready, now {name}")
 
     return progress
 

@@ -42,6 +42,7 @@ class Metrics(Collector):
         self._last_step_s = self._started_s
         self._memory_bytes: dict[str, int] = {}
         self._startup_s: dict[str, float] = {}
+        self._graphs: dict[str, int] = {}
         self._idle = IdleRatio()
         self._http: WSGIServer | None = None
         self.registry.register(self)
@@ -62,6 +63,9 @@ class Metrics(Collector):
 
     def set_memory(self, kind: str, num_bytes: int) -> None:
         self._memory_bytes[kind] = num_bytes
+
+    def set_graphs(self, state: str, count: int) -> None:
+        self._graphs[state] = count
 
     def set_startup(self, phase: str, duration_s: float) -> None:
         self._startup_s[phase] = duration_s
@@ -106,6 +110,11 @@ class Metrics(Collector):
         yield self._gauge(
             "quire_executor_startup_seconds", "Time from start to ready, by phase",
             ("phase",), {(phase,): duration_s for phase, duration_s in self._startup_s.items()},
+        )  # fmt: skip
+        yield self._gauge(
+            "quire_executor_graphs",
+            "CUDA graphs of decode steps, by state: missing for lack of memory, which makes their steps slower",
+            ("state",), {(state,): float(count) for state, count in self._graphs.items()},
         )  # fmt: skip
         yield self._gauge(
             "quire_executor_idle_ratio",

@@ -166,6 +166,8 @@ def _metrics(model: LoadedModel, address: str) -> Metrics:
     metrics = Metrics(model.model_name, address)
     for kind, num_bytes in model.memory_bytes.items():
         metrics.set_memory(kind, num_bytes)
+    for state, count in model.graphs.items():
+        metrics.set_graphs(state, count)
     for phase, duration_s in model.startup_s.items():
         metrics.set_startup(phase, duration_s)
     return metrics

@@ -3,7 +3,8 @@
     python -m bench gpu-serving --shape llama-3.1-8b --device cuda --json FILE
 
 The services are those of `quire serve`. Weights are drawn on the device (`--load-format random`), because the speed of
-a shape does not depend on its weights. The results are written after each part.
+a shape does not depend on its weights. The results are written after each part. On a GPU with little memory the batch
+and the lengths are smaller, and a shape that does not fit is skipped (`bench.gpu.scales`).
 """
 
 import asyncio
@@ -11,12 +12,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from bench.gpu.random_models import phase_arguments, write_model
+from bench.gpu.scales import NotHere, Scale, scale_on
 from bench.load import LoadResult, closed_loop, quire_sender
 from bench.report import save
 from bench.server_process import as_flags, quire_server
@@ -29,28 +31,6 @@ from quire.async_client import AsyncClient
 from quire.block_map import ServerInfo, StepTrace
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """The size of each part. Lengths are in tokens.
-
-    batch_*  sequences that decode together. No two prompts are equal, and the lengths give the desired mean context
-    """
-
-    single_prompt_tokens: int
-    single_output_tokens: int
-    num_singles: int
-    batch_size: int
-    batch_prompt_tokens: int
-    batch_output_tokens: int
-    num_clients: int
-    num_requests: int
-    max_model_len: int
-
-
-FULL = Scale(128, 128, 4, 64, 960, 129, 64, 192, 4096)
-IN_SMALL = Scale(16, 8, 2, 4, 24, 12, 4, 8, 256)
-
-
 def service_flags(shape: str, directory: Path, device: str, scale: Scale) -> list[str]:
     """Returns flags of `quire serve` for a model with random weights, which is written to `directory`."""
     values: dict[str, Any] = {
@@ -60,7 +40,10 @@ def service_flags(shape: str, directory: Path, device: str, scale: Scale) -> lis
         "device": device,
         "max_model_len": scale.max_model_len,
         "metrics_address": "",
+        "log_level": "warning",
     }
+    if scale.max_num_batched_tokens is not None:
+        values |= {"max_num_batched_tokens": scale.max_num_batched_tokens, "max_num_seqs": scale.batch_size}
     if device == "cpu":
         values |= {"num_blocks": 512, "num_threads": 1, "max_num_seqs": scale.batch_size}
     return as_flags(values)
@@ -71,7 +54,7 @@ async def measure(flags: Sequence[str], scale: Scale, keep: Callable[[dict[str, 
 
     Raises ServerFailed if a service fails, LoadError and QuireError if a request fails.
     """
-    report: dict[str, Any] = {}
+    report: dict[str, Any] = {"scale": asdict(scale)}
     started_s = time.monotonic()
     async with quire_server(flags, log=lambda line: print(line, flush=True)) as server:
         report["start_to_ready_s"] = time.monotonic() - started_s
@@ -172,7 +155,11 @@ def _counts(result: LoadResult) -> dict[str, Any]:
 
 def main(arguments: Sequence[str]) -> None:
     given = phase_arguments("gpu-serving", __doc__, arguments)
-    scale = IN_SMALL if given.small else FULL
+    try:
+        scale = scale_on(given.device, given.shape, is_small=given.small)
+    except NotHere as error:
+        save(given.json, {"skipped_because": str(error)})
+        return
     with tempfile.TemporaryDirectory() as directory:
         flags = service_flags(given.shape, Path(directory), given.device, scale)
         asyncio.run(measure(flags, scale, lambda report: save(given.json, report)))

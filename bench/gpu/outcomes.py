@@ -2,9 +2,11 @@
 
     pytest -p bench.gpu.outcomes --outcomes FILE
 
-Each line of FILE has an outcome (passed, failed or skipped), a blank, and the name of the test.
+Each line of FILE is a JSON object: the outcome (passed, failed or skipped), the name of the test, and the first line of
+the error of a failure.
 """
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,8 @@ import pytest
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
+
+_MAX_REASON_CHARACTERS = 300
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,10 +29,20 @@ class _Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Records the stage that decides about a test: its call, or a set-up that failed or skipped it."""
         if report.when == "call" or report.outcome != "passed":
-            print(report.outcome, report.nodeid, file=self._file, flush=True)
+            values = {"outcome": report.outcome, "name": report.nodeid}
+            if report.outcome == "failed":
+                values["reason"] = _reason(report)
+            print(json.dumps(values), file=self._file, flush=True)
 
     def pytest_unconfigure(self) -> None:
         self._file.close()
+
+
+def _reason(report: pytest.TestReport) -> str:
+    """Returns the first line of the error, which names the exception."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = str(report.longrepr) if crash is None else str(crash.message)
+    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:_MAX_REASON_CHARACTERS]
 
 
 def pytest_configure(config: pytest.Config) -> None:

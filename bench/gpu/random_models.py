@@ -144,7 +144,7 @@ def phase_arguments(name: str, description: str | None, arguments: Sequence[str]
     """Parses the flags of a phase that runs one shape."""
     parser = Parser(name, description)
     parser.add_argument("--shape", choices=SHAPES, required=True)
-    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--device", required=True, help="cpu, cuda or cuda:INDEX")
     parser.add_argument("--small", action="store_true", help="a few short requests: for tests")
     parser.add_argument("--json", type=Path, required=True, help="file of results")
     return parser.parse_args(arguments)

@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from bench.gpu.end_to_end import FULL, IN_SMALL, Scale, closed_loop_turn
+from bench.gpu.end_to_end import closed_loop_turn
 from bench.gpu.random_models import SHAPES, phase_arguments, write_model
+from bench.gpu.scales import NotHere, Scale, scale_on
 from bench.report import save
 from bench.serving.continuous_batches import ContinuousBatches
 from bench.serving.engines import Engine, in_process_engine
@@ -72,5 +73,10 @@ def random_model(shape: str, device: torch.device) -> Any:
 
 def main(arguments: Sequence[str]) -> None:
     given = phase_arguments("gpu-transformers", __doc__, arguments)
+    try:
+        scale = scale_on(given.device, given.shape, is_small=given.small)
+    except NotHere as error:
+        save(given.json, {"skipped_because": str(error)})
+        return
     model = random_model(given.shape, torch.device(given.device))
-    measure(model, IN_SMALL if given.small else FULL, lambda report: save(given.json, report))
+    measure(model, scale, lambda report: save(given.json, report))

@@ -78,6 +78,10 @@ class Case:
     def name(self) -> str:
         return f"{self.operation} {self.label}"
 
+    def buffer_bytes(self, device: torch.device) -> int:
+        """Returns about how many bytes `prepare` allocates: what all calls of a round read and write."""
+        return self.num_bytes * num_buffers(self.num_bytes, device)
+
 
 def is_triton(backend: Kernels) -> bool:
     """Returns True for Triton's kernels, whose layers share a plan that is made once a step."""

@@ -25,8 +25,10 @@ from bench.kernels.grid import cpu_cases, gpu_cases
 from bench.machine import describe_machine
 from bench.report import save
 from bench.stopwatch import time_rounds
+from executor.memory.free_memory import free_memory_bytes
 
 _BUDGET_S, _QUICK_BUDGET_S = 0.3, 0.03
+_FREE_SHARE = 0.9  # the rest is for results, which a round allocates
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class KernelRow:
     tflops         None if memory is the bound
     ceiling_share  share of the ceiling that `ceiling` names (copy, read or gemm), measured in this run
     spread_ratio   (90th - 10th percentile) / median
-    error          the reason why there are no numbers
+    skipped        the reason why it was not run
+    error          the reason why it failed
     """
 
     operation: str
@@ -53,6 +56,7 @@ class KernelRow:
     tflops: float | None = None
     ceiling_share: float | None = None
     spread_ratio: float | None = None
+    skipped: str | None = None
     error: str | None = None
 
     @property
@@ -105,7 +109,7 @@ def _rounds(settings: Settings) -> Iterator[tuple[int | None, list[Case]]]:
 
 
 def _measure_case(case: Case, settings: Settings, ceilings: Ceilings, num_threads: int | None) -> KernelRow:
-    """Measures one case. A case that fails becomes a row with its error, and the others are measured."""
+    """Measures one case. A case that fails, or does not fit the memory, becomes a row that says so."""
     device = settings.device
     in_graph = case.in_graph and device.type == "cuda"
     known: dict[str, Any] = {
@@ -116,6 +120,10 @@ def _measure_case(case: Case, settings: Settings, ceilings: Ceilings, num_thread
         "num_threads": num_threads,
         "ceiling": case.ceiling,
     }
+    needed_bytes, free_bytes = case.buffer_bytes(device), free_memory_bytes(device)
+    if needed_bytes > _FREE_SHARE * free_bytes:
+        reason = f"needs {needed_bytes / 1e9:.3g} GB, {free_bytes / 1e9:.3g} GB are free"
+        return KernelRow(**known, skipped=reason)
     try:
         prepared = case.prepare(kernels.select(device), device)
         timing = time_rounds(prepared.run, prepared.num_calls, device, settings.budget_s, in_graph=in_graph)
@@ -158,6 +166,8 @@ def render_table(report: dict[str, Any]) -> Table:
 
 
 def _numbers(row: dict[str, Any]) -> list[str]:
+    if row["skipped"] is not None:
+        return ["skipped", row["skipped"]]
     if row["error"] is not None:
         return ["failed", row["error"].splitlines()[0][:40]]
     rate = f"{row['gb_per_s']:.1f} GB/s" if row["tflops"] is None else f"{row['tflops']:.3g} TFLOP/s"

@@ -6,7 +6,7 @@ import torch
 
 from bench.kernels.attention_cases import decode, mixed_contexts, prefill
 from bench.kernels.cases import LARGE, LARGE_D64, LARGE_D256, SMALL, Case, ModelShape
-from bench.kernels.layer_cases import copy, greedy, linear, norm, rotate, sampling, silu
+from bench.kernels.layer_cases import copy, greedy, linear, norm, projection, projections, rotate, sampling, silu
 
 
 def gpu_cases() -> list[Case]:
@@ -25,6 +25,11 @@ def gpu_cases() -> list[Case]:
         prefill(LARGE, dtype, 2048, 8192, "D128 2048 of 8192"),
         prefill(LARGE_D64, dtype, 4096, 4096, "D64 4096"),
         prefill(LARGE_D256, dtype, 4096, 4096, "D256 4096"),
+    ]
+    cases += [
+        projection(LARGE, dtype, name, num_tokens)
+        for name in projections(LARGE)
+        for num_tokens in (1, 16, 64, 256, 2048)
     ]
     for num_tokens in (64, 8192):
         cases += _elementwise(LARGE, dtype, num_tokens)

@@ -22,6 +22,8 @@ from kernels import Kernels
 _MAX_POSITIONS = 16384
 _EPS = 1e-5
 _TEMPERATURE = 0.3
+_MAX_READ_ROWS_CPU, _MAX_READ_ROWS_GPU = 8, 64
+_MAX_GRAPH_ROWS = 256  # the executor's default of max_num_seqs
 
 
 def rotate(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
@@ -100,9 +102,39 @@ def silu(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
 
 def linear(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
     """Returns a case of the gate and up projections, stacked. Reading bounds one row, FLOPs bound many rows."""
-    in_size, out_size = model.hidden_size, 2 * model.intermediate_size
+    sizes = projections(model)["gate_up"]
+    return _product(f"{model.name} T={num_tokens}", dtype, num_tokens, sizes, is_read=num_tokens <= _MAX_READ_ROWS_CPU)
+
+
+def projection(model: ModelShape, dtype: torch.dtype, name: str, num_tokens: int) -> Case:
+    """Returns a case of one of `projections` on a GPU.
+
+    A GPU computes 200 to 300 FLOPs in the time in which it reads a byte, and a row of a 16-bit product is one FLOP for
+    each byte of the weights. So reading bounds up to 64 rows. Up to 256 rows are decoded in a graph, more are prompts.
+    """
+    label = f"{model.name} {name} M={num_tokens}"
+    sizes, is_read = projections(model)[name], num_tokens <= _MAX_READ_ROWS_GPU
+    return _product(label, dtype, num_tokens, sizes, is_read=is_read, in_graph=num_tokens <= _MAX_GRAPH_ROWS)
+
+
+def projections(model: ModelShape) -> dict[str, tuple[int, int]]:
+    """Returns (input size, output size) of the model's products, stacked as they are served."""
+    attended = model.num_heads * model.head_dim
+    return {
+        "qkv": (model.hidden_size, attended + 2 * model.num_kv_heads * model.head_dim),
+        "o": (attended, model.hidden_size),
+        "gate_up": (model.hidden_size, 2 * model.intermediate_size),
+        "down": (model.intermediate_size, model.hidden_size),
+        "head": (model.hidden_size, model.vocab_size),
+    }
+
+
+def _product(
+    label: str, dtype: torch.dtype, num_tokens: int, sizes: tuple[int, int], *, is_read: bool, in_graph: bool = True
+) -> Case:
+    in_size, out_size = sizes
     num_bytes = (in_size * out_size + num_tokens * (in_size + out_size)) * dtype.itemsize
-    num_flops = 2 * num_tokens * in_size * out_size if num_tokens > 8 else 0
+    num_flops = 0 if is_read else 2 * num_tokens * in_size * out_size
 
     def prepare(backend: Kernels, device: torch.device) -> Prepared:
         num_calls = num_buffers(num_bytes, device)
@@ -115,8 +147,8 @@ def linear(model: ModelShape, dtype: torch.dtype, num_tokens: int) -> Case:
 
         return Prepared(run, num_calls)
 
-    ceiling: Ceiling = "gemm" if num_flops else "read"
-    return Case("linear", f"{model.name} T={num_tokens}", dtype, num_bytes, num_flops, ceiling, prepare)
+    ceiling: Ceiling = "read" if is_read else "gemm"
+    return Case("linear", label, dtype, num_bytes, num_flops, ceiling, prepare, in_graph)
 
 
 def copy(model: ModelShape, dtype: torch.dtype, num_copies: int) -> Case:

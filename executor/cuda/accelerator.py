@@ -8,10 +8,14 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+# Threads sleep until an event is reached. A thread that polls takes the driver's lock each time, which delays the
+# launches of the device thread, and it occupies a core.
+_SLEEPS = True
 
 Body = Callable[[], None]
 """Launches work whose inputs and results are in fixed buffers. Its temporaries are reused afterwards."""
@@ -55,8 +59,20 @@ class Accelerator(Protocol):
         """
         ...
 
-    def capture(self, body: Body) -> Body:
-        """Returns a function that launches the same work again. Runs body once before, so body must be repeatable."""
+    def graph_memory(self) -> Any:
+        """Returns a new pool of memory for graphs. They share it, as they run one after the other."""
+        ...
+
+    def capture(self, body: Body, memory: Any) -> Body:
+        """Returns a function that launches the same work again. Runs body once before, so body must be repeatable.
+
+        memory: a result of `graph_memory`. If the device runs out of memory, raises an error that `is_out_of_memory`
+        knows, and the stream of this thread can be used as before.
+        """
+        ...
+
+    def release(self) -> None:
+        """Waits for all work, and gives back memory that is only cached."""
         ...
 
 
@@ -84,7 +100,6 @@ class CudaAccelerator:
         self._compute = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._captures = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._memory = torch.cuda.graph_pool_handle()
         # Weights and buffers were written in other streams.
         torch.cuda.synchronize(device)
 
@@ -101,7 +116,7 @@ class CudaAccelerator:
         return host.to(self.device, non_blocking=True)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True, blocking=_SLEEPS)  # type: ignore[no-untyped-call]
         event.record(self._compute)
         return CudaMark(event)
 
@@ -109,7 +124,7 @@ class CudaAccelerator:
         if not isinstance(after, CudaMark):
             raise TypeError("a mark of another kind of device")
         self._copies.wait_event(after.event)
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied = torch.cuda.Event(blocking=_SLEEPS)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
             copied.record(self._copies)
@@ -117,21 +132,29 @@ class CudaAccelerator:
         source.record_stream(self._copies)
         return CudaMark(copied)
 
-    def capture(self, body: Body) -> Body:
-        """Captures a graph. All graphs share one pool of memory, as they run one after the other.
+    def graph_memory(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def capture(self, body: Body, memory: Any) -> Body:
+        """Captures a graph.
 
         The first run is eager: it prepares what is prepared on first use (kernels, cuBLAS), because nothing may be
         compiled, loaded or allocated by the driver during the capture. With `thread_local`, calls of other threads do
         not disturb the capture.
         """
         torch.cuda.synchronize(self.device)
+        # torch's own context does not restore the stream when a capture cannot be begun or ended. This one does.
         with torch.cuda.stream(self._captures):
             body()
-        torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory, stream=self._captures, capture_error_mode="thread_local"):
-            body()
+            torch.cuda.synchronize(self.device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=memory, stream=self._captures, capture_error_mode="thread_local"):
+                body()
         return graph.replay
+
+    def release(self) -> None:
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +193,15 @@ class EagerAccelerator:
         target.copy_(source)
         return self.mark()
 
-    def capture(self, body: Body) -> Body:
+    def graph_memory(self) -> Any:
+        return None
+
+    def capture(self, body: Body, memory: Any) -> Body:
         body()
         return body
+
+    def release(self) -> None:
+        return
 
 
 def accelerator_for(device: torch.device) -> Accelerator:

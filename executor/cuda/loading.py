@@ -1,69 +1,97 @@
-"""Makes a runner for a GPU that is ready for its first plan, so that nothing is compiled while it serves."""
+"""Makes a runner for a GPU that is ready for its first plan: nothing is compiled, captured or measured while it serves.
+
+    weights │ buffers │ rehearsal with a tiny pool: graphs, largest steps │ pool │ graphs, largest steps │ ready
+
+What the rehearsal takes is what the pool must leave free.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import gc
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import numpy as np
+import torch
 
-from executor.cuda.accelerator import accelerator_for
+from executor.cuda.accelerator import Accelerator, accelerator_for
+from executor.cuda.buffers import StepBuffers
+from executor.cuda.rehearsal import NUM_BLOCKS, rehearse
 from executor.cuda.runner import CudaRunner
-from executor.plans.plan import Admission, SequenceParams, StepPlan
+from executor.memory.device_memory import CudaMemory, DeviceMemory, fitting
 from kernels.triton import warm_up
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
-    from executor.cuda.buffers import StepBuffers
     from executor.models.decoder import Decoder
     from executor.plans.limits import PlanLimits
     from kernels import AttentionShape, Progress
 
-# Parameters for one step of each kind: greedy, sampled, and with reports and changed logits.
-_REHEARSED: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 1.0},
-    {"repetition_penalty": 1.1, "num_logprobs": 2, "num_prompt_logprobs": 2, "num_prompt_tokens": 2},
-)
 
+class CudaStart:
+    """Everything of a runner but its pool.
 
-def make_runner(
-    model: Decoder, shape: AttentionShape, buffers: StepBuffers, pool: Tensor, limits: PlanLimits, progress: Progress
-) -> CudaRunner:
-    """Compiles all kernels and runs a few steps, so that libraries prepare now what they prepare on first use."""
-    accelerator = accelerator_for(model.device)
-    with accelerator.working():  # Triton launches on the current device, which is the first one by default
-        warm_up(
-            shape,
-            progress,
-            hidden_size=model.config.hidden_size,
-            vocab_size=limits.vocab_size,
-            max_num_seqs=limits.max_num_seqs,
-            device=model.device,
-        )
-        runner = CudaRunner(model, shape, buffers, pool, limits, accelerator)
-        rehearse(runner)
-    return runner
-
-
-def rehearse(runner: CudaRunner) -> None:
-    """Runs a prompt and a decode of each kind, which captures the smallest graphs.
-
-    Leaves nothing behind except in block 1. Does nothing if a sequence of three tokens does not fit.
+    progress_of: returns the progress of a phase that has this name.
+    memory_bytes: what the runner needs besides weights and pool, by kind: "step_buffers", and once it has been measured
+    "activations" (at most, during a step) and "graphs".
     """
-    limits = runner.limits
-    if limits.max_model_len < 4 or limits.block_size < 3 or limits.max_num_batched_tokens < 2:
-        return
-    for params in _REHEARSED:
-        runner.reset()
-        admission = Admission(
-            slot=0,
-            token_ids=np.zeros(2, dtype=np.int32),
-            num_computed_tokens=0,
-            block_table=np.ones(1, dtype=np.int32),
-            params=SequenceParams(max_total_tokens=4, min_total_tokens=3, **params),
+
+    def __init__(
+        self,
+        model: Decoder,
+        shape: AttentionShape,
+        limits: PlanLimits,
+        progress_of: Callable[[str], Progress],
+        accelerator: Accelerator | None = None,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        """Compiles all kernels and allocates the buffers. Raises OutOfMemory. limits: num_blocks does not matter."""
+        self._model, self._shape, self._limits = model, shape, limits
+        self._progress_of = progress_of
+        with fitting(f"buffers of {limits.max_num_seqs} sequences (lower --max-num-seqs or --max-model-len)"):
+            self._accelerator = accelerator or accelerator_for(model.device)
+            self._memory = memory or CudaMemory(model.device)
+            with (
+                self._accelerator.working()
+            ):  # Triton launches on the current device, which is the first one by default
+                warm_up(
+                    shape,
+                    progress_of("kernels"),
+                    hidden_size=model.config.hidden_size,
+                    vocab_size=limits.vocab_size,
+                    max_num_seqs=limits.max_num_seqs,
+                    device=model.device,
+                )
+            self._buffers = StepBuffers.allocate(model, shape, limits.max_num_seqs, limits.max_model_len, model.device)
+        self.memory_bytes = {"step_buffers": self._buffers.num_bytes}
+
+    def free_for_pool(self) -> int:
+        """Returns the bytes that are left for a pool beside all that a runner needs. Raises OutOfMemory."""
+        free_bytes = self._memory.settle()
+        config = self._model.config
+        shape = (config.num_layers, NUM_BLOCKS, 2, config.num_kv_heads, self._shape.block_size, config.head_dim)
+        with fitting(f"a pool of {NUM_BLOCKS} blocks"):
+            pool = torch.zeros(shape, dtype=self._model.dtype, device=self._model.device)
+        self.make_runner(pool, replace(self._limits, num_blocks=NUM_BLOCKS))
+        gc.collect()  # the runner and its graphs know each other
+        return max(0, free_bytes - self.memory_bytes["activations"] - self.memory_bytes["graphs"])
+
+    def make_runner(self, pool: Tensor, limits: PlanLimits) -> CudaRunner:
+        """Returns a runner that has captured its graphs and run the largest steps. Raises OutOfMemory."""
+        free_bytes = self._memory.settle()
+        text = (
+            f"a step of {limits.max_num_batched_tokens:,} tokens and {limits.max_num_seqs} sequences, with"
+            f" {free_bytes:,} bytes free beside weights, buffers and {limits.num_blocks} blocks of the KV pool"
+            " (lower --max-num-batched-tokens, --max-num-seqs or --num-blocks)"
         )
-        counts = [np.array([[0, count]], dtype=np.int32) for count in (2, 1)]
-        runner.execute(StepPlan(0, 1, admissions=(admission,), row_counts=counts[0])).finish()
-        runner.execute(StepPlan(0, 2, row_counts=counts[1])).finish()
-    runner.reset()
+        with fitting(text):
+            runner = CudaRunner(self._model, self._shape, self._buffers, pool, limits, self._accelerator)
+            runner.capture_graphs(self._progress_of("graphs"))
+            left_bytes = self._memory.settle()
+            # Last, so that torch keeps the memory of these steps at hand: a capture gives back what is only cached.
+            rehearse(runner)
+        activation_bytes = left_bytes - self._memory.least_free()
+        self.memory_bytes |= {"graphs": max(0, free_bytes - left_bytes), "activations": max(0, activation_bytes)}
+        return runner

@@ -9,11 +9,11 @@ device. Steps that change logits, or report more than tokens, are the exception:
 and for their own result.
 """
 
-import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,8 +25,9 @@ from executor.cuda.device_slots import slot_changes
 from executor.cuda.forward import Forward
 from executor.cuda.graphs import Graphs, StepKind
 from executor.cuda.launched import Launch, LaunchedStep, Marks
+from executor.cuda.retry import with_room
 from executor.cuda.sampler import sample, sample_changed, sampling_arrays
-from executor.cuda.step_arrays import StepArrays, send
+from executor.cuda.step_arrays import MixedRows, StepArrays, send
 from executor.cuda.upload import Upload
 from executor.errors import PlanRejected
 from executor.models.decoder import Decoder
@@ -36,10 +37,8 @@ from executor.sampling.logprobs import join, row_pieces
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.slots.slots import Slots
 from executor.slots.step_inputs import StepInputs, begin_step
-from kernels import AttentionShape
+from kernels import AttentionShape, Progress
 from kernels.triton import choose_greedily, copy_blocks
-
-_log = logging.getLogger(__name__)
 
 # Placeholder on the host for a token that only the device knows. It is negative, as `open_rows` requires, and never an
 # end id. So until a result arrives, the host assumes that a sequence ends only when it reaches its maximum length.
@@ -79,23 +78,13 @@ class CudaRunner:
         self._device_rows = None  # a failed step may have recorded rows that were never sent
         self._generations += 1
 
-    def captures(self) -> Iterator[None]:
-        """Captures the graphs that no step has needed yet, one per iteration, so that later steps need not.
-
-        The largest comes first, because the others can reuse its memory. When the device runs out of memory, the
-        remaining graphs are captured by the steps that need them.
-        """
-        for bucket in reversed(self.graphs.buckets):
-            for kind in StepKind:
-                if not self.graphs.needs_capture(kind, bucket):
-                    continue
-                try:
-                    with torch.inference_mode(), self._accelerator.working():
-                        self._capture(kind, bucket)
-                except torch.OutOfMemoryError as error:
-                    _log.warning("no memory for a graph of %d sequences ahead of time: %s", bucket, error)
-                    return
-                yield
+    @torch.inference_mode()
+    def capture_graphs(self, progress: Progress) -> None:
+        """Captures all graphs, on rows of padding, so that the run before a capture changes nothing."""
+        with self._accelerator.working():
+            self._buffers.rows.slots.fill_(self._buffers.on_device.padding_slot)
+            self._device_rows = None
+            self.graphs.capture(progress)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> LaunchedStep:
@@ -127,8 +116,6 @@ class CudaRunner:
         bucket = 0
         if step.is_decode_only:
             bucket = self.graphs.bucket(len(step.slots))
-            if self.graphs.needs_capture(kind, bucket):
-                self._capture(kind, bucket)
             arrays = replace(arrays, decode_slots=self._changed_rows(step, bucket))
         elif step.num_rows:
             arrays = replace(arrays, mixed=self._forward.mixed_rows(step, self.slots))
@@ -206,11 +193,15 @@ class CudaRunner:
             return forwarded, self._sample(launch, sent, slots, logits, None)
         if sent.mixed is None:
             raise ValueError("a step with rows is decode-only, or its rows are sent")
-        hidden = self._forward.mixed(launch.step.num_decodes, sent.mixed)
-        logits = self._forward.model.logits(hidden[: launch.step.first_prompt_logit])
+        hidden, logits = with_room(self._accelerator, partial(self._mixed, launch.step, sent.mixed))
         forwarded = self._accelerator.mark()
         self._buffers.on_device.fork(sent.forked)
         return forwarded, self._sample(launch, sent, sent.mixed.sampling, logits, hidden)
+
+    def _mixed(self, step: StepInputs, rows: MixedRows[Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns the hidden states of a step that is not decode-only, and its logits but those of prompts."""
+        hidden = self._forward.mixed(step.num_decodes, rows)
+        return hidden, self._forward.model.logits(hidden[: step.first_prompt_logit])
 
     def _sample(
         self, launch: Launch, sent: StepArrays[Tensor], slots: Tensor, logits: Tensor, hidden: Tensor | None
@@ -264,12 +255,6 @@ class CudaRunner:
         self._previous_end = end
         generations = self._generations[launch.step.sampling]
         return LaunchedStep(launch.plan, launch.step, generations, results, arrived, marks, prepare_ns, reports)
-
-    def _capture(self, kind: StepKind, bucket: int) -> None:
-        """Captures a graph on rows of padding, so that the run before the capture changes nothing."""
-        self._buffers.rows.slots.fill_(self._buffers.on_device.padding_slot)
-        self._device_rows = None
-        self.graphs.capture(kind, bucket)
 
     def _graph_body(self, kind: StepKind, num_rows: int) -> Body:
         """Returns the work of a decode-only step on num_rows rows, as a function without parameters."""

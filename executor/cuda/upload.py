@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.cuda.accelerator import Accelerator, Mark
+from executor.cuda.retry import with_room
 
 _NUM_BUFFERS = 4
 _ALIGNMENT = 16
@@ -46,7 +47,7 @@ class Upload:
         for offset, array in zip(offsets, arrays, strict=True):
             if array.size:
                 target[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        on_device = self._accelerator.send(host)
+        on_device = with_room(self._accelerator, lambda: self._accelerator.send(host))
         self._sent[which] = self._accelerator.mark()
         return [
             on_device[offset : offset + array.nbytes].view(_DTYPES[array.dtype]).view(array.shape)

@@ -55,9 +55,14 @@ def prepare_compute_thread(device: torch.device, num_threads: int) -> None:
 
 
 def device_is_sane(device: torch.device) -> bool:
-    """Returns whether the device can still compute after an exception. A GPU with a fault in a kernel cannot."""
+    """Returns whether the device can still compute after an exception. A GPU with a fault in a kernel cannot.
+
+    A device whose memory is full can.
+    """
     try:
         probe = torch.ones(1, device=device)
         return bool((probe + probe).item() == 2.0)
+    except torch.OutOfMemoryError:
+        return True
     except RuntimeError:
         return False

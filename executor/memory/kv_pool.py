@@ -5,13 +5,14 @@
 Block 0 is the null block: padding is written to it, and it is never read. The scheduler decides what all others hold.
 """
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from executor.checkpoints.model_config import ModelConfig
 from executor.config import ExecutorConfig
 from executor.errors import OutOfMemory
-from executor.memory.free_memory import free_memory_bytes
 from kernels.memory import zeros
 
 _GPU_FRACTION = 0.9
@@ -24,21 +25,28 @@ def kv_bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * model.num_layers * model.kv_size * dtype.itemsize
 
 
-def choose_num_blocks(config: ExecutorConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-    """Returns the configured number of blocks, else what fits into the memory share. Call it after loading the weights.
+def fitting_blocks(
+    config: ExecutorConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    free_bytes: int,
+    taken_bytes: Mapping[str, int],
+) -> int:
+    """Returns the number of blocks that fit into the memory share of free_bytes, the null block included.
 
-    Raises OutOfMemory if not even the null block and one more fit.
+    free_bytes is what is free for the pool once everything else has its memory; taken_bytes is that memory by kind, for
+    the message. Raises OutOfMemory if not even the null block and one more fit.
     """
-    if config.num_blocks is not None:
-        return config.num_blocks
-    free_bytes = free_memory_bytes(device)
     budget_bytes = _budget_bytes(config.memory_fraction, free_bytes, on_cpu=device.type == "cpu")
     block_bytes = kv_bytes_per_token(model, dtype) * config.block_size
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 2:
+        taken = ", ".join(f"{kind.replace('_', ' ')} {num_bytes:,}" for kind, num_bytes in taken_bytes.items())
         raise OutOfMemory(
-            f"KV pool: {free_bytes:,} bytes are free on {device}, {budget_bytes:,} of them for KV;"
-            f" two blocks take {2 * block_bytes:,}"
+            f"KV pool: {free_bytes:,} bytes are left on {device}, {budget_bytes:,} of them for KV; two blocks take"
+            f" {2 * block_bytes:,}. Bytes taken: {taken}. Lower --max-num-batched-tokens (activations) or"
+            " --max-num-seqs (step buffers, graphs), or choose a smaller --dtype or model (weights)"
         )
     return num_blocks
 

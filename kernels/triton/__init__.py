@@ -13,7 +13,8 @@ All layers of a step have the same lengths, so attention has two parts: a plan p
 
 Decode, like everything that runs between a plan and its result, makes no allocation and no wait that depends on the
 lengths: see `kernels.triton.decode_work`. Kernels run on the current CUDA device and stream. If TRITON_INTERPRET=1 is
-set in the environment before triton is imported, they run on CPU tensors in Triton's interpreter (except bfloat16).
+set in the environment before triton is imported, they run on CPU tensors in Triton's interpreter. It computes bfloat16
+wrongly, unless it is repaired as in tests/support/triton/interpreter.py.
 """
 
 from kernels.reference import pack_linear  # torch's own, that is cuBLAS

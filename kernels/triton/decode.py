@@ -153,6 +153,7 @@ def _attend_chunks(
             begin,
             end,
             end,
+            0,
             tl.full([tile_rows], end - 1, tl.int32),
             0,
             scale,

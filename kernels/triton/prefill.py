@@ -204,9 +204,11 @@ def _attend_tiles(
     sums = tl.zeros([tile_rows, tile_dims], tl.float32)
     # Every row sees the tokens [full_start, full_stop).
     full_start = 0
+    lowest = 0
     full_stop = (first + 1) // tile_tokens * tile_tokens
     if has_window:
-        start = tl.maximum(first + 1 - window, 0) // tile_tokens * tile_tokens
+        lowest = tl.maximum(first + 1 - window, 0)
+        start = lowest // tile_tokens * tile_tokens
         last_start = tl.maximum(end - window, 0)
         full_start = tl.minimum((last_start + tile_tokens - 1) // tile_tokens * tile_tokens, full_stop)
         greatest, totals, sums = attend_span(
@@ -219,6 +221,7 @@ def _attend_tiles(
             start,
             full_start,
             end,
+            lowest,
             positions,
             window,
             scale,
@@ -239,6 +242,7 @@ def _attend_tiles(
         full_start,
         full_stop,
         end,
+        lowest,
         positions,
         window,
         scale,
@@ -259,6 +263,7 @@ def _attend_tiles(
         full_stop,
         end,
         end,
+        lowest,
         positions,
         window,
         scale,

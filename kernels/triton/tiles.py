@@ -46,6 +46,7 @@ def attend_span(
     start: tl.tensor,
     stop: tl.tensor,
     end: tl.tensor,
+    lowest: tl.tensor,
     positions: tl.tensor,
     window: tl.tensor,
     scale: tl.tensor,
@@ -60,7 +61,8 @@ def attend_span(
 
     query[rows, padded head_dim], positions[rows]. keys: the first key of the kv head in block 0; its values are
     num_kv_heads tiles further. scale: positive, includes log2(e). is_edge: some row may not see some token of the span;
-    otherwise nothing is masked, and stop - start is a multiple of tile_tokens.
+    otherwise nothing is masked, and stop - start is a multiple of tile_tokens. lowest: with has_window, the first token
+    that any row sees. Nothing below it is read: its block may belong to another sequence, or hold NaN.
     """
     dims = tl.arange(0, query.shape[1])
     within = tl.arange(0, tile_tokens)
@@ -70,7 +72,10 @@ def attend_span(
     # known early, and the compiler can load several tiles at once; otherwise it overlaps at most one tile,
     # regardless of num_stages.
     tokens = start + within
-    next_blocks = tl.load(table + tokens // block_size, mask=tokens < end, other=0)
+    may_read = tokens < end
+    if has_window:
+        may_read = may_read & (tokens >= lowest)
+    next_blocks = tl.load(table + tokens // block_size, mask=may_read, other=0)
     for tile_start in range(start, stop, tile_tokens):
         tokens = tile_start + within
         blocks = next_blocks.to(tl.int64)  # multiplied by the size of a block they can exceed 2³¹
@@ -80,7 +85,10 @@ def attend_span(
         rows = blocks * (2 * to_values) + (tokens % block_size) * head_dim
         places = keys + rows[:, None] + dims[None, :]
         if is_edge:
-            held = (tokens < end)[:, None] & (dims < head_dim)[None, :]
+            may_read = tokens < end
+            if has_window:
+                may_read = may_read & (tokens >= lowest)
+            held = may_read[:, None] & (dims < head_dim)[None, :]
             key = tl.load(places, mask=held, other=0.0)
             value = tl.load(places + to_values, mask=held, other=0.0)
         elif query.shape[1] != head_dim:

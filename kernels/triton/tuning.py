@@ -8,8 +8,8 @@ some device is one more line in these tables.
 Decode is bound by memory and needs many bytes in flight: by Little's law about 3 TB/s x 0.7 µs / 132 multiprocessors
 = 16 KB each, and other programs have to cover the time that a program waits at its barriers. With tiles of keys and
 values of 32 KB, one loading while another is computed, a program needs 70 KB of shared memory and about 110 registers
-in each of 128 threads. That allows three programs per multiprocessor and up to 96 KB in flight. Larger tiles allow only
-one program, smaller ones need more barriers.
+in each of 128 threads. On Hopper, whose multiprocessors have 228 KB, that allows three programs per multiprocessor and
+up to 96 KB in flight. Larger tiles allow only one program, smaller ones need more barriers.
 
 Chunks of 256 tokens cost 1/64 more bytes if a kv head has 4 query heads (256 tokens are 128 KB, a part is 2 KB), and
 keep 32 programs busy at batch 1 and 1k tokens. A part has as many bytes as `group` float32 rows, so models with eight
@@ -18,7 +18,9 @@ query heads per kv head use chunks of 512.
 Prefill is bound by arithmetic: 128 rows give each of two warp groups the 64 rows of Hopper's matrix instruction. With
 head_dim 128, accumulators, scores and weights take 180 registers per thread, so a multiprocessor runs one program,
 whose stages hide the loads. head_dim 64 leaves room for two programs. head_dim 256 needs 128 registers per thread for
-the accumulators alone, so its tile of keys is small enough to avoid register spills.
+the accumulators alone, so its tile of keys is small enough to avoid register spills. Instructions of other devices keep
+the queries in registers too, so their tiles are smaller. Tiles of 16-bit numbers have three stages everywhere: the
+loads of block ids take one, and with two the loads of keys and values would not overlap with products.
 
 float32 has no exact matrix instruction: its products are plain multiplications, and small tiles limit the size of the
 unrolled code. float32 exists for correctness, not for speed.
@@ -60,35 +62,33 @@ class PrefillTuning:
 
 @dataclass(frozen=True, slots=True)
 class Multiprocessors:
-    """The multiprocessors of a device. are_large: each has at least 160 KiB of shared memory."""
+    """The multiprocessors of a device. shared_kib: KiB of shared memory of each; each program reserves one of them."""
 
     count: int
-    are_large: bool
+    shared_kib: int
 
 
 # Keys: (padded head_dim, bytes of a number).
-_DECODE_TILE_TOKENS = {(64, 2): 128, (128, 2): 64, (256, 2): 32, (64, 4): 64, (128, 4): 32, (256, 4): 16}
+_DECODE_TILE_TOKENS = {(64, 2): 128, (128, 2): 64, (256, 2): 32, (64, 4): 32, (128, 4): 32, (256, 4): 16}
 
 # tile_rows, tile_tokens, num_warps, num_stages
 _PREFILL_LARGE = {
     (64, 2): PrefillTuning(128, 64, 8, 3),
     (128, 2): PrefillTuning(128, 64, 8, 3),
     (256, 2): PrefillTuning(128, 32, 8, 3),
-    (64, 4): PrefillTuning(32, 32, 4, 2),
+    (64, 4): PrefillTuning(32, 16, 4, 2),
     (128, 4): PrefillTuning(32, 16, 8, 2),
-    (256, 4): PrefillTuning(32, 16, 8, 2),
+    (256, 4): PrefillTuning(16, 16, 4, 2),
 }
-_PREFILL_SMALL = {
-    (64, 2): PrefillTuning(128, 64, 8, 3),
-    (128, 2): PrefillTuning(128, 64, 8, 2),
-    (256, 2): PrefillTuning(64, 32, 8, 2),
-    (64, 4): PrefillTuning(32, 32, 4, 2),
-    (128, 4): PrefillTuning(32, 16, 8, 2),
-    (256, 4): PrefillTuning(32, 16, 8, 2),
+_PREFILL_SMALL = _PREFILL_LARGE | {
+    (128, 2): PrefillTuning(128, 32, 8, 3),
+    (256, 2): PrefillTuning(64, 16, 8, 3),
 }
 
-# Compute capabilities whose multiprocessors have 100 KiB of shared memory: the small ones of Ampere, Ada and Blackwell.
-_SMALL = {(8, 6), (8, 7), (8, 9), (12, 0), (12, 1)}
+# KiB of shared memory of a multiprocessor by compute capability (CUDA C++ Programming Guide, "Compute Capabilities").
+_SHARED_KIB = {(8, 0): 164, (8, 6): 100, (8, 7): 164, (8, 9): 100, (12, 0): 100, (12, 1): 100}
+_LARGE_SHARED_KIB = 228  # Hopper and the large multiprocessors of Blackwell
+_DECODE_SHARED_KIB = 75  # of a program of decode with 16-bit numbers
 _SMALLEST_HEAD, _LARGEST_HEAD = 64, 256
 
 
@@ -96,12 +96,14 @@ _SMALLEST_HEAD, _LARGEST_HEAD = 64, 256
 def multiprocessors(device: torch.device) -> Multiprocessors:
     """Returns the multiprocessors of a device; for the CPU, where Triton's interpreter runs, two large ones."""
     if device.type != "cuda":
-        return Multiprocessors(count=2, are_large=True)
+        return Multiprocessors(2, _LARGE_SHARED_KIB)
     properties = torch.cuda.get_device_properties(device)
-    return Multiprocessors(
-        count=properties.multi_processor_count,
-        are_large=(properties.major, properties.minor) not in _SMALL,
-    )
+    return multiprocessors_of(properties.multi_processor_count, properties.major, properties.minor)
+
+
+def multiprocessors_of(count: int, major: int, minor: int) -> Multiprocessors:
+    """Returns the multiprocessors of a device of compute capability `major`.`minor`."""
+    return Multiprocessors(count=count, shared_kib=_SHARED_KIB.get((major, minor), _LARGE_SHARED_KIB))
 
 
 def decode_tuning(shape: AttentionShape, device: torch.device) -> DecodeTuning:
@@ -111,13 +113,13 @@ def decode_tuning(shape: AttentionShape, device: torch.device) -> DecodeTuning:
         tile_tokens=_DECODE_TILE_TOKENS[_key(shape)],
         num_warps=4,
         num_stages=3,
-        programs_per_multiprocessor=3 if multiprocessors(device).are_large else 1,
+        programs_per_multiprocessor=multiprocessors(device).shared_kib // _DECODE_SHARED_KIB,
     )
 
 
 def prefill_tuning(shape: AttentionShape, device: torch.device) -> PrefillTuning:
     """Returns the tile sizes for prefills of a model on a device. Raises ValueError if head_dim is above 256."""
-    table = _PREFILL_LARGE if multiprocessors(device).are_large else _PREFILL_SMALL
+    table = _PREFILL_LARGE if multiprocessors(device).shared_kib >= _LARGE_SHARED_KIB else _PREFILL_SMALL
     return table[_key(shape)]
 
 

@@ -166,6 +166,6 @@ class _Model:
     def draw(self, vocab_size: int) -> None:
         states = torch.zeros((_TOKENS, STATE_FIELDS), dtype=torch.int32, device=self._device)
         uniforms = torch.zeros(_TOKENS, dtype=torch.float32, device=self._device)
-        for dtype in {self._shape.dtype, torch.float32}:
+        for dtype in dict.fromkeys((self._shape.dtype, torch.float32)):
             logits = torch.zeros((_TOKENS, vocab_size), dtype=dtype, device=self._device)
             draw_tokens(logits, states, self._rows, uniforms, torch.zeros_like(self._rows))

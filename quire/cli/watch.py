@@ -41,7 +41,7 @@ async def replace_when_hung(
 @asynccontextmanager
 async def health_probe(address: str) -> AsyncIterator[Callable[[float], Awaitable[bool]]]:
     """Yields a function that asks grpc.health.v1 at an address. It returns False if no answer comes in time."""
-    async with grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+    async with grpc.aio.insecure_channel(address, options=[*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", 0)]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
 
         async def is_serving(timeout_s: float) -> bool:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _OPTIONS = [
+    # An http_proxy of the environment is for requests to other networks; gRPC would send calls to loopback there too.
+    ("grpc.enable_http_proxy", 0),
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
     # Detects a peer that vanished without closing its connection in seconds; TCP would take minutes.

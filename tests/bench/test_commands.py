@@ -83,6 +83,21 @@ def test_gpu_check_needs_few_packages() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, cwd=ROOT)
 
 
+@pytest.mark.parametrize("name", ["gpu-bundle", "gpu-environment"])
+def test_commands_for_a_bare_machine_need_no_package(name: str) -> None:
+    """They have to run where torch or the stubs are missing, to say so."""
+    program = (
+        "import sys\n"
+        "missing = ('torch', 'triton', 'grpc', 'google', 'numpy', 'packaging', 'psutil', 'quire')\n"
+        "sys.modules.update(dict.fromkeys(missing))\n"
+        "from bench import __main__ as entry\n"
+        f"assert entry.main(['{name}', '--help']) == 0\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"Usage: python -m bench {name}" in done.stdout
+
+
 # --- flags of serve -------------------------------------------------------------------------------------------------
 
 

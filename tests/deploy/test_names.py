@@ -51,6 +51,7 @@ SHIPPED = {
         "quire_executor_idle_ratio": {"executor"},
         "quire_executor_memory_bytes": {"kind", "executor"},
         "quire_executor_startup_seconds": {"phase", "executor"},
+        "quire_executor_graphs": {"state", "executor"},
     },
 }
 """Names and labels that users have queries for. None may disappear, and new ones must be added here."""

@@ -46,6 +46,7 @@ COVERED = {
     ".venv/bin/python -m checks.words": "make lint runs it",
     "make help": "test_make_targets",
     "make gpu-check": "the tests in tests/bench/gpu run its phases on a small scale",
+    "make gpu-bundle": "test_make_targets; checks.gpu_rehearsal, which CI runs, makes a bundle and uses it",
     "make fmt": "test_make_targets",
     "make protos": "test_make_targets",
     "make clean": "test_make_targets",
@@ -96,7 +97,7 @@ def test_make_run() -> None:
     assert "CoW" in output
 
 
-@pytest.mark.parametrize("target", ["help", "fmt", "protos", "clean"])
+@pytest.mark.parametrize("target", ["help", "gpu-bundle", "fmt", "protos", "clean"])
 def test_make_targets(target: str) -> None:
     """These targets change the checkout, so make prints their commands only."""
     assert "make: ***" not in run(*make_command("--dry-run", target))

@@ -49,6 +49,7 @@ def test_steps_are_observed_by_phase() -> None:
     metrics.listens_on("127.0.0.1:50052")
     metrics.set_memory("weights", 7)
     metrics.set_startup("kernels", 0.5)
+    metrics.set_graphs("missing", 3)
     for _ in range(2):
         metrics.observe_step(StepTimings(queue_ns=1_000, prepare_ns=2_000_000, forward_ns=3_000_000_000, sample_ns=0))
     samples = {}
@@ -64,6 +65,7 @@ def test_steps_are_observed_by_phase() -> None:
     assert samples["step_duration_seconds_bucket/5.0/forward"] == 2
     assert samples["memory_bytes/weights"] == 7
     assert samples["startup_seconds/kernels"] == 0.5
+    assert samples["graphs/missing"] == 3
     assert samples["start_timestamp_seconds"] <= samples["last_step_timestamp_seconds"]
 
 

@@ -1,15 +1,16 @@
 """Serving and its baselines with random weights on the CPU, on a small scale: real services and all counts."""
 
 import asyncio
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 
 from bench.gpu import end_to_end, transformers
-from bench.gpu.end_to_end import IN_SMALL, closed_loop_turn, decode_steps, describe_steps, service_flags
+from bench.gpu.end_to_end import closed_loop_turn, decode_steps, describe_steps, service_flags
 from bench.gpu.random_models import SHAPES
+from bench.gpu.scales import IN_SMALL
 from bench.load import LoadError
 from bench.serving.continuous_batches import ContinuousBatches
 from bench.trace import make_trace
@@ -26,12 +27,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_report_is_kept_after_each_part(reports: list[dict[str, Any]]) -> None:
-    assert [list(report)[2:] for report in reports] == [
+    assert [list(report)[3:] for report in reports] == [
         [],
         ["single"],
         ["single", "batch"],
         ["single", "batch", "closed_loop"],
     ]
+    assert reports[0]["scale"] == asdict(IN_SMALL)
     server = reports[0]["server"]
     assert (server["model_name"], server["vocab_size"]) == ("llama-tiny", SHAPES["llama-tiny"]["vocab_size"])
 

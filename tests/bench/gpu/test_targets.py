@@ -1,26 +1,21 @@
 """Targets name existing phases and cases, and outcomes are counted correctly."""
 
-import json
-import os
-import subprocess
-import sys
-import time
+from itertools import chain
 
 import pytest
 
-from bench.commands import COMMANDS
-from bench.gpu.check import gpu_phases, small_phases
-from bench.gpu.correctness import counts, is_correct, pytest_arguments
-from bench.gpu.random_models import SHAPES
-from bench.gpu.targets import TARGETS, outcomes, render_table
+from bench.gpu.check import gpu_phases
+from bench.gpu.targets import TARGETS, outcomes, render_table, targets_for
 from bench.kernels.grid import gpu_cases
 from tests.support.paths import ROOT
+
+H100 = TARGETS["H100"]
 
 
 def test_every_target_names_an_existing_phase_and_case() -> None:
     phases = {phase.name for phase in gpu_phases()}
     cases = {case.name: case for case in gpu_cases()}
-    for target in TARGETS:
+    for target in chain.from_iterable(TARGETS.values()):
         assert target.path[0] in phases
         assert target.divide_by is None or target.divide_by[0] in phases
         if target.path[0] == "kernels":
@@ -28,21 +23,37 @@ def test_every_target_names_an_existing_phase_and_case() -> None:
             assert target.path[3] == "us" or (target.path[3] == "tflops") == bool(case.num_flops)
 
 
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA A100-SXM4-80GB", None),
+        ("AMD EPYC", None),
+    ],
+)
+def test_targets_are_chosen_by_the_name_of_the_device(device: str, expected: str | None) -> None:
+    assert targets_for(device) == (() if expected is None else TARGETS[expected])
+
+
+def test_targets_of_an_h200_are_at_least_as_high() -> None:
+    for slow, fast in zip(TARGETS["H100"], TARGETS["H200"], strict=True):
+        assert (fast.what, fast.path, fast.divide_by) == (slow.what, slow.path, slow.divide_by)
+        assert fast.wanted <= slow.wanted if fast.at_most else fast.wanted >= slow.wanted
+        assert fast.anchor != slow.anchor
+    given = {target.what: target.wanted for target in TARGETS["H200"]}
+    assert given["decode attention, D128, 4 heads per kv head, b=64, 4k"] == 3.8
+    assert given["8B, b=1, time per output token"] == 4.6
+    assert given["8B, b=64, 1k, one step"] == 7.4
+
+
 def test_case_names_are_unique() -> None:
     names = [case.name for case in gpu_cases()]
     assert len(names) == len(set(names))
-
-
-def test_every_phase_is_a_command_of_bench() -> None:
-    for small, large in zip(small_phases(), gpu_phases(), strict=True):
-        assert small.arguments[:3] == large.arguments[:3]
-        assert small.name.split()[0] == large.name.split()[0]
-        assert small.is_vital == large.is_vital
-        assert large.arguments[:2] == ("-m", "bench")
-        assert large.arguments[2] in COMMANDS
-        for phase in (small, large):
-            assert phase.name.split()[1:] in ([], *([shape] for shape in SHAPES))
-    assert [phase.name for phase in gpu_phases() if phase.is_vital] == ["correctness"]
 
 
 RESULTS = {
@@ -63,7 +74,7 @@ RESULTS = {
 
 
 def test_outcomes_find_the_figures_of_a_report() -> None:
-    found = {outcome.target.what: outcome for outcome in outcomes(RESULTS)}
+    found = {outcome.target.what: outcome for outcome in outcomes(H100, RESULTS)}
     reached = {what: outcome.reached for what, outcome in found.items() if outcome.reached is not None}
     assert reached == pytest.approx(
         {
@@ -76,91 +87,32 @@ def test_outcomes_find_the_figures_of_a_report() -> None:
     )
     met = {what: outcome.is_met for what, outcome in found.items() if outcome.is_met is not None}
     assert list(met.values()) == [True, False, True, False, True]
-    assert render_table(list(found.values())).row_count == len(TARGETS)
+    assert render_table("NVIDIA H100", list(found.values())).row_count == len(H100)
 
 
-def test_targets_without_results_are_undecided() -> None:
-    assert {outcome.is_met for outcome in outcomes({})} == {None}
-
-
-OUTCOMES = """\
-passed tests/a.py::test_decode[128-bfloat16-0]
-passed tests/a.py::test_decode[64-float16-100]
-skipped tests/a.py::test_decode[float32]
-failed tests/a.py::test_prefill[80-bfloat16-0]
-failed tests/b.py::test_other[of two words]
-passed tests/b.py::test_last
-"""
-
-
-def test_counts_sum_outcomes_by_dtype(tmp_path) -> None:
-    path = tmp_path / "outcomes"
-    path.write_text(OUTCOMES)
-    assert counts(path) == {
-        "passed": 3,
-        "failed": 2,
-        "skipped": 1,
-        "passed_by_dtype": {"bfloat16": 1, "float16": 1},
-        "failures": ["tests/a.py::test_prefill[80-bfloat16-0]", "tests/b.py::test_other[of two words]"],
+def test_outcomes_say_which_figures_are_of_a_partial_phase() -> None:
+    found = outcomes(H100, RESULTS, {"transformers llama-3.1-8b"})
+    assert {outcome.target.what for outcome in found if outcome.is_partial} == {
+        "8B, 64 clients, to transformers generate, static",
+        "8B, 64 clients, to its continuous batching",
     }
 
 
-ALL_WELL = {"passed": 9, "failed": 0, "passed_by_dtype": {"float16": 4, "bfloat16": 5}}
+def test_targets_without_results_are_undecided() -> None:
+    assert {outcome.is_met for outcome in outcomes(H100, {})} == {None}
 
 
-@pytest.mark.parametrize(
-    ("device", "change", "return_code", "expected"),
-    [
-        ("cuda", {}, 0, True),
-        ("cuda", {}, 2, False),
-        ("cuda", {"failed": 1}, 1, False),
-        ("cuda", {"passed": 0}, 5, False),
-        ("cuda", {"passed_by_dtype": {"float16": 4}}, 0, False),  # the tests did not see the GPU
-        ("cpu", {"passed_by_dtype": {}}, 0, True),
-    ],
-)
-def test_is_correct_needs_passed_tests_and_device_dtypes(
-    device: str, change: dict[str, object], return_code: int, expected: bool
-) -> None:
-    assert is_correct(device, ALL_WELL | change, return_code) is expected
-
-
-@pytest.mark.parametrize("workers", ["0", "1"])
-def test_outcomes_count_after_sigterm(workers: str, tmp_path) -> None:
-    (tmp_path / "test_it.py").write_text(
-        "import pathlib, pytest, time\n"
-        "@pytest.fixture\n"
-        "def broken(): raise OSError\n"
-        "def test_passes(): pass\n"
-        "def test_skips(): pytest.skip()\n"
-        "def test_fails(): assert False\n"
-        "def test_is_not_called(broken): pass\n"
-        "def test_lasts(): pathlib.Path('begun').touch(); time.sleep(60)\n"
-    )
-    program = (
-        "import sys; from pathlib import Path; from bench.gpu import correctness\n"
-        f"own = ['-p', 'bench.gpu.outcomes', '-n', '{workers}', 'test_it.py']\n"
-        f"correctness._ROOT = Path({str(tmp_path)!r})\n"
-        "correctness.pytest_arguments = lambda device, outcomes: [*own, f'--outcomes={outcomes}']\n"
-        "sys.exit(correctness.main(sys.argv[1:]))\n"
-    )
-    root = ROOT
-    command = [sys.executable, "-c", program, "--device", "cpu", "--json", str(tmp_path / "counts.json")]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(root)}, stdout=subprocess.DEVNULL)
-    try:
-        while not (tmp_path / "begun").exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.terminate()
-        assert process.wait(20) == 1
-    finally:
-        process.kill()
-    found = json.loads((tmp_path / "counts.json").read_text())
-    assert {name: found[name] for name in ("passed", "failed", "skipped")} == {"passed": 1, "failed": 2, "skipped": 1}
-
-
-def test_kernel_tests_run_on_a_device(tmp_path) -> None:
-    arguments = pytest_arguments("cuda", tmp_path / "outcomes")
-    assert "tests/kernels/triton" in arguments
-    ignored = [argument for argument in arguments if argument.startswith("--ignore-glob=")]
-    assert [path.rpartition("_")[2] for path in ignored] == ["interpreted.py", "compiles.py"]
+@pytest.mark.parametrize("device", TARGETS)
+def test_page_has_the_targets(device: str) -> None:
+    """Looks in the column of the device; ratios to transformers share a row."""
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page[page.index("| what | H100 |") :].splitlines()]
+    column = rows[0].index(f" {device} ")
+    figures = [row[column].strip() for row in rows[2:]]
+    wanted = [
+        f"{'≤' if target.at_most else '≥'} {target.wanted:g} {target.unit.partition('/layer')[0]}"
+        for target in TARGETS[device]
+        if target.divide_by is None
+    ]
+    assert figures[:-1] == wanted
+    assert {target.wanted for target in TARGETS[device] if target.divide_by is not None} == {10, 2}

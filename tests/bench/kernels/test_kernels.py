@@ -13,9 +13,10 @@ from rich.console import Console
 from bench.kernels import cases as kernel_cases
 from bench.kernels import command
 from bench.kernels.attention_cases import decode, mixed_contexts, prefill
-from bench.kernels.cases import Case, ModelShape
+from bench.kernels.cases import LARGE, Case, ModelShape
 from bench.kernels.ceilings import measure_ceilings
-from bench.kernels.layer_cases import copy, linear, norm, rotate, sampling, silu
+from bench.kernels.grid import gpu_cases
+from bench.kernels.layer_cases import copy, linear, norm, projection, projections, rotate, sampling, silu
 from bench.machine import describe_machine, device_name, slug
 from bench.stopwatch import time_rounds
 from kernels import reference, select
@@ -32,6 +33,7 @@ CASES = [
     norm(TINY, F32, 7, adds=True),
     silu(TINY, F32, 7),
     linear(TINY, F32, 9),
+    projection(TINY, F32, "head", 9),
     copy(TINY, F32, 3),
 ]
 
@@ -84,7 +86,7 @@ def test_cpu_kernels_run_all_cases(case: Case) -> None:
 
 def test_bytes_and_flops_equal_counts_by_hand() -> None:
     row = 16 * 4  # head_dim float32 numbers
-    by_name = {case.operation: case for case in CASES}
+    by_name = {case.operation: case for case in CASES if case.label != "tiny head M=9"}
     assert by_name["attention_decode"].num_bytes == 46 * 2 * 2 * row + 2 * 3 * 4 * row
     seen = sum(range(31, 51))  # the query at position p sees p + 1 tokens
     assert by_name["attention_prefill"].num_flops == 4 * 4 * 16 * seen  # a product and a sum, for keys and for values
@@ -184,6 +186,43 @@ def test_report_has_rates_shares_and_errors(monkeypatch: pytest.MonkeyPatch) -> 
     console = Console(width=140, file=io.StringIO())
     console.print(command.render_table(reports[-1]))
     assert "RuntimeError" in console.file.getvalue()
+
+
+def test_case_that_does_not_fit_the_memory_is_skipped_with_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(backend: Any, device: torch.device) -> Any:
+        pytest.fail("it was prepared")
+
+    large = Case("rms_norm", "large", F32, 2 * 10**9, 0, "copy", never)
+    monkeypatch.setattr(kernel_cases, "cache_bytes", lambda device: 10**9)
+    monkeypatch.setattr(command, "free_memory_bytes", lambda device: 4 * 10**9)
+    monkeypatch.setattr(command, "cpu_cases", lambda dtype, is_quick: [CASES[3], large] if dtype == F32 else [])
+    reports: list[dict[str, Any]] = []
+    fits, skipped = command.measure(command.Settings(CPU, 0.0, True, (1,)), lambda report: reports.append(report))
+    assert (fits.skipped, fits.error, skipped.error, skipped.us) == (None, None, None, None)
+    assert skipped.skipped == "needs 4 GB, 4 GB are free"  # two buffers exceed three times the cache
+    console = Console(width=140, file=io.StringIO())
+    console.print(command.render_table(reports[-1]))
+    assert "skipped" in console.file.getvalue()
+
+
+def test_products_of_8b_have_the_sizes_of_its_layers() -> None:
+    assert projections(LARGE) == {
+        "qkv": (4096, 6144),
+        "o": (4096, 4096),
+        "gate_up": (4096, 28672),
+        "down": (14336, 4096),
+        "head": (4096, 128256),
+    }
+    rows = {case.label: case for case in gpu_cases() if case.operation == "linear"}
+    assert list(rows) == [f"8B {name} M={rows}" for name in projections(LARGE) for rows in (1, 16, 64, 256, 2048)]
+    one, many = rows["8B down M=1"], rows["8B down M=2048"]
+    assert (one.num_bytes, one.num_flops, one.ceiling, one.in_graph) == (
+        (14336 * 4096 + 14336 + 4096) * 2,
+        0,
+        "read",
+        True,
+    )
+    assert (many.num_flops, many.ceiling, many.in_graph) == (2 * 2048 * 14336 * 4096, "gemm", False)
 
 
 def test_round_is_warmed_up_and_timed_at_least_five_times() -> None:

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from tests.support.cuda.runner_pair import DEVICE, Pair, make_pair
+from executor.cuda.accelerator import accelerator_for
+from tests.support.cuda.runner_pair import DEVICE, Pair, make_pair, settle
 from tests.support.triton.interpreter import IS_INTERPRETED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
+
+    from executor.cuda.accelerator import Accelerator
 
 IN_THE_INTERPRETER = [
     "test_runner.py",
@@ -19,12 +22,25 @@ IN_THE_INTERPRETER = [
     "test_device_sampler.py",
     "test_rows.py",
     "test_late_failures.py",
+    "test_loading.py",
+    "test_out_of_memory.py",
+    "test_repeats.py",
+    "test_sanitizer_subset.py",
 ]
 
 if IS_INTERPRETED:
     collect_ignore = ["test_interpreted.py"]
 elif not torch.cuda.is_available():
     collect_ignore = IN_THE_INTERPRETER
+
+
+@pytest.fixture
+def working() -> Iterator[Accelerator]:
+    """Lets a test launch kernels itself, on the tests' device and in one stream. Waits for them at the end."""
+    accelerator = accelerator_for(DEVICE)
+    with accelerator.working():
+        yield accelerator
+    settle()
 
 
 @pytest.fixture(scope="session")
@@ -35,3 +51,9 @@ def pair(checkpoint) -> Callable[..., Pair]:
         return make_pair(checkpoint(name).directory, DEVICE, **settings)
 
     return make
+
+
+if IS_INTERPRETED:
+    from tests.support.triton.indices import repair_indices
+
+    repair_indices()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from executor.cuda import sampler as device_sampler
-from executor.cuda.accelerator import accelerator_for
 from executor.cuda.device_slots import DeviceSlots, slot_changes
 from executor.cuda.sampler import sample, sampling_arrays
 from executor.cuda.step_arrays import StepArrays, send
@@ -58,11 +57,11 @@ def logits_of(kind: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["random", "ties", "flat", "mostly -inf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_tokens_equal_those_of_the_host_sampler(kind, dtype, monkeypatch) -> None:
+def test_tokens_equal_those_of_the_host_sampler(kind, dtype, working, monkeypatch) -> None:
     monkeypatch.setattr(device_sampler, "MAX_NUMBERS", 3 * VOCAB_SIZE)
     random = np.random.default_rng(11)
     logits = logits_of(kind).to(dtype)
-    table, upload = SamplingTable(NUM_ROWS, VOCAB_SIZE), Upload(accelerator_for(DEVICE))
+    table, upload = SamplingTable(NUM_ROWS, VOCAB_SIZE), Upload(working)
     on_device = DeviceSlots(NUM_ROWS, LIMITS.max_blocks_per_seq, VOCAB_SIZE, DEVICE)
     num_tokens = random.integers(1, 50, NUM_ROWS).astype(np.int32)
     slots = random.permutation(NUM_ROWS).astype(np.int32)

@@ -142,7 +142,7 @@ def test_a_step_that_fails_late_ends_its_epoch(harness, checkpoint) -> None:
 def test_rows_of_a_failed_send_are_sent_again(harness, checkpoint) -> None:
     """The first epoch's decode fails before its rows are sent, and the second epoch's has the same rows."""
     harness.device.gate.set()
-    harness.device.send_errors = [None, torch.OutOfMemoryError("no room")]
+    harness.device.send_errors = [None, torch.OutOfMemoryError("no room"), torch.OutOfMemoryError("still none")]
     for epoch in (1, 2):
         for plan in plans(harness, checkpoint("llama").prompt(5), epoch):
             harness.put(plan)

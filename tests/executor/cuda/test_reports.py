@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import pytest
 
-from executor.cuda.loading import rehearse
+from executor.cuda.rehearsal import rehearse
 from executor.plans.plan import Reports
 from executor.sampling.logprobs import Logprobs
 from tests.support.cuda.comparison import NUM_STEPS, NoDeviceReads, assert_same

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
-from executor.cuda.accelerator import accelerator_for
 from executor.cuda.graphs import bucket_sizes
 from executor.cuda.upload import Upload
 from kernels.triton import RESULT_FIELDS, STATE_FIELDS, close_rows, open_rows
 from tests.support.cuda.runner_pair import DEVICE
 
+pytestmark = pytest.mark.usefixtures("working")
 BLOCK_SIZE = 4
 LENGTH = 2
 
@@ -82,9 +83,9 @@ def test_length_ends_slots() -> None:
     assert after[:, 2].tolist() == [1, 1, 0]
 
 
-def test_sent_arrays_arrive_and_are_not_overwritten() -> None:
+def test_sent_arrays_arrive_and_are_not_overwritten(working) -> None:
     """With more sends than buffers, the first arrays are still intact."""
-    random, upload = np.random.default_rng(1), Upload(accelerator_for(DEVICE))
+    random, upload = np.random.default_rng(1), Upload(working)
     sent = []
     for num in (1, 3, 200, 20_000, 5, 7, 1, 2):
         arrays = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 
 from executor.cuda.graphs import bucket_sizes
-from executor.cuda.loading import rehearse
+from executor.cuda.rehearsal import rehearse
 from executor.errors import PlanRejected
 from executor.plans.plan import EndReason, StepPlan
 from kernels.triton import StateField
-from tests.support.cuda.comparison import ALL_KINDS, _counts, _first_plan, run_stream
+from tests.support.cuda.comparison import ALL_KINDS, TopTwo, _counts, _first_plan, assert_same, run_stream
 from tests.support.cuda.random_streams import RandomStream
 from tests.support.cuda.runner_pair import DEVICE, FinishingRunner
 from tests.support.executor.plan_driver import PlanDriver, generate, ints, tuples
@@ -30,7 +31,7 @@ def test_random_streams_equal_the_reference(name, num_ahead, seed, pair) -> None
     stream = RandomStream(both.reference.limits, seed)
     run_stream(both, stream, num_ahead)
     written = both.reference.model.pool[:, 1:]
-    torch.testing.assert_close(both.cuda._pool[:, 1:], written, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(both.pool(), written, rtol=1e-3, atol=1e-4)
     assert (written != 0).any()
     SEEN.update(stream.seen)
 
@@ -81,73 +82,36 @@ def test_every_bucket_runs_full_and_padded(pair, checkpoint) -> None:
         driver.run()
         outputs.append([sequence.output for sequence in sequences])
     assert outputs[0] == outputs[1]
-    assert len(both.cuda.graphs) == len(both.cuda.graphs.buckets) == len(bucket_sizes(6)) == 4
-    assert not both.cuda._pool[:, 1:].isnan().any()
+    assert len(both.cuda.graphs.buckets) == len(bucket_sizes(6)) == 4
+    assert not both.pool().isnan().any()
 
 
-def test_the_number_of_graphs_is_bounded(pair, checkpoint) -> None:
-    both, source = pair("llama-biases", max_num_seqs=2), checkpoint("llama-biases")
-    for _ in range(2):
-        for temperature in (0.0, 1.0, 0.5):
-            driver = PlanDriver(FinishingRunner(both.cuda))
-            for index in range(2):
-                driver.admit(source.prompt(2, seed=index), 2 + index, temperature=temperature)
-            driver.run()
-    assert len(both.cuda.graphs) == 4, "two kinds, two buckets"
-
-
-def test_all_graphs_can_be_captured_ahead_of_time(pair, checkpoint) -> None:
-    """Captures in the middle of a generation, and checks that its rows do not change."""
-    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
-    outputs, captures = [], both.cuda.captures()
-    for runner in (FinishingRunner(both.cuda), both.reference):
-        driver = PlanDriver(runner)
-        sequences = [driver.admit(prompt, 9) for _ in range(2)]
-        for _ in range(4):
-            driver.step()
-            if runner is not both.reference:
-                next(captures)
-        driver.run()
-        outputs.append([sequence.output for sequence in sequences])
-    assert outputs[0] == outputs[1]
-    assert len(both.cuda.graphs) == 5, "one for two sequences, and four captured ahead"
-    assert len(list(captures)) == 3
-    assert len(both.cuda.graphs) == 2 * len(both.cuda.graphs.buckets)
-
-
-def test_graphs_without_memory_are_captured_later(pair, checkpoint, monkeypatch, caplog) -> None:
-    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
-
-    def full(kind: object, bucket: int) -> None:
-        raise torch.OutOfMemoryError("full")
-
-    with monkeypatch.context() as context:
-        context.setattr(both.cuda.graphs, "capture", full)
-        assert list(both.cuda.captures()) == []
-    assert "no memory for a graph of 6 sequences" in caplog.text
-    assert generate(FinishingRunner(both.cuda), [prompt], 5) == generate(both.reference, [prompt], 5)
-
-
-def test_a_step_of_another_kind_has_its_rows_after_a_capture(pair, checkpoint) -> None:
-    """The rows stay the same when the sequences become long enough to end, but another graph is captured."""
-    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+def test_graphs_are_captured_between_steps_without_effect(pair, checkpoint) -> None:
+    """Captures all graphs in the middle of a generation, largest first, and checks that its rows do not change."""
+    both, prompt, names = pair("llama"), checkpoint("llama").prompt(5), []
     outputs = []
     for runner in (FinishingRunner(both.cuda), both.reference):
         driver = PlanDriver(runner)
         sequences = [driver.admit(prompt, 7, min_total_tokens=8) for _ in range(2)]
+        for _ in range(3):
+            driver.step()
+        if runner is not both.reference:
+            both.cuda.capture_graphs(lambda name, done, total: names.append((name, done, total)))
         driver.run()
         outputs.append([sequence.output for sequence in sequences])
     assert outputs[0] == outputs[1]
-    assert len(both.cuda.graphs) == 2
+    assert len(both.cuda.graphs) == 2 * len(both.cuda.graphs.buckets) == 8
+    assert both.cuda.graphs.num_missing == 0
+    assert names[0] == ("6 sequences, forward", 0, 8)
+    assert names[-1] == ("1 sequences, greedy", 7, 8)
 
 
 def test_the_rehearsal_changes_no_state(pair, checkpoint) -> None:
     both, source = pair("llama"), checkpoint("llama")
     rehearse(both.cuda)
-    assert len(both.cuda.graphs) == 2
     prompts = [source.prompt(length) for length in (5, 2)]
     assert generate(FinishingRunner(both.cuda), prompts, 4) == generate(both.reference, prompts, 4)
-    assert not both.cuda._pool[:, 2:].isnan().any()
+    assert not both.pool().isnan().any()
 
 
 def first_token(both, prompt: list[int]) -> int:
@@ -160,15 +124,15 @@ def test_an_ended_slot_writes_to_the_null_block_before_the_host_knows(pair, chec
     driver = PlanDriver(FinishingRunner(both.cuda))
     driver.admit(prompt, 9, eos_token_ids=eos)
     plan = _first_plan(driver)
-    both.cuda._pool[:, 1:] = 7.0
+    both.fill_pool(7.0)
     first = both.cuda.execute(plan)
-    pool = both.cuda._pool[:, 1:].clone()
+    pool = both.pool()
     seconds = [both.cuda.execute(StepPlan(1, step_id, row_counts=_counts(step_id))) for step_id in (2, 3)]
     assert first.finish().end_reasons.tolist() == [EndReason.EOS]
     for second in seconds:
         output = second.finish()
         assert (output.token_ids.tolist(), output.end_reasons.tolist()) == ([0], [0])
-    assert torch.equal(both.cuda._pool[:, 1:], pool)
+    assert torch.equal(both.pool(), pool)
     state = both.cuda._buffers.on_device.states[0]
     assert (state[StateField.NUM_TOKENS], state[StateField.LAST_TOKEN]) == (6, eos[0])
 
@@ -223,6 +187,24 @@ def test_a_rejected_plan_changes_nothing(pair, checkpoint) -> None:
     assert torch.equal(both.cuda._buffers.on_device.states, states)
     driver.run()
     assert [sequence.output] == generate(both.reference, [prompt], 4)
+
+
+def test_a_difference_from_the_reference_shows_the_gap_of_its_logits(pair, checkpoint, capsys) -> None:
+    both, prompt = pair("llama"), checkpoint("llama").prompt(5)
+    top_two = TopTwo(both.reference)
+    driver = PlanDriver(both.reference)
+    driver.admit(prompt, 4)
+    expected = driver.step()
+    top_two.remove()
+    token_id = int(expected.token_ids[0])
+    other = replace(expected, token_ids=expected.token_ids + 1)
+    with pytest.raises(AssertionError):
+        assert_same(other, expected, top_two.describe())
+    shown = capsys.readouterr().out
+    assert (
+        f"token {token_id + 1} in place of {token_id}; in the reference, slot 0's most likely are [{token_id}," in shown
+    )
+    assert float(re.search(r"with a gap of (\S+) below", shown)[1]) > 0
 
 
 class _KeepingRunner(FinishingRunner):

@@ -20,39 +20,31 @@ CPU = torch.device("cpu")
 BLOCK_BYTES = 4 * 2 * 4 * 16 * 2 * 16
 
 
-def num_blocks(**settings: object) -> int:
-    return kv_pool.choose_num_blocks(ExecutorConfig(model="m", **settings), MODEL, torch.bfloat16, CPU)
-
-
-@pytest.fixture
-def free(monkeypatch):
-    def set_free(num_bytes: int) -> None:
-        monkeypatch.setattr(kv_pool, "free_memory_bytes", lambda device: num_bytes)
-
-    return set_free
+def num_blocks(free_bytes: int, device: torch.device = CPU, **settings: object) -> int:
+    config = ExecutorConfig(model="m", **settings)
+    return kv_pool.fitting_blocks(config, MODEL, torch.bfloat16, device, free_bytes, {"weights": 1234, "graphs": 56})
 
 
 def test_kv_bytes_per_token_equal_the_sum_by_hand() -> None:
     assert kv_pool.kv_bytes_per_token(MODEL, torch.bfloat16) * 16 == BLOCK_BYTES
 
 
-def test_the_number_of_blocks_fits_the_memory_share(free) -> None:
-    free(1000 * BLOCK_BYTES)
-    assert num_blocks() == 400
-    assert num_blocks(memory_fraction=0.75) == 750
-    assert num_blocks(memory_fraction=0.75, num_blocks=3) == 3
+def test_the_number_of_blocks_fits_the_memory_share() -> None:
+    assert num_blocks(1000 * BLOCK_BYTES) == 400
+    assert num_blocks(1000 * BLOCK_BYTES, torch.device("cuda:0")) == 900
+    assert num_blocks(1000 * BLOCK_BYTES, memory_fraction=0.75) == 750
 
 
-def test_the_default_pool_is_capped_on_a_large_host(free) -> None:
-    free(1 << 40)
-    assert num_blocks() * BLOCK_BYTES == 2 << 30
-    assert num_blocks(memory_fraction=0.5) * BLOCK_BYTES == 1 << 39
+def test_the_default_pool_is_capped_on_a_large_host() -> None:
+    assert num_blocks(1 << 40) * BLOCK_BYTES == 2 << 30
+    assert num_blocks(1 << 40, memory_fraction=0.5) * BLOCK_BYTES == 1 << 39
 
 
-def test_too_little_memory_is_reported(free) -> None:
-    free(3 * BLOCK_BYTES)
-    with pytest.raises(OutOfMemory, match=f"two blocks take {2 * BLOCK_BYTES:,}"):
-        num_blocks()
+def test_too_little_memory_is_reported_with_what_takes_it() -> None:
+    with pytest.raises(
+        OutOfMemory, match=f"two blocks take {2 * BLOCK_BYTES:,}. Bytes taken: weights 1,234, graphs 56."
+    ):
+        num_blocks(3 * BLOCK_BYTES)
 
 
 def test_a_failed_allocation_is_reported() -> None:

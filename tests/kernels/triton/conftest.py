@@ -11,13 +11,19 @@ from pathlib import Path
 
 import torch
 
-from tests.support.triton.interpreter import IS_INTERPRETED
+from tests.support.triton.interpreter import IS_INTERPRETED, repair_bfloat16
 
 IN_SEPARATE_PROCESSES = ["test_interpreted.py", "test_compiles.py"]
 
 if IS_INTERPRETED:
+    repair_bfloat16()
     collect_ignore = IN_SEPARATE_PROCESSES
 elif not torch.cuda.is_available():
     collect_ignore = [
         path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in IN_SEPARATE_PROCESSES
     ]
+
+if IS_INTERPRETED:
+    from tests.support.triton.indices import repair_indices
+
+    repair_indices()

@@ -11,7 +11,7 @@ import torch
 from kernels import AttentionShape, reference
 from kernels import triton as triton_kernels
 from kernels.triton.tuning import DecodeTuning, prefill_tuning
-from tests.support.kernels.paged import Paged, paged, pairwise, poisoned
+from tests.support.kernels.paged import NO_BLOCK, Paged, paged, pairwise, poisoned
 from tests.support.triton.places import DEVICE, DTYPES, IS_GPU, assert_attended, on_device, on_gpu_only
 
 if TYPE_CHECKING:
@@ -211,6 +211,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, window
         (64, 2, 16, 0, torch.float16),
         (80, 3, 8, 70, torch.float16),
         (128, 8, 32, 150, torch.float16),
+        (128, 4, 16, 100, torch.bfloat16),
         (64, 1, 16, 0, torch.float32),
     ],
 )
@@ -236,6 +237,45 @@ def test_a_prompt_has_the_same_bits_in_any_split(
         so_far = Paged(pool.kv, pool.block_tables[:1], torch.tensor([stop], dtype=torch.int32, device=DEVICE))
         piece = prefilled(triton_kernels, query[start:stop], so_far, [stop - start], 0.1, window)
         assert torch.equal(piece, whole[start:stop])
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "window", "dtype"),
+    [
+        (64, 2, 16, 1, torch.float16),
+        (64, 4, 8, 70, torch.float16),
+        (80, 3, 32, 150, torch.float16),
+        (128, 1, 16, 33, torch.float32),
+    ],
+)
+def test_nothing_below_the_window_is_read(
+    head_dim: int, group: int, block_size: int, window: int, dtype: torch.dtype
+) -> None:
+    """Tokens that no query of a step sees become NaN, and their blocks ids out of range: the bits stay the same."""
+    contexts, num_queries = [700, 300, 130, 65, 20], [130, 1, 129, 7, 20]
+    pool = on_device(paged(contexts, num_kv_heads=2, block_size=block_size, head_dim=head_dim, dtype=dtype))
+    decoding = queries(len(contexts), 2 * group, head_dim, dtype=dtype)
+    prefilling = queries(sum(num_queries), 2 * group, head_dim, dtype=dtype)
+
+    def without(tokens_below: list[int]) -> Paged:
+        kv, tables = pool.kv.clone(), pool.block_tables.clone()
+        for s, below in enumerate(tokens_below):
+            whole, rest = divmod(max(0, below), block_size)
+            kv[pool.block_tables[s, :whole].long()] = torch.nan
+            kv[int(pool.block_tables[s, whole]), :, :, :rest] = torch.nan
+            tables[s, :whole] = NO_BLOCK
+        return Paged(kv, tables, pool.context_lens)
+
+    expected = decoded(triton_kernels, decoding, pool, 0.1, window)
+    freed = without([context - window for context in contexts])
+    assert freed.kv.isnan().sum() > pool.kv.isnan().sum()
+    assert torch.equal(decoded(triton_kernels, decoding, freed, 0.1, window), expected)
+
+    expected = prefilled(triton_kernels, prefilling, pool, num_queries, 0.1, window)
+    lowest = [context - count + 1 - window for context, count in zip(contexts, num_queries, strict=True)]
+    freed = without(lowest)
+    assert freed.kv.isnan().sum() > pool.kv.isnan().sum()
+    assert torch.equal(prefilled(triton_kernels, prefilling, freed, num_queries, 0.1, window), expected)
 
 
 def test_one_plan_serves_all_layers() -> None:

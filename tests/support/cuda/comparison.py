@@ -15,6 +15,8 @@ from tests.support.cuda.runner_pair import DEVICE
 from tests.support.executor.plan_driver import PlanDriver, ints, tuples
 
 if TYPE_CHECKING:
+    from executor.device.runner import ModelRunner
+    from executor.slots.step_inputs import StepInputs
     from tests.support.cuda.random_streams import RandomStream
 
 # In the interpreter, a step takes a quarter of a second, so these seeds make every event happen early.
@@ -41,9 +43,55 @@ class NoDeviceReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def assert_same(actual, expected) -> None:
+class TopTwo:
+    """A wrapper of the reference's model that describes where another runner's tokens differ from its own.
+
+    Greedy tokens of two runners may differ where the two largest logits nearly tie, because the runners add in another
+    order. A difference at a large gap is an error, for instance of a race.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._model = runner.model
+        self.pool = runner.model.pool
+        self.copy_blocks = runner.model.copy_blocks
+        self._runner = runner
+        self._last: dict[int, tuple[list[int], list[float]]] = {}
+        self._reporting: list[int] = []
+        runner.model = self
+
+    def remove(self) -> None:
+        self._runner.model = self._model
+
+    def forward(self, step: StepInputs, rows: object, block_tables: object) -> torch.Tensor:
+        logits = self._model.forward(step, rows, block_tables)
+        best = logits.float().topk(2, dim=-1)
+        ids, values = best.indices.tolist(), best.values.tolist()
+        places = zip(step.sampling.tolist(), step.sampled_logits.tolist(), strict=True)
+        self._last = {slot: (ids[place], values[place]) for slot, place in places}
+        self._reporting = step.reporting.tolist()
+        return logits
+
+    def describe(self) -> dict[int, str]:
+        """Returns what is known of the sampled tokens of the last step, by their place in its result."""
+        reporting, self._reporting, texts = self._reporting, [], {}
+        for place, slot in enumerate(reporting):
+            if slot in self._last:
+                ids, (best, second) = self._last[slot]
+                texts[place] = (
+                    f"slot {slot}'s most likely are {ids}, with a gap of {best - second:.3g} below {best:.6g}"
+                )
+        return texts
+
+
+def assert_same(actual, expected, top_two: dict[int, str] | None = None) -> None:
+    """Compares two results. top_two: what `TopTwo.describe` says of the expected one."""
     assert (actual.epoch, actual.step_id) == (expected.epoch, expected.step_id)
-    assert actual.token_ids.tolist() == expected.token_ids.tolist(), expected.step_id
+    own, others = actual.token_ids.tolist(), expected.token_ids.tolist()
+    if own != others and len(own) == len(others):
+        for place in (place for place in range(len(own)) if own[place] != others[place]):
+            text = (top_two or {}).get(place, "the slot's logits are not known")
+            print(f"step {expected.step_id}: token {own[place]} in place of {others[place]}; in the reference, {text}")
+    assert own == others, expected.step_id
     assert actual.end_reasons.tolist() == expected.end_reasons.tolist(), expected.step_id
     assert (actual.token_ids.dtype, actual.end_reasons.dtype) == (np.int32, np.uint8)
 
@@ -52,18 +100,20 @@ def run_stream(pair, stream: RandomStream, num_ahead: int, num_steps: int = NUM_
     """Launches num_ahead plans before it takes the first result."""
     for runner in (pair.reference, pair.cuda):
         runner.reset()
+    top_two = TopTwo(pair.reference)
     launched = deque()
     for _ in range(num_steps):
         plan = stream.plan()
         expected = pair.reference.execute(plan)
         with NoDeviceReads():
-            launched.append((pair.cuda.execute(plan), expected))
+            launched.append((pair.cuda.execute(plan), expected, top_two.describe()))
         if len(launched) == num_ahead:
-            step, expected = launched.popleft()
-            assert_same(step.finish(), expected)
+            step, expected, texts = launched.popleft()
+            assert_same(step.finish(), expected, texts)
             stream.learn(expected)
-    for step, expected in launched:
-        assert_same(step.finish(), expected)
+    for step, expected, texts in launched:
+        assert_same(step.finish(), expected, texts)
+    top_two.remove()
 
 
 def _first_plan(driver: PlanDriver) -> StepPlan:

@@ -1,7 +1,12 @@
-"""Two runners of one checkpoint: the one under test and the reference."""
+"""Two runners of one checkpoint: the one under test and the reference.
+
+QUIRE_TEST_DEVICE names the GPU of these tests, "cuda:0" by default. With "cuda:1", code that uses the current device in
+place of the model's fails.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +30,9 @@ if TYPE_CHECKING:
     from executor.device.runner import ModelRunner
     from executor.plans.plan import StepOutput, StepPlan
 
-DEVICE = torch.device("cpu" if IS_INTERPRETED or not torch.cuda.is_available() else "cuda:0")
+DEVICE = torch.device(
+    "cpu" if IS_INTERPRETED or not torch.cuda.is_available() else os.environ.get("QUIRE_TEST_DEVICE", "cuda:0")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +41,26 @@ class Pair:
 
     reference: ModelRunner
     cuda: CudaRunner
+
+    def fill_pool(self, value: float) -> None:
+        """Writes all blocks but the null block. Waits for it: the runner works in another stream of the GPU."""
+        self.cuda._pool[:, 1:] = value
+        settle()
+
+    def pool(self) -> torch.Tensor:
+        """Returns a copy of all blocks but the null block, once all steps have written theirs."""
+        settle()
+        return self.cuda._pool[:, 1:].clone()
+
+
+def settle() -> None:
+    """Waits until a GPU has done all that was launched, in any stream."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize(DEVICE)
+
+
+def no_progress(name: str, done: int, total: int) -> None:
+    """Shows nothing: see `kernels.Progress`."""
 
 
 class FinishingRunner:
@@ -51,8 +78,14 @@ class FinishingRunner:
 
 
 def make_pair(
-    directory: Path, device: torch.device, accelerator: Accelerator | None = None, **settings: object
+    directory: Path,
+    device: torch.device,
+    accelerator: Accelerator | None = None,
+    *,
+    captures: bool = DEVICE.type == "cuda",
+    **settings: object,
 ) -> Pair:
+    """Makes two runners of a checkpoint. captures: captures all graphs first, which takes long in the interpreter."""
     values = {"block_size": 4, "num_blocks": 100, "max_num_seqs": 6, "max_num_batched_tokens": 48, **settings}
     config = ExecutorConfig(model=str(directory), device=str(device), kernels="reference", **values)
     reference = load_model(config, lambda line: None).runner
@@ -64,5 +97,8 @@ def make_pair(
     pool[:, 0] = float("nan")
     buffers.on_device.block_tables[-1] = 1 << 30
     buffers.on_device.end_kinds[-1] = 1
+    settle()
     cuda = CudaRunner(model, shape, buffers, pool, limits, accelerator or accelerator_for(device))
+    if captures:
+        cuda.capture_graphs(no_progress)
     return Pair(reference, cuda)

@@ -10,7 +10,7 @@ from tests.support.triton.interpreter import IS_INTERPRETED
 
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 IS_GPU = DEVICE.type == "cuda"
-DTYPES = (torch.float32, torch.float16, torch.bfloat16) if IS_GPU else (torch.float32, torch.float16)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 on_gpu_only = pytest.mark.skipif(not IS_GPU, reason="needs a GPU")
 
