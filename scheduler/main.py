@@ -69,7 +69,9 @@ def load_model(config: SchedulerConfig) -> ServedModel:
     template = load_template(checkpoint)
     return ServedModel(
         tokenizer=tokenizer,
-        chat=None if template is None else ChatRenderer(template, tokenizer.special_tokens),
+        chat=None
+        if template is None
+        else ChatRenderer(template, tokenizer.special_tokens, tokens=tokenizer.control_tokens),
         defaults=GenerationDefaults.load(checkpoint, tokenizer.eos_token_id),
     )
 

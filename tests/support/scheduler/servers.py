@@ -62,7 +62,9 @@ class Servers:
         template = load_template(self._checkpoint)
         model = ServedModel(
             tokenizer=tokenizer,
-            chat=ChatRenderer(template, tokenizer.special_tokens) if template else None,
+            chat=ChatRenderer(template, tokenizer.special_tokens, tokens=tokenizer.control_tokens)
+            if template
+            else None,
             defaults=GenerationDefaults.load(self._checkpoint),
         )
         real_engine = cast("Engine", engine)
