@@ -1,4 +1,4 @@
-"""What clients write in chats never becomes a control token, and other chats have the ids of transformers."""
+"""Contents of chats never become control tokens, and benign chats have the ids of transformers."""
 
 import random
 from collections.abc import Callable
