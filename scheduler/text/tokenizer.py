@@ -144,14 +144,20 @@ def _encode(
         raise InvalidRequest({"prompt": f"cannot be tokenised: {error}"}) from error
     # The list of ids is made without releasing the lock, so its length is checked first.
     if max_tokens is not None and len(encoding) > max_tokens:
-        raise CapacityExceeded(f"the prompt has {len(encoding)} tokens, and at most {max_tokens} fit")
+        raise _capacity_exceeded(str(len(encoding)), max_tokens)
     ids: list[int] = encoding.ids
     return ids
 
 
 def _check_fewest(num_tokens: int, max_tokens: int | None) -> None:
     if max_tokens is not None and num_tokens > max_tokens:
-        raise CapacityExceeded(f"the prompt has at least {num_tokens} tokens, and at most {max_tokens} fit")
+        raise _capacity_exceeded(f"at least {num_tokens}", max_tokens)
+
+
+def _capacity_exceeded(num_tokens: str, max_tokens: int) -> CapacityExceeded:
+    return CapacityExceeded(
+        f"{num_tokens} prompt tokens and 1 of output are more than the {max_tokens + 1} that one sequence can hold here"
+    )
 
 
 def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:
