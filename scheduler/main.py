@@ -69,9 +69,10 @@ def load_model(config: SchedulerConfig) -> ServedModel:
     checkpoint = Checkpoint.find(config.model, config.revision)
     tokenizer = Tokenizer.load(checkpoint)
     template = load_template(checkpoint)
+    variables, tokens = tokenizer.special_tokens, tokenizer.control_tokens
     return ServedModel(
         tokenizer=tokenizer,
-        chat=None if template is None else ChatRenderer(template, tokenizer.special_tokens),
+        chat=None if template is None else ChatRenderer(template, variables, tokens=tokens),
         defaults=GenerationDefaults.load(checkpoint, tokenizer.eos_token_id),
     )
 

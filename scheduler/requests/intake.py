@@ -134,9 +134,11 @@ class Intake:
         self._client_request_ids[request.request_id] = settings.client_request_id
         return request, stream, request_metrics
 
-    async def _check(self, fields: RequestFields, deadline_s: float | None) -> tuple[RequestChecker, Request]:
+    async def _check(
+        self, fields: RequestFields, deadline_s: float | None, tenant: str = "default"
+    ) -> tuple[RequestChecker, Request]:
         checker = RequestChecker(fields, self._limits, self._bounds(), self._model.defaults, random.getrandbits(64))
-        prompt_token_ids = await self._prompt_token_ids(checker)
+        prompt_token_ids = await self._prompt_token_ids(checker, tenant)
         # The bounds are read again because a smaller pool may have arrived while the text was tokenised.
         bounds, request_id = self._bounds(), self._engine.new_request_id()
         return checker, checker.complete(prompt_token_ids, bounds, request_id=request_id, deadline_s=deadline_s)
@@ -151,14 +153,16 @@ class Intake:
             has_chat_template=self._model.chat is not None,
         )
 
-    async def _prompt_token_ids(self, checker: RequestChecker) -> list[int]:
+    async def _prompt_token_ids(self, checker: RequestChecker, tenant: str) -> list[int]:
         tokenizer = self._model.tokenizer
+        max_tokens = self._engine.max_prompt_and_output - 1  # at least one is generated
         if checker.token_ids is not None:
             return checker.token_ids
         if checker.chat is not None and self._model.chat is not None:
             # The template writes the special tokens itself.
-            return await tokenizer.encode(await self._model.chat.render(checker.chat), add_special_tokens=False)
-        return await tokenizer.encode(checker.text or "")
+            rendered = await self._model.chat.render(checker.chat, tenant=tenant)
+            return await tokenizer.encode_chat(rendered, max_tokens=max_tokens, tenant=tenant)
+        return await tokenizer.encode(checker.text or "", max_tokens=max_tokens, tenant=tenant)
 
     def _facts(self, request: Request, settings: StreamSettings) -> RequestFacts:
         params = request.params

@@ -60,9 +60,10 @@ class Servers:
         engine = engine or FakeEngine()
         tokenizer = Tokenizer.load(self._checkpoint)
         template = load_template(self._checkpoint)
+        variables, tokens = tokenizer.special_tokens, tokenizer.control_tokens
         model = ServedModel(
             tokenizer=tokenizer,
-            chat=ChatRenderer(template, tokenizer.special_tokens) if template else None,
+            chat=ChatRenderer(template, variables, tokens=tokens) if template else None,
             defaults=GenerationDefaults.load(self._checkpoint),
         )
         real_engine = cast("Engine", engine)
