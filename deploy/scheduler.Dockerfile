@@ -6,7 +6,7 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 FROM ${BASE_IMAGE} AS requirements
 WORKDIR /src
 COPY pyproject.toml deploy/requirements.py ./
-RUN python3 requirements.py otel >requirements.txt
+RUN python3 requirements.py otel jwt >requirements.txt
 
 FROM ${BASE_IMAGE} AS build
 # Package indexes, if not pip's defaults.

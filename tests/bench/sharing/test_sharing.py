@@ -59,9 +59,9 @@ class SharingServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admin
             )
             yield generation_pb2.GenerateResponse(finished=end)
 
-    async def GetServerInfo(self, request: Any, context: Any) -> admin_pb2.GetServerInfoResponse:  # noqa: N802
-        return admin_pb2.GetServerInfoResponse(
-            max_model_len=128, num_blocks=64, block_size=16, state=admin_pb2.SERVER_STATE_SERVING
+    async def GetServerInfo(self, request: Any, context: Any) -> generation_pb2.GetServerInfoResponse:  # noqa: N802
+        return generation_pb2.GetServerInfoResponse(
+            max_model_len=128, num_blocks=64, block_size=16, state=generation_pb2.SERVER_STATE_SERVING
         )
 
     async def GetBlockMap(self, request: Any, context: Any) -> admin_pb2.GetBlockMapResponse:  # noqa: N802

@@ -1,6 +1,7 @@
 """A server of quire.v1 in the test process, on its own thread and event loop. A test scripts its answers."""
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -10,6 +11,7 @@ from google.protobuf.any_pb2 import Any as Packed
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 
+from quire.addresses import UNIX, default_admin_address, make_private_directory
 from quire.status_details import TRAILER
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -85,7 +87,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         self.requests: list[generation_pb2.GenerateRequest] = []
         self.time_remaining_s: list[float | None] = []
         self.cancelled = threading.Event()
-        self.server_info = admin_pb2.GetServerInfoResponse(
+        self.server_info = generation_pb2.GetServerInfoResponse(
             version="1.2.3",
             model_name="toy",
             max_model_len=256,
@@ -95,7 +97,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
             max_num_seqs=8,
             max_num_batched_tokens=128,
             policy="fcfs",
-            state=admin_pb2.SERVER_STATE_SERVING,
+            state=generation_pb2.SERVER_STATE_SERVING,
             dtype="float32",
         )
         self.block_map = admin_pb2.GetBlockMapResponse(block_size=16)
@@ -128,6 +130,9 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
         port = self._server.add_insecure_port(address)
         self.address = f"127.0.0.1:{port}"
+        admin_address = default_admin_address(self.address)
+        make_private_directory(os.path.dirname(admin_address.removeprefix(UNIX)))
+        self._server.add_insecure_port(admin_address)
         await self._server.start()
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:  # noqa: N802
@@ -145,7 +150,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
             yield response
         complete = True
 
-    async def GetServerInfo(self, request: Any, context: Any) -> admin_pb2.GetServerInfoResponse:  # noqa: N802
+    async def GetServerInfo(self, request: Any, context: Any) -> generation_pb2.GetServerInfoResponse:  # noqa: N802
         return self.server_info
 
     async def GetBlockMap(self, request: Any, context: Any) -> admin_pb2.GetBlockMapResponse:  # noqa: N802

@@ -191,6 +191,9 @@ class FakeEngine:
         self._check_idle()
         await self._idle.wait()
 
+    def resume(self) -> None:
+        self.become(ServerState.SERVING)
+
     def on_state_change(self, callback: Callable[[ServerState], None]) -> None:
         self._callbacks.append(callback)
 
