@@ -43,8 +43,8 @@ class SchedulerConfig:
     jwt_algorithms             allowed signature algorithms, separated by commas
     jwt_tenant_claim           claim of the tokens that holds the tenant
     jwt_role_claim             claim of the tokens that holds a role, or a list of them: generate, observe, admin
-    allow_anonymous            without keys and tokens, listen at addresses that are not loopback all the same: something
-                               else must keep strangers away. Every caller may then generate and observe
+    allow_anonymous            listen at addresses that are not loopback also without keys and tokens: a proxy or a
+                               network must keep strangers away. Every caller may then generate and observe
     tls_certificate            PEM file of the certificate of all TCP addresses. It is read again when it changes
     tls_key                    PEM file of its private key
     tls_client_ca              PEM file of authorities. Clients then need a certificate signed by them; the key file can
@@ -136,16 +136,12 @@ class SchedulerConfig:
         if self.tls_client_ca is not None and self.tls_certificate is None:
             raise ConfigError("tls_client_ca needs tls_certificate and tls_key")
         if self.jwt_keys is not None and (self.jwt_issuer is None or self.jwt_audience is None):
-            raise ConfigError(
-                "jwt_keys needs jwt_issuer and jwt_audience: other tokens of the same issuer must not count"
-            )
+            raise ConfigError("jwt_keys needs jwt_issuer and jwt_audience: tokens for other services must not count")
         if self.jwt_keys is not None and self.jwt_keys.startswith("http:"):
             raise ConfigError("jwt_keys must be a file or an https URL: who changes the answer makes all tokens")
         if not self.algorithms or set(self.algorithms) - SIGNATURE_ALGORITHMS:
             expected = ", ".join(sorted(SIGNATURE_ALGORITHMS))
             raise ConfigError(f"jwt_algorithms must be some of {expected}, not {self.jwt_algorithms!r}")
-        if self.allow_anonymous and self.has_identity:
-            raise ConfigError("allow_anonymous contradicts api_keys and jwt_keys: callers have to send a key")
 
     def _check_strangers(self) -> None:
         """Raises ConfigError if others than this machine could call without an identity."""

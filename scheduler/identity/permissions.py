@@ -23,7 +23,6 @@ METHODS = {
     "/quire.v1.Admin/ResetPrefixCache": _ADMIN,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _OBSERVE,
     "/grpc.health.v1.Health/Check": OPEN,
-    "/grpc.health.v1.Health/List": OPEN,
     "/grpc.health.v1.Health/Watch": OPEN,
 }
 """gRPC methods by their paths."""

@@ -22,8 +22,7 @@ _INTERVAL_S = 0.25
 class Verifier:
     """Knows the keys and the tokens. Used on the event loop's thread.
 
-    With neither a key file nor tokens no identity is configured: every caller is then anonymous, and the headers are
-    not read.
+    With neither a key file nor tokens no identity is configured: headers are then not read.
     """
 
     def __init__(self, key_file: str | None = None, tokens: TokenVerifier | None = None) -> None:
@@ -37,11 +36,14 @@ class Verifier:
     def is_configured(self) -> bool:
         return self._keys is not None or self._tokens is not None
 
+    @property
+    def stranger(self) -> Identity | None:
+        """The identity of callers without credentials: anonymous if no identity is configured, otherwise none."""
+        return None if self.is_configured else ANONYMOUS
+
     async def identify(self, authorization: str | None) -> Identity | None:
-        """Returns the caller with this `Authorization` header; None without a header. Raises Unauthenticated."""
-        if not self.is_configured:
-            return ANONYMOUS
-        if authorization is None:
+        """Returns the caller with this `Authorization` header; None without one. Raises Unauthenticated."""
+        if authorization is None or not self.is_configured:
             return None
         secret = _secret(authorization)
         if secret.startswith(PREFIX):

@@ -32,14 +32,14 @@ _REASONS = {
 _KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
-class AccessInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # types-grpcio leaves the base class untyped
+class AccessInterceptor(grpc.aio.ServerInterceptor):
     """Lets a call through if the table in `scheduler.identity.permissions` allows it to the caller.
 
     default   identity of callers that send no credentials; None: they have to
     is_audit  True: each call of the table is logged with its caller and its result
     """
 
-    def __init__(self, access: Access, default: Identity | None = None, *, is_audit: bool = False) -> None:
+    def __init__(self, access: Access, default: Identity | None, *, is_audit: bool = False) -> None:
         self._access = access
         self._default = default
         self._is_audit = is_audit

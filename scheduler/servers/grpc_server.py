@@ -64,7 +64,9 @@ class GrpcServer:
         """Binds the addresses. Raises AddressError, AddressInUse and AddressUnusable."""
         access = access or Access()
         self._health = HealthReporter(engine)
-        self._public = grpc.aio.server(options=OPTIONS, interceptors=[AccessInterceptor(access)])
+        self._public = grpc.aio.server(
+            options=OPTIONS, interceptors=[AccessInterceptor(access, access.verifier.stranger)]
+        )
         add_GenerationServicer_to_server(generation, self._public)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._public)
         self.address = _bind(self._public, listen, access)
@@ -73,7 +75,7 @@ class GrpcServer:
             if not listen.startswith(UNIX):
                 make_private_directory(os.path.dirname(admin_listen.removeprefix(UNIX)))
         # A process that could open the socket runs as the user of this process, which could do everything anyway.
-        default = LOCAL if admin_listen.startswith(UNIX) else None
+        default = LOCAL if admin_listen.startswith(UNIX) else access.verifier.stranger
         interceptor = AccessInterceptor(access, default, is_audit=True)
         self._admin = grpc.aio.server(options=OPTIONS, interceptors=[interceptor])
         add_AdminServicer_to_server(admin, self._admin)

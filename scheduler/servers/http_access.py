@@ -32,7 +32,7 @@ async def refusal(request: web.Request, access: Access) -> web.Response | None:
     try:
         identity = await access.verifier.identify(request.headers.get("Authorization"))
         if identity is None:
-            identity = access.verifier.by_certificate(_certificate_names(request))
+            identity = access.verifier.by_certificate(_certificate_names(request)) or access.verifier.stranger
         if identity is None:
             raise Unauthenticated("the request has no credentials")
     except Unauthenticated as error:

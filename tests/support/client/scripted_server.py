@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.any_pb2 import Any as Packed
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from quire.addresses import UNIX, default_admin_address, make_private_directory
 from quire.status_details import TRAILER
@@ -79,6 +80,13 @@ def _packed(message: BadRequest | RetryInfo) -> Packed:
     return packed
 
 
+def listen_as_admin(server: Any, address: str) -> None:
+    """Adds the address at which clients of `address` look for the admin service."""
+    admin_address = default_admin_address(address)
+    make_private_directory(os.path.dirname(admin_address.removeprefix(UNIX)))
+    server.add_insecure_port(admin_address)
+
+
 class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.AdminServicer):
     """Answers Generate with `script`, and admin calls with its attributes. Keeps all requests in `requests`."""
 
@@ -128,11 +136,12 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         generation_pb2_grpc.add_GenerationServicer_to_server(self, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
+        servicer = health.aio.HealthServicer()
+        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         port = self._server.add_insecure_port(address)
         self.address = f"127.0.0.1:{port}"
-        admin_address = default_admin_address(self.address)
-        make_private_directory(os.path.dirname(admin_address.removeprefix(UNIX)))
-        self._server.add_insecure_port(admin_address)
+        listen_as_admin(self._server, self.address)
         await self._server.start()
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:  # noqa: N802
