@@ -113,6 +113,24 @@ async def test_drain_waits_for_running_requests_and_refuses_new_ones(servers: Se
     await drain
 
 
+async def test_resume_undoes_a_drain_and_ends_the_call_that_waits(servers: Servers) -> None:
+    served = await servers.start()
+    running = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
+    submitted = (await served.engine.next_request()).start()
+    drain = asyncio.ensure_future(served.admin.Drain(pb.DrainRequest()))
+    await until(lambda: served.engine.state is ServerState.DRAINING)
+    await served.admin.Resume(pb.ResumeRequest())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drain
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert served.engine.state is ServerState.SERVING
+    again = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
+    (await served.engine.next_request()).start().finish()
+    submitted.finish()
+    for stream in (running, again):
+        assert [message async for message in stream][-1].HasField("finished")
+
+
 async def check_health(served: Served, service: str) -> int:
     stub = health_pb2_grpc.HealthStub(served.channel)
     response = await stub.Check(health_pb2.HealthCheckRequest(service=service))

@@ -11,6 +11,7 @@ import grpc.aio
 import pytest
 
 from quire.addresses import UNIX, AddressUnusable, default_admin_address, make_private_directory
+from quire.tls import channel_credentials
 from quire.v1 import admin_pb2, generation_pb2
 from quire.v1.admin_pb2_grpc import AdminStub
 from scheduler.identity.identity import CALLER, Identity, Role
@@ -198,8 +199,6 @@ async def over_tls(servers: Servers, tmp_path: Path) -> tuple[Served, Authority,
 async def test_a_client_certificate_is_an_identity_and_a_key_takes_precedence(
     over_tls: tuple[Served, Authority, str],
 ) -> None:
-    from quire.tls import channel_credentials
-
     served, authority, observer = over_tls
     generate, info = "/quire.v1.Generation/Generate", "/quire.v1.Generation/GetServerInfo"
     for san, key, expected in (

@@ -110,6 +110,8 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         )
         self.block_map = admin_pb2.GetBlockMapResponse(block_size=16)
         self.num_drains = 0
+        self.num_resumes = 0
+        self.metadata: list[dict[str, Any]] = []
         self.address = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -146,6 +148,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:  # noqa: N802
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         self.time_remaining_s.append(context.time_remaining())
         complete = False
 
@@ -168,6 +171,10 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
     async def Drain(self, request: Any, context: Any) -> admin_pb2.DrainResponse:  # noqa: N802
         self.num_drains += 1
         return admin_pb2.DrainResponse()
+
+    async def Resume(self, request: Any, context: Any) -> admin_pb2.ResumeResponse:  # noqa: N802
+        self.num_resumes += 1
+        return admin_pb2.ResumeResponse()
 
     async def ResetPrefixCache(self, request: Any, context: Any) -> admin_pb2.ResetPrefixCacheResponse:  # noqa: N802
         return admin_pb2.ResetPrefixCacheResponse(num_blocks=5)
