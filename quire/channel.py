@@ -44,7 +44,7 @@ class CallDefaults:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """How a client reaches a server; the fields are the parameters of `quire.Client`."""
+    """Says how a client reaches a server; the fields are the parameters of `quire.Client`."""
 
     address: str
     api_key: str | None

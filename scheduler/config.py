@@ -47,8 +47,8 @@ class SchedulerConfig:
                                network must keep strangers away. Every caller may then generate and observe
     tls_certificate            PEM file of the certificate of all TCP addresses. It is read again when it changes
     tls_key                    PEM file of its private key
-    tls_client_ca              PEM file of authorities. Clients then need a certificate signed by them; the key file can
-                               say whom a certificate stands for
+    tls_client_ca              PEM file of authorities. Clients then need a certificate signed by them, which can stand
+                               for an identity (`quire keys add`)
     executor                   address of the executor: host:port, or unix:path
     policy                     order of the queue: "fcfs", "priority"
     batching                   "continuous"; for measurement only: "static", "dynamic"
@@ -138,7 +138,9 @@ class SchedulerConfig:
         if self.jwt_keys is not None and (self.jwt_issuer is None or self.jwt_audience is None):
             raise ConfigError("jwt_keys needs jwt_issuer and jwt_audience: tokens for other services must not count")
         if self.jwt_keys is not None and self.jwt_keys.startswith("http:"):
-            raise ConfigError("jwt_keys must be a file or an https URL: who changes the answer makes all tokens")
+            raise ConfigError(
+                "jwt_keys must be a file or an https URL: anyone who can change the answer can make tokens"
+            )
         if not self.algorithms or set(self.algorithms) - SIGNATURE_ALGORITHMS:
             expected = ", ".join(sorted(SIGNATURE_ALGORITHMS))
             raise ConfigError(f"jwt_algorithms must be some of {expected}, not {self.jwt_algorithms!r}")
@@ -159,7 +161,7 @@ class SchedulerConfig:
 
     @property
     def has_identity(self) -> bool:
-        """True if callers have to say who they are."""
+        """True if callers have to send a key, a token or a certificate."""
         return self.api_keys is not None or self.jwt_keys is not None
 
     @property

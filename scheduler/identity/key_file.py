@@ -3,8 +3,8 @@
     {"keys":         [{"name": "ci", "tenant": "build", "roles": ["generate"], "sha256": "…"}],
      "certificates": [{"name": "billing", "tenant": "billing", "roles": ["generate"], "san": "billing.example"}]}
 
-A key has 256 random bits, so one SHA-256 is enough: nobody can try them all, however fast the hash is. A slow hash with
-a salt protects passwords, which people choose, and would cost every call. A reader of the file learns no key.
+A key has 256 random bits, so SHA-256 is enough: trying all keys is impossible even with a fast hash. A slow hash with a
+salt protects passwords, because people choose them, and it would slow every call. The file does not reveal the keys.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ TokenKeys = dict[str | None, TokenKey]
 
 
 class TokenKeySource(Protocol):
-    """Where the keys come from."""
+    """Provides the keys."""
 
     def current(self) -> TokenKeys:
         """Returns the keys that are known; the same object as long as they have not changed."""
@@ -116,7 +116,7 @@ class UrlKeys:
 def parse_keys(text: bytes, source: str) -> TokenKeys:
     """Returns the public signature keys of a JWKS. Raises TokenKeysError, also if it has none.
 
-    Symmetric keys are left out: whoever can check with such a key can also sign.
+    Symmetric keys are left out: with such a key, a server that checks tokens could also make them.
     """
     try:
         entries = json.loads(text)["keys"]

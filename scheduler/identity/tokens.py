@@ -28,7 +28,7 @@ _MAX_CACHED = 4096
 
 @dataclass(frozen=True, slots=True)
 class TokenSettings:
-    """What a token must have.
+    """The properties that a token must have.
 
     keys           path or https URL of a JWKS
     issuer         value of `iss`

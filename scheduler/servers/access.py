@@ -1,4 +1,4 @@
-"""What both servers need to know about callers: how to verify them, and where refusals go."""
+"""The settings by which both servers verify callers and report refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How callers get in. The default is that of loopback: no identity is configured, and no TLS.
+    """Says how callers are verified. The default is for loopback: no identity is configured, and no TLS.
 
     tls  the server's certificate; with `ca`, clients have to send a certificate, too. None: no TLS
     """

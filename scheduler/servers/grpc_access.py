@@ -109,7 +109,7 @@ async def _audited(method: str, context: Context) -> AsyncIterator[None]:
         raise
     finally:
         caller = CALLER.get(None)
-        fields = {"tenant": caller.tenant, "who": caller.name} if caller else {"who": "unknown"}
+        fields = {"tenant": caller.tenant, "caller": caller.name} if caller else {"caller": "unknown"}
         call = method.rpartition("/")[2]
         audit_log.info("admin call", extra=fields | {"call": call, "result": result, "client": context.peer()})
 

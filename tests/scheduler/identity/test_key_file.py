@@ -1,4 +1,4 @@
-"""Tests the file of keys: what it holds, who can read it, and what happens to two changes at once."""
+"""Tests the file of keys: its content, its mode, and changes by several processes at once."""
 
 import hashlib
 import json

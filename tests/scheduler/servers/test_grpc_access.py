@@ -120,6 +120,14 @@ async def test_without_an_identity_loopback_may_generate_and_observe_but_not_adm
     assert await status(served.channel, "/quire.v1.Generation/Generate", (("authorization", "Bearer x"),)) is INVALID
 
 
+async def test_the_public_address_has_no_admin_service_and_no_reflection(servers: Servers) -> None:
+    """Before, everyone who could generate could also stop the server for good with one call of Drain."""
+    served = await servers.start()
+    for method in ADMIN.keys() - PUBLIC.keys():
+        assert await status(served.channel, method) is grpc.StatusCode.UNIMPLEMENTED, method
+    assert served.engine.is_ready
+
+
 @pytest.mark.parametrize(
     "header", ["", "Bearer", "Bearer ", "bearer qk_", "Basic %%%", "Basic cWs=", "Digest x", "Bearer a.b.c"]
 )
@@ -251,7 +259,7 @@ async def test_each_admin_call_leaves_a_line(
             with pytest.raises(grpc.aio.AioRpcError):
                 await admin.GetBlockMap(admin_pb2.GetBlockMapRequest(), metadata=metadata)
     lines = [vars(record) for record in caplog.records if record.name == "scheduler.audit"]
-    assert [(line["who"], line["tenant"], line["call"], line["result"]) for line in lines] == [
+    assert [(line["caller"], line["tenant"], line["call"], line["result"]) for line in lines] == [
         ("the-admin", "tenant-of-admin", "Resume", "OK"),
         ("the-admin", "tenant-of-admin", "GetBlockMap", "UNAVAILABLE"),
     ]

@@ -10,6 +10,7 @@ import aiohttp
 import grpc.aio
 import pytest
 
+from quire import AsyncClient, Client, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from quire.tls import TlsError, TlsFiles, channel_credentials
 from quire.v1 import generation_pb2
 from quire.v1.generation_pb2_grpc import GenerationStub
@@ -80,6 +81,31 @@ async def test_no_stream_breaks_when_certificates_change(
         assert await stream.code() is grpc.StatusCode.OK
     for channel in channels:
         await channel.close()
+
+
+async def test_the_client_library_sends_its_key_and_its_certificate(
+    servers: Servers, authority: Authority, tmp_path: Path
+) -> None:
+    callers = Callers(tmp_path)
+    access = callers.access()
+    tls = authority.issue_for_loopback()
+    served = await servers.start(access=Access(access.verifier, access.refusals, tls), admin_listen="127.0.0.1:0")
+    client = authority.issue("client", "DNS:client.example")
+    options = {"tls": client, "admin": served.server.admin_address}
+    async with AsyncClient(served.server.address, api_key=callers.keys["observe"], **options) as observer:
+        assert (await observer.server_info()).model_name == "tiny"
+        assert (await observer.block_map()).block_size == 16
+        with pytest.raises(PermissionDeniedError):
+            await observer.drain()
+    with Client(served.server.address, api_key=callers.keys["admin"], **options) as admin:
+        assert await asyncio.to_thread(admin.reset_prefix_cache) == 9
+        await asyncio.to_thread(admin.resume)
+    async with AsyncClient(served.server.address, **options) as stranger:
+        with pytest.raises(UnauthenticatedError):
+            await stranger.server_info()
+    async with AsyncClient(served.server.address, ca=authority.ca) as without:
+        with pytest.raises(UnavailableError):
+            await without.server_info()
 
 
 @pytest.fixture
