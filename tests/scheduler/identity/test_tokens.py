@@ -199,6 +199,22 @@ async def test_the_old_keys_stay_when_a_fetch_fails(monkeypatch: pytest.MonkeyPa
     assert set(await source.refreshed()) == {"first"}
 
 
+async def test_a_redirect_is_not_followed_because_it_could_lead_away_from_https() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        body = jwks(public_entry("first")).encode()
+        found = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+        moved = b"HTTP/1.1 302 Found\r\nLocation: /keys\r\nContent-Length: 0\r\n\r\n"
+        writer.write(moved if b"/moved" in request else found)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert set(await UrlKeys(f"{url}/keys").refreshed()) == {"first"}
+        assert not await UrlKeys(f"{url}/moved").refreshed()
+
+
 def test_only_public_signature_keys_count() -> None:
     oct_entry = {"kty": "oct", "k": "c2VjcmV0", "kid": "shared"}
     keys = parse_keys(jwks(oct_entry, public_entry("first"), public_entry("second", use="enc")).encode(), "x")
