@@ -72,7 +72,7 @@ clean:  ## remove the environment and everything generated
 $(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(shell find protos -name '*.proto')
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel,jwt]'
 	touch $@
 
 .PHONY: help run serve test test-all wheel-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean

@@ -28,7 +28,7 @@ def wanted() -> dict[str, list[str]]:
     extras = project["optional-dependencies"]
     return {
         # The hub client downloads the tokenizer of a hub id.
-        "scheduler": [*project["dependencies"], *extras["otel"], "huggingface-hub"],
+        "scheduler": [*project["dependencies"], *extras["otel"], *extras["jwt"], "huggingface-hub"],
         "executor": [*project["dependencies"], *extras["executor"]],
         "build": configuration["build-system"]["requires"],
     }

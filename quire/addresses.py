@@ -3,9 +3,12 @@
 import errno
 import os
 import socket
+import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from itertools import count
 
 UNIX = "unix:"
@@ -65,6 +68,40 @@ def with_port(address: str) -> str:
 def at_port(address: str, port: int) -> str:
     """Returns the address with another port. A path has no port and stays unchanged."""
     return address if address.startswith(UNIX) else str(HostPort(HostPort.parse(address).host, port))
+
+
+def is_local(address: str) -> bool:
+    """Returns whether only this machine can reach a server at the address: a path, or a loopback address."""
+    if address.startswith(UNIX):
+        return True
+    host = HostPort.parse(address).host
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # another name, which can stand for any address
+        return False
+
+
+def default_admin_address(address: str) -> str:
+    """Returns the admin address of a scheduler whose gRPC address has this port or this path.
+
+    It is a Unix socket in a directory of the user, so that a client of the same user on the same machine finds it.
+    """
+    if address.startswith(UNIX):
+        return f"{address}.admin"
+    directory = os.path.join(tempfile.gettempdir(), f"quire-{os.getuid()}")
+    return f"{UNIX}{directory}/admin-{HostPort.parse(address).port}.sock"
+
+
+def make_private_directory(path: str) -> None:
+    """Creates a directory that only this user can enter. Raises AddressUnusable if the path is something else."""
+    try:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        found = os.lstat(path)
+    except OSError as error:
+        raise AddressUnusable(f"cannot create {path}: {error.strerror or error}") from None
+    # In a directory for all users another user can create the path first.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise AddressUnusable(f"{path} is not a directory of this user with mode 0700")
 
 
 def check_free(address: str) -> str:

@@ -12,28 +12,34 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from quire import logs
-from quire.addresses import AddressInUse, AddressUnusable
+from quire.addresses import AddressInUse, AddressUnusable, is_local
+from quire.tls import TlsError, TlsFiles
 from scheduler.config import ConfigError, SchedulerConfig
 from scheduler.core import Scheduler, StepPlan
 from scheduler.engine.engine import Engine, ServerState
 from scheduler.engine.executor_client import ExecutorClient
 from scheduler.engine.options import EngineOptions, from_fields
+from scheduler.identity.key_file import KeyFileError
+from scheduler.identity.verifier import Verifier
 from scheduler.live.feed import LiveFeed
 from scheduler.live.page import LivePage
 from scheduler.live.plan_log import PlanLog
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.intake import Intake, ServedModel
+from scheduler.servers.access import Access
 from scheduler.servers.admin_server import AdminServer
 from scheduler.servers.descriptors import raise_descriptor_limit
 from scheduler.servers.generation_server import GenerationServer
 from scheduler.servers.grpc_server import GrpcServer
 from scheduler.servers.http_server import HttpServer
+from scheduler.servers.refusals import Refusals
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.text.chat import ChatRenderer, load_template
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
 from scheduler.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from scheduler.identity.tokens import TokenVerifier
     from scheduler.telemetry.tracing import OtlpTracer
 
 EXIT_DRAINED = 0
@@ -60,7 +66,7 @@ def run(config: SchedulerConfig) -> int:
         return asyncio.run(serve(config, model))
     except AddressInUse as error:
         return _give_up(error, EXIT_ADDRESS_IN_USE)
-    except (ConfigError, CheckpointError, AddressUnusable) as error:
+    except (ConfigError, CheckpointError, AddressUnusable, KeyFileError, TlsError) as error:
         return _give_up(error, EXIT_BAD_CONFIG)
 
 
@@ -100,19 +106,23 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         if tracer is not None:
             cleanup.push_async_callback(asyncio.to_thread, tracer.close)
         intake = Intake(engine, model, metrics, max_streams=config.max_streams, tracer=tracer)
+        access = _access(config, metrics)
         grpc_server = GrpcServer(
             engine,
-            GenerationServer(intake, config.stalled_reader_timeout_s),
-            AdminServer(engine, intake, config.policy),
+            GenerationServer(engine, intake, config.policy, config.stalled_reader_timeout_s),
+            AdminServer(engine, intake),
             config.listen,
+            config.admin_listen,
+            access,
         )
         cleanup.push_async_callback(grpc_server.stop, 0)
         feed = LiveFeed(engine, plans, intake.client_request_id)
         page = LivePage(feed, intake, config.stalled_reader_timeout_s)
-        http_server = HttpServer(engine, metrics, page, config.allowed_hosts)
+        http_server = HttpServer(engine, metrics, page, config.allowed_hosts, access)
         cleanup.push_async_callback(http_server.stop)
         await http_server.start(config.http_listen)
         await grpc_server.start()
+        log.info("admin: %s", grpc_server.admin_address)
         _announce(engine, grpc_server.address, http_server.address)
 
         running = asyncio.create_task(engine.run(), name="engine")
@@ -145,7 +155,7 @@ async def _until_done(engine: Engine, running: asyncio.Task[None], signals: _Sig
         log.critical("the engine has failed", exc_info=None if running.cancelled() else running.exception())
         return EXIT_UNFINISHED
     log.info("draining: new requests are refused, running ones continue; a second signal stops at once")
-    drained = asyncio.create_task(engine.drain())
+    drained = asyncio.create_task(engine.drain(is_final=True))
     second = asyncio.create_task(signals.second.wait())
     await asyncio.wait({running, drained, second}, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if drained.done():
@@ -168,6 +178,38 @@ def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
 
     log.info("listening: grpc=%s http=%s", grpc_address, http_address)
     engine.on_state_change(announce)
+
+
+def _access(config: SchedulerConfig, metrics: SchedulerMetrics) -> Access:
+    """Reads the keys and the certificate. Raises ConfigError, KeyFileError, TlsError."""
+    tls = None
+    if config.tls_certificate is not None and config.tls_key is not None:
+        tls = TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    elif config.has_identity and not (is_local(config.listen) and is_local(config.http_listen)):
+        log.warning("keys and prompts cross the network in clear text: give --tls-certificate and --tls-key")
+    tokens = None if config.jwt_keys is None else _token_verifier(config)
+    return Access(Verifier(config.api_keys, tokens), Refusals(metrics.refused_call), tls)
+
+
+def _token_verifier(config: SchedulerConfig) -> "TokenVerifier":
+    """Imports PyJWT only if tokens are wanted. Raises ConfigError if it is not installed, or for unusable keys."""
+    try:
+        from scheduler.identity.tokens import TokenSettings, TokenVerifier
+    except ImportError as error:
+        raise ConfigError(f"jwt_keys needs the extra `jwt`, as in pip install 'quire[jwt]': {error}") from None
+
+    settings = TokenSettings(
+        keys=config.jwt_keys or "",
+        issuer=config.jwt_issuer or "",
+        audience=config.jwt_audience or "",
+        algorithms=config.algorithms,
+        tenant_claim=config.jwt_tenant_claim,
+        role_claim=config.jwt_role_claim,
+    )
+    try:
+        return TokenVerifier(settings)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _tracer(endpoint: str) -> "OtlpTracer":

@@ -14,6 +14,8 @@ from quire.cli.services import ConfigError
 from quire.cli.supervisor import ChildFailed
 from quire.errors import InvalidRequestError, QuireError
 from quire.model_path import ModelNotFound
+from quire.tls import TlsError
+from scheduler.identity.key_file import KeyFileError
 
 
 @contextmanager
@@ -26,7 +28,7 @@ def reported() -> Iterator[None]:
         fail(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
     except QuireError as error:
         fail(str(error), exit_codes.exit_code(error))
-    except (ConfigError, ModelNotFound, PlanningError) as error:
+    except (ConfigError, ModelNotFound, PlanningError, TlsError, KeyFileError) as error:
         fail(str(error), exit_codes.USAGE)
     except AddressInUse as error:
         fail(str(error), exit_codes.ADDRESS_IN_USE)

@@ -2,20 +2,17 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from quire.async_client import AsyncClient
-from quire.block_map import ServerState
 from quire.cli import exit_codes
 from quire.cli.child import LogSink
 from quire.cli.services import ServicePair
 from quire.cli.supervisor import Supervisor
 from quire.cli.watch import health_probe, replace_when_hung
-from quire.errors import DeadlineExceededError, UnavailableError
 
-_PROBE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 5.0
 # Signalling a process and its group, as timeout(1) and some shells do, delivers one signal twice.
 _SAME_SIGNAL_S = 0.5
 
@@ -50,22 +47,10 @@ async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> 
     return exit_codes.OK if all(ended.ended_well for ended in exits) else exit_codes.FAILED
 
 
-def serving_probe(client: AsyncClient) -> Callable[[], Awaitable[bool]]:
-    """Returns a function that asks if the scheduler has an executor. No answer means False."""
-
-    async def is_serving() -> bool:
-        try:
-            info = await client.server_info(timeout_s=_PROBE_TIMEOUT_S)
-        except (UnavailableError, DeadlineExceededError):
-            return False
-        return info.state is ServerState.SERVING
-
-    return is_serving
-
-
 async def _live(supervisor: Supervisor, pair: ServicePair, say: Callable[[str], None]) -> NoReturn:
-    async with AsyncClient(pair.scheduler.listen) as client:
-        await supervisor.until_ready(serving_probe(client))
+    # The admin socket answers without a key and without TLS.
+    async with health_probe(pair.admin_address) as is_serving:
+        await supervisor.until_ready(lambda: is_serving(PROBE_TIMEOUT_S))
     say(pair.ready_line())
     raise await supervisor.failure()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from executor.config import ExecutorConfig
 from executor.errors import ConfigError as ExecutorConfigError
-from quire.addresses import AddressError, AddressInUse, AddressUnusable, with_port
+from quire.addresses import AddressError, AddressInUse, AddressUnusable, default_admin_address, with_port
 from quire.cli.child import ChildSpec
 from quire.cli.config_flags import arguments
 from scheduler.config import ConfigError as SchedulerConfigError
@@ -38,6 +38,11 @@ class ServicePair:
             _child("scheduler", self.scheduler_values, self.scheduler.drain_timeout_s + _STOP_MARGIN_S),
             _child("executor", self.executor_values, _STOP_MARGIN_S),
         ]
+
+    @property
+    def admin_address(self) -> str:
+        """The address of the scheduler's admin service."""
+        return self.scheduler.admin_listen or default_admin_address(self.scheduler.listen)
 
     def ready_line(self) -> str:
         return (

@@ -170,10 +170,15 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         return self._core.reset_prefix_cache()
 
-    async def drain(self) -> None:
-        """Refuses new requests; returns when all admitted ones have ended."""
-        self._readiness.drain()
+    async def drain(self, *, is_final: bool = False) -> None:
+        """Refuses new requests; returns when all admitted ones have ended. `is_final`: `resume` cannot undo it."""
+        self._readiness.drain(is_final=is_final)
         await self._idle.wait()
+
+    def resume(self) -> None:
+        """Accepts requests again after `drain`. Raises Unavailable if the process is about to end."""
+        if not self._readiness.resume():
+            raise Unavailable("the process is about to end")
 
     # --- sessions ---------------------------------------------------------------------------------------------
 

@@ -25,6 +25,8 @@ class Readiness:
         self.state = ServerState.WAITING_FOR_EXECUTOR
         self.trouble = ""
         self.is_draining = False
+        self._is_final = False
+        self._is_attached = False
         self._callbacks: list[Callable[[ServerState], None]] = []
 
     def __str__(self) -> str:
@@ -33,16 +35,27 @@ class Readiness:
     def on_change(self, callback: Callable[[ServerState], None]) -> None:
         self._callbacks.append(callback)
 
-    def drain(self) -> None:
-        """Starts draining; the state stays DRAINING from now on."""
+    def drain(self, *, is_final: bool = False) -> None:
+        """Starts draining; the state stays DRAINING until `resume`."""
         self.is_draining = True
+        self._is_final |= is_final
         self._become(ServerState.DRAINING)
+
+    def resume(self) -> bool:
+        """Ends draining, and returns true; returns false if the process is about to end."""
+        self.is_draining = self._is_final
+        self._report()
+        return not self.is_draining
 
     def update(self, *, is_attached: bool, trouble: str = "") -> None:
         """Records that an executor has been attached or lost."""
         self.trouble = trouble
+        self._is_attached = is_attached
+        self._report()
+
+    def _report(self) -> None:
         if not self.is_draining:
-            self._become(ServerState.SERVING if is_attached else ServerState.WAITING_FOR_EXECUTOR)
+            self._become(ServerState.SERVING if self._is_attached else ServerState.WAITING_FOR_EXECUTOR)
 
     def _become(self, state: ServerState) -> None:
         if state is not self.state:

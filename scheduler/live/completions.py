@@ -23,6 +23,7 @@ from google.protobuf.json_format import MessageToDict
 
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import InvalidRequest, QueueFull, QuireError
+from scheduler.identity.identity import CALLER
 from scheduler.live.browser_safety import HEADERS, is_cross_origin
 from scheduler.live.request_body import RequestBodies
 from scheduler.requests.limits import RequestLimits
@@ -106,7 +107,8 @@ class CompletionHandler:
 
 def _caller(request: web.Request) -> Caller:
     headers = request.headers
-    return Caller(request.remote or "", headers.get("traceparent"), headers.get("tracestate"))
+    tenant = CALLER.get().tenant
+    return Caller(request.remote or "", headers.get("traceparent"), headers.get("tracestate"), tenant)
 
 
 async def _write(response: web.StreamResponse, message: pb.GenerateResponse) -> None:

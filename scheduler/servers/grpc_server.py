@@ -1,22 +1,30 @@
-"""The gRPC server: Generation, Admin, health and reflection behind one address."""
+"""The gRPC servers: Generation at the public address, Admin and reflection at the admin address, health at both."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from quire.addresses import AddressUnusable, at_port, check_free
+from quire.addresses import UNIX, AddressUnusable, at_port, check_free, default_admin_address, make_private_directory
+from quire.tls import server_credentials
 from quire.v1 import admin_pb2, generation_pb2
 from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from scheduler.identity.identity import LOCAL
+from scheduler.servers.access import Access
 from scheduler.servers.bounded_messages import BoundedMessages
 from scheduler.servers.descriptors import max_grpc_connections
+from scheduler.servers.grpc_access import AccessInterceptor
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from scheduler.engine.engine import Engine
     from scheduler.servers.admin_server import AdminServer
     from scheduler.servers.generation_server import GenerationServer
@@ -48,28 +56,56 @@ OPTIONS = [
 
 
 class GrpcServer:
-    """The gRPC server; `address` has its real port. It closes connections beyond those that it has descriptors for."""
+    """Both gRPC servers; `address` and `admin_address` have their real ports.
 
-    def __init__(self, engine: Engine, generation: GenerationServer, admin: AdminServer, listen: str) -> None:
-        """Binds the address. Raises AddressError, AddressInUse and AddressUnusable."""
-        limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
-        self._server = grpc.aio.server(interceptors=[BoundedMessages(GENERATE)], options=[*OPTIONS, limit])
-        add_GenerationServicer_to_server(generation, self._server)
-        add_AdminServicer_to_server(admin, self._server)
+    Each closes connections beyond those that it has descriptors for.
+
+    admin_listen  None: the default for the public address, a Unix socket
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        generation: GenerationServer,
+        admin: AdminServer,
+        listen: str,
+        admin_listen: str | None = None,
+        access: Access | None = None,
+    ) -> None:
+        """Binds the addresses. Raises AddressError, AddressInUse and AddressUnusable."""
+        access = access or Access()
         self._health = HealthReporter(engine)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
+        # Access is decided first, so that nothing is read of a call that is refused.
+        interceptors = [AccessInterceptor(access, access.verifier.stranger), BoundedMessages(GENERATE)]
+        self._public = grpc.aio.server(options=[*OPTIONS, limit], interceptors=interceptors)
+        add_GenerationServicer_to_server(generation, self._public)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._public)
+        self.address = _bind(self._public, listen, access)
+        if admin_listen is None:
+            admin_listen = default_admin_address(self.address)
+            if not listen.startswith(UNIX):
+                make_private_directory(os.path.dirname(admin_listen.removeprefix(UNIX)))
+        # A process that could open the socket runs as the user of this process, which could do everything anyway.
+        default = LOCAL if admin_listen.startswith(UNIX) else access.verifier.stranger
+        interceptor = AccessInterceptor(access, default, is_audit=True)
+        self._admin = grpc.aio.server(options=OPTIONS, interceptors=[interceptor])
+        add_AdminServicer_to_server(admin, self._admin)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._admin)
+        # Reflection describes both services, although Generation is at the other address.
         services = (GENERATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(services, self._server)
-        self.address = _bind(self._server, listen)
+        reflection.enable_server_reflection(services, self._admin)
+        with _private_files():
+            self.admin_address = _bind(self._admin, admin_listen, access)
 
     async def start(self) -> None:
         await self._health.start()
-        await self._server.start()
+        await asyncio.gather(self._public.start(), self._admin.start())
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, and cancels the open ones after `grace_s`."""
         await self._health.stop()
-        await self._server.stop(grace_s)
+        await asyncio.gather(self._public.stop(grace_s), self._admin.stop(grace_s))
 
 
 class HealthReporter:
@@ -108,11 +144,25 @@ class HealthReporter:
             await self.servicer.set(service, status)
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> str:
+def _bind(server: grpc.aio.Server, listen: str, access: Access) -> str:
     """Returns the address with its real port. Raises AddressError, AddressInUse and AddressUnusable."""
     check_free(listen)
     try:
-        port = server.add_insecure_port(listen)
+        if access.tls is None or listen.startswith(UNIX):
+            port = server.add_insecure_port(listen)
+        else:
+            credentials = server_credentials(access.tls, access.requires_client_certificate)
+            port = server.add_secure_port(listen, credentials)
     except RuntimeError as error:
         raise AddressUnusable(f"cannot listen on {listen}: {error}") from error
     return at_port(listen, port)
+
+
+@contextmanager
+def _private_files() -> Iterator[None]:
+    """Files that this process creates in the block, such as a socket, can be opened by its user only."""
+    previous = os.umask(0o177)
+    try:
+        yield
+    finally:
+        os.umask(previous)

@@ -10,14 +10,18 @@ from weakref import WeakSet
 from aiohttp import web
 
 from quire.addresses import HostPort, at_port, listen_error
+from quire.tls import ssl_context
 from scheduler.core import QueueFull
 from scheduler.live.browser_safety import HEADERS, AllowedHosts
+from scheduler.servers.access import Access
 from scheduler.servers.descriptors import max_http_connections
 from scheduler.servers.health import HealthListener, LoopHeartbeat, listen
+from scheduler.servers.http_access import refusal
 from scheduler.servers.read_budget import ReadBudget
 
 if TYPE_CHECKING:
     import socket
+    import ssl
     from collections.abc import Awaitable, Callable, Sequence
 
     from scheduler.engine.engine import Engine
@@ -32,6 +36,9 @@ MACHINES_PATHS = ("/metrics", "/healthz", "/readyz")
 FIRST_REQUEST_S = 10.0
 """Time in which a connection has to send the header of its first request."""
 
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Time that a client has for the handshake of TLS."""
+
 SHUTDOWN_TIMEOUT_S = 0.01
 """Time that open requests get after the grace period. aiohttp takes 0 as no limit, so it cannot be 0."""
 
@@ -43,6 +50,8 @@ class HttpServer:
     GET /healthz   200 while the event loop runs, otherwise 503; answered by another thread (`scheduler.servers.health`)
     GET /readyz    200 while requests are served, otherwise 503 and the reason
     GET /          the live page, if there is one (`scheduler.live.page`)
+
+    Under TLS, a probe may still ask for /healthz in clear text: another thread answers it before any handshake.
     """
 
     def __init__(
@@ -51,12 +60,17 @@ class HttpServer:
         metrics: SchedulerMetrics,
         live_page: LivePage | None = None,
         allowed_hosts: Sequence[str] = (),
+        access: Access | None = None,
     ) -> None:
         """Creates the server. `allowed_hosts` may serve the live page, as well as localhost and the listening host."""
         self._engine = engine
         self._metrics = metrics
         self._allowed_hosts = allowed_hosts
         self._hosts = AllowedHosts(*allowed_hosts)
+        self._access = access or Access()
+        self._tls: ssl.SSLContext | None = None
+        if self._access.tls is not None:
+            self._tls = ssl_context(self._access.tls, self._access.requires_client_certificate)
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -128,8 +142,12 @@ class HttpServer:
             connection.close()
             return
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.connect_accepted_socket(server, connection)
-        loop.call_later(FIRST_REQUEST_S, self._close_unless_begun, transport)
+        timeout_s = None if self._tls is None else HANDSHAKE_TIMEOUT_S
+        with suppress(OSError):  # a handshake that fails or takes too long closes the connection
+            transport, _ = await loop.connect_accepted_socket(
+                server, connection, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+            loop.call_later(FIRST_REQUEST_S, self._close_unless_begun, transport)
 
     def _close_unless_begun(self, transport: asyncio.BaseTransport) -> None:
         """Closes a connection that has not sent the header of a request. aiohttp would wait for it for ever."""
@@ -140,7 +158,8 @@ class HttpServer:
         if request.transport is not None:
             self._has_begun.add(request.transport)
         if request.path in MACHINES_PATHS or self._hosts.allow(request):
-            return await handler(request)
+            refused = await refusal(request, self._access)
+            return await handler(request) if refused is None else refused
         text = "this host name is not one of --http-allowed-hosts\n"
         return web.Response(status=421, text=text, headers=HEADERS)  # Misdirected Request
 

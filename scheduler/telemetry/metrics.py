@@ -69,6 +69,10 @@ class SchedulerMetrics(Collector):
         """Counts a request that never reached the queue; `reason` is its status code, such as "invalid_argument"."""
         self.measurements.num_rejected[reason] += 1
 
+    def refused_call(self, reason: str) -> None:
+        """Counts a call that was refused because of its caller: "unauthenticated" or "permission_denied"."""
+        self.measurements.num_refused_calls[reason] += 1
+
     def planned(self, plan: StepPlan, duration_s: float) -> None:
         """Called when the core has made a plan."""
         core = None if self.engine is None else self.engine.core
@@ -103,6 +107,12 @@ class SchedulerMetrics(Collector):
         yield families.info("quire_build_info", "Always 1", {"service": "scheduler", "version": build_version()})
         is_serving = engine is not None and engine.state is ServerState.SERVING
         yield families.gauge("quire_ready", "1 while requests are served, like /readyz, otherwise 0", int(is_serving))
+        yield families.counters(
+            "quire_calls_refused",
+            "gRPC calls and HTTP requests that were refused because of their caller",
+            "reason",
+            self.measurements.num_refused_calls,
+        )
         if engine is None or core is None:
             return
         yield from self._request_families(families)

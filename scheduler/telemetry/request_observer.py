@@ -33,11 +33,13 @@ class Caller:
 
     address                   network address
     traceparent, tracestate   headers of W3C Trace Context
+    tenant                    tenant of the verified identity
     """
 
     address: str = ""
     traceparent: str | None = None
     tracestate: str | None = None
+    tenant: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

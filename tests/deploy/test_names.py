@@ -31,6 +31,7 @@ SHIPPED = {
         "quire_generation_tokens_total": set(),
         "quire_requests_finished_total": {"reason"},
         "quire_requests_rejected_total": {"reason"},
+        "quire_calls_refused_total": {"reason"},
         "quire_time_to_first_token_seconds": {"le"},
         "quire_inter_token_latency_seconds": {"le"},
         "quire_time_per_output_token_seconds": {"le"},

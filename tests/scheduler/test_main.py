@@ -115,11 +115,11 @@ def test_an_address_in_use_is_reported_with_exit_code_3(checkpoint: Checkpoint, 
     [
         ({"model": "/no/such/model"}, "no such directory, and no hub id"),
         ({"model": "TMP"}, "has no tokenizer.json"),
-        ({"model": "CHECKPOINT", "listen": "192.0.2.1:1"}, "cannot listen on 192.0.2.1:1"),
+        ({"model": "CHECKPOINT", "listen": "192.0.2.1:1", "allow_anonymous": True}, "cannot listen on 192.0.2.1:1"),
     ],
 )
 def test_a_bad_configuration_is_reported_with_exit_code_2(
-    config: dict[str, str], words: str, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+    config: dict[str, Any], words: str, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     paths = {"TMP": str(tmp_path_factory.mktemp("empty")), "CHECKPOINT": str(checkpoint.directory)}
     ended = run_until_exit(**config | {"model": paths.get(config["model"], config["model"])})

@@ -122,6 +122,15 @@ def other_value(name: str, default: Any) -> Any:
         "memory_fraction": 0.5,
         "revision": "main",
         "model_name": "toy",
+        "admin_listen": "127.0.0.1:7",
+        "api_keys": "keys.json",
+        "jwt_keys": "jwks.json",
+        "jwt_issuer": "issuer",
+        "jwt_audience": "quire",
+        "jwt_algorithms": "RS512",
+        "tls_certificate": "server.pem",
+        "tls_key": "server.key",
+        "tls_client_ca": "clients.pem",
     }
     if name in chosen:
         return chosen[name]

@@ -216,7 +216,7 @@ class SlowPage:
         self.go_on = asyncio.Event()
 
     def add_to(self, app: web.Application) -> None:
-        app.add_routes([web.get("/slow", self._show)])
+        app.add_routes([web.get("/live/events", self._show)])
 
     async def _show(self, request: web.Request) -> web.Response:
         self.entered.set()
@@ -230,7 +230,7 @@ async def answering_server(engine: FakeEngine) -> AsyncIterator[tuple[HttpServer
     page = SlowPage()
     server = HttpServer(cast("Engine", engine), SchedulerMetrics(), cast("Any", page))
     await server.start("127.0.0.1:0")
-    answer = asyncio.create_task(get(server, "/slow"))
+    answer = asyncio.create_task(get(server, "/live/events"))
     await page.entered.wait()
     yield server, page, answer
     await server.stop()
