@@ -11,11 +11,12 @@ from quire.v1 import admin_pb2 as pb
 from quire.v1.admin_pb2_grpc import AdminServicer
 from scheduler.core import BlockState, QuireError
 from scheduler.requests.status import abort
+from scheduler.servers.read_budget import ReadBudget
 
 if TYPE_CHECKING:
     from typing import Any
 
-    from scheduler.core import SequenceView
+    from scheduler.core import BlockMap, SequenceView
     from scheduler.engine.engine import Engine
     from scheduler.engine.step_trace import StepTrace
     from scheduler.requests.intake import Intake
@@ -38,14 +39,18 @@ class AdminServer(AdminServicer):
         self._engine = engine
         self._intake = intake
         self._resumed = asyncio.Event()
+        self._reads = ReadBudget()
 
     async def GetBlockMap(  # noqa: N802
         self, request: pb.GetBlockMapRequest, context: Context
     ) -> pb.GetBlockMapResponse:
         try:
-            block_map = self._engine.block_map(summary_only=request.summary_only)
+            async with self._reads.turn():
+                return self._block_map_message(self._engine.block_map(summary_only=request.summary_only))
         except QuireError as error:
             await abort(context, error)
+
+    def _block_map_message(self, block_map: BlockMap) -> pb.GetBlockMapResponse:
         usage = block_map.usage
         return pb.GetBlockMapResponse(
             block_size=block_map.block_size,
@@ -75,8 +80,12 @@ class AdminServer(AdminServicer):
     async def GetStepTrace(  # noqa: N802
         self, request: pb.GetStepTraceRequest, context: Context
     ) -> pb.GetStepTraceResponse:
-        steps = [trace for trace in self._engine.traces if trace.planned_ns > request.after_ns]
-        return pb.GetStepTraceResponse(steps=[step_trace_message(trace) for trace in steps])
+        try:
+            async with self._reads.turn():
+                steps = [trace for trace in self._engine.traces if trace.planned_ns > request.after_ns]
+                return pb.GetStepTraceResponse(steps=[step_trace_message(trace) for trace in steps])
+        except QuireError as error:
+            await abort(context, error)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
         """Returns when all requests have ended. The server drains until Resume, even if the caller disconnects."""
