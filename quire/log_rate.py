@@ -6,29 +6,31 @@ from collections.abc import Callable
 
 
 class RateLimit(logging.Filter):
-    """Lets `per_second` records of each message through, and counts the others.
+    """Lets `per_second` records of one message through, and counts the others. Other messages pass.
 
-    The first record of a later second has the number of those that were left out, as the field `left_out`. Messages
-    are the texts before their arguments are put in, so that there are as many as there are lines of code.
+    The first record of a later second has the number of those that were left out, as the field `left_out`.
+
+    message  the text before its arguments are put in
     """
 
-    def __init__(self, per_second: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, message: str, per_second: int, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        self._message = message
         self._per_second = per_second
         self._clock = clock
-        self._second: dict[object, int] = {}
-        self._num_passed: dict[object, int] = {}
-        self._num_left_out: dict[object, int] = {}
+        self._second = -1
+        self._num_passed = 0
+        self._num_left_out = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        message, second = record.msg, int(self._clock())
-        if self._second.get(message) != second:
-            self._second[message] = second
-            self._num_passed[message] = 0
-            if num_left_out := self._num_left_out.pop(message, 0):
-                record.left_out = num_left_out
-        self._num_passed[message] += 1
-        if self._num_passed[message] <= self._per_second:
+        if record.msg != self._message:
             return True
-        self._num_left_out[message] = self._num_left_out.get(message, 0) + 1
+        if (second := int(self._clock())) != self._second:
+            self._second, self._num_passed = second, 0
+            if self._num_left_out:
+                record.left_out, self._num_left_out = self._num_left_out, 0
+        self._num_passed += 1
+        if self._num_passed <= self._per_second:
+            return True
+        self._num_left_out += 1
         return False

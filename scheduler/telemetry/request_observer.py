@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from scheduler.telemetry.request_metrics import RequestMetrics, RequestSummary
 
 log = logging.getLogger("scheduler.requests")
-refusals = logging.getLogger("scheduler.requests.refused")
-refusals.addFilter(RateLimit(per_second=10))  # a refused request costs its client nothing
+log.addFilter(RateLimit("request refused", per_second=10))  # a refused request costs its client nothing
 
 MAX_LOGGED_ID = 256
 """Maximum number of characters of a client's request id in the log. The ids of admitted requests are no longer."""
@@ -117,8 +116,8 @@ class ObservedRequest:
     def refused(self, code: str) -> None:
         """Reports that the request never reached the queue. `code` is its status code, such as "invalid_argument"."""
         self._metrics.rejected(code)
-        if refusals.isEnabledFor(logging.INFO):
-            refusals.info("request refused", extra=self._ids() | {"status": code})
+        if log.isEnabledFor(logging.INFO):
+            log.info("request refused", extra=self._ids() | {"status": code})
         if self._trace is not None:
             self._trace.refused(code)
 

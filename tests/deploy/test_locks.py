@@ -53,18 +53,21 @@ def test_versions_are_those_of_the_tests(name: str) -> None:
 @locks
 def test_every_requirement_is_locked_with_what_it_requires(name: str) -> None:
     found, missing = locked(name), set()
-    waiting = [Requirement(text) for text in wanted()[name]]
-    seen: set[str] = set()
+    waiting = [(Requirement(text), {""}) for text in wanted()[name]]
+    seen: set[tuple[str, str]] = set()
     while waiting:
-        requirement = waiting.pop()
+        requirement, extras = waiting.pop()
         package = canonicalize_name(requirement.name)
-        if package in seen or (requirement.marker and not requirement.marker.evaluate({"extra": ""})):
+        marker = requirement.marker
+        if (package, str(requirement.extras)) in seen or (
+            marker and not any(marker.evaluate({"extra": extra}) for extra in extras)
+        ):
             continue
-        seen.add(package)
+        seen.add((package, str(requirement.extras)))
         if package not in found and not is_unlocked(package):
             missing.add(package)
         try:
-            waiting += [Requirement(text) for text in requires(package) or ()]
+            waiting += [(Requirement(text), {"", *requirement.extras}) for text in requires(package) or ()]
         except PackageNotFoundError:
             continue
     assert missing == set()

@@ -42,7 +42,7 @@ class Log:
         """Returns the fields of the only such record, without those that every record has."""
         (record,) = self.of(event)
         assert record.pop("client").startswith(("ipv4:127.0.0.1:", "ipv6:"))
-        assert record.pop("logger") in ("scheduler.requests", "scheduler.requests.refused")
+        assert record.pop("logger") == "scheduler.requests"
         for name in ("timestamp", "level", "service", "event"):
             del record[name]
         return record
