@@ -12,6 +12,7 @@ import torch
 
 import kernels
 from executor.checkpoints.checkpoint import Checkpoint, TensorSource, locate, torch_dtype
+from executor.checkpoints.digest import weights_digest
 from executor.checkpoints.model_config import ModelConfig, read_model_config
 from executor.checkpoints.random_weights import RandomCheckpoint
 from executor.config import ExecutorConfig
@@ -43,13 +44,15 @@ MakeRunner = Callable[["Tensor", PlanLimits, kernels.Progress], "ModelRunner | C
 class LoadedModel:
     """A runner with the facts about it: memory in bytes by kind, start-up time in seconds by phase.
 
-    idle_work  work to do while there is no step to run; an item takes some milliseconds
+    weights_digest  identifies the weights, see `executor.checkpoints.digest`
+    idle_work       work to do while there is no step to run; an item takes some milliseconds
     """
 
     runner: "ModelRunner | CudaRunner"
     model_name: str
     dtype: torch.dtype
     device: torch.device
+    weights_digest: str = ""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     startup_s: dict[str, float] = field(default_factory=dict)
     idle_work: "Iterator[None] | None" = None
@@ -93,6 +96,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         model_name=_model_name(config, directory),
         dtype=decoder.dtype,
         device=device,
+        weights_digest=weights_digest(directory, is_random=config.load_format == "random"),
         memory_bytes=memory_bytes | {"kv_pool": pool.nbytes},
         startup_s=startup_s,
         idle_work=_idle_work(runner, pool),

@@ -5,13 +5,14 @@ declaration, and `scheduler.engine.options` copies the values that the engine an
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from quire import logs
-from quire.addresses import UNIX, AddressError, HostPort
+from quire.addresses import UNIX, AddressError, HostPort, private_socket
 from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, QuireError
 
 
@@ -30,7 +31,14 @@ class SchedulerConfig:
                                every user who reaches it: like the gRPC port, this port does not authenticate
     http_allowed_hosts         names, separated by commas, under which browsers may request the live page in addition to
                                that of http_listen, localhost and addresses; for a reverse proxy. "*": any
-    executor                   address of the executor: host:port, or unix:path
+    executor                   address of the executor: unix:path, or host:port. Default: the executor's default, a
+                               socket file in the user's private directory
+    executor_tls_ca            PEM file with the authorities that sign the executor's certificate; None: no TLS. The
+                               four settings of TLS belong together
+    executor_tls_certificate   PEM file with the certificate that this scheduler shows the executor
+    executor_tls_key           PEM file with its private key
+    executor_name              subject alternative name that the executor's certificate must have
+    takeover                   take the executor from the scheduler that holds it, once, at the start
     policy                     order of the queue: "fcfs", "priority"
     batching                   "continuous"; for measurement only: "static", "dynamic"
     batch_timeout_s            maximum wait for a full batch, under dynamic batching
@@ -57,7 +65,12 @@ class SchedulerConfig:
     listen: str = "127.0.0.1:50051"
     http_listen: str = "127.0.0.1:8080"
     http_allowed_hosts: str = ""
-    executor: str = "127.0.0.1:50052"
+    executor: str = field(default_factory=partial(private_socket, "executor"))
+    executor_tls_ca: str | None = None
+    executor_tls_certificate: str | None = None
+    executor_tls_key: str | None = None
+    executor_name: str | None = None
+    takeover: bool = False
     policy: str = "fcfs"
     batching: str = "continuous"
     batch_timeout_s: float = 0.05
@@ -79,8 +92,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         """Checks every field. Raises ConfigError."""
         types = get_type_hints(type(self))
-        for field in fields(self):
-            _check_type(field.name, getattr(self, field.name), get_args(types[field.name]) or (types[field.name],))
+        for each in fields(self):
+            _check_type(each.name, getattr(self, each.name), get_args(types[each.name]) or (types[each.name],))
         if not self.model:
             raise ConfigError("model must be given")
         _check_choice("policy", self.policy, POLICIES)
@@ -93,6 +106,10 @@ class SchedulerConfig:
         if not self.listen.startswith(UNIX):
             _check_address("listen", self.listen, "host:port or unix:path")
         _check_address("http_listen", self.http_listen, "host:port")
+        tls = {name: getattr(self, name) for name in _EXECUTOR_TLS}
+        if any(tls.values()) and not all(tls.values()):
+            missing = next(name for name, value in tls.items() if not value)
+            raise ConfigError(f"{missing} must be given too: {', '.join(_EXECUTOR_TLS)} belong together")
 
     @property
     def allowed_hosts(self) -> list[str]:
@@ -102,12 +119,15 @@ class SchedulerConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SchedulerConfig":
         """Makes a configuration from plain values. Raises ConfigError for unknown keys and for bad values."""
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        unknown = sorted(set(values) - {each.name for each in fields(cls)})
         if unknown:
             raise ConfigError(f"unknown keys: {', '.join(unknown)}")
         if "model" not in values:
             raise ConfigError("model must be given")
         return cls(**values)
+
+
+_EXECUTOR_TLS = ("executor_tls_ca", "executor_tls_certificate", "executor_tls_key", "executor_name")
 
 
 def _check_address(name: str, address: str, expected: str) -> None:
