@@ -6,11 +6,14 @@ such a plan. It rests on one fact about each slot, which every plan keeps true:
 
     the first num_computed_tokens tokens of its table were written, or copied from what was written, under this lease
 
-A step writes the tokens after num_computed_tokens, so decodes and prefills need no check. What needs one is an entry of
-a block table that covers computed tokens: of an admission with a cached prefix, or of a table update.
+A step writes the tokens after num_computed_tokens, so decodes and prefills need no check. Two things need one: an entry
+of a block table that covers computed tokens (of an admission with a cached prefix, or of a table update), and a copy
+over a block that a sequence uses.
 
 What running sequences have written is recorded late, when a plan needs it or is about to forget it.
 """
+
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,17 +48,16 @@ class WrittenBlocks:
         tables      block tables [max_num_seqs, max_blocks_per_seq] before the plan
         """
         slots, logical, blocks = _covering(plan, after, self._block_size)
-        if slots.size or plan.retired_slots.size or plan.branches.size or plan.block_copies.size:
-            self._record(now, tables)
-        if not slots.size:
+        if not (slots.size or plan.retired_slots.size or plan.branches.size or plan.block_copies.size):
             return
-        needed = np.minimum(after.num_computed_tokens[slots] - logical * self._block_size, self._block_size)
-        if (unwritten := self._with_copies(blocks, plan.block_copies) < needed).any():
-            index = int(np.argmax(unwritten))
-            raise PlanRejected(
-                f"slot {slots[index]}: block {blocks[index]} counts as computed, but this lease has not written its "
-                f"first {needed[index]} tokens"
-            )
+        self._record(now, tables)
+        self._check_entries(slots, logical, blocks, plan, after)
+        if plan.block_copies.size:
+            destinations = plan.block_copies[:, 1]
+            loses = self._with_copies(destinations, plan.block_copies) < self.num_tokens[destinations]
+            if loses.any():
+                lost = destinations[loses]
+                self._check_entries(*_used(lost, plan, after, tables, self._block_size), plan, after)
 
     def apply(self, plan: StepPlan) -> None:
         """Follows a plan that `check` has accepted: copies the counts of copied blocks, and restarts those of slots."""
@@ -66,6 +68,18 @@ class WrittenBlocks:
             self._num_recorded[begun if isinstance(begun, int) else begun.slot] = 0
         for fork in plan.forks:
             self._num_recorded[fork.child_slot] = 0
+
+    def _check_entries(
+        self, slots: Ints, logical: NDArray[Any], blocks: Ints, plan: StepPlan, after: SlotCounters
+    ) -> None:
+        """Raises PlanRejected unless the computed tokens of these table entries are written after the plan's copies."""
+        needed = np.minimum(after.num_computed_tokens[slots] - logical * self._block_size, self._block_size)
+        if (unwritten := self._with_copies(blocks, plan.block_copies) < needed).any():
+            index = int(np.argmax(unwritten))
+            raise PlanRejected(
+                f"slot {slots[index]}: block {blocks[index]} counts as computed, but this lease has not written its "
+                f"first {needed[index]} tokens"
+            )
 
     def _with_copies(self, blocks: Ints, copies: Ints) -> Ints:
         """Returns the counts of blocks as they are after the plan's copies."""
@@ -103,6 +117,27 @@ def _covering(plan: StepPlan, after: SlotCounters, block_size: int) -> tuple[Int
     slots, logical, blocks = (entries[0] if len(entries) == 1 else np.concatenate(entries)).T
     covers = logical * block_size < after.num_computed_tokens[slots]
     return slots[covers], logical[covers], blocks[covers]
+
+
+def _used(
+    blocks: Ints, plan: StepPlan, after: SlotCounters, tables: Ints, block_size: int
+) -> tuple[Ints, NDArray[np.int64], Ints]:
+    """Returns the entries (slot, logical block, physical block) with these blocks that sequences keep under the plan.
+
+    Entries that the plan sets are not among them: `_covering` returns those.
+    """
+    parents = np.arange(len(tables))
+    parents[plan.branches[:, 0]] = plan.branches[:, 1]
+    goes_on = after.is_admitted & ~after.has_ended
+    goes_on[[admission.slot for admission in plan.admissions]] = False
+    slots = np.flatnonzero(goes_on).astype(np.int32)
+    width = int(after.num_blocks[slots].max(initial=0))
+    kept = tables[parents[slots], :width]
+    updates = plan.table_updates[goes_on[plan.table_updates[:, 0]] & (plan.table_updates[:, 1] < width)]
+    kept[np.searchsorted(slots, updates[:, 0]), updates[:, 1]] = 0  # the null block, which is no destination
+    covers = np.arange(width) * block_size < after.num_computed_tokens[slots, np.newaxis]
+    rows, logical = np.nonzero(np.isin(kept, blocks) & covers)
+    return slots[rows], logical, kept[rows, logical]
 
 
 def _ranges(first: Ints, lengths: Ints) -> NDArray[np.int64]:

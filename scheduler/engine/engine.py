@@ -209,11 +209,11 @@ class Engine:
                 self._detach()
 
     async def _attach(self) -> Session:
-        """Waits for an executor and its lease, and begins an epoch with it. Raises ExecutorLost, ExecutorNotOurs."""
+        """Begins an epoch with an executor. Raises ExecutorLost, ExecutorNotOurs."""
         options, known = self._options, self._description
         epoch = self._scheduler.state.epoch + 1 if self._scheduler else 1
         new = await self._expire_during(attach(self._client, options, known, epoch, self._signal.set))
-        if known is not None and known.weights_digest != new.model.weights_digest:
+        if known and known.weights_digest != new.model.weights_digest:
             self._fail_requests_with_output()
         self._description = new.model
         core = self._scheduler = self._scheduler or options.new_core(new.model)
