@@ -1,6 +1,5 @@
 """The lease on the device: one stream has it at a time, and its number fences off the plans of all earlier streams."""
 
-import asyncio
 from dataclasses import dataclass
 
 from executor.device.device_thread import FailureKind
@@ -15,12 +14,11 @@ _MAX_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class _Holder:
-    """The stream that has the lease, the name and the instance of its scheduler, and the loop time of the grant."""
+    """The stream that has the lease, and the name and the instance of its scheduler."""
 
     stream: PlanSession
     name: str
     instance: str
-    since_s: float
 
 
 class Leases:
@@ -37,18 +35,17 @@ class Leases:
         """
         _check_protocol(opening)
         name, holder = _readable(opening.holder), self._holder
-        now_s = asyncio.get_running_loop().time()
         if holder is not None:
             is_own = holder.instance == opening.instance != ""
             if not (is_own or opening.takes_over):
                 raise LeaseRefused(
-                    f"the executor serves another scheduler, {holder.name}, since {now_s - holder.since_s:.0f} s ago: "
+                    f"the executor serves another scheduler, {holder.name}: "
                     "stop that scheduler, or start this one with --takeover"
                 )
             holder.stream.fail(FailureKind.TAKEN_OVER, f"{name} took over")
         self._last_epoch += 1
         stream.epoch = self._last_epoch
-        self._holder = _Holder(stream, name, opening.instance, now_s)
+        self._holder = _Holder(stream, name, opening.instance)
 
     def release(self, stream: PlanSession) -> None:
         """Ends the lease of a stream, if it has the lease."""

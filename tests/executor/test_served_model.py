@@ -20,6 +20,7 @@ from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from tests.support.executor.messages import plan_message, read
 from tests.support.executor.plan_driver import ints, tuples
+from tests.support.executor.served import open_stream
 
 CONFIG = ExecutorConfig(model="unused", listen_address="127.0.0.1:0", metrics_address="", num_threads=1)
 
@@ -40,9 +41,9 @@ async def test_a_real_model_is_served_over_grpc(checkpoint) -> None:
     )
     plans = [first, StepPlan(1, 2, row_counts=tuples(2, (3, 1))), *(StepPlan(1, step) for step in (3, 4, 5))]
     async with grpc.aio.insecure_channel(address) as channel:
-        call = ExecutorStub(channel).Run()
+        call, _ = await open_stream(ExecutorStub(channel))
         for message in map(plan_message, plans):
-            await call.write(message)
+            await call.write(pb.RunRequest(plan=message))
         results = [await read(call) for _ in plans]
         call.cancel()
     await server.stop()
