@@ -132,12 +132,13 @@ async def test_only_the_user_can_open_the_socket_file(tmp_path: Path) -> None:
     """The mode is right from the first moment: a thread that watches the file never sees another one."""
     path = tmp_path / "new" / "executor.sock"
     modes: set[int] = set()
-    is_over = threading.Event()
+    seen, is_over = threading.Event(), threading.Event()
 
     def watch() -> None:
         while not is_over.is_set():
             with suppress(FileNotFoundError):
                 modes.add(os.stat(path).st_mode & 0o777)
+                seen.set()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -152,6 +153,8 @@ async def test_only_the_user_can_open_the_socket_file(tmp_path: Path) -> None:
         call, epoch = await open_stream(ExecutorStub(channel))
         assert epoch == 1
         call.cancel()
+    assert path.stat().st_mode & 0o777 == 0o600
+    await asyncio.to_thread(seen.wait, 10)
     is_over.set()
     watcher.join()
     assert path.parent.stat().st_mode & 0o777 == 0o700

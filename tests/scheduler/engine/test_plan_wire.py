@@ -53,4 +53,4 @@ def test_log_probabilities_are_arrays_or_absent() -> None:
 @pytest.mark.parametrize("part", ["token_ids", "values", "ranks"])
 def test_log_probabilities_with_half_a_number_are_refused(part: str) -> None:
     with pytest.raises(ResultMismatch, match=rf"logprobs\.{part}"):
-        decode_result(pb.StepResult(logprobs=pb.Logprobs(**{part: b"\0\0\0"})))
+        decode_result(pb.StepResult(logprobs=pb.Logprobs(**{part: b"\0\0\0"})), epoch=1)
