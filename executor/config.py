@@ -95,11 +95,6 @@ class ExecutorConfig:
         if self.metrics_address:
             _check_address("metrics_address", self.metrics_address, '"host:port"')
 
-    @property
-    def has_tls(self) -> bool:
-        """Whether the four settings of TLS are given."""
-        return self.tls_certificate is not None
-
     def _check_tls(self) -> None:
         given = {name for name in _TLS if getattr(self, name)}
         if given and (missing := [name for name in _TLS if name not in given]):
@@ -108,8 +103,8 @@ class ExecutorConfig:
             raise ConfigError("tls_certificate: a socket file needs no TLS; leave it out, or listen on a host and port")
         if not given and not is_local(self.listen_address):
             raise ConfigError(
-                f"listen_address: everybody who reaches {self.listen_address} could use this executor, and read the KV "
-                "of all requests: listen on unix:/path, or give --tls-certificate, --tls-key, --tls-client-ca and "
+                f"listen_address: every host that reaches {self.listen_address} could use this executor, and read the "
+                "KV of all requests: listen on unix:/path, or give --tls-certificate, --tls-key, --tls-client-ca and "
                 "--scheduler-name"
             )
 

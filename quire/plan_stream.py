@@ -1,4 +1,4 @@
-"""What both ends of the plan stream have to agree on before the first plan: the version and the features."""
+"""The version and the features of the plan stream, on which both ends have to agree before the first plan."""
 
 PROTOCOL_VERSION = 2
 """Version of quire.executor.v1. It is increased if an end that does not know a change would do something wrong."""

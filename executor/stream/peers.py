@@ -1,5 +1,7 @@
-"""Who may call the executor over TLS: one scheduler, by the name in its certificate. Health checks need only a
-certificate."""
+"""Checks the callers of the executor over TLS: only the scheduler with the right name in its certificate is served.
+
+Health checks need a certificate of the same authorities, with any name.
+"""
 
 from collections.abc import AsyncIterator
 from typing import Any

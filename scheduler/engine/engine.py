@@ -220,10 +220,9 @@ class Engine:
         events = core.executor_attached(epoch, new.num_blocks)
         self._described.set()
         log.info("executor attached: %s, epoch %d, lease %d", new.model, epoch, new.stream.lease)
-        session = Session(core, self._client, new.stream, options, self._signal, self.traces, self._tell, self._on_plan)
         self._tell(events)
         self._readiness.update(is_attached=True)
-        return session
+        return Session(core, self._client, new.stream, options, self._signal, self.traces, self._tell, self._on_plan)
 
     def _fail_requests_with_output(self) -> None:
         """Called if the executor has other weights. Requests without output go on."""

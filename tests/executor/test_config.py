@@ -42,7 +42,7 @@ TLS = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a", "scheduler_
         ({"model": "m", "kernels": "fast"}, "kernels: must be one of auto, reference"),
         ({"model": "m", "listen_address": "50052"}, 'listen_address: expected "host:port"'),
         ({"model": "m", "listen_address": "localhost:99999"}, "listen_address: expected"),
-        ({"model": "m", "listen_address": "0.0.0.0:1"}, "everybody who reaches 0.0.0.0:1 could use this executor"),
+        ({"model": "m", "listen_address": "0.0.0.0:1"}, "every host that reaches 0.0.0.0:1 could use this executor"),
         ({"model": "m", "listen_address": "[::]:1"}, "could use this executor"),
         ({"model": "m", "listen_address": "example.org:1"}, "listen on unix:/path, or give --tls-certificate"),
         ({"model": "m", "tls_key": "k"}, "tls_certificate: must be given together with tls_key"),
@@ -60,7 +60,7 @@ def test_mistakes_are_named(values, message) -> None:
 def test_the_default_is_a_socket_file_and_other_hosts_need_tls() -> None:
     assert ExecutorConfig(model="m").listen_address.startswith("unix:")
     assert ExecutorConfig(model="m", listen_address="[::1]:1", metrics_address="")
-    assert ExecutorConfig(model="m", listen_address="0.0.0.0:1", **TLS).has_tls
+    assert ExecutorConfig(model="m", listen_address="0.0.0.0:1", **TLS).scheduler_name == "n"
 
 
 def test_unix_sockets_and_no_metrics_are_accepted() -> None:

@@ -1,4 +1,4 @@
-"""Who reaches the executor: the user of the socket file, or the scheduler that its certificate names."""
+"""Access to the executor: through a socket file of its user, or with the certificate of the right scheduler."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_the_scheduler_that_the_executor_names_is_served(tls_server: Serve
 
 
 @pytest.mark.parametrize("number", [20, pytest.param(1000, marks=pytest.mark.exhaustive)])
-async def test_nobody_without_a_certificate_is_served(
+async def test_no_caller_without_a_certificate_is_served(
     tls_server: Server, authority: Authority, tmp_path: Path, number: int
 ) -> None:
     forged = Authority.create(tmp_path, "another authority").issue("forged", f"DNS:{SCHEDULER}")

@@ -19,7 +19,7 @@ from tests.support.executor.plan_driver import ints, tuples
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 4])
 def test_a_new_lease_cannot_read_what_an_older_one_wrote(num_tokens: int) -> None:
-    """The blocks of somebody else's finished request, with any number of tokens declared as computed."""
+    """The blocks of another client's finished request, with any number of tokens declared as computed."""
     slots = busy_slots()
     slots.apply(plan(retired_slots=ints(0, 1)))
     theft = plan(admissions=(admission(computed=num_tokens, blocks=(1, 2)),), row_counts=tuples(2, (2, 1)))

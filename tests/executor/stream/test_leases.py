@@ -1,4 +1,4 @@
-"""Leases over real gRPC: who gets one, who is refused, and what a takeover ends."""
+"""Leases over real gRPC: grants, refusals and takeovers."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ async def test_the_second_scheduler_serves_when_the_first_has_ended(executor: Se
 
 
 async def test_a_takeover_ends_the_work_of_the_holder_once(executor: Server, caplog: pytest.LogCaptureFixture) -> None:
-    """The old scheduler reports who took the executor, and goes on when the new one has ended."""
+    """The old scheduler names the new one in its readiness, and goes on when the new one has ended."""
     async with scheduler_of(executor, "the old") as old:
         await asyncio.wait_for(old.described(), 10)
         mine = submit(old, [1, 2, 3], NUM_TOKENS)
