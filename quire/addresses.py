@@ -156,7 +156,7 @@ def private_files(address: str) -> Iterator[None]:
 
 
 def _make_private(directory: str, address: str) -> None:
-    """Makes the directory if it is missing. Checks an existing directory only at the default path, which others know."""
+    """Makes the directory if it is missing. Checks an existing directory only at the default path."""
     try:
         if not os.path.isdir(directory):
             os.umask(0o077)

@@ -1,7 +1,7 @@
 """Which parts of the KV pool the current lease has written: a sequence may attend only to those.
 
 The pool keeps its contents when a lease ends. So the scheduler that gets the next lease could admit a sequence over a
-block of another client's request, declare its tokens as computed, and read what the block holds. The check below refuses
+block of another client's request, declare its tokens as computed, and read what it holds. The check below refuses
 such a plan. It rests on one fact about each slot, which every plan keeps true:
 
     the first num_computed_tokens tokens of its table were written, or copied from what was written, under this lease

@@ -32,7 +32,7 @@ def test_a_copy_has_the_same_digest_and_random_weights_another(directory: Path, 
 
 
 def test_other_weights_have_another_digest(directory: Path) -> None:
-    """As after training: every tensor changes, names and shapes stay."""
+    """Every tensor changes, as in training, but no name and no shape."""
     before = weights_digest(directory, is_random=False)
     (path,) = directory.glob("*.safetensors")
     save_file({name: tensor + 0.01 * torch.randn(tensor.shape) for name, tensor in load_file(path).items()}, path)
