@@ -29,13 +29,14 @@ RUN python3 -m venv /src/build && build/bin/pip install --no-cache-dir --require
  && /opt/quire/bin/pip uninstall --yes --quiet pip
 
 FROM ${BASE_IMAGE} AS runtime
-RUN mkdir -p /cache/hub /cache/kernels && chown -R 10001:10001 /cache
+# A new volume takes owner and mode of the directory in the image. /run/quire holds the socket file of the executor.
+RUN mkdir -p /cache/hub /cache/kernels && install -d -m 700 /run/quire && chown -R 10001:10001 /cache /run/quire
 COPY --from=build /opt/quire /opt/quire
 COPY deploy/health_check.py /opt/quire/health_check.py
 ENV PATH=/opt/quire/bin:$PATH HOME=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     NUMBA_CACHE_DIR=/cache/kernels TRITON_CACHE_DIR=/cache/kernels/triton
 USER 10001:10001
-EXPOSE 50052 9102
+EXPOSE 9102
 ENTRYPOINT ["quire", "executor"]
 
 FROM runtime AS kernels

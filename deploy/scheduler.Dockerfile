@@ -26,7 +26,8 @@ RUN python3 -m venv /src/build && build/bin/pip install --no-cache-dir --require
  && /opt/quire/bin/pip uninstall --yes --quiet pip setuptools
 
 FROM ${BASE_IMAGE}
-RUN mkdir -p /cache/hub && chown -R 10001:10001 /cache
+# A new volume takes owner and mode of the directory in the image. /run/quire holds the socket file of the executor.
+RUN mkdir -p /cache/hub && install -d -m 700 /run/quire && chown -R 10001:10001 /cache /run/quire
 COPY --from=build /opt/quire /opt/quire
 COPY deploy/health_check.py /opt/quire/health_check.py
 ENV PATH=/opt/quire/bin:$PATH HOME=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

@@ -22,4 +22,8 @@ class PlanRejected(ExecutorError):
 
 
 class EpochRefused(ExecutorError):
-    """The scheduler sent an old epoch, or left a gap in the step ids."""
+    """The scheduler sent the epoch of another lease, or left a gap in the step ids."""
+
+
+class LeaseRefused(ExecutorError):
+    """The scheduler gets no lease: its protocol differs, or another scheduler has the lease."""

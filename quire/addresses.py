@@ -3,13 +3,13 @@
 import errno
 import os
 import socket
-import stat
-import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from itertools import count
+from stat import S_ISDIR
+from tempfile import gettempdir
 
 UNIX = "unix:"
 
@@ -88,20 +88,7 @@ def default_admin_address(address: str) -> str:
     """
     if address.startswith(UNIX):
         return f"{address}.admin"
-    directory = os.path.join(tempfile.gettempdir(), f"quire-{os.getuid()}")
-    return f"{UNIX}{directory}/admin-{HostPort.parse(address).port}.sock"
-
-
-def make_private_directory(path: str) -> None:
-    """Creates a directory that only this user can enter. Raises AddressUnusable if the path is something else."""
-    try:
-        os.makedirs(path, mode=0o700, exist_ok=True)
-        found = os.lstat(path)
-    except OSError as error:
-        raise AddressUnusable(f"cannot create {path}: {error.strerror or error}") from None
-    # In a directory for all users another user can create the path first.
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise AddressUnusable(f"{path} is not a directory of this user with mode 0700")
+    return private_socket(f"admin-{HostPort.parse(address).port}")
 
 
 def check_free(address: str) -> str:
@@ -149,3 +136,43 @@ def _check_socket_file(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def private_socket(name: str) -> str:
+    """Returns the address of a socket file of this name in the user's private directory, which need not exist yet."""
+    return f"{UNIX}{gettempdir()}/quire-{os.getuid()}/{name}.sock"
+
+
+@contextmanager
+def private_files(address: str) -> Iterator[None]:
+    """Within the context, the process can make the socket file of an address, which only this user can then use.
+
+    The file mode creation mask keeps others out from the first moment: a later chmod would leave a gap. A missing
+    directory is made with mode 0700. Raises AddressUnusable if the directory of `private_socket` belongs to another
+    user, or others may write to it.
+    """
+    if not address.startswith(UNIX):
+        yield
+        return
+    directory = os.path.dirname(os.path.abspath(address.removeprefix(UNIX)))
+    previous = os.umask(0o177)
+    try:
+        _make_private(directory, address)
+        yield
+    finally:
+        os.umask(previous)
+
+
+def _make_private(directory: str, address: str) -> None:
+    """Makes the directory if it is missing. Checks an existing directory only at the default path."""
+    try:
+        if not os.path.isdir(directory):
+            os.umask(0o077)
+            os.makedirs(directory, exist_ok=True)
+            os.umask(0o177)
+        found = os.stat(directory, follow_symlinks=False)
+    except OSError as error:
+        raise listen_error(address, error) from None
+    is_default = directory == os.path.dirname(private_socket("").removeprefix(UNIX))
+    if is_default and (found.st_uid != os.getuid() or found.st_mode & 0o077 or not S_ISDIR(found.st_mode)):
+        raise AddressUnusable(f"cannot listen on {address}: {directory} is not this user's alone (mode 0700)")

@@ -5,13 +5,14 @@ declaration, and `scheduler.engine.options` copies the values that the engine an
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from quire import logs
-from quire.addresses import UNIX, AddressError, HostPort, is_local
+from quire.addresses import UNIX, AddressError, HostPort, is_local, private_socket
 from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, QuireError
 
 SIGNATURE_ALGORITHMS = frozenset(
@@ -49,7 +50,14 @@ class SchedulerConfig:
     tls_key                    PEM file of its private key
     tls_client_ca              PEM file of authorities. Clients then need a certificate signed by them, which can stand
                                for an identity (`quire keys add`)
-    executor                   address of the executor: host:port, or unix:path
+    executor                   address of the executor: unix:path, or host:port. Default: the executor's default, a
+                               socket file in the user's private directory
+    executor_tls_ca            PEM file with the authorities that sign the executor's certificate; None: no TLS. The
+                               four settings of TLS belong together
+    executor_tls_certificate   PEM file with the certificate that this scheduler shows the executor
+    executor_tls_key           PEM file with its private key
+    executor_name              subject alternative name that the executor's certificate must have
+    takeover                   take the executor from the scheduler that holds it, once, at the start
     policy                     order of the queue: "fcfs", "priority"
     batching                   "continuous"; for measurement only: "static", "dynamic"
     batch_timeout_s            maximum wait for a full batch, under dynamic batching
@@ -88,7 +96,12 @@ class SchedulerConfig:
     tls_certificate: str | None = None
     tls_key: str | None = None
     tls_client_ca: str | None = None
-    executor: str = "127.0.0.1:50052"
+    executor: str = field(default_factory=partial(private_socket, "executor"))
+    executor_tls_ca: str | None = None
+    executor_tls_certificate: str | None = None
+    executor_tls_key: str | None = None
+    executor_name: str | None = None
+    takeover: bool = False
     policy: str = "fcfs"
     batching: str = "continuous"
     batch_timeout_s: float = 0.05
@@ -110,8 +123,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         """Checks every field. Raises ConfigError."""
         types = get_type_hints(type(self))
-        for field in fields(self):
-            _check_type(field.name, getattr(self, field.name), get_args(types[field.name]) or (types[field.name],))
+        for each in fields(self):
+            _check_type(each.name, getattr(self, each.name), get_args(types[each.name]) or (types[each.name],))
         if not self.model:
             raise ConfigError("model must be given")
         _check_choice("policy", self.policy, POLICIES)
@@ -128,6 +141,10 @@ class SchedulerConfig:
             _check_address("admin_listen", self.admin_listen, "host:port or unix:path")
         self._check_identity()
         self._check_strangers()
+        tls = {name: getattr(self, name) for name in _EXECUTOR_TLS}
+        if any(tls.values()) and not all(tls.values()):
+            missing = next(name for name, value in tls.items() if not value)
+            raise ConfigError(f"{missing} must be given too: {', '.join(_EXECUTOR_TLS)} belong together")
 
     def _check_identity(self) -> None:
         """Raises ConfigError if settings of TLS or of tokens do not fit together."""
@@ -177,7 +194,7 @@ class SchedulerConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SchedulerConfig":
         """Makes a configuration from plain values. Raises ConfigError for unknown keys and for bad values."""
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        unknown = sorted(set(values) - {each.name for each in fields(cls)})
         if unknown:
             raise ConfigError(f"unknown keys: {', '.join(unknown)}")
         if "model" not in values:
@@ -187,6 +204,9 @@ class SchedulerConfig:
 
 def _names(text: str) -> list[str]:
     return text.replace(",", " ").split()
+
+
+_EXECUTOR_TLS = ("executor_tls_ca", "executor_tls_certificate", "executor_tls_key", "executor_name")
 
 
 def _check_address(name: str, address: str, expected: str) -> None:

@@ -6,14 +6,16 @@ configuration or checkpoint · 3 an address is in use.
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, is_local
-from quire.tls import TlsError, TlsFiles
+from quire.tls import TlsError, TlsFiles, channel_credentials
 from scheduler.config import ConfigError, SchedulerConfig
 from scheduler.core import Scheduler, StepPlan
 from scheduler.engine.engine import Engine, ServerState
@@ -91,7 +93,7 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         if model.chat is not None:
             cleanup.push_async_callback(model.chat.close)
             await model.chat.start()
-        client = ExecutorClient(config.executor)
+        client = _executor_client(config)
         cleanup.push_async_callback(client.close)
         metrics = SchedulerMetrics()
         plans = PlanLog()
@@ -210,6 +212,24 @@ def _token_verifier(config: SchedulerConfig) -> "TokenVerifier":
         return TokenVerifier(settings)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _executor_client(config: SchedulerConfig) -> ExecutorClient:
+    """Raises ConfigError if the TLS files cannot be used."""
+    credentials = None
+    if config.executor_tls_certificate and config.executor_tls_key:
+        try:
+            files = TlsFiles(config.executor_tls_certificate, config.executor_tls_key, config.executor_tls_ca)
+            credentials = channel_credentials(files)
+        except TlsError as error:
+            raise ConfigError(f"executor_tls_certificate: {error}") from None
+    return ExecutorClient(
+        config.executor,
+        holder=f"{socket.gethostname()}, process {os.getpid()}, serving {config.listen}",
+        takes_over=config.takeover,
+        credentials=credentials,
+        executor_name=config.executor_name or "",
+    )
 
 
 def _tracer(endpoint: str) -> "OtlpTracer":

@@ -11,6 +11,7 @@ from executor.plans.limits import PlanLimits
 from executor.plans.plan import Fork, Ints, StepPlan
 from executor.plans.plan_check import project
 from executor.plans.slot_counters import SlotCounters
+from executor.plans.written_blocks import WrittenBlocks
 from executor.slots.logit_changes import ChangeTable
 from executor.slots.report_table import PromptSpans, ReportTable
 from executor.slots.sampling_table import Draw, SamplingTable
@@ -35,13 +36,15 @@ class Slots:
         self.token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
         self.block_tables = np.zeros((limits.max_num_seqs, limits.max_blocks_per_seq), dtype=np.int32)
         self.reports = ReportTable(limits.max_num_seqs)
+        self._written = WrittenBlocks(limits)
         self._sampling = SamplingTable(limits.max_num_seqs, limits.vocab_size)
         self._changes = ChangeTable(limits.max_num_seqs, limits.vocab_size)
         self.classify()
 
     def clear(self) -> None:
-        """Empties all slots for a new epoch."""
+        """Empties all slots for a new lease, which has written no block yet."""
         self.counters = SlotCounters.empty(self.limits.max_num_seqs)
+        self._written.clear()
         self._sampling.clear()
         self._changes.clear()
         self.reports.clear()
@@ -52,7 +55,10 @@ class Slots:
 
         Raises PlanRejected, in which case nothing has changed.
         """
-        self.counters = project(plan, self.counters, self.limits)
+        counters = project(plan, self.counters, self.limits)
+        self._written.check(plan, self.counters, counters, self.block_tables)
+        self.counters = counters
+        self._written.apply(plan)
         self._changes.drop(plan.retired_slots.tolist())
         self.reports.drop(plan.retired_slots)
         for admission in plan.admissions:

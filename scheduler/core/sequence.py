@@ -23,6 +23,7 @@ class FinishReason(Enum):
     DEADLINE = "deadline"
     ERROR = "error"
     CAPACITY = "capacity"
+    MODEL_CHANGED = "model_changed"
 
 
 TRANSITIONS: dict[State, dict[State, str]] = {

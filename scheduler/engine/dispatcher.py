@@ -40,7 +40,7 @@ class Sink(Protocol):
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
         """Called when a sequence ends. Beams come with a score, the best one first, each right after all its tokens.
-        The reason ERROR ends the request as a whole, whatever the index."""
+        The reasons ERROR and MODEL_CHANGED end the request as a whole, whatever the index."""
 
 
 @dataclass(slots=True)
@@ -116,9 +116,14 @@ class EventDispatcher:
 
     def fail_all(self) -> None:
         """Ends every request with ERROR, even if some of its sequences have ended already."""
-        for request_id, sink in list(self._sinks.items()):
+        for request_id in list(self._sinks):
+            self.fail(request_id, FinishReason.ERROR)
+
+    def fail(self, request_id: int, reason: FinishReason) -> None:
+        """Ends one request as a whole, for a reason that is a failure."""
+        if (sink := self._sinks.get(request_id)) is not None:
             try:
-                sink.finished(0, FinishReason.ERROR, 0)
+                sink.finished(0, reason, 0)
             except Exception:
                 log.exception("a sink failed as its request did", extra=_log_fields(sink))
             self.forget(request_id)

@@ -19,6 +19,7 @@ from scheduler.core import (
     Events,
     ExecutorLost,
     ExecutorNotOurs,
+    FinishReason,
     InvariantViolation,
     KVUsage,
     QueueFull,
@@ -28,6 +29,7 @@ from scheduler.core import (
     block_map,
     kv_usage,
 )
+from scheduler.engine.attachment import attach, requests_with_output
 from scheduler.engine.dispatcher import EventDispatcher, FollowUps
 from scheduler.engine.loop_signal import LoopSignal
 from scheduler.engine.readiness import Readiness, ServerState
@@ -212,23 +214,28 @@ class Engine:
                 self._detach()
 
     async def _attach(self) -> Session:
-        """Waits for an executor and begins an epoch with it. Raises ExecutorLost, ExecutorNotOurs."""
-        description = await self._expire_during(self._client.describe(self._options.describe_timeout_s))
-        narrowed = self._options.narrowed(description)
-        if self._description is not None and (differences := self._description.differences(narrowed)):
-            changes = ", and ".join(differences)
-            raise ExecutorNotOurs(f"the executor now has {changes}: restart the scheduler to take it")
-        self._description = narrowed
-        if self._scheduler is None:
-            self._scheduler = self._options.new_core(narrowed)
-        core = self._scheduler
-        events = core.executor_attached(max(core.state.epoch, description.epoch) + 1, description.num_blocks)
+        """Begins an epoch with an executor. Raises ExecutorLost, ExecutorNotOurs."""
+        options, known = self._options, self._description
+        epoch = self._scheduler.state.epoch + 1 if self._scheduler else 1
+        new = await self._expire_during(attach(self._client, options, known, epoch, self._signal.set))
+        if known and known.weights_digest != new.model.weights_digest:
+            self._fail_requests_with_output()
+        self._description = new.model
+        core = self._scheduler = self._scheduler or options.new_core(new.model)
+        events = core.executor_attached(epoch, new.num_blocks)
         self._described.set()
-        log.info("executor attached: %s, epoch %d", narrowed, core.state.epoch)
-        session = Session(core, self._client, self._options, self._signal, self.traces, self._tell, self._on_plan)
+        log.info("executor attached: %s, epoch %d, lease %d", new.model, epoch, new.stream.lease)
         self._tell(events)
         self._readiness.update(is_attached=True)
-        return session
+        return Session(core, self._client, new.stream, options, self._signal, self.traces, self._tell, self._on_plan)
+
+    def _fail_requests_with_output(self) -> None:
+        """Called if the executor has other weights. Requests without output go on."""
+        log.error("the executor has other weights under the same name: requests that have output fail")
+        for request_id in requests_with_output(self._core):
+            self._dispatcher.fail(request_id, FinishReason.MODEL_CHANGED)
+            self._core.cancel(request_id)
+        self._requests_ended()
 
     def _detach(self, trouble: str = "") -> None:
         self._session = None

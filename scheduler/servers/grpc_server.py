@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from quire.addresses import UNIX, AddressUnusable, at_port, check_free, default_admin_address, make_private_directory
+from quire.addresses import UNIX, AddressUnusable, at_port, check_free, default_admin_address, private_files
 from quire.tls import server_credentials
 from quire.v1 import admin_pb2, generation_pb2
 from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
@@ -23,7 +21,6 @@ from scheduler.servers.descriptors import max_grpc_connections
 from scheduler.servers.grpc_access import AccessInterceptor
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
 
     from scheduler.engine.engine import Engine
     from scheduler.servers.admin_server import AdminServer
@@ -84,8 +81,6 @@ class GrpcServer:
         self.address = _bind(self._public, listen, access)
         if admin_listen is None:
             admin_listen = default_admin_address(self.address)
-            if not listen.startswith(UNIX):
-                make_private_directory(os.path.dirname(admin_listen.removeprefix(UNIX)))
         # A process that could open the socket runs as the user of this process, which could do everything anyway.
         default = LOCAL if admin_listen.startswith(UNIX) else access.verifier.stranger
         interceptor = AccessInterceptor(access, default, is_audit=True)
@@ -95,7 +90,7 @@ class GrpcServer:
         # Reflection describes both services, although Generation is at the other address.
         services = (GENERATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._admin)
-        with _private_files():
+        with private_files(admin_listen):
             self.admin_address = _bind(self._admin, admin_listen, access)
 
     async def start(self) -> None:
@@ -156,13 +151,3 @@ def _bind(server: grpc.aio.Server, listen: str, access: Access) -> str:
     except RuntimeError as error:
         raise AddressUnusable(f"cannot listen on {listen}: {error}") from error
     return at_port(listen, port)
-
-
-@contextmanager
-def _private_files() -> Iterator[None]:
-    """Files that this process creates in the block, such as a socket, can be opened by its user only."""
-    previous = os.umask(0o177)
-    try:
-        yield
-    finally:
-        os.umask(previous)

@@ -56,6 +56,21 @@ def test_executors_publish_no_port() -> None:
     assert SETTINGS["BIND"] == "127.0.0.1"
 
 
+def test_scheduler_and_executor_meet_at_a_socket_file_that_only_their_user_can_open() -> None:
+    for names in (("scheduler", "executor"), ("scheduler-gpu", "executor-gpu")):
+        scheduler, executor = (SERVICES[name] for name in names)
+        assert "--executor unix:/run/quire/executor.sock " in scheduler["command"]
+        assert "--listen-address unix:/run/quire/executor.sock " in executor["command"]
+        assert "unix:/run/quire/executor.sock" in executor["healthcheck"]["test"]
+        assert "hop:/run/quire" in scheduler["volumes"]
+        assert "hop:/run/quire" in executor["volumes"]
+        assert scheduler["user"] == executor["user"]
+    assert "50052" not in TEXT
+    for name in ("scheduler", "executor"):
+        image = (ROOT / "deploy" / f"{name}.Dockerfile").read_text(encoding="utf-8")
+        assert "install -d -m 700 /run/quire && chown -R 10001:10001 /cache /run/quire" in image
+
+
 def test_one_profile_computes_on_the_cpu_and_one_on_a_gpu() -> None:
     assert SETTINGS["COMPOSE_PROFILES"] == "cpu"
     by_profile = {

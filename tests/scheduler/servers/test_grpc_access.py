@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from quire.addresses import UNIX, AddressUnusable, default_admin_address, make_private_directory
+from quire.addresses import UNIX, default_admin_address
 from quire.tls import channel_credentials
 from quire.v1 import admin_pb2, generation_pb2
 from quire.v1.admin_pb2_grpc import AdminStub
@@ -230,21 +230,6 @@ async def test_the_admin_socket_is_private_and_needs_no_key(servers: Servers, ca
     await served.admin.ResetPrefixCache(admin_pb2.ResetPrefixCacheRequest())
     # A key that is sent all the same decides.
     assert await status(served.admin_channel, "/quire.v1.Admin/Drain", callers.metadata("observe")) is DENIED
-
-
-@pytest.mark.parametrize("spoil", ["mode", "link", "file"])
-def test_a_directory_that_others_can_change_is_refused(spoil: str, tmp_path: Path) -> None:
-    path = tmp_path / "quire"
-    if spoil == "mode":
-        path.mkdir()
-        path.chmod(0o755)
-    elif spoil == "link":
-        (tmp_path / "elsewhere").mkdir(mode=0o700)
-        path.symlink_to(tmp_path / "elsewhere")
-    else:
-        path.write_text("")
-    with pytest.raises(AddressUnusable):
-        make_private_directory(str(path))
 
 
 async def test_each_admin_call_leaves_a_line(

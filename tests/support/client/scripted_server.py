@@ -1,7 +1,6 @@
 """A server of quire.v1 in the test process, on its own thread and event loop. A test scripts its answers."""
 
 import asyncio
-import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -12,7 +11,7 @@ from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from quire.addresses import UNIX, default_admin_address, make_private_directory
+from quire.addresses import default_admin_address, private_files
 from quire.status_details import TRAILER
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -83,8 +82,8 @@ def _packed(message: BadRequest | RetryInfo) -> Packed:
 def listen_as_admin(server: Any, address: str) -> None:
     """Adds the address at which clients of `address` look for the admin service."""
     admin_address = default_admin_address(address)
-    make_private_directory(os.path.dirname(admin_address.removeprefix(UNIX)))
-    server.add_insecure_port(admin_address)
+    with private_files(admin_address):
+        server.add_insecure_port(admin_address)
 
 
 class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.AdminServicer):

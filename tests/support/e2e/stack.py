@@ -233,7 +233,7 @@ class Stack:
         self.kill()
 
     def _start_together(self, num_tries: int = 3) -> None:
-        ports = {"executor": "127.0.0.1:0", "metrics_address": "127.0.0.1:0"}
+        ports = {"metrics_address": "127.0.0.1:0"}
         serve = self._launch("serve", ports | self.flags)
         try:
             self._await_ready_line(serve)
