@@ -1,6 +1,7 @@
 """The scheduler core: a pure state machine, with no clock and no I/O, in the standard library only.
 
     scheduler/core/*.py         the decision kernel
+    scheduler/core/fairness/    the shares of tenants: accounts, the queue of all tenants, the choice of victims
     scheduler/core/baselines/   static and dynamic batching, contiguous KV allocation: for measurement only
     scheduler/core/inspect/     views, invariants, step loads, and the leap of simulators
 
@@ -26,6 +27,7 @@ from scheduler.core.errors import (
     ResultMismatch,
     Unavailable,
 )
+from scheduler.core.fairness.account import DEFAULT_TENANT, Account, TenantTerms, TermsOf
 from scheduler.core.inspect.invariants import check_invariants
 from scheduler.core.inspect.leap import leap
 from scheduler.core.inspect.views import (
@@ -52,6 +54,7 @@ __all__ = [
     "CONTIGUOUS_EXACT",
     "CONTIGUOUS_POWER_OF_TWO",
     "CONTINUOUS",
+    "DEFAULT_TENANT",
     "DYNAMIC",
     "FCFS",
     "KV_ALLOCATIONS",
@@ -60,6 +63,7 @@ __all__ = [
     "PRIORITY",
     "STATIC",
     "TRANSITIONS",
+    "Account",
     "Admission",
     "Batching",
     "BeamParams",
@@ -94,6 +98,8 @@ __all__ = [
     "State",
     "StepPlan",
     "StepResult",
+    "TenantTerms",
+    "TermsOf",
     "TokenLogprobs",
     "Unavailable",
     "block_map",

@@ -5,6 +5,7 @@ from enum import Enum
 from math import inf
 
 from scheduler.core.errors import InvariantViolation
+from scheduler.core.fairness.account import NO_ACCOUNT, Account
 from scheduler.core.request import Request, SequenceParams
 
 
@@ -58,6 +59,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "account",
         "arrival",
         "block_table",
         "digests",
@@ -84,7 +86,8 @@ class Sequence:
         "write_limit",
     )
 
-    def __init__(self, request: Request, index: int, arrival: int) -> None:
+    def __init__(self, request: Request, index: int, arrival: int, account: Account = NO_ACCOUNT) -> None:
+        self.account = account
         self.request = request
         self.index = index
         self.arrival = arrival

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from quire.histogram import exemplar_labels
 from quire.logs import log_as, printable
+from scheduler.core import DEFAULT_TENANT
 from scheduler.telemetry.trace_context import TraceContext, parse_trace_context
 
 if TYPE_CHECKING:
@@ -29,12 +30,14 @@ class Caller:
     """The client of a request, as its connection and its headers describe it.
 
     address                   network address
+    tenant                    the tenant that the verified identity names
     traceparent, tracestate   headers of W3C Trace Context
     """
 
     address: str = ""
     traceparent: str | None = None
     tracestate: str | None = None
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,45 @@
+"""Chooses which running sequence is preempted: for lack of blocks, or because its tenant is ahead of one that waits."""
+
+from collections.abc import Iterable
+
+from scheduler.core.errors import InvariantViolation
+from scheduler.core.fairness.account import Account
+from scheduler.core.policy import Policy
+from scheduler.core.sequence import Sequence
+
+
+def victim_of_shortage(running: Iterable[Sequence], policy: Policy) -> Sequence:
+    """Returns the sequence to preempt if blocks are short.
+
+    It belongs to the tenant with the highest priority number, then with the most service; of its sequences it is the
+    last in the policy's order. Raises InvariantViolation if every sequence has its blocks promised.
+    """
+    candidates = [sequence for sequence in running if not sequence.is_guaranteed]
+    if not candidates:
+        raise InvariantViolation("the pool is short, and every running sequence has its blocks promised")
+    return _last(candidates, policy)
+
+
+def victim_of_shares(
+    running: Iterable[Sequence], left_behind: Sequence, max_ahead: float, policy: Policy
+) -> Sequence | None:
+    """Returns the sequence to preempt so that a tenant that waits gets its share; None if there is no need.
+
+    `left_behind` is first in the queue, and the last plan had no place for it. There is a need if another tenant, of
+    the same or a higher priority number, has received more than `max_ahead` since its last admission by which it is
+    ahead.
+    """
+    account = left_behind.account
+    candidates = [s for s in running if not s.is_guaranteed and _ahead(s.account, account) > max_ahead]
+    return _last(candidates, policy) if candidates else None
+
+
+def _last(candidates: list[Sequence], policy: Policy) -> Sequence:
+    return max(candidates, key=lambda s: (s.account.terms.priority, s.account.level, policy.order(s)))
+
+
+def _ahead(account: Account, behind: Account) -> float:
+    """Returns the service that `account` has received since its last admission, as far as it is ahead of `behind`."""
+    if account is behind or account.terms.priority < behind.terms.priority:
+        return 0.0
+    return account.level - max(account.mark, behind.level)
