@@ -1,6 +1,7 @@
 """The scheduler core: a pure state machine, with no clock and no I/O, in the standard library only.
 
     scheduler/core/*.py         the decision kernel
+    scheduler/core/tenants/     a tenant: its terms and its account
     scheduler/core/fairness/    the shares of tenants: accounts, the queue of all tenants, the choice of victims
     scheduler/core/baselines/   static and dynamic batching, contiguous KV allocation: for measurement only
     scheduler/core/inspect/     views, invariants, step loads, and the leap of simulators
@@ -27,7 +28,6 @@ from scheduler.core.errors import (
     ResultMismatch,
     Unavailable,
 )
-from scheduler.core.fairness.account import DEFAULT_TENANT, Account, TenantTerms, TermsOf
 from scheduler.core.inspect.invariants import check_invariants
 from scheduler.core.inspect.leap import leap
 from scheduler.core.inspect.views import (
@@ -47,6 +47,7 @@ from scheduler.core.request import BeamParams, Request, SequenceParams
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
 from scheduler.core.state import Counters, SchedulerState
+from scheduler.core.tenants.account import DEFAULT_TENANT, Account, TenantTerms, TermsOf
 
 __all__ = [
     "BATCHING",

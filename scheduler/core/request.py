@@ -3,7 +3,7 @@
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from scheduler.core.fairness.account import DEFAULT_TENANT
+from scheduler.core.tenants.account import DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)

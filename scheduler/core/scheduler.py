@@ -24,7 +24,6 @@ from math import inf
 from scheduler.core.capacity import check_fits, fits, max_tokens_per_sequence
 from scheduler.core.commit import commit
 from scheduler.core.errors import InvariantViolation
-from scheduler.core.fairness.account import TermsOf, equal_terms
 from scheduler.core.limits import SchedulerLimits
 from scheduler.core.modes import CONTINUOUS, PAGED, Batching, KVAllocation
 from scheduler.core.plan import Events, StepPlan, StepResult
@@ -33,6 +32,7 @@ from scheduler.core.policy import FCFS, Policy
 from scheduler.core.request import Request
 from scheduler.core.sequence import FinishReason
 from scheduler.core.state import SchedulerState
+from scheduler.core.tenants.account import TermsOf, equal_terms
 
 
 class Scheduler:

@@ -5,8 +5,8 @@ from enum import Enum
 from math import inf
 
 from scheduler.core.errors import InvariantViolation
-from scheduler.core.fairness.account import NO_ACCOUNT, Account
 from scheduler.core.request import Request, SequenceParams
+from scheduler.core.tenants.account import NO_ACCOUNT, Account
 
 
 class State(Enum):

@@ -17,7 +17,6 @@ from scheduler.core.active_request import ActiveRequest
 from scheduler.core.beam_group import BeamGroup
 from scheduler.core.deadlines import Deadlines
 from scheduler.core.errors import InvariantViolation
-from scheduler.core.fairness.account import TermsOf
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.fairness.fair_queue import FairQueue
 from scheduler.core.kv_cache import KVCache
@@ -27,6 +26,7 @@ from scheduler.core.request import Request
 from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import FinishReason, Sequence, State
 from scheduler.core.step import Step
+from scheduler.core.tenants.account import TermsOf
 from scheduler.core.waiting_queue import AdmissionQueue
 
 Ends = list[tuple[Sequence, FinishReason]]

@@ -1,32 +1,27 @@
-"""The accounts of all tenants: opens them, lifts the counter of a tenant that comes back, and charges service."""
+"""The accounts of all tenants: opens and forgets them, and charges service."""
 
 from collections.abc import Iterable, Iterator
 
-from scheduler.core.fairness.account import (
+from scheduler.core.sequence import Sequence
+from scheduler.core.tenants.account import (
     GENERATED_TOKEN_COST,
     PROMPT_LOGPROBS_COST,
     PROMPT_TOKEN_COST,
     Account,
     TermsOf,
 )
-from scheduler.core.sequence import Sequence
 
 MAX_IDLE_ACCOUNTS = 1024
 """Accounts of tenants without requests that are kept; beyond it, the account with the least service is forgotten."""
 
 
 class Accounts:
-    """The accounts by name of the tenant.
-
-    A tenant without requests saves no service for later: when it comes back, its counter is lifted to the smallest of
-    the tenants that have requests or, if none has, to that of the tenant that had the last one.
-    """
+    """The accounts by name of the tenant. `active` are those of tenants that have requests, an ordered set."""
 
     def __init__(self, terms_of: TermsOf) -> None:
         self._terms_of = terms_of
         self._accounts: dict[str, Account] = {}
-        self._last_level = 0.0
-        self.active: dict[Account, None] = {}  # an ordered set: accounts of tenants that have requests
+        self.active: dict[Account, None] = {}
 
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
@@ -39,11 +34,10 @@ class Accounts:
         return account
 
     def request_added(self, tenant: str) -> Account:
-        """Returns the account of the tenant of a new request, with its counter lifted if this is its only request."""
+        """Returns the account of the tenant of a new request."""
         account = self.of(tenant)
         if account.num_requests == 0:
             self._forget_idle()
-            account.raise_to(min((other.level for other in self.active), default=self._last_level))
             self.active[account] = None
         account.num_requests += 1
         return account
@@ -52,7 +46,6 @@ class Accounts:
         account.num_requests -= 1
         if account.num_requests == 0:
             del self.active[account]
-            self._last_level = account.level
 
     def charge_admission(self, sequence: Sequence) -> None:
         """Charges the prompt tokens that an admitted sequence computes. What is computed again is not charged again."""

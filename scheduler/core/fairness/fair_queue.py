@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from heapq import merge
 
 from scheduler.core.errors import CapacityExceeded, QueueFull
-from scheduler.core.fairness.account import Account
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.fairness.victims import victim_of_shares, victim_of_shortage
 from scheduler.core.kv_cache import KVCache
@@ -13,6 +12,7 @@ from scheduler.core.policy import Policy
 from scheduler.core.request import Request
 from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import Sequence
+from scheduler.core.tenants.account import Account
 from scheduler.core.waiting_queue import WaitingQueue
 
 
@@ -22,6 +22,10 @@ class FairQueue:
     The next sequence is the head of the tenant with the lowest priority number, then the smallest counter, then the
     head that arrived first. Tenants at a cap of their own are passed over. `holdings` returns the running batch and
     the KV cache.
+
+    A tenant saves no service for later: when it has nothing in the queue and adds a sequence, its counter is lifted to
+    the smallest of the tenants in the queue or, if the queue is empty, to that of the last tenant to leave it. The
+    counter of a tenant that is passed over is lifted to that of the tenant that is next.
     """
 
     due_s: float | None = None
@@ -39,6 +43,7 @@ class FairQueue:
         self._accounts = accounts
         self._holdings = holdings
         self._queues: dict[Account, WaitingQueue] = {}  # none of them is empty
+        self._last_to_leave = Account()
         self._num_waiting = 0
         self.num_prompt_tokens = 0
         self.left_behind: Sequence | None = None
@@ -53,16 +58,25 @@ class FairQueue:
 
     def first(self) -> Sequence | None:
         best: tuple[tuple[int, float, int], Sequence] | None = None
+        passed_over = []
         for account, queue in self._queues.items():
             if (head := queue.first()) is not None:
                 key = (account.terms.priority, account.level, head.arrival)
-                if (best is None or key < best[0]) and self._may_enter(head):
-                    best = (key, head)
-        return None if best is None else best[1]
+                if best is None or key < best[0]:
+                    if self.may_enter(head):
+                        best = (key, head)
+                    else:
+                        passed_over.append(account)
+        if best is None:
+            return None
+        for account in passed_over:
+            account.raise_to(best[1].account.level)
+        return best[1]
 
     def add(self, sequence: Sequence) -> None:
         queue = self._queues.get(sequence.account)
         if queue is None:
+            self._lift(sequence.account)
             queue = self._queues[sequence.account] = WaitingQueue(self._policy)
         queue.add(sequence)
         self._num_waiting += 1
@@ -76,17 +90,18 @@ class FairQueue:
         queue.remove(sequence)
         if not queue:
             del self._queues[sequence.account]
+            self._last_to_leave = sequence.account
         self._num_waiting -= 1
         self.num_prompt_tokens -= sequence.num_prompt_tokens
 
     def choose_victim(self, *, is_short: bool) -> Sequence | None:
         """Returns the sequence to preempt for lack of blocks, or else for a tenant that waits; None: no need."""
-        running = self._holdings()[0].running
+        batch, _ = self._holdings()
         if is_short:
-            return victim_of_shortage(running, self._policy)
+            return victim_of_shortage(batch.running, self._policy)
         if self.left_behind is None or len(self._accounts.active) == 1 or self.left_behind is not self.first():
             return None
-        return victim_of_shares(running, self.left_behind, self._limits.max_ahead, self._policy)
+        return victim_of_shares(batch, self.left_behind, self._limits.max_ahead, self._policy)
 
     def of(self, account: Account) -> WaitingQueue:
         """Returns the queue of one tenant, which may be empty."""
@@ -105,7 +120,11 @@ class FairQueue:
         most_requests, most_tokens = terms.max_waiting_requests, terms.max_waiting_prompt_tokens
         _check_takes(own, request, most_requests, most_tokens, " of yours")
 
-    def _may_enter(self, head: Sequence) -> bool:
+    def _lift(self, account: Account) -> None:
+        levels = [other.level for other in self._queues]
+        account.raise_to(min(levels, default=self._last_to_leave.level))
+
+    def may_enter(self, head: Sequence) -> bool:
         """Returns whether the caps of its tenant let a sequence into the batch.
 
         A sequence that can only be admitted with all its blocks promised waits while such sequences hold the tenant's

@@ -1,11 +1,13 @@
 """Chooses which running sequence is preempted: for lack of blocks, or because its tenant is ahead of one that waits."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from scheduler.core.errors import InvariantViolation
-from scheduler.core.fairness.account import Account
 from scheduler.core.policy import Policy
+from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import Sequence
+from scheduler.core.tenants.account import Account
 
 
 def victim_of_shortage(running: Iterable[Sequence], policy: Policy) -> Sequence:
@@ -20,17 +22,23 @@ def victim_of_shortage(running: Iterable[Sequence], policy: Policy) -> Sequence:
     return _last(candidates, policy)
 
 
-def victim_of_shares(
-    running: Iterable[Sequence], left_behind: Sequence, max_ahead: float, policy: Policy
-) -> Sequence | None:
+def victim_of_shares(batch: RunningBatch, left_behind: Sequence, max_ahead: float, policy: Policy) -> Sequence | None:
     """Returns the sequence to preempt so that a tenant that waits gets its share; None if there is no need.
 
-    `left_behind` is first in the queue, and the last plan had no place for it. There is a need if another tenant, of
-    the same or a higher priority number, has received more than `max_ahead` since its last admission by which it is
-    ahead.
+    `left_behind` is first in the queue, and the last plan had no place for it. There is a need if another tenant has
+    received more than `max_ahead` since its last admission by which it is ahead, and still generates more tokens a
+    step, in relation to its weight. For a tenant of a lower priority (a higher number) only the first part counts.
     """
     account = left_behind.account
-    candidates = [s for s in running if not s.is_guaranteed and _ahead(s.account, account) > max_ahead]
+    generating = Counter(sequence.account for sequence in batch.running)
+    generating.subtract(sequence.account for sequence in batch.prefilling)
+    over = {
+        other
+        for other in generating
+        if _ahead(other, account) > max_ahead
+        and (other.terms.priority > account.terms.priority or _rate(other, generating) > _rate(account, generating))
+    }
+    candidates = [s for s in batch.running if s.account in over and not s.is_guaranteed]
     return _last(candidates, policy) if candidates else None
 
 
@@ -42,4 +50,10 @@ def _ahead(account: Account, behind: Account) -> float:
     """Returns the service that `account` has received since its last admission, as far as it is ahead of `behind`."""
     if account is behind or account.terms.priority < behind.terms.priority:
         return 0.0
+    if account.terms.priority > behind.terms.priority:
+        return account.level - account.mark
     return account.level - max(account.mark, behind.level)
+
+
+def _rate(account: Account, generating: Mapping[Account, int]) -> float:
+    return generating[account] / account.terms.weight

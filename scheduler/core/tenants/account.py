@@ -63,13 +63,14 @@ class Account:
 
     @property
     def level(self) -> float:
-        """The virtual counter: service divided by the weight, plus what the tenant forwent while it had no requests."""
+        """The virtual counter: service divided by the weight, plus what the tenant forwent while none waited."""
         return self.lift + self.cost / self.terms.weight
 
     def raise_to(self, level: float) -> None:
         """Lifts the counter if it is lower."""
-        self.lift += max(0.0, level - self.level)
-        self.mark = self.level
+        missing = max(0.0, level - self.level)
+        self.lift += missing
+        self.mark += missing
 
 
 NO_ACCOUNT = Account("")
