@@ -31,6 +31,8 @@ class SchedulerConfig:
     http_allowed_hosts         names, separated by commas, under which browsers may request the live page in addition to
                                that of http_listen, localhost and addresses; for a reverse proxy. "*": any
     executor                   address of the executor: host:port, or unix:path
+    tenants                    file of tenants in TOML, read at start: weight, priority, caps and defaults of each;
+                               None: all tenants are equal
     policy                     order of the queue: "fcfs", "priority"
     batching                   "continuous"; for measurement only: "static", "dynamic"
     batch_timeout_s            maximum wait for a full batch, under dynamic batching
@@ -58,6 +60,7 @@ class SchedulerConfig:
     http_listen: str = "127.0.0.1:8080"
     http_allowed_hosts: str = ""
     executor: str = "127.0.0.1:50052"
+    tenants: str | None = None
     policy: str = "fcfs"
     batching: str = "continuous"
     batch_timeout_s: float = 0.05
