@@ -95,7 +95,7 @@ class RequestObserver:
 class ObservedRequest:
     """One request, from its arrival to its end."""
 
-    __slots__ = ("_client", "_facts", "_metrics", "_request_id", "_trace", "_trace_id", "arrival_s")
+    __slots__ = ("_client", "_facts", "_metrics", "_request_id", "_tenant", "_trace", "_trace_id", "arrival_s")
 
     def __init__(self, observer: RequestObserver, caller: Caller, request_id: object, is_chat: bool) -> None:
         self._metrics = observer.metrics
@@ -108,13 +108,14 @@ class ObservedRequest:
         else:
             self._trace_id = "" if parent is None else parent.trace_id
         self._client = caller.address
+        self._tenant = caller.tenant
         self._request_id = printable(request_id[:MAX_LOGGED_ID]) if isinstance(request_id, str) else ""
         self._facts: RequestFacts | None = None
         log_as(request_id=self._request_id, trace_id=self._trace_id)
 
     def refused(self, code: str) -> None:
         """Reports that the request never reached the queue. `code` is its status code, such as "invalid_argument"."""
-        self._metrics.rejected(code)
+        self._metrics.rejected(code, self._tenant)
         if log.isEnabledFor(logging.INFO):
             log.info("request refused", extra=self._ids() | {"status": code})
         if self._trace is not None:

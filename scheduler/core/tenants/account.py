@@ -12,8 +12,12 @@ PROMPT_TOKEN_COST = 1
 GENERATED_TOKEN_COST = 2
 """Service of a generated token of one sequence or beam, as in the paper: it occupies a row of a step by itself."""
 
-PROMPT_LOGPROBS_COST = 1
-"""Service, in addition to PROMPT_TOKEN_COST, of a prompt token that is reported with log-probabilities."""
+PROMPT_LOGPROBS_COST = 2
+"""Service, in addition to PROMPT_TOKEN_COST, of a prompt token that is reported with log-probabilities.
+
+On the CPU a prompt token with 20 log-probabilities took 2.3 to 3.6 times as long as one without
+(400 tokens, tiny model, 2026-11-22).
+"""
 
 
 @dataclass(frozen=True, slots=True)
