@@ -151,9 +151,7 @@ class Intake:
         prompt_token_ids = await self._prompt_token_ids(checker)
         # The bounds are read again because a smaller pool may have arrived while the text was tokenised.
         bounds, request_id = self._bounds(), self._engine.new_request_id()
-        request = checker.complete(
-            prompt_token_ids, bounds, request_id=request_id, deadline_s=deadline_s, tenant=tenant
-        )
+        request = checker.complete(prompt_token_ids, bounds, tenant, request_id=request_id, deadline_s=deadline_s)
         return checker, request
 
     def _bounds(self) -> ModelBounds:

@@ -73,14 +73,9 @@ class RequestChecker:
             self.chat = tuple(ChatMessage(each.role, each.content) for each in fields.get("chat.messages"))
 
     def complete(
-        self,
-        prompt_token_ids: list[int],
-        bounds: ModelBounds,
-        *,
-        request_id: int,
+        self, prompt_token_ids: list[int], bounds: ModelBounds, tenant: str = DEFAULT_TENANT, *, request_id: int,
         deadline_s: float | None,
-        tenant: str = DEFAULT_TENANT,
-    ) -> Request:
+    ) -> Request:  # fmt: skip
         """Returns the core's request. `bounds` may have changed since the request was checked.
 
         Raises InvalidRequest for a prompt that has no token or one that the model lacks (a tokenizer can have more

@@ -1,1 +1,1 @@
-"""What the operator grants each tenant: the file of tenants, and limits of requests and tokens a minute."""
+"""The settings of tenants: their file, and the limits of requests and tokens a minute."""

@@ -128,7 +128,7 @@ class FairQueue:
         """Returns whether the caps of its tenant let a sequence into the batch.
 
         A sequence that can only be admitted with all its blocks promised waits while such sequences hold the tenant's
-        share of the slots or of the pool, because nobody can take these back.
+        share of the slots or of the pool, because no other sequence can take these back.
         """
         account, batch = head.account, self._holdings()[0]
         if account.terms.max_num_seqs is not None:

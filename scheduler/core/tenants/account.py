@@ -22,7 +22,7 @@ On the CPU a prompt token with 20 log-probabilities took 2.3 to 3.6 times as lon
 
 @dataclass(frozen=True, slots=True)
 class TenantTerms:
-    """What the operator grants a tenant.
+    """The terms that the operator grants a tenant.
 
     weight                     share of the service, relative to the weights of other tenants that have requests
     priority                   tenants of a lower number are admitted first; shares hold among equal priorities

@@ -1,4 +1,4 @@
-"""A tenant finds the prefixes of nobody else, whatever salt it chooses."""
+"""A tenant finds only its own prefixes, whatever salt it chooses."""
 
 from scheduler.core import Request, Scheduler, SchedulerLimits, SequenceParams, StepResult
 from scheduler.requests.salts import tenant_salt
