@@ -48,6 +48,7 @@ def tenant_families(
         label = labels.of(account.name)
         service[label] += account.cost
         waiting[label] += len(queue.of(account))
+        running[label] += 0
         gap = level - least if least is not None and account.num_requests else 0.0
         ahead[label] = max(ahead.get(label, 0), int(gap))
     for sequence in core.state.batch.running:

@@ -30,7 +30,7 @@ def test_each_tenant_has_its_numbers() -> None:
     assert samples(scheduler, {"b": 3}) == {
         "quire_tenant_service": {"a": 5 + 2, "b": 0},
         "quire_tenant_ahead": {"a": 7, "b": 0},
-        "quire_tenant_sequences_running": {"a": 1},
+        "quire_tenant_sequences_running": {"a": 1, "b": 0},
         "quire_tenant_sequences_waiting": {"a": 0, "b": 2},
         "quire_tenant_requests_rejected": {"b": 3},
     }
