@@ -14,8 +14,9 @@ def victim_of_shortage(running: Iterable[Sequence], policy: Policy) -> Sequence:
     """Returns the sequence to preempt if blocks are short.
 
     It belongs to the tenant with the highest priority number, then with the most service; of its sequences it is the
-    last in the policy's order: the sequence with the fewest computed tokens would lose less at once, but in a pool that
-    is always short it is preempted so often that more tokens are recomputed. Raises InvariantViolation if every sequence has its blocks promised.
+    last in the policy's order. The sequence with the fewest computed tokens would lose less at once, but in a pool that
+    is always short more tokens are then recomputed. Raises InvariantViolation if all sequences have their blocks
+    promised.
     """
     candidates = [sequence for sequence in running if not sequence.is_guaranteed]
     if not candidates:
