@@ -58,6 +58,8 @@ class SchedulerConfig:
     executor_tls_key           PEM file with its private key
     executor_name              subject alternative name that the executor's certificate must have
     takeover                   take the executor from the scheduler that holds it, once, at the start
+    tenants                    file of tenants in TOML, read at start: weight, priority, caps and defaults of each;
+                               None: all tenants are equal
     policy                     order of the queue: "fcfs", "priority"
     batching                   "continuous"; for measurement only: "static", "dynamic"
     batch_timeout_s            maximum wait for a full batch, under dynamic batching
@@ -102,6 +104,7 @@ class SchedulerConfig:
     executor_tls_key: str | None = None
     executor_name: str | None = None
     takeover: bool = False
+    tenants: str | None = None
     policy: str = "fcfs"
     batching: str = "continuous"
     batch_timeout_s: float = 0.05

@@ -36,6 +36,7 @@ from scheduler.servers.grpc_server import GrpcServer
 from scheduler.servers.http_server import HttpServer
 from scheduler.servers.refusals import Refusals
 from scheduler.telemetry.metrics import SchedulerMetrics
+from scheduler.tenants.settings import Tenants, TenantsError
 from scheduler.text.chat import ChatRenderer, load_template
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
 from scheduler.text.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ def run(config: SchedulerConfig) -> int:
         return asyncio.run(serve(config, model))
     except AddressInUse as error:
         return _give_up(error, EXIT_ADDRESS_IN_USE)
-    except (ConfigError, CheckpointError, AddressUnusable, KeyFileError, TlsError) as error:
+    except (ConfigError, CheckpointError, AddressUnusable, KeyFileError, TlsError, TenantsError) as error:
         return _give_up(error, EXIT_BAD_CONFIG)
 
 
@@ -102,12 +103,13 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
             metrics.planned(plan, duration_s)
             plans.planned(core, plan)
 
-        engine = Engine(client, from_fields(EngineOptions, config), on_plan)
+        tenants = Tenants.load(config.tenants)
+        engine = Engine(client, from_fields(EngineOptions, config, tenants), on_plan)
         metrics.engine = engine
         tracer = None if config.otlp_endpoint is None else _tracer(config.otlp_endpoint)
         if tracer is not None:
             cleanup.push_async_callback(asyncio.to_thread, tracer.close)
-        intake = Intake(engine, model, metrics, max_streams=config.max_streams, tracer=tracer)
+        intake = Intake(engine, model, metrics, max_streams=config.max_streams, tracer=tracer, tenants=tenants)
         access = _access(config, metrics)
         grpc_server = GrpcServer(
             engine,

@@ -35,6 +35,7 @@ from scheduler.engine.loop_signal import LoopSignal
 from scheduler.engine.readiness import Readiness, ServerState
 from scheduler.engine.session import Session, log_exceptions
 from scheduler.engine.step_trace import StepTraces
+from scheduler.engine.wait_prediction import WaitPrediction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -76,6 +77,7 @@ class Engine:
         self._session: Session | None = None
         self._description: ModelDescription | None = None
         self._dispatcher = EventDispatcher()
+        self._waits = WaitPrediction()
         self._num_requests = 0
         self.traces = StepTraces()
 
@@ -142,6 +144,7 @@ class Engine:
         if self._readiness.is_draining:
             raise Unavailable("the server is draining")
         now_s = time.monotonic()
+        self._waits.check(self._core, request, now_s)
         try:
             self._core.add(request, now_s)
         except QueueFull as error:
@@ -276,6 +279,8 @@ class Engine:
     # --- telling the clients ----------------------------------------------------------------------------------
 
     def _tell(self, events: Events) -> None:
+        if self._scheduler is not None:
+            self._waits.committed(self._scheduler, events, time.monotonic())
         self._carry_out(self._dispatcher.dispatch(events))
 
     def _carry_out(self, follow_ups: FollowUps) -> None:

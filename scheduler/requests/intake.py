@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,8 @@ from scheduler.requests.status import code_of
 from scheduler.requests.validation import RequestChecker
 from scheduler.requests.write_queue import WriteQueue
 from scheduler.telemetry.request_observer import Caller, ObservedRequest, RequestFacts, RequestObserver, Tracer
+from scheduler.tenants.rate_limits import RateLimits
+from scheduler.tenants.settings import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -61,12 +63,15 @@ class Intake:
         *,
         max_streams: int = 8192,
         tracer: Tracer | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self._engine = engine
         self._model = model
         self._observer = RequestObserver(metrics, tracer)
         self._limits = limits or RequestLimits()
         self._max_streams = max_streams
+        self._tenants = tenants or Tenants()
+        self._rates = RateLimits(self._tenants)
         self._num_streams = 0
         self._write_queue = WriteQueue()
         self._client_request_ids: dict[int, str] = {}
@@ -85,12 +90,13 @@ class Intake:
             raise QueueFull(f"{self._max_streams} streams are open")
         self._num_streams += 1
         try:
-            request, stream, request_metrics = await self._admit(fields, deadline_s, observed)
+            request, stream, request_metrics = await self._admit(fields, caller.tenant, deadline_s, observed)
             try:
                 yield stream
             finally:
                 self._engine.cancel(request.request_id)
                 stream.close()
+                self._rates.add_tokens(caller.tenant, request_metrics.num_tokens)
                 request_metrics.ended(FinishReason.CANCELLED)  # has no effect if the request has ended already
                 del self._client_request_ids[request.request_id]
         finally:
@@ -113,10 +119,12 @@ class Intake:
         return self._observer.arrived(caller, request_id=fields.get("request_id"), is_chat="chat.messages" in fields)
 
     async def _admit(
-        self, fields: RequestFields, deadline_s: float | None, observed: ObservedRequest
+        self, fields: RequestFields, tenant: str, deadline_s: float | None, observed: ObservedRequest
     ) -> tuple[Request, ResponseStream, RequestMetrics]:
         try:
-            checker, request = await self._check(fields, deadline_s)
+            self._rates.take_request(tenant)
+            checker, request = await self._check(fields, tenant, deadline_s)
+            self._rates.take_tokens(tenant, len(request.prompt_token_ids))
             settings = checker.stream_settings(request)
             request_metrics = observed.admitted(self._facts(request, settings))
             # The answer in a chat is a separate text; any other output continues its prompt.
@@ -135,13 +143,16 @@ class Intake:
         return request, stream, request_metrics
 
     async def _check(
-        self, fields: RequestFields, deadline_s: float | None, tenant: str = "default"
+        self, fields: RequestFields, tenant: str, deadline_s: float | None
     ) -> tuple[RequestChecker, Request]:
-        checker = RequestChecker(fields, self._limits, self._bounds(), self._model.defaults, random.getrandbits(64))
+        settings = self._tenants.settings_of(tenant)
+        defaults = replace(self._model.defaults, max_tokens=settings.default_max_tokens, num_samples=settings.default_n)
+        checker = RequestChecker(fields, self._limits, self._bounds(), defaults, random.getrandbits(64))
         prompt_token_ids = await self._prompt_token_ids(checker, tenant)
         # The bounds are read again because a smaller pool may have arrived while the text was tokenised.
         bounds, request_id = self._bounds(), self._engine.new_request_id()
-        return checker, checker.complete(prompt_token_ids, bounds, request_id=request_id, deadline_s=deadline_s)
+        request = checker.complete(prompt_token_ids, bounds, tenant, request_id=request_id, deadline_s=deadline_s)
+        return checker, request
 
     def _bounds(self) -> ModelBounds:
         if self._engine.state is ServerState.DRAINING:

@@ -21,7 +21,6 @@ from scheduler.servers.descriptors import max_grpc_connections
 from scheduler.servers.grpc_access import AccessInterceptor
 
 if TYPE_CHECKING:
-
     from scheduler.engine.engine import Engine
     from scheduler.servers.admin_server import AdminServer
     from scheduler.servers.generation_server import GenerationServer
