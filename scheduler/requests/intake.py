@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from scheduler.core import FinishReason, QueueFull, Request, Unavailable
+from scheduler.core import FinishReason, Request, Unavailable
 from scheduler.engine.engine import ServerState
 from scheduler.requests.limits import ModelBounds, RequestLimits
+from scheduler.requests.open_streams import OpenStreams
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.status import code_of
 from scheduler.requests.validation import RequestChecker
@@ -50,8 +51,8 @@ class ServedModel:
 class Intake:
     """Admits the requests of all servers.
 
-    At most `max_streams` streams are open at once. The engine limits waiting and running requests; this limit also
-    covers finished ones, which are kept as long as a slow client reads them.
+    `OpenStreams` limits the streams that are open at once. The engine limits waiting and running requests; this limit
+    also covers finished ones, which are kept as long as a slow client reads them.
     """
 
     def __init__(
@@ -69,10 +70,9 @@ class Intake:
         self._model = model
         self._observer = RequestObserver(metrics, tracer)
         self._limits = limits or RequestLimits()
-        self._max_streams = max_streams
         self._tenants = tenants or Tenants()
         self._rates = RateLimits(self._tenants)
-        self._num_streams = 0
+        self._streams = OpenStreams(max_streams)
         self._write_queue = WriteQueue()
         self._client_request_ids: dict[int, str] = {}
 
@@ -85,11 +85,7 @@ class Intake:
         `deadline_s` is a reading of time.monotonic(). Raises InvalidRequest, CapacityExceeded, QueueFull, Unavailable.
         """
         observed = self._observed(fields, caller)
-        if self._num_streams >= self._max_streams:
-            observed.refused(code_of(QueueFull("")).name.lower())
-            raise QueueFull(f"{self._max_streams} streams are open")
-        self._num_streams += 1
-        try:
+        with self._streams.opened(caller.tenant, observed):
             request, stream, request_metrics = await self._admit(fields, caller.tenant, deadline_s, observed)
             try:
                 yield stream
@@ -99,8 +95,6 @@ class Intake:
                 self._rates.add_tokens(caller.tenant, request_metrics.num_tokens)
                 request_metrics.ended(FinishReason.CANCELLED)  # has no effect if the request has ended already
                 del self._client_request_ids[request.request_id]
-        finally:
-            self._num_streams -= 1
 
     def refused(self, fields: RequestFields, caller: Caller, error: Exception) -> None:
         """Counts and logs a request that its server could not read; `fields` holds the fields that could be read."""

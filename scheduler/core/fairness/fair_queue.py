@@ -110,13 +110,24 @@ class FairQueue:
     def check_takes(self, request: Request) -> None:
         """Raises QueueFull if the queue, or its tenant's, is at its bound of requests or of prompt tokens.
 
-        Raises CapacityExceeded if the tenant may never run as many sequences at once.
+        A tenant cannot keep the others out: when the queue is full, it still takes requests of tenants that hold less
+        than an equal part of it, up to twice its bounds. Raises CapacityExceeded if the tenant may never run as many
+        sequences at once.
         """
         account, limits = self._accounts.of(request.tenant), self._limits
         terms, own = account.terms, self.of(account)
         if terms.max_num_seqs is not None and request.num_slots > terms.max_num_seqs:
             raise CapacityExceeded(f"{request.num_slots} sequences in one request, you may run {terms.max_num_seqs}")
-        _check_takes(self, request, limits.max_waiting_requests, limits.max_waiting_prompt_tokens, "")
+        num_parts = len({*self._queues, account})
+        try:
+            _check_takes(self, request, limits.max_waiting_requests, limits.max_waiting_prompt_tokens, "")
+        except QueueFull:
+            if num_parts == 1:
+                raise
+            twice = (2 * limits.max_waiting_requests, 2 * limits.max_waiting_prompt_tokens)
+            _check_takes(self, request, *twice, "")
+            part = (limits.max_waiting_requests // num_parts, limits.max_waiting_prompt_tokens // num_parts)
+            _check_takes(own, request, *part, " of yours")
         most_requests, most_tokens = terms.max_waiting_requests, terms.max_waiting_prompt_tokens
         _check_takes(own, request, most_requests, most_tokens, " of yours")
 
