@@ -27,8 +27,8 @@ class Supervisor:
     """Starts the children in the order of `specs` and keeps them running until `stop` ends them in the same order.
 
     A child that ends is restarted under `policy`, again and again. Only before `until_ready` has returned, an end can
-    be a failure: the policy says which. `until_ready`, `failure` and `beside` report failures. Use it as an async context
-    manager: leaving it stops the children that still run.
+    be a failure: the policy says which. `until_ready`, `failure` and `beside` report failures. Use it as an async
+    context manager: leaving it stops the children that still run.
     """
 
     def __init__(

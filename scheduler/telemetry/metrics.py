@@ -105,6 +105,9 @@ class SchedulerMetrics(Collector):
         yield families.gauge("quire_ready", "1 while requests are served, like /readyz, otherwise 0", int(is_serving))
         if engine is None or core is None:
             return
+        yield families.counter(
+            "quire_engine_failures", "Unexpected errors after which all requests failed", engine.failures.num_failures
+        )
         yield from self._request_families(families)
         yield families.gauge(
             "quire_queue_oldest_age_seconds",
