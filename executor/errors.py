@@ -21,5 +21,9 @@ class PlanRejected(ExecutorError):
     """The scheduler sent a plan that is malformed or breaks a rule of the plan stream. No part of it was run."""
 
 
+class ModelBroken(ExecutorError):
+    """The model computes nothing usable any more. Only a new process, which loads the weights again, can help."""
+
+
 class EpochRefused(ExecutorError):
     """The scheduler sent an old epoch, or left a gap in the step ids."""

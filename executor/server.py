@@ -63,7 +63,7 @@ class Server:
             idle_work=model.idle_work,
         )
         self.metrics = _metrics(model, config.listen_address)
-        self._servicer = ExecutorServicer(self._device, self._describe, self.metrics.observe_step)
+        self._servicer = ExecutorServicer(self._device, self._describe, self.metrics.observe)
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(options=_OPTIONS)
 

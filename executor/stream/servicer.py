@@ -9,7 +9,7 @@ import grpc
 from executor.device.device_thread import DeviceThread, EndOfPlans, Failure, FailureKind, LivenessProbe, Marker, Step
 from executor.errors import EpochRefused, PlanRejected
 from executor.plans import plan_wire
-from executor.plans.plan import StepTimings
+from executor.plans.plan import StepOutput
 from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
@@ -29,8 +29,8 @@ _STATUS = {
 class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
     """Serves plan streams. The stream with the highest epoch has the device."""
 
-    def __init__(self, device: DeviceThread, describe: Describe, observe: Callable[[StepTimings], None]) -> None:
-        """Calls `observe` with the timings of each step, on the event loop."""
+    def __init__(self, device: DeviceThread, describe: Describe, observe: Callable[[StepOutput], None]) -> None:
+        """Calls `observe` with the output of each step, on the event loop."""
         self._device = device
         self._describe = describe
         self._observe = observe
@@ -68,7 +68,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             while not isinstance(outcome := await stream.outcome(), EndOfPlans):
                 if isinstance(outcome, Failure):
                     await context.abort(_STATUS[outcome.kind], outcome.message)
-                self._observe(outcome.timings)
+                self._observe(outcome)
                 yield plan_wire.output_to_message(outcome)
         finally:
             reader.cancel()

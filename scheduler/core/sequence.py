@@ -23,6 +23,7 @@ class FinishReason(Enum):
     DEADLINE = "deadline"
     ERROR = "error"
     CAPACITY = "capacity"
+    NOT_FINITE = "not_finite"
 
 
 TRANSITIONS: dict[State, dict[State, str]] = {

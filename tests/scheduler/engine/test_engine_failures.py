@@ -3,8 +3,7 @@
 import asyncio
 import errno
 import logging
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +14,9 @@ from scheduler.engine.failures import MAX_FAILURES, WINDOW_S, Failures
 from scheduler.telemetry.metrics import SchedulerMetrics
 from tests.support.scheduler.engine_rig import engine_options, running_engine, submit
 from tests.support.scheduler.fake_client import FakeClient, FakeStream
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 ERRORS = [MemoryError(), OSError(errno.EMFILE, "too many open files"), RuntimeError("on purpose")]
 PLACES: list[tuple[type, str]] = [
