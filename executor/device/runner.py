@@ -84,10 +84,10 @@ class ModelRunner:
         token_ids, end_reasons = np.zeros(len(step.reporting), np.int32), np.zeros(len(step.reporting), np.uint8)
         is_live = np.zeros(len(step.reporting), dtype=np.bool_)
         logprobs: Logprobs | None = None
+        failed = self._finite.failed(step, logits) if logits is not None else np.zeros(0, dtype=np.bool_)
         if logits is not None and step.sampling.size:
             places = np.searchsorted(step.reporting, step.sampling)
             own_logits = _sampled_logits(step, logits)
-            failed = self._finite.failed(step, logits)
             if failed.any():  # the kernels that sample and rank expect numbers
                 own_logits = own_logits.clone()
                 own_logits[torch.from_numpy(failed).to(logits.device)] = 0

@@ -3,17 +3,20 @@
 import asyncio
 import errno
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from scheduler.core import Scheduler
+from scheduler.core import FinishReason, Scheduler, StepResult
 from scheduler.engine.dispatcher import EventDispatcher
 from scheduler.engine.engine import Engine, ServerState
 from scheduler.engine.failures import MAX_FAILURES, WINDOW_S, Failures
 from scheduler.telemetry.metrics import SchedulerMetrics
+from tests.support.core.fake_executor import expected_output
 from tests.support.scheduler.engine_rig import engine_options, running_engine, submit
-from tests.support.scheduler.fake_client import FakeClient, FakeStream
+from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient, FakeStream
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -168,3 +171,32 @@ async def test_failures_are_counted_in_a_metric(monkeypatch: pytest.MonkeyPatch)
         await asyncio.wait_for(sink.done.wait(), 10)
         lines = metrics.render().decode().splitlines()
     assert [line.split()[-1] for line in lines if line.startswith("quire_engine_failures_total{")] == ["1.0"]
+
+
+async def test_a_sequence_without_finite_logits_fails_its_request_and_no_other() -> None:
+    """Its last token has no meaning and reaches no client. The other samples of the request end with it."""
+    client = FakeClient()
+    num_steps = 0
+
+    def alter(result: StepResult) -> StepResult:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps != 4:
+            return result
+        reasons: list[FinishReason | None] = [FinishReason.NOT_FINITE, *[None] * (len(result.token_ids) - 1)]
+        return replace(result, end_reasons=reasons)
+
+    client.alter = alter
+    async with running_engine(client) as engine:
+        failing = submit(engine, [1, 2, 3], 150, seeds=(1, 2))
+        others = [submit(engine, [i, 5], 20) for i in range(3)]
+        await asyncio.wait_for(failing.done.wait(), 10)
+        assert failing.has_failed
+        assert failing.reasons == {0: FinishReason.NOT_FINITE}
+        expected, _ = expected_output([1, 2, 3], failing.request.params, 1, DESCRIPTION.vocab_size)
+        assert failing.outputs.get(0, []) == expected[: len(failing.outputs.get(0, []))]
+        for other in others:
+            await other.check()
+        assert engine.core is not None
+        await until(lambda: engine.core is not None and not engine.core.num_unfinished_requests)
+        assert engine.failures.num_failures == 0

@@ -49,7 +49,7 @@ class RecordingSink:
         self.first_token.set()
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
-        if reason is FinishReason.ERROR:  # ends the request as a whole
+        if reason in (FinishReason.ERROR, FinishReason.NOT_FINITE):  # ends the request as a whole
             self.has_failed = True
             self.done.set()
             self.reasons.setdefault(index, reason)
