@@ -71,7 +71,7 @@ class Server:
         )
         self.metrics = _metrics(model, config.listen_address)
         limits = model.runner.limits
-        self._servicer = ExecutorServicer(self._device, limits, _description(model), self.metrics.observe_step)
+        self._servicer = ExecutorServicer(self._device, limits, _description(model), self.metrics.observe)
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(
             interceptors=[PeerCheck(config.scheduler_name)] if config.scheduler_name else [],

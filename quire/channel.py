@@ -17,6 +17,12 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Despite its name, this limits one connection attempt. A server on a busy machine may answer late; where there is
     # no server, the attempt fails at once.
     ("grpc.min_reconnect_backoff_ms", 10_000),
+    # Ends streams with UNAVAILABLE within half a minute if the server is stopped or unreachable. A server of Quire
+    # permits a ping every ten seconds; gRPC itself would stop pinging after two pings without data.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, is_local
+from quire.log_writer import put_line
 from quire.tls import TlsError, TlsFiles, channel_credentials
 from scheduler.config import ConfigError, SchedulerConfig
 from scheduler.core import Scheduler, StepPlan
@@ -178,7 +179,7 @@ def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
         if state is ServerState.SERVING and not has_announced:
             has_announced = True
             name = engine.description.model_name
-            print(f"ready grpc={grpc_address} http={http_address} model={name}", flush=True)
+            put_line(sys.stdout, f"ready grpc={grpc_address} http={http_address} model={name}")
 
     log.info("listening: grpc=%s http=%s", grpc_address, http_address)
     engine.on_state_change(announce)
@@ -251,5 +252,5 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 
 def _give_up(error: Exception, exit_code: int) -> int:
-    print(f"quire scheduler: {error}", file=sys.stderr)
+    put_line(sys.stderr, f"quire scheduler: {error}")
     return exit_code

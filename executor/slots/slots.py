@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Fork, Ints, StepPlan
+from executor.plans.plan import EndReason, Fork, Ints, StepPlan
 from executor.plans.plan_check import project
 from executor.plans.slot_counters import SlotCounters
 from executor.plans.written_blocks import WrittenBlocks
@@ -142,12 +142,17 @@ class Slots:
         """Returns how to sample the next token of each slot."""
         return self._sampling.draw(slots, self.counters.num_tokens[slots], self._changes.of(slots))
 
-    def append(self, slots: Ints, token_ids: Ints) -> NDArray[np.uint8]:
-        """Appends sampled tokens. Returns the end reason of each, EndReason.GOES_ON for most."""
+    def append(self, slots: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None = None) -> NDArray[np.uint8]:
+        """Appends sampled tokens. Returns the end reason of each, EndReason.GOES_ON for most.
+
+        failed  slots whose token has no meaning, because their logits are not finite
+        """
         counters = self.counters
         self.token_ids[slots, counters.num_tokens[slots]] = token_ids
         counters.num_tokens[slots] += 1
         reasons = self._sampling.end_reasons(slots, token_ids, counters.num_tokens[slots])
+        if failed is not None:
+            reasons[failed] = EndReason.NOT_FINITE
         counters.has_ended[slots] = reasons != 0
         self._changes.count(slots, token_ids)
         return reasons

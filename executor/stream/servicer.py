@@ -10,7 +10,7 @@ from executor.device.device_thread import DeviceThread, EndOfPlans, Failure, Fai
 from executor.errors import EpochRefused, LeaseRefused, PlanRejected
 from executor.plans import plan_wire
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import StepTimings
+from executor.plans.plan import StepOutput
 from executor.plans.plan_size import check_size
 from executor.stream.leases import Leases
 from executor.stream.plan_session import PlanSession
@@ -48,9 +48,9 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         device: DeviceThread,
         limits: PlanLimits,
         description: pb.DescribeResponse,
-        observe: Callable[[StepTimings], None],
+        observe: Callable[[StepOutput], None],
     ) -> None:
-        """Calls `observe` with the timings of each step, on the event loop."""
+        """Calls `observe` with the output of each step, on the event loop."""
         self._device = device
         self._limits = limits
         self._description = description
@@ -88,7 +88,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             while not isinstance(outcome := await stream.outcome(), EndOfPlans):
                 if isinstance(outcome, Failure):
                     await context.abort(_STATUS[outcome.kind], outcome.message)
-                self._observe(outcome.timings)
+                self._observe(outcome)
                 yield pb.RunResponse(result=plan_wire.output_to_message(outcome))
         finally:
             if reader is not None:

@@ -50,7 +50,7 @@ class _Show:
 
 
 async def run(values: Mapping[str, Any], console: Console, scenes: tuple[Scene, ...] = SCENES) -> int:
-    """Runs the demonstration; returns the exit code. Raises ChildFailed if a service cannot be started or keeps dying.
+    """Runs the demonstration; returns the exit code. Raises ChildFailed if a service cannot be started.
 
     values  fields of the services' configurations, the model among them
     """

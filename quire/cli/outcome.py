@@ -13,6 +13,7 @@ from quire.cli import exit_codes
 from quire.cli.services import ConfigError
 from quire.cli.supervisor import ChildFailed
 from quire.errors import InvalidRequestError, QuireError
+from quire.log_writer import put_line
 from quire.model_path import ModelNotFound
 from quire.tls import TlsError
 from scheduler.identity.key_file import KeyFileError
@@ -39,5 +40,5 @@ def reported() -> Iterator[None]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    print(f"quire: {message}", file=sys.stderr, flush=True)
+    put_line(sys.stderr, f"quire: {message}")
     raise typer.Exit(code)

@@ -25,6 +25,7 @@ class FinishReason(Enum):
     ERROR = "error"
     CAPACITY = "capacity"
     MODEL_CHANGED = "model_changed"
+    NOT_FINITE = "not_finite"
 
 
 TRANSITIONS: dict[State, dict[State, str]] = {

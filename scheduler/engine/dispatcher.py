@@ -40,14 +40,15 @@ class Sink(Protocol):
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
         """Called when a sequence ends. Beams come with a score, the best one first, each right after all its tokens.
-        The reasons ERROR and MODEL_CHANGED end the request as a whole, whatever the index."""
+        The reasons ERROR, MODEL_CHANGED and NOT_FINITE end the request as a whole, whatever the index."""
 
 
 @dataclass(slots=True)
 class FollowUps:
     """Lists what the engine has to do after a dispatch.
 
-    broken    requests whose sink raised an exception; the dispatcher has removed them, and the core has to cancel them
+    broken    requests that have failed, such as by an exception of their sink; the dispatcher has removed them, and the
+              core has to cancel them
     stops     (request id, index) of sequences that a sink asked to stop
     finished  by request: the first of its sequences that has ended, and the reason; the request may have ended with it
     """
@@ -105,6 +106,7 @@ class EventDispatcher:
         """Reports events to the sinks: starts, prompt log-probabilities, tokens, beams, and then the ends."""
         self._is_dispatching = True
         try:
+            self._tell_failures(events)
             self._tell_starts(events)
             self._tell_tokens(events)
             self._tell_beams(events)
@@ -127,6 +129,14 @@ class EventDispatcher:
             except Exception:
                 log.exception("a sink failed as its request did", extra=_log_fields(sink))
             self.forget(request_id)
+
+    def _tell_failures(self, events: Events) -> None:
+        """Ends requests whose last token has no meaning, before any client receives it."""
+        for sequence, reason in events.finished:
+            if reason is FinishReason.NOT_FINITE and (sink := self._sink_of(sequence)) is not None:
+                log.error("%r: the model returned numbers that are not finite", sequence, extra=_log_fields(sink))
+                self._tell(sequence, sink.finished, sequence.index, reason, sequence.num_preemptions)
+                self._give_up(sequence)
 
     def _tell_starts(self, events: Events) -> None:
         for sequence in events.started:

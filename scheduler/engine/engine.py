@@ -20,7 +20,6 @@ from scheduler.core import (
     ExecutorLost,
     ExecutorNotOurs,
     FinishReason,
-    InvariantViolation,
     KVUsage,
     QueueFull,
     Request,
@@ -31,6 +30,7 @@ from scheduler.core import (
 )
 from scheduler.engine.attachment import attach, requests_with_output
 from scheduler.engine.dispatcher import EventDispatcher, FollowUps
+from scheduler.engine.failures import Failures
 from scheduler.engine.loop_signal import LoopSignal
 from scheduler.engine.readiness import Readiness, ServerState
 from scheduler.engine.session import Session, log_exceptions
@@ -80,6 +80,7 @@ class Engine:
         self._waits = WaitPrediction()
         self._num_requests = 0
         self.traces = StepTraces()
+        self.failures = Failures()
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -146,7 +147,8 @@ class Engine:
         now_s = time.monotonic()
         self._waits.check(self._core, request, now_s)
         try:
-            self._core.add(request, now_s)
+            with self._signal.report_bugs():
+                self._core.add(request, now_s)
         except QueueFull as error:
             retry_after_s = min(30.0, max(0.1, self._dispatcher.finish_interval_s))
             raise QueueFull(str(error), retry_after_s) from error
@@ -160,7 +162,7 @@ class Engine:
         """Ends a request in any state; its sink receives no more events. An unknown id is no error."""
         if self._dispatcher.forget(request_id):
             self._requests_ended()
-            with self._signal.defer_invariant_errors():
+            with self._signal.defer_errors():
                 self._core.cancel(request_id)
 
     def stop(self, request_id: int, index: int) -> None:
@@ -169,7 +171,7 @@ class Engine:
         A sink may call this from its `tokens` method: the sequence then ends after the dispatch.
         """
         if request_id in self._dispatcher and not self._dispatcher.defer_stop(request_id, index):
-            with self._signal.defer_invariant_errors():
+            with self._signal.defer_errors():
                 self._tell(self._core.stop(request_id, index))
 
     def reset_prefix_cache(self) -> int:
@@ -188,7 +190,14 @@ class Engine:
     # --- sessions ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serves until cancelled. When an executor is lost, reconnects and resumes the requests."""
+        """Serves until cancelled. An unexpected error fails all requests; raises it if such errors do not end."""
+        try:
+            await self.failures.outlast(self._serve_executors, self._begin_anew, self.traces.last_committed)
+        finally:
+            self._readiness.update(is_attached=False)
+
+    async def _serve_executors(self) -> None:
+        """Serves in one session after the other. When an executor is lost, reconnects and resumes the requests."""
         pause_s = 0.0
         while True:
             try:
@@ -210,10 +219,6 @@ class Engine:
                     log.warning("executor lost: %s", error)
                 else:
                     log.info("%s", error)
-                self._detach()
-            except InvariantViolation as error:
-                log.critical("the core violates an invariant: %s; all requests fail, and a new core replaces it", error)
-                self._replace_core()
                 self._detach()
 
     async def _attach(self) -> Session:
@@ -244,20 +249,20 @@ class Engine:
         self._session = None
         self.traces.drop_in_flight()
         if self._scheduler is not None:
-            with self._signal.defer_invariant_errors():
+            with self._signal.defer_errors():
                 self._tell(self._scheduler.executor_lost(time.monotonic()))
         self._readiness.update(is_attached=False, trouble=trouble)
 
-    def _replace_core(self) -> None:
-        """Replaces the core after it has violated an invariant, and fails all requests.
-
-        No request can continue (I11): the core's state may be wrong, and the results of its last step may have reached
-        the core but not the clients.
-        """
+    async def _begin_anew(self, pause_s: float) -> None:
+        """Replaces the core, whose state may be wrong (I11), fails all requests, and waits for `pause_s`."""
         self._signal.forget_error()
-        self._scheduler = self._options.new_core(self.description)
+        self._scheduler = None
         self._dispatcher.fail_all()
         self._requests_ended()
+        if self._description is not None:
+            self._scheduler = self._options.new_core(self._description)
+        self._detach()
+        await self._expire_during(asyncio.sleep(pause_s))
 
     async def _expire_during(self, awaited: Coroutine[None, None, T]) -> T:
         """Returns the result of `awaited`. Meanwhile expires requests, because no executor is attached."""
@@ -286,7 +291,7 @@ class Engine:
     def _carry_out(self, follow_ups: FollowUps) -> None:
         """Carries out what a dispatch has collected. Stops come before ends, because they can end requests."""
         for request_id in follow_ups.broken:
-            with self._signal.defer_invariant_errors():
+            with self._signal.defer_errors():
                 self._core.cancel(request_id)
         for request_id, index in follow_ups.stops:
             self.stop(request_id, index)

@@ -28,6 +28,7 @@ _END_REASONS: dict[int, FinishReason | None] = {
     pb.END_REASON_EOS: FinishReason.EOS,
     pb.END_REASON_LENGTH: FinishReason.LENGTH,
     pb.END_REASON_STOP: FinishReason.STOP,
+    pb.END_REASON_NOT_FINITE: FinishReason.NOT_FINITE,
 }
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from enum import Enum
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+log = logging.getLogger(__name__)
 
 
 class ServerState(Enum):
@@ -61,4 +65,7 @@ class Readiness:
         if state is not self.state:
             self.state = state
             for callback in self._callbacks:
-                callback(state)
+                try:
+                    callback(state)
+                except Exception:
+                    log.exception("an observer of the server's state failed")

@@ -44,6 +44,7 @@ FAILURES = {
         RequestFailed,
         "the executor came back with other weights: the rest of the text would come from another model",
     ),
+    FinishReason.NOT_FINITE: (RequestFailed, "the model returned numbers that are not finite"),
     FinishReason.ERROR: (RequestFailed, "the request failed inside the server; see the server's log"),
 }
 

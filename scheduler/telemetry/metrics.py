@@ -120,6 +120,9 @@ class SchedulerMetrics(Collector):
         )
         if engine is None or core is None:
             return
+        yield families.counter(
+            "quire_engine_failures", "Unexpected errors after which all requests failed", engine.failures.num_failures
+        )
         yield from self._request_families(families)
         yield families.gauge(
             "quire_queue_oldest_age_seconds",

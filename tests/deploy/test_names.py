@@ -13,6 +13,7 @@ SHIPPED = {
     "scheduler": {
         "quire_build_info": {"service", "version"},
         "quire_ready": set(),
+        "quire_engine_failures_total": set(),
         "quire_requests_running": set(),
         "quire_queue_requests": {"reason"},
         "quire_queue_prompt_tokens": set(),
@@ -54,6 +55,7 @@ SHIPPED = {
         "quire_executor_step_duration_seconds": {"phase", "le", "executor"},
         "quire_executor_last_step_timestamp_seconds": {"executor"},
         "quire_executor_start_timestamp_seconds": {"executor"},
+        "quire_executor_not_finite_total": {"executor"},
         "quire_executor_idle_ratio": {"executor"},
         "quire_executor_memory_bytes": {"kind", "executor"},
         "quire_executor_startup_seconds": {"phase", "executor"},

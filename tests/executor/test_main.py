@@ -10,11 +10,13 @@ import sys
 
 import grpc
 import pytest
+from safetensors.torch import load_file, save_file
 
 from executor.config import ExecutorConfig
 from executor.main import EXIT_ADDRESS_IN_USE, EXIT_CONFIG, EXIT_DEVICE_LOST, EXIT_OK, run
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
+from tests.support.executor.checkpoints import make_checkpoint
 from tests.support.executor.served import opening, plan
 
 _PROGRAM = (
@@ -139,3 +141,13 @@ def test_an_address_of_another_host_is_a_configuration_error(capfd) -> None:
     )
     assert run(config) == EXIT_CONFIG
     assert "cannot listen on 192.0.2.1:1: " in capfd.readouterr().err
+
+
+def test_a_weight_that_is_not_a_number_exits_as_a_wrong_model(tmp_path, capfd) -> None:
+    directory = make_checkpoint("llama", tmp_path / "model").directory
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"][7] = float("nan")
+    save_file(tensors, directory / "model.safetensors")
+    config = ExecutorConfig(model=str(directory), listen_address="127.0.0.1:0", metrics_address="", device="cpu")
+    assert run(config) == EXIT_CONFIG
+    assert "executor: model.norm.weight: 1 of 64 numbers are not finite" in capfd.readouterr().err

@@ -20,6 +20,7 @@ from scheduler.core import (
 )
 from scheduler.engine.dispatcher import Sink
 from scheduler.engine.engine import ServerState
+from scheduler.engine.failures import Failures
 from scheduler.engine.model_description import ModelDescription
 
 MODEL = ModelDescription(
@@ -105,6 +106,7 @@ class FakeEngine:
         self.num_cancels = 0
         self.trouble = ""
         self.traces: tuple[()] = ()
+        self.failures = Failures()
         self.oldest_waiting_s = 0.0
         limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
         self.core: Scheduler | None = Scheduler(limits, num_blocks=4, block_size=16) if model else None
