@@ -1,4 +1,4 @@
-"""What the images install: a bill of materials (CycloneDX), and an audit for known vulnerabilities.
+"""Lists the components of the images as bills of materials (CycloneDX), and audits them for known vulnerabilities.
 
     python -m checks.supply_chain        # or: make supply-check
 

@@ -38,6 +38,7 @@ from scheduler.core.inspect.views import (
     SequenceView,
     block_map,
     kv_usage,
+    oldest_waiting_s,
 )
 from scheduler.core.limits import SchedulerLimits
 from scheduler.core.modes import CONTINUOUS, PAGED, Batching, KVAllocation
@@ -107,4 +108,5 @@ __all__ = [
     "check_invariants",
     "kv_usage",
     "leap",
+    "oldest_waiting_s",
 ]

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scheduler.core import ExecutorNotOurs
+from scheduler.core import ExecutorNotOurs, FinishReason
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from scheduler.core import Scheduler
+    from scheduler.engine.dispatcher import EventDispatcher
     from scheduler.engine.executor_client import ExecutorClient, PlanStream
     from scheduler.engine.model_description import ModelDescription
     from scheduler.engine.options import EngineOptions
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +52,14 @@ async def attach(
     return Attachment(stream, model, description.num_blocks)
 
 
-def requests_with_output(core: Scheduler) -> list[int]:
-    """Returns the requests that cannot go on with other weights: their text must come from one model."""
-    return [
+def fail_requests_with_output(core: Scheduler, dispatcher: EventDispatcher) -> None:
+    """Fails the requests that cannot go on with other weights: their text must come from one model."""
+    log.error("the executor has other weights under the same name: requests that have output fail")
+    with_output = [
         request_id
         for request_id, active in core.state.requests.items()
         if any(sequence.num_tokens > sequence.num_prompt_tokens for sequence in active.sequences)
     ]
+    for request_id in with_output:
+        dispatcher.fail(request_id, FinishReason.MODEL_CHANGED)
+        core.cancel(request_id)

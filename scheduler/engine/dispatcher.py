@@ -66,14 +66,18 @@ class EventDispatcher:
         self._follow_ups = FollowUps()
         self._is_dispatching = False
         self._ended_at_s = 0.0
-        self.finish_interval_s = 1.0
-        """Moving average of the time between two requests that end."""
+        self._finish_interval_s = 1.0  # moving average of the time between two requests that end
 
     def __len__(self) -> int:
         return len(self._sinks)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._sinks
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds after which a request that found the queue full should come again."""
+        return min(30.0, max(0.1, self._finish_interval_s))
 
     def add(self, request_id: int, sink: Sink) -> None:
         self._sinks[request_id] = sink
@@ -84,7 +88,7 @@ class EventDispatcher:
             return False
         now_s = time.monotonic()
         if self._ended_at_s:
-            self.finish_interval_s += 0.1 * (now_s - self._ended_at_s - self.finish_interval_s)
+            self._finish_interval_s += 0.1 * (now_s - self._ended_at_s - self._finish_interval_s)
         self._ended_at_s = now_s
         return True
 

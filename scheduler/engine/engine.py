@@ -12,23 +12,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
-from scheduler.core import (
-    BlockMap,
-    Events,
-    ExecutorLost,
-    ExecutorNotOurs,
-    FinishReason,
-    KVUsage,
-    QueueFull,
-    Request,
-    Scheduler,
-    Unavailable,
-    block_map,
-    kv_usage,
-)
-from scheduler.engine.attachment import attach, requests_with_output
+from scheduler.core import ExecutorLost, ExecutorNotOurs, QueueFull, Unavailable, block_map, kv_usage, oldest_waiting_s
+from scheduler.engine.attachment import attach, fail_requests_with_output
 from scheduler.engine.dispatcher import EventDispatcher, FollowUps
 from scheduler.engine.failures import Failures
 from scheduler.engine.loop_signal import LoopSignal
@@ -40,6 +28,7 @@ from scheduler.engine.wait_prediction import WaitPrediction
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from scheduler.core import BlockMap, Events, KVUsage, Request, Scheduler
     from scheduler.engine.dispatcher import Sink
     from scheduler.engine.executor_client import ExecutorClient
     from scheduler.engine.model_description import ModelDescription
@@ -78,7 +67,7 @@ class Engine:
         self._description: ModelDescription | None = None
         self._dispatcher = EventDispatcher()
         self._waits = WaitPrediction()
-        self._num_requests = 0
+        self._request_ids = count(1)
         self.traces = StepTraces()
         self.failures = Failures()
 
@@ -131,27 +120,23 @@ class Engine:
     @property
     def oldest_waiting_s(self) -> float:
         """Seconds that the oldest sequence in the queue has waited; 0 for an empty queue."""
-        now_s, waiting = time.monotonic(), () if self._scheduler is None else self._scheduler.state.waiting
-        return now_s - min((sequence.queued_s for sequence in waiting), default=now_s)
+        return 0.0 if self._scheduler is None else oldest_waiting_s(self._scheduler, time.monotonic())
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     def new_request_id(self) -> int:
-        self._num_requests += 1
-        return self._num_requests
+        return next(self._request_ids)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Admits a request to the queue. Raises Unavailable, CapacityExceeded or QueueFull."""
-        if self._readiness.is_draining:
-            raise Unavailable("the server is draining")
+        self._readiness.check_open()
         now_s = time.monotonic()
         self._waits.check(self._core, request, now_s)
         try:
             with self._signal.report_bugs():
                 self._core.add(request, now_s)
         except QueueFull as error:
-            retry_after_s = min(30.0, max(0.1, self._dispatcher.finish_interval_s))
-            raise QueueFull(str(error), retry_after_s) from error
+            raise QueueFull(str(error), self._dispatcher.retry_after_s) from error
         if self._session is not None:
             self._session.add_arrival(now_s)
         self._dispatcher.add(request.request_id, sink)
@@ -184,8 +169,7 @@ class Engine:
 
     def resume(self) -> None:
         """Accepts requests again after `drain`. Raises Unavailable if the process is about to end."""
-        if not self._readiness.resume():
-            raise Unavailable("the process is about to end")
+        self._readiness.resume()
 
     # --- sessions ---------------------------------------------------------------------------------------------
 
@@ -227,7 +211,8 @@ class Engine:
         epoch = self._scheduler.state.epoch + 1 if self._scheduler else 1
         new = await self._expire_during(attach(self._client, options, known, epoch, self._signal.set))
         if known and known.weights_digest != new.model.weights_digest:
-            self._fail_requests_with_output()
+            fail_requests_with_output(self._core, self._dispatcher)
+            self._requests_ended()
         self._description = new.model
         core = self._scheduler = self._scheduler or options.new_core(new.model)
         events = core.executor_attached(epoch, new.num_blocks)
@@ -236,14 +221,6 @@ class Engine:
         self._tell(events)
         self._readiness.update(is_attached=True)
         return Session(core, self._client, new.stream, options, self._signal, self.traces, self._tell, self._on_plan)
-
-    def _fail_requests_with_output(self) -> None:
-        """Called if the executor has other weights. Requests without output go on."""
-        log.error("the executor has other weights under the same name: requests that have output fail")
-        for request_id in requests_with_output(self._core):
-            self._dispatcher.fail(request_id, FinishReason.MODEL_CHANGED)
-            self._core.cancel(request_id)
-        self._requests_ended()
 
     def _detach(self, trouble: str = "") -> None:
         self._session = None

@@ -6,6 +6,8 @@ import logging
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from scheduler.core import Unavailable
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -45,11 +47,17 @@ class Readiness:
         self._is_final |= is_final
         self._become(ServerState.DRAINING)
 
-    def resume(self) -> bool:
-        """Ends draining, and returns true; returns false if the process is about to end."""
-        self.is_draining = self._is_final
+    def resume(self) -> None:
+        """Ends draining. Raises Unavailable if the process is about to end."""
+        if self._is_final:
+            raise Unavailable("the process is about to end")
+        self.is_draining = False
         self._report()
-        return not self.is_draining
+
+    def check_open(self) -> None:
+        """Raises Unavailable while the server drains."""
+        if self.is_draining:
+            raise Unavailable("the server is draining")
 
     def update(self, *, is_attached: bool, trouble: str = "") -> None:
         """Records that an executor has been attached or lost."""

@@ -20,8 +20,8 @@ MAX_BODY_S = 10.0
 """Time in which a body has to arrive."""
 
 FREE_BYTES = 1 << 16
-"""The beginning of each body, which does not count towards MAX_HELD_BYTES. Ordinary requests are no larger, so that
-nobody can keep them out with large bodies that never end."""
+"""The beginning of each body, which does not count towards MAX_HELD_BYTES. Ordinary requests are no larger, so large
+bodies that never end cannot keep them out."""
 
 MAX_HELD_BYTES = 32 << 20
 """Bytes of all bodies that are arriving at the same time, without the first FREE_BYTES of each."""

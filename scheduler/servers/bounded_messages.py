@@ -57,7 +57,7 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
     """Refuses costly requests of one method, which answers with a stream, with INVALID_ARGUMENT."""
 
     def __init__(self, method: str, message: Descriptor = pb.GenerateRequest.DESCRIPTOR) -> None:
-        """method: its full name, such as "/quire.v1.Generation/Generate". Its requests are of type `message`."""
+        """`method` is a full name, such as "/quire.v1.Generation/Generate". Its requests are of type `message`."""
         self._method = method
         self._message = message
 

@@ -35,8 +35,8 @@ OPTIONS = [
     # Larger than the validator allows (2 MiB of text, or a million token ids), because its message is clearer. Not much
     # larger: messages are parsed on the event loop, where 2 million empty parts take half a second.
     ("grpc.max_receive_message_length", 4 * 2**20),
-    # The most streams that a connection may have open. Without a limit, a client that opens streams and cancels each at
-    # once (CVE-2023-44487) keeps the event loop busy with calls that nobody waits for. Clients queue what is above it.
+    # Limits the streams that a connection may have open; clients queue the others. Without a limit, a client that opens
+    # streams and cancels each at once (CVE-2023-44487) keeps the event loop busy with calls without a reader.
     ("grpc.max_concurrent_streams", 128),
     # A connection that does not begin HTTP/2 within this time is closed, and one without streams after five minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),

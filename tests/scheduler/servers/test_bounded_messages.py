@@ -76,7 +76,7 @@ def test_biases_of_the_largest_number_are_accepted() -> None:
 
 @given(st.binary(max_size=200), st.integers(0, 200), st.sampled_from(sorted(COSTLY)))
 def test_any_bytes_are_walked_to_their_end(start: bytes, cut: int, name: str) -> None:
-    """Whatever the bytes are, the check ends, with TooCostly or without an error."""
+    """The check of any bytes ends, with TooCostly or without an error."""
     data = start + COSTLY[name][: MIB // 16 - cut]
     with contextlib.suppress(TooCostly):
         check_cost(data)
