@@ -72,7 +72,7 @@ class Intake:
         self._limits = limits or RequestLimits()
         self._tenants = tenants or Tenants()
         self._rates = RateLimits(self._tenants)
-        self._streams = OpenStreams(max_streams)
+        self.open_streams = OpenStreams(max_streams)
         self._write_queue = WriteQueue()
         self._client_request_ids: dict[int, str] = {}
 
@@ -85,7 +85,7 @@ class Intake:
         `deadline_s` is a reading of time.monotonic(). Raises InvalidRequest, CapacityExceeded, QueueFull, Unavailable.
         """
         observed = self._observed(fields, caller)
-        with self._streams.opened(caller.tenant, observed):
+        with self.open_streams.opened(caller.tenant, observed):
             request, stream, request_metrics = await self._admit(fields, caller.tenant, deadline_s, observed)
             try:
                 yield stream

@@ -25,12 +25,15 @@ class OpenStreams:
         self._max_streams = max_streams
         self._num_open: Counter[str] = Counter()
 
+    def __len__(self) -> int:
+        return self._num_open.total()
+
     @contextmanager
     def opened(self, tenant: str, observed: ObservedRequest) -> Iterator[None]:
         """Counts a stream of the tenant during the block. Raises QueueFull, and reports it, if there are too many."""
         if not self._has_room(tenant):
             observed.refused("resource_exhausted")
-            raise QueueFull(f"{self._num_open.total()} streams are open")
+            raise QueueFull(f"{len(self)} streams are open")
         self._num_open[tenant] += 1
         try:
             yield
@@ -40,12 +43,11 @@ class OpenStreams:
                 del self._num_open[tenant]
 
     def _has_room(self, tenant: str) -> bool:
-        num_open = self._num_open.total()
-        if num_open < self._max_streams:
+        if len(self) < self._max_streams:
             return True
         num_tenants = len(self._num_open.keys() | {tenant})
         return (
             num_tenants > 1
-            and num_open < 2 * self._max_streams
+            and len(self) < 2 * self._max_streams
             and self._num_open[tenant] < self._max_streams // num_tenants
         )

@@ -124,6 +124,7 @@ def other_value(name: str, default: Any) -> Any:
         "model_name": "toy",
         "admin_listen": "127.0.0.1:7",
         "api_keys": "keys.json",
+        "tenants": "tenants.toml",
         "jwt_keys": "jwks.json",
         "jwt_issuer": "issuer",
         "jwt_audience": "quire",

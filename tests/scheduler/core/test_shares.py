@@ -273,6 +273,34 @@ def test_the_caps_of_a_tenants_queue_refuse_its_requests_only() -> None:
     scheduler.add(request(6, "c"))
 
 
+def test_a_tenant_that_fills_the_queue_does_not_keep_others_out() -> None:
+    """A full queue takes requests of others, as many as an equal part of it, and at most twice its bound in all."""
+    scheduler = scheduler_of(limits(max_waiting_requests=8))
+
+    def fill(tenant: str) -> int:
+        for number in range(100):
+            try:
+                scheduler.add(request(1000 * ord(tenant) + number, tenant))
+            except QueueFull:
+                return number
+        raise AssertionError("the queue takes any number of requests")
+
+    assert [fill(tenant) for tenant in "abca"] == [8, 4, 2, 0]
+    assert sum(fill(tenant) for tenant in "defghij") <= 2
+    assert scheduler.num_waiting <= 16
+
+
+def test_a_tenant_that_fills_the_queue_with_long_prompts_does_not_keep_others_out() -> None:
+    scheduler = scheduler_of(limits(max_waiting_prompt_tokens=400, max_model_len=400))
+    for number in range(2):
+        scheduler.add(request(number, "a", prompt=200))
+    with pytest.raises(QueueFull):
+        scheduler.add(request(3, "a", prompt=1))
+    scheduler.add(request(4, "b", prompt=200))
+    with pytest.raises(QueueFull, match="of yours"):
+        scheduler.add(request(5, "b", prompt=1))
+
+
 def test_for_lack_of_blocks_the_tenant_with_the_most_service_is_preempted() -> None:
     scheduler = scheduler_of(limits(4), num_blocks=13)
     scheduler.add(request(1, "greedy", prompt=12, output=30))

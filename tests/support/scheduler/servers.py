@@ -46,7 +46,7 @@ class Served:
 
     async def idle(self) -> None:
         """Returns when no stream is open."""
-        await until(lambda: self.intake._num_streams == 0)
+        await until(lambda: not self.intake.open_streams)
 
 
 class Servers:
