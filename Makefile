@@ -60,13 +60,19 @@ dashboards: $(INSTALLED)  ## write Grafana's dashboards and the tables of docs/o
 compose-check: $(INSTALLED)  ## bring compose.yaml up for real, break it, take it down (BASE_IMAGE=… to build on another)
 	$(BIN)/python -m deploy.compose_check
 
+lock: $(INSTALLED)  ## write the hashes of what the images install again, from pyproject.toml and constraints.txt
+	$(BIN)/python -m deploy.lock
+
+supply-check: $(INSTALLED)  ## write the bills of materials of the images, and look for known vulnerabilities
+	$(BIN)/python -m checks.supply_chain
+
 clean:  ## remove the environment and everything generated
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build quire/v1 quire/executor
 
 $(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(shell find protos -name '*.proto')
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Quire needs Python 3.11 or newer")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel,jwt]'
 	touch $@
 
-.PHONY: help run serve test test-all wheel-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check clean
+.PHONY: help run serve test test-all wheel-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean

@@ -37,6 +37,8 @@ COMMANDS: dict[str, Command] = {
     "shell-cost": Command("bench.overhead.shell_cost", "Cost of a streamed token in the scheduler process."),
     "sampling-cost": Command("bench.overhead.sampling_cost", "Cost of sampling in a batch of 64 sequences."),
     "observability-cost": Command("bench.overhead.observability_cost", "Cost of metrics, logs and the live page."),
+    "attacks": Command("bench.attacks.command", "Attacks on the services, beside a victim with ordinary requests."),
+    "attacker": Command("bench.attacks.attacker", "One attack of `attacks`, as a process of its own."),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
     "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),
     "gpu-bundle": Command("bench.gpu.bundle", "Wheels and stubs for gpu-check on a machine without a package index."),

@@ -2,12 +2,6 @@
 # BASE_IMAGE needs Python 3.11 or newer with venv and pip.
 ARG BASE_IMAGE=python:3.11-slim-bookworm
 
-# A separate stage, so that packages are installed again only if the printed requirements change.
-FROM ${BASE_IMAGE} AS requirements
-WORKDIR /src
-COPY pyproject.toml deploy/requirements.py ./
-RUN python3 requirements.py executor >requirements.txt
-
 FROM ${BASE_IMAGE} AS build
 # Package indexes, if not pip's defaults. An index of CPU builds of torch saves some gigabytes.
 ARG PIP_INDEX_URL
@@ -15,9 +9,11 @@ ARG PIP_EXTRA_INDEX_URL
 WORKDIR /src
 RUN python3 -m venv /opt/quire
 COPY constraints.txt ./
-COPY --from=requirements /src/requirements.txt ./
-# Dependencies come first because they change less often than the code.
-RUN /opt/quire/bin/pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
+COPY deploy/locks locks
+# Dependencies come first because they change less often than the code. Every file has to have a hash that is in the
+# lock. torch has none there: its builds for CPUs and for CUDA come from different indexes.
+RUN /opt/quire/bin/pip install --no-cache-dir --require-hashes --requirement locks/executor.txt \
+ && /opt/quire/bin/pip install --no-cache-dir --constraint constraints.txt torch
 COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protos protos
 COPY scheduler scheduler
@@ -27,17 +23,20 @@ COPY quire quire
 COPY planning planning
 COPY bench bench
 COPY models/tiny models/tiny
-RUN PIP_CONSTRAINT=/src/constraints.txt /opt/quire/bin/pip install --no-cache-dir --no-deps . \
+RUN python3 -m venv /src/build && build/bin/pip install --no-cache-dir --require-hashes --requirement locks/build.txt \
+ && build/bin/pip wheel --no-build-isolation --no-deps --wheel-dir dist . \
+ && /opt/quire/bin/pip install --no-cache-dir --no-deps dist/*.whl \
  && /opt/quire/bin/pip uninstall --yes --quiet pip
 
 FROM ${BASE_IMAGE} AS runtime
-RUN mkdir -p /cache/hub /cache/kernels && chown -R 10001:10001 /cache
+# A new volume takes owner and mode of the directory in the image. /run/quire holds the socket file of the executor.
+RUN mkdir -p /cache/hub /cache/kernels && install -d -m 700 /run/quire && chown -R 10001:10001 /cache /run/quire
 COPY --from=build /opt/quire /opt/quire
 COPY deploy/health_check.py /opt/quire/health_check.py
 ENV PATH=/opt/quire/bin:$PATH HOME=/cache HF_HOME=/cache/hub PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 \
     NUMBA_CACHE_DIR=/cache/kernels TRITON_CACHE_DIR=/cache/kernels/triton
 USER 10001:10001
-EXPOSE 50052 9102
+EXPOSE 9102
 ENTRYPOINT ["quire", "executor"]
 
 FROM runtime AS kernels

@@ -1,11 +1,11 @@
 """Checks the health of a service in a container: the exit code is 0 if it serves.
 
-python health_check.py HOST:PORT [--alive URL] [--kill-after N]
+python health_check.py ADDRESS [--alive URL] [--kill-after N]
 
-HOST:PORT is the address of its gRPC server. grpc.health.v1 follows the progress of the service, so a service that hangs
-does not serve. A container engine restarts a container that ends, but not one that is merely unhealthy. So after N
-failed checks in a row this check kills a service that has served before: it kills the processes that the container's
-init has started, which ends the container.
+ADDRESS is that of its gRPC server, HOST:PORT or unix:PATH. grpc.health.v1 follows the progress of the service, so a
+service that hangs does not serve. A container engine restarts a container that ends, but not one that is merely
+unhealthy. So after N failed checks in a row this check kills a service that has served before: it kills the processes
+that the container's init has started, which ends the container.
 
 With --alive, a check fails only if that URL does not answer with status 200 either: a scheduler does not serve while
 its executor is away, and must not be killed for that.

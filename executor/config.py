@@ -1,12 +1,13 @@
 """All settings of an executor. It reads no others, neither from files nor from the environment."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Self, get_type_hints
 
 from executor.errors import ConfigError
 from quire import logs
-from quire.addresses import UNIX, AddressError, HostPort
+from quire.addresses import UNIX, AddressError, HostPort, is_local, private_socket
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KERNELS = ("auto", "reference")
@@ -34,7 +35,13 @@ class ExecutorConfig:
     max_num_batched_tokens  maximum number of tokens in one step; None: 8192 on a GPU, 512 on the CPU, where short steps
                             keep decodes smooth while long prompts are computed
     max_model_len           maximum number of tokens of one sequence; None: what the checkpoint was made for
-    listen_address          address of the gRPC server: "host:port" (port 0: any free one) or "unix:/path"
+    listen_address          address of the gRPC server: "unix:/path", a socket file that only this user can use, or
+                            "host:port" (port 0: any free one); default: a socket file in the user's private directory.
+                            A host other than loopback needs TLS
+    tls_certificate         PEM file with the certificate of the gRPC server; the four settings of TLS belong together
+    tls_key                 PEM file with its private key
+    tls_client_ca           PEM file with the authorities that sign the scheduler's certificate
+    scheduler_name          subject alternative name of the scheduler: callers need a certificate with it
     metrics_address         address of the Prometheus endpoint, "host:port"; "": none
     num_threads             CPU threads of one step; None: all cores, but one less if there are three or more
     step_timeout_s          after this long without the end of a step, the executor reports NOT_SERVING; after twice as
@@ -56,7 +63,11 @@ class ExecutorConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     max_model_len: int | None = None
-    listen_address: str = "127.0.0.1:50052"
+    listen_address: str = field(default_factory=partial(private_socket, "executor"))
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    scheduler_name: str | None = None
     metrics_address: str = "127.0.0.1:9102"
     num_threads: int | None = None
     step_timeout_s: float = 60.0
@@ -81,8 +92,22 @@ class ExecutorConfig:
             raise ConfigError(f"step_timeout_s: must be above 0, is {self.step_timeout_s}")
         if not self.listen_address.startswith(UNIX):
             _check_address("listen_address", self.listen_address, '"host:port" or "unix:/path"')
+        self._check_tls()
         if self.metrics_address:
             _check_address("metrics_address", self.metrics_address, '"host:port"')
+
+    def _check_tls(self) -> None:
+        given = {name for name in _TLS if getattr(self, name)}
+        if given and (missing := [name for name in _TLS if name not in given]):
+            raise ConfigError(f"{missing[0]}: must be given together with {', '.join(sorted(given))}")
+        if given and self.listen_address.startswith(UNIX):
+            raise ConfigError("tls_certificate: a socket file needs no TLS; leave it out, or listen on a host and port")
+        if not given and not is_local(self.listen_address):
+            raise ConfigError(
+                f"listen_address: every host that reaches {self.listen_address} could use this executor, and read the "
+                "KV of all requests: listen on unix:/path, or give --tls-certificate, --tls-key, --tls-client-ca and "
+                "--scheduler-name"
+            )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
@@ -93,11 +118,13 @@ class ExecutorConfig:
             raise ConfigError(f"unknown keys: {', '.join(unknown)}; known: {', '.join(types)}")
         if "model" not in values:
             raise ConfigError("model: must name a directory or a hub id")
-        for field in fields(cls):
-            if field.name in values:
-                _check_type(field.name, values[field.name], types[field.name])
+        for each in fields(cls):
+            if each.name in values:
+                _check_type(each.name, values[each.name], types[each.name])
         return cls(**values)  # type: ignore[arg-type]  # types were checked field by field
 
+
+_TLS = ("tls_certificate", "tls_key", "tls_client_ca", "scheduler_name")
 
 _LEAST = {
     "block_size": 1,

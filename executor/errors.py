@@ -21,5 +21,13 @@ class PlanRejected(ExecutorError):
     """The scheduler sent a plan that is malformed or breaks a rule of the plan stream. No part of it was run."""
 
 
+class ModelBroken(ExecutorError):
+    """The model computes nothing usable any more. Only a new process, which loads the weights again, can help."""
+
+
 class EpochRefused(ExecutorError):
-    """The scheduler sent an old epoch, or left a gap in the step ids."""
+    """The scheduler sent the epoch of another lease, or left a gap in the step ids."""
+
+
+class LeaseRefused(ExecutorError):
+    """The scheduler gets no lease: its protocol differs, or another scheduler has the lease."""

@@ -12,6 +12,7 @@ import torch
 
 import kernels
 from executor.checkpoints.checkpoint import Checkpoint, TensorSource, locate, torch_dtype
+from executor.checkpoints.digest import weights_digest
 from executor.checkpoints.model_config import ModelConfig, read_model_config
 from executor.checkpoints.random_weights import RandomCheckpoint
 from executor.config import ExecutorConfig
@@ -60,14 +61,16 @@ class Start(Protocol):
 class LoadedModel:
     """A runner with the facts about it: memory in bytes by kind, start-up time in seconds by phase.
 
-    graphs     number of CUDA graphs: "captured", and "missing" for lack of memory
-    idle_work  work to do while there is no step to run; an item takes some milliseconds
+    weights_digest  identifies the weights, see `executor.checkpoints.digest`
+    graphs          number of CUDA graphs: "captured", and "missing" for lack of memory
+    idle_work       work to do while there is no step to run; an item takes some milliseconds
     """
 
     runner: "ModelRunner | CudaRunner"
     model_name: str
     dtype: torch.dtype
     device: torch.device
+    weights_digest: str = ""
     memory_bytes: dict[str, int] = field(default_factory=dict)
     startup_s: dict[str, float] = field(default_factory=dict)
     graphs: dict[str, int] = field(default_factory=dict)
@@ -116,6 +119,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         model_name=_model_name(config, directory),
         dtype=decoder.dtype,
         device=device,
+        weights_digest=weights_digest(directory, is_random=config.load_format == "random"),
         memory_bytes={"weights": num_weight_bytes} | start.memory_bytes | {"kv_pool": pool.nbytes},
         startup_s=startup_s,
         graphs=_graphs(runner),

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -20,6 +20,7 @@ from executor.loading import load_model
 from executor.server import serve
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, check_free
+from quire.log_writer import put_line
 
 EXIT_OK = 0
 EXIT_DEVICE_LOST = 1
@@ -36,19 +37,18 @@ def run(config: ExecutorConfig) -> int:
     except KeyboardInterrupt:
         return EXIT_OK
     except (ConfigError, CheckpointError, OutOfMemory, AddressUnusable) as error:
-        print(f"executor: {error}", file=sys.stderr, flush=True)
+        put_line(sys.stderr, f"executor: {error}")
         return EXIT_CONFIG
     except AddressInUse as error:
-        print(f"executor: {error}", file=sys.stderr, flush=True)
+        put_line(sys.stderr, f"executor: {error}")
         return EXIT_ADDRESS_IN_USE
     return EXIT_OK if ended_well else _leave()
 
 
 def _leave() -> NoReturn:
     """Exits at once, after flushing the logs: threads that are stuck in the device cannot be joined."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(Exception):  # the logs may be closed
+        logging.shutdown()
     os._exit(EXIT_DEVICE_LOST)
 
 
@@ -76,4 +76,4 @@ def _interrupted_by_sigterm() -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    put_line(sys.stdout, line)

@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from executor.plans.plan import StepTimings
+from executor.plans.plan import EndReason, StepOutput, StepTimings
 from quire.addresses import UNIX, HostPort, listen_error
 from quire.histogram import Histogram
 from quire.version import build_version
@@ -40,6 +41,7 @@ class Metrics(Collector):
         self._phases = {phase: Histogram(_STEP_BUCKETS_S) for phase in _PHASES}
         self._started_s = time.time()
         self._last_step_s = self._started_s
+        self._num_not_finite = 0
         self._memory_bytes: dict[str, int] = {}
         self._startup_s: dict[str, float] = {}
         self._graphs: dict[str, int] = {}
@@ -53,6 +55,11 @@ class Metrics(Collector):
             self._http.shutdown()
             self._http.server_close()
             self._http = None
+
+    def observe(self, output: StepOutput) -> None:
+        """Records a step that has ended."""
+        self._num_not_finite += int(np.count_nonzero(output.end_reasons == EndReason.NOT_FINITE))
+        self.observe_step(output.timings)
 
     def observe_step(self, timings: StepTimings) -> None:
         durations_ns = (timings.queue_ns, timings.prepare_ns, timings.forward_ns, timings.sample_ns)
@@ -93,6 +100,13 @@ class Metrics(Collector):
         for phase, each in self._phases.items():
             durations.add_metric([*self._labels.values(), phase], each.cumulative(), each.sum)
         yield durations
+        not_finite = CounterMetricFamily(
+            "quire_executor_not_finite",
+            "Sequences that failed because their logits were not finite",
+            labels=list(self._labels),
+        )
+        not_finite.add_metric(list(self._labels.values()), self._num_not_finite)
+        yield not_finite
         yield self._gauge(
             "quire_executor_last_step_timestamp_seconds",
             "Time at which the last step ended; before the first step, the time of the start",

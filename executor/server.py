@@ -18,13 +18,17 @@ from grpc_reflection.v1alpha import reflection
 from executor.config import ExecutorConfig
 from executor.device.device import device_is_sane, prepare_compute_thread, resolve_num_threads
 from executor.device.device_thread import DeviceThread
+from executor.errors import ConfigError
 from executor.loading import LoadedModel
 from executor.metrics import Metrics
 from executor.plans import plan_wire
+from executor.plans.plan_size import max_message_bytes
+from executor.stream.peers import PeerCheck
 from executor.stream.servicer import ExecutorServicer
-from quire.addresses import AddressInUse, at_port
+from quire.addresses import UNIX, AddressInUse, at_port, private_files
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
+from quire.tls import TlsError, TlsFiles, server_credentials
 
 _log = logging.getLogger(__name__)
 
@@ -34,9 +38,14 @@ _STOP_GRACE_S = 2.0
 _OPTIONS: list[tuple[str, Any]] = [
     # Two executors that share a port would each get some of the plans.
     ("grpc.so_reuseport", 0),
-    # For a plan that admits many long prompts: 256 sequences of 128 k tokens take 128 MiB.
-    ("grpc.max_receive_message_length", 256 << 20),
-    ("grpc.max_send_message_length", 256 << 20),
+    # A scheduler needs one stream for its plans and one for each probe.
+    ("grpc.max_concurrent_streams", 16),
+    # A scheduler that is stopped, or vanished without closing its connection, loses its lease within ten seconds.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # gRPC waits this long for the acknowledgement of data as well; the default is a minute.
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
     # A scheduler may send keepalive pings every few seconds, with or without plans in flight.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
@@ -49,8 +58,6 @@ class Server:
 
     def __init__(self, config: ExecutorConfig, model: LoadedModel) -> None:
         self._config = config
-        self._model = model
-        self._incarnation = uuid.uuid4().hex
         self._ended = asyncio.Event()
         self._device_lost = False
         loop = asyncio.get_running_loop()
@@ -63,17 +70,25 @@ class Server:
             idle_work=model.idle_work,
         )
         self.metrics = _metrics(model, config.listen_address)
-        self._servicer = ExecutorServicer(self._device, self._describe, self.metrics.observe_step)
+        limits = model.runner.limits
+        self._servicer = ExecutorServicer(self._device, limits, _description(model), self.metrics.observe)
         self._health = health_aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._server = grpc.aio.server(
+            interceptors=[PeerCheck(config.scheduler_name)] if config.scheduler_name else [],
+            options=[
+                *_OPTIONS,
+                ("grpc.max_receive_message_length", max_message_bytes(limits)),
+                ("grpc.max_send_message_length", -1),
+            ],
+        )
 
     async def start(self) -> str:
-        """Starts to serve, and returns the address. Raises AddressInUse."""
+        """Starts to serve, and returns the address. Raises AddressInUse, AddressUnusable, ConfigError."""
         executor_pb2_grpc.add_ExecutorServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         services = (_EXECUTOR_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._server)
-        address = _bind(self._server, self._config.listen_address)
+        address = _bind(self._server, self._config)
         self.metrics.listens_on(address)
         if self._config.metrics_address:
             self.metrics.serve(self._config.metrics_address)
@@ -120,16 +135,6 @@ class Server:
         self._device_lost = True
         self._ended.set()
 
-    def _describe(self, epoch: int) -> pb.DescribeResponse:
-        return plan_wire.description_to_message(
-            self._model.runner.limits,
-            incarnation=self._incarnation,
-            model_name=self._model.model_name,
-            dtype=str(self._model.dtype).removeprefix("torch."),
-            device=str(self._model.device),
-            epoch=epoch,
-        )
-
     async def _set_health(self, is_serving: bool) -> None:
         kind = health_pb2.HealthCheckResponse
         status = kind.SERVING if is_serving else kind.NOT_SERVING
@@ -151,15 +156,44 @@ async def serve(config: ExecutorConfig, model: LoadedModel, say: Callable[[str],
         await server.stop()
 
 
-def _bind(server: grpc.aio.Server, address: str) -> str:
+def _bind(server: grpc.aio.Server, config: ExecutorConfig) -> str:
     """Binds the server, and returns the address with its real port."""
+    address = config.listen_address
     try:
-        port = server.add_insecure_port(address)
+        with private_files(address):
+            if (credentials := _credentials(config)) is not None:
+                port = server.add_secure_port(address, credentials)
+            else:
+                port = server.add_insecure_port(address)
     except RuntimeError:
         port = 0
     if not port:
         raise AddressInUse(f"cannot listen on {address}: in use, or not permitted")
+    if credentials is None and not address.startswith(UNIX):
+        _log.warning("every user of this machine can use the executor at %s: prefer a socket file, unix:/path", address)
     return at_port(address, port)
+
+
+def _credentials(config: ExecutorConfig) -> grpc.ServerCredentials | None:
+    """Returns credentials that require a certificate of the scheduler's authorities; None without TLS."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return None
+    try:
+        files = TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+        return server_credentials(files, require_client=True)
+    except TlsError as error:
+        raise ConfigError(f"tls_certificate: {error}") from None
+
+
+def _description(model: LoadedModel) -> pb.DescribeResponse:
+    return plan_wire.description_to_message(
+        model.runner.limits,
+        incarnation=uuid.uuid4().hex,
+        model_name=model.model_name,
+        weights_digest=model.weights_digest,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+    )
 
 
 def _metrics(model: LoadedModel, address: str) -> Metrics:

@@ -26,9 +26,11 @@ from quire.errors import (
     InternalError,
     InvalidRequestError,
     LimitExceededError,
+    PermissionDeniedError,
     QueueFullError,
     QuireError,
     RequestCancelledError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from quire.events import (
@@ -47,6 +49,7 @@ from quire.events import (
     Usage,
 )
 from quire.options import GenerateOptions
+from quire.tls import TlsError, TlsFiles
 
 __all__ = [
     "AsyncClient",
@@ -69,6 +72,7 @@ __all__ = [
     "InternalError",
     "InvalidRequestError",
     "LimitExceededError",
+    "PermissionDeniedError",
     "PoolSummary",
     "Prompt",
     "PromptLogprobs",
@@ -81,8 +85,11 @@ __all__ = [
     "Sharing",
     "Started",
     "StepTrace",
+    "TlsError",
+    "TlsFiles",
     "TokenLogprob",
     "TokenLogprobs",
+    "UnauthenticatedError",
     "UnavailableError",
     "Usage",
     "Waste",

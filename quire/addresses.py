@@ -4,9 +4,12 @@ import errno
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
 from itertools import count
+from stat import S_ISDIR
+from tempfile import gettempdir
 
 UNIX = "unix:"
 
@@ -67,6 +70,27 @@ def at_port(address: str, port: int) -> str:
     return address if address.startswith(UNIX) else str(HostPort(HostPort.parse(address).host, port))
 
 
+def is_local(address: str) -> bool:
+    """Returns whether only this machine can reach a server at the address: a path, or a loopback address."""
+    if address.startswith(UNIX):
+        return True
+    host = HostPort.parse(address).host
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:  # another name, which can stand for any address
+        return False
+
+
+def default_admin_address(address: str) -> str:
+    """Returns the admin address of a scheduler whose gRPC address has this port or this path.
+
+    It is a Unix socket in a directory of the user, so that a client of the same user on the same machine finds it.
+    """
+    if address.startswith(UNIX):
+        return f"{address}.admin"
+    return private_socket(f"admin-{HostPort.parse(address).port}")
+
+
 def check_free(address: str) -> str:
     """Listens there for a moment and returns the address, with a port chosen by the system in place of port 0.
 
@@ -112,3 +136,43 @@ def _check_socket_file(path: str) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
             raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def private_socket(name: str) -> str:
+    """Returns the address of a socket file of this name in the user's private directory, which need not exist yet."""
+    return f"{UNIX}{gettempdir()}/quire-{os.getuid()}/{name}.sock"
+
+
+@contextmanager
+def private_files(address: str) -> Iterator[None]:
+    """Within the context, the process can make the socket file of an address, which only this user can then use.
+
+    The file mode creation mask keeps others out from the first moment: a later chmod would leave a gap. A missing
+    directory is made with mode 0700. Raises AddressUnusable if the directory of `private_socket` belongs to another
+    user, or others may write to it.
+    """
+    if not address.startswith(UNIX):
+        yield
+        return
+    directory = os.path.dirname(os.path.abspath(address.removeprefix(UNIX)))
+    previous = os.umask(0o177)
+    try:
+        _make_private(directory, address)
+        yield
+    finally:
+        os.umask(previous)
+
+
+def _make_private(directory: str, address: str) -> None:
+    """Makes the directory if it is missing. Checks an existing directory only at the default path."""
+    try:
+        if not os.path.isdir(directory):
+            os.umask(0o077)
+            os.makedirs(directory, exist_ok=True)
+            os.umask(0o177)
+        found = os.stat(directory, follow_symlinks=False)
+    except OSError as error:
+        raise listen_error(address, error) from None
+    is_default = directory == os.path.dirname(private_socket("").removeprefix(UNIX))
+    if is_default and (found.st_uid != os.getuid() or found.st_mode & 0o077 or not S_ISDIR(found.st_mode)):
+        raise AddressUnusable(f"cannot listen on {address}: {directory} is not this user's alone (mode 0700)")

@@ -8,12 +8,13 @@ import grpc
 
 from quire import messages
 from quire.block_map import BlockMap, PoolSummary, ServerInfo, StepTrace
-from quire.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, CallDefaults
-from quire.errors import RequestCancelledError
+from quire.channel import DEFAULT_ADDRESS, CallDefaults, Connection
+from quire.errors import RequestCancelledError, UnavailableError
 from quire.events import Completion, Event, Prompt
 from quire.options import GenerateOptions
 from quire.status import from_rpc_error
-from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+from quire.tls import TlsFiles
+from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 
 class AsyncEventStream:
@@ -82,11 +83,18 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
         wait_for_ready: bool = False,
+        api_key: str | None = None,
+        tls: bool | TlsFiles = False,
+        ca: str | None = None,
+        admin: str | None = None,
     ) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        connection = Connection(address, api_key, tls, ca, admin)
+        self._defaults = CallDefaults(timeout_s, wait_for_ready, api_key)
+        self._admin_defaults = CallDefaults(timeout_s, wait_for_ready, connection.admin_key)
+        self._channel = connection.channel(grpc.aio)
         self._generation = generation_pb2_grpc.GenerationStub(self._channel)
-        self._admin = admin_pb2_grpc.AdminStub(self._channel)
-        self._defaults = CallDefaults(timeout_s, wait_for_ready)
+        self._admin_channel = connection.admin_channel(grpc.aio)
+        self._address = address
 
     def generate(
         self,
@@ -124,37 +132,44 @@ class AsyncClient:
 
     async def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Returns the model, the limits and the state of the server."""
+        request = generation_pb2.GetServerInfoRequest()
         return messages.server_info(
-            await self._unary(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest(), timeout_s)
+            await _call(self._generation.GetServerInfo, request, self._defaults.arguments(timeout_s))
         )
 
     async def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
         """Returns the physical block pool and the running sequences."""
-        return messages.block_map(await self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s))
+        return messages.block_map(await self._admin("GetBlockMap", admin_pb2.GetBlockMapRequest(), timeout_s))
 
     async def pool_summary(self, *, timeout_s: float | None = None) -> PoolSummary:
         """Returns the block pool in numbers."""
         request = admin_pb2.GetBlockMapRequest(summary_only=True)
-        return messages.pool_summary(await self._unary(self._admin.GetBlockMap, request, timeout_s))
+        return messages.pool_summary(await self._admin("GetBlockMap", request, timeout_s))
 
     async def step_trace(self, after_ns: int = 0, *, timeout_s: float | None = None) -> tuple[StepTrace, ...]:
         """Returns the latest steps, oldest first, that were planned after a time of the scheduler's clock."""
         request = admin_pb2.GetStepTraceRequest(after_ns=after_ns)
-        return messages.step_trace(await self._unary(self._admin.GetStepTrace, request, timeout_s))
+        return messages.step_trace(await self._admin("GetStepTrace", request, timeout_s))
 
     async def drain(self, *, timeout_s: float | None = None) -> None:
         """Makes the server refuse new requests; returns when all admitted requests have ended."""
-        await self._unary(self._admin.Drain, admin_pb2.DrainRequest(), timeout_s)
+        await self._admin("Drain", admin_pb2.DrainRequest(), timeout_s)
+
+    async def resume(self, *, timeout_s: float | None = None) -> None:
+        """Undoes `drain`: the server accepts requests again."""
+        await self._admin("Resume", admin_pb2.ResumeRequest(), timeout_s)
 
     async def reset_prefix_cache(self, *, timeout_s: float | None = None) -> int:
         """Drops the cached prefixes that no running sequence uses; returns the number of blocks freed."""
         request = admin_pb2.ResetPrefixCacheRequest()
-        reset = await self._unary(self._admin.ResetPrefixCache, request, timeout_s)
+        reset = await self._admin("ResetPrefixCache", request, timeout_s)
         return int(reset.num_blocks)
 
     async def close(self) -> None:
         """Closes the connection, which cancels the requests in progress."""
         await self._channel.close()
+        if self._admin_channel is not None:
+            await self._admin_channel.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -164,8 +179,16 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-    async def _unary(self, method: Any, request: Any, timeout_s: float | None) -> Any:
-        try:
-            return await method(request, **self._defaults.arguments(timeout_s))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+    async def _admin(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        """Calls a method at the admin address. Raises UnavailableError if that is not known."""
+        if self._admin_channel is None:
+            raise UnavailableError(f"the admin address of {self._address} is not known: name it")
+        stub = admin_pb2_grpc.AdminStub(self._admin_channel)
+        return await _call(getattr(stub, method), request, self._admin_defaults.arguments(timeout_s))
+
+
+async def _call(method: Any, request: Any, arguments: dict[str, Any]) -> Any:
+    try:
+        return await method(request, **arguments)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None

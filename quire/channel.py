@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from quire.addresses import UNIX, AddressError, default_admin_address, is_local
+from quire.tls import TlsFiles, channel_credentials
+
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
@@ -14,23 +17,77 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Despite its name, this limits one connection attempt. A server on a busy machine may answer late; where there is
     # no server, the attempt fails at once.
     ("grpc.min_reconnect_backoff_ms", 10_000),
+    # Ends streams with UNAVAILABLE within half a minute if the server is stopped or unreachable. A server of Quire
+    # permits a ping every ten seconds; gRPC itself would stop pinging after two pings without data.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CallDefaults:
-    """The defaults of calls that do not set these values themselves.
+    """The arguments of calls that do not set these values themselves.
 
     timeout_s       deadline in seconds from now; None: no deadline
     wait_for_ready  True: wait for a server that cannot be reached yet; False: fail at once
+    api_key         sent with each call; None: nothing is sent
     """
 
     timeout_s: float | None
     wait_for_ready: bool
+    api_key: str | None = None
 
     def arguments(self, timeout_s: float | None, wait_for_ready: bool | None = None) -> dict[str, Any]:
         """Returns the keyword arguments for the method of a stub, of `grpc` and `grpc.aio` alike."""
         return {
             "timeout": self.timeout_s if timeout_s is None else timeout_s,
             "wait_for_ready": self.wait_for_ready if wait_for_ready is None else wait_for_ready,
+            "metadata": () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),),
         }
+
+
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """Says how a client reaches a server; the fields are the parameters of `quire.Client`."""
+
+    address: str
+    api_key: str | None
+    tls: bool | TlsFiles
+    ca: str | None
+    admin: str | None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a key that cannot be sent in a header; the message does not contain it."""
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key):
+            raise ValueError("api_key must consist of printable ASCII characters")
+
+    def channel(self, kind: Any) -> Any:
+        """Returns a channel to the server, of `kind`: the module `grpc` or `grpc.aio`. Raises TlsError."""
+        return self._channel_to(kind, self.address)
+
+    def admin_channel(self, kind: Any) -> Any:
+        """Returns a channel to the admin address, or None if that is not known. Raises TlsError."""
+        return None if self._admin_address is None else self._channel_to(kind, self._admin_address)
+
+    @property
+    def admin_key(self) -> str | None:
+        """The key for the admin address. It is not sent to a socket file, which needs none."""
+        is_file = self._admin_address is not None and self._admin_address.startswith(UNIX)
+        return None if is_file else self.api_key
+
+    @property
+    def _admin_address(self) -> str | None:
+        if self.admin is not None:
+            return self.admin
+        try:
+            return default_admin_address(self.address) if is_local(self.address) else None
+        except AddressError:  # another kind of target that gRPC knows
+            return None
+
+    def _channel_to(self, kind: Any, address: str) -> Any:
+        if address.startswith(UNIX) or not (self.tls or self.ca):
+            return kind.insecure_channel(address, options=CHANNEL_OPTIONS)
+        files = self.tls if isinstance(self.tls, TlsFiles) else self.ca
+        return kind.secure_channel(address, channel_credentials(files), options=CHANNEL_OPTIONS)

@@ -7,11 +7,13 @@ import grpc
 
 from quire import messages
 from quire.block_map import BlockMap, PoolSummary, ServerInfo, StepTrace
-from quire.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS, CallDefaults
+from quire.channel import DEFAULT_ADDRESS, CallDefaults, Connection
+from quire.errors import UnavailableError
 from quire.events import Completion, Event, Prompt
 from quire.options import GenerateOptions
 from quire.status import from_rpc_error
-from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2_grpc
+from quire.tls import TlsFiles
+from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 
 class EventStream:
@@ -64,6 +66,11 @@ class Client:
     timeout_s       deadline of each call that does not set its own; None: no deadline
     wait_for_ready  True: calls wait for a server that cannot be reached yet (within the deadline); False: they
                     fail at once with UnavailableError
+    api_key         key or token that the server asks for (`quire keys add`); None: nothing is sent
+    tls             True: connect with TLS; TlsFiles: with a client certificate as well
+    ca              PEM file of the authorities that sign the server's certificate; with it, TLS is on
+    admin           address of the admin service, which block_map, pool_summary, step_trace, drain, resume and
+                    reset_prefix_cache call; None: the default of a server of this user on this machine
     """
 
     def __init__(
@@ -72,11 +79,18 @@ class Client:
         *,
         timeout_s: float | None = None,
         wait_for_ready: bool = False,
+        api_key: str | None = None,
+        tls: bool | TlsFiles = False,
+        ca: str | None = None,
+        admin: str | None = None,
     ) -> None:
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        connection = Connection(address, api_key, tls, ca, admin)
+        self._defaults = CallDefaults(timeout_s, wait_for_ready, api_key)
+        self._admin_defaults = CallDefaults(timeout_s, wait_for_ready, connection.admin_key)
+        self._channel = connection.channel(grpc)
         self._generation = generation_pb2_grpc.GenerationStub(self._channel)
-        self._admin = admin_pb2_grpc.AdminStub(self._channel)
-        self._defaults = CallDefaults(timeout_s, wait_for_ready)
+        self._admin_channel = connection.admin_channel(grpc)
+        self._address = address
 
     def generate(
         self,
@@ -111,34 +125,41 @@ class Client:
 
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Returns the model, the limits and the state of the server."""
-        return messages.server_info(self._unary(self._admin.GetServerInfo, admin_pb2.GetServerInfoRequest(), timeout_s))
+        request = generation_pb2.GetServerInfoRequest()
+        return messages.server_info(_call(self._generation.GetServerInfo, request, self._defaults.arguments(timeout_s)))
 
     def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
         """Returns the physical block pool and the running sequences."""
-        return messages.block_map(self._unary(self._admin.GetBlockMap, admin_pb2.GetBlockMapRequest(), timeout_s))
+        return messages.block_map(self._admin("GetBlockMap", admin_pb2.GetBlockMapRequest(), timeout_s))
 
     def pool_summary(self, *, timeout_s: float | None = None) -> PoolSummary:
         """Returns the block pool in numbers."""
         request = admin_pb2.GetBlockMapRequest(summary_only=True)
-        return messages.pool_summary(self._unary(self._admin.GetBlockMap, request, timeout_s))
+        return messages.pool_summary(self._admin("GetBlockMap", request, timeout_s))
 
     def step_trace(self, after_ns: int = 0, *, timeout_s: float | None = None) -> tuple[StepTrace, ...]:
         """Returns the latest steps, oldest first, that were planned after a time of the scheduler's clock."""
         request = admin_pb2.GetStepTraceRequest(after_ns=after_ns)
-        return messages.step_trace(self._unary(self._admin.GetStepTrace, request, timeout_s))
+        return messages.step_trace(self._admin("GetStepTrace", request, timeout_s))
 
     def drain(self, *, timeout_s: float | None = None) -> None:
         """Makes the server refuse new requests; returns when all admitted requests have ended."""
-        self._unary(self._admin.Drain, admin_pb2.DrainRequest(), timeout_s)
+        self._admin("Drain", admin_pb2.DrainRequest(), timeout_s)
+
+    def resume(self, *, timeout_s: float | None = None) -> None:
+        """Undoes `drain`: the server accepts requests again."""
+        self._admin("Resume", admin_pb2.ResumeRequest(), timeout_s)
 
     def reset_prefix_cache(self, *, timeout_s: float | None = None) -> int:
         """Drops the cached prefixes that no running sequence uses; returns the number of blocks freed."""
-        reset = self._unary(self._admin.ResetPrefixCache, admin_pb2.ResetPrefixCacheRequest(), timeout_s)
+        reset = self._admin("ResetPrefixCache", admin_pb2.ResetPrefixCacheRequest(), timeout_s)
         return int(reset.num_blocks)
 
     def close(self) -> None:
         """Closes the connection, which cancels the requests in progress."""
         self._channel.close()
+        if self._admin_channel is not None:
+            self._admin_channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -148,8 +169,16 @@ class Client:
     ) -> None:
         self.close()
 
-    def _unary(self, method: Any, request: Any, timeout_s: float | None) -> Any:
-        try:
-            return method(request, **self._defaults.arguments(timeout_s))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+    def _admin(self, method: str, request: Any, timeout_s: float | None) -> Any:
+        """Calls a method at the admin address. Raises UnavailableError if that is not known."""
+        if self._admin_channel is None:
+            raise UnavailableError(f"the admin address of {self._address} is not known: name it")
+        stub = admin_pb2_grpc.AdminStub(self._admin_channel)
+        return _call(getattr(stub, method), request, self._admin_defaults.arguments(timeout_s))
+
+
+def _call(method: Any, request: Any, arguments: dict[str, Any]) -> Any:
+    try:
+        return method(request, **arguments)
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None

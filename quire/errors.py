@@ -80,6 +80,18 @@ class RequestCancelledError(QuireError):
     code = "CANCELLED"
 
 
+class UnauthenticatedError(QuireError):
+    """UNAUTHENTICATED: the server wants an API key, or does not know the one that was sent."""
+
+    code = "UNAUTHENTICATED"
+
+
+class PermissionDeniedError(QuireError):
+    """PERMISSION_DENIED: the server knows the caller, whose roles do not allow this call."""
+
+    code = "PERMISSION_DENIED"
+
+
 class UnavailableError(QuireError):
     """UNAVAILABLE: no server answers at the address, or the server is draining or has never had an executor."""
 

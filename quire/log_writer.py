@@ -21,13 +21,26 @@ INTERVAL_S = 0.05
 FLUSH_TIMEOUT_S = 1.0
 
 
+def put_line(stream: TextIO | None, line: str) -> None:
+    """Writes one line at once. Raises nothing: a service goes on if its output is closed or the disk is full.
+
+    stream  None: the process was started without it
+    """
+    if stream is not None:
+        with suppress(OSError, ValueError):
+            _put(stream, _file_descriptor(stream), f"{line}\n")
+
+
 class LineWriter:
     """A queue of lines and the thread that writes them. `put` neither blocks nor raises."""
 
     def __init__(
-        self, stream: TextIO, format_loss: Callable[[str], str] | None = None, max_lines: int = MAX_LINES
+        self, stream: TextIO | None, format_loss: Callable[[str], str] | None = None, max_lines: int = MAX_LINES
     ) -> None:
-        """Starts the thread. `format_loss` formats the line that reports lost lines like the other lines."""
+        """Starts the thread. `format_loss` formats the line that reports lost lines like the other lines.
+
+        Without a stream, because the process was started without it, all lines are dropped.
+        """
         self._stream = stream
         self._file_descriptor = _file_descriptor(stream)
         self._format_loss = format_loss
@@ -74,23 +87,15 @@ class LineWriter:
             num_lost, self._num_lost = self._num_lost, 0
             loss = f"{num_lost} lines of the log were lost: it was not read"
             lines.append(loss if self._format_loss is None else self._format_loss(loss))
-        with suppress(OSError, ValueError):  # the reader has closed its end
-            self._put("".join(f"{line}\n" for line in lines))
-
-    def _put(self, text: str) -> None:
-        """Writes to the file itself if there is one: at exit, Python would wait for the buffer of a stuck stream."""
-        if self._file_descriptor is None:
-            self._stream.write(text)
-            return
-        rest = memoryview(text.encode(errors="backslashreplace"))
-        while rest:
-            rest = rest[os.write(self._file_descriptor, rest) :]
+        if self._stream is not None:
+            with suppress(OSError, ValueError, MemoryError):  # the reader has closed its end, or the disk is full
+                _put(self._stream, self._file_descriptor, "".join(f"{line}\n" for line in lines))
 
 
 class WritingHandler(logging.Handler):
     """Formats each record in the task that logs it, for its context variables, and passes it to a LineWriter."""
 
-    def __init__(self, stream: TextIO, max_lines: int = MAX_LINES) -> None:
+    def __init__(self, stream: TextIO | None, max_lines: int = MAX_LINES) -> None:
         super().__init__()
         self._writer = LineWriter(stream, self._format_loss, max_lines)
 
@@ -114,8 +119,21 @@ class WritingHandler(logging.Handler):
         return self.format(logging.LogRecord("quire.log_writer", logging.WARNING, __file__, 0, loss, (), None))
 
 
-def _file_descriptor(stream: TextIO) -> int | None:
+def _put(stream: TextIO, file_descriptor: int | None, text: str) -> None:
+    """Writes to the file itself if there is one: at exit, Python would wait for the buffer of a stuck stream.
+
+    For the same reason, a failed write leaves nothing in a buffer that Python would try to write again at exit.
+    """
+    if file_descriptor is None:
+        stream.write(text)
+        return
+    rest = memoryview(text.encode(errors="backslashreplace"))
+    while rest:
+        rest = rest[os.write(file_descriptor, rest) :]
+
+
+def _file_descriptor(stream: TextIO | None) -> int | None:
     try:
-        return stream.fileno()
-    except io.UnsupportedOperation:
+        return None if stream is None else stream.fileno()
+    except (io.UnsupportedOperation, ValueError):  # ValueError: the stream is closed
         return None

@@ -37,9 +37,9 @@ def configure(service: str, level: str, log_format: str, stream: TextIO | None =
 
     JSON lines have at least timestamp (ISO 8601, UTC), level, service, logger and event.
     """
-    stream = stream or sys.stderr
+    stream = stream or sys.stderr  # None if the process was started without it
     handler = WritingHandler(stream)
-    handler.setFormatter(_formatter(service, log_format, is_terminal=stream.isatty()))
+    handler.setFormatter(_formatter(service, log_format, is_terminal=stream is not None and stream.isatty()))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)

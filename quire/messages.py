@@ -173,7 +173,7 @@ def _known(table: dict[int, _E], number: int, name: str) -> _E:
 
 
 _FINISH_REASONS = _by_number(generation_pb2.FinishReason, FinishReason, "FINISH_REASON_")
-_SERVER_STATES = _by_number(admin_pb2.ServerState, ServerState, "SERVER_STATE_")
+_SERVER_STATES = _by_number(generation_pb2.ServerState, ServerState, "SERVER_STATE_")
 _BLOCK_STATES = _by_number(admin_pb2.BlockState, BlockState, "BLOCK_STATE_")
 
 
@@ -227,7 +227,7 @@ class CompletionAssembler:
         )
 
 
-def server_info(message: admin_pb2.GetServerInfoResponse) -> ServerInfo:
+def server_info(message: generation_pb2.GetServerInfoResponse) -> ServerInfo:
     return ServerInfo(
         version=message.version,
         model_name=message.model_name,

@@ -11,9 +11,11 @@ from quire.errors import (
     InternalError,
     InvalidRequestError,
     LimitExceededError,
+    PermissionDeniedError,
     QueueFullError,
     QuireError,
     RequestCancelledError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from quire.status_details import TRAILER, StatusDetails, status_details
@@ -25,6 +27,8 @@ _PLAIN: dict[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.CANCELLED: RequestCancelledError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.INTERNAL: InternalError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
 }
 
 

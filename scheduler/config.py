@@ -5,14 +5,20 @@ declaration, and `scheduler.engine.options` copies the values that the engine an
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from functools import partial
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 from urllib.parse import urlsplit
 
 from quire import logs
-from quire.addresses import UNIX, AddressError, HostPort
+from quire.addresses import UNIX, AddressError, HostPort, is_local, private_socket
 from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, QuireError
+
+SIGNATURE_ALGORITHMS = frozenset(
+    {"RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"}
+)
+"""Algorithms of tokens. Those with a shared secret are left out: a server that can check one could also sign it."""
 
 
 class ConfigError(QuireError):
@@ -26,11 +32,34 @@ class SchedulerConfig:
     model                      local directory, or hub id, with tokenizer.json
     revision                   branch, tag or commit of the hub id, as for the executor; None: the default branch
     listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
-    http_listen                host:port of metrics, readiness, and the live page, whose prompt box generates for
-                               every user who reaches it: like the gRPC port, this port does not authenticate
+    http_listen                host:port of metrics, readiness, and the live page
     http_allowed_hosts         names, separated by commas, under which browsers may request the live page in addition to
                                that of http_listen, localhost and addresses; for a reverse proxy. "*": any
-    executor                   address of the executor: host:port, or unix:path
+    admin_listen               address of the admin service: host:port, or unix:path. Default: a Unix socket for this
+                               user only, which `quire kv` and `quire drain` find by the port of listen
+    api_keys                   file of keys (`quire keys`), which callers have to send; changes count within a second
+    jwt_keys                   file or https URL of the JWKS whose signatures on tokens count. Needs the extra `jwt`
+    jwt_issuer                 issuer of the tokens (`iss`)
+    jwt_audience               audience of the tokens (`aud`)
+    jwt_algorithms             allowed signature algorithms, separated by commas
+    jwt_tenant_claim           claim of the tokens that holds the tenant
+    jwt_role_claim             claim of the tokens that holds a role, or a list of them: generate, observe, admin
+    allow_anonymous            listen at addresses that are not loopback also without keys and tokens: a proxy or a
+                               network must keep strangers away. Every caller may then generate and observe
+    tls_certificate            PEM file of the certificate of all TCP addresses. It is read again when it changes
+    tls_key                    PEM file of its private key
+    tls_client_ca              PEM file of authorities. Clients then need a certificate signed by them, which can stand
+                               for an identity (`quire keys add`)
+    executor                   address of the executor: unix:path, or host:port. Default: the executor's default, a
+                               socket file in the user's private directory
+    executor_tls_ca            PEM file with the authorities that sign the executor's certificate; None: no TLS. The
+                               four settings of TLS belong together
+    executor_tls_certificate   PEM file with the certificate that this scheduler shows the executor
+    executor_tls_key           PEM file with its private key
+    executor_name              subject alternative name that the executor's certificate must have
+    takeover                   take the executor from the scheduler that holds it, once, at the start
+    tenants                    file of tenants in TOML, read at start: weight, priority, caps and defaults of each;
+                               None: all tenants are equal
     policy                     order of the queue: "fcfs", "priority"
     batching                   "continuous"; for measurement only: "static", "dynamic"
     batch_timeout_s            maximum wait for a full batch, under dynamic batching
@@ -57,7 +86,25 @@ class SchedulerConfig:
     listen: str = "127.0.0.1:50051"
     http_listen: str = "127.0.0.1:8080"
     http_allowed_hosts: str = ""
-    executor: str = "127.0.0.1:50052"
+    admin_listen: str | None = None
+    api_keys: str | None = None
+    jwt_keys: str | None = None
+    jwt_issuer: str | None = None
+    jwt_audience: str | None = None
+    jwt_algorithms: str = "RS256,ES256"
+    jwt_tenant_claim: str = "tenant"
+    jwt_role_claim: str = "role"
+    allow_anonymous: bool = False
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    executor: str = field(default_factory=partial(private_socket, "executor"))
+    executor_tls_ca: str | None = None
+    executor_tls_certificate: str | None = None
+    executor_tls_key: str | None = None
+    executor_name: str | None = None
+    takeover: bool = False
+    tenants: str | None = None
     policy: str = "fcfs"
     batching: str = "continuous"
     batch_timeout_s: float = 0.05
@@ -79,8 +126,8 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         """Checks every field. Raises ConfigError."""
         types = get_type_hints(type(self))
-        for field in fields(self):
-            _check_type(field.name, getattr(self, field.name), get_args(types[field.name]) or (types[field.name],))
+        for each in fields(self):
+            _check_type(each.name, getattr(self, each.name), get_args(types[each.name]) or (types[each.name],))
         if not self.model:
             raise ConfigError("model must be given")
         _check_choice("policy", self.policy, POLICIES)
@@ -93,21 +140,76 @@ class SchedulerConfig:
         if not self.listen.startswith(UNIX):
             _check_address("listen", self.listen, "host:port or unix:path")
         _check_address("http_listen", self.http_listen, "host:port")
+        if self.admin_listen is not None and not self.admin_listen.startswith(UNIX):
+            _check_address("admin_listen", self.admin_listen, "host:port or unix:path")
+        self._check_identity()
+        self._check_strangers()
+        tls = {name: getattr(self, name) for name in _EXECUTOR_TLS}
+        if any(tls.values()) and not all(tls.values()):
+            missing = next(name for name, value in tls.items() if not value)
+            raise ConfigError(f"{missing} must be given too: {', '.join(_EXECUTOR_TLS)} belong together")
+
+    def _check_identity(self) -> None:
+        """Raises ConfigError if settings of TLS or of tokens do not fit together."""
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("tls_certificate and tls_key must be given together")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ConfigError("tls_client_ca needs tls_certificate and tls_key")
+        if self.jwt_keys is not None and (self.jwt_issuer is None or self.jwt_audience is None):
+            raise ConfigError("jwt_keys needs jwt_issuer and jwt_audience: tokens for other services must not count")
+        if self.jwt_keys is not None and self.jwt_keys.startswith("http:"):
+            raise ConfigError(
+                "jwt_keys must be a file or an https URL: anyone who can change the answer can make tokens"
+            )
+        if not self.algorithms or set(self.algorithms) - SIGNATURE_ALGORITHMS:
+            expected = ", ".join(sorted(SIGNATURE_ALGORITHMS))
+            raise ConfigError(f"jwt_algorithms must be some of {expected}, not {self.jwt_algorithms!r}")
+
+    def _check_strangers(self) -> None:
+        """Raises ConfigError if others than this machine could call without an identity."""
+        if self.has_identity:
+            return
+        for name in ("listen", "http_listen", "admin_listen"):
+            address = getattr(self, name)
+            if address is None or is_local(address) or (self.allow_anonymous and name != "admin_listen"):
+                continue
+            raise ConfigError(
+                f"{name} {address} can be reached from other machines, and everyone could call: create a key with "
+                "`quire keys add` and give its file as --api-keys, or configure --jwt-keys"
+                + ("" if name == "admin_listen" else "; or listen on loopback")
+            )
+
+    @property
+    def has_identity(self) -> bool:
+        """True if callers have to send a key, a token or a certificate."""
+        return self.api_keys is not None or self.jwt_keys is not None
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """The names in `jwt_algorithms`."""
+        return tuple(_names(self.jwt_algorithms))
 
     @property
     def allowed_hosts(self) -> list[str]:
         """The names in `http_allowed_hosts`."""
-        return [name for name in self.http_allowed_hosts.replace(",", " ").split() if name]
+        return _names(self.http_allowed_hosts)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "SchedulerConfig":
         """Makes a configuration from plain values. Raises ConfigError for unknown keys and for bad values."""
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        unknown = sorted(set(values) - {each.name for each in fields(cls)})
         if unknown:
             raise ConfigError(f"unknown keys: {', '.join(unknown)}")
         if "model" not in values:
             raise ConfigError("model must be given")
         return cls(**values)
+
+
+def _names(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+_EXECUTOR_TLS = ("executor_tls_ca", "executor_tls_certificate", "executor_tls_key", "executor_name")
 
 
 def _check_address(name: str, address: str, expected: str) -> None:

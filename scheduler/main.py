@@ -6,33 +6,44 @@ configuration or checkpoint · 3 an address is in use.
 
 import asyncio
 import logging
+import os
 import signal
+import socket
 import sys
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from quire import logs
-from quire.addresses import AddressInUse, AddressUnusable
+from quire.addresses import AddressInUse, AddressUnusable, is_local
+from quire.log_writer import put_line
+from quire.tls import TlsError, TlsFiles, channel_credentials
 from scheduler.config import ConfigError, SchedulerConfig
 from scheduler.core import Scheduler, StepPlan
 from scheduler.engine.engine import Engine, ServerState
 from scheduler.engine.executor_client import ExecutorClient
 from scheduler.engine.options import EngineOptions, from_fields
+from scheduler.identity.key_file import KeyFileError
+from scheduler.identity.verifier import Verifier
 from scheduler.live.feed import LiveFeed
 from scheduler.live.page import LivePage
 from scheduler.live.plan_log import PlanLog
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.intake import Intake, ServedModel
+from scheduler.servers.access import Access
 from scheduler.servers.admin_server import AdminServer
+from scheduler.servers.descriptors import raise_descriptor_limit
 from scheduler.servers.generation_server import GenerationServer
 from scheduler.servers.grpc_server import GrpcServer
 from scheduler.servers.http_server import HttpServer
+from scheduler.servers.refusals import Refusals
 from scheduler.telemetry.metrics import SchedulerMetrics
+from scheduler.tenants.settings import Tenants, TenantsError
 from scheduler.text.chat import ChatRenderer, load_template
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
 from scheduler.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from scheduler.identity.tokens import TokenVerifier
     from scheduler.telemetry.tracing import OtlpTracer
 
 EXIT_DRAINED = 0
@@ -53,12 +64,13 @@ def run(config: SchedulerConfig) -> int:
     else goes to the log, on standard error.
     """
     logs.configure("scheduler", config.log_level, config.log_format)
+    raise_descriptor_limit()
     try:
         model = load_model(config)
         return asyncio.run(serve(config, model))
     except AddressInUse as error:
         return _give_up(error, EXIT_ADDRESS_IN_USE)
-    except (ConfigError, CheckpointError, AddressUnusable) as error:
+    except (ConfigError, CheckpointError, AddressUnusable, KeyFileError, TlsError, TenantsError) as error:
         return _give_up(error, EXIT_BAD_CONFIG)
 
 
@@ -67,9 +79,10 @@ def load_model(config: SchedulerConfig) -> ServedModel:
     checkpoint = Checkpoint.find(config.model, config.revision)
     tokenizer = Tokenizer.load(checkpoint)
     template = load_template(checkpoint)
+    variables, tokens = tokenizer.special_tokens, tokenizer.control_tokens
     return ServedModel(
         tokenizer=tokenizer,
-        chat=None if template is None else ChatRenderer(template, tokenizer.special_tokens),
+        chat=None if template is None else ChatRenderer(template, variables, tokens=tokens),
         defaults=GenerationDefaults.load(checkpoint, tokenizer.eos_token_id),
     )
 
@@ -82,7 +95,7 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         if model.chat is not None:
             cleanup.push_async_callback(model.chat.close)
             await model.chat.start()
-        client = ExecutorClient(config.executor)
+        client = _executor_client(config)
         cleanup.push_async_callback(client.close)
         metrics = SchedulerMetrics()
         plans = PlanLog()
@@ -91,25 +104,30 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
             metrics.planned(plan, duration_s)
             plans.planned(core, plan)
 
-        engine = Engine(client, from_fields(EngineOptions, config), on_plan)
+        tenants = Tenants.load(config.tenants)
+        engine = Engine(client, from_fields(EngineOptions, config, tenants), on_plan)
         metrics.engine = engine
         tracer = None if config.otlp_endpoint is None else _tracer(config.otlp_endpoint)
         if tracer is not None:
             cleanup.push_async_callback(asyncio.to_thread, tracer.close)
-        intake = Intake(engine, model, metrics, max_streams=config.max_streams, tracer=tracer)
+        intake = Intake(engine, model, metrics, max_streams=config.max_streams, tracer=tracer, tenants=tenants)
+        access = _access(config, metrics)
         grpc_server = GrpcServer(
             engine,
-            GenerationServer(intake, config.stalled_reader_timeout_s),
-            AdminServer(engine, intake, config.policy),
+            GenerationServer(engine, intake, config.policy, config.stalled_reader_timeout_s),
+            AdminServer(engine, intake),
             config.listen,
+            config.admin_listen,
+            access,
         )
         cleanup.push_async_callback(grpc_server.stop, 0)
         feed = LiveFeed(engine, plans, intake.client_request_id)
         page = LivePage(feed, intake, config.stalled_reader_timeout_s)
-        http_server = HttpServer(engine, metrics, page, config.allowed_hosts)
+        http_server = HttpServer(engine, metrics, page, config.allowed_hosts, access)
         cleanup.push_async_callback(http_server.stop)
         await http_server.start(config.http_listen)
         await grpc_server.start()
+        log.info("admin: %s", grpc_server.admin_address)
         _announce(engine, grpc_server.address, http_server.address)
 
         running = asyncio.create_task(engine.run(), name="engine")
@@ -142,7 +160,7 @@ async def _until_done(engine: Engine, running: asyncio.Task[None], signals: _Sig
         log.critical("the engine has failed", exc_info=None if running.cancelled() else running.exception())
         return EXIT_UNFINISHED
     log.info("draining: new requests are refused, running ones continue; a second signal stops at once")
-    drained = asyncio.create_task(engine.drain())
+    drained = asyncio.create_task(engine.drain(is_final=True))
     second = asyncio.create_task(signals.second.wait())
     await asyncio.wait({running, drained, second}, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)
     if drained.done():
@@ -161,10 +179,60 @@ def _announce(engine: Engine, grpc_address: str, http_address: str) -> None:
         if state is ServerState.SERVING and not has_announced:
             has_announced = True
             name = engine.description.model_name
-            print(f"ready grpc={grpc_address} http={http_address} model={name}", flush=True)
+            put_line(sys.stdout, f"ready grpc={grpc_address} http={http_address} model={name}")
 
     log.info("listening: grpc=%s http=%s", grpc_address, http_address)
     engine.on_state_change(announce)
+
+
+def _access(config: SchedulerConfig, metrics: SchedulerMetrics) -> Access:
+    """Reads the keys and the certificate. Raises ConfigError, KeyFileError, TlsError."""
+    tls = None
+    if config.tls_certificate is not None and config.tls_key is not None:
+        tls = TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    elif config.has_identity and not (is_local(config.listen) and is_local(config.http_listen)):
+        log.warning("keys and prompts cross the network in clear text: give --tls-certificate and --tls-key")
+    tokens = None if config.jwt_keys is None else _token_verifier(config)
+    return Access(Verifier(config.api_keys, tokens), Refusals(metrics.refused_call), tls)
+
+
+def _token_verifier(config: SchedulerConfig) -> "TokenVerifier":
+    """Imports PyJWT only if tokens are wanted. Raises ConfigError if it is not installed, or for unusable keys."""
+    try:
+        from scheduler.identity.tokens import TokenSettings, TokenVerifier
+    except ImportError as error:
+        raise ConfigError(f"jwt_keys needs the extra `jwt`, as in pip install 'quire[jwt]': {error}") from None
+
+    settings = TokenSettings(
+        keys=config.jwt_keys or "",
+        issuer=config.jwt_issuer or "",
+        audience=config.jwt_audience or "",
+        algorithms=config.algorithms,
+        tenant_claim=config.jwt_tenant_claim,
+        role_claim=config.jwt_role_claim,
+    )
+    try:
+        return TokenVerifier(settings)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _executor_client(config: SchedulerConfig) -> ExecutorClient:
+    """Raises ConfigError if the TLS files cannot be used."""
+    credentials = None
+    if config.executor_tls_certificate and config.executor_tls_key:
+        try:
+            files = TlsFiles(config.executor_tls_certificate, config.executor_tls_key, config.executor_tls_ca)
+            credentials = channel_credentials(files)
+        except TlsError as error:
+            raise ConfigError(f"executor_tls_certificate: {error}") from None
+    return ExecutorClient(
+        config.executor,
+        holder=f"{socket.gethostname()}, process {os.getpid()}, serving {config.listen}",
+        takes_over=config.takeover,
+        credentials=credentials,
+        executor_name=config.executor_name or "",
+    )
 
 
 def _tracer(endpoint: str) -> "OtlpTracer":
@@ -184,5 +252,5 @@ async def _cancel(task: asyncio.Task[None]) -> None:
 
 
 def _give_up(error: Exception, exit_code: int) -> int:
-    print(f"quire scheduler: {error}", file=sys.stderr)
+    put_line(sys.stderr, f"quire scheduler: {error}")
     return exit_code

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorServicer, add_ExecutorServicer_to_server
+from quire.plan_stream import FEATURES, PROTOCOL_VERSION
 
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
@@ -102,7 +103,10 @@ class NullExecutor(ExecutorServicer):
             max_num_seqs=num_slots,
             max_num_batched_tokens=16 * num_slots,
             device="none",
+            protocol_version=PROTOCOL_VERSION,
+            features=FEATURES,
         )
+        self._num_leases = 0
         self._server = grpc.aio.server(options=OPTIONS)
         add_ExecutorServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
@@ -116,7 +120,11 @@ class NullExecutor(ExecutorServicer):
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:  # noqa: N802
         return self._description
 
-    async def Run(self, request_iterator: AsyncIterator[pb.StepPlan], context: Any) -> None:  # type: ignore[override]  # noqa: N802
+    async def Run(self, request_iterator: AsyncIterator[pb.RunRequest], context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        await anext(request_iterator)  # the opening; every scheduler gets a lease
+        self._num_leases += 1
+        lease = pb.Lease(epoch=self._num_leases, incarnation=self._description.incarnation)
+        await context.write(pb.RunResponse(lease=lease))
         plans: asyncio.Queue[tuple[pb.StepPlan, int]] = asyncio.Queue()
         arrivals = asyncio.create_task(_queue_up(request_iterator, plans))
         try:
@@ -129,7 +137,6 @@ class NullExecutor(ExecutorServicer):
         done_ns = time.monotonic_ns()
         while True:
             plan, arrived_ns = await plans.get()
-            self._description.epoch = plan.epoch
             started_ns = max(done_ns, arrived_ns)
             token_ids, end_reasons = batch.step(plan)
             if self._step_s:
@@ -137,20 +144,19 @@ class NullExecutor(ExecutorServicer):
             timings = pb.StepTimings(idle_ns=started_ns - done_ns, queue_ns=started_ns - arrived_ns)
             done_ns = time.monotonic_ns()
             timings.forward_ns = done_ns - started_ns
-            await context.write(
-                pb.StepResult(
-                    epoch=plan.epoch,
-                    step_id=plan.step_id,
-                    token_ids=token_ids,
-                    end_reasons=end_reasons,
-                    timings=timings,
-                )
+            result = pb.StepResult(
+                epoch=plan.epoch,
+                step_id=plan.step_id,
+                token_ids=token_ids,
+                end_reasons=end_reasons,
+                timings=timings,
             )
+            await context.write(pb.RunResponse(result=result))
 
 
-async def _queue_up(arriving: AsyncIterator[pb.StepPlan], plans: "asyncio.Queue[tuple[pb.StepPlan, int]]") -> None:
-    async for plan in arriving:
-        plans.put_nowait((plan, time.monotonic_ns()))
+async def _queue_up(arriving: AsyncIterator[pb.RunRequest], plans: "asyncio.Queue[tuple[pb.StepPlan, int]]") -> None:
+    async for request in arriving:
+        plans.put_nowait((request.plan, time.monotonic_ns()))
 
 
 async def _serve(arguments: argparse.Namespace) -> None:

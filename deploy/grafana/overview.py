@@ -51,7 +51,7 @@ def overview() -> dashboard.Dashboard:
         ),
     ):  # fmt: skip
         board = board.with_panel(panel)
-    return _reasons(_objectives(_latency(_throughput(board))))
+    return _tenants(_reasons(_objectives(_latency(_throughput(board)))))
 
 
 def _throughput(board: dashboard.Dashboard) -> dashboard.Dashboard:
@@ -203,6 +203,40 @@ def _reasons(board: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Prompt tokens in the queue",
                 "Prompt tokens of waiting requests; the limit is --max-waiting-prompt-tokens.",
                 {"tokens": "sum (quire_queue_prompt_tokens{m})"},
+                "short",
+            )
+        )
+    )
+
+
+def _tenants(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        board.with_row(dashboard.Row("Tenants"))
+        .with_panel(
+            lines(
+                "Service by tenant",
+                "Computed prompt tokens, and generated tokens twice, per second.",
+                {"{tenant}": per_second("quire_tenant_service_total", "tenant")},
+                "short",
+                stacked=True,
+            )
+        )
+        .with_panel(
+            lines(
+                "Ahead of the least served",
+                "Service, divided by the weight, by which a tenant is ahead of the tenant that waits with the least.",
+                {"{tenant}": "sum by (tenant) (quire_tenant_ahead{m})"},
+                "short",
+            )
+        )
+        .with_panel(
+            lines(
+                "Waiting and refused",
+                "Waiting sequences, and requests refused per second, by tenant.",
+                {
+                    "{tenant} waiting": "sum by (tenant) (quire_tenant_sequences_waiting{m})",
+                    "{tenant} refused": per_second("quire_tenant_requests_rejected_total", "tenant"),
+                },
                 "short",
             )
         )

@@ -92,6 +92,11 @@ class Checkpoint:
                 raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, found {found}")
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """Returns the safetensors files of a checkpoint, in the order of their names. Raises CheckpointError."""
+    return _files(directory, _read_index(directory))
+
+
 def _read_index(directory: Path) -> dict[str, str] | None:
     """Returns the file name of each tensor of a sharded checkpoint; None if there is no index."""
     path = directory / _INDEX_FILE

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from executor.device.results_thread import LaunchedStep, ResultsThread, Unfinished
-from executor.errors import PlanRejected
+from executor.errors import ModelBroken, PlanRejected
 from executor.plans.plan import StepOutput, StepPlan
 
 _log = logging.getLogger(__name__)
@@ -40,10 +40,11 @@ class FailureKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a stream, with a message for the scheduler."""
+    """The end of a stream, with a message for the scheduler. is_fatal: the process must end."""
 
     kind: FailureKind
     message: str
+    is_fatal: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,12 +271,14 @@ class DeviceThread:
             self._failed_epoch = max(self._failed_epoch, epoch)
 
     def _passes_inspection(self, failure: Failure) -> bool:
-        if failure.kind is not FailureKind.INTERNAL or self._device_is_sane():
+        if failure.kind is not FailureKind.INTERNAL or (not failure.is_fatal and self._device_is_sane()):
             return True
-        _log.critical("the device no longer answers")
+        problem = failure.message if failure.is_fatal else "the device no longer answers"
+        _log.critical("%s; this executor exits", problem)
         self._device_lost()
         return False
 
 
 def _internal(plan: StepPlan, error: Exception) -> Failure:
-    return Failure(FailureKind.INTERNAL, f"step {plan.step_id}: {type(error).__name__}: {error}")
+    message = f"step {plan.step_id}: {type(error).__name__}: {error}"
+    return Failure(FailureKind.INTERNAL, message, is_fatal=isinstance(error, ModelBroken))

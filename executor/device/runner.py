@@ -11,6 +11,7 @@ from torch import Tensor
 
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import Ints, Logprobs, Reports, StepOutput, StepPlan, StepTimings
+from executor.sampling.finite import FiniteCheck
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.sampling.sampler import sample
 from executor.slots.slots import Slots
@@ -42,6 +43,7 @@ class ModelRunner:
         self.limits = limits
         self.slots = Slots(limits)
         self.model = model
+        self._finite = FiniteCheck()
 
     def reset(self) -> None:
         """Empties all slots for a new epoch. The KV pool keeps its contents."""
@@ -82,12 +84,16 @@ class ModelRunner:
         token_ids, end_reasons = np.zeros(len(step.reporting), np.int32), np.zeros(len(step.reporting), np.uint8)
         is_live = np.zeros(len(step.reporting), dtype=np.bool_)
         logprobs: Logprobs | None = None
+        failed = self._finite.failed(step, logits) if logits is not None else np.zeros(0, dtype=np.bool_)
         if logits is not None and step.sampling.size:
             places = np.searchsorted(step.reporting, step.sampling)
             own_logits = _sampled_logits(step, logits)
+            if failed.any():  # the kernels that sample and rank expect numbers
+                own_logits = own_logits.clone()
+                own_logits[torch.from_numpy(failed).to(logits.device)] = 0
             own_ids = sample(own_logits, self.slots.draw(step.sampling))
             logprobs = report_tokens(self.slots, step.sampling, own_logits, own_ids)
-            token_ids[places], end_reasons[places] = own_ids, self.slots.append(step.sampling, own_ids)
+            token_ids[places], end_reasons[places] = own_ids, self.slots.append(step.sampling, own_ids, failed)
             is_live[places] = True
         logprobs = with_overrun(self.slots, step.reporting, is_live, logprobs)
         return token_ids, end_reasons, Reports(logprobs, *self._report(step, logits))

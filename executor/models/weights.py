@@ -9,6 +9,7 @@ from torch import Tensor
 
 from executor.checkpoints.checkpoint import TensorSource
 from executor.checkpoints.model_config import ModelConfig
+from executor.errors import CheckpointError
 from kernels import Kernels, Linear
 
 Progress = Callable[[int, int], None]
@@ -125,7 +126,13 @@ class _Reader:
     kernels: Kernels
 
     def tensor(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
+        """Returns a tensor of finite numbers. Raises CheckpointError if some are not, or overflow in the dtype."""
+        tensor = self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
+        least, most = torch.aminmax(tensor)  # one pass without temporaries; NaN propagates
+        if not (torch.isfinite(least) and torch.isfinite(most)):
+            count = int((~torch.isfinite(tensor)).sum())
+            raise CheckpointError(f"{name}: {count} of {tensor.numel()} numbers are not finite in {self.dtype}")
+        return tensor
 
     def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
         """Returns one linear layer, or several stacked into one."""

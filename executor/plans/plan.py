@@ -139,6 +139,7 @@ class EndReason(IntEnum):
     EOS = 1
     LENGTH = 2
     STOP = 3
+    NOT_FINITE = 4
 
 
 @dataclass(frozen=True, slots=True)

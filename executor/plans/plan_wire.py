@@ -10,6 +10,7 @@ from executor.errors import PlanRejected
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import Admission, Floats, Fork, Ints, Logprobs, SequenceParams, StepOutput, StepPlan
 from quire.executor.v1 import executor_pb2 as pb
+from quire.plan_stream import FEATURES, PROTOCOL_VERSION
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -56,9 +57,9 @@ def description_to_message(
     *,
     incarnation: str,
     model_name: str,
+    weights_digest: str,
     dtype: str,
     device: str,
-    epoch: int,
 ) -> pb.DescribeResponse:
     return pb.DescribeResponse(
         incarnation=incarnation,
@@ -71,7 +72,9 @@ def description_to_message(
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         device=device,
-        epoch=epoch,
+        protocol_version=PROTOCOL_VERSION,
+        features=FEATURES,
+        weights_digest=weights_digest,
     )
 
 

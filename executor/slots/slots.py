@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Fork, Ints, StepPlan
+from executor.plans.plan import EndReason, Fork, Ints, StepPlan
 from executor.plans.plan_check import project
 from executor.plans.slot_counters import SlotCounters
+from executor.plans.written_blocks import WrittenBlocks
 from executor.slots.logit_changes import ChangeTable
 from executor.slots.report_table import PromptSpans, ReportTable
 from executor.slots.sampling_table import Draw, SamplingTable
@@ -35,13 +36,15 @@ class Slots:
         self.token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
         self.block_tables = np.zeros((limits.max_num_seqs, limits.max_blocks_per_seq), dtype=np.int32)
         self.reports = ReportTable(limits.max_num_seqs)
+        self._written = WrittenBlocks(limits)
         self._sampling = SamplingTable(limits.max_num_seqs, limits.vocab_size)
         self._changes = ChangeTable(limits.max_num_seqs, limits.vocab_size)
         self.classify()
 
     def clear(self) -> None:
-        """Empties all slots for a new epoch."""
+        """Empties all slots for a new lease, which has written no block yet."""
         self.counters = SlotCounters.empty(self.limits.max_num_seqs)
+        self._written.clear()
         self._sampling.clear()
         self._changes.clear()
         self.reports.clear()
@@ -52,7 +55,10 @@ class Slots:
 
         Raises PlanRejected, in which case nothing has changed.
         """
-        self.counters = project(plan, self.counters, self.limits)
+        counters = project(plan, self.counters, self.limits)
+        self._written.check(plan, self.counters, counters, self.block_tables)
+        self.counters = counters
+        self._written.apply(plan)
         self._changes.drop(plan.retired_slots.tolist())
         self.reports.drop(plan.retired_slots)
         for admission in plan.admissions:
@@ -136,12 +142,17 @@ class Slots:
         """Returns how to sample the next token of each slot."""
         return self._sampling.draw(slots, self.counters.num_tokens[slots], self._changes.of(slots))
 
-    def append(self, slots: Ints, token_ids: Ints) -> NDArray[np.uint8]:
-        """Appends sampled tokens. Returns the end reason of each, EndReason.GOES_ON for most."""
+    def append(self, slots: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None = None) -> NDArray[np.uint8]:
+        """Appends sampled tokens. Returns the end reason of each, EndReason.GOES_ON for most.
+
+        failed  slots whose token has no meaning, because their logits are not finite
+        """
         counters = self.counters
         self.token_ids[slots, counters.num_tokens[slots]] = token_ids
         counters.num_tokens[slots] += 1
         reasons = self._sampling.end_reasons(slots, token_ids, counters.num_tokens[slots])
+        if failed is not None:
+            reasons[failed] = EndReason.NOT_FINITE
         counters.has_ended[slots] = reasons != 0
         self._changes.count(slots, token_ids)
         return reasons

@@ -16,7 +16,7 @@ _WINDOW = 16
 
 
 class PlanSession:
-    """One plan stream. Its epoch is 0 until the first plan."""
+    """One plan stream. Its epoch is that of its lease, and 0 before it has one."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.epoch = 0
@@ -29,18 +29,12 @@ class PlanSession:
         """Waits until another plan may be in flight."""
         await self._window.acquire()
 
-    def check_order(self, plan: StepPlan, last_epoch: int) -> None:
-        """Raises EpochRefused unless this plan follows the last one. The first plan must have a new epoch.
-
-        last_epoch is the highest epoch on this executor so far.
-        """
-        if plan.epoch < last_epoch or (self.epoch == 0 and plan.epoch == last_epoch):
-            raise EpochRefused(f"epoch {plan.epoch} is old: the last one was {last_epoch}")
-        if self.epoch not in (0, plan.epoch):
+    def check_order(self, plan: StepPlan) -> None:
+        """Raises EpochRefused unless this plan follows the last one."""
+        if plan.epoch != self.epoch:
             raise EpochRefused(f"epoch {plan.epoch} in a stream of epoch {self.epoch}")
         if plan.step_id != self._next_step_id:
             raise EpochRefused(f"step {plan.step_id} where step {self._next_step_id} was due")
-        self.epoch = plan.epoch
         self._next_step_id += 1
 
     def deliver(self, outcome: Outcome) -> None:

@@ -7,15 +7,29 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 
 from executor.device.device_thread import DeviceThread, EndOfPlans, Failure, FailureKind, LivenessProbe, Marker, Step
-from executor.errors import EpochRefused, PlanRejected
+from executor.errors import EpochRefused, LeaseRefused, PlanRejected
 from executor.plans import plan_wire
-from executor.plans.plan import StepTimings
+from executor.plans.limits import PlanLimits
+from executor.plans.plan import StepOutput
+from executor.plans.plan_size import check_size
+from executor.stream.leases import Leases
 from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
+from quire.plan_stream import PROTOCOL_VERSION
 
-Describe = Callable[[int], pb.DescribeResponse]
-"""Returns the description of this executor, given the highest epoch so far."""
+Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
+
+_MAX_OPENINGS = 4
+"""Number of streams that may wait for a lease at once. Each can hold one message of the largest size in memory."""
+
+_OPENING_TIMEOUT_S = 10.0
+
+_SHUTTING_DOWN = "the executor is shutting down"
+_NO_OPENING = (
+    "the stream does not begin with an opening: its scheduler speaks another version of the plan stream than this "
+    f"executor, version {PROTOCOL_VERSION}; version 1 had no openings"
+)
 
 _STATUS = {
     FailureKind.PLAN_REJECTED: grpc.StatusCode.INVALID_ARGUMENT,
@@ -27,15 +41,22 @@ _STATUS = {
 
 
 class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
-    """Serves plan streams. The stream with the highest epoch has the device."""
+    """Serves plan streams. The stream that has the lease has the device."""
 
-    def __init__(self, device: DeviceThread, describe: Describe, observe: Callable[[StepTimings], None]) -> None:
-        """Calls `observe` with the timings of each step, on the event loop."""
+    def __init__(
+        self,
+        device: DeviceThread,
+        limits: PlanLimits,
+        description: pb.DescribeResponse,
+        observe: Callable[[StepOutput], None],
+    ) -> None:
+        """Calls `observe` with the output of each step, on the event loop."""
         self._device = device
-        self._describe = describe
+        self._limits = limits
+        self._description = description
         self._observe = observe
-        self._last_epoch = 0
-        self._active: PlanSession | None = None
+        self._leases = Leases()
+        self._num_openings = 0
         self._streams: set[PlanSession] = set()
         self._is_shut_down = False
 
@@ -52,37 +73,57 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
 
         self._device.put(LivenessProbe(answered))
         await has_answered.wait()
-        return self._describe(self._last_epoch)
+        return self._description
 
     async def Run(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[pb.StepPlan],
-        context: grpc.aio.ServicerContext[pb.StepPlan, pb.StepResult],
-    ) -> AsyncIterator[pb.StepResult]:
+        self, request_iterator: AsyncIterator[pb.RunRequest], context: Context
+    ) -> AsyncIterator[pb.RunResponse]:
         stream = PlanSession(asyncio.get_running_loop())
         self._streams.add(stream)
-        if self._is_shut_down:
-            stream.fail(FailureKind.SHUTDOWN, "the executor is shutting down")
-        reader = asyncio.create_task(self._read_plans(request_iterator, stream))
+        reader: asyncio.Task[None] | None = None
         try:
+            await self._open(request_iterator, stream, context)
+            yield pb.RunResponse(lease=pb.Lease(epoch=stream.epoch, incarnation=self._description.incarnation))
+            reader = asyncio.create_task(self._read_plans(request_iterator, stream))
             while not isinstance(outcome := await stream.outcome(), EndOfPlans):
                 if isinstance(outcome, Failure):
                     await context.abort(_STATUS[outcome.kind], outcome.message)
-                self._observe(outcome.timings)
-                yield plan_wire.output_to_message(outcome)
+                self._observe(outcome)
+                yield pb.RunResponse(result=plan_wire.output_to_message(outcome))
         finally:
-            reader.cancel()
+            if reader is not None:
+                reader.cancel()
             self._streams.discard(stream)
-            if self._active is stream:
-                self._active = None
+            self._leases.release(stream)
 
     def shut_down(self) -> None:
         """Ends all streams. New streams end at once."""
         self._is_shut_down = True
         for stream in self._streams:
-            stream.fail(FailureKind.SHUTDOWN, "the executor is shutting down")
+            stream.fail(FailureKind.SHUTDOWN, _SHUTTING_DOWN)
 
-    async def _read_plans(self, messages: AsyncIterator[pb.StepPlan], stream: PlanSession) -> None:
+    async def _open(self, messages: AsyncIterator[pb.RunRequest], stream: PlanSession, context: Context) -> None:
+        """Reads the opening and gives the stream the lease, or ends the call."""
+        if self._is_shut_down:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, _SHUTTING_DOWN)
+        if self._num_openings >= _MAX_OPENINGS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many streams wait for a lease")
+        self._num_openings += 1
+        try:
+            async with asyncio.timeout(_OPENING_TIMEOUT_S):
+                message = await anext(messages, pb.RunRequest())
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no opening within {_OPENING_TIMEOUT_S:g} s")
+        finally:
+            self._num_openings -= 1
+        if not message.HasField("opening"):
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _NO_OPENING)
+        try:
+            self._leases.grant(message.opening, stream)
+        except LeaseRefused as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+    async def _read_plans(self, messages: AsyncIterator[pb.RunRequest], stream: PlanSession) -> None:
         """Passes plans to the device thread until one is out of order or the scheduler has sent the last one.
 
         Failures pass through the device thread too, so that the results of earlier plans come first.
@@ -92,20 +133,14 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             async for message in messages:
                 arrived_ns = time.monotonic_ns()
                 await stream.room()
-                plan = plan_wire.plan_from_message(message)
-                stream.check_order(plan, self._last_epoch)
-                self._take_over(stream)
+                if not message.HasField("plan"):
+                    raise PlanRejected("a message without a plan")
+                check_size(message.plan, self._limits)
+                plan = plan_wire.plan_from_message(message.plan)
+                stream.check_order(plan)
                 self._device.put(Step(plan, arrived_ns, stream.deliver))
         except PlanRejected as error:
             last = Failure(FailureKind.PLAN_REJECTED, str(error))
         except EpochRefused as error:
             last = Failure(FailureKind.EPOCH_REFUSED, str(error))
         self._device.put(Marker(last, stream.deliver))
-
-    def _take_over(self, stream: PlanSession) -> None:
-        """Gives the device to a stream that has sent a plan in order."""
-        if self._active is not stream:
-            if self._active is not None:
-                self._active.fail(FailureKind.TAKEN_OVER, f"epoch {stream.epoch} took over")
-            self._active = stream
-            self._last_epoch = stream.epoch

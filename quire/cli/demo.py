@@ -20,9 +20,10 @@ from quire.cli import exit_codes
 from quire.cli.block_map_view import RequestColours
 from quire.cli.demo_scenes import SCENES, Scene
 from quire.cli.demo_view import Reading, Readings, live_view, print_frame, print_texts
-from quire.cli.serve import serving_probe
+from quire.cli.serve import PROBE_TIMEOUT_S
 from quire.cli.services import ServicePair, on_free_ports, service_pair
 from quire.cli.supervisor import Supervisor
+from quire.cli.watch import health_probe
 from quire.errors import QuireError
 from quire.events import Delta, Finished, Started
 
@@ -49,7 +50,7 @@ class _Show:
 
 
 async def run(values: Mapping[str, Any], console: Console, scenes: tuple[Scene, ...] = SCENES) -> int:
-    """Runs the demonstration; returns the exit code. Raises ChildFailed if a service cannot be started or keeps dying.
+    """Runs the demonstration; returns the exit code. Raises ChildFailed if a service cannot be started.
 
     values  fields of the services' configurations, the model among them
     """
@@ -62,9 +63,10 @@ async def run(values: Mapping[str, Any], console: Console, scenes: tuple[Scene, 
 
     async with (
         Supervisor(pair.children(), log=log) as supervisor,
-        AsyncClient(pair.scheduler.listen) as client,
+        AsyncClient(pair.scheduler.listen, admin=pair.admin_address) as client,
+        health_probe(pair.admin_address) as is_serving,
     ):
-        await supervisor.until_ready(serving_probe(client))
+        await supervisor.until_ready(lambda: is_serving(PROBE_TIMEOUT_S))
         is_starting = False
         console.print(pair.ready_line(), highlight=False, soft_wrap=True)
         show = await supervisor.beside(perform(client, console, scenes))

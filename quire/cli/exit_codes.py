@@ -4,8 +4,10 @@ from quire.errors import (
     CapacityExceededError,
     DeadlineExceededError,
     InvalidRequestError,
+    PermissionDeniedError,
     QueueFullError,
     QuireError,
+    UnauthenticatedError,
     UnavailableError,
 )
 
@@ -15,12 +17,15 @@ USAGE = 2
 ADDRESS_IN_USE = 3
 UNAVAILABLE = 69
 TRY_AGAIN = 75
+NO_PERMISSION = 77
 INTERRUPTED = 130
 
 _BY_ERROR: dict[type[QuireError], int] = {
     InvalidRequestError: USAGE,
     CapacityExceededError: USAGE,
     UnavailableError: UNAVAILABLE,
+    UnauthenticatedError: NO_PERMISSION,
+    PermissionDeniedError: NO_PERMISSION,
     QueueFullError: TRY_AGAIN,
     DeadlineExceededError: TRY_AGAIN,
 }
@@ -29,6 +34,7 @@ _BY_ERROR: dict[type[QuireError], int] = {
 def exit_code(error: QuireError) -> int:
     """Returns the code for an error.
 
-    USAGE: change the request. UNAVAILABLE: no server. TRY_AGAIN: it may work later. FAILED: any other error.
+    USAGE: change the request. UNAVAILABLE: no server. TRY_AGAIN: it may work later. NO_PERMISSION: send
+    another key. FAILED: any other error.
     """
     return _BY_ERROR.get(type(error), FAILED)

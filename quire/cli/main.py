@@ -8,9 +8,10 @@ import typer
 from rich.console import Console
 
 from planning.settings import DeploymentSettings, SimulateSettings
-from quire.channel import DEFAULT_ADDRESS
 from quire.cli.bench import app as bench_app
 from quire.cli.config_flags import flag_parameters, given, with_flags
+from quire.cli.connection_flags import connection_parameters, take_client
+from quire.cli.keys import app as keys_app
 from quire.cli.option_flags import given_options, option_parameters
 from quire.cli.outcome import reported
 from quire.cli.serve_output import lines_to
@@ -23,7 +24,6 @@ from quire.cli.services import (
     service_pair,
 )
 from quire.cli.supervisor import ChildFailed
-from quire.client import Client
 from quire.events import ChatMessage, Prompt
 
 app = typer.Typer(
@@ -35,8 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench_app, name="bench")
-
-_Address = Annotated[str, typer.Option("--address", help="of the scheduler: host:port, or unix:path")]
+app.add_typer(keys_app, name="keys")
 
 
 def main() -> None:
@@ -84,7 +83,6 @@ app.command()(with_flags(executor, EXECUTOR_FLAGS))
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="text; absent or -: read from standard input")] = None,
-    address: _Address = DEFAULT_ADDRESS,
     chat: Annotated[bool, typer.Option(help="the prompt is a user's message in a chat")] = False,
     system: Annotated[str | None, typer.Option(help="system message before it; implies --chat")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
@@ -92,12 +90,12 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="every event as a line of JSON")] = False,
     **values: Any,
 ) -> None:
-    """Streams a completion to the terminal."""
+    """Streams a completion to the terminal. Sends the API key in QUIRE_API_KEY, if there is one."""
     from quire.cli.generate import write_json, write_text
 
     text = _stdin_text() if prompt in (None, "-") else prompt
-    options = given_options(values)
-    with reported(), Client(address) as client:
+    with reported(), take_client(values) as client:
+        options = given_options(values)
         with client.generate(_prompt(text or "", chat, system), timeout_s=timeout_s, **options) as events:
             if as_json:
                 write_json(events, sys.stdout)
@@ -106,26 +104,42 @@ def generate(
                 write_text(events, sys.stdout, notes, are_beams=bool(options.get("beam_width")))
 
 
-app.command()(with_flags(generate, option_parameters()))
+app.command()(with_flags(generate, [*connection_parameters(admin=False), *option_parameters()]))
 
 
-@app.command()
 def kv(
-    address: _Address = DEFAULT_ADDRESS,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="redraw until Ctrl-C")] = False,
     interval_s: Annotated[float, typer.Option(min=0.02, help="minimum time between two drawings")] = 0.25,
     as_json: Annotated[bool, typer.Option("--json", help="once, as JSON")] = False,
+    **values: Any,
 ) -> None:
     """Shows the block pool: the blocks of each request, shared blocks, and cached blocks."""
     from quire.cli import kv as view
 
-    with reported(), Client(address, timeout_s=10) as client:
+    with reported(), take_client(values, timeout_s=10) as client:
         if as_json:
             view.show_json(client, Console())
         elif watch:
             view.watch(client, Console(), interval_s)
         else:
             view.show(client, Console())
+
+
+def drain(
+    undo: Annotated[bool, typer.Option("--undo", help="accept requests again")] = False,
+    timeout_s: Annotated[float | None, typer.Option(help="maximum time to wait, in seconds")] = None,
+    **values: Any,
+) -> None:
+    """Makes a scheduler refuse new requests, and waits until all running ones have ended."""
+    with reported(), take_client(values, timeout_s=timeout_s) as client:
+        if undo:
+            client.resume()
+        else:
+            client.drain()
+
+
+app.command()(with_flags(kv, connection_parameters(admin=True)))
+app.command()(with_flags(drain, connection_parameters(admin=True)))
 
 
 def demo(**values: Any) -> None:

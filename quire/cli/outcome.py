@@ -13,7 +13,10 @@ from quire.cli import exit_codes
 from quire.cli.services import ConfigError
 from quire.cli.supervisor import ChildFailed
 from quire.errors import InvalidRequestError, QuireError
+from quire.log_writer import put_line
 from quire.model_path import ModelNotFound
+from quire.tls import TlsError
+from scheduler.identity.key_file import KeyFileError
 
 
 @contextmanager
@@ -26,7 +29,7 @@ def reported() -> Iterator[None]:
         fail(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
     except QuireError as error:
         fail(str(error), exit_codes.exit_code(error))
-    except (ConfigError, ModelNotFound, PlanningError) as error:
+    except (ConfigError, ModelNotFound, PlanningError, TlsError, KeyFileError) as error:
         fail(str(error), exit_codes.USAGE)
     except AddressInUse as error:
         fail(str(error), exit_codes.ADDRESS_IN_USE)
@@ -37,5 +40,5 @@ def reported() -> Iterator[None]:
 
 
 def fail(message: str, code: int) -> NoReturn:
-    print(f"quire: {message}", file=sys.stderr, flush=True)
+    put_line(sys.stderr, f"quire: {message}")
     raise typer.Exit(code)

@@ -2,20 +2,23 @@
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from quire.async_client import AsyncClient
-from quire.block_map import ServerState
 from quire.cli import exit_codes
 from quire.cli.child import LogSink
+from quire.cli.restarts import RestartPolicy
 from quire.cli.services import ServicePair
 from quire.cli.supervisor import Supervisor
-from quire.cli.watch import health_probe, replace_when_hung
-from quire.errors import DeadlineExceededError, UnavailableError
+from quire.cli.watch import health_probe, liveness_probe, replace_when_hung
 
-_PROBE_TIMEOUT_S = 5.0
+PROBE_TIMEOUT_S = 5.0
+_SCHEDULER_SILENT_S = 20.0
+"""The scheduler's liveness does not depend on its work, so it is killed sooner than an executor, which may compute."""
+
+# Only a configuration, an address in use, and a command that cannot be executed (126, 127) stay as they are.
+_POLICY = RestartPolicy(fatal_at_start=frozenset({exit_codes.USAGE, exit_codes.ADDRESS_IN_USE, 126, 127}))
 # Signalling a process and its group, as timeout(1) and some shells do, delivers one signal twice.
 _SAME_SIGNAL_S = 0.5
 
@@ -24,13 +27,13 @@ async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> 
     """Runs both services until SIGTERM or SIGINT; returns the exit code.
 
     The first signal drains: running requests finish, new ones are refused. A second signal kills. Until then, a service
-    that dies is restarted, and so is an executor that hangs. Raises ChildFailed if a service cannot be started or keeps
-    dying.
+    that ends or hangs is restarted, however often. Raises ChildFailed if a service refuses its configuration or finds
+    its address in use before the first `ready`.
 
     say  called once with the line `ready …`, as soon as a completion can be generated
     """
     told_to_stop = asyncio.Event()
-    supervisor = Supervisor(pair.children(), log=log)
+    supervisor = Supervisor(pair.children(), log=log, policy=_POLICY)
     with _stop_signals(told_to_stop, supervisor, log):
         async with supervisor:
             watch = asyncio.create_task(_watch(supervisor, pair))
@@ -50,29 +53,22 @@ async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> 
     return exit_codes.OK if all(ended.ended_well for ended in exits) else exit_codes.FAILED
 
 
-def serving_probe(client: AsyncClient) -> Callable[[], Awaitable[bool]]:
-    """Returns a function that asks if the scheduler has an executor. No answer means False."""
-
-    async def is_serving() -> bool:
-        try:
-            info = await client.server_info(timeout_s=_PROBE_TIMEOUT_S)
-        except (UnavailableError, DeadlineExceededError):
-            return False
-        return info.state is ServerState.SERVING
-
-    return is_serving
-
-
 async def _live(supervisor: Supervisor, pair: ServicePair, say: Callable[[str], None]) -> NoReturn:
-    async with AsyncClient(pair.scheduler.listen) as client:
-        await supervisor.until_ready(serving_probe(client))
+    # The admin socket answers without a key and without TLS.
+    async with health_probe(pair.admin_address) as is_serving:
+        await supervisor.until_ready(lambda: is_serving(PROBE_TIMEOUT_S))
     say(pair.ready_line())
     raise await supervisor.failure()
 
 
 async def _watch(supervisor: Supervisor, pair: ServicePair) -> None:
+    silent_s = min(_SCHEDULER_SILENT_S, pair.scheduler.step_timeout_s)
+    is_alive = liveness_probe(pair.scheduler.http_listen)
     async with health_probe(pair.executor.listen_address) as is_serving:
-        await replace_when_hung(supervisor, "executor", is_serving, pair.executor.step_timeout_s)
+        await asyncio.gather(
+            replace_when_hung(supervisor, "scheduler", is_alive, silent_s),
+            replace_when_hung(supervisor, "executor", is_serving, pair.executor.step_timeout_s),
+        )
 
 
 @contextmanager

@@ -8,7 +8,14 @@ from typing import Any
 
 from executor.config import ExecutorConfig
 from executor.errors import ConfigError as ExecutorConfigError
-from quire.addresses import AddressError, AddressInUse, AddressUnusable, with_port
+from quire.addresses import (
+    AddressError,
+    AddressInUse,
+    AddressUnusable,
+    default_admin_address,
+    private_socket,
+    with_port,
+)
 from quire.cli.child import ChildSpec
 from quire.cli.config_flags import arguments
 from scheduler.config import ConfigError as SchedulerConfigError
@@ -16,6 +23,9 @@ from scheduler.config import SchedulerConfig
 
 # The scheduler connects to the address at which the executor listens, so one flag sets both.
 EXECUTOR_ADDRESS = ("executor", "listen_address")
+# `quire serve` has no flags for these: both services run on one machine as one user and meet at a socket file.
+EXECUTOR_HOP = {"tls_certificate", "tls_key", "tls_client_ca", "scheduler_name"}
+SCHEDULER_HOP = {"executor_tls_ca", "executor_tls_certificate", "executor_tls_key", "executor_name", "takeover"}
 _STOP_MARGIN_S = 15.0
 
 
@@ -39,6 +49,11 @@ class ServicePair:
             _child("executor", self.executor_values, _STOP_MARGIN_S),
         ]
 
+    @property
+    def admin_address(self) -> str:
+        """The address of the scheduler's admin service."""
+        return self.scheduler.admin_listen or default_admin_address(self.scheduler.listen)
+
     def ready_line(self) -> str:
         return (
             f"ready grpc={self.scheduler.listen} http={self.scheduler.http_listen} "
@@ -53,9 +68,12 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
     if another server listens at an address.
     """
     for_scheduler = {name: value for name, value in values.items() if name in _names(SchedulerConfig)}
-    for_executor = {name: value for name, value in values.items() if name in _names(ExecutorConfig)}
-    for name in ("listen", "http_listen", "executor"):
+    for_executor = {name: value for name, value in values.items() if name in _names(ExecutorConfig) - EXECUTOR_HOP}
+    for name in ("listen", "http_listen"):
         for_scheduler[name] = _with_port(name, for_scheduler.get(name, _default(SchedulerConfig, name)))
+    # Two pairs of services on one machine listen at two addresses, and so have two socket files.
+    socket_name = f"executor-{for_scheduler['listen'].rpartition(':')[2].replace('/', '-')}"
+    for_scheduler["executor"] = _with_port("executor", for_scheduler.get("executor", private_socket(socket_name)))
     metrics_address = for_executor.get("metrics_address", _default(ExecutorConfig, "metrics_address"))
     for_executor["metrics_address"] = _with_port("metrics_address", metrics_address) if metrics_address else ""
     for_executor[EXECUTOR_ADDRESS[1]] = for_scheduler[EXECUTOR_ADDRESS[0]]
@@ -64,7 +82,7 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
 
 def on_free_ports(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values with free ports by default, for services that run only as long as one command."""
-    return dict.fromkeys(("listen", "http_listen", "executor", "metrics_address"), "127.0.0.1:0") | dict(values)
+    return dict.fromkeys(("listen", "http_listen", "metrics_address"), "127.0.0.1:0") | dict(values)
 
 
 def _with_port(name: str, address: str) -> str:

@@ -9,13 +9,13 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from quire.cli.child import Child, ChildExit, ChildSpec, LogSink
-from quire.cli.restarts import RestartBudget, RestartPolicy
+from quire.cli.restarts import Backoff, RestartPolicy
 
 _T = TypeVar("_T")
 
 
 class ChildFailed(Exception):
-    """A child cannot be started, or keeps dying. `exit_code` is the exit code for this process."""
+    """A child cannot be started. `exit_code` is the exit code for this process."""
 
     def __init__(self, problem: str, last: ChildExit) -> None:
         super().__init__(f"{problem}: {last.last_line}" if last.last_line else problem)
@@ -26,8 +26,8 @@ class ChildFailed(Exception):
 class Supervisor:
     """Starts the children in the order of `specs` and keeps them running until `stop` ends them in the same order.
 
-    A child that ends before `until_ready` has returned is a failure. A child that ends later is restarted under
-    `policy`, until that finds a crash loop. `until_ready`, `failure` and `beside` report failures. Use it as an async
+    A child that ends is restarted under `policy`, again and again. Only before `until_ready` has returned, an end can
+    be a failure: the policy says which. `until_ready`, `failure` and `beside` report failures. Use it as an async
     context manager: leaving it stops the children that still run.
     """
 
@@ -39,7 +39,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
     ) -> None:
         self._children = [Child(spec, log) for spec in specs]
-        self._budgets = {spec.name: RestartBudget(policy or RestartPolicy()) for spec in specs}
+        self._policy = policy or RestartPolicy()
         self._log = log
         self._was_ready = False
         self._failed: asyncio.Future[ChildFailed] | None = None
@@ -53,7 +53,7 @@ class Supervisor:
             self._keepers[child.name] = asyncio.create_task(self._keep(child))
 
     async def until_ready(self, probe: Callable[[], Awaitable[bool]], interval_s: float = 0.1) -> None:
-        """Calls `probe` until it returns True. Raises ChildFailed as soon as a child ends before that."""
+        """Calls `probe` until it returns True. Raises ChildFailed as soon as a child fails before that."""
 
         async def ask() -> None:
             while not await probe():  # noqa: ASYNC110 - another process cannot set an event of this loop
@@ -133,19 +133,19 @@ class Supervisor:
         await self.stop()
 
     async def _keep(self, child: Child) -> None:
-        """Restarts the child whenever it ends, until it is told to end or restarting it is pointless."""
+        """Restarts the child whenever it ends, until it is told to end or cannot be started at all."""
+        loop, backoff = asyncio.get_running_loop(), Backoff(self._policy)
         while True:
+            started_s = loop.time()
             ended = await child.wait()
             if child.is_stopping:
                 return
-            if not self._was_ready:
+            if not self._was_ready and self._policy.is_fatal_at_start(ended.return_code):
                 self._fail(ChildFailed(f"{ended} before it was ready", ended))
                 return
-            delay_s = self._budgets[child.name].next_delay_s(asyncio.get_running_loop().time())
-            if delay_s is None:
-                self._fail(ChildFailed(f"{ended}, again and again", ended))
-                return
-            self._log("supervisor", f"{ended}; restarting it in {delay_s:g} s")
+            delay_s = backoff.next_delay_s(loop.time() - started_s)
+            times = f" (restart {backoff.num_in_a_row} in a row)" if backoff.num_in_a_row > 1 else ""
+            self._log("supervisor", f"{ended}; restarting it in {delay_s:g} s{times}")
             if await child.stopping_within(delay_s):
                 return
             await child.start()

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from quire.addresses import HostPort
 from quire.channel import CHANNEL_OPTIONS
 from quire.cli.supervisor import Supervisor
 
@@ -21,21 +22,48 @@ suspended.
 async def replace_when_hung(
     supervisor: Supervisor, name: str, is_serving: Callable[[float], Awaitable[bool]], timeout_s: float
 ) -> None:
-    """Kills a child that was ready and has not served for timeout_s; the supervisor restarts it. Never returns.
+    """Kills a child that has served, and then has not for timeout_s; the supervisor restarts it. Never returns.
 
-    A child that has not been ready yet is left alone, because it may be loading a model.
+    A process that has neither said `ready` nor passed a check is left alone, because it may be loading a model.
 
     is_serving  called with the maximum time for the answer, in seconds
     """
     loop, interval_s = asyncio.get_running_loop(), timeout_s / _NUM_CHECKS
-    num_failed = 0
+    num_failed, served = 0, None
     while True:
-        was_ready, asked_s = supervisor.has_said_ready(name), loop.time()
-        serves = await is_serving(interval_s)
-        num_failed = 0 if serves or not was_ready else num_failed + 1
+        pid, asked_s = supervisor.pid(name), loop.time()
+        has_served = supervisor.has_said_ready(name) or (pid is not None and pid == served)
+        if await is_serving(interval_s):
+            num_failed, served = 0, pid
+        else:
+            num_failed = num_failed + 1 if has_served else 0
         if num_failed == _NUM_CHECKS:
             supervisor.kill_hung(name, timeout_s)
         await asyncio.sleep(max(0.0, asked_s + interval_s - loop.time()))
+
+
+def liveness_probe(http_address: str) -> Callable[[float], Awaitable[bool]]:
+    """Returns a function that asks GET /healthz at an address. It returns False if no 200 comes in time.
+
+    A separate thread of the scheduler answers, in clear text even under TLS, as long as the event loop runs.
+    """
+    target = HostPort.parse(http_address)
+
+    async def ask() -> bool:
+        reader, writer = await asyncio.open_connection(target.host, target.port)
+        try:
+            writer.write(f"GET /healthz HTTP/1.1\r\nHost: {target}\r\nConnection: close\r\n\r\n".encode())
+            return b" 200 " in await reader.readline()
+        finally:
+            writer.close()
+
+    async def is_alive(timeout_s: float) -> bool:
+        try:
+            return await asyncio.wait_for(ask(), timeout_s)
+        except (OSError, TimeoutError, ValueError):  # ValueError: a line without an end
+            return False
+
+    return is_alive
 
 
 @asynccontextmanager

@@ -1,6 +1,8 @@
 """The scheduler core: a pure state machine, with no clock and no I/O, in the standard library only.
 
     scheduler/core/*.py         the decision kernel
+    scheduler/core/tenants/     a tenant: its terms and its account
+    scheduler/core/fairness/    the shares of tenants: accounts, the queue of all tenants, the choice of victims
     scheduler/core/baselines/   static and dynamic batching, contiguous KV allocation: for measurement only
     scheduler/core/inspect/     views, invariants, step loads, and the leap of simulators
 
@@ -36,6 +38,7 @@ from scheduler.core.inspect.views import (
     SequenceView,
     block_map,
     kv_usage,
+    oldest_waiting_s,
 )
 from scheduler.core.limits import SchedulerLimits
 from scheduler.core.modes import CONTINUOUS, PAGED, Batching, KVAllocation
@@ -45,6 +48,7 @@ from scheduler.core.request import BeamParams, Request, SequenceParams
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
 from scheduler.core.state import Counters, SchedulerState
+from scheduler.core.tenants.account import DEFAULT_TENANT, Account, TenantTerms, TermsOf
 
 __all__ = [
     "BATCHING",
@@ -52,6 +56,7 @@ __all__ = [
     "CONTIGUOUS_EXACT",
     "CONTIGUOUS_POWER_OF_TWO",
     "CONTINUOUS",
+    "DEFAULT_TENANT",
     "DYNAMIC",
     "FCFS",
     "KV_ALLOCATIONS",
@@ -60,6 +65,7 @@ __all__ = [
     "PRIORITY",
     "STATIC",
     "TRANSITIONS",
+    "Account",
     "Admission",
     "Batching",
     "BeamParams",
@@ -94,10 +100,13 @@ __all__ = [
     "State",
     "StepPlan",
     "StepResult",
+    "TenantTerms",
+    "TermsOf",
     "TokenLogprobs",
     "Unavailable",
     "block_map",
     "check_invariants",
     "kv_usage",
     "leap",
+    "oldest_waiting_s",
 ]

@@ -25,9 +25,7 @@ class ActiveRequest:
     @property
     def num_unborn(self) -> int:
         """Number of slots, beyond the first, that the request needs when it is admitted."""
-        if self.request.beam is not None:
-            return self.request.beam.width - 1
-        return self.request.num_sequences - len(self.sequences)
+        return self.request.num_slots - len(self.sequences)
 
     @property
     def has_ended(self) -> bool:

@@ -25,6 +25,7 @@ def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence
 def admit(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> None:
     """Moves a sequence into the batch. If it was preempted too often, reserves all blocks that it can ever need."""
     state.admit(sequence, prefix)
+    state.accounts.charge_admission(sequence)
     if _needs_guarantee(state, sequence):
         sequence.is_guaranteed = True
         num_missing = _num_worst_case_blocks(state, sequence) - len(sequence.block_table)

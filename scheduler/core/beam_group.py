@@ -99,7 +99,7 @@ class BeamGroup:
         self.beams = [beam]
 
     def _new_beam(self, parent: Sequence) -> Sequence:
-        beam = Sequence(parent.request, index=0, arrival=parent.arrival)
+        beam = Sequence(parent.request, index=0, arrival=parent.arrival, account=parent.account)
         beam.token_ids = list(parent.token_ids)
         beam.state = State.RUNNING
         beam.row_count = 1

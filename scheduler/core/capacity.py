@@ -1,7 +1,7 @@
-"""Checks, when a request arrives, that it can be served at all and that the queue has room for it."""
+"""Checks, when a request arrives, that it can be served at all."""
 
 from scheduler.core.beam_group import BeamGroup
-from scheduler.core.errors import CapacityExceeded, QueueFull
+from scheduler.core.errors import CapacityExceeded
 from scheduler.core.request import Request
 from scheduler.core.sequence import Sequence
 from scheduler.core.state import SchedulerState
@@ -27,15 +27,16 @@ def check_fits(state: SchedulerState, request: Request) -> None:
         raise CapacityExceeded(f"prompt and output may reach {max_total} tokens, one sequence can hold {most_tokens}")
     if request.is_open_ended and min_total > max_total:
         raise CapacityExceeded(f"prompt and output are to reach {min_total} tokens, one sequence can hold {max_total}")
-    num_sequences = request.beam.width if request.beam else request.num_sequences
-    if num_sequences > state.limits.max_num_seqs:
-        raise CapacityExceeded(f"{num_sequences} sequences in one request, at most {state.limits.max_num_seqs} can run")
+    if request.num_slots > state.limits.max_num_seqs:
+        raise CapacityExceeded(
+            f"{request.num_slots} sequences in one request, at most {state.limits.max_num_seqs} can run"
+        )
     state.cache.check_fits(request)
     if request.beam:
         num_blocks = BeamGroup(Sequence(request, 0, 0), request.beam).num_worst_case_blocks(state.cache)
         if num_blocks > (num_usable_blocks := state.cache.pool.num_usable_blocks):
             raise CapacityExceeded(
-                f"{num_sequences} beams may come to hold {num_blocks} blocks, the pool has {num_usable_blocks}"
+                f"{request.beam.width} beams may come to hold {num_blocks} blocks, the pool has {num_usable_blocks}"
             )
 
 
@@ -45,13 +46,3 @@ def fits(state: SchedulerState, request: Request) -> bool:
     except CapacityExceeded:
         return False
     return True
-
-
-def check_queue_takes(state: SchedulerState, request: Request) -> None:
-    """Raises QueueFull if the queue is at its bound of requests or of prompt tokens."""
-    waiting, limits = state.waiting, state.limits
-    if len(waiting) >= limits.max_waiting_requests:
-        raise QueueFull(f"{len(waiting)} requests are waiting")
-    num_tokens = waiting.num_prompt_tokens + len(request.prompt_token_ids)
-    if waiting and num_tokens > limits.max_waiting_prompt_tokens:
-        raise QueueFull(f"{waiting.num_prompt_tokens} prompt tokens are waiting")

@@ -21,6 +21,7 @@ def commit(state: SchedulerState, result: StepResult) -> Events:
         _note_start(state, sequence, num_cached, events)
     _commit_prefills(state, step)
     _append_tokens(state, step, result, events)
+    state.accounts.charge_tokens(events.sequences)
     if result.logprobs is not None:
         reports.add_logprobs(step, result.logprobs, events)
     if result.prompt_logprobs is not None:
@@ -85,13 +86,13 @@ def _append_tokens(state: SchedulerState, step: Step, result: StepResult, events
 
 def _commit_beams(state: SchedulerState, step: Step, candidates: BeamCandidates, events: Events) -> None:
     """Continues each group that reported candidates with the beams that it decides on, or ends the group."""
-    for beam in step.beams:
-        if beam.is_finished:
-            continue  # overrun: its request ended after this step was planned
+    beams = [beam for beam in step.beams if not beam.is_finished]  # others: their request ended after the plan was made
+    state.accounts.charge_tokens(beams)
+    for beam in beams:
         beam.num_computed_tokens = beam.num_planned_tokens
         if beam.num_computed_tokens >= beam.publish_at:
             state.cache.publish(beam)
-    for leader in dict.fromkeys(beam.leader for beam in step.beams if not beam.is_finished):
+    for leader in dict.fromkeys(beam.leader for beam in beams):
         leader.show_progress()
         _decide_beams(state, state.active(leader), candidates, events)
 

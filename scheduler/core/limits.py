@@ -14,6 +14,7 @@ class SchedulerLimits:
     max_in_flight              plans sent and not yet answered; 2 hides the round trip
     max_waiting_requests       waiting requests; a request beyond it is refused
     max_waiting_prompt_tokens  prompt tokens of waiting requests; an empty queue takes any request
+    max_ahead                  service (I22) that a tenant may get ahead of a waiting one without being preempted
     max_preemptions            preemptions after which a sequence is admitted with all its blocks reserved, and is not
                                preempted again
     max_losses                 executors that are lost in a row while a sequence runs, without a new token, before the
@@ -28,6 +29,7 @@ class SchedulerLimits:
     max_in_flight: int = 2
     max_waiting_requests: int = 4096
     max_waiting_prompt_tokens: int = 4_000_000
+    max_ahead: int = 4096
     max_preemptions: int = 3
     max_losses: int = 5
     watermark_ratio: float = 0.01

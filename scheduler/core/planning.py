@@ -39,25 +39,22 @@ def plan_step(state: SchedulerState) -> StepPlan | None:
 
 
 def _make_room_for_decodes(state: SchedulerState) -> list[Sequence] | None:
-    """Returns the decodes that need a block, or None if there are not enough blocks for them and for all beams."""
+    """Returns the decodes that need a block, or None if there are not enough blocks for them and for all beams.
+
+    Preempts sequences if that is what it takes, or if their tenant is too far ahead of one that waits.
+    """
     while True:
         growing = [s for s in state.batch.decoding if s.num_planned_tokens >= s.write_limit]
         unreserved = [s for s in growing if not s.num_reserved_blocks]
         num_needed = state.cache.num_blocks_to_append(unreserved)
         for group in state.batch.decided:
             num_needed += 0 if group.leader.is_guaranteed else group.num_blocks_to_branch(state.cache)
-        if num_needed <= state.cache.num_available_blocks():
+        victim = state.waiting.choose_victim(is_short=num_needed > state.cache.num_available_blocks())
+        if victim is None:
             return growing
         if state.in_flight:
             return None
-        state.preempt(_choose_victim(state))
-
-
-def _choose_victim(state: SchedulerState) -> Sequence:
-    candidates = [sequence for sequence in state.batch.running if not sequence.is_guaranteed]
-    if not candidates:
-        raise InvariantViolation("the pool is short, and every running sequence has its blocks promised")
-    return max(candidates, key=state.policy.victim_order)
+        state.preempt(victim)
 
 
 def _plan_decodes(state: SchedulerState, builder: StepBuilder, growing: list[Sequence]) -> None:
@@ -97,6 +94,7 @@ def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
     if not prefilling or prefilling[0] in builder.step.prefills:
         while (entry := next_to_admit(state, builder)) is not None:
             _start_prefill(state, builder, *entry)
+    state.waiting.left_behind = state.admission_queue.first()
     for sequence in prefilling:
         _continue_prefill(state, builder, sequence, builder.budget)
 

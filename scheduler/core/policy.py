@@ -1,4 +1,4 @@
-"""Scheduling policies: which sequence is admitted first, and which is preempted when the pool is empty."""
+"""Scheduling policies: the order of the sequences of one tenant."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,15 +10,13 @@ OrderKey = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order of admission and an order of preemption.
+    """An order of admission and, reversed, of preemption: the victim is the running sequence that comes last.
 
-    `order` sorts the waiting queue; its keys are unique and never change. The victim of a preemption is the running
-    sequence that comes last in `victim_order`.
+    The keys of `order` are unique and never change.
     """
 
     name: str
     order: Callable[[Sequence], OrderKey]
-    victim_order: Callable[[Sequence], OrderKey]
 
 
 def _by_arrival(sequence: Sequence) -> OrderKey:
@@ -29,7 +27,7 @@ def _by_priority(sequence: Sequence) -> OrderKey:
     return (sequence.request.priority, sequence.arrival, sequence.index)
 
 
-FCFS = Policy("fcfs", order=_by_arrival, victim_order=_by_arrival)
-PRIORITY = Policy("priority", order=_by_priority, victim_order=_by_priority)
+FCFS = Policy("fcfs", order=_by_arrival)
+PRIORITY = Policy("priority", order=_by_priority)
 
 POLICIES = {policy.name: policy for policy in (FCFS, PRIORITY)}

@@ -3,6 +3,8 @@
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from scheduler.core.tenants.account import DEFAULT_TENANT
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceParams:
@@ -65,8 +67,9 @@ class Request:
     params           parameters of sequence 0; the other sequences differ only in their seeds
     seeds            one for each sequence; their number is the request's `n`
     beam             parameters of a beam search, which has seeds (0,) and greedy params; None: no beam search
+    tenant           the tenant that is charged, and that shares prefixes with no other
     is_open_ended    the client set no max_tokens: params.max_total_tokens is what fits, and shrinks with the pool
-    priority         under the priority policy, lower runs earlier
+    priority         under the priority policy, lower runs earlier; it orders the requests of one tenant only
     cache_salt       only requests with the same salt share prefixes
     deadline_s       on the clock whose readings are passed to `Scheduler.expire`; None: no deadline
     """
@@ -80,7 +83,13 @@ class Request:
     deadline_s: float | None = None
     beam: BeamParams | None = None
     is_open_ended: bool = False
+    tenant: str = DEFAULT_TENANT
 
     @property
     def num_sequences(self) -> int:
         return len(self.seeds)
+
+    @property
+    def num_slots(self) -> int:
+        """The most slots that the request holds at once: one for each sample, or for each beam."""
+        return self.beam.width if self.beam else self.num_sequences

@@ -21,7 +21,7 @@ commit.py.
 from functools import partial
 from math import inf
 
-from scheduler.core.capacity import check_fits, check_queue_takes, fits, max_tokens_per_sequence
+from scheduler.core.capacity import check_fits, fits, max_tokens_per_sequence
 from scheduler.core.commit import commit
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.limits import SchedulerLimits
@@ -32,11 +32,13 @@ from scheduler.core.policy import FCFS, Policy
 from scheduler.core.request import Request
 from scheduler.core.sequence import FinishReason
 from scheduler.core.state import SchedulerState
+from scheduler.core.tenants.account import TermsOf, equal_terms
 
 
 class Scheduler:
     """Schedules requests on one executor at a time. Not thread-safe; every method returns at once.
 
+    terms_of                 returns what the operator grants a tenant
     vocab_size               a result with a token id at or above it is refused; the default is the limit of int32
     batching, kv_allocation  anything but the default is for measurement only (scheduler/core/baselines)
 
@@ -50,6 +52,7 @@ class Scheduler:
         num_blocks: int,
         block_size: int,
         policy: Policy = FCFS,
+        terms_of: TermsOf = equal_terms,
         batching: Batching = CONTINUOUS,
         kv_allocation: KVAllocation = PAGED,
         model_name: str = "",
@@ -58,7 +61,7 @@ class Scheduler:
     ) -> None:
         build_cache = partial(kv_allocation.build_cache, limits, block_size, model_name, enable_prefix_caching)
         build_queue = partial(batching.build_queue, batching.timeout_s)
-        self.state = SchedulerState(limits, policy, build_queue, build_cache, num_blocks, vocab_size)
+        self.state = SchedulerState(limits, policy, terms_of, build_queue, build_cache, num_blocks, vocab_size)
         self.is_attached = False
 
     # --- steps ------------------------------------------------------------------------------------------------
@@ -88,7 +91,7 @@ class Scheduler:
         unique; prompts are not empty.
         """
         check_fits(self.state, request)
-        check_queue_takes(self.state, request)
+        self.state.waiting.check_takes(request)
         self.state.advance_clock(now_s)
         self.state.add(request)
 

@@ -6,6 +6,7 @@ from math import inf
 
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.request import Request, SequenceParams
+from scheduler.core.tenants.account import NO_ACCOUNT, Account
 
 
 class State(Enum):
@@ -23,6 +24,8 @@ class FinishReason(Enum):
     DEADLINE = "deadline"
     ERROR = "error"
     CAPACITY = "capacity"
+    MODEL_CHANGED = "model_changed"
+    NOT_FINITE = "not_finite"
 
 
 TRANSITIONS: dict[State, dict[State, str]] = {
@@ -58,6 +61,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "account",
         "arrival",
         "block_table",
         "digests",
@@ -84,7 +88,8 @@ class Sequence:
         "write_limit",
     )
 
-    def __init__(self, request: Request, index: int, arrival: int) -> None:
+    def __init__(self, request: Request, index: int, arrival: int, account: Account = NO_ACCOUNT) -> None:
+        self.account = account
         self.request = request
         self.index = index
         self.arrival = arrival

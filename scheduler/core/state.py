@@ -17,6 +17,8 @@ from scheduler.core.active_request import ActiveRequest
 from scheduler.core.beam_group import BeamGroup
 from scheduler.core.deadlines import Deadlines
 from scheduler.core.errors import InvariantViolation
+from scheduler.core.fairness.accounts import Accounts
+from scheduler.core.fairness.fair_queue import FairQueue
 from scheduler.core.kv_cache import KVCache
 from scheduler.core.limits import SchedulerLimits
 from scheduler.core.policy import Policy
@@ -24,7 +26,8 @@ from scheduler.core.request import Request
 from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import FinishReason, Sequence, State
 from scheduler.core.step import Step
-from scheduler.core.waiting_queue import AdmissionQueue, WaitingQueue
+from scheduler.core.tenants.account import TermsOf
+from scheduler.core.waiting_queue import AdmissionQueue
 
 Ends = list[tuple[Sequence, FinishReason]]
 
@@ -54,6 +57,7 @@ class SchedulerState:
         self,
         limits: SchedulerLimits,
         policy: Policy,
+        terms_of: TermsOf,
         build_queue: Callable[["SchedulerState"], AdmissionQueue],
         build_cache: Callable[[int], KVCache],
         num_blocks: int,
@@ -66,7 +70,8 @@ class SchedulerState:
         self.requests: dict[int, ActiveRequest] = {}
         self.deadlines = Deadlines(self.requests)
         self.now_s = -inf
-        self.waiting: WaitingQueue = WaitingQueue(policy)
+        self.accounts = Accounts(terms_of)
+        self.waiting = FairQueue(policy, limits, self.accounts, lambda: (self.batch, self.cache))
         self.admission_queue = build_queue(self)
         self._build_cache = build_cache
         self._num_arrivals = 0
@@ -90,7 +95,7 @@ class SchedulerState:
 
     def add(self, request: Request) -> None:
         self._num_arrivals += 1
-        sequence = Sequence(request, index=0, arrival=self._num_arrivals)
+        sequence = Sequence(request, 0, self._num_arrivals, self.accounts.request_added(request.tenant))
         group = BeamGroup(sequence, request.beam) if request.beam else None
         active = ActiveRequest(request, [sequence], group=group, arrival_s=self.now_s)
         self.requests[request.request_id] = active
@@ -110,7 +115,7 @@ class SchedulerState:
     def fork(self, parent: Sequence) -> Sequence:
         """Creates the next sample of a request; it shares every block of the first."""
         active = self.active(parent)
-        child = Sequence(parent.request, index=len(active.sequences), arrival=parent.arrival)
+        child = Sequence(parent.request, len(active.sequences), parent.arrival, parent.account)
         self.cache.fork(parent, child)
         child.state = State.RUNNING
         child.row_count = 1
@@ -132,6 +137,7 @@ class SchedulerState:
         if self.in_flight:
             raise InvariantViolation("preemption while plans are in flight")
         sequence = victim.leader
+        self.waiting.left_behind = None
         self.counters.num_preemptions += 1
         self.counters.num_preempted_tokens += self._release_everything(sequence)
         sequence.num_preemptions += 1
@@ -213,6 +219,7 @@ class SchedulerState:
         sequence.become(State.FINISHED)
         if active.has_ended:
             del self.requests[sequence.request.request_id]
+            self.accounts.request_ended(sequence.account)
 
     def drop_beams(self, active: ActiveRequest, dropped: list[Sequence]) -> None:
         """Ends beams that have no continuation; their slots and reserved blocks stay with the group.

@@ -9,7 +9,7 @@ from scheduler.core.sequence import Sequence
 
 
 class AdmissionQueue(Protocol):
-    """Selects the waiting sequence that is admitted next. `WaitingQueue` is the default."""
+    """Selects the waiting sequence that is admitted next. `FairQueue` is the default."""
 
     @property
     def due_s(self) -> float | None:
@@ -20,10 +20,7 @@ class AdmissionQueue(Protocol):
 
 
 class WaitingQueue:
-    """A sorted list; the default `AdmissionQueue`. A preempted sequence returns to its place, before later arrivals."""
-
-    due_s: float | None = None
-    """The clock alone never changes which sequence is first."""
+    """A sorted list. A preempted sequence returns to its place, before later arrivals."""
 
     def __init__(self, policy: Policy) -> None:
         self._order = policy.order

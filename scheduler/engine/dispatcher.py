@@ -40,14 +40,15 @@ class Sink(Protocol):
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
         """Called when a sequence ends. Beams come with a score, the best one first, each right after all its tokens.
-        The reason ERROR ends the request as a whole, whatever the index."""
+        The reasons ERROR, MODEL_CHANGED and NOT_FINITE end the request as a whole, whatever the index."""
 
 
 @dataclass(slots=True)
 class FollowUps:
     """Lists what the engine has to do after a dispatch.
 
-    broken    requests whose sink raised an exception; the dispatcher has removed them, and the core has to cancel them
+    broken    requests that have failed, such as by an exception of their sink; the dispatcher has removed them, and the
+              core has to cancel them
     stops     (request id, index) of sequences that a sink asked to stop
     finished  by request: the first of its sequences that has ended, and the reason; the request may have ended with it
     """
@@ -65,14 +66,18 @@ class EventDispatcher:
         self._follow_ups = FollowUps()
         self._is_dispatching = False
         self._ended_at_s = 0.0
-        self.finish_interval_s = 1.0
-        """Moving average of the time between two requests that end."""
+        self._finish_interval_s = 1.0  # moving average of the time between two requests that end
 
     def __len__(self) -> int:
         return len(self._sinks)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._sinks
+
+    @property
+    def retry_after_s(self) -> float:
+        """Seconds after which a request that found the queue full should come again."""
+        return min(30.0, max(0.1, self._finish_interval_s))
 
     def add(self, request_id: int, sink: Sink) -> None:
         self._sinks[request_id] = sink
@@ -83,7 +88,7 @@ class EventDispatcher:
             return False
         now_s = time.monotonic()
         if self._ended_at_s:
-            self.finish_interval_s += 0.1 * (now_s - self._ended_at_s - self.finish_interval_s)
+            self._finish_interval_s += 0.1 * (now_s - self._ended_at_s - self._finish_interval_s)
         self._ended_at_s = now_s
         return True
 
@@ -105,6 +110,7 @@ class EventDispatcher:
         """Reports events to the sinks: starts, prompt log-probabilities, tokens, beams, and then the ends."""
         self._is_dispatching = True
         try:
+            self._tell_failures(events)
             self._tell_starts(events)
             self._tell_tokens(events)
             self._tell_beams(events)
@@ -116,12 +122,25 @@ class EventDispatcher:
 
     def fail_all(self) -> None:
         """Ends every request with ERROR, even if some of its sequences have ended already."""
-        for request_id, sink in list(self._sinks.items()):
+        for request_id in list(self._sinks):
+            self.fail(request_id, FinishReason.ERROR)
+
+    def fail(self, request_id: int, reason: FinishReason) -> None:
+        """Ends one request as a whole, for a reason that is a failure."""
+        if (sink := self._sinks.get(request_id)) is not None:
             try:
-                sink.finished(0, FinishReason.ERROR, 0)
+                sink.finished(0, reason, 0)
             except Exception:
                 log.exception("a sink failed as its request did", extra=_log_fields(sink))
             self.forget(request_id)
+
+    def _tell_failures(self, events: Events) -> None:
+        """Ends requests whose last token has no meaning, before any client receives it."""
+        for sequence, reason in events.finished:
+            if reason is FinishReason.NOT_FINITE and (sink := self._sink_of(sequence)) is not None:
+                log.error("%r: the model returned numbers that are not finite", sequence, extra=_log_fields(sink))
+                self._tell(sequence, sink.finished, sequence.index, reason, sequence.num_preemptions)
+                self._give_up(sequence)
 
     def _tell_starts(self, events: Events) -> None:
         for sequence in events.started:

@@ -12,31 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
-from scheduler.core import (
-    BlockMap,
-    Events,
-    ExecutorLost,
-    ExecutorNotOurs,
-    InvariantViolation,
-    KVUsage,
-    QueueFull,
-    Request,
-    Scheduler,
-    Unavailable,
-    block_map,
-    kv_usage,
-)
+from scheduler.core import ExecutorLost, ExecutorNotOurs, QueueFull, Unavailable, block_map, kv_usage, oldest_waiting_s
+from scheduler.engine.attachment import attach, fail_requests_with_output
 from scheduler.engine.dispatcher import EventDispatcher, FollowUps
+from scheduler.engine.failures import Failures
 from scheduler.engine.loop_signal import LoopSignal
 from scheduler.engine.readiness import Readiness, ServerState
 from scheduler.engine.session import Session, log_exceptions
 from scheduler.engine.step_trace import StepTraces
+from scheduler.engine.wait_prediction import WaitPrediction
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from scheduler.core import BlockMap, Events, KVUsage, Request, Scheduler
     from scheduler.engine.dispatcher import Sink
     from scheduler.engine.executor_client import ExecutorClient
     from scheduler.engine.model_description import ModelDescription
@@ -74,8 +66,10 @@ class Engine:
         self._session: Session | None = None
         self._description: ModelDescription | None = None
         self._dispatcher = EventDispatcher()
-        self._num_requests = 0
+        self._waits = WaitPrediction()
+        self._request_ids = count(1)
         self.traces = StepTraces()
+        self.failures = Failures()
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -126,25 +120,23 @@ class Engine:
     @property
     def oldest_waiting_s(self) -> float:
         """Seconds that the oldest sequence in the queue has waited; 0 for an empty queue."""
-        now_s, waiting = time.monotonic(), () if self._scheduler is None else self._scheduler.state.waiting
-        return now_s - min((sequence.queued_s for sequence in waiting), default=now_s)
+        return 0.0 if self._scheduler is None else oldest_waiting_s(self._scheduler, time.monotonic())
 
     # --- requests ---------------------------------------------------------------------------------------------
 
     def new_request_id(self) -> int:
-        self._num_requests += 1
-        return self._num_requests
+        return next(self._request_ids)
 
     def submit(self, request: Request, sink: Sink) -> None:
         """Admits a request to the queue. Raises Unavailable, CapacityExceeded or QueueFull."""
-        if self._readiness.is_draining:
-            raise Unavailable("the server is draining")
+        self._readiness.check_open()
         now_s = time.monotonic()
+        self._waits.check(self._core, request, now_s)
         try:
-            self._core.add(request, now_s)
+            with self._signal.report_bugs():
+                self._core.add(request, now_s)
         except QueueFull as error:
-            retry_after_s = min(30.0, max(0.1, self._dispatcher.finish_interval_s))
-            raise QueueFull(str(error), retry_after_s) from error
+            raise QueueFull(str(error), self._dispatcher.retry_after_s) from error
         if self._session is not None:
             self._session.add_arrival(now_s)
         self._dispatcher.add(request.request_id, sink)
@@ -155,7 +147,7 @@ class Engine:
         """Ends a request in any state; its sink receives no more events. An unknown id is no error."""
         if self._dispatcher.forget(request_id):
             self._requests_ended()
-            with self._signal.defer_invariant_errors():
+            with self._signal.defer_errors():
                 self._core.cancel(request_id)
 
     def stop(self, request_id: int, index: int) -> None:
@@ -164,21 +156,32 @@ class Engine:
         A sink may call this from its `tokens` method: the sequence then ends after the dispatch.
         """
         if request_id in self._dispatcher and not self._dispatcher.defer_stop(request_id, index):
-            with self._signal.defer_invariant_errors():
+            with self._signal.defer_errors():
                 self._tell(self._core.stop(request_id, index))
 
     def reset_prefix_cache(self) -> int:
         return self._core.reset_prefix_cache()
 
-    async def drain(self) -> None:
-        """Refuses new requests; returns when all admitted ones have ended."""
-        self._readiness.drain()
+    async def drain(self, *, is_final: bool = False) -> None:
+        """Refuses new requests; returns when all admitted ones have ended. `is_final`: `resume` cannot undo it."""
+        self._readiness.drain(is_final=is_final)
         await self._idle.wait()
+
+    def resume(self) -> None:
+        """Accepts requests again after `drain`. Raises Unavailable if the process is about to end."""
+        self._readiness.resume()
 
     # --- sessions ---------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serves until cancelled. When an executor is lost, reconnects and resumes the requests."""
+        """Serves until cancelled. An unexpected error fails all requests; raises it if such errors do not end."""
+        try:
+            await self.failures.outlast(self._serve_executors, self._begin_anew, self.traces.last_committed)
+        finally:
+            self._readiness.update(is_attached=False)
+
+    async def _serve_executors(self) -> None:
+        """Serves in one session after the other. When an executor is lost, reconnects and resumes the requests."""
         pause_s = 0.0
         while True:
             try:
@@ -201,48 +204,42 @@ class Engine:
                 else:
                     log.info("%s", error)
                 self._detach()
-            except InvariantViolation as error:
-                log.critical("the core violates an invariant: %s; all requests fail, and a new core replaces it", error)
-                self._replace_core()
-                self._detach()
 
     async def _attach(self) -> Session:
-        """Waits for an executor and begins an epoch with it. Raises ExecutorLost, ExecutorNotOurs."""
-        description = await self._expire_during(self._client.describe(self._options.describe_timeout_s))
-        narrowed = self._options.narrowed(description)
-        if self._description is not None and (differences := self._description.differences(narrowed)):
-            changes = ", and ".join(differences)
-            raise ExecutorNotOurs(f"the executor now has {changes}: restart the scheduler to take it")
-        self._description = narrowed
-        if self._scheduler is None:
-            self._scheduler = self._options.new_core(narrowed)
-        core = self._scheduler
-        events = core.executor_attached(max(core.state.epoch, description.epoch) + 1, description.num_blocks)
+        """Begins an epoch with an executor. Raises ExecutorLost, ExecutorNotOurs."""
+        options, known = self._options, self._description
+        epoch = self._scheduler.state.epoch + 1 if self._scheduler else 1
+        new = await self._expire_during(attach(self._client, options, known, epoch, self._signal.set))
+        if known and known.weights_digest != new.model.weights_digest:
+            fail_requests_with_output(self._core, self._dispatcher)
+            self._requests_ended()
+        self._description = new.model
+        core = self._scheduler = self._scheduler or options.new_core(new.model)
+        events = core.executor_attached(epoch, new.num_blocks)
         self._described.set()
-        log.info("executor attached: %s, epoch %d", narrowed, core.state.epoch)
-        session = Session(core, self._client, self._options, self._signal, self.traces, self._tell, self._on_plan)
+        log.info("executor attached: %s, epoch %d, lease %d", new.model, epoch, new.stream.lease)
         self._tell(events)
         self._readiness.update(is_attached=True)
-        return session
+        return Session(core, self._client, new.stream, options, self._signal, self.traces, self._tell, self._on_plan)
 
     def _detach(self, trouble: str = "") -> None:
         self._session = None
         self.traces.drop_in_flight()
         if self._scheduler is not None:
-            with self._signal.defer_invariant_errors():
+            with self._signal.defer_errors():
                 self._tell(self._scheduler.executor_lost(time.monotonic()))
         self._readiness.update(is_attached=False, trouble=trouble)
 
-    def _replace_core(self) -> None:
-        """Replaces the core after it has violated an invariant, and fails all requests.
-
-        No request can continue (I11): the core's state may be wrong, and the results of its last step may have reached
-        the core but not the clients.
-        """
+    async def _begin_anew(self, pause_s: float) -> None:
+        """Replaces the core, whose state may be wrong (I11), fails all requests, and waits for `pause_s`."""
         self._signal.forget_error()
-        self._scheduler = self._options.new_core(self.description)
+        self._scheduler = None
         self._dispatcher.fail_all()
         self._requests_ended()
+        if self._description is not None:
+            self._scheduler = self._options.new_core(self._description)
+        self._detach()
+        await self._expire_during(asyncio.sleep(pause_s))
 
     async def _expire_during(self, awaited: Coroutine[None, None, T]) -> T:
         """Returns the result of `awaited`. Meanwhile expires requests, because no executor is attached."""
@@ -264,12 +261,14 @@ class Engine:
     # --- telling the clients ----------------------------------------------------------------------------------
 
     def _tell(self, events: Events) -> None:
+        if self._scheduler is not None:
+            self._waits.committed(self._scheduler, events, time.monotonic())
         self._carry_out(self._dispatcher.dispatch(events))
 
     def _carry_out(self, follow_ups: FollowUps) -> None:
         """Carries out what a dispatch has collected. Stops come before ends, because they can end requests."""
         for request_id in follow_ups.broken:
-            with self._signal.defer_invariant_errors():
+            with self._signal.defer_errors():
                 self._core.cancel(request_id)
         for request_id, index in follow_ups.stops:
             self.stop(request_id, index)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -12,13 +14,16 @@ import grpc
 
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, StepPlan, StepResult
+from quire.plan_stream import FEATURES, PROTOCOL_VERSION
+from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, ResultMismatch, StepPlan, StepResult
 from scheduler.engine import plan_wire
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from scheduler.engine.step_trace import ExecutorTimings
+
+    Call = grpc.aio.StreamStreamCall[pb.RunRequest, pb.RunResponse]
 
 T = TypeVar("T")
 
@@ -42,28 +47,107 @@ _OPTIONS = [
 ]
 
 
-class ExecutorClient:
-    """Connects to the executor at one address."""
+_NOT_OURS = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""Statuses of a refusal for which an operator has to act."""
 
-    def __init__(self, address: str) -> None:
+
+class ExecutorClient:
+    """Connects to the executor at one address.
+
+    holder         name of this scheduler for people, which the executor tells other schedulers
+    takes_over     takes the executor from another scheduler, once: after the first lease it asks like all others
+    credentials    for TLS; None: none
+    executor_name  subject alternative name that the executor's certificate must have
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        holder: str = "",
+        takes_over: bool = False,
+        credentials: grpc.ChannelCredentials | None = None,
+        executor_name: str = "",
+    ) -> None:
         self.address = address
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._holder = holder
+        self._takes_over = takes_over
+        self._instance = uuid.uuid4().hex
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        else:
+            options = [*_OPTIONS, ("grpc.ssl_target_name_override", executor_name)]
+            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
         self._stub = ExecutorStub(self._channel)
 
     async def describe(self, timeout_s: float) -> plan_wire.ExecutorDescription:
-        """Returns the executor's description of itself. Raises ExecutorLost if no executor answers in time."""
+        """Returns the executor's description of itself.
+
+        Raises ExecutorLost if no executor answers in time, and ExecutorNotOurs if it refuses to.
+        """
         try:
             response = await self._stub.Describe(pb.DescribeRequest(), timeout=timeout_s, wait_for_ready=True)
         except grpc.aio.AioRpcError as error:
+            if error.code() in _NOT_OURS:
+                raise ExecutorNotOurs(f"the executor at {self.address} does not answer: {error.details()}") from error
             raise ExecutorLost(f"no executor at {self.address}: {error.details()}") from error
         return plan_wire.decode_description(response)
 
-    def open_stream(self, on_arrival: Callable[[], None]) -> PlanStream:
-        """Opens a new plan stream. `on_arrival` is called when a result has arrived or the stream has ended."""
-        return PlanStream(self._stub.Run(), on_arrival)
+    async def open_stream(
+        self, on_arrival: Callable[[], None], epoch: int, incarnation: str, timeout_s: float
+    ) -> PlanStream:
+        """Gets the lease on the executor and returns its plan stream.
+
+        on_arrival   called when a result has arrived or the stream has ended
+        epoch        the core's epoch, which ends with this stream
+        incarnation  of the executor that has described itself
+
+        Raises ExecutorNotOurs if the executor gives no lease, and ExecutorLost if it does not answer or is not the one
+        that has described itself.
+        """
+        call = self._stub.Run()
+        opening = pb.Opening(
+            protocol_version=PROTOCOL_VERSION,
+            features=FEATURES,
+            holder=self._holder,
+            instance=self._instance,
+            takes_over=self._takes_over,
+        )
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await _first_answer(call, opening)
+        except TimeoutError:
+            raise ExecutorLost(f"the executor at {self.address} has not answered for {timeout_s:g} s") from None
+        except BaseException:
+            call.cancel()
+            raise
+        if answer.lease.incarnation != incarnation:
+            call.cancel()
+            raise ExecutorLost(f"the executor at {self.address} was restarted while this scheduler connected")
+        self._takes_over = False
+        return PlanStream(call, on_arrival, epoch, answer.lease.epoch)
 
     async def close(self) -> None:
         await self._channel.close()
+
+
+async def _first_answer(call: Call, opening: pb.Opening) -> pb.RunResponse:
+    """Sends the opening, and returns the message with the lease. Raises ExecutorNotOurs, ExecutorLost."""
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        await call.write(pb.RunRequest(opening=opening))
+        answer = await call.read()
+        if isinstance(answer, pb.RunResponse) and answer.HasField("lease"):
+            return answer
+    call.cancel()
+    code, details = await call.code(), await call.details()
+    if code in _NOT_OURS:
+        raise ExecutorNotOurs(details)
+    raise ExecutorLost(f"the executor gives no lease ({code.name}): {details}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +160,16 @@ class Arrival:
 
 
 class PlanStream:
-    """Sends plans and receives results. Keeps results, and the error that ends the stream, until they are taken."""
+    """Sends plans and receives results. Keeps results, and the error that ends the stream, until they are taken.
 
-    def __init__(
-        self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult], on_arrival: Callable[[], None]
-    ) -> None:
+    epoch  the core's epoch. Its counterpart on the wire is the number of the executor's lease
+    lease  that number
+    """
+
+    def __init__(self, call: Call, on_arrival: Callable[[], None], epoch: int, lease: int) -> None:
         self._call = call
+        self._epoch = epoch
+        self.lease = lease
         self._on_arrival = on_arrival
         self._arrivals: deque[Arrival] = deque()
         self._error: ExecutorLost | None = None
@@ -94,7 +182,7 @@ class PlanStream:
     async def send(self, plan: StepPlan) -> None:
         """Sends a plan. Raises ExecutorLost if the stream has ended."""
         try:
-            await self._call.write(plan_wire.encode_plan(plan))
+            await self._call.write(pb.RunRequest(plan=plan_wire.encode_plan(plan, self.lease)))
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError) as error:
             # When the reader cancels the call because of an invalid result, grpc.aio cancels a write that is waiting.
             if isinstance(error, asyncio.CancelledError) and _task_is_being_cancelled():
@@ -117,8 +205,11 @@ class PlanStream:
 
     async def _read(self) -> None:
         try:
-            async for message in self._call:
-                result, timings = plan_wire.decode_result(message), plan_wire.decode_timings(message)
+            while isinstance(message := await self._call.read(), pb.RunResponse):
+                if message.result.epoch != self.lease:
+                    raise ResultMismatch(f"a result of lease {message.result.epoch} under lease {self.lease}")
+                result = plan_wire.decode_result(message.result, self._epoch)
+                timings = plan_wire.decode_timings(message.result)
                 self._arrivals.append(Arrival(result, time.monotonic_ns(), timings))
                 self._on_arrival()
             self._error = ExecutorLost("the executor ended the plan stream")
@@ -132,7 +223,7 @@ class PlanStream:
             self._error = ExecutorLost("the plan stream was closed")
         self._on_arrival()
 
-    def _keep_status(self, call: grpc.aio.StreamStreamCall[pb.StepPlan, pb.StepResult]) -> None:
+    def _keep_status(self, call: Call) -> None:
         self._first_status = (_run_now(call.code()), _run_now(call.details()))
 
 
@@ -155,7 +246,6 @@ def _blame(code: grpc.StatusCode, details: str) -> ExecutorLost:
         return PlanRejected(f"the executor refused a plan: {details}")
     if code is grpc.StatusCode.ABORTED:
         return ExecutorNotOurs(
-            f"another scheduler has taken the executor ({details}): as long as both run, they take it from each "
-            "other again and again; stop one of them, or give each an executor of its own"
+            f"another scheduler has taken the executor ({details}): this one waits until that one has ended"
         )
     return ExecutorLost(f"the plan stream broke ({code.name}): {details}")

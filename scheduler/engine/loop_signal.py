@@ -7,18 +7,18 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from scheduler.core import InvariantViolation
+from scheduler.core import CapacityExceeded, QueueFull, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
 class LoopSignal:
-    """An event that can carry an error: an invariant violation found outside the loop, which the loop has to handle."""
+    """An event that can carry an error: one that was found outside the loop, and that the loop has to handle."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
-        self._error: InvariantViolation | None = None
+        self._error: Exception | None = None
 
     @property
     def is_set(self) -> bool:
@@ -27,14 +27,29 @@ class LoopSignal:
     def set(self) -> None:
         self._event.set()
 
+    def fail(self, error: Exception) -> None:
+        """Wakes the loop, which raises the error."""
+        self._error = error
+        self._event.set()
+
     @contextmanager
-    def defer_invariant_errors(self) -> Iterator[None]:
-        """Catches an InvariantViolation, which the caller cannot handle, and wakes the loop, which raises it."""
+    def defer_errors(self) -> Iterator[None]:
+        """Catches an unexpected error of the core, which the caller cannot handle, and passes it to the loop."""
         try:
             yield
-        except InvariantViolation as error:
-            self._error = error
-            self._event.set()
+        except Exception as error:  # noqa: BLE001  (after any error the core may be wrong)
+            self.fail(error)
+
+    @contextmanager
+    def report_bugs(self) -> Iterator[None]:
+        """Passes an unexpected error to the loop, and on to the caller. A refusal of a request is expected."""
+        try:
+            yield
+        except (Unavailable, CapacityExceeded, QueueFull):
+            raise
+        except Exception as error:
+            self.fail(error)
+            raise
 
     def clear(self) -> None:
         """Clears the signal. If there is an error, raises it and keeps it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.plan_stream import FEATURES, PROTOCOL_VERSION
 from scheduler.core import ExecutorNotOurs
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ _LEAST = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
 }
-_LAST_EPOCH = 2**64 - 1  # the largest value of the plan stream's field
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class ModelDescription:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    weights_digest: str = ""
 
     @classmethod
     def narrowed(
@@ -72,6 +73,7 @@ class ModelDescription:
             num_blocks=executor.num_blocks - 1,
             max_num_seqs=min(num_seqs, num_tokens),
             max_num_batched_tokens=num_tokens,
+            weights_digest=executor.weights_digest,
         )
 
     def differences(self, other: ModelDescription) -> list[str]:
@@ -84,11 +86,17 @@ class ModelDescription:
 
 
 def _faults(executor: ExecutorDescription) -> list[str]:
+    if executor.protocol_version != PROTOCOL_VERSION:
+        version = executor.protocol_version or "1 or older"
+        return [
+            f"it speaks version {version} of the plan stream, this scheduler version {PROTOCOL_VERSION}: "
+            "run the same release of both"
+        ]
     faults = [
         f"{name} {getattr(executor, name)}, where at least {least} is needed"
         for name, least in _LEAST.items()
         if getattr(executor, name) < least
     ]
-    if executor.epoch >= _LAST_EPOCH:
-        faults.append(f"epoch {executor.epoch}, after which there is none")
+    if missing := [name for name in FEATURES if name not in executor.features]:
+        faults.append(f"it lacks {', '.join(missing)}: run the same release of both")
     return faults

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, Batching, Scheduler, SchedulerLimits
+from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, Batching, Scheduler, SchedulerLimits, TermsOf
+from scheduler.core.tenants.account import equal_terms
 from scheduler.engine.model_description import ModelDescription
 
 if TYPE_CHECKING:
@@ -18,9 +19,10 @@ T = TypeVar("T")
 class EngineOptions:
     """The settings of `scheduler.config.SchedulerConfig` that the engine uses, under the same names.
 
-    Their meanings and defaults are declared there, and `from_fields` copies the values. Two more fields are not
+    Their meanings and defaults are declared there, and `from_fields` copies the values. More fields are not
     settings:
 
+    terms_of            returns what the operator grants a tenant
     describe_timeout_s  how long one attempt to reach the executor may take
     max_backoff_s       longest pause between two attempts
     """
@@ -36,6 +38,7 @@ class EngineOptions:
     max_waiting_prompt_tokens: int
     enable_prefix_caching: bool
     step_timeout_s: float
+    terms_of: TermsOf = equal_terms
     describe_timeout_s: float = 5.0
     max_backoff_s: float = 2.0
 
@@ -48,6 +51,7 @@ class EngineOptions:
             from_fields(SchedulerLimits, self, model),
             num_blocks=model.num_blocks + 1,  # the null block
             block_size=model.block_size,
+            terms_of=self.terms_of,
             policy=POLICIES[self.policy],
             batching=self._batching(),
             kv_allocation=KV_ALLOCATIONS[self.memory],

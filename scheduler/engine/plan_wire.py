@@ -10,6 +10,7 @@ from sys import byteorder
 from typing import Any
 
 from quire.executor.v1 import executor_pb2 as pb
+from quire.plan_stream import FEATURES, PROTOCOL_VERSION
 from scheduler.core import (
     Admission,
     FinishReason,
@@ -27,6 +28,7 @@ _END_REASONS: dict[int, FinishReason | None] = {
     pb.END_REASON_EOS: FinishReason.EOS,
     pb.END_REASON_LENGTH: FinishReason.LENGTH,
     pb.END_REASON_STOP: FinishReason.STOP,
+    pb.END_REASON_NOT_FINITE: FinishReason.NOT_FINITE,
 }
 
 
@@ -44,7 +46,10 @@ class ExecutorDescription:
     num_blocks: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    epoch: int
+    weights_digest: str = ""
+    incarnation: str = ""
+    protocol_version: int = PROTOCOL_VERSION
+    features: tuple[str, ...] = FEATURES
 
 
 def decode_description(message: pb.DescribeResponse) -> ExecutorDescription:
@@ -58,13 +63,17 @@ def decode_description(message: pb.DescribeResponse) -> ExecutorDescription:
         num_blocks=message.num_blocks,
         max_num_seqs=message.max_num_seqs,
         max_num_batched_tokens=message.max_num_batched_tokens,
-        epoch=message.epoch,
+        weights_digest=message.weights_digest,
+        incarnation=message.incarnation,
+        protocol_version=message.protocol_version,
+        features=tuple(message.features),
     )
 
 
-def encode_plan(plan: StepPlan) -> pb.StepPlan:
+def encode_plan(plan: StepPlan, lease: int) -> pb.StepPlan:
+    """Returns the message of a plan. The executor knows the core's epoch by the number of its lease."""
     return pb.StepPlan(
-        epoch=plan.epoch,
+        epoch=lease,
         step_id=plan.step_id,
         retired_slots=pack(plan.retired_slots),
         admissions=[_encode_admission(admission) for admission in plan.admissions],
@@ -76,8 +85,8 @@ def encode_plan(plan: StepPlan) -> pb.StepPlan:
     )
 
 
-def decode_result(message: pb.StepResult) -> StepResult:
-    """Returns the result in a message. Raises ResultMismatch for a malformed message."""
+def decode_result(message: pb.StepResult, epoch: int) -> StepResult:
+    """Returns the result in a message, in the core's epoch. Raises ResultMismatch for a malformed message."""
     end_reasons: list[FinishReason | None] | None = None
     if message.end_reasons:
         try:
@@ -87,7 +96,7 @@ def decode_result(message: pb.StepResult) -> StepResult:
     if len(message.token_ids) % 4:
         raise ResultMismatch(f"{len(message.token_ids)} bytes of token ids in the result of step {message.step_id}")
     return StepResult(
-        epoch=message.epoch,
+        epoch=epoch,
         step_id=message.step_id,
         token_ids=unpack(message.token_ids),
         end_reasons=end_reasons,

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from scheduler.core import Unavailable
+
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+log = logging.getLogger(__name__)
 
 
 class ServerState(Enum):
@@ -25,6 +31,8 @@ class Readiness:
         self.state = ServerState.WAITING_FOR_EXECUTOR
         self.trouble = ""
         self.is_draining = False
+        self._is_final = False
+        self._is_attached = False
         self._callbacks: list[Callable[[ServerState], None]] = []
 
     def __str__(self) -> str:
@@ -33,19 +41,39 @@ class Readiness:
     def on_change(self, callback: Callable[[ServerState], None]) -> None:
         self._callbacks.append(callback)
 
-    def drain(self) -> None:
-        """Starts draining; the state stays DRAINING from now on."""
+    def drain(self, *, is_final: bool = False) -> None:
+        """Starts draining; the state stays DRAINING until `resume`."""
         self.is_draining = True
+        self._is_final |= is_final
         self._become(ServerState.DRAINING)
+
+    def resume(self) -> None:
+        """Ends draining. Raises Unavailable if the process is about to end."""
+        if self._is_final:
+            raise Unavailable("the process is about to end")
+        self.is_draining = False
+        self._report()
+
+    def check_open(self) -> None:
+        """Raises Unavailable while the server drains."""
+        if self.is_draining:
+            raise Unavailable("the server is draining")
 
     def update(self, *, is_attached: bool, trouble: str = "") -> None:
         """Records that an executor has been attached or lost."""
         self.trouble = trouble
+        self._is_attached = is_attached
+        self._report()
+
+    def _report(self) -> None:
         if not self.is_draining:
-            self._become(ServerState.SERVING if is_attached else ServerState.WAITING_FOR_EXECUTOR)
+            self._become(ServerState.SERVING if self._is_attached else ServerState.WAITING_FOR_EXECUTOR)
 
     def _become(self, state: ServerState) -> None:
         if state is not self.state:
             self.state = state
             for callback in self._callbacks:
-                callback(state)
+                try:
+                    callback(state)
+                except Exception:
+                    log.exception("an observer of the server's state failed")

@@ -24,7 +24,7 @@ from scheduler.engine.watchdog import ExecutorWatchdog
 
 if TYPE_CHECKING:
     from scheduler.core import Events
-    from scheduler.engine.executor_client import Arrival, ExecutorClient
+    from scheduler.engine.executor_client import Arrival, ExecutorClient, PlanStream
     from scheduler.engine.loop_signal import LoopSignal
     from scheduler.engine.options import EngineOptions
     from scheduler.engine.step_trace import StepTraces
@@ -50,6 +50,7 @@ class Session:
         self,
         core: Scheduler,
         client: ExecutorClient,
+        stream: PlanStream,
         options: EngineOptions,
         signal: LoopSignal,
         traces: StepTraces,
@@ -62,7 +63,7 @@ class Session:
         self._tell = tell
         self._on_plan = on_plan
         self._step_timeout_s = timeout_s = options.step_timeout_s
-        self._stream = client.open_stream(signal.set)
+        self._stream = stream
         self._watchdog = ExecutorWatchdog(lambda: client.describe(timeout_s), signal.set, timeout_s)
         self._loads = LoadTracker()
         self._timing = PlanTiming()

@@ -92,6 +92,10 @@ class StepTraces:
         self._committed.append(trace)
         return trace
 
+    def last_committed(self) -> StepTrace | None:
+        """Returns the trace of the step that was committed last."""
+        return self._committed[-1] if self._committed else None
+
     def drop_in_flight(self) -> None:
         """Drops the steps in flight, which will never complete."""
         self._in_flight.clear()

@@ -23,7 +23,9 @@ from google.protobuf.json_format import MessageToDict
 
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import InvalidRequest, QueueFull, QuireError
+from scheduler.identity.identity import CALLER
 from scheduler.live.browser_safety import HEADERS, is_cross_origin
+from scheduler.live.request_body import RequestBodies
 from scheduler.requests.limits import RequestLimits
 from scheduler.requests.request_fields import MAX_VIOLATIONS, RequestFields
 from scheduler.requests.status import code_of, status_of
@@ -37,9 +39,6 @@ if TYPE_CHECKING:
     from scheduler.requests.intake import Intake
 
 log = logging.getLogger(__name__)
-
-MAX_BODY_BYTES = 8 * 2**20
-"""Larger than the validator's bound of the prompt, whose message is clearer."""
 
 MAX_CHAT_MESSAGES = RequestLimits().max_chat_messages
 """The validator's bound, which is checked here before any message is read."""
@@ -66,6 +65,7 @@ class CompletionHandler:
     def __init__(self, intake: Intake, stalled_reader_timeout_s: float = 120.0) -> None:
         self._intake = intake
         self._stalled_reader_timeout_s = stalled_reader_timeout_s
+        self._bodies = RequestBodies()
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         if is_cross_origin(request):
@@ -97,17 +97,18 @@ class CompletionHandler:
         return response
 
     async def _read(self, request: web.Request, caller: Caller) -> RequestFields:
-        """Returns the fields of a request. Reports InvalidRequest to the intake before raising it."""
+        """Returns the fields of a request. Reports a refusal to the intake before raising it."""
         try:
-            return read_fields(await _body(request))
-        except InvalidRequest as error:
+            return read_fields(await self._bodies.read_json(request))
+        except QuireError as error:
             self._intake.refused(RequestFields(), caller, error)
             raise
 
 
 def _caller(request: web.Request) -> Caller:
     headers = request.headers
-    return Caller(request.remote or "", headers.get("traceparent"), headers.get("tracestate"))
+    tenant = CALLER.get().tenant
+    return Caller(request.remote or "", headers.get("traceparent"), headers.get("tracestate"), tenant)
 
 
 async def _write(response: web.StreamResponse, message: pb.GenerateResponse) -> None:
@@ -157,21 +158,6 @@ def describe_error(error: Exception) -> dict[str, Any]:
 def _refusal(status: int, code: str, message: str) -> web.Response:
     body = {"error": {"code": code, "message": message, "violations": []}}
     return web.json_response(body, status=status, headers=HEADERS)
-
-
-async def _body(request: web.Request) -> object:
-    """Returns the parsed body. Raises InvalidRequest if it is not JSON or too large."""
-    if request.content_length is not None and request.content_length > MAX_BODY_BYTES:
-        raise InvalidRequest({"": f"must have at most {MAX_BODY_BYTES} bytes"})
-    data = bytearray()
-    async for chunk in request.content.iter_any():
-        data += chunk
-        if len(data) > MAX_BODY_BYTES:
-            raise InvalidRequest({"": f"must have at most {MAX_BODY_BYTES} bytes"})
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequest({"": "must be JSON"}) from error
 
 
 def _read_chat(value: object, fields: RequestFields) -> list[ChatMessage] | None:

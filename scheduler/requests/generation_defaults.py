@@ -26,10 +26,14 @@ class GenerationDefaults:
 
     sampling        values of sampling parameters that the checkpoint names, by name
     eos_token_ids   tokens that end a text; if there are none, a text ends only at its maximum length
+    max_tokens      from the operator, for the tenant; less if less fits. None: as many as fit
+    num_samples     the same for n
     """
 
     sampling: Mapping[str, float] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+    num_samples: int = 1
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, tokenizer_eos_token_id: int | None = None) -> "GenerationDefaults":

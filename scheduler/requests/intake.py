@@ -10,18 +10,21 @@ from __future__ import annotations
 import asyncio
 import random
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from scheduler.core import FinishReason, QueueFull, Request, Unavailable
+from scheduler.core import FinishReason, Request, Unavailable
 from scheduler.engine.engine import ServerState
 from scheduler.requests.limits import ModelBounds, RequestLimits
+from scheduler.requests.open_streams import OpenStreams
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.status import code_of
 from scheduler.requests.validation import RequestChecker
 from scheduler.requests.write_queue import WriteQueue
 from scheduler.telemetry.request_observer import Caller, ObservedRequest, RequestFacts, RequestObserver, Tracer
+from scheduler.tenants.rate_limits import RateLimits
+from scheduler.tenants.settings import Tenants
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -48,8 +51,8 @@ class ServedModel:
 class Intake:
     """Admits the requests of all servers.
 
-    At most `max_streams` streams are open at once. The engine limits waiting and running requests; this limit also
-    covers finished ones, which are kept as long as a slow client reads them.
+    `OpenStreams` limits the streams that are open at once. The engine limits waiting and running requests; this limit
+    also covers finished ones, which are kept as long as a slow client reads them.
     """
 
     def __init__(
@@ -61,13 +64,15 @@ class Intake:
         *,
         max_streams: int = 8192,
         tracer: Tracer | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self._engine = engine
         self._model = model
         self._observer = RequestObserver(metrics, tracer)
         self._limits = limits or RequestLimits()
-        self._max_streams = max_streams
-        self._num_streams = 0
+        self._tenants = tenants or Tenants()
+        self._rates = RateLimits(self._tenants)
+        self.open_streams = OpenStreams(max_streams)
         self._write_queue = WriteQueue()
         self._client_request_ids: dict[int, str] = {}
 
@@ -80,21 +85,16 @@ class Intake:
         `deadline_s` is a reading of time.monotonic(). Raises InvalidRequest, CapacityExceeded, QueueFull, Unavailable.
         """
         observed = self._observed(fields, caller)
-        if self._num_streams >= self._max_streams:
-            observed.refused(code_of(QueueFull("")).name.lower())
-            raise QueueFull(f"{self._max_streams} streams are open")
-        self._num_streams += 1
-        try:
-            request, stream, request_metrics = await self._admit(fields, deadline_s, observed)
+        with self.open_streams.opened(caller.tenant, observed):
+            request, stream, request_metrics = await self._admit(fields, caller.tenant, deadline_s, observed)
             try:
                 yield stream
             finally:
                 self._engine.cancel(request.request_id)
                 stream.close()
+                self._rates.add_tokens(caller.tenant, request_metrics.num_tokens)
                 request_metrics.ended(FinishReason.CANCELLED)  # has no effect if the request has ended already
                 del self._client_request_ids[request.request_id]
-        finally:
-            self._num_streams -= 1
 
     def refused(self, fields: RequestFields, caller: Caller, error: Exception) -> None:
         """Counts and logs a request that its server could not read; `fields` holds the fields that could be read."""
@@ -113,10 +113,12 @@ class Intake:
         return self._observer.arrived(caller, request_id=fields.get("request_id"), is_chat="chat.messages" in fields)
 
     async def _admit(
-        self, fields: RequestFields, deadline_s: float | None, observed: ObservedRequest
+        self, fields: RequestFields, tenant: str, deadline_s: float | None, observed: ObservedRequest
     ) -> tuple[Request, ResponseStream, RequestMetrics]:
         try:
-            checker, request = await self._check(fields, deadline_s)
+            self._rates.take_request(tenant)
+            checker, request = await self._check(fields, tenant, deadline_s)
+            self._rates.take_tokens(tenant, len(request.prompt_token_ids))
             settings = checker.stream_settings(request)
             request_metrics = observed.admitted(self._facts(request, settings))
             # The answer in a chat is a separate text; any other output continues its prompt.
@@ -134,12 +136,17 @@ class Intake:
         self._client_request_ids[request.request_id] = settings.client_request_id
         return request, stream, request_metrics
 
-    async def _check(self, fields: RequestFields, deadline_s: float | None) -> tuple[RequestChecker, Request]:
-        checker = RequestChecker(fields, self._limits, self._bounds(), self._model.defaults, random.getrandbits(64))
-        prompt_token_ids = await self._prompt_token_ids(checker)
+    async def _check(
+        self, fields: RequestFields, tenant: str, deadline_s: float | None
+    ) -> tuple[RequestChecker, Request]:
+        settings = self._tenants.settings_of(tenant)
+        defaults = replace(self._model.defaults, max_tokens=settings.default_max_tokens, num_samples=settings.default_n)
+        checker = RequestChecker(fields, self._limits, self._bounds(), defaults, random.getrandbits(64))
+        prompt_token_ids = await self._prompt_token_ids(checker, tenant)
         # The bounds are read again because a smaller pool may have arrived while the text was tokenised.
         bounds, request_id = self._bounds(), self._engine.new_request_id()
-        return checker, checker.complete(prompt_token_ids, bounds, request_id=request_id, deadline_s=deadline_s)
+        request = checker.complete(prompt_token_ids, bounds, tenant, request_id=request_id, deadline_s=deadline_s)
+        return checker, request
 
     def _bounds(self) -> ModelBounds:
         if self._engine.state is ServerState.DRAINING:
@@ -151,14 +158,16 @@ class Intake:
             has_chat_template=self._model.chat is not None,
         )
 
-    async def _prompt_token_ids(self, checker: RequestChecker) -> list[int]:
+    async def _prompt_token_ids(self, checker: RequestChecker, tenant: str) -> list[int]:
         tokenizer = self._model.tokenizer
+        max_tokens = self._engine.max_prompt_and_output - 1  # at least one is generated
         if checker.token_ids is not None:
             return checker.token_ids
         if checker.chat is not None and self._model.chat is not None:
             # The template writes the special tokens itself.
-            return await tokenizer.encode(await self._model.chat.render(checker.chat), add_special_tokens=False)
-        return await tokenizer.encode(checker.text or "")
+            rendered = await self._model.chat.render(checker.chat, tenant=tenant)
+            return await tokenizer.encode_chat(rendered, max_tokens=max_tokens, tenant=tenant)
+        return await tokenizer.encode(checker.text or "", max_tokens=max_tokens, tenant=tenant)
 
     def _facts(self, request: Request, settings: StreamSettings) -> RequestFacts:
         params = request.params

@@ -40,6 +40,11 @@ FAILURES = {
     FinishReason.CANCELLED: (RequestCancelled, "the request was cancelled"),
     FinishReason.DEADLINE: (DeadlineExceeded, "the request's deadline passed"),
     FinishReason.CAPACITY: (CapacityExceeded, "the new pool is too small for the prompt and its output"),
+    FinishReason.MODEL_CHANGED: (
+        RequestFailed,
+        "the executor came back with other weights: the rest of the text would come from another model",
+    ),
+    FinishReason.NOT_FINITE: (RequestFailed, "the model returned numbers that are not finite"),
     FinishReason.ERROR: (RequestFailed, "the request failed inside the server; see the server's log"),
 }
 

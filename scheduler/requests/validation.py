@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from scheduler.core import BeamParams, InvalidRequest, Request, SequenceParams
+from scheduler.core import DEFAULT_TENANT, BeamParams, InvalidRequest, Request, SequenceParams
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.limits import ModelBounds, RequestLimits
 from scheduler.requests.request_fields import RequestFields
+from scheduler.requests.salts import tenant_salt
 from scheduler.requests.sampling_params import SAMPLING_PARAMS
 from scheduler.requests.seeds import MASK_64, sample_seed
 from scheduler.requests.stream_settings import StreamSettings
@@ -72,8 +73,9 @@ class RequestChecker:
             self.chat = tuple(ChatMessage(each.role, each.content) for each in fields.get("chat.messages"))
 
     def complete(
-        self, prompt_token_ids: list[int], bounds: ModelBounds, *, request_id: int, deadline_s: float | None
-    ) -> Request:
+        self, prompt_token_ids: list[int], bounds: ModelBounds, tenant: str = DEFAULT_TENANT, *, request_id: int,
+        deadline_s: float | None,
+    ) -> Request:  # fmt: skip
         """Returns the core's request. `bounds` may have changed since the request was checked.
 
         Raises InvalidRequest for a prompt that has no token or one that the model lacks (a tokenizer can have more
@@ -89,6 +91,8 @@ class RequestChecker:
         max_total_tokens = bounds.max_tokens_per_sequence
         if self._max_tokens is not None:
             max_total_tokens = num_prompt_tokens + self._max_tokens
+        elif (default := self._defaults.max_tokens) is not None:
+            max_total_tokens = min(max_total_tokens, num_prompt_tokens + max(default, self._min_tokens))
         return Request(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -100,10 +104,11 @@ class RequestChecker:
             ),
             seeds=self._seeds,
             priority=self._priority,
-            cache_salt=self._cache_salt,
+            cache_salt=tenant_salt(tenant, self._cache_salt),
             deadline_s=deadline_s,
             beam=self._beam,
             is_open_ended=self._max_tokens is None,
+            tenant=tenant,
         )
 
     def stream_settings(self, request: Request) -> StreamSettings:
@@ -282,7 +287,8 @@ class RequestChecker:
     def _check_seeds(self, drawn_seed: int) -> tuple[int, ...]:
         """Returns a seed for each sequence; (0,) for a beam search."""
         seed = self._fields.integer("sampling.seed", 0, MASK_64, drawn_seed)
-        num_sequences = self._fields.integer("sampling.n", 1, self._bounds.max_num_seqs, 1)
+        maximum = self._bounds.max_num_seqs
+        num_sequences = self._fields.integer("sampling.n", 1, maximum, min(maximum, self._defaults.num_samples))
         if self._beam is not None:
             return (0,)
         return tuple(sample_seed(seed, index) for index in range(num_sequences))

@@ -2,35 +2,27 @@
 
 from __future__ import annotations
 
-import logging
+import asyncio
 from typing import TYPE_CHECKING
+
+import grpc
 
 from quire.v1 import admin_pb2 as pb
 from quire.v1.admin_pb2_grpc import AdminServicer
-from quire.version import build_version
 from scheduler.core import BlockState, QuireError
-from scheduler.engine.engine import ServerState
 from scheduler.requests.status import abort
+from scheduler.servers.read_budget import ReadBudget
 
 if TYPE_CHECKING:
     from typing import Any
 
-    import grpc
-
-    from scheduler.core import SequenceView
+    from scheduler.core import BlockMap, SequenceView
     from scheduler.engine.engine import Engine
     from scheduler.engine.step_trace import StepTrace
     from scheduler.requests.intake import Intake
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
-log = logging.getLogger(__name__)
-
-SERVER_STATES = {
-    ServerState.WAITING_FOR_EXECUTOR: pb.SERVER_STATE_WAITING_FOR_EXECUTOR,
-    ServerState.SERVING: pb.SERVER_STATE_SERVING,
-    ServerState.DRAINING: pb.SERVER_STATE_DRAINING,
-}
 BLOCK_STATES = {
     BlockState.FREE: pb.BLOCK_STATE_FREE,
     BlockState.CACHED: pb.BLOCK_STATE_CACHED,
@@ -39,41 +31,26 @@ BLOCK_STATES = {
 
 
 class AdminServer(AdminServicer):
-    """Answers all calls at once except Drain. Fails with UNAVAILABLE until an executor has described the model."""
+    """Answers all calls at once except Drain. Calls that show the model's state fail with UNAVAILABLE until an executor
+    has described it.
+    """
 
-    def __init__(self, engine: Engine, intake: Intake, policy_name: str) -> None:
+    def __init__(self, engine: Engine, intake: Intake) -> None:
         self._engine = engine
         self._intake = intake
-        self._policy_name = policy_name
-
-    async def GetServerInfo(  # noqa: N802
-        self, request: pb.GetServerInfoRequest, context: Context
-    ) -> pb.GetServerInfoResponse:
-        try:
-            model = self._engine.description
-        except QuireError as error:
-            await abort(context, error)
-        return pb.GetServerInfoResponse(
-            version=build_version(),
-            model_name=model.model_name,
-            max_model_len=model.max_model_len,
-            vocab_size=model.vocab_size,
-            block_size=model.block_size,
-            num_blocks=model.num_blocks,
-            max_num_seqs=model.max_num_seqs,
-            max_num_batched_tokens=model.max_num_batched_tokens,
-            policy=self._policy_name,
-            state=SERVER_STATES[self._engine.state],
-            dtype=model.dtype,
-        )
+        self._resumed = asyncio.Event()
+        self._reads = ReadBudget()
 
     async def GetBlockMap(  # noqa: N802
         self, request: pb.GetBlockMapRequest, context: Context
     ) -> pb.GetBlockMapResponse:
         try:
-            block_map = self._engine.block_map(summary_only=request.summary_only)
+            async with self._reads.turn():
+                return self._block_map_message(self._engine.block_map(summary_only=request.summary_only))
         except QuireError as error:
             await abort(context, error)
+
+    def _block_map_message(self, block_map: BlockMap) -> pb.GetBlockMapResponse:
         usage = block_map.usage
         return pb.GetBlockMapResponse(
             block_size=block_map.block_size,
@@ -103,14 +80,34 @@ class AdminServer(AdminServicer):
     async def GetStepTrace(  # noqa: N802
         self, request: pb.GetStepTraceRequest, context: Context
     ) -> pb.GetStepTraceResponse:
-        steps = [trace for trace in self._engine.traces if trace.planned_ns > request.after_ns]
-        return pb.GetStepTraceResponse(steps=[step_trace_message(trace) for trace in steps])
+        try:
+            async with self._reads.turn():
+                steps = [trace for trace in self._engine.traces if trace.planned_ns > request.after_ns]
+                return pb.GetStepTraceResponse(steps=[step_trace_message(trace) for trace in steps])
+        except QuireError as error:
+            await abort(context, error)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
-        """Returns when all requests have ended. The server drains until a restart, even if the caller disconnects."""
-        log.warning("asked to drain: no new requests until a restart", extra={"client": context.peer()})
-        await self._engine.drain()
+        """Returns when all requests have ended. The server drains until Resume, even if the caller disconnects."""
+        drained = asyncio.create_task(self._engine.drain())
+        resumed = asyncio.create_task(self._resumed.wait())
+        try:
+            await asyncio.wait({drained, resumed}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            drained.cancel()
+            resumed.cancel()
+        if resumed.done() and not resumed.cancelled():
+            await context.abort(grpc.StatusCode.CANCELLED, "Resume has undone the draining")
         return pb.DrainResponse()
+
+    async def Resume(self, request: pb.ResumeRequest, context: Context) -> pb.ResumeResponse:  # noqa: N802
+        try:
+            self._engine.resume()
+        except QuireError as error:
+            await abort(context, error)
+        self._resumed.set()  # ends the calls of Drain that still wait
+        self._resumed = asyncio.Event()
+        return pb.ResumeResponse()
 
     async def ResetPrefixCache(  # noqa: N802
         self, request: pb.ResetPrefixCacheRequest, context: Context

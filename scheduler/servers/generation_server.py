@@ -6,8 +6,12 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationServicer
+from quire.version import build_version
 from scheduler.core import QuireError
+from scheduler.engine.engine import ServerState
+from scheduler.identity.identity import CALLER
 from scheduler.requests.request_fields import RequestFields
 from scheduler.requests.status import abort
 from scheduler.requests.write_timeout import deliver
@@ -18,22 +22,32 @@ if TYPE_CHECKING:
 
     import grpc
 
-    from quire.v1 import generation_pb2 as pb
+    from scheduler.engine.engine import Engine
     from scheduler.requests.intake import Intake
 
     Context = grpc.aio.ServicerContext[Any, Any]
 
 log = logging.getLogger(__name__)
 
+SERVER_STATES = {
+    ServerState.WAITING_FOR_EXECUTOR: pb.SERVER_STATE_WAITING_FOR_EXECUTOR,
+    ServerState.SERVING: pb.SERVER_STATE_SERVING,
+    ServerState.DRAINING: pb.SERVER_STATE_DRAINING,
+}
+
 
 class GenerationServer(GenerationServicer):
-    """Serves one request per call; when the call ends for any reason, so does the request.
+    """Serves one request per call of Generate; when the call ends for any reason, so does the request.
 
     stalled_reader_timeout_s   time after which a client that accepts no message loses its stream
     """
 
-    def __init__(self, intake: Intake, stalled_reader_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, engine: Engine, intake: Intake, policy_name: str, stalled_reader_timeout_s: float = 120.0
+    ) -> None:
+        self._engine = engine
         self._intake = intake
+        self._policy_name = policy_name
         self._stalled_reader_timeout_s = stalled_reader_timeout_s
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
@@ -49,6 +63,28 @@ class GenerationServer(GenerationServicer):
         else:
             return
         await abort(context, failure)
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: pb.GetServerInfoRequest, context: Context
+    ) -> pb.GetServerInfoResponse:
+        """Fails with UNAVAILABLE until an executor has described the model."""
+        try:
+            model = self._engine.description
+        except QuireError as error:
+            await abort(context, error)
+        return pb.GetServerInfoResponse(
+            version=build_version(),
+            model_name=model.model_name,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+            block_size=model.block_size,
+            num_blocks=model.num_blocks,
+            max_num_seqs=model.max_num_seqs,
+            max_num_batched_tokens=model.max_num_batched_tokens,
+            policy=self._policy_name,
+            state=SERVER_STATES[self._engine.state],
+            dtype=model.dtype,
+        )
 
 
 def read_fields(request: pb.GenerateRequest) -> RequestFields:
@@ -66,7 +102,7 @@ def read_fields(request: pb.GenerateRequest) -> RequestFields:
 
 def _caller(context: Context) -> Caller:
     metadata: dict[str, Any] = dict(context.invocation_metadata() or ())
-    return Caller(context.peer(), metadata.get("traceparent"), metadata.get("tracestate"))
+    return Caller(context.peer(), metadata.get("traceparent"), metadata.get("tracestate"), CALLER.get().tenant)
 
 
 def _deadline_s(context: Context) -> float | None:

@@ -1,4 +1,4 @@
-"""The gRPC server: Generation, Admin, health and reflection behind one address."""
+"""The gRPC servers: Generation at the public address, Admin and reflection at the admin address, health at both."""
 
 from __future__ import annotations
 
@@ -9,16 +9,23 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from quire.addresses import AddressUnusable, at_port, check_free
+from quire.addresses import UNIX, AddressUnusable, at_port, check_free, default_admin_address, private_files
+from quire.tls import server_credentials
 from quire.v1 import admin_pb2, generation_pb2
 from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from scheduler.identity.identity import LOCAL
+from scheduler.servers.access import Access
+from scheduler.servers.bounded_messages import BoundedMessages
+from scheduler.servers.descriptors import max_grpc_connections
+from scheduler.servers.grpc_access import AccessInterceptor
 
 if TYPE_CHECKING:
     from scheduler.engine.engine import Engine
     from scheduler.servers.admin_server import AdminServer
     from scheduler.servers.generation_server import GenerationServer
 
+GENERATE = "/quire.v1.Generation/Generate"
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
@@ -28,6 +35,12 @@ OPTIONS = [
     # Larger than the validator allows (2 MiB of text, or a million token ids), because its message is clearer. Not much
     # larger: messages are parsed on the event loop, where 2 million empty parts take half a second.
     ("grpc.max_receive_message_length", 4 * 2**20),
+    # Limits the streams that a connection may have open; clients queue the others. Without a limit, a client that opens
+    # streams and cancels each at once (CVE-2023-44487) keeps the event loop busy with calls without a reader.
+    ("grpc.max_concurrent_streams", 128),
+    # A connection that does not begin HTTP/2 within this time is closed, and one without streams after five minutes.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
     # Detects clients that vanished without closing the connection, so that their requests are cancelled.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -39,27 +52,54 @@ OPTIONS = [
 
 
 class GrpcServer:
-    """The gRPC server; `address` has its real port."""
+    """Both gRPC servers; `address` and `admin_address` have their real ports.
 
-    def __init__(self, engine: Engine, generation: GenerationServer, admin: AdminServer, listen: str) -> None:
-        """Binds the address. Raises AddressError, AddressInUse and AddressUnusable."""
-        self._server = grpc.aio.server(options=OPTIONS)
-        add_GenerationServicer_to_server(generation, self._server)
-        add_AdminServicer_to_server(admin, self._server)
+    Each closes connections beyond those that it has descriptors for.
+
+    admin_listen  None: the default for the public address, a Unix socket
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        generation: GenerationServer,
+        admin: AdminServer,
+        listen: str,
+        admin_listen: str | None = None,
+        access: Access | None = None,
+    ) -> None:
+        """Binds the addresses. Raises AddressError, AddressInUse and AddressUnusable."""
+        access = access or Access()
         self._health = HealthReporter(engine)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._server)
+        limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
+        # Access is decided first, so that nothing is read of a call that is refused.
+        interceptors = [AccessInterceptor(access, access.verifier.stranger), BoundedMessages(GENERATE)]
+        self._public = grpc.aio.server(options=[*OPTIONS, limit], interceptors=interceptors)
+        add_GenerationServicer_to_server(generation, self._public)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._public)
+        self.address = _bind(self._public, listen, access)
+        if admin_listen is None:
+            admin_listen = default_admin_address(self.address)
+        # A process that could open the socket runs as the user of this process, which could do everything anyway.
+        default = LOCAL if admin_listen.startswith(UNIX) else access.verifier.stranger
+        interceptor = AccessInterceptor(access, default, is_audit=True)
+        self._admin = grpc.aio.server(options=OPTIONS, interceptors=[interceptor])
+        add_AdminServicer_to_server(admin, self._admin)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._admin)
+        # Reflection describes both services, although Generation is at the other address.
         services = (GENERATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(services, self._server)
-        self.address = _bind(self._server, listen)
+        reflection.enable_server_reflection(services, self._admin)
+        with private_files(admin_listen):
+            self.admin_address = _bind(self._admin, admin_listen, access)
 
     async def start(self) -> None:
         await self._health.start()
-        await self._server.start()
+        await asyncio.gather(self._public.start(), self._admin.start())
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, and cancels the open ones after `grace_s`."""
         await self._health.stop()
-        await self._server.stop(grace_s)
+        await asyncio.gather(self._public.stop(grace_s), self._admin.stop(grace_s))
 
 
 class HealthReporter:
@@ -98,11 +138,15 @@ class HealthReporter:
             await self.servicer.set(service, status)
 
 
-def _bind(server: grpc.aio.Server, listen: str) -> str:
+def _bind(server: grpc.aio.Server, listen: str, access: Access) -> str:
     """Returns the address with its real port. Raises AddressError, AddressInUse and AddressUnusable."""
     check_free(listen)
     try:
-        port = server.add_insecure_port(listen)
+        if access.tls is None or listen.startswith(UNIX):
+            port = server.add_insecure_port(listen)
+        else:
+            credentials = server_credentials(access.tls, access.requires_client_certificate)
+            port = server.add_secure_port(listen, credentials)
     except RuntimeError as error:
         raise AddressUnusable(f"cannot listen on {listen}: {error}") from error
     return at_port(listen, port)

@@ -17,6 +17,8 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
+from scheduler.servers.descriptors import max_http_connections
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -25,7 +27,11 @@ STUCK_AFTER_S = 30.0
 """Time without a heartbeat after which the event loop counts as stuck. Slow work such as tokenising runs in threads."""
 
 MAX_SILENT = 256
-"""Maximum number of connections that have sent nothing yet. More of them go to the event loop at once."""
+"""Maximum number of connections that have sent nothing yet, unless descriptors are scarcer. The oldest is closed
+to make room for another."""
+
+MAX_SILENT_S = 10.0
+"""Time after which a connection that has sent nothing is closed."""
 
 _PROBE = b"GET /healthz "
 _MAX_PROBE_BYTES = 8192
@@ -66,7 +72,9 @@ class HealthListener:
         self._forward = forward
         self._selector = selectors.DefaultSelector()
         self._waker, self._woken = socket.socketpair()
-        self._silent: set[socket.socket] = set()
+        self._max_silent = max(1, min(MAX_SILENT, max_http_connections() // 2))
+        # With the time at which each was accepted, oldest first.
+        self._silent: dict[socket.socket, float] = {}
         self._thread = threading.Thread(target=self._run, name="health", daemon=True)
 
     def open(self) -> None:
@@ -86,10 +94,14 @@ class HealthListener:
 
     def _run(self) -> None:
         while True:
-            for key, _ in self._selector.select():
+            ready = self._selector.select(MAX_SILENT_S / 4 if self._silent else None)
+            self._close_silent()
+            for key, _ in ready:
                 if key.fileobj is self._woken:
                     return
                 connection = cast("socket.socket", key.fileobj)
+                if connection not in self._silent and connection not in self._listeners:
+                    continue  # it has just been closed
                 (self._accept if connection in self._listeners else self._classify)(connection)
 
     def _accept(self, listener: socket.socket) -> None:
@@ -101,15 +113,27 @@ class HealthListener:
             time.sleep(0.05)
             return
         connection.setblocking(False)
-        if len(self._silent) >= MAX_SILENT:
-            self._forward(connection)
-        else:
-            self._silent.add(connection)
-            self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._silent) >= self._max_silent:
+            self._close(next(iter(self._silent)))
+        self._silent[connection] = time.monotonic()
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _close_silent(self) -> None:
+        """Closes the connections that have been silent for too long."""
+        latest_s = time.monotonic() - MAX_SILENT_S
+        for connection, accepted_s in list(self._silent.items()):
+            if accepted_s > latest_s:
+                return
+            self._close(connection)
+
+    def _close(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._silent[connection]
+        connection.close()
 
     def _classify(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        self._silent.discard(connection)
+        del self._silent[connection]
         try:
             start = connection.recv(_MAX_PROBE_BYTES, socket.MSG_PEEK)
             # A probe that arrives in pieces goes to the event loop, like any other request.

@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 from contextlib import suppress
 from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakSet
 
 from aiohttp import web
 
 from quire.addresses import HostPort, at_port, listen_error
+from quire.tls import ssl_context
+from scheduler.core import QueueFull
 from scheduler.live.browser_safety import HEADERS, AllowedHosts
+from scheduler.servers.access import Access
+from scheduler.servers.descriptors import max_http_connections
 from scheduler.servers.health import HealthListener, LoopHeartbeat, listen
+from scheduler.servers.http_access import refusal
+from scheduler.servers.read_budget import ReadBudget
 
 if TYPE_CHECKING:
     import socket
+    import ssl
     from collections.abc import Awaitable, Callable, Sequence
 
     from scheduler.engine.engine import Engine
@@ -24,6 +32,12 @@ Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
 
 MACHINES_PATHS = ("/metrics", "/healthz", "/readyz")
 """Paths for machines. They hold no secrets, so they are served under every host name."""
+
+FIRST_REQUEST_S = 10.0
+"""Time in which a connection has to send the header of its first request."""
+
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Time that a client has for the handshake of TLS."""
 
 SHUTDOWN_TIMEOUT_S = 0.01
 """Time that open requests get after the grace period. aiohttp takes 0 as no limit, so it cannot be 0."""
@@ -36,6 +50,8 @@ class HttpServer:
     GET /healthz   200 while the event loop runs, otherwise 503; answered by another thread (`scheduler.servers.health`)
     GET /readyz    200 while requests are served, otherwise 503 and the reason
     GET /          the live page, if there is one (`scheduler.live.page`)
+
+    Under TLS, a probe may still ask for /healthz in clear text: another thread answers it before any handshake.
     """
 
     def __init__(
@@ -44,12 +60,17 @@ class HttpServer:
         metrics: SchedulerMetrics,
         live_page: LivePage | None = None,
         allowed_hosts: Sequence[str] = (),
+        access: Access | None = None,
     ) -> None:
         """Creates the server. `allowed_hosts` may serve the live page, as well as localhost and the listening host."""
         self._engine = engine
         self._metrics = metrics
         self._allowed_hosts = allowed_hosts
         self._hosts = AllowedHosts(*allowed_hosts)
+        self._access = access or Access()
+        self._tls: ssl.SSLContext | None = None
+        if self._access.tls is not None:
+            self._tls = ssl_context(self._access.tls, self._access.requires_client_certificate)
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -69,6 +90,10 @@ class HttpServer:
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_TIMEOUT_S
         )
+        self._reads = ReadBudget()
+        self._probes = ReadBudget(max_waiting=None)  # a probe that is refused would look like an unready server
+        self._max_connections = max_http_connections()
+        self._has_begun: WeakSet[asyncio.BaseTransport] = WeakSet()
         self._heartbeat = LoopHeartbeat()
         self._listener: HealthListener | None = None
         self._accepting: set[asyncio.Task[None]] = set()
@@ -112,19 +137,38 @@ class HttpServer:
 
     async def _serve(self, connection: socket.socket) -> None:
         server = self._runner.server
-        if server is None:  # the server was stopped meanwhile
+        # The server was stopped meanwhile, or holds as many connections as it has descriptors for.
+        if server is None or len(server.connections) >= self._max_connections:
             connection.close()
             return
-        await asyncio.get_running_loop().connect_accepted_socket(server, connection)
+        loop = asyncio.get_running_loop()
+        timeout_s = None if self._tls is None else HANDSHAKE_TIMEOUT_S
+        with suppress(OSError):  # a handshake that fails or takes too long closes the connection
+            transport, _ = await loop.connect_accepted_socket(
+                server, connection, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+            loop.call_later(FIRST_REQUEST_S, self._close_unless_begun, transport)
+
+    def _close_unless_begun(self, transport: asyncio.BaseTransport) -> None:
+        """Closes a connection that has not sent the header of a request. aiohttp would wait for it for ever."""
+        if transport not in self._has_begun:
+            transport.close()
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.transport is not None:
+            self._has_begun.add(request.transport)
         if request.path in MACHINES_PATHS or self._hosts.allow(request):
-            return await handler(request)
+            refused = await refusal(request, self._access)
+            return await handler(request) if refused is None else refused
         text = "this host name is not one of --http-allowed-hosts\n"
         return web.Response(status=421, text=text, headers=HEADERS)  # Misdirected Request
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        content_type, page = self._metrics.answer(request.headers.get("Accept", ""))
+        try:
+            async with self._reads.turn():
+                content_type, page = self._metrics.answer(request.headers.get("Accept", ""))
+        except QueueFull as error:
+            raise web.HTTPTooManyRequests(headers={"Retry-After": "1"}, text=f"{error}\n") from None
         return web.Response(body=page, headers={"Content-Type": content_type})
 
     async def _show_health(self, request: web.Request) -> web.Response:
@@ -132,6 +176,8 @@ class HttpServer:
         return web.Response(text="ok\n")
 
     async def _show_readiness(self, request: web.Request) -> web.Response:
+        async with self._probes.turn():
+            pass
         return web.Response(text=f"{self._engine.readiness}\n", status=200 if self._engine.is_ready else 503)
 
 

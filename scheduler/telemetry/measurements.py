@@ -48,3 +48,4 @@ class Measurements:
         self.num_generation_tokens = 0
         self.num_finished: Counter[FinishReason] = Counter()
         self.num_rejected = Counter(dict.fromkeys(REJECTIONS, 0))
+        self.num_refused_calls = Counter({"unauthenticated": 0, "permission_denied": 0})

@@ -6,6 +6,7 @@ each bucket of a latency, the last request that fell into it.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,12 @@ from prometheus_client.registry import Collector
 
 from quire.histogram import NO_LABELS, ExemplarLabels
 from quire.version import build_version
-from scheduler.core import FinishReason, StepPlan
+from scheduler.core import DEFAULT_TENANT, FinishReason, StepPlan
 from scheduler.engine.engine import ServerState
 from scheduler.telemetry.measurements import HISTOGRAMS, Measurements
 from scheduler.telemetry.metric_families import MetricFamilies, core_families, pool_families
 from scheduler.telemetry.request_metrics import RequestMetrics, RequestSummary
+from scheduler.telemetry.tenant_families import TenantLabels, tenant_families
 
 if TYPE_CHECKING:
     from scheduler.engine.engine import Engine
@@ -39,6 +41,8 @@ class SchedulerMetrics(Collector):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine: Engine | None = None
         self.measurements = Measurements(clock)
+        self.tenants = TenantLabels()
+        self._rejected_by_tenant: Counter[str] = Counter()
         self._queued: dict[int, RequestMetrics] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -65,9 +69,14 @@ class SchedulerMetrics(Collector):
         """Called when a request ends, whether it is still waiting or not."""
         self._queued.pop(engine_id, None)
 
-    def rejected(self, reason: str) -> None:
+    def rejected(self, reason: str, tenant: str = DEFAULT_TENANT) -> None:
         """Counts a request that never reached the queue; `reason` is its status code, such as "invalid_argument"."""
         self.measurements.num_rejected[reason] += 1
+        self._rejected_by_tenant[self.tenants.of(tenant)] += 1
+
+    def refused_call(self, reason: str) -> None:
+        """Counts a call that was refused because of its caller: "unauthenticated" or "permission_denied"."""
+        self.measurements.num_refused_calls[reason] += 1
 
     def planned(self, plan: StepPlan, duration_s: float) -> None:
         """Called when the core has made a plan."""
@@ -103,8 +112,17 @@ class SchedulerMetrics(Collector):
         yield families.info("quire_build_info", "Always 1", {"service": "scheduler", "version": build_version()})
         is_serving = engine is not None and engine.state is ServerState.SERVING
         yield families.gauge("quire_ready", "1 while requests are served, like /readyz, otherwise 0", int(is_serving))
+        yield families.counters(
+            "quire_calls_refused",
+            "gRPC calls and HTTP requests that were refused because of their caller",
+            "reason",
+            self.measurements.num_refused_calls,
+        )
         if engine is None or core is None:
             return
+        yield families.counter(
+            "quire_engine_failures", "Unexpected errors after which all requests failed", engine.failures.num_failures
+        )
         yield from self._request_families(families)
         yield families.gauge(
             "quire_queue_oldest_age_seconds",
@@ -113,6 +131,7 @@ class SchedulerMetrics(Collector):
         )
         yield from core_families(families, core)
         yield from pool_families(families, engine.kv_usage())
+        yield from tenant_families(families, core, self.tenants, self._rejected_by_tenant)
 
     def _request_families(self, families: MetricFamilies) -> Iterator[Metric]:
         measured = self.measurements

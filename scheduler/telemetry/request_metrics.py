@@ -91,6 +91,11 @@ class RequestMetrics:
         self._num_open = num_sequences
         self._has_ended = False
 
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all sequences that were sent."""
+        return self._num_tokens
+
     def admitted(self) -> None:
         """Called when a plan admits the request for the first time."""
         self._started_s = now_s = self._measurements.clock()

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from quire.histogram import exemplar_labels
+from quire.log_rate import RateLimit
 from quire.logs import log_as, printable
+from scheduler.core import DEFAULT_TENANT
 from scheduler.telemetry.trace_context import TraceContext, parse_trace_context
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from scheduler.telemetry.request_metrics import RequestMetrics, RequestSummary
 
 log = logging.getLogger("scheduler.requests")
+log.addFilter(RateLimit("request refused", per_second=10))  # a refused request costs its client nothing
 
 MAX_LOGGED_ID = 256
 """Maximum number of characters of a client's request id in the log. The ids of admitted requests are no longer."""
@@ -29,12 +32,14 @@ class Caller:
     """The client of a request, as its connection and its headers describe it.
 
     address                   network address
+    tenant                    the tenant that the verified identity names
     traceparent, tracestate   headers of W3C Trace Context
     """
 
     address: str = ""
     traceparent: str | None = None
     tracestate: str | None = None
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ class RequestObserver:
 class ObservedRequest:
     """One request, from its arrival to its end."""
 
-    __slots__ = ("_client", "_facts", "_metrics", "_request_id", "_trace", "_trace_id", "arrival_s")
+    __slots__ = ("_client", "_facts", "_metrics", "_request_id", "_tenant", "_trace", "_trace_id", "arrival_s")
 
     def __init__(self, observer: RequestObserver, caller: Caller, request_id: object, is_chat: bool) -> None:
         self._metrics = observer.metrics
@@ -105,13 +110,14 @@ class ObservedRequest:
         else:
             self._trace_id = "" if parent is None else parent.trace_id
         self._client = caller.address
+        self._tenant = caller.tenant
         self._request_id = printable(request_id[:MAX_LOGGED_ID]) if isinstance(request_id, str) else ""
         self._facts: RequestFacts | None = None
         log_as(request_id=self._request_id, trace_id=self._trace_id)
 
     def refused(self, code: str) -> None:
         """Reports that the request never reached the queue. `code` is its status code, such as "invalid_argument"."""
-        self._metrics.rejected(code)
+        self._metrics.rejected(code, self._tenant)
         if log.isEnabledFor(logging.INFO):
             log.info("request refused", extra=self._ids() | {"status": code})
         if self._trace is not None:

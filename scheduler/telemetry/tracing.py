@@ -57,7 +57,13 @@ MAX_QUEUED_SPANS = 8192
 DELIVERY_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
 
-_FAILED = (FinishReason.ERROR, FinishReason.DEADLINE, FinishReason.CAPACITY)
+_FAILED = (
+    FinishReason.ERROR,
+    FinishReason.DEADLINE,
+    FinishReason.CAPACITY,
+    FinishReason.MODEL_CHANGED,
+    FinishReason.NOT_FINITE,
+)
 _FINISH_REASONS = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _INTERNAL_CODES = {"internal", "unavailable", "unknown"}
 

@@ -1,20 +1,24 @@
 """Converts text to token ids with the checkpoint's tokenizer, without executing code from the checkpoint.
 
 The `tokenizers` library releases the interpreter lock while it encodes. Short texts are encoded at once, because a
-thread would take longer; long texts are encoded in a thread, so that the event loop continues. The amount of text that
-waits for a thread is bounded.
+thread would take longer; long texts are encoded in a thread, so that the event loop continues. Tenants take turns at
+the threads, large texts leave one thread to others, and the amount of text that waits is bounded. A text that has too
+many tokens is refused before it is encoded if its length proves it (`scheduler.text.text_bound`), else afterwards.
 """
 
 import asyncio
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import Lock
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from scheduler.core.errors import InvalidRequest, QueueFull
+from scheduler.core.errors import CapacityExceeded, InvalidRequest
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
+from scheduler.text.control_tokens import ChatEncoder, ControlToken
 from scheduler.text.detokenizer import Detokenizer, Vocabulary
+from scheduler.text.text_bound import TextBound
+from scheduler.text.turns import Turns
 
 MAX_INLINE_CHARACTERS = 2048  # take about 0.2 ms; the round trip to a thread takes 0.1 ms
 NUM_THREADS = 2
@@ -22,14 +26,21 @@ NUM_THREADS = 2
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+Encode = Callable[[FastTokenizer, str, int | None], list[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class TokenizerLimits:
     """Limits of a tokenizer.
 
-    max_pending_characters   characters of all texts in threads or waiting for one; more are refused with QueueFull
+    large_characters                 texts of more characters do not use all threads
+    max_pending_characters           characters of all texts in threads or waiting; more are refused with QueueFull
+    max_tenant_pending_characters    the same for each tenant
     """
 
+    large_characters: int = 64 * 2**10
     max_pending_characters: int = 64 * 2**20
+    max_tenant_pending_characters: int = 16 * 2**20
 
 
 class Tokenizer:
@@ -48,9 +59,15 @@ class Tokenizer:
         """Special tokens by role: {"bos_token": "<s>", …}."""
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
-        self._limits = limits or TokenizerLimits()
-        self._num_pending_characters = 0
-        self._lock = Lock()
+        self._chat = ChatEncoder(tokenizer)
+        self._bound, self._chat_bound = TextBound(tokenizer), TextBound(self._chat.tokenizer)
+        limits = limits or TokenizerLimits()
+        self._turns = Turns(
+            NUM_THREADS,
+            large=limits.large_characters,
+            max_size=limits.max_pending_characters,
+            max_size_of_a_tenant=limits.max_tenant_pending_characters,
+        )
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="quire-tokenize")
 
     @classmethod
@@ -73,22 +90,27 @@ class Tokenizer:
         token = self.special_tokens.get("eos_token")
         return None if token is None else self._tokenizer.token_to_id(token)
 
-    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    @property
+    def control_tokens(self) -> tuple[ControlToken, ...]:
+        """The tokens that clients cannot write in chats, for the renderer."""
+        return self._chat.tokens
+
+    async def encode(self, text: str, *, max_tokens: int | None = None, tenant: str = "default") -> list[int]:
         """Returns the token ids of a valid Unicode text, with the special tokens of the checkpoint's post-processor.
 
-        Raises QueueFull if too much text waits already, InvalidRequest if the vocabulary cannot express the text.
+        Control tokens in the text are recognised. Raises CapacityExceeded if there are more than `max_tokens`,
+        QueueFull if too much text waits already, InvalidRequest if the vocabulary cannot express the text.
         """
-        if len(text) <= MAX_INLINE_CHARACTERS:
-            return self._encode(text, add_special_tokens)
-        if self._num_pending_characters and (
-            self._num_pending_characters + len(text) > self._limits.max_pending_characters
-        ):
-            raise QueueFull("too much text is waiting to be tokenised")
-        self._add_pending(len(text))
-        work = self._threads.submit(self._encode, text, add_special_tokens)
-        # A callback of the thread's own future: if the caller is cancelled, the thread keeps the text until it is done.
-        work.add_done_callback(lambda _: self._add_pending(-len(text)))
-        return await asyncio.wrap_future(work)
+        _check_fewest(self._bound.fewest_tokens(text), max_tokens)
+        return await self._run(_encode, self._tokenizer, text, max_tokens, tenant)
+
+    async def encode_chat(self, rendered: str, *, max_tokens: int | None = None, tenant: str = "default") -> list[int]:
+        """Returns the token ids of a chat that `ChatRenderer` has rendered with this tokenizer's `control_tokens`.
+
+        Control tokens come from their stand-ins only. Raises the errors of `encode`.
+        """
+        _check_fewest(self._chat_bound.fewest_tokens(rendered), max_tokens)
+        return await self._run(self._encode_chat, self._chat.tokenizer, rendered, max_tokens, tenant)
 
     def detokenizer(self, *, continues_text: bool = False) -> Detokenizer:
         """Returns a detokenizer for a new output; see `Vocabulary.detokenizer`."""
@@ -97,17 +119,45 @@ class Tokenizer:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # The library's only way to encode that keeps no offsets and releases the interpreter lock.
-        try:
-            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
-        except Exception as error:  # the library raises bare Exception, for example if there is no [UNK] token
-            raise InvalidRequest({"prompt": f"cannot be tokenised: {error}"}) from error
-        return list(encoding.ids)
+    async def _run(
+        self, encode: Encode, tokenizer: FastTokenizer, text: str, max_tokens: int | None, tenant: str
+    ) -> list[int]:
+        if len(text) <= MAX_INLINE_CHARACTERS:
+            return encode(tokenizer, text, max_tokens)
+        turn = await self._turns.take(tenant, len(text))
+        work = asyncio.wrap_future(self._threads.submit(encode, tokenizer, text, max_tokens))
+        # If the caller is cancelled, the thread keeps the text and its turn until it is done.
+        work.add_done_callback(lambda _: turn.end())
+        return await asyncio.shield(work)
 
-    def _add_pending(self, num_characters: int) -> None:
-        with self._lock:  # threads call this
-            self._num_pending_characters += num_characters
+    def _encode_chat(self, tokenizer: FastTokenizer, rendered: str, max_tokens: int | None) -> list[int]:
+        return self._chat.checkpoint_ids(_encode(tokenizer, rendered, max_tokens, add_special_tokens=False))
+
+
+def _encode(
+    tokenizer: FastTokenizer, text: str, max_tokens: int | None, *, add_special_tokens: bool = True
+) -> list[int]:
+    # The library's only way to encode that keeps no offsets and releases the interpreter lock.
+    try:
+        encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    except Exception as error:  # the library raises bare Exception, for example if there is no [UNK] token
+        raise InvalidRequest({"prompt": f"cannot be tokenised: {error}"}) from error
+    # The list of ids is made without releasing the lock, so its length is checked first.
+    if max_tokens is not None and len(encoding) > max_tokens:
+        raise _capacity_exceeded(str(len(encoding)), max_tokens)
+    ids: list[int] = encoding.ids
+    return ids
+
+
+def _check_fewest(num_tokens: int, max_tokens: int | None) -> None:
+    if max_tokens is not None and num_tokens > max_tokens:
+        raise _capacity_exceeded(f"at least {num_tokens}", max_tokens)
+
+
+def _capacity_exceeded(num_tokens: str, max_tokens: int) -> CapacityExceeded:
+    return CapacityExceeded(
+        f"{num_tokens} prompt tokens and 1 of output are more than the {max_tokens + 1} that one sequence can hold here"
+    )
 
 
 def _special_tokens(checkpoint: Checkpoint) -> dict[str, str]:

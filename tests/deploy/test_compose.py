@@ -30,6 +30,16 @@ def test_services_are_confined(service: dict[str, Any]) -> None:
 
 
 @services
+def test_services_are_bounded(service: dict[str, Any]) -> None:
+    """One service cannot take the machine's memory, processes, descriptors or disk (with its log)."""
+    assert service["mem_limit"]
+    assert service["pids_limit"] <= 1024
+    assert service["ulimits"]["nofile"] <= 65536
+    assert service["logging"]["driver"] == "json-file"
+    assert set(service["logging"]["options"]) == {"max-size", "max-file"}
+
+
+@services
 def test_mounts_from_the_host_are_read_only(service: dict[str, Any]) -> None:
     for volume in service["volumes"]:
         assert volume.startswith(tuple(yaml.safe_load(TEXT)["volumes"])) or volume.endswith(":ro")
@@ -44,6 +54,21 @@ def test_executors_publish_no_port() -> None:
     published = {name for name, service in SERVICES.items() if service.get("ports")}
     assert published == {"scheduler", "scheduler-gpu", "prometheus", "grafana"}
     assert SETTINGS["BIND"] == "127.0.0.1"
+
+
+def test_scheduler_and_executor_meet_at_a_socket_file_that_only_their_user_can_open() -> None:
+    for names in (("scheduler", "executor"), ("scheduler-gpu", "executor-gpu")):
+        scheduler, executor = (SERVICES[name] for name in names)
+        assert "--executor unix:/run/quire/executor.sock " in scheduler["command"]
+        assert "--listen-address unix:/run/quire/executor.sock " in executor["command"]
+        assert "unix:/run/quire/executor.sock" in executor["healthcheck"]["test"]
+        assert "hop:/run/quire" in scheduler["volumes"]
+        assert "hop:/run/quire" in executor["volumes"]
+        assert scheduler["user"] == executor["user"]
+    assert "50052" not in TEXT
+    for name in ("scheduler", "executor"):
+        image = (ROOT / "deploy" / f"{name}.Dockerfile").read_text(encoding="utf-8")
+        assert "install -d -m 700 /run/quire && chown -R 10001:10001 /cache /run/quire" in image
 
 
 def test_one_profile_computes_on_the_cpu_and_one_on_a_gpu() -> None:

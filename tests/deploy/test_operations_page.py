@@ -22,8 +22,8 @@ def test_every_flag_in_the_text_exists() -> None:
     flags = {
         f"--{field.name.replace('_', '-')}" for config in (SchedulerConfig, ExecutorConfig) for field in fields(config)
     }
-    of_compose = {"--profile"}
-    assert set(re.findall(r"--[a-z][a-z-]+", TEXT)) - flags == of_compose
+    of_other_commands = {"--profile", "--undo"}
+    assert set(re.findall(r"--[a-z][a-z-]+", TEXT)) - flags == of_other_commands
 
 
 def test_every_alert_has_a_runbook() -> None:

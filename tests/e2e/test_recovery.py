@@ -4,11 +4,14 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 
 import grpc
+import psutil
 import pytest
 
 from quire import AsyncClient, DeadlineExceededError, FinishReason, ServerState, UnavailableError
 from quire.executor.v1 import executor_pb2
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
+from scheduler.core import ExecutorNotOurs
+from scheduler.engine.executor_client import ExecutorClient
 from tests.support.e2e.process import is_running
 from tests.support.e2e.proxy import Proxy
 from tests.support.e2e.stack import Stack
@@ -195,6 +198,37 @@ async def test_a_killed_scheduler_ends_the_streams_but_not_the_executor(served: 
         assert (stack.pid("executor"), await incarnation(stack)) == (executor, before)
         async with stack.client(wait_for_ready=True) as new_client:
             assert differences(await outcomes(new_client, jobs), expected) == []
+
+
+@pytest.mark.exhaustive
+async def test_a_scheduler_that_is_stopped_loses_its_lease_to_a_waiting_one(apart: Stack, network: Proxy) -> None:
+    """Its process still has the connection open, but it answers no keepalive ping."""
+    holder = executor_client(apart, "the second scheduler")
+    try:
+        before = await holder.describe(60)
+        with pytest.raises(ExecutorNotOurs, match=r"serves another scheduler, .*process"):
+            await holder.open_stream(lambda: None, 1, before.incarnation, 60)
+        pid = apart.send("scheduler", signal.SIGSTOP)
+        try:
+            await until(lambda: has_lease(holder, before.incarnation), "the waiting scheduler has the lease")
+        finally:
+            psutil.Process(pid).send_signal(signal.SIGCONT)
+    finally:
+        await holder.close()
+    await apart.until_health("SERVING")
+
+
+def executor_client(stack: Stack, name: str) -> ExecutorClient:
+    return ExecutorClient(stack.executor_address, holder=name)
+
+
+async def has_lease(client: ExecutorClient, incarnation: str) -> bool:
+    try:
+        stream = await client.open_stream(lambda: None, 1, incarnation, 60)
+    except ExecutorNotOurs:
+        return False
+    await stream.close()
+    return True
 
 
 async def test_sigterm_drains_the_server(served: Stack) -> None:

@@ -16,6 +16,9 @@ def test_a_dict_becomes_a_configuration() -> None:
     assert config == ExecutorConfig(model="m", num_blocks=10, memory_fraction=1.0, step_timeout_s=3.0)
 
 
+TLS = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a", "scheduler_name": "n"}
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -39,6 +42,11 @@ def test_a_dict_becomes_a_configuration() -> None:
         ({"model": "m", "kernels": "fast"}, "kernels: must be one of auto, reference"),
         ({"model": "m", "listen_address": "50052"}, 'listen_address: expected "host:port"'),
         ({"model": "m", "listen_address": "localhost:99999"}, "listen_address: expected"),
+        ({"model": "m", "listen_address": "0.0.0.0:1"}, "every host that reaches 0.0.0.0:1 could use this executor"),
+        ({"model": "m", "listen_address": "[::]:1"}, "could use this executor"),
+        ({"model": "m", "listen_address": "example.org:1"}, "listen on unix:/path, or give --tls-certificate"),
+        ({"model": "m", "tls_key": "k"}, "tls_certificate: must be given together with tls_key"),
+        ({"model": "m", "listen_address": "unix:/x", **TLS}, "a socket file needs no TLS"),
         ({"model": "m", "metrics_address": "localhost:"}, "metrics_address: expected"),
         ({"model": "m", "metrics_address": "unix:/tmp/x"}, 'metrics_address: expected "host:port", found'),
     ],
@@ -47,6 +55,12 @@ def test_mistakes_are_named(values, message) -> None:
     with pytest.raises(ConfigError) as error:
         ExecutorConfig.from_dict(values)
     assert message in str(error.value)
+
+
+def test_the_default_is_a_socket_file_and_other_hosts_need_tls() -> None:
+    assert ExecutorConfig(model="m").listen_address.startswith("unix:")
+    assert ExecutorConfig(model="m", listen_address="[::1]:1", metrics_address="")
+    assert ExecutorConfig(model="m", listen_address="0.0.0.0:1", **TLS).scheduler_name == "n"
 
 
 def test_unix_sockets_and_no_metrics_are_accepted() -> None:

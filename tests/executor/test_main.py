@@ -10,11 +10,14 @@ import sys
 
 import grpc
 import pytest
+from safetensors.torch import load_file, save_file
 
 from executor.config import ExecutorConfig
 from executor.main import EXIT_ADDRESS_IN_USE, EXIT_CONFIG, EXIT_DEVICE_LOST, EXIT_OK, run
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
+from tests.support.executor.checkpoints import make_checkpoint
+from tests.support.executor.served import opening, plan
 
 _PROGRAM = (
     "import json, sys\n"
@@ -24,11 +27,11 @@ _PROGRAM = (
 )
 
 
-def test_the_process_loads_serves_and_exits_on_sigterm(checkpoint) -> None:
+def test_the_process_loads_serves_and_exits_on_sigterm(checkpoint, tmp_path) -> None:
     """Prints its progress and its address, serves, and exits with status 0 on SIGTERM even with an open stream."""
     directory = checkpoint("llama").directory
     settings = (
-        f'{{"model": "{directory}", "listen_address": "127.0.0.1:0", "metrics_address": "",'
+        f'{{"model": "{directory}", "listen_address": "unix:{tmp_path}/run/x.sock", "metrics_address": "",'
         ' "kernels": "reference", "device": "cpu", "num_threads": 1, "num_blocks": 50}'
     )
     process = subprocess.Popen(
@@ -44,8 +47,11 @@ def test_the_process_loads_serves_and_exits_on_sigterm(checkpoint) -> None:
         with grpc.insecure_channel(lines[-1].split()[1]) as channel:
             stub = ExecutorStub(channel)
             assert stub.Describe(pb.DescribeRequest(), timeout=10).num_blocks == 50
-            results = stub.Run(iter([pb.StepPlan(epoch=1, step_id=1)]))
-            assert next(results).step_id == 1
+            assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+            assert (tmp_path / "run" / "x.sock").stat().st_mode & 0o777 == 0o600
+            results = stub.Run(iter([opening(), plan(1, 1)]))
+            assert next(results).lease.epoch == 1
+            assert next(results).result.step_id == 1
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
     finally:
@@ -72,7 +78,7 @@ def test_a_process_whose_device_hangs_logs_stacks_and_exits(checkpoint) -> None:
         while not (line := process.stdout.readline()).startswith("ready "):
             assert line, process.stderr.read()
         with grpc.insecure_channel(line.split()[1]) as channel, pytest.raises(grpc.RpcError):
-            next(ExecutorStub(channel).Run(iter([pb.StepPlan(epoch=1, step_id=1)])))
+            list(ExecutorStub(channel).Run(iter([opening(), plan(1, 1)])))
         _, errors = process.communicate(timeout=20)
     finally:
         process.kill()
@@ -124,6 +130,24 @@ def test_a_port_in_use_is_found_before_loading(which, checkpoint, capfd) -> None
 
 
 def test_an_address_of_another_host_is_a_configuration_error(capfd) -> None:
-    config = ExecutorConfig(model="/no/such/model", listen_address="192.0.2.1:1", metrics_address="")
+    config = ExecutorConfig(
+        model="/no/such/model",
+        listen_address="192.0.2.1:1",
+        metrics_address="",
+        tls_certificate="x",
+        tls_key="x",
+        tls_client_ca="x",
+        scheduler_name="x",
+    )
     assert run(config) == EXIT_CONFIG
     assert "cannot listen on 192.0.2.1:1: " in capfd.readouterr().err
+
+
+def test_a_weight_that_is_not_a_number_exits_as_a_wrong_model(tmp_path, capfd) -> None:
+    directory = make_checkpoint("llama", tmp_path / "model").directory
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"][7] = float("nan")
+    save_file(tensors, directory / "model.safetensors")
+    config = ExecutorConfig(model=str(directory), listen_address="127.0.0.1:0", metrics_address="", device="cpu")
+    assert run(config) == EXIT_CONFIG
+    assert "executor: model.norm.weight: 1 of 64 numbers are not finite" in capfd.readouterr().err

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import socket
 
+import numpy as np
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from executor.metrics import IdleRatio, Metrics, executor_label
-from executor.plans.plan import StepTimings
+from executor.plans.plan import EndReason, StepOutput, StepTimings
 
 
 @pytest.fixture
@@ -86,3 +87,13 @@ def test_the_executor_label_is_its_address() -> None:
     assert executor_label("unix:/run/executor.sock") == "unix:/run/executor.sock"
     for anywhere in ("0.0.0.0:50052", "[::]:50052"):
         assert executor_label(anywhere) == f"{socket.gethostname()}:50052"
+
+
+def test_sequences_without_finite_logits_are_counted() -> None:
+    metrics = Metrics("tiny", "127.0.0.1:0")
+    reasons = np.array([0, EndReason.NOT_FINITE, EndReason.EOS, EndReason.NOT_FINITE], np.uint8)
+    timings = StepTimings(prepare_ns=1, forward_ns=1, sample_ns=1)
+    for _ in range(3):
+        metrics.observe(StepOutput(1, 1, np.zeros(4, np.int32), reasons, timings))
+    lines = generate_latest(metrics.registry).decode().splitlines()
+    assert [line.split()[-1] for line in lines if line.startswith("quire_executor_not_finite_total{")] == ["6.0"]

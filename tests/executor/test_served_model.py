@@ -20,6 +20,7 @@ from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from tests.support.executor.messages import plan_message, read
 from tests.support.executor.plan_driver import ints, tuples
+from tests.support.executor.served import open_stream, status
 
 CONFIG = ExecutorConfig(model="unused", listen_address="127.0.0.1:0", metrics_address="", num_threads=1)
 
@@ -40,14 +41,44 @@ async def test_a_real_model_is_served_over_grpc(checkpoint) -> None:
     )
     plans = [first, StepPlan(1, 2, row_counts=tuples(2, (3, 1))), *(StepPlan(1, step) for step in (3, 4, 5))]
     async with grpc.aio.insecure_channel(address) as channel:
-        call = ExecutorStub(channel).Run()
+        call, _ = await open_stream(ExecutorStub(channel))
         for message in map(plan_message, plans):
-            await call.write(message)
+            await call.write(pb.RunRequest(plan=message))
         results = [await read(call) for _ in plans]
         call.cancel()
     await server.stop()
     assert [int(np.frombuffer(result.token_ids, "<i4")[0]) for result in results] == source.greedy(prompt, 5)
     assert [result.end_reasons for result in results] == [b"", b"", b"", b"", bytes([pb.END_REASON_LENGTH])]
+
+
+async def test_the_next_lease_cannot_read_the_kv_of_the_last_one(checkpoint) -> None:
+    """The attack: blocks of a finished request, declared as computed. The next honest plan is served."""
+    source = checkpoint("llama")
+    config = replace(
+        CONFIG, model=str(source.directory), kernels="reference", device="cpu", block_size=4, num_blocks=20
+    )
+    server = Server(config, load_model(config, lambda line: None))
+    prompt = source.prompt(6)
+
+    def admitted(epoch: int, num_computed: int) -> pb.RunRequest:
+        params = SequenceParams(max_total_tokens=11)
+        admission = Admission(3, ints(*prompt), num_computed, ints(7, 3, 9), params)
+        counts = tuples(2, (3, 6 - num_computed))
+        return pb.RunRequest(plan=plan_message(StepPlan(epoch, 1, admissions=(admission,), row_counts=counts)))
+
+    async with grpc.aio.insecure_channel(await server.start()) as channel:
+        stub = ExecutorStub(channel)
+        for num_computed in (0, 5, 4, 1, 0):
+            call, epoch = await open_stream(stub)
+            await call.write(admitted(epoch, num_computed))
+            if num_computed:
+                code, details = await status(call)
+                assert code is grpc.StatusCode.INVALID_ARGUMENT
+                assert "block 7 counts as computed, but this lease has not written" in details
+            else:
+                assert np.frombuffer((await read(call)).token_ids, "<i4").tolist() == source.greedy(prompt, 1)
+                call.cancel()
+    await server.stop()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is only populated ahead on Linux")

@@ -15,9 +15,10 @@ from executor.server import Server
 from quire.addresses import AddressInUse, with_port
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
+from quire.plan_stream import FEATURES, PROTOCOL_VERSION
 from tests.support.executor.fake_runner import FakeRunner, loaded
 from tests.support.executor.messages import read
-from tests.support.executor.served import CONFIG, plan, status
+from tests.support.executor.served import CONFIG, open_stream, plan, status
 
 
 async def test_describe_returns_model_and_limits(stub) -> None:
@@ -27,32 +28,32 @@ async def test_describe_returns_model_and_limits(stub) -> None:
     assert (first.model_name, first.dtype, first.device) == ("fake", "float32", "cpu")
     assert (first.vocab_size, first.max_model_len, first.block_size) == (100, 64, 4)
     assert (first.num_blocks, first.max_num_seqs, first.max_num_batched_tokens) == (33, 4, 32)
-    assert first.epoch == 0
+    assert (first.protocol_version, tuple(first.features)) == (PROTOCOL_VERSION, FEATURES)
 
 
 async def test_each_server_has_its_own_incarnation(server) -> None:
     other = Server(CONFIG, loaded(FakeRunner()))
-    assert other._describe(0).incarnation != server._describe(0).incarnation
+    assert other._servicer._description.incarnation != server._servicer._description.incarnation
     await other.stop()
 
 
 async def test_describe_is_not_answered_while_the_device_hangs(stub, fake_runner) -> None:
     fake_runner.gate.clear()
-    call = stub.Run()
+    call, _ = await open_stream(stub)
     await call.write(plan(1, 1))
     assert await asyncio.to_thread(fake_runner.entered.wait, 30)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await stub.Describe(pb.DescribeRequest(), timeout=0.3)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     fake_runner.gate.set()
-    assert (await stub.Describe(pb.DescribeRequest())).epoch == 1
+    assert (await stub.Describe(pb.DescribeRequest())).model_name == "fake"
     call.cancel()
 
 
 async def test_an_executor_that_hangs_stops_serving(fake_runner) -> None:
     server = Server(replace(CONFIG, step_timeout_s=0.1), loaded(fake_runner))
     async with grpc.aio.insecure_channel(await server.start()) as channel:
-        call = ExecutorStub(channel).Run()
+        call, _ = await open_stream(ExecutorStub(channel))
         fake_runner.gate.clear()
         await call.write(plan(1, 1))
         assert await asyncio.wait_for(server.wait(), 20) is False
@@ -88,7 +89,7 @@ async def test_health_follows_the_device(channel, fake_runner) -> None:
 
         assert await next_status() == statuses.SERVING
         fake_runner.gate.clear()
-        call = ExecutorStub(channel).Run()
+        call, _ = await open_stream(ExecutorStub(channel))
         await call.write(plan(1, 1))
         assert await next_status() == statuses.NOT_SERVING
         fake_runner.gate.set()
@@ -107,7 +108,7 @@ async def test_a_lost_device_ends_the_server(fake_runner, monkeypatch) -> None:
     server = Server(CONFIG, loaded(fake_runner))
     address = await server.start()
     async with grpc.aio.insecure_channel(address) as channel:
-        call = ExecutorStub(channel).Run()
+        call, _ = await open_stream(ExecutorStub(channel))
         await call.write(plan(1, 1))
         assert (await status(call))[0] is grpc.StatusCode.INTERNAL
         assert await asyncio.wait_for(server.wait(), 20) is False
@@ -115,7 +116,7 @@ async def test_a_lost_device_ends_the_server(fake_runner, monkeypatch) -> None:
 
 
 async def test_shutting_down_ends_streams(stub, server) -> None:
-    call = stub.Run()
+    call, _ = await open_stream(stub)
     await call.write(plan(1, 1))
     await read(call)
     await server.stop()
@@ -126,7 +127,7 @@ async def test_reflection_lists_the_services(channel) -> None:
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = stub.ServerReflectionInfo()
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
-    listed = await read(call)
+    listed = await asyncio.wait_for(call.read(), 10)
     call.cancel()
     names = {service.name for service in listed.list_services_response.service}
     assert {"quire.executor.v1.Executor", "grpc.health.v1.Health"} <= names
@@ -148,7 +149,7 @@ async def test_the_server_listens_on_a_unix_socket(fake_runner, tmp_path) -> Non
 
 
 async def test_metrics_are_served_over_http(stub, server) -> None:
-    call = stub.Run()
+    call, _ = await open_stream(stub)
     await call.write(plan(1, 1))
     await read(call)
     call.cancel()

@@ -89,7 +89,9 @@ def test_an_answer_that_breaks_the_protocol_is_an_internal_error(
         (grpc.StatusCode.CANCELLED, quire.RequestCancelledError),
         (grpc.StatusCode.UNAVAILABLE, quire.UnavailableError),
         (grpc.StatusCode.INTERNAL, quire.InternalError),
-        (grpc.StatusCode.PERMISSION_DENIED, quire.InternalError),
+        (grpc.StatusCode.UNAUTHENTICATED, quire.UnauthenticatedError),
+        (grpc.StatusCode.PERMISSION_DENIED, quire.PermissionDeniedError),
+        (grpc.StatusCode.DATA_LOSS, quire.InternalError),
     ],
 )
 def test_each_status_has_its_exception(

@@ -1,17 +1,22 @@
 """Both clients and a server that is absent, late or slow."""
 
+import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
 import pytest
 
 import quire
 from quire.addresses import with_port
+from quire.channel import CHANNEL_OPTIONS
+from quire.v1.generation_pb2 import GenerateResponse
+from scheduler.servers import grpc_server
 from tests.support.client.calls import KINDS, SyncCalls
 from tests.support.client.scripted_server import ScriptedServer, delta, finished, replies, started
+from tests.support.e2e.proxy import Proxy
 
 
 @KINDS
@@ -84,3 +89,39 @@ def test_clients_wait_for_a_server_that_accepts_slowly(
 ) -> None:
     server.script = replies(started("r"), delta(0, "a", 1), finished(0))
     assert len(kind(slow_server).events("hello")) == 3
+
+
+@pytest.fixture
+def network(server: ScriptedServer) -> Iterator[Proxy]:
+    proxy = Proxy(server.address)
+    proxy.start()
+    yield proxy
+    proxy.close()
+
+
+@KINDS
+def test_a_stream_of_a_server_that_falls_silent_ends_as_unavailable(
+    server: ScriptedServer, network: Proxy, kind: type[SyncCalls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection stays open, and nothing arrives any more: the server is stopped, or its machine is gone."""
+    shorter = {"grpc.keepalive_time_ms": 200, "grpc.keepalive_timeout_ms": 200, "grpc.http2.ping_timeout_ms": 200}
+    options = tuple((name, shorter.get(name, value)) for name, value in CHANNEL_OPTIONS)
+    assert {name for name, _ in options} >= shorter.keys()
+    for module in (quire.channel, quire.client, quire.async_client):
+        monkeypatch.setattr(module, "CHANNEL_OPTIONS", options, raising=False)
+
+    async def silenced(request: object, context: object) -> AsyncIterator[GenerateResponse]:
+        yield started()
+        network.stall()
+        await asyncio.Event().wait()
+
+    server.script = silenced
+    with pytest.raises(quire.UnavailableError):
+        kind(network.address).events("p")
+
+
+def test_clients_send_no_more_pings_than_a_server_permits() -> None:
+    client, server = dict(CHANNEL_OPTIONS), dict(grpc_server.OPTIONS)
+    assert client["grpc.keepalive_time_ms"] >= server["grpc.http2.min_ping_interval_without_data_ms"]
+    assert client["grpc.http2.max_pings_without_data"] == 0
+    assert server["grpc.keepalive_permit_without_calls"] == 1

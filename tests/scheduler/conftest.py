@@ -1,6 +1,7 @@
 """Fixtures of the scheduler's tests: tokenizers, a checkpoint directory with one of them, and servers."""
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -51,3 +52,9 @@ async def launcher(checkpoint: Checkpoint) -> AsyncIterator[Launcher]:
     launcher = Launcher(checkpoint)
     yield launcher
     await launcher.end()
+
+
+@pytest.fixture(autouse=True)
+def _unlimited_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every refusal of a test into the log, though the tests of one second refuse more than the log takes."""
+    monkeypatch.setattr(logging.getLogger("scheduler.requests"), "filters", [])

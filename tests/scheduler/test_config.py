@@ -43,11 +43,45 @@ def test_defaults_listen_to_this_machine_only() -> None:
         ({"model": "m", "http_listen": "8080"}, "http_listen must be host:port"),
         ({"model": "m", "http_listen": "localhost:99999"}, "http_listen must be host:port"),
         ({"model": "m", "listen": "nonsense"}, "listen must be host:port or unix:path"),
+        ({"model": "m", "admin_listen": "nonsense"}, "admin_listen must be host:port or unix:path"),
+        ({"model": "m", "listen": "0.0.0.0:1"}, "listen 0.0.0.0:1 can be reached.*quire keys add.*--api-keys"),
+        ({"model": "m", "listen": "[::]:1"}, "listen .* can be reached"),
+        ({"model": "m", "listen": "10.0.0.1:1"}, "listen .* can be reached"),
+        ({"model": "m", "listen": "some-host:1"}, "listen .* can be reached"),
+        ({"model": "m", "http_listen": "0.0.0.0:1"}, "http_listen .* can be reached.*quire keys add.*--api-keys"),
+        ({"model": "m", "admin_listen": "0.0.0.0:1"}, "admin_listen .* can be reached.*quire keys add.*--api-keys"),
+        ({"model": "m", "admin_listen": "0.0.0.0:1", "allow_anonymous": True}, "admin_listen .* can be reached"),
+        ({"model": "m", "tls_certificate": "c"}, "tls_certificate and tls_key"),
+        ({"model": "m", "tls_key": "k"}, "tls_certificate and tls_key"),
+        ({"model": "m", "tls_client_ca": "c"}, "tls_client_ca needs"),
+        ({"model": "m", "jwt_keys": "k", "jwt_issuer": "i"}, "jwt_keys needs jwt_issuer and jwt_audience"),
+        ({"model": "m", "jwt_keys": "k", "jwt_audience": "i"}, "jwt_keys needs jwt_issuer and jwt_audience"),
+        (
+            {"model": "m", "jwt_keys": "http://a/b", "jwt_issuer": "i", "jwt_audience": "a"},
+            "jwt_keys must be a file or an https URL",
+        ),
+        ({"model": "m", "jwt_algorithms": "none"}, "jwt_algorithms must be some of"),
+        ({"model": "m", "jwt_algorithms": "RS256,HS256"}, "jwt_algorithms must be some of"),
+        ({"model": "m", "jwt_algorithms": ""}, "jwt_algorithms must be some of"),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_its_field(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SchedulerConfig.from_dict(values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"listen": "unix:/tmp/x", "http_listen": "[::1]:80", "admin_listen": "unix:/tmp/y"},
+        {"listen": "localhost:1", "http_listen": "127.0.0.2:80", "admin_listen": "127.0.0.1:2"},
+        {"listen": "0.0.0.0:1", "http_listen": "0.0.0.0:2", "admin_listen": "0.0.0.0:3", "api_keys": "keys.json"},
+        {"listen": "0.0.0.0:1", "jwt_keys": "https://i/k", "jwt_issuer": "i", "jwt_audience": "a"},
+        {"listen": "0.0.0.0:1", "http_listen": "0.0.0.0:2", "allow_anonymous": True},
+    ],
+)
+def test_other_machines_can_call_only_where_that_is_wanted(values: dict[str, Any]) -> None:
+    SchedulerConfig.from_dict({"model": "m"} | values)
 
 
 def test_an_int_is_accepted_as_a_float() -> None:

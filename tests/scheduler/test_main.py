@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from quire.addresses import with_port
 from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.engine.engine import Engine
 from scheduler.main import EXIT_UNFINISHED, _Signals, _until_done
@@ -115,11 +117,11 @@ def test_an_address_in_use_is_reported_with_exit_code_3(checkpoint: Checkpoint, 
     [
         ({"model": "/no/such/model"}, "no such directory, and no hub id"),
         ({"model": "TMP"}, "has no tokenizer.json"),
-        ({"model": "CHECKPOINT", "listen": "192.0.2.1:1"}, "cannot listen on 192.0.2.1:1"),
+        ({"model": "CHECKPOINT", "listen": "192.0.2.1:1", "allow_anonymous": True}, "cannot listen on 192.0.2.1:1"),
     ],
 )
 def test_a_bad_configuration_is_reported_with_exit_code_2(
-    config: dict[str, str], words: str, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
+    config: dict[str, Any], words: str, checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     paths = {"TMP": str(tmp_path_factory.mktemp("empty")), "CHECKPOINT": str(checkpoint.directory)}
     ended = run_until_exit(**config | {"model": paths.get(config["model"], config["model"])})
@@ -137,3 +139,18 @@ def test_importing_the_scheduler_does_not_load_torch() -> None:
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("how", ["full", "left"])
+async def test_a_scheduler_without_a_reader_of_its_output_serves_and_drains(launcher: Launcher, how: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    addresses = {name: with_port("127.0.0.1:0") for name in ("listen", "http_listen")}
+    with open("/dev/full", "w", encoding="utf-8") as full, os.fdopen(writer, "w") as left:  # noqa: ASYNC230
+        stdout = full if how == "full" else left
+        process = await launcher.scheduler(await launcher.executor(), stdout=stdout, **addresses)
+    async with grpc.aio.insecure_channel(addresses["listen"]) as channel:
+        messages = await rest_of(GenerationStub(channel).Generate(request(max_tokens=5), wait_for_ready=True))
+    assert messages[-1].finished.usage.completion_tokens == 5
+    process.signal(signal.SIGTERM)
+    assert await process.exit_code() == 0

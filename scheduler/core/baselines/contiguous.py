@@ -113,6 +113,7 @@ class ContiguousKVCache(KVCache):
         super().adopt(sequence, prefix)
         sequence.block_table = self.pool.take_run(self.run_length(sequence.request))
         sequence.write_limit = len(sequence.block_table) * self.block_size
+        sequence.is_guaranteed = True  # not even for another tenant
 
 
 def run_length(cache: KVCache, request: Request) -> int:

@@ -54,6 +54,7 @@ def leap(scheduler: Scheduler, max_steps: int, token_id: int = 0) -> int:
     _replace_steps_in_flight(state, decoding, num_steps)
     state.counters.num_steps += num_steps
     state.counters.num_generated_tokens += num_steps * len(decoding)
+    state.accounts.charge_tokens(decoding, num_steps)
     return num_steps
 
 
@@ -64,6 +65,8 @@ def _is_plain(state: SchedulerState, decoding: list[Sequence]) -> bool:
         return False
     if not decoding or len(decoding) != len(batch.running):
         return False  # prompts are being computed, or beams decided
+    if len(state.waiting) and len(state.accounts.active) > 1:
+        return False  # which tenant is next, and whether it gets a place by preemption, changes with each step
     return all(_is_plain_step(step, decoding) for step in state.in_flight)
 
 

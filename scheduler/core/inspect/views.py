@@ -152,6 +152,11 @@ def num_held_slots(state: SchedulerState) -> int:
     return sum(len(active.child_slots) for active in state.requests.values())
 
 
+def oldest_waiting_s(scheduler: Scheduler, now_s: float) -> float:
+    """Returns the seconds that the oldest sequence in the queue has waited at `now_s`; 0 for an empty queue."""
+    return now_s - min((sequence.queued_s for sequence in scheduler.state.waiting), default=now_s)
+
+
 def kv_usage(scheduler: Scheduler) -> KVUsage:
     """Returns the use of the pool.
 

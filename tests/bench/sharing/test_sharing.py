@@ -22,6 +22,7 @@ from bench.sharing.measure import CaseResult, SharingSettings, measure
 from bench.sharing.report import PlotUnavailable, render_table, report, save_plot
 from planning.lengths import ALPACA, SHAREGPT
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
+from tests.support.client.scripted_server import listen_as_admin
 
 
 class SharingServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.AdminServicer):
@@ -59,9 +60,9 @@ class SharingServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admin
             )
             yield generation_pb2.GenerateResponse(finished=end)
 
-    async def GetServerInfo(self, request: Any, context: Any) -> admin_pb2.GetServerInfoResponse:  # noqa: N802
-        return admin_pb2.GetServerInfoResponse(
-            max_model_len=128, num_blocks=64, block_size=16, state=admin_pb2.SERVER_STATE_SERVING
+    async def GetServerInfo(self, request: Any, context: Any) -> generation_pb2.GetServerInfoResponse:  # noqa: N802
+        return generation_pb2.GetServerInfoResponse(
+            max_model_len=128, num_blocks=64, block_size=16, state=generation_pb2.SERVER_STATE_SERVING
         )
 
     async def GetBlockMap(self, request: Any, context: Any) -> admin_pb2.GetBlockMapResponse:  # noqa: N802
@@ -84,8 +85,10 @@ async def serving(servicer: SharingServer) -> AsyncIterator[str]:
     generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server)
     admin_pb2_grpc.add_AdminServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
+    address = f"127.0.0.1:{port}"
+    listen_as_admin(server, address)
     await server.start()
-    yield f"127.0.0.1:{port}"
+    yield address
     await server.stop(grace=None)
 
 

@@ -85,6 +85,22 @@ def test_a_missing_config_is_rejected(directory, make_runner) -> None:
     assert complaint(make_runner, directory) == f"{directory}: no config.json"
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "name", ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
+)
+def test_weights_that_are_not_finite_are_rejected(name, value, directory, make_runner) -> None:
+    edit_tensors(directory, lambda tensors: tensors[name].view(-1)[3:5].fill_(value))
+    assert f"{name}: 2 of " in (text := complaint(make_runner, directory))
+    assert text.endswith("numbers are not finite in torch.float32")
+
+
+def test_weights_that_overflow_in_the_dtype_are_rejected(directory, make_runner) -> None:
+    edit_tensors(directory, lambda tensors: tensors["model.norm.weight"][:1].fill_(1e6))
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: 1 of 64 numbers are not finite in torch\.float16"):
+        make_runner(directory, dtype="float16")
+
+
 @pytest.mark.parametrize("content", ["{", "[]", "null"])
 def test_a_broken_config_is_rejected(content, directory, make_runner) -> None:
     (directory / "config.json").write_text(content)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from executor.device.device_thread import Failure, FailureKind
-from executor.errors import PlanRejected
+from executor.errors import ModelBroken, PlanRejected
 from tests.support.executor.device_harness import Harness, steps
 from tests.support.executor.fake_runner import FakeRunner
 
@@ -131,6 +131,13 @@ def test_a_lost_device_ends_the_thread(harness) -> None:
     assert harness.lost.wait(10)
     harness.thread.stop()
     assert not harness.thread.is_alive
+
+
+def test_a_broken_model_ends_the_thread_although_the_device_is_sane(harness) -> None:
+    harness.runner.errors[1] = ModelBroken("NaN")
+    harness.put(1, 1)
+    assert harness.outcomes.get(timeout=10).kind is FailureKind.INTERNAL
+    assert harness.lost.wait(10)
 
 
 def test_a_rejected_plan_does_not_inspect_the_device(harness) -> None:

@@ -169,7 +169,9 @@ def test_a_bad_plan_is_rejected_and_changes_nothing(name, slots) -> None:
 GOOD_PLANS = {
     "nothing": plan(),
     "retire and take the slot": plan(retired_slots=ints(0), admissions=(admission(0),)),
-    "extend and replace a table": plan(table_updates=tuples(3, (0, 3, 8), (0, 1, 9), (0, 2, 7))),
+    "extend and replace a table": plan(
+        table_updates=tuples(3, (0, 3, 8), (0, 1, 9), (0, 2, 7)), block_copies=tuples(2, (2, 9))
+    ),
     "admission whose table comes later": plan(
         admissions=(admission(blocks=()),),
         table_updates=tuples(3, (2, 0, 5), (2, 1, 6)),

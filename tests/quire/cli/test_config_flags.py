@@ -13,7 +13,7 @@ import quire.cli.main
 from executor.config import ExecutorConfig
 from quire.cli.config_flags import arguments, flag_parameters, given, with_flags
 from quire.cli.option_flags import option_parameters
-from quire.cli.services import ConfigError, on_free_ports, service_pair
+from quire.cli.services import EXECUTOR_HOP, SCHEDULER_HOP, ConfigError, on_free_ports, service_pair
 from quire.options import GenerateOptions, field_texts
 from scheduler.config import SchedulerConfig
 
@@ -122,6 +122,18 @@ def other_value(name: str, default: Any) -> Any:
         "memory_fraction": 0.5,
         "revision": "main",
         "model_name": "toy",
+        "admin_listen": "127.0.0.1:7",
+        "api_keys": "keys.json",
+        "tenants": "tenants.toml",
+        "jwt_keys": "jwks.json",
+        "jwt_issuer": "issuer",
+        "jwt_audience": "quire",
+        "jwt_algorithms": "RS512",
+        "tls_certificate": "server.pem",
+        "tls_key": "server.key",
+        "tls_client_ca": "clients.pem",
+        **dict.fromkeys(("executor", "listen_address"), "127.0.0.1:7"),
+        **dict.fromkeys((*EXECUTOR_HOP, *SCHEDULER_HOP - {"takeover"}), "x"),
     }
     if name in chosen:
         return chosen[name]
@@ -147,7 +159,11 @@ def test_one_command_line_configures_both_services() -> None:
         pair.executor.metrics_address,
     ]
     assert len(set(addresses)) == 4
+    executor = addresses.pop(2)
+    assert executor.startswith("unix:/")
+    assert executor.endswith(f"/executor-{addresses[0].rpartition(':')[2]}.sock")
     assert all(address.startswith("127.0.0.1:") and not address.endswith(":0") for address in addresses)
+    addresses.insert(2, executor)
     assert pair.ready_line() == "ready grpc={} http={} executor={} metrics={}".format(*addresses)
 
 

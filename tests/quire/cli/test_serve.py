@@ -3,12 +3,9 @@
 import os
 import signal
 import sys
-from typing import Any
 
 import pytest
 
-from quire.block_map import ServerState
-from quire.cli.serve import serving_probe
 from quire.cli.supervisor import ChildFailed
 from tests.support.client.fake_pair import IDLE, SERVING, Run
 from tests.support.waiting import until
@@ -46,16 +43,3 @@ async def test_a_child_that_cannot_start_ends_the_command() -> None:
         await run.task
     assert error.value.exit_code == 2
     assert run.said == []
-
-
-async def test_the_probe_fails_until_the_server_has_an_executor() -> None:
-    class Client:
-        state = ServerState.WAITING_FOR_EXECUTOR
-
-        async def server_info(self, *, timeout_s: float) -> Any:
-            return self
-
-    client: Any = Client()
-    assert await serving_probe(client)() is False
-    client.state = ServerState.SERVING
-    assert await serving_probe(client)() is True

@@ -9,7 +9,7 @@ from quire.addresses import with_port
 from quire.cli.child import ChildSpec
 from quire.cli.restarts import RestartPolicy
 from quire.cli.supervisor import Supervisor
-from quire.cli.watch import health_probe, replace_when_hung
+from quire.cli.watch import health_probe, liveness_probe, replace_when_hung
 from tests.support.waiting import until
 
 IDLE = "import time; {}time.sleep(600)"
@@ -40,8 +40,9 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched(program: str) -> AsyncIterator[Watched]:
+async def watched(program: str, *, is_serving: bool = True) -> AsyncIterator[Watched]:
     it = Watched(program)
+    it.is_serving = is_serving
 
     async def ready() -> bool:
         return bool(it.lines)
@@ -74,8 +75,7 @@ async def test_a_child_that_hangs_as_soon_as_it_is_ready_is_replaced_too() -> No
 
 
 async def test_a_child_that_is_not_ready_yet_is_left_alone() -> None:
-    async with watched(LOADING) as it:
-        it.is_serving = False
+    async with watched(LOADING, is_serving=False) as it:
         first = it.supervisor.pid("executor")
         await it.checked(12)
         assert it.supervisor.pid("executor") == first
@@ -98,3 +98,41 @@ async def test_up_to_three_failed_checks_are_tolerated() -> None:
 async def test_an_address_without_a_server_is_not_serving() -> None:
     async with health_probe(with_port("127.0.0.1:0")) as is_serving:
         assert await is_serving(5.0) is False
+
+
+async def answer(reply: bytes, http_address: str) -> asyncio.Server:
+    """Starts a server that answers every connection with `reply`; an empty reply is never sent."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"GET /healthz ")
+        if reply:
+            writer.write(reply)
+            writer.close()
+
+    host, port = http_address.rsplit(":", 1)
+    return await asyncio.start_server(serve, host, int(port))
+
+
+async def test_only_a_server_that_answers_200_in_time_is_alive() -> None:
+    address = with_port("127.0.0.1:0")
+    is_alive = liveness_probe(address)
+    assert await is_alive(5.0) is False
+    for reply, expected in (
+        (b"HTTP/1.1 200 OK\r\n\r\nok\n", True),
+        (b"HTTP/1.1 503 Service Unavailable\r\n\r\nstuck\n", False),
+        (b"200" * 50_000, False),
+    ):
+        server = await answer(reply, address)
+        assert await is_alive(5.0) is expected
+        server.close()
+    server = await answer(b"", address)  # accepts, and is silent like a stopped process
+    assert await is_alive(0.05) is False
+    server.close()
+
+
+async def test_a_process_that_was_alive_without_saying_ready_is_replaced() -> None:
+    async with watched(LOADING) as it:
+        await it.checked(2)
+        it.is_serving = False
+        await until(lambda: len(it.lines) >= 3)
+        assert it.lines[1] == "executor has not served for 0.02 s: killed"

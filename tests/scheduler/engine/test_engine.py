@@ -265,6 +265,18 @@ async def test_an_observer_that_raises_does_not_stop_the_engine(caplog: pytest.L
     assert messages.count("an observer of plans failed") == 1, "four failures in a row are logged once"
 
 
+async def test_resume_undoes_a_drain_unless_the_process_is_about_to_end() -> None:
+    async with running_engine(FakeClient()) as engine:
+        await asyncio.wait_for(engine.drain(), 10)
+        engine.resume()
+        assert engine.state is ServerState.SERVING
+        await submit(engine, [1, 2, 3], 4).check()
+        await asyncio.wait_for(engine.drain(is_final=True), 10)
+        with pytest.raises(Unavailable, match="about to end"):
+            engine.resume()
+        assert engine.state is ServerState.DRAINING
+
+
 async def test_drain_refuses_new_requests_and_waits_for_the_admitted_ones() -> None:
     async with running_engine(FakeClient()) as engine:
         states: list[ServerState] = []

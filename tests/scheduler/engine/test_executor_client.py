@@ -25,10 +25,11 @@ LARGE_PLAN = StepPlan(1, 1, retired_slots=[0] * 500_000)
 async def error_of_a_stream(client: ExecutorClient, epoch: int) -> ExecutorLost:
     """Returns the error that ends a stream whose first plan is refused while the next ones are being written."""
     has_ended = asyncio.Event()
-    stream = client.open_stream(has_ended.set)
+    incarnation = (await client.describe(10)).incarnation
+    stream = await client.open_stream(has_ended.set, epoch, incarnation, 10)
     with suppress(ExecutorLost):
         for step_id in range(1, NUM_PLANS + 1):
-            await stream.send(StepPlan(epoch, step_id, retired_slots=[9]))
+            await stream.send(StepPlan(epoch, step_id, retired_slots=[7]))
     await asyncio.wait_for(has_ended.wait(), 10)
     try:
         stream.take()
@@ -53,14 +54,15 @@ async def test_the_reason_of_a_refusal_is_known_while_the_next_plans_are_being_w
 
 
 class InvalidExecutor(ExecutorServicer):
-    """Reads no plan, and sends an invalid result when `sends` is set."""
+    """Grants a lease, reads no plan, and sends an invalid result when `sends` is set."""
 
     def __init__(self) -> None:
         self.sends = asyncio.Event()
 
-    async def Run(self, request_iterator: object, context: object) -> AsyncIterator[pb.StepResult]:  # type: ignore[override]  # noqa: N802
+    async def Run(self, request_iterator: object, context: object) -> AsyncIterator[pb.RunResponse]:  # type: ignore[override]  # noqa: N802
+        yield pb.RunResponse(lease=pb.Lease(epoch=5))
         await self.sends.wait()
-        yield pb.StepResult(epoch=1, step_id=1, token_ids=b"abc")
+        yield pb.RunResponse(result=pb.StepResult(epoch=5, step_id=1, token_ids=b"abc"))
         await asyncio.Event().wait()
 
 
@@ -70,7 +72,7 @@ async def invalid_executor() -> AsyncIterator[tuple[InvalidExecutor, PlanStream]
     add_ExecutorServicer_to_server(servicer, server)
     client = ExecutorClient(f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     await server.start()
-    stream = client.open_stream(lambda: None)
+    stream = await client.open_stream(lambda: None, epoch=1, incarnation="", timeout_s=10)
     try:
         yield servicer, stream
     finally:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from quire.plan_stream import FEATURES
 from scheduler.core import (
     FinishReason,
     Unavailable,
@@ -47,14 +48,15 @@ async def test_an_executor_with_another_model_is_refused_and_readiness_gives_the
 
         client.is_up = False
         await until(lambda: engine.readiness == "waiting for executor")
-        client.is_up, client.description = True, replace(DESCRIPTION, epoch=7)
+        client.is_up, client.description = True, replace(DESCRIPTION, device="other")
         await until(lambda: engine.state is ServerState.SERVING)
         assert engine.readiness == "serving"
         assert engine.core is not None
-        assert engine.core.state.epoch == 8
+        assert engine.core.state.epoch == 2
         await sink.check()
 
 
+OTHER_VERSION = "of the plan stream, this scheduler version 2: run the same release of both"
 INVALID_DESCRIPTIONS = pytest.mark.parametrize(
     ("field", "value", "complaint"),
     [
@@ -66,14 +68,16 @@ INVALID_DESCRIPTIONS = pytest.mark.parametrize(
         ("num_blocks", 1, "num_blocks 1, where at least 2 is needed"),
         ("max_num_seqs", 0, "max_num_seqs 0, where at least 1 is needed"),
         ("max_num_batched_tokens", 0, "max_num_batched_tokens 0, where at least 1 is needed"),
-        ("epoch", 2**64 - 1, "epoch 18446744073709551615, after which there is none"),
+        ("protocol_version", 0, f"it speaks version 1 or older {OTHER_VERSION}"),
+        ("protocol_version", 3, f"it speaks version 3 {OTHER_VERSION}"),
+        ("features", FEATURES[1:], "it lacks beams: run the same release of both"),
     ],
 )
 
 
 @INVALID_DESCRIPTIONS
 async def test_an_executor_with_an_invalid_description_is_asked_again_later(
-    field: str, value: int, complaint: str
+    field: str, value: object, complaint: str
 ) -> None:
     client = FakeClient(replace(DESCRIPTION, **{field: value}))
     engine = Engine(client, engine_options(max_backoff_s=0.3))
@@ -94,7 +98,7 @@ async def test_an_executor_with_an_invalid_description_is_asked_again_later(
 
 @INVALID_DESCRIPTIONS
 async def test_requests_survive_an_executor_with_an_invalid_description(
-    field: str, value: int, complaint: str, caplog: pytest.LogCaptureFixture
+    field: str, value: object, complaint: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = FakeClient()
     async with running_engine(client, max_backoff_s=0.02) as engine:
@@ -107,7 +111,7 @@ async def test_requests_survive_an_executor_with_an_invalid_description(
         assert engine.readiness.endswith(complaint)
         (message,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
         assert message.endswith(complaint)
-        client.description = replace(DESCRIPTION, epoch=7)
+        client.description = replace(DESCRIPTION, device="other")
         await sink.check()
 
 
@@ -117,3 +121,44 @@ async def test_all_faults_of_a_description_are_reported_together() -> None:
         client.lose()
         both = "block_size 0, where at least 1 is needed, and num_blocks 1, where at least 2 is needed"
         await until(lambda: engine.readiness.endswith(f": {both}"))
+
+
+async def test_a_lease_that_another_scheduler_holds_is_awaited() -> None:
+    """The reason is part of the readiness, requests that run wait, and no plan is sent meanwhile."""
+    async with running_engine(client := FakeClient(), max_backoff_s=0.05) as engine:
+        sink = submit(engine, [1, 2, 3], max_tokens=50)
+        await sink.first_token.wait()
+        client.refusal = "the executor serves another scheduler, host a, process 7"
+        client.lose()
+        num_probes = client.num_probes
+        await until(lambda: client.num_probes >= num_probes + 3)
+        assert engine.readiness == f"waiting for executor: {client.refusal}"
+        assert not sink.done.is_set()
+        assert client.num_streams == 1
+        client.refusal = ""
+        await sink.check()
+
+
+async def test_requests_with_output_fail_if_the_executor_has_other_weights(caplog: pytest.LogCaptureFixture) -> None:
+    client = FakeClient(replace(DESCRIPTION, weights_digest="a", max_num_seqs=1))
+    async with running_engine(client, max_backoff_s=0.02) as engine:
+        started = submit(engine, [1, 2, 3], max_tokens=100)
+        waiting = submit(engine, [4, 5, 6])
+        await started.first_token.wait()
+        assert not waiting.outputs
+        client.description = replace(client.description, weights_digest="b")
+        client.lose()
+        await waiting.check()
+        assert started.reasons == {0: FinishReason.MODEL_CHANGED}
+        assert "the executor has other weights under the same name" in caplog.text
+        await submit(engine, [1, 2, 3]).check()
+
+
+async def test_requests_with_output_go_on_with_the_same_weights() -> None:
+    client = FakeClient(replace(DESCRIPTION, weights_digest="a", incarnation="1"))
+    async with running_engine(client, max_backoff_s=0.02) as engine:
+        started = submit(engine, [1, 2, 3], max_tokens=100)
+        await started.first_token.wait()
+        client.description = replace(client.description, incarnation="2")
+        client.lose()
+        await started.check()

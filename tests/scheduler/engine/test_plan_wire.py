@@ -23,7 +23,9 @@ PARAMS = SequenceParams(
 
 
 def test_an_admission_carries_every_parameter() -> None:
-    (admission,) = encode_plan(StepPlan(1, 1, admissions=[Admission(2, [1, 2, 3], 2, 0, [1], PARAMS)])).admissions
+    (admission,) = encode_plan(
+        StepPlan(1, 1, admissions=[Admission(2, [1, 2, 3], 2, 0, [1], PARAMS)]), lease=7
+    ).admissions
     params = admission.params
     assert params.num_prompt_tokens == 2
     assert (unpack(params.allowed_token_ids), unpack(params.bias_token_ids)) == ([4, 5], [7, 8])
@@ -33,17 +35,17 @@ def test_an_admission_carries_every_parameter() -> None:
 
 
 def test_branches_are_packed() -> None:
-    assert unpack(encode_plan(StepPlan(1, 1, branches=[0, 1, 7, 1, 1, 8])).branches) == [0, 1, 7, 1, 1, 8]
+    assert unpack(encode_plan(StepPlan(1, 1, branches=[0, 1, 7, 1, 1, 8]), lease=7).branches) == [0, 1, 7, 1, 1, 8]
 
 
 def test_log_probabilities_are_arrays_or_absent() -> None:
     candidates = pb.Logprobs(token_ids=pack([5, 6]), values=pack_floats([-0.5, float("-inf")]))
-    result = decode_result(pb.StepResult(epoch=1, step_id=1, candidates=candidates))
+    result = decode_result(pb.StepResult(epoch=1, step_id=1, candidates=candidates), epoch=1)
     assert (result.logprobs, result.prompt_logprobs) == (None, None)
     assert result.candidates is not None
     assert (list(result.candidates.token_ids), list(result.candidates.values)) == ([5, 6], [-0.5, float("-inf")])
     logprobs = pb.Logprobs(token_ids=pack([5]), values=pack_floats([-0.5]), ranks=pack([9]))
-    decoded = decode_result(pb.StepResult(epoch=1, step_id=1, logprobs=logprobs)).logprobs
+    decoded = decode_result(pb.StepResult(epoch=1, step_id=1, logprobs=logprobs), epoch=1).logprobs
     assert decoded is not None
     assert list(decoded.ranks) == [9]
 
@@ -51,4 +53,4 @@ def test_log_probabilities_are_arrays_or_absent() -> None:
 @pytest.mark.parametrize("part", ["token_ids", "values", "ranks"])
 def test_log_probabilities_with_half_a_number_are_refused(part: str) -> None:
     with pytest.raises(ResultMismatch, match=rf"logprobs\.{part}"):
-        decode_result(pb.StepResult(logprobs=pb.Logprobs(**{part: b"\0\0\0"})))
+        decode_result(pb.StepResult(logprobs=pb.Logprobs(**{part: b"\0\0\0"})), epoch=1)

@@ -1,48 +1,19 @@
 """Serves the live page of a real engine with a fake executor and a real intake."""
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
-from dataclasses import replace
 
 import aiohttp
 import pytest
 
-from scheduler.engine.engine import Engine
-from scheduler.live.feed import LiveFeed
-from scheduler.live.page import LivePage
-from scheduler.live.plan_log import PlanLog
-from scheduler.requests.generation_defaults import GenerationDefaults
-from scheduler.requests.intake import Intake, ServedModel
-from scheduler.servers.http_server import HttpServer
-from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.text.checkpoint import Checkpoint
-from scheduler.text.tokenizer import Tokenizer
 from tests.support.live.served import Served
-from tests.support.scheduler.engine_rig import engine_options
-from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
+from tests.support.live.serving import serve_page
 
 
 @pytest.fixture
 async def served(checkpoint: Checkpoint) -> AsyncIterator[Served]:
-    client = FakeClient(replace(DESCRIPTION, vocab_size=400, max_model_len=400, num_blocks=301))
-    plans = PlanLog()
-    engine = Engine(client, engine_options(), on_plan=lambda core, plan, duration_s: plans.planned(core, plan))
-    metrics = SchedulerMetrics()
-    metrics.engine = engine
-    tokenizer = Tokenizer.load(checkpoint)
-    intake = Intake(engine, ServedModel(tokenizer, None, GenerationDefaults.load(checkpoint)), metrics)
-    feed = LiveFeed(engine, plans, intake.client_request_id, interval_s=0.001, max_share=1)
-    http = HttpServer(engine, metrics, LivePage(feed, intake))
-    await http.start("127.0.0.1:0")
-    running = asyncio.create_task(engine.run())
-    await engine.described()
-    yield Served(client, engine, intake, plans, feed, http)
-    await http.stop()
-    running.cancel()
-    with suppress(asyncio.CancelledError):
-        await running
-    tokenizer.close()
+    async with serve_page(checkpoint) as served:
+        yield served
 
 
 @pytest.fixture

@@ -128,7 +128,7 @@ NUMBERS = (
 def is_sent_as_checked(params: SequenceParams) -> bool:
     """Returns True if the plan stream, which has float32, carries the parameters unchanged."""
     plan = StepPlan(1, 1, admissions=[Admission(2, [1, 2, 3], 2, 0, [1], params)])
-    sent = encode_plan(plan).admissions[0].params
+    sent = encode_plan(plan, lease=1).admissions[0].params
     return all(getattr(sent, name) == getattr(params, name) for name in NUMBERS)
 
 

@@ -195,6 +195,7 @@ async def test_incomplete_character_becomes_a_replacement_character() -> None:
         (FinishReason.DEADLINE, DeadlineExceeded),
         (FinishReason.CAPACITY, CapacityExceeded),
         (FinishReason.ERROR, RequestFailed),
+        (FinishReason.NOT_FINITE, RequestFailed),
     ],
 )
 async def test_failures_follow_the_output_that_was_ready(reason: FinishReason, error: type[Exception]) -> None:

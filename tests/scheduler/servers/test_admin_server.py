@@ -23,7 +23,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 async def test_server_info_describes_the_model(servers: Servers) -> None:
     served = await servers.start()
-    info = await served.admin.GetServerInfo(pb.GetServerInfoRequest())
+    info = await served.generation.GetServerInfo(generation_pb2.GetServerInfoRequest())
     for name in (
         "model_name",
         "max_model_len",
@@ -37,16 +37,16 @@ async def test_server_info_describes_the_model(servers: Servers) -> None:
     assert info.max_num_batched_tokens == 64
     assert info.policy == "fcfs"
     assert info.version
-    assert info.state == pb.SERVER_STATE_SERVING
+    assert info.state == generation_pb2.SERVER_STATE_SERVING
     served.engine.become(ServerState.WAITING_FOR_EXECUTOR)
-    info = await served.admin.GetServerInfo(pb.GetServerInfoRequest())
-    assert info.state == pb.SERVER_STATE_WAITING_FOR_EXECUTOR
+    info = await served.generation.GetServerInfo(generation_pb2.GetServerInfoRequest())
+    assert info.state == generation_pb2.SERVER_STATE_WAITING_FOR_EXECUTOR
 
 
 async def test_calls_are_unavailable_before_a_model_is_known(servers: Servers) -> None:
     served = await servers.start(FakeEngine(model=None))
     calls = (
-        served.admin.GetServerInfo(pb.GetServerInfoRequest()),
+        served.generation.GetServerInfo(generation_pb2.GetServerInfoRequest()),
         served.admin.GetBlockMap(pb.GetBlockMapRequest()),
         served.admin.ResetPrefixCache(pb.ResetPrefixCacheRequest()),
     )
@@ -99,9 +99,7 @@ async def test_reset_prefix_cache_returns_the_number_of_blocks(servers: Servers)
     assert (await served.admin.ResetPrefixCache(pb.ResetPrefixCacheRequest())).num_blocks == 9
 
 
-async def test_drain_waits_for_running_requests_and_refuses_new_ones(
-    servers: Servers, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_drain_waits_for_running_requests_and_refuses_new_ones(servers: Servers) -> None:
     served = await servers.start()
     running = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
     submitted = (await served.engine.next_request()).start()
@@ -110,11 +108,27 @@ async def test_drain_waits_for_running_requests_and_refuses_new_ones(
     refused = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
     assert await refused.code() is grpc.StatusCode.UNAVAILABLE
     assert not drain.done()
-    (record,) = [record for record in caplog.records if "asked to drain" in record.getMessage()]
-    assert vars(record)["client"].startswith(("ipv4:127.0.0.1:", "ipv6:"))
     submitted.finish()
     assert [message async for message in running][-1].HasField("finished")
     await drain
+
+
+async def test_resume_undoes_a_drain_and_ends_the_call_that_waits(servers: Servers) -> None:
+    served = await servers.start()
+    running = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
+    submitted = (await served.engine.next_request()).start()
+    drain = asyncio.ensure_future(served.admin.Drain(pb.DrainRequest()))
+    await until(lambda: served.engine.state is ServerState.DRAINING)
+    await served.admin.Resume(pb.ResumeRequest())
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await drain
+    assert caught.value.code() is grpc.StatusCode.CANCELLED
+    assert served.engine.state is ServerState.SERVING
+    again = served.generation.Generate(generation_pb2.GenerateRequest(text="a"))
+    (await served.engine.next_request()).start().finish()
+    submitted.finish()
+    for stream in (running, again):
+        assert [message async for message in stream][-1].HasField("finished")
 
 
 async def check_health(served: Served, service: str) -> int:
@@ -141,7 +155,7 @@ async def test_health_follows_the_engine(servers: Servers, service: str) -> None
 
 async def test_reflection_lists_all_services(servers: Servers) -> None:
     served = await servers.start()
-    call = reflection_pb2_grpc.ServerReflectionStub(served.channel).ServerReflectionInfo()
+    call = reflection_pb2_grpc.ServerReflectionStub(served.admin_channel).ServerReflectionInfo()
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     response = await call.read()
     await call.done_writing()

@@ -156,7 +156,7 @@ async def test_number_of_open_streams_is_limited(servers: Servers) -> None:
     error = await failure(served, text_request())
     assert error.code() is Code.RESOURCE_EXHAUSTED
     calls[0].cancel()
-    await until(lambda: served.intake._num_streams == 1)
+    await until(lambda: len(served.intake.open_streams) == 1)
     call = served.generation.Generate(text_request())
     (await served.engine.next_request()).start().finish()
     assert (await collect(call))[-1].HasField("finished")

@@ -12,6 +12,7 @@ from aiohttp import web
 
 from quire.addresses import AddressInUse
 from scheduler.engine.engine import Engine, ServerState
+from scheduler.servers.health import MAX_SILENT
 from scheduler.servers.http_server import HttpServer
 from scheduler.telemetry.metrics import SchedulerMetrics
 from tests.support.scheduler.fake_engine import FakeEngine
@@ -105,10 +106,71 @@ async def test_silent_connections_do_not_block_others(server: HttpServer) -> Non
         connection.close()
     assert (await get(server, "/readyz"))[0] == 200
     assert send(server, PROBE).endswith(b"ok\n")
-    silent[1].sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
-    assert (await asyncio.to_thread(silent[1].recv, 4096)).startswith(b"HTTP/1.0 200 OK")
+    silent[-1].sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+    assert (await asyncio.to_thread(silent[-1].recv, 4096)).startswith(b"HTTP/1.0 200 OK")
     for connection in silent:
         connection.close()
+
+
+async def test_the_oldest_silent_connection_makes_room_for_another(server: HttpServer) -> None:
+    host, port = server.address.split(":")
+    silent = [socket.create_connection((host, int(port)), timeout=30) for _ in range(MAX_SILENT + 3)]
+    for oldest in silent[:3]:
+        assert await asyncio.to_thread(oldest.recv, 1) == b"", "the server has closed it"
+    for connection in silent:
+        connection.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET /metrics HTTP/1.1\r\nX-"])
+async def test_a_connection_without_a_whole_request_is_closed(
+    server: HttpServer, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.servers.http_server.FIRST_REQUEST_S", 0.2)
+    monkeypatch.setattr("scheduler.servers.health.MAX_SILENT_S", 0.2)
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(sent)
+        assert await asyncio.to_thread(connection.recv, 4096) == b""
+
+
+async def test_a_connection_that_has_sent_a_request_stays_open(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.servers.http_server.FIRST_REQUEST_S", 0.1)
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        for _ in range(3):
+            connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert (await asyncio.to_thread(connection.recv, 4096)).startswith(b"HTTP/1.1 200 OK")
+            await asyncio.sleep(0.2)
+
+
+async def test_connections_beyond_the_descriptors_are_closed(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.servers.http_server.max_http_connections", lambda: 2)
+    server = HttpServer(engine, SchedulerMetrics())
+    await server.start("127.0.0.1:0")
+    try:
+        host, port = server.address.split(":")
+        held = [socket.create_connection((host, int(port)), timeout=30) for _ in range(3)]
+        answers = []
+        for connection in held:
+            connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            answers.append(await asyncio.to_thread(_receive, connection))
+        assert [answer[:15] for answer in answers] == [b"HTTP/1.1 200 OK", b"HTTP/1.1 200 OK", b""]
+        assert send(server, PROBE).endswith(b"ok\n"), "liveness needs no connection of the event loop"
+        for connection in held:
+            connection.close()
+    finally:
+        await server.stop()
+
+
+def _receive(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(4096)
+    except ConnectionResetError:
+        return b""
 
 
 @pytest.mark.parametrize(
@@ -154,7 +216,7 @@ class SlowPage:
         self.go_on = asyncio.Event()
 
     def add_to(self, app: web.Application) -> None:
-        app.add_routes([web.get("/slow", self._show)])
+        app.add_routes([web.get("/live/events", self._show)])
 
     async def _show(self, request: web.Request) -> web.Response:
         self.entered.set()
@@ -168,7 +230,7 @@ async def answering_server(engine: FakeEngine) -> AsyncIterator[tuple[HttpServer
     page = SlowPage()
     server = HttpServer(cast("Engine", engine), SchedulerMetrics(), cast("Any", page))
     await server.start("127.0.0.1:0")
-    answer = asyncio.create_task(get(server, "/slow"))
+    answer = asyncio.create_task(get(server, "/live/events"))
     await page.entered.wait()
     yield server, page, answer
     await server.stop()

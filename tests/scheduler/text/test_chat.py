@@ -124,13 +124,13 @@ async def test_large_chat_is_rendered() -> None:
 
 
 async def test_waiting_chats_are_limited() -> None:
-    renderer = ChatRenderer("{{ messages[0].content }}", {}, ChatLimits(max_pending_characters=30))
+    renderer = ChatRenderer("{{ messages[0].content }}", {}, ChatLimits(max_pending_characters=200))
     tasks = [asyncio.create_task(renderer.render([ChatMessage("user", "x" * 10)])) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull):
         await renderer.render([ChatMessage("user", "x" * 10)])
     assert await asyncio.gather(*tasks) == ["x" * 10] * 2
-    assert await renderer.render([ChatMessage("user", "y" * 100)]) == "y" * 100
+    assert await renderer.render([ChatMessage("user", "y" * 300)]) == "y" * 300
     await renderer.close()
 
 

@@ -28,6 +28,10 @@ class FakePair:
     def executor(self) -> Any:
         return self._pair.executor
 
+    @property
+    def admin_address(self) -> str:
+        return self._pair.admin_address
+
     def children(self) -> list[ChildSpec]:
         return [
             ChildSpec(spec.name, tuple(word.replace("ADDRESS", self.scheduler.listen) for word in spec.command))

@@ -9,7 +9,9 @@ import grpc
 from google.protobuf.any_pb2 import Any as Packed
 from google.rpc.error_details_pb2 import BadRequest, RetryInfo
 from google.rpc.status_pb2 import Status
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from quire.addresses import default_admin_address, private_files
 from quire.status_details import TRAILER
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
@@ -77,6 +79,13 @@ def _packed(message: BadRequest | RetryInfo) -> Packed:
     return packed
 
 
+def listen_as_admin(server: Any, address: str) -> None:
+    """Adds the address at which clients of `address` look for the admin service."""
+    admin_address = default_admin_address(address)
+    with private_files(admin_address):
+        server.add_insecure_port(admin_address)
+
+
 class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.AdminServicer):
     """Answers Generate with `script`, and admin calls with its attributes. Keeps all requests in `requests`."""
 
@@ -85,7 +94,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         self.requests: list[generation_pb2.GenerateRequest] = []
         self.time_remaining_s: list[float | None] = []
         self.cancelled = threading.Event()
-        self.server_info = admin_pb2.GetServerInfoResponse(
+        self.server_info = generation_pb2.GetServerInfoResponse(
             version="1.2.3",
             model_name="toy",
             max_model_len=256,
@@ -95,11 +104,13 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
             max_num_seqs=8,
             max_num_batched_tokens=128,
             policy="fcfs",
-            state=admin_pb2.SERVER_STATE_SERVING,
+            state=generation_pb2.SERVER_STATE_SERVING,
             dtype="float32",
         )
         self.block_map = admin_pb2.GetBlockMapResponse(block_size=16)
         self.num_drains = 0
+        self.num_resumes = 0
+        self.metadata: list[dict[str, Any]] = []
         self.address = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -126,12 +137,17 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
         generation_pb2_grpc.add_GenerationServicer_to_server(self, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
+        servicer = health.aio.HealthServicer()
+        await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, self._server)
         port = self._server.add_insecure_port(address)
         self.address = f"127.0.0.1:{port}"
+        listen_as_admin(self._server, self.address)
         await self._server.start()
 
     async def Generate(self, request: generation_pb2.GenerateRequest, context: Any) -> Any:  # noqa: N802
         self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
         self.time_remaining_s.append(context.time_remaining())
         complete = False
 
@@ -145,7 +161,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
             yield response
         complete = True
 
-    async def GetServerInfo(self, request: Any, context: Any) -> admin_pb2.GetServerInfoResponse:  # noqa: N802
+    async def GetServerInfo(self, request: Any, context: Any) -> generation_pb2.GetServerInfoResponse:  # noqa: N802
         return self.server_info
 
     async def GetBlockMap(self, request: Any, context: Any) -> admin_pb2.GetBlockMapResponse:  # noqa: N802
@@ -154,6 +170,10 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
     async def Drain(self, request: Any, context: Any) -> admin_pb2.DrainResponse:  # noqa: N802
         self.num_drains += 1
         return admin_pb2.DrainResponse()
+
+    async def Resume(self, request: Any, context: Any) -> admin_pb2.ResumeResponse:  # noqa: N802
+        self.num_resumes += 1
+        return admin_pb2.ResumeResponse()
 
     async def ResetPrefixCache(self, request: Any, context: Any) -> admin_pb2.ResetPrefixCacheResponse:  # noqa: N802
         return admin_pb2.ResetPrefixCacheResponse(num_blocks=5)

@@ -138,8 +138,9 @@ class CheckedScheduler:
         admitted = [sequence for sequence in waiting_before if sequence in running]
         if admitted:
             last = max(admitted, key=order)
-            overtaken = [waiting for waiting in self._admissible_sequences() if order(waiting) < order(last)]
-            assert not overtaken, f"I13: {last!r} overtook {overtaken}"
+            for waiting in self._admissible_sequences():
+                later = [each for each in admitted if each.account is waiting.account and order(waiting) < order(each)]
+                assert not later, f"I13: {later} overtook {waiting!r}"
             assert self._first_in_line_has_row(order(last)), (
                 f"I13: {last!r} was admitted behind a sequence that cannot continue"
             )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from scheduler.core import BeamParams, Request, SequenceParams
+from scheduler.core import DEFAULT_TENANT, BeamParams, Request, SequenceParams
 from scheduler.core import Sequence as CoreSequence
 
 VOCAB_SIZE = 26
@@ -28,6 +28,7 @@ def make_request(
     deadline_s: float | None = None,
     beam: BeamParams | None = None,
     is_open_ended: bool = False,
+    tenant: str = DEFAULT_TENANT,
 ) -> Request:
     """Returns a request. `max_tokens` bounds the output; `eos` has the letters that end a sequence."""
     return Request(
@@ -40,6 +41,7 @@ def make_request(
         deadline_s=deadline_s,
         beam=beam,
         is_open_ended=is_open_ended,
+        tenant=tenant,
     )
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from scheduler.core import (
     BATCHING,
+    DEFAULT_TENANT,
     KV_ALLOCATIONS,
     POLICIES,
     BeamParams,
@@ -65,7 +66,7 @@ class Transcript:
         """Starts a scheduler and attaches an executor.
 
         start blocks= block_size= seqs= budget= [in_flight=1] [max_preemptions=3] [policy=fcfs] [max_len=1000]
-              [batching=continuous] [timeout_s=] [memory=paged]
+              [batching=continuous] [timeout_s=] [memory=paged] [max_ahead=4096]
         """
         num_usable_blocks, block_size = int(options.pop("blocks")), int(options.pop("block_size"))
         policy = POLICIES[options.pop("policy", "fcfs")]
@@ -78,6 +79,7 @@ class Transcript:
             max_model_len=int(options.pop("max_len", "1000")),
             max_in_flight=int(options.pop("in_flight", "1")),
             max_preemptions=int(options.pop("max_preemptions", "3")),
+            max_ahead=int(options.pop("max_ahead", "4096")),
         )
         _refuse_leftovers(options)
         self._harness = Harness(
@@ -95,7 +97,7 @@ class Transcript:
     def _add(self, arguments: list[str], options: dict[str, str]) -> Iterator[str]:
         """Adds a request.
 
-        add ID prompt= max_tokens= [seeds=0,1] [eos=] [priority=] [salt=] [deadline_s=] [beams=WIDTH]
+        add ID prompt= max_tokens= [seeds=0,1] [eos=] [priority=] [salt=] [deadline_s=] [beams=WIDTH] [tenant=]
         """
         width = int(options.pop("beams", "0"))
         deadline_s = options.pop("deadline_s", None)
@@ -109,6 +111,7 @@ class Transcript:
             salt=options.pop("salt", "").encode(),
             deadline_s=None if deadline_s is None else float(deadline_s),
             beam=BeamParams(width, width) if width else None,
+            tenant=options.pop("tenant", DEFAULT_TENANT),
         )
         _refuse_leftovers(options)
         self.harness.add(request)
@@ -171,6 +174,8 @@ class Transcript:
             yield f"batch    {_spaced(members)}"
         if scheduler.num_waiting:
             yield f"queue    {_spaced(map(_name, scheduler.state.waiting))}"
+        if len(accounts := scheduler.state.accounts.active) > 1:
+            yield f"service  {_spaced(f'{account.name} {account.level:g}' for account in accounts)}"
         for sequence in scheduler.state.batch.running:
             seat = "leaving" if sequence.slot < 0 else f"slot {sequence.slot}"
             yield f"{_name(sequence):8} {seat:8} {self._draw_tokens(sequence)}"

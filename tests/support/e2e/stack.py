@@ -6,7 +6,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import fields
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -135,9 +135,10 @@ class Stack:
             process = self._services[service]
             return process.pid if process.return_code is None else None
         for child in psutil.Process(self.serve.pid).children():
-            words = child.cmdline()
-            if (service, "quire") in zip(words[1:], words, strict=False) and child.status() != psutil.STATUS_ZOMBIE:
-                return int(child.pid)
+            with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                words = child.cmdline()
+                if (service, "quire") in zip(words[1:], words, strict=False) and child.status() != psutil.STATUS_ZOMBIE:
+                    return int(child.pid)
         return None
 
     def send(self, service: str, number: signal.Signals) -> int:
@@ -233,7 +234,7 @@ class Stack:
         self.kill()
 
     def _start_together(self, num_tries: int = 3) -> None:
-        ports = {"executor": "127.0.0.1:0", "metrics_address": "127.0.0.1:0"}
+        ports = {"metrics_address": "127.0.0.1:0"}
         serve = self._launch("serve", ports | self.flags)
         try:
             self._await_ready_line(serve)

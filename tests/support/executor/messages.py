@@ -66,6 +66,6 @@ def _bytes(values: np.ndarray) -> bytes:
 
 async def read(call) -> pb.StepResult:
     """Returns the next result of a stream that has not ended."""
-    result = await asyncio.wait_for(call.read(), 10)
-    assert result is not grpc.aio.EOF
-    return result
+    response = await asyncio.wait_for(call.read(), 10)
+    assert response is not grpc.aio.EOF
+    return response.result

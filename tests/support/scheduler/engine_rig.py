@@ -49,7 +49,8 @@ class RecordingSink:
         self.first_token.set()
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
-        if reason is FinishReason.ERROR:  # ends the request as a whole
+        # ends the request as a whole
+        if reason in (FinishReason.ERROR, FinishReason.MODEL_CHANGED, FinishReason.NOT_FINITE):
             self.has_failed = True
             self.done.set()
             self.reasons.setdefault(index, reason)

@@ -9,6 +9,7 @@ import grpc.aio
 
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorServicer, add_ExecutorServicer_to_server
+from quire.plan_stream import FEATURES, PROTOCOL_VERSION
 from scheduler.core import Admission, FinishReason, Fork, Logprobs, SequenceParams, StepPlan
 from scheduler.engine.plan_wire import pack, pack_floats, unpack
 from tests.support.core.fake_executor import FakeExecutor
@@ -36,7 +37,10 @@ class ExecutorService(ExecutorServicer):
             max_num_seqs=8,
             max_num_batched_tokens=512,
             device="none",
+            protocol_version=PROTOCOL_VERSION,
+            features=FEATURES,
         )
+        self._num_leases = 0
         self._step_s = step_s
         self._server = grpc.aio.server()
         add_ExecutorServicer_to_server(self, self._server)
@@ -51,26 +55,26 @@ class ExecutorService(ExecutorServicer):
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:  # noqa: N802
         return self._description
 
-    async def Run(self, request_iterator: AsyncIterator[pb.StepPlan], context: Any) -> None:  # type: ignore[override]  # noqa: N802
-        executor: FakeExecutor | None = None
+    async def Run(self, request_iterator: AsyncIterator[pb.RunRequest], context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        assert (await anext(request_iterator)).HasField("opening")
+        self._num_leases += 1
+        epoch = self._num_leases
+        await context.write(pb.RunResponse(lease=pb.Lease(epoch=epoch, incarnation=self._description.incarnation)))
+        executor = FakeExecutor(200, 16, 8, 512, self._description.vocab_size, epoch)
         async for message in request_iterator:
-            if executor is None:
-                self._description.epoch = message.epoch
-                executor = FakeExecutor(200, 16, 8, 512, self._description.vocab_size, message.epoch)
-            result = executor.execute(decode_plan(message))
+            result = executor.execute(decode_plan(message.plan))
             await asyncio.sleep(self._step_s)
             reasons = bytes(END_REASONS[reason] for reason in result.end_reasons or ())
-            await context.write(
-                pb.StepResult(
-                    epoch=result.epoch,
-                    step_id=result.step_id,
-                    token_ids=pack(result.token_ids),
-                    end_reasons=reasons,
-                    logprobs=encode_logprobs(result.logprobs),
-                    prompt_logprobs=encode_logprobs(result.prompt_logprobs),
-                    candidates=encode_logprobs(result.candidates),
-                )
+            sent = pb.StepResult(
+                epoch=result.epoch,
+                step_id=result.step_id,
+                token_ids=pack(result.token_ids),
+                end_reasons=reasons,
+                logprobs=encode_logprobs(result.logprobs),
+                prompt_logprobs=encode_logprobs(result.prompt_logprobs),
+                candidates=encode_logprobs(result.candidates),
             )
+            await context.write(pb.RunResponse(result=sent))
 
 
 def encode_logprobs(logprobs: Logprobs | None) -> pb.Logprobs | None:

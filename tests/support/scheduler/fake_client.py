@@ -4,9 +4,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
-from scheduler.core import ExecutorLost, StepPlan, StepResult
+from scheduler.core import ExecutorLost, ExecutorNotOurs, StepPlan, StepResult
 from scheduler.engine.executor_client import Arrival
 from scheduler.engine.plan_wire import ExecutorDescription
 from scheduler.engine.step_trace import ExecutorTimings
@@ -22,7 +21,6 @@ DESCRIPTION = ExecutorDescription(
     num_blocks=101,
     max_num_seqs=16,
     max_num_batched_tokens=64,
-    epoch=0,
 )
 
 
@@ -32,6 +30,7 @@ class FakeClient:
     is_up       False: there is no executor
     is_hanging  the executor does not answer
     alter       changes each result before it arrives
+    refusal     why the executor gives no lease; empty: it gives one
     step_s      seconds that each step takes, one after the other
     num_probes  how often the executor was asked to describe itself
     """
@@ -41,6 +40,7 @@ class FakeClient:
         self.is_up = True
         self.is_hanging = False
         self.alter: Callable[[StepResult], StepResult] = lambda result: result
+        self.refusal = ""
         self.step_s = 0.0
         self.num_streams = 0
         self.num_probes = 0
@@ -59,10 +59,13 @@ class FakeClient:
             raise ExecutorLost("no answer") from None
         return self.description
 
-    def open_stream(self, on_arrival: Callable[[], None]) -> "FakeStream":
+    async def open_stream(
+        self, on_arrival: Callable[[], None], epoch: int, incarnation: str, timeout_s: float
+    ) -> "FakeStream":
+        if self.refusal:
+            raise ExecutorNotOurs(self.refusal)
         self.num_streams += 1
-        self.description = replace(self.description, epoch=self.description.epoch + 1)
-        self.stream = FakeStream(self, on_arrival)
+        self.stream = FakeStream(self, on_arrival, epoch, self.num_streams)
         return self.stream
 
     def lose(self) -> None:
@@ -72,8 +75,9 @@ class FakeClient:
 
 
 class FakeStream:
-    def __init__(self, client: FakeClient, on_arrival: Callable[[], None]) -> None:
+    def __init__(self, client: FakeClient, on_arrival: Callable[[], None], epoch: int, lease: int) -> None:
         description = client.description
+        self.lease = lease
         self._client = client
         self._on_arrival = on_arrival
         self._results: deque[Arrival] = deque()
@@ -86,7 +90,7 @@ class FakeStream:
             description.max_num_seqs,
             description.max_num_batched_tokens,
             description.vocab_size,
-            description.epoch,
+            epoch,
         )
 
     async def send(self, plan: StepPlan) -> None:

@@ -20,6 +20,7 @@ from scheduler.core import (
 )
 from scheduler.engine.dispatcher import Sink
 from scheduler.engine.engine import ServerState
+from scheduler.engine.failures import Failures
 from scheduler.engine.model_description import ModelDescription
 
 MODEL = ModelDescription(
@@ -104,6 +105,8 @@ class FakeEngine:
         self.refusal: Exception | None = None
         self.num_cancels = 0
         self.trouble = ""
+        self.traces: tuple[()] = ()
+        self.failures = Failures()
         self.oldest_waiting_s = 0.0
         limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
         self.core: Scheduler | None = Scheduler(limits, num_blocks=4, block_size=16) if model else None
@@ -190,6 +193,9 @@ class FakeEngine:
         self.become(ServerState.DRAINING)
         self._check_idle()
         await self._idle.wait()
+
+    def resume(self) -> None:
+        self.become(ServerState.SERVING)
 
     def on_state_change(self, callback: Callable[[ServerState], None]) -> None:
         self._callbacks.append(callback)

@@ -4,7 +4,7 @@ import asyncio
 import json
 import signal
 import sys
-from typing import Any
+from typing import IO, Any
 
 import grpc
 import grpc.aio
@@ -15,11 +15,14 @@ from tests.support.paths import ROOT
 from tests.support.scheduler.executor_service import ExecutorService
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 from scheduler.config import SchedulerConfig
 from scheduler.main import run
 code = run(SchedulerConfig.from_dict(json.loads(sys.argv[1])))
-print("torch" in sys.modules, flush=True)
+try:
+    print("torch" in sys.modules, flush=True)
+except OSError:
+    os._exit(code)
 sys.exit(code)
 """
 
@@ -43,6 +46,10 @@ class Process:
         """Waits for the end. Returns the exit code, and whether torch was loaded."""
         has_torch = await self._line() == "True"
         return await asyncio.wait_for(self._process.wait(), 60), has_torch
+
+    async def exit_code(self) -> int:
+        """Waits for the end, without a look at its output."""
+        return await asyncio.wait_for(self._process.wait(), 60)
 
     async def kill(self) -> None:
         if self._process.returncode is None:
@@ -68,7 +75,9 @@ class Launcher:
         self._executors.append(service)
         return service.address
 
-    async def scheduler(self, executor: str, **config: Any) -> Process:
+    async def scheduler(
+        self, executor: str, *, stdout: int | IO[str] = asyncio.subprocess.PIPE, **config: Any
+    ) -> Process:
         values = {
             "model": str(self._checkpoint.directory),
             "listen": "127.0.0.1:0",
@@ -81,7 +90,7 @@ class Launcher:
             SCRIPT,
             json.dumps(values | config),
             cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE,
+            stdout=stdout,
             stderr=asyncio.subprocess.DEVNULL,
         )
         self._processes.append(Process(process))

@@ -10,6 +10,7 @@ from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.intake import Intake, ServedModel
 from scheduler.requests.limits import RequestLimits
+from scheduler.servers.access import Access
 from scheduler.servers.admin_server import AdminServer
 from scheduler.servers.generation_server import GenerationServer
 from scheduler.servers.grpc_server import GrpcServer
@@ -27,17 +28,25 @@ if TYPE_CHECKING:
 class Served:
     """A gRPC server on its own port, with a fake engine."""
 
-    def __init__(self, engine: FakeEngine, intake: Intake, server: GrpcServer, channel: grpc.aio.Channel) -> None:
+    def __init__(
+        self,
+        engine: FakeEngine,
+        intake: Intake,
+        server: GrpcServer,
+        channel: grpc.aio.Channel,
+        admin_channel: grpc.aio.Channel,
+    ) -> None:
         self.engine = engine
         self.intake = intake
         self.server = server
         self.channel = channel
         self.generation = GenerationStub(channel)
-        self.admin = AdminStub(channel)
+        self.admin_channel = admin_channel
+        self.admin = AdminStub(admin_channel)
 
     async def idle(self) -> None:
         """Returns when no stream is open."""
-        await until(lambda: self.intake._num_streams == 0)
+        await until(lambda: not self.intake.open_streams)
 
 
 class Servers:
@@ -56,28 +65,33 @@ class Servers:
         stalled_reader_timeout_s: float = 60.0,
         channel_options: list[tuple[str, int]] | None = None,
         listen: str = "127.0.0.1:0",
+        admin_listen: str | None = None,
+        access: Access | None = None,
     ) -> Served:
         engine = engine or FakeEngine()
         tokenizer = Tokenizer.load(self._checkpoint)
         template = load_template(self._checkpoint)
+        variables, tokens = tokenizer.special_tokens, tokenizer.control_tokens
         model = ServedModel(
             tokenizer=tokenizer,
-            chat=ChatRenderer(template, tokenizer.special_tokens) if template else None,
+            chat=ChatRenderer(template, variables, tokens=tokens) if template else None,
             defaults=GenerationDefaults.load(self._checkpoint),
         )
         real_engine = cast("Engine", engine)
         self.metrics.engine = real_engine
         intake = Intake(real_engine, model, self.metrics, limits, max_streams=max_streams)
-        generation = GenerationServer(intake, stalled_reader_timeout_s)
-        server = GrpcServer(real_engine, generation, AdminServer(real_engine, intake, "fcfs"), listen)
+        generation = GenerationServer(real_engine, intake, "fcfs", stalled_reader_timeout_s)
+        server = GrpcServer(real_engine, generation, AdminServer(real_engine, intake), listen, admin_listen, access)
         await server.start()
         channel = grpc.aio.insecure_channel(server.address, options=channel_options)
+        admin_channel = grpc.aio.insecure_channel(server.admin_address)
         self._stack.callback(tokenizer.close)
         if model.chat is not None:
             self._stack.push_async_callback(model.chat.close)
         self._stack.push_async_callback(server.stop, 0)
         self._stack.push_async_callback(channel.close)
-        return Served(engine, intake, server, channel)
+        self._stack.push_async_callback(admin_channel.close)
+        return Served(engine, intake, server, channel, admin_channel)
 
     async def stop(self) -> None:
         await self._stack.aclose()

@@ -1,0 +1,1 @@
+"""Attacks on running services, beside a victim that sends ordinary requests."""

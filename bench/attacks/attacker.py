@@ -1,0 +1,35 @@
+"""The process of one attack, at the lowest priority, so that the server is measured and not the cores.
+
+python -m bench attacker rapid-reset --grpc 127.0.0.1:50051 --http 127.0.0.1:8080 --duration-s 8
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+
+from bench.attacks.attacks import ATTACKS, Target, run
+from bench.command_line import Parser
+
+_LOWEST_PRIORITY = 19
+_DESCRIPTORS = 4096
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser("attacker", __doc__)
+    parser.add_argument("attack", choices=ATTACKS)
+    parser.add_argument("--grpc", required=True, help="address of the scheduler's gRPC server")
+    parser.add_argument("--http", required=True, help="address of the scheduler's HTTP server")
+    parser.add_argument("--duration-s", type=float, default=8.0)
+    given = parser.parse_args(arguments)
+    os.nice(_LOWEST_PRIORITY)
+    _raise_descriptor_limit()
+    target = Target(given.grpc, given.http, os.environ.get("QUIRE_API_KEY"))
+    print("ready", flush=True)
+    asyncio.run(run(given.attack, target, given.duration_s))
+
+
+def _raise_descriptor_limit() -> None:
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most if most < _DESCRIPTORS and most >= 0 else _DESCRIPTORS, most))

@@ -1,0 +1,152 @@
+"""Each attack on services of its own, beside a victim: share of its requests served, its TTFT, the scheduler's memory.
+
+    python -m bench attacks                                    # all attacks, on the embedded model
+    python -m bench attacks --only rapid-reset,huge-texts --json bench/results/attacks.json
+
+The victim runs alone first, in the same services, then beside the attack. Attackers have the lowest priority, so that
+the server is measured and not the cores. All other flags are those of `quire serve`.
+"""
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from bench.attacks.attacks import ATTACKS
+from bench.attacks.victim import Experience, live
+from bench.command_line import BenchError, Parser, open_console
+from bench.machine import describe_machine
+from bench.report import save
+from bench.server_process import child_process, quire_server
+from quire.async_client import AsyncClient
+
+_MIB = 1 << 20
+_RSS_INTERVAL_S = 0.1
+_WARM_UP_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One attack: the victim alone, beside it and after it, and the largest memory of the scheduler in MiB.
+
+    error: the reason why there is nothing to report beside the attack, such as services that have died
+    """
+
+    attack: str
+    alone: Experience
+    beside: Experience | None
+    after: Experience | None
+    scheduler_rss_mib: float
+    error: str = ""
+
+
+async def measure(attacks: Sequence[str], flags: Sequence[str], duration_s: float, keep: Callable[[Row], None]) -> None:
+    """Runs the attacks one after the other. `keep` takes each row."""
+    for attack in attacks:
+        async with quire_server(flags) as server, AsyncClient(server.addresses["grpc"]) as client:
+            keep(await _beside(attack, server.pid, server.addresses, client, duration_s))
+
+
+async def _beside(attack: str, pid: int, addresses: dict[str, str], client: AsyncClient, duration_s: float) -> Row:
+    await live(client, _WARM_UP_S)
+    alone = await live(client, duration_s)
+    where = ("--grpc", addresses["grpc"], "--http", addresses["http"], "--duration-s", str(duration_s + 60))
+    async with _largest_rss(pid) as rss:
+        async with child_process("bench", "attacker", attack, *where, ready="ready"):
+            await asyncio.sleep(_WARM_UP_S)
+            beside = await live(client, duration_s, seed=1)
+        after = await live(client, _WARM_UP_S, seed=2)
+    return Row(attack, alone, beside, after, rss() / _MIB)
+
+
+@contextlib.asynccontextmanager
+async def _largest_rss(pid: int) -> AsyncIterator[Callable[[], int]]:
+    """Yields a function that returns the largest resident memory, in bytes, of the scheduler of `quire serve`."""
+    import psutil
+
+    scheduler = next(
+        (child for child in psutil.Process(pid).children(recursive=True) if "scheduler" in " ".join(child.cmdline())),
+        None,
+    )
+    if scheduler is None:
+        raise BenchError("no scheduler was found among the processes of quire serve")
+    largest = 0
+
+    async def watch() -> None:
+        nonlocal largest
+        while True:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                largest = max(largest, scheduler.memory_info().rss)
+            await asyncio.sleep(_RSS_INTERVAL_S)
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield lambda: largest
+    finally:
+        watching.cancel()
+
+
+def render(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("attack")
+    for heading in (
+        "served",
+        "of",
+        "ratio",
+        "TTFT p50 alone",
+        "beside",
+        "TTFT p99 alone",
+        "beside",
+        "RSS MiB",
+        "after",
+    ):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        beside, after = row.beside, row.after
+        total = 0 if beside is None else beside.num_served + sum(beside.failures.values())
+        table.add_row(
+            row.attack,
+            "-" if beside is None else str(beside.num_served),
+            str(total),
+            "-" if beside is None else f"{beside.served_ratio:.1%}",
+            _ms(row.alone.ttft_p50_ms),
+            _ms(beside and beside.ttft_p50_ms),
+            _ms(row.alone.ttft_p99_ms),
+            _ms(beside and beside.ttft_p99_ms),
+            f"{row.scheduler_rss_mib:.0f}",
+            "-" if after is None else f"{after.served_ratio:.0%}",
+        )
+    return table
+
+
+def _ms(value: Any) -> str:
+    return f"{value:.1f} ms" if isinstance(value, float) else "-"
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser("attacks", __doc__)
+    parser.add_argument("--only", default="", help="names of attacks, separated by commas")
+    parser.add_argument("--duration-s", type=float, default=6.0, help="seconds of each measurement")
+    parser.add_argument("--json", type=Path, help="file of results")
+    given, flags = parser.parse_known_args(arguments)
+    wanted = [name for name in given.only.split(",") if name] or list(ATTACKS)
+    if unknown := sorted(set(wanted) - set(ATTACKS)):
+        raise BenchError(f"no attacks are called {', '.join(unknown)}; there are: {', '.join(ATTACKS)}")
+    import torch
+
+    rows: list[Row] = []
+    machine = describe_machine(torch.device("cpu"))
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        print(f"{row.attack}: served {row.beside.served_ratio:.1%}" if row.beside else row.attack, file=sys.stderr)
+        if given.json is not None:
+            save(given.json, {"machine": machine, "flags": flags, "rows": [asdict(each) for each in rows]})
+
+    asyncio.run(measure(wanted, flags, given.duration_s, keep))
+    open_console().print(render(rows))

@@ -1,0 +1,77 @@
+"""An ordinary client, and what it experiences: requests served, and the time to the first token."""
+
+import asyncio
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quire.async_client import AsyncClient
+from quire.errors import QuireError
+from quire.events import Delta
+
+_PROMPT_TOKENS = 16
+_OUTPUT_TOKENS = 16
+_TIMEOUT_S = 20.0
+_PAUSE_S = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """The requests of a victim. failures: number of requests by error; p50 and p99 are None without a served one."""
+
+    num_served: int
+    failures: dict[str, int]
+    ttft_p50_ms: float | None
+    ttft_p99_ms: float | None
+
+    @property
+    def served_ratio(self) -> float:
+        """Share of the requests that were served; 0 if there was none."""
+        total = self.num_served + sum(self.failures.values())
+        return self.num_served / total if total else 0.0
+
+
+async def live(client: AsyncClient, duration_s: float, num_clients: int = 1, *, seed: int = 0) -> Experience:
+    """Sends one request after the other from each of `num_clients` clients for a time, and waits for the last ones."""
+    ttfts_s: list[float] = []
+    failures: Counter[str] = Counter()
+    end_s = time.monotonic() + duration_s
+
+    async def loop(rng: random.Random) -> None:
+        while time.monotonic() < end_s:
+            prompt = [rng.randrange(10, 250) for _ in range(_PROMPT_TOKENS)]
+            try:
+                ttfts_s.append(await _ttft_s(client, prompt))
+            except (QuireError, TimeoutError) as error:
+                failures[type(error).__name__] += 1
+                await asyncio.sleep(_PAUSE_S)
+
+    async with asyncio.TaskGroup() as group:
+        for i in range(num_clients):
+            group.create_task(loop(random.Random(seed * 1000 + i)))
+    return _experience(ttfts_s, failures)
+
+
+async def _ttft_s(client: AsyncClient, prompt: list[int]) -> float:
+    """Sends a request and reads all its output. Raises TimeoutError if that takes too long."""
+    sent_s = time.perf_counter()
+    first_s: float | None = None
+    async with asyncio.timeout(_TIMEOUT_S):
+        events = client.generate(prompt, max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        async with events:
+            async for event in events:
+                if first_s is None and isinstance(event, Delta):
+                    first_s = time.perf_counter()
+    if first_s is None:
+        raise TimeoutError("the stream ended without a token")
+    return first_s - sent_s
+
+
+def _experience(ttfts_s: Sequence[float], failures: Counter[str]) -> Experience:
+    if not ttfts_s:
+        return Experience(0, dict(failures), None, None)
+    cuts = statistics.quantiles(ttfts_s, n=100) if len(ttfts_s) > 1 else [ttfts_s[0]] * 99
+    return Experience(len(ttfts_s), dict(failures), statistics.median(ttfts_s) * 1e3, cuts[98] * 1e3)

@@ -1,0 +1,72 @@
+"""The lease on the device: one stream has it at a time, and its number fences off the plans of all earlier streams."""
+
+from dataclasses import dataclass
+
+from executor.device.device_thread import FailureKind
+from executor.errors import LeaseRefused
+from executor.stream.plan_session import PlanSession
+from quire.executor.v1 import executor_pb2 as pb
+from quire.plan_stream import FEATURES, PROTOCOL_VERSION
+
+_MAX_NAME = 200
+"""Longest name of a scheduler that is repeated in messages, in characters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    """The stream that has the lease, and the name and the instance of its scheduler."""
+
+    stream: PlanSession
+    name: str
+    instance: str
+
+
+class Leases:
+    """Grants leases. Epochs begin at 1 and increase; only this class chooses them."""
+
+    def __init__(self) -> None:
+        self._last_epoch = 0
+        self._holder: _Holder | None = None
+
+    def grant(self, opening: pb.Opening, stream: PlanSession) -> None:
+        """Gives a stream the lease, and ends the stream that had it. Raises LeaseRefused.
+
+        A scheduler may replace its own stream: when a connection breaks, the scheduler can notice it first.
+        """
+        _check_protocol(opening)
+        name, holder = _readable(opening.holder), self._holder
+        if holder is not None:
+            is_own = holder.instance == opening.instance != ""
+            if not (is_own or opening.takes_over):
+                raise LeaseRefused(
+                    f"the executor serves another scheduler, {holder.name}: "
+                    "stop that scheduler, or start this one with --takeover"
+                )
+            holder.stream.fail(FailureKind.TAKEN_OVER, f"{name} took over")
+        self._last_epoch += 1
+        stream.epoch = self._last_epoch
+        self._holder = _Holder(stream, name, opening.instance)
+
+    def release(self, stream: PlanSession) -> None:
+        """Ends the lease of a stream, if it has the lease."""
+        if self._holder is not None and self._holder.stream is stream:
+            self._holder = None
+
+
+def _check_protocol(opening: pb.Opening) -> None:
+    if opening.protocol_version != PROTOCOL_VERSION:
+        raise LeaseRefused(
+            f"the scheduler speaks version {opening.protocol_version} of the plan stream, this executor version "
+            f"{PROTOCOL_VERSION}: run the same release of both"
+        )
+    if missing := [_readable(name) for name in opening.features if name not in FEATURES]:
+        raise LeaseRefused(
+            f"this executor lacks features that the scheduler needs: {', '.join(missing[:10])}; "
+            "run the same release of both"
+        )
+
+
+def _readable(name: str) -> str:
+    """Returns a name that a peer has chosen in a form that is safe in a log and in a status message."""
+    printable = "".join(character if character.isprintable() else "?" for character in name[:_MAX_NAME])
+    return printable or "(unnamed)"

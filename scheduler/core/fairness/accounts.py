@@ -1,0 +1,73 @@
+"""The accounts of all tenants: opens and forgets them, and charges service."""
+
+from collections.abc import Iterable, Iterator
+
+from scheduler.core.sequence import Sequence
+from scheduler.core.tenants.account import (
+    GENERATED_TOKEN_COST,
+    PROMPT_LOGPROBS_COST,
+    PROMPT_TOKEN_COST,
+    Account,
+    TermsOf,
+)
+
+MAX_IDLE_ACCOUNTS = 1024
+"""Accounts of tenants without requests that are kept; beyond it, the account with the least service is forgotten."""
+
+
+class Accounts:
+    """The accounts by name of the tenant. `active` are those of tenants that have requests, an ordered set."""
+
+    def __init__(self, terms_of: TermsOf) -> None:
+        self._terms_of = terms_of
+        self._accounts: dict[str, Account] = {}
+        self.active: dict[Account, None] = {}
+
+    def __iter__(self) -> Iterator[Account]:
+        return iter(self._accounts.values())
+
+    def of(self, tenant: str) -> Account:
+        """Returns the account of a tenant, and opens it if there is none."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = Account(tenant, self._terms_of(tenant))
+        return account
+
+    def request_added(self, tenant: str) -> Account:
+        """Returns the account of the tenant of a new request."""
+        account = self.of(tenant)
+        if account.num_requests == 0:
+            self._forget_idle()
+            self.active[account] = None
+        account.num_requests += 1
+        return account
+
+    def request_ended(self, account: Account) -> None:
+        account.num_requests -= 1
+        if account.num_requests == 0:
+            del self.active[account]
+
+    def charge_admission(self, sequence: Sequence) -> None:
+        """Charges the prompt tokens that an admitted sequence computes. What is computed again is not charged again."""
+        account = sequence.account
+        if not sequence.num_preemptions and not sequence.num_losses:
+            has_reports = sequence.params.num_prompt_logprobs > 0
+            num_tokens = sequence.num_prompt_tokens - sequence.num_computed_tokens
+            account.cost += num_tokens * (PROMPT_TOKEN_COST + PROMPT_LOGPROBS_COST * has_reports)
+        account.mark = account.level
+
+    def charge_tokens(self, sequences: Iterable[Sequence], num_tokens: int = 1) -> None:
+        """Charges the generated tokens of sequences or beams: `num_tokens` for each."""
+        cost = GENERATED_TOKEN_COST * num_tokens
+        for sequence in sequences:
+            sequence.account.cost += cost
+
+    def share(self, account: Account) -> float:
+        """Returns the part of the service that a tenant with requests is entitled to, between 0 and 1."""
+        return account.terms.weight / sum(other.terms.weight for other in self.active)
+
+    def _forget_idle(self) -> None:
+        """Bounds the number of accounts. The tenant that is forgotten would probably be lifted anyway."""
+        if len(self._accounts) - len(self.active) > MAX_IDLE_ACCOUNTS:
+            idle = (account for account in self._accounts.values() if not account.num_requests)
+            del self._accounts[min(idle, key=lambda account: account.level).name]

@@ -1,0 +1,173 @@
+"""The waiting sequences of all tenants: one queue for each, of which the tenant with the least service is next."""
+
+from collections.abc import Callable, Iterator
+from heapq import merge
+
+from scheduler.core.errors import CapacityExceeded, QueueFull
+from scheduler.core.fairness.accounts import Accounts
+from scheduler.core.fairness.victims import victim_of_shares, victim_of_shortage
+from scheduler.core.kv_cache import KVCache
+from scheduler.core.limits import SchedulerLimits
+from scheduler.core.policy import Policy
+from scheduler.core.request import Request
+from scheduler.core.running_batch import RunningBatch
+from scheduler.core.sequence import Sequence
+from scheduler.core.tenants.account import Account
+from scheduler.core.waiting_queue import WaitingQueue
+
+
+class FairQueue:
+    """An `AdmissionQueue` over the queues of the tenants, each in the order of the policy.
+
+    The next sequence is the head of the tenant with the lowest priority number, then the smallest counter, then the
+    head that arrived first. Tenants at a cap of their own are passed over. `holdings` returns the running batch and
+    the KV cache.
+
+    A tenant saves no service for later: when it has nothing in the queue and adds a sequence, its counter is lifted to
+    the smallest of the tenants in the queue or, if the queue is empty, to that of the last tenant to leave it. The
+    counter of a tenant that is passed over is lifted to that of the tenant that is next.
+    """
+
+    due_s: float | None = None
+    """The clock alone never changes which sequence is first."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        limits: SchedulerLimits,
+        accounts: Accounts,
+        holdings: Callable[[], tuple[RunningBatch, KVCache]],
+    ) -> None:
+        self._policy = policy
+        self._limits = limits
+        self._accounts = accounts
+        self._holdings = holdings
+        self._queues: dict[Account, WaitingQueue] = {}  # none of them is empty
+        self._last_to_leave = Account()
+        self._num_waiting = 0
+        self.num_prompt_tokens = 0
+        self.left_behind: Sequence | None = None
+        """The sequence that was first after the last plan had admitted all it could; None after a preemption."""
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yields all waiting sequences, in the order of the policy."""
+        return merge(*self._queues.values(), key=self._policy.order)
+
+    def first(self) -> Sequence | None:
+        best: tuple[tuple[int, float, int], Sequence] | None = None
+        passed_over = []
+        for account, queue in self._queues.items():
+            if (head := queue.first()) is not None:
+                key = (account.terms.priority, account.level, head.arrival)
+                if best is None or key < best[0]:
+                    if self.may_enter(head):
+                        best = (key, head)
+                    else:
+                        passed_over.append(account)
+        if best is None:
+            return None
+        for account in passed_over:
+            account.raise_to(best[1].account.level)
+        return best[1]
+
+    def add(self, sequence: Sequence) -> None:
+        queue = self._queues.get(sequence.account)
+        if queue is None:
+            self._lift(sequence.account)
+            queue = self._queues[sequence.account] = WaitingQueue(self._policy)
+        queue.add(sequence)
+        self._num_waiting += 1
+        self.num_prompt_tokens += sequence.num_prompt_tokens
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence that is in the queue."""
+        queue = self._queues.get(sequence.account)
+        if queue is None:
+            raise LookupError(f"{sequence!r} is not waiting")
+        queue.remove(sequence)
+        if not queue:
+            del self._queues[sequence.account]
+            self._last_to_leave = sequence.account
+        self._num_waiting -= 1
+        self.num_prompt_tokens -= sequence.num_prompt_tokens
+
+    def choose_victim(self, *, is_short: bool) -> Sequence | None:
+        """Returns the sequence to preempt for lack of blocks, or else for a tenant that waits; None: no need."""
+        batch, _ = self._holdings()
+        if is_short:
+            return victim_of_shortage(batch.running, self._policy)
+        if self.left_behind is None or len(self._accounts.active) == 1 or self.left_behind is not self.first():
+            return None
+        return victim_of_shares(batch, self.left_behind, self._limits.max_ahead, self._policy)
+
+    def of(self, account: Account) -> WaitingQueue:
+        """Returns the queue of one tenant, which may be empty."""
+        return self._queues.get(account) or WaitingQueue(self._policy)
+
+    def check_takes(self, request: Request) -> None:
+        """Raises QueueFull if the queue, or its tenant's, is at its bound of requests or of prompt tokens.
+
+        A tenant cannot keep the others out: when the queue is full, it still takes requests of tenants that hold less
+        than an equal part of it, up to twice its bounds. Raises CapacityExceeded if the tenant may never run as many
+        sequences at once.
+        """
+        account, limits = self._accounts.of(request.tenant), self._limits
+        terms, own = account.terms, self.of(account)
+        if terms.max_num_seqs is not None and request.num_slots > terms.max_num_seqs:
+            raise CapacityExceeded(f"{request.num_slots} sequences in one request, you may run {terms.max_num_seqs}")
+        num_parts = len({*self._queues, account})
+        try:
+            _check_takes(self, request, limits.max_waiting_requests, limits.max_waiting_prompt_tokens, "")
+        except QueueFull:
+            if num_parts == 1:
+                raise
+            twice = (2 * limits.max_waiting_requests, 2 * limits.max_waiting_prompt_tokens)
+            _check_takes(self, request, *twice, "")
+            part = (limits.max_waiting_requests // num_parts, limits.max_waiting_prompt_tokens // num_parts)
+            _check_takes(own, request, *part, " of yours")
+        most_requests, most_tokens = terms.max_waiting_requests, terms.max_waiting_prompt_tokens
+        _check_takes(own, request, most_requests, most_tokens, " of yours")
+
+    def _lift(self, account: Account) -> None:
+        levels = [other.level for other in self._queues]
+        account.raise_to(min(levels, default=self._last_to_leave.level))
+
+    def may_enter(self, head: Sequence) -> bool:
+        """Returns whether the caps of its tenant let a sequence into the batch.
+
+        A sequence that can only be admitted with all its blocks promised waits while such sequences hold the tenant's
+        share of the slots or of the pool, because no other sequence can take these back.
+        """
+        account, batch = head.account, self._holdings()[0]
+        if account.terms.max_num_seqs is not None:
+            slots = {s.request.request_id: s.request.num_slots for s in batch.running if s.account is account}
+            slots[head.request.request_id] = head.request.num_slots
+            if sum(slots.values()) > account.terms.max_num_seqs:
+                return False
+        if head.num_preemptions < self._limits.max_preemptions or len(self._accounts.active) == 1:
+            return True
+        return not self._guaranteed_hold_share(account)
+
+    def _guaranteed_hold_share(self, account: Account) -> bool:
+        batch, cache = self._holdings()
+        guaranteed = [s for s in batch.running if s.is_guaranteed and s.account is account]
+        if not guaranteed:
+            return False
+        num_blocks = sum(len(sequence.block_table) for sequence in guaranteed)
+        num_blocks += sum(leader.num_reserved_blocks for leader in {sequence.leader for sequence in guaranteed})
+        share = self._accounts.share(account)
+        too_many_slots = len(guaranteed) >= share * self._limits.max_num_seqs
+        return too_many_slots or num_blocks >= share * cache.pool.num_usable_blocks
+
+
+def _check_takes(
+    queue: "FairQueue | WaitingQueue", request: Request, most_requests: int | None, most_tokens: int | None, whose: str
+) -> None:
+    if most_requests is not None and len(queue) >= most_requests:
+        raise QueueFull(f"{len(queue)} requests{whose} are waiting")
+    num_tokens = queue.num_prompt_tokens + len(request.prompt_token_ids)
+    if most_tokens is not None and len(queue) and num_tokens > most_tokens:
+        raise QueueFull(f"{queue.num_prompt_tokens} prompt tokens{whose} are waiting")

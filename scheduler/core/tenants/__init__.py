@@ -1,0 +1,1 @@
+"""A tenant: the terms that the operator grants it, and its account."""

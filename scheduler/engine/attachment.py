@@ -1,0 +1,65 @@
+"""Attaches the engine to an executor: finds out what it is, decides whether it can be used, and gets its lease."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from scheduler.core import ExecutorNotOurs, FinishReason
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from scheduler.core import Scheduler
+    from scheduler.engine.dispatcher import EventDispatcher
+    from scheduler.engine.executor_client import ExecutorClient, PlanStream
+    from scheduler.engine.model_description import ModelDescription
+    from scheduler.engine.options import EngineOptions
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """A plan stream with a lease, the model behind it, and the blocks of its pool, including the null block."""
+
+    stream: PlanStream
+    model: ModelDescription
+    num_blocks: int
+
+
+async def attach(
+    client: ExecutorClient,
+    options: EngineOptions,
+    known: ModelDescription | None,
+    epoch: int,
+    on_arrival: Callable[[], None],
+) -> Attachment:
+    """Waits for an executor and its lease.
+
+    known   the model that is served; None: the first executor determines it
+    epoch   the core's epoch. The core numbers its epochs itself, because a restarted executor begins its leases at 1
+
+    Raises ExecutorLost if there is no executor, and ExecutorNotOurs if it cannot be used.
+    """
+    description = await client.describe(options.describe_timeout_s)
+    model = options.narrowed(description)
+    if known is not None and (differences := known.differences(model)):
+        changes = ", and ".join(differences)
+        raise ExecutorNotOurs(f"the executor now has {changes}: restart the scheduler to take it")
+    stream = await client.open_stream(on_arrival, epoch, description.incarnation, options.describe_timeout_s)
+    return Attachment(stream, model, description.num_blocks)
+
+
+def fail_requests_with_output(core: Scheduler, dispatcher: EventDispatcher) -> None:
+    """Fails the requests that cannot go on with other weights: their text must come from one model."""
+    log.error("the executor has other weights under the same name: requests that have output fail")
+    with_output = [
+        request_id
+        for request_id, active in core.state.requests.items()
+        if any(sequence.num_tokens > sequence.num_prompt_tokens for sequence in active.sequences)
+    ]
+    for request_id in with_output:
+        dispatcher.fail(request_id, FinishReason.MODEL_CHANGED)
+        core.cancel(request_id)

@@ -1,0 +1,162 @@
+"""The public keys that sign tokens (JWKS, RFC 7517), from a file or from an https URL."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jwt
+
+from quire.watched_files import WatchedFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+log = logging.getLogger(__name__)
+
+MAX_AGE_S = 300.0
+"""The keys of a URL are fetched again after this time, so a key that was withdrawn is used no longer than this."""
+MIN_AGE_S = 10.0
+"""Tokens with unknown key ids cause a fetch at most this often."""
+_TIMEOUT_S = 5.0
+_MAX_BYTES = 2**20
+_FILE_INTERVAL_S = 0.25
+
+
+class TokenKeysError(ValueError):
+    """The keys cannot be used. The message names the file or the URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenKey:
+    """A public key. `algorithm` is the only one it may be used with; None: any that fits the kind of the key."""
+
+    key: Any
+    algorithm: str | None
+
+
+TokenKeys = dict[str | None, TokenKey]
+"""Keys by their ids; a key without an id has None."""
+
+
+class TokenKeySource(Protocol):
+    """Provides the keys."""
+
+    def current(self) -> TokenKeys:
+        """Returns the keys that are known; the same object as long as they have not changed."""
+
+    async def refreshed(self) -> TokenKeys:
+        """Returns the keys after looking for new ones, for a token whose key is not known."""
+
+
+class FileKeys:
+    """Keys in a file, which is read again when it changes."""
+
+    def __init__(self, path: str) -> None:
+        """Raises TokenKeysError."""
+        self._file = WatchedFiles([path], lambda: parse_keys(_read_file(path), path), _FILE_INTERVAL_S)
+
+    def current(self) -> TokenKeys:
+        return self._file.get()
+
+    async def refreshed(self) -> TokenKeys:
+        return self._file.get()
+
+
+class UrlKeys:
+    """Keys at a URL, fetched in a thread when the first token arrives, and then again from time to time.
+
+    If a fetch fails, the keys of the last one stay in use.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._keys: TokenKeys = {}
+        self._fetched_s: float | None = None
+        self._fetching: asyncio.Task[None] | None = None
+
+    def current(self) -> TokenKeys:
+        if self._age_s > MAX_AGE_S:
+            self._fetch_soon()
+        return self._keys
+
+    async def refreshed(self) -> TokenKeys:
+        if self._age_s > MIN_AGE_S or self._fetching is not None:
+            await asyncio.shield(self._fetch_soon())
+        return self._keys
+
+    @property
+    def _age_s(self) -> float:
+        return float("inf") if self._fetched_s is None else time.monotonic() - self._fetched_s
+
+    def _fetch_soon(self) -> asyncio.Task[None]:
+        if self._fetching is None:
+            self._fetching = asyncio.create_task(self._fetch(), name="token keys")
+        return self._fetching
+
+    async def _fetch(self) -> None:
+        try:
+            keys = parse_keys(await asyncio.to_thread(_read_url, self._url), self._url)
+        except TokenKeysError as error:
+            log.error("the keys fetched before stay in use: %s", error)
+        else:
+            self._keys = keys
+        finally:
+            self._fetched_s = time.monotonic()
+            self._fetching = None
+
+
+def parse_keys(text: bytes, source: str) -> TokenKeys:
+    """Returns the public signature keys of a JWKS. Raises TokenKeysError, also if it has none.
+
+    Symmetric keys are left out: with such a key, a server that checks tokens could also make them.
+    """
+    try:
+        entries = json.loads(text)["keys"]
+        keys = {entry.get("kid"): _key(entry) for entry in entries if _is_public_signature_key(entry)}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, jwt.PyJWTError) as error:
+        raise TokenKeysError(f"{source} is not a JWKS: {type(error).__name__}") from None
+    if not keys:
+        raise TokenKeysError(f"{source} has no public signature keys")
+    return keys
+
+
+def _is_public_signature_key(entry: Mapping[str, Any]) -> bool:
+    return entry["kty"] in ("RSA", "EC", "OKP") and entry.get("use", "sig") == "sig"
+
+
+def _key(entry: Mapping[str, Any]) -> TokenKey:
+    public = {name: value for name, value in entry.items() if name != "d"}  # "d" makes a private key
+    return TokenKey(jwt.PyJWK(public).key, entry.get("alg"))
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise TokenKeysError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Refuses redirects, which could lead away from https."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+def _read_url(url: str) -> bytes:
+    try:
+        with urllib.request.build_opener(_NoRedirects).open(url, timeout=_TIMEOUT_S) as response:
+            text: bytes = response.read(_MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise TokenKeysError(f"cannot fetch {url}: {error}") from None
+    if len(text) > _MAX_BYTES:
+        raise TokenKeysError(f"{url} is larger than {_MAX_BYTES} bytes")
+    return text

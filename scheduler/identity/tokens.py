@@ -1,0 +1,123 @@
+"""Verifies signed tokens (JWT, RFC 7519). Needs the extra `jwt`.
+
+The algorithm is one of the operator's list, which can hold asymmetric ones only: neither "none" nor a MAC made with
+the public key passes. `exp`, `iss` and `aud` must be there and right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jwt
+
+from scheduler.identity.identity import Identity, Role, Unauthenticated, is_name
+from scheduler.identity.token_keys import FileKeys, UrlKeys
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from scheduler.identity.token_keys import TokenKey, TokenKeys, TokenKeySource
+
+_LEEWAY_S = 30.0
+"""Difference that the clocks of the issuer and the scheduler may have."""
+_MAX_CACHED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSettings:
+    """The properties that a token must have.
+
+    keys           path or https URL of a JWKS
+    issuer         value of `iss`
+    audience       one of the values of `aud`
+    algorithms     allowed values of `alg`
+    tenant_claim   name of the claim with the tenant
+    role_claim     name of the claim with the role, or a list of roles; other values in it are ignored
+    """
+
+    keys: str
+    issuer: str
+    audience: str
+    algorithms: tuple[str, ...]
+    tenant_claim: str
+    role_claim: str
+
+
+class TokenVerifier:
+    """Verifies tokens, and remembers those that are valid."""
+
+    def __init__(self, settings: TokenSettings) -> None:
+        """Raises TokenKeysError."""
+        self._settings = settings
+        is_url = settings.keys.startswith(("https://", "http://"))
+        self._source: TokenKeySource = UrlKeys(settings.keys) if is_url else FileKeys(settings.keys)
+        self._keys = self._source.current()
+        self._verified: dict[bytes, tuple[Identity, float]] = {}
+
+    async def identify(self, token: str) -> Identity:
+        """Returns the identity in the token. Raises Unauthenticated."""
+        digest = hashlib.sha256(token.encode()).digest()
+        self._use(self._source.current())
+        if (known := self._verified.get(digest)) is not None and time.time() < known[1]:
+            return known[0]
+        try:
+            header = jwt.get_unverified_header(token)
+            key = self._find(header)
+            if key is None:
+                self._use(await self._source.refreshed())
+                key = self._find(header)
+            if key is None:
+                raise Unauthenticated("the token's key is not known")
+            identity, expires_s = self._verify(token, key)
+        except (jwt.PyJWTError, ValueError, TypeError, RecursionError) as error:
+            raise Unauthenticated(f"the token is not valid: {type(error).__name__}") from None
+        if len(self._verified) >= _MAX_CACHED:
+            self._verified.clear()
+        self._verified[digest] = identity, expires_s
+        return identity
+
+    def _use(self, keys: TokenKeys) -> None:
+        if keys is not self._keys:
+            self._keys = keys
+            self._verified.clear()
+
+    def _find(self, header: dict[str, Any]) -> TokenKey | None:
+        key_id = header.get("kid")
+        if key_id is None and len(self._keys) == 1:
+            (key,) = self._keys.values()
+        elif key_id is None or (found := self._keys.get(key_id)) is None:
+            return None
+        else:
+            key = found
+        if key.algorithm not in (None, header.get("alg")):
+            raise Unauthenticated("the token's algorithm is not that of its key")
+        return key
+
+    def _verify(self, token: str, key: TokenKey) -> tuple[Identity, float]:
+        """Returns the identity and the time on time.time() until which it may be remembered."""
+        settings = self._settings
+        claims = jwt.decode(
+            token,
+            key.key,
+            algorithms=list(settings.algorithms),
+            audience=settings.audience,
+            issuer=settings.issuer,
+            leeway=_LEEWAY_S,
+            options={"require": ["exp", "iss", "aud"]},
+        )
+        tenant, subject = claims.get(settings.tenant_claim), claims.get("sub")
+        if not is_name(tenant):
+            raise Unauthenticated(f"the token's claim {settings.tenant_claim} is not a tenant")
+        roles = _roles(claims.get(settings.role_claim))
+        if not roles:
+            raise Unauthenticated(f"the token's claim {settings.role_claim} has no role")
+        name = str(subject) if is_name(subject) else "token"
+        return Identity(name, str(tenant), roles), float(claims["exp"]) + _LEEWAY_S
+
+
+def _roles(claim: object) -> frozenset[Role]:
+    values: Collection[object] = claim if isinstance(claim, list) else [claim]
+    return frozenset(role for role in Role if role.value in values)

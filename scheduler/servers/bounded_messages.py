@@ -1,0 +1,137 @@
+"""Bounds what a client's message costs to parse, before it is parsed.
+
+protobuf parses a message in one call, during which the event loop cannot run. Its cost depends on the number of fields
+more than on the size: 4 MiB of text take 4 ms, 2 million empty chat messages 200 ms. So the fields are counted first.
+The count stops at the bound, so it takes a few milliseconds at most.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+
+from quire.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from google.protobuf.descriptor import Descriptor, FieldDescriptor
+
+MAX_FIELDS = 4096
+"""Most fields of a request, those of its messages included. A valid request has at most 3,200: a chat of 1,024 messages
+has three fields for each."""
+
+MAX_TOKEN_IDS = 1 << 20
+"""Most token ids in one list."""
+
+_CHEAP_BYTES = 1 << 14
+"""A message of this size is cheap to parse, whatever it holds."""
+
+_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_MAX_DEPTH = 4
+_MORE = 0x80  # set in every byte of a varint but the last
+
+
+class TooCostly(Exception):
+    """A message has too many fields. The text says what there is too much of."""
+
+
+class _Malformed(Exception):
+    """The bytes are no message. protobuf says so itself, with its own status."""
+
+
+def check_cost(data: bytes, message: Descriptor = pb.GenerateRequest.DESCRIPTOR) -> None:
+    """Raises TooCostly if a serialized message has too many fields to be parsed on the event loop."""
+    if len(data) <= _CHEAP_BYTES:
+        return
+    counter = _FieldCounter(data)
+    try:
+        counter.count(0, len(data), message, 1)
+    except _Malformed:
+        return
+
+
+class BoundedMessages(grpc.aio.ServerInterceptor):
+    """Refuses costly requests of one method, which answers with a stream, with INVALID_ARGUMENT."""
+
+    def __init__(self, method: str, message: Descriptor = pb.GenerateRequest.DESCRIPTOR) -> None:
+        """`method` is a full name, such as "/quire.v1.Generation/Generate". Its requests are of type `message`."""
+        self._method = method
+        self._message = message
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler_call_details.method != self._method or handler is None:
+            return handler
+
+        def parse_if_cheap(data: bytes) -> object:
+            try:
+                check_cost(data, self._message)
+            except TooCostly as error:
+                return error
+            return handler.request_deserializer(data)
+
+        async def serve_if_parsed(request: object, context: Any) -> None:
+            if isinstance(request, TooCostly):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
+            await handler.unary_stream(request, context)
+
+        return grpc.unary_stream_rpc_method_handler(
+            serve_if_parsed,
+            request_deserializer=parse_if_cheap,
+            response_serializer=handler.response_serializer,
+        )
+
+
+class _FieldCounter:
+    """Walks the fields of one message and of the messages in it (https://protobuf.dev/programming-guides/encoding/)."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._num_fields = 0
+
+    def count(self, position: int, end: int, message: Descriptor, depth: int) -> None:
+        """Counts the fields in data[position:end]. Raises TooCostly."""
+        while position < end:
+            self._num_fields += 1
+            if self._num_fields > MAX_FIELDS:
+                raise TooCostly(f"the request has more than {MAX_FIELDS} fields, list items included")
+            tag, position = self._varint(position, end)
+            kind = tag & 7
+            if kind == _VARINT:
+                _, position = self._varint(position, end)
+            elif kind in (_FIXED64, _FIXED32):
+                position += 8 if kind == _FIXED64 else 4
+            elif kind == _LENGTH:
+                size, position = self._varint(position, end)
+                if size > end - position:
+                    raise _Malformed
+                field = message.fields_by_number.get(tag >> 3)
+                if field is not None:
+                    self._look_into(field, position, position + size, depth)
+                position += size
+            else:
+                raise _Malformed  # groups, which proto3 does not have
+
+    def _look_into(self, field: FieldDescriptor, position: int, end: int, depth: int) -> None:
+        if field.message_type is not None:
+            if depth < _MAX_DEPTH:
+                self.count(position, end, field.message_type, depth + 1)
+        elif field.is_repeated and field.type not in (field.TYPE_STRING, field.TYPE_BYTES):
+            numbers = np.frombuffer(self._data, dtype=np.uint8, count=end - position, offset=position)
+            if int((numbers < _MORE).sum()) > MAX_TOKEN_IDS:
+                raise TooCostly(f"{field.name} has more than {MAX_TOKEN_IDS} numbers")
+
+    def _varint(self, position: int, end: int) -> tuple[int, int]:
+        """Returns a number of up to ten bytes, and the position after it."""
+        value = shift = 0
+        while position < end and shift < 70:
+            byte = self._data[position]
+            position += 1
+            value |= (byte & ~_MORE) << shift
+            if byte < _MORE:
+                return value, position
+            shift += 7
+        raise _Malformed

@@ -1,0 +1,148 @@
+"""Decides about each gRPC call before its request is read, and writes the audit lines of admin calls."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+
+import grpc.aio
+
+from quire.tls import peer_names
+from scheduler.identity.identity import CALLER, Identity, Unauthenticated
+from scheduler.identity.permissions import METHODS, OPEN
+from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+    from contextlib import AbstractAsyncContextManager
+
+    from scheduler.servers.access import Access
+
+    Context = grpc.aio.ServicerContext[Any, Any]
+    Around = Callable[[Context], AbstractAsyncContextManager[None]]
+
+audit_log = logging.getLogger("scheduler.audit")
+
+_REASONS = {
+    grpc.StatusCode.UNAUTHENTICATED: UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED: PERMISSION_DENIED,
+}
+_KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):
+    """Lets a call through if the table in `scheduler.identity.permissions` allows it to the caller.
+
+    default   identity of callers that send no credentials; None: they have to
+    is_audit  True: each call of the table is logged with its caller and its result
+    """
+
+    def __init__(self, access: Access, default: Identity | None, *, is_audit: bool = False) -> None:
+        self._access = access
+        self._default = default
+        self._is_audit = is_audit
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], details: Any) -> Any:
+        """Returns the handler of the call, or one that refuses it. A refused call's request is not read."""
+        method: str = details.method
+        allowed = METHODS.get(method)
+        if allowed is OPEN:
+            return await continuation(details)
+        try:
+            identity = await self._access.verifier.identify(_authorization(details.invocation_metadata))
+        except Unauthenticated as error:
+            return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, str(error))
+        identity = identity or self._default
+        if identity is None and not self._access.requires_client_certificate:
+            return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, "the call has no credentials")
+        handler = await continuation(details)
+        if handler is None:  # the method does not exist
+            return None
+        if identity is None:
+            handler = _around(handler, lambda context: self._with_certificate(method, context))
+        elif allowed is None or not identity.may(allowed):
+            return self._refusal(grpc.StatusCode.PERMISSION_DENIED, method, _not_allowed(identity))
+        else:
+            CALLER.set(identity)
+        return _around(handler, lambda context: _audited(method, context)) if self._is_audit else handler
+
+    def _refusal(self, code: grpc.StatusCode, method: str, why: str) -> Any:
+        async def refuse(_: object, context: Context) -> None:
+            await self._refuse(code, method, why, context)
+
+        # A handler of a stream is called before the first message has arrived. Clients cannot tell the difference.
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+    async def _refuse(self, code: grpc.StatusCode, method: str, why: str, context: Context) -> None:
+        self._access.refusals.refused(_REASONS[code], method, context.peer(), why)
+        await context.abort(code, why)
+
+    @asynccontextmanager
+    async def _with_certificate(self, method: str, context: Context) -> AsyncIterator[None]:
+        """Checks a caller that sent no credentials but a certificate, which gRPC shows to the handler only."""
+        identity = self._access.verifier.by_certificate(peer_names(context.auth_context()))
+        allowed = METHODS.get(method)
+        if identity is None:
+            why = "the call has no credentials, and the certificate is not in the key file"
+            await self._refuse(grpc.StatusCode.UNAUTHENTICATED, method, why, context)
+        elif allowed is None or not identity.may(allowed):
+            await self._refuse(grpc.StatusCode.PERMISSION_DENIED, method, _not_allowed(identity), context)
+        else:
+            CALLER.set(identity)
+        yield
+
+
+@asynccontextmanager
+async def _audited(method: str, context: Context) -> AsyncIterator[None]:
+    """Logs the call when it has ended: one line with caller, method and status."""
+    result = "CANCELLED"  # of a call whose client has disconnected
+    try:
+        yield
+        result = "OK"
+    except grpc.aio.AbortError:
+        result = _code_name(context.code())
+        raise
+    except Exception:
+        result = "UNKNOWN"
+        raise
+    finally:
+        caller = CALLER.get(None)
+        fields = {"tenant": caller.tenant, "caller": caller.name} if caller else {"caller": "unknown"}
+        call = method.rpartition("/")[2]
+        audit_log.info("admin call", extra=fields | {"call": call, "result": result, "client": context.peer()})
+
+
+def _code_name(code: Any) -> str:
+    """Returns the name of a status, which grpc.aio gives as a number or as a StatusCode."""
+    return next((each.name for each in grpc.StatusCode if code in (each, each.value[0])), str(code))
+
+
+def _authorization(metadata: Any) -> str | None:
+    for key, value in metadata or ():
+        if key == "authorization":
+            return str(value)
+    return None
+
+
+def _not_allowed(identity: Identity) -> str:
+    roles = ", ".join(sorted(role.value for role in identity.roles))
+    return f"{identity.name} ({roles}) may not make this call"
+
+
+def _around(handler: Any, around: Around) -> Any:
+    """Returns a handler that does the same inside `around`."""
+    kind = next(kind for kind in _KINDS if getattr(handler, kind) is not None)
+    behaviour = getattr(handler, kind)
+
+    async def call(request: Any, context: Context) -> Any:
+        async with around(context):
+            return await behaviour(request, context)
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        async with around(context):
+            async for response in behaviour(request, context):
+                yield response
+
+    return handler._replace(**{kind: stream if inspect.isasyncgenfunction(behaviour) else call})

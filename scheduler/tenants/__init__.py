@@ -1,0 +1,1 @@
+"""The settings of tenants: their file, and the limits of requests and tokens a minute."""

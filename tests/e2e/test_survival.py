@@ -1,0 +1,45 @@
+"""`quire serve` outlives services that die again and again, and services that are stopped."""
+
+import signal
+
+import pytest
+
+from quire import AsyncClient, UnavailableError
+from tests.support.e2e.stack import Stack
+from tests.support.e2e.streams import Job, StreamGroup, differences, outcomes
+from tests.support.e2e.waiting import until
+
+JOB = Job("Once upon a time", {"temperature": 0, "max_tokens": 400, "ignore_eos": True})
+
+
+async def started_stream(client: AsyncClient) -> StreamGroup:
+    streams = StreamGroup(client, [JOB]).start()
+    await streams.until(lambda streams: streams.all_have(3))
+    return streams
+
+
+@pytest.mark.exhaustive
+async def test_a_stream_is_complete_after_eight_deaths_of_the_executor_in_a_row() -> None:
+    with Stack() as stack:
+        async with stack.client() as client:
+            expected = await outcomes(client, [JOB])
+            streams = await started_stream(client)
+            killed: set[int | None] = {None}
+            for _ in range(8):
+                await until(lambda: stack.pid("executor") not in killed)
+                killed.add(stack.send("executor", signal.SIGKILL))
+            assert streams.num_running == 1
+            assert differences(await streams.ended(), expected) == []
+        assert stack.serve.return_code is None
+
+
+async def test_a_scheduler_that_is_stopped_is_replaced() -> None:
+    with Stack(step_timeout_s=4) as stack:
+        async with stack.client() as client:
+            streams = await started_stream(client)
+            stopped = stack.send("scheduler", signal.SIGSTOP)
+            assert {type(failure) for failure in await streams.failures()} == {UnavailableError}
+            await until(lambda: stack.pid("scheduler") not in (None, stopped))
+            await stack.until_health("SERVING")
+            assert (await client.complete("Once upon a time", max_tokens=3)).text
+        assert "scheduler has not served for 4 s: killed" in stack.log()

@@ -1,0 +1,108 @@
+"""Messages that would take long to parse are refused before that; every valid request is accepted."""
+
+from __future__ import annotations
+
+import contextlib
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.v1 import generation_pb2 as pb
+from quire.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
+from scheduler.requests.limits import RequestLimits
+from scheduler.servers import bounded_messages
+from scheduler.servers.bounded_messages import MAX_TOKEN_IDS, BoundedMessages, TooCostly, check_cost
+from scheduler.servers.grpc_server import GENERATE
+
+MIB = 1 << 20
+
+
+def number(value: int) -> bytes:
+    """Encodes a varint."""
+    if value < 128:
+        return bytes([value])
+    return bytes([value & 127 | 128]) + number(value >> 7)
+
+
+def field(tag: int, payload: bytes) -> bytes:
+    """Encodes a field with a length."""
+    return number(tag << 3 | 2) + number(len(payload)) + payload
+
+
+COSTLY = {
+    "empty chat messages": field(4, b"\x0a\x00" * MIB),
+    "one message with many roles": field(4, field(1, b"\x0a\x00" * MIB)),
+    "many request ids": b"\x0a\x00" * MIB,
+    "many chats": field(4, b"") * MIB,
+    "unknown numbers": b"\xa0\x06\x01" * MIB,
+    "unknown texts": b"\xa2\x06\x00" * MIB,
+    "unknown fixed numbers": b"\xa5\x06abcd" * (MIB // 2),
+    "ids without packing": field(3, b"\x08\x01" * MIB),
+    "too many ids": field(3, field(1, b"\x01" * (MAX_TOKEN_IDS + 1))),
+    "stop strings": field(6, b"\x1a\x00" * MIB),
+    "biases": field(5, field(11, b"\x08\x01") * (MIB // 2)),
+    "allowed ids": field(5, field(12, b"\x01" * (MAX_TOKEN_IDS + 1))),
+}
+
+
+@pytest.mark.parametrize("data", COSTLY.values(), ids=COSTLY)
+def test_costly_messages_are_refused(data: bytes) -> None:
+    assert pb.GenerateRequest.FromString(data) is not None, "protobuf accepts it"
+    with pytest.raises(TooCostly, match="more than"):
+        check_cost(data)
+
+
+def test_the_largest_valid_requests_are_accepted() -> None:
+    limits = RequestLimits()
+    message = pb.ChatMessage(role="user", content="a" * 1000)
+    for prompt in (
+        pb.GenerateRequest(text="a" * limits.max_prompt_bytes),
+        pb.GenerateRequest(chat=pb.ChatPrompt(messages=[message] * limits.max_chat_messages)),
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[70_000] * MAX_TOKEN_IDS)),
+    ):
+        prompt.stopping.stop.extend(["x" * limits.max_stop_bytes] * limits.max_num_stop)
+        prompt.stopping.stop_token_ids.extend(range(limits.max_num_stop_token_ids))
+        prompt.sampling.allowed_token_ids.extend(range(limits.max_num_allowed_token_ids))
+        check_cost(prompt.SerializeToString())
+
+
+def test_biases_of_the_largest_number_are_accepted() -> None:
+    request = pb.GenerateRequest(text="a" * 20_000)
+    request.sampling.logit_bias.update(dict.fromkeys(range(RequestLimits().max_num_logit_bias), 1.0))
+    check_cost(request.SerializeToString())
+
+
+@given(st.binary(max_size=200), st.integers(0, 200), st.sampled_from(sorted(COSTLY)))
+def test_any_bytes_are_walked_to_their_end(start: bytes, cut: int, name: str) -> None:
+    """The check of any bytes ends, with TooCostly or without an error."""
+    data = start + COSTLY[name][: MIB // 16 - cut]
+    with contextlib.suppress(TooCostly):
+        check_cost(data)
+
+
+async def test_the_client_is_told_and_the_service_is_not_called() -> None:
+    called: list[int] = []
+
+    class Service(GenerationServicer):
+        async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:  # type: ignore[override]  # noqa: N802
+            called.append(request.ByteSize())
+            await context.write(pb.GenerateResponse())
+
+    server = grpc.aio.server(interceptors=[BoundedMessages(GENERATE)])
+    add_GenerationServicer_to_server(Service(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stub = GenerationStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(aiter(stub.Generate(pb.GenerateRequest.FromString(COSTLY["stop strings"]))))
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert str(bounded_messages.MAX_FIELDS) in refused.value.details()
+            assert called == []
+            assert await anext(aiter(stub.Generate(pb.GenerateRequest(text="a")))) == pb.GenerateResponse()
+            assert called == [3]
+    finally:
+        await server.stop(0)

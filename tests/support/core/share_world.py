@@ -1,0 +1,198 @@
+"""A world of adversarial tenants, in which the service of each is counted from the results, not from its account.
+
+ShareWorld(...)     one scheduler and an executor that answers every plan at once, with `max_in_flight` plans ahead
+GapWatch            checks I22: the service gap of two tenants that are both backlogged never exceeds its bound
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from itertools import combinations
+from random import Random
+
+from scheduler.core import (
+    Events,
+    QueueFull,
+    Request,
+    Scheduler,
+    SchedulerLimits,
+    SequenceParams,
+    StepPlan,
+    StepResult,
+    TenantTerms,
+    check_invariants,
+)
+from scheduler.core.tenants.account import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST
+
+Draw = Callable[[Random], tuple[int, int, int]]
+"""Draws a request: prompt tokens, output tokens, and number of samples."""
+
+KINDS: dict[str, Draw] = {
+    "short": lambda random: (random.randint(1, 4), random.randint(1, 3), 1),
+    "one token each": lambda random: (1, 1, 1),
+    "long output": lambda random: (random.randint(1, 4), 10**6, 1),
+    "long prompt": lambda random: (10**6, 1, 1),
+    "all slots": lambda random: (1, 10**6, 10**6),
+    "mixed": lambda random: (random.randint(1, 60), random.randint(1, 60), random.randint(1, 2)),
+}
+
+
+def gap_bound(limits: SchedulerLimits, weight: float, *, has_guarantees: bool) -> float:
+    """Returns the most normalised service by which a tenant of this weight can get ahead of a backlogged one (I22)."""
+    num_seqs, num_plans = limits.max_num_seqs, 2 * limits.max_num_seqs + limits.max_in_flight
+    num_late = num_seqs * num_plans + (num_seqs * limits.max_model_len if has_guarantees else 0)
+    return limits.max_ahead + (PROMPT_TOKEN_COST * limits.max_model_len + GENERATED_TOKEN_COST * num_late) / weight
+
+
+class GapWatch:
+    """Watches the service of each pair of tenants while both are backlogged. `most` is the largest gap seen."""
+
+    def __init__(self, scheduler: Scheduler, *, has_guarantees: bool) -> None:
+        self._scheduler = scheduler
+        self._has_guarantees = has_guarantees
+        self._since: dict[tuple[str, str], float] = {}  # the difference of service when both had become backlogged
+        self.service: Counter[str] = Counter()
+        self.most = 0.0
+
+    def planned(self, plan: StepPlan) -> None:
+        """Counts the prompts that a plan admits for the first time, and checks all gaps."""
+        for sequence, num_cached in self._scheduler.state.in_flight[-1].admitted:
+            if not sequence.num_preemptions and sequence.index == 0:
+                self.service[sequence.request.tenant] += PROMPT_TOKEN_COST * (sequence.num_prompt_tokens - num_cached)
+        self._check()
+
+    def committed(self, events: Events) -> None:
+        for sequence in events.sequences:
+            self.service[sequence.request.tenant] += GENERATED_TOKEN_COST
+
+    def _check(self) -> None:
+        state = self._scheduler.state
+        heads = [(account, state.waiting.of(account).first()) for account in state.accounts]
+        backlogged = [account for account, head in heads if head is not None and state.waiting.may_enter(head)]
+        pairs = {}
+        for first, second in combinations(backlogged, 2):
+            pair = first.name, second.name
+            served = (self.service[account.name] / account.terms.weight for account in (first, second))
+            difference = next(served) - next(served)
+            pairs[pair] = self._since.get(pair, difference)
+            bound = sum(
+                gap_bound(state.limits, account.terms.weight, has_guarantees=self._has_guarantees)
+                for account in (first, second)
+            )
+            gap = abs(difference - pairs[pair])
+            self.most = max(self.most, gap)
+            assert gap <= bound, f"I22: the gap of {pair} is {gap:.0f}, the bound is {bound:.0f}"
+        self._since = pairs
+
+
+class ShareWorld:
+    """Tenants that keep `backlog` requests waiting, each of its kind. Tenants in `absent` add none."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kinds: dict[str, str],
+        *,
+        terms: dict[str, TenantTerms] | None = None,
+        backlog: dict[str, int] | None = None,
+        num_blocks: int = 10_000,
+        block_size: int = 4,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.random = Random(seed)
+        self.kinds = kinds
+        self.backlog = backlog or dict.fromkeys(kinds, 3)
+        self.absent: set[str] = set()
+        granted = terms or {}
+        self.scheduler = Scheduler(
+            limits,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            terms_of=lambda tenant: granted.get(tenant, TenantTerms()),
+            enable_prefix_caching=enable_prefix_caching,
+        )
+        self.scheduler.executor_attached(1, num_blocks)
+        self.watch = GapWatch(self.scheduler, has_guarantees=limits.max_preemptions < 10**6)
+        self._sampled: list[tuple[StepPlan, int]] = []
+        self._num_requests = 0
+        self.num_tokens: Counter[str] = Counter()
+
+    def step(self) -> None:
+        """Lets clients add requests, plans as far ahead as possible, and commits one result."""
+        for tenant in self.kinds:
+            if tenant not in self.absent:
+                self.fill(tenant)
+        while (plan := self.scheduler.schedule()) is not None:
+            self.watch.planned(plan)
+            self._sampled.append((plan, len(self.scheduler.state.in_flight[-1].sampled)))
+        if self._sampled:
+            plan, num_sampled = self._sampled.pop(0)
+            token_ids = [self.random.randrange(100) for _ in range(num_sampled)]
+            events = self.scheduler.commit(StepResult(plan.epoch, plan.step_id, token_ids))
+            self.watch.committed(events)
+            self.num_tokens.update(sequence.request.tenant for sequence in events.sequences)
+
+    def run(self, num_steps: int) -> None:
+        for number in range(num_steps):
+            self.step()
+            if number % 50 == 0:
+                check_invariants(self.scheduler)
+
+    def fill(self, tenant: str) -> None:
+        waiting = self.scheduler.state.waiting
+        while len(waiting.of(self.scheduler.state.accounts.of(tenant))) < self.backlog[tenant]:
+            try:
+                self.scheduler.add(self._draw_request(tenant))
+            except QueueFull:
+                return
+
+    def _draw_request(self, tenant: str) -> Request:
+        self._num_requests += 1
+        most = self.scheduler.max_tokens_per_sequence
+        num_prompt, num_output, num_samples = KINDS[self.kinds[tenant]](self.random)
+        num_prompt = min(num_prompt, most - 1)
+        total = min(num_prompt + num_output, most)
+        prompt = [self.random.randrange(2) for _ in range(num_prompt)]
+        num_samples = min(num_samples, self.scheduler.state.limits.max_num_seqs)
+        params = SequenceParams(max_total_tokens=total)
+        return Request(self._num_requests, prompt, params, seeds=tuple(range(num_samples)), tenant=tenant)
+
+
+def draw_world(seed: int) -> ShareWorld:
+    """Returns a small world with two to four tenants."""
+    random = Random(seed)
+    max_num_seqs = random.randint(2, 6)
+    limits = SchedulerLimits(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + random.randint(0, 16),
+        max_model_len=random.choice((40, 200)),
+        max_in_flight=random.choice((1, 2, 3)),
+        max_ahead=random.choice((0, 16, 64)),
+        max_preemptions=random.choice((0, 3, 10**6, 10**6)),
+    )
+    tenants = "abcd"[: random.randint(2, 4)]
+    block_size = random.randint(1, 8)
+    least = -(-limits.max_model_len // block_size) * max_num_seqs
+    return ShareWorld(
+        limits,
+        {tenant: random.choice(list(KINDS)) for tenant in tenants},
+        terms={tenant: TenantTerms(weight=random.choice((1, 1, 2, 0.5))) for tenant in tenants},
+        backlog={tenant: random.choice((1, 3, 100)) for tenant in tenants},
+        num_blocks=random.choice((least + 2, max(4, least // 2))),
+        block_size=block_size,
+        enable_prefix_caching=random.random() < 0.7,
+        seed=seed,
+    )
+
+
+def run_world(seed: int, num_steps: int = 1500) -> float:
+    """Runs a world in which some tenants leave and come back; returns the largest gap. Raises if I22 is broken."""
+    world = draw_world(seed)
+    is_bursty = world.random.random() < 0.5
+    for number in range(num_steps):
+        if is_bursty and number % 200 == 0:
+            world.absent = set(world.random.sample(sorted(world.kinds), world.random.randint(0, len(world.kinds) - 1)))
+        world.step()
+        if number % 100 == 0:
+            check_invariants(world.scheduler)
+    return world.watch.most
