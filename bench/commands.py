@@ -38,6 +38,7 @@ COMMANDS: dict[str, Command] = {
     "sampling-cost": Command("bench.overhead.sampling_cost", "Cost of sampling in a batch of 64 sequences."),
     "observability-cost": Command("bench.overhead.observability_cost", "Cost of metrics, logs and the live page."),
     "attacks": Command("bench.attacks.command", "Attacks on the services, beside a victim with ordinary requests."),
+    "shares": Command("bench.attacks.shares", "Tokens of tenants of which one sends far more than the others."),
     "attacker": Command("bench.attacks.attacker", "One attack of `attacks`, as a process of its own."),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
     "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),

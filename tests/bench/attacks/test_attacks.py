@@ -1,0 +1,72 @@
+"""The attacks are sent as they are meant, and the measurements beside them run on real services."""
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from bench.attacks import command, http2, shares
+from bench.attacks.attacks import ATTACKS, GENERATE
+from bench.attacks.shares import jain_index
+from bench.attacks.victim import Experience
+from bench.command_line import BenchError
+from quire.v1 import generation_pb2
+
+SMALL = ["--num-blocks", "129", "--num-threads", "1"]
+
+
+def test_frames_have_a_header_of_nine_bytes() -> None:
+    for frame, kind, stream_id in (
+        (http2.settings(), 4, 0),
+        (http2.settings_acknowledged(), 4, 0),
+        (http2.headers(5, http2.grpc_call("localhost:1", GENERATE, "key")), 1, 5),
+        (http2.reset(5), 3, 5),
+    ):
+        length, found_kind, _, found_id = struct.unpack(">I", b"\0" + frame[:3])[0], frame[3], frame[4], frame[5:9]
+        assert (length, found_kind, found_id) == (len(frame) - 9, kind, struct.pack(">I", stream_id))
+
+
+def test_the_attacked_method_exists() -> None:
+    service = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+    assert f"/{service.full_name}/{service.methods_by_name['Generate'].name}" == GENERATE
+
+
+@pytest.mark.parametrize(("values", "index"), [([1, 1, 1, 1], 1.0), ([1, 0, 0, 0], 0.25), ([0, 0], 0.0), ([3, 1], 0.8)])
+def test_jains_index(values: list[float], index: float) -> None:
+    assert jain_index(values) == pytest.approx(index)
+
+
+def test_a_victim_without_a_request_was_not_served() -> None:
+    assert Experience(0, {}, None, None).served_ratio == 0.0
+    assert Experience(3, {"TimeoutError": 1}, 1.0, 2.0).served_ratio == 0.75
+
+
+def test_an_unknown_attack_is_refused() -> None:
+    with pytest.raises(BenchError, match="rapid-resets"):
+        command.main(["--only", "rapid-resets"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_the_services_outlive_each_attack(attack: str, tmp_path: Path) -> None:
+    path = tmp_path / "attacks.json"
+    command.main(["--only", attack, "--duration-s", "1", "--json", str(path), *SMALL])
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["attack"] == attack
+    assert row["alone"]["num_served"] > 0
+    assert row["after"]["num_served"] > 0
+    assert row["scheduler_rss_mib"] <= 1024
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_every_tenant_is_served_beside_one_that_sends_far_more(tmp_path: Path) -> None:
+    path = tmp_path / "shares.json"
+    flags = ["--tenants", "3", "--clients", "2", "--times", "20", "--duration-s", "3"]
+    shares.main([*flags, "--json", str(path), *SMALL, "--max-num-seqs", "4"])
+    report = json.loads(path.read_text())
+    assert report["num_clients"] == {"tenant-0": 40, "tenant-1": 2, "tenant-2": 2}
+    assert all(report["num_tokens"].values())
+    assert report["jain_index"] > 0.8, report
