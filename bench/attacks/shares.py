@@ -41,7 +41,7 @@ class Shares:
 
 
 def jain_index(values: Sequence[float]) -> float:
-    """Returns Jain's index of fairness (Jain, Chiu and Hawe, 1984); 0 if nobody got anything."""
+    """Returns Jain's index of fairness (Jain, Chiu and Hawe, 1984); 0 if all values are 0."""
     total, squares = sum(values), sum(value * value for value in values)
     return total * total / (len(values) * squares) if squares else 0.0
 
