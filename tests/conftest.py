@@ -15,6 +15,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
+def pytest_configure() -> None:
+    """Keeps the threads of grpc.aio until the process ends.
+
+    Otherwise the end of the last channel ends them. If the garbage collector finds that channel during another test, the
+    end waits for a thread that cannot end meanwhile, and that test hangs until its time-out.
+    """
+    import grpc.aio
+
+    grpc.aio.init_grpc_aio()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Runs the tests with a longer time-out first if workers share the suite.
 

@@ -37,7 +37,7 @@ OPTIONS = [
     ("grpc.max_receive_message_length", 4 * 2**20),
     # Limits the streams that a connection may have open; clients queue the others. Without a limit, a client that opens
     # streams and cancels each at once (CVE-2023-44487) keeps the event loop busy with calls without a reader.
-    ("grpc.max_concurrent_streams", 128),
+    ("grpc.max_concurrent_streams", 256),
     # A connection that does not begin HTTP/2 within this time is closed, and one without streams after five minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),

@@ -42,6 +42,8 @@ COVERED = {
     "make verify": "CI runs its two parts",
     "make lint": "CI runs it",
     "make wheel-check": "CI runs it",
+    "make lock": "tests/deploy/test_locks.py compares what it writes; it needs a package index and minutes",
+    "make supply-check": "CI runs it",
     "make dashboards": "tests/deploy/test_dashboards.py and test_operations_page.py compare what it writes",
     ".venv/bin/python -m checks.words": "make lint runs it",
     "make help": "test_make_targets",
