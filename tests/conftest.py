@@ -18,8 +18,8 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 def pytest_configure() -> None:
     """Keeps the threads of grpc.aio until the process ends.
 
-    Otherwise the end of the last channel ends them. If the garbage collector finds that channel during another test, the
-    end waits for a thread that cannot end meanwhile, and that test hangs until its time-out.
+    Otherwise the end of the last channel ends them. If the garbage collector finds that channel during another test,
+    the end waits for a thread that cannot end meanwhile, and that test hangs until its time-out.
     """
     import grpc.aio
 
