@@ -136,9 +136,8 @@ async def test_a_restarted_scheduler_finds_its_executor_ready(apart: Stack) -> N
     async with apart.client() as client:
         expected = await outcomes(client, [SHORT])
     loaded, executor = apart.log().count("KV pool: "), apart.pid("executor")
-    await apart.ended(apart.scheduler, signal.SIGTERM)
-    apart.launch_scheduler()
-    async with apart.client(wait_for_ready=True) as client:
-        assert differences(await outcomes(client, [SHORT]), expected) == []
+    await apart.restart_scheduler()
     await until_readiness(apart, READY)
+    async with apart.client() as client:
+        assert differences(await outcomes(client, [SHORT]), expected) == []
     assert (apart.log().count("KV pool: "), apart.pid("executor")) == (loaded, executor)
