@@ -21,6 +21,8 @@ def blind_scheduler() -> None:
     class BlindObserver:
         """Observes a request without a log line, a trace or an exemplar."""
 
+        num_tokens = 0
+
         def __init__(self, metrics: SchedulerMetrics, tracer: object = None) -> None:
             self.exemplar: dict[str, str] = {}
 
