@@ -96,12 +96,12 @@ class FairQueue:
 
     def choose_victim(self, *, is_short: bool) -> Sequence | None:
         """Returns the sequence to preempt for lack of blocks, or else for a tenant that waits; None: no need."""
-        batch, _ = self._holdings()
+        batch, cache = self._holdings()
         if is_short:
-            return victim_of_shortage(batch.running, self._policy)
+            return victim_of_shortage(batch.running, cache, self._policy)
         if self.left_behind is None or len(self._accounts.active) == 1 or self.left_behind is not self.first():
             return None
-        return victim_of_shares(batch, self.left_behind, self._limits.max_ahead, self._policy)
+        return victim_of_shares(batch, cache, self.left_behind, self._limits.max_ahead, self._policy)
 
     def of(self, account: Account) -> WaitingQueue:
         """Returns the queue of one tenant, which may be empty."""
