@@ -61,8 +61,9 @@ def _choose(candidates: list[Sequence], cache: KVCache, policy: Policy) -> Seque
     return min(others or equals, key=lambda s: (_cost(s, cache), [-number for number in policy.order(s)]))
 
 
-def _standing(sequence: Sequence, policy: Policy) -> tuple[int, float, int]:
-    return (sequence.account.terms.priority, sequence.account.level, policy.rank(sequence))
+def _standing(sequence: Sequence, policy: Policy) -> tuple[int, float, str, int]:
+    account = sequence.account
+    return (account.terms.priority, account.level, account.name, policy.rank(sequence))
 
 
 def _cost(sequence: Sequence, cache: KVCache) -> tuple[int, int]:

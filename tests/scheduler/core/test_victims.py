@@ -98,11 +98,11 @@ def prefer_the_longest(patch: pytest.MonkeyPatch) -> None:
 
 
 def ignore_shares(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(victims, "_standing", lambda sequence, policy: (0, 0.0, policy.rank(sequence)))
+    patch.setattr(victims, "_standing", lambda sequence, policy: policy.rank(sequence))
 
 
 def ignore_ranks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(victims, "_standing", lambda s, policy: (s.account.terms.priority, s.account.level, 0))
+    patch.setattr(victims, "_standing", lambda s, policy: (s.account.terms.priority, s.account.level, s.account.name))
 
 
 def choose_the_oldest(patch: pytest.MonkeyPatch) -> None:

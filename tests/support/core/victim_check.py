@@ -1,7 +1,6 @@
 """Checks I23 at each preemption: which sequence is taken, by counts of its own."""
 
 from collections import Counter
-from collections.abc import Collection
 
 from scheduler.core import Scheduler, Sequence
 from scheduler.core.state import SchedulerState
@@ -14,7 +13,7 @@ def check_victims(scheduler: Scheduler) -> None:
 
     def choose(*, is_short: bool) -> Sequence | None:
         victim = choose_victim(is_short=is_short)
-        if victim is not None:
+        if victim is not None and not state.in_flight:  # with plans in flight, none is preempted yet
             _check(state, victim, is_short=is_short)
         return victim
 
@@ -26,7 +25,7 @@ def _check(state: SchedulerState, victim: Sequence, *, is_short: bool) -> None:
     running = [sequence for sequence in state.batch.running if not sequence.is_guaranteed]
     most = max(map(_standing, running))
     assert not is_short or _standing(victim) == most, f"I23: {victim!r} is not of the tenant with the most service"
-    of_tenant = [sequence for sequence in running if _standing(sequence) == _standing(victim)]
+    of_tenant = [sequence for sequence in running if sequence.account is victim.account]
     rank = state.policy.rank
     assert rank(victim) == max(map(rank, of_tenant)), f"I23: {victim!r} is more urgent than another sequence"
     equals = [sequence for sequence in of_tenant if rank(sequence) == rank(victim)]
@@ -52,7 +51,7 @@ def _shares_a_prefix(sequence: Sequence, num_references: Counter[int]) -> bool:
 def _cost(state: SchedulerState, sequence: Sequence, num_references: Counter[int]) -> tuple[float, int]:
     """Returns the blocks of tokens to compute again for each block that becomes free, and the magnitude of tokens."""
     size, tokens = state.cache.block_size, range(sequence.num_computed_tokens)
-    own: Collection[int] = [block for block in sequence.block_table if num_references[block] == 1]
+    own = [block for block in sequence.block_table if num_references[block] == 1]
     if not own:
         return (float("inf"), len(tokens).bit_length())
     lost = list(tokens)
