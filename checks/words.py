@@ -1,7 +1,8 @@
 """Checks the English of code, tests and docs: `python -m checks.words [PATH …]`. CONTRIBUTING.md explains the rules.
 
-W1  The first line of a docstring is a sentence (below a constant, a phrase): it starts with a capital letter, a digit or a name in backticks, ends
-    with punctuation, and does not open with a word that makes it a riddle ("Of a request: …", "Who is next").
+W1  The first line of a docstring is a sentence: it starts with a capital letter, a digit or a name in backticks, ends
+    with punctuation, and does not open with a word that makes it a riddle ("Of a request: …", "Who is next"). The
+    description of a constant, below its assignment, can be a phrase, but not a riddle.
 W2  A component is *it*: *who*, *nobody* and their like are for people, so *who* follows a noun that names people, and
     the others do not occur.
 
@@ -42,6 +43,10 @@ BODIES = re.compile(r"\b(?:no|some|any|every)body(?:'s)?\b(?! of )", re.IGNORECA
 NAME_WORDS = re.compile(r"(?:^|_)(who|whom|whoever|nobody|somebody|anybody|everybody)(?:_|$)")
 
 
+Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+"""Nodes that can have a docstring."""
+
+
 class Finding(NamedTuple):
     path: Path
     line: int
@@ -57,7 +62,7 @@ def check_python(path: Path, source: str) -> Iterator[Finding]:
     """Yields what is wrong with the docstrings, comments, strings and names of one Python file."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, Scope):
             first = ast.get_docstring(node)
             if first is not None:
                 yield from check_opening(path, node.body[0].lineno, first)
@@ -73,14 +78,13 @@ def check_python(path: Path, source: str) -> Iterator[Finding]:
             yield from check_people(path, token.start[0], token.string)
 
 
-def constant_docstrings(
-    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef,
-) -> Iterator[ast.Constant]:
-    """Yields the strings that follow an assignment in a body, which describe what is assigned."""
+def constant_docstrings(node: Scope) -> Iterator[ast.Constant]:
+    """Yields the strings that follow an assignment in a body, which describe the assigned name."""
     for assignment, described in pairwise(node.body):
         if isinstance(assignment, ast.Assign | ast.AnnAssign) and isinstance(described, ast.Expr):
-            if isinstance(described.value, ast.Constant) and isinstance(described.value.value, str):
-                yield described.value
+            constant = described.value
+            if isinstance(constant, ast.Constant):
+                yield constant
 
 
 def check_opening(path: Path, line: int, docstring: str) -> Iterator[Finding]:
