@@ -39,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "observability-cost": Command("bench.overhead.observability_cost", "Cost of metrics, logs and the live page."),
     "attacks": Command("bench.attacks.command", "Attacks on the services, beside a victim with ordinary requests."),
     "shares": Command("bench.attacks.shares", "Tokens of tenants of which one sends far more than the others."),
+    "overload": Command("bench.attacks.overload", "Goodput under three times the load that the server can serve."),
     "attacker": Command("bench.attacks.attacker", "One attack of `attacks`, as a process of its own."),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
     "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),

@@ -1,7 +1,8 @@
 """Checks the English of code, tests and docs: `python -m checks.words [PATH …]`. CONTRIBUTING.md explains the rules.
 
 W1  The first line of a docstring is a sentence: it starts with a capital letter, a digit or a name in backticks, ends
-    with punctuation, and does not open with a word that makes it a riddle ("Of a request: …", "Who is next").
+    with punctuation, and does not open with a word that makes it a riddle ("Of a request: …", "Who is next"). The
+    description of a constant, below its assignment, can be a phrase, but not a riddle.
 W2  A component is *it*: *who*, *nobody* and their like are for people, so *who* follows a noun that names people, and
     the others do not occur.
 
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tokenize
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,10 @@ BODIES = re.compile(r"\b(?:no|some|any|every)body(?:'s)?\b(?! of )", re.IGNORECA
 NAME_WORDS = re.compile(r"(?:^|_)(who|whom|whoever|nobody|somebody|anybody|everybody)(?:_|$)")
 
 
+Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+"""Nodes that can have a docstring."""
+
+
 class Finding(NamedTuple):
     path: Path
     line: int
@@ -56,10 +62,13 @@ def check_python(path: Path, source: str) -> Iterator[Finding]:
     """Yields what is wrong with the docstrings, comments, strings and names of one Python file."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, Scope):
             first = ast.get_docstring(node)
             if first is not None:
                 yield from check_opening(path, node.body[0].lineno, first)
+            for constant in constant_docstrings(node):
+                if RIDDLES.match(str(constant.value).strip()):
+                    yield Finding(path, constant.lineno, "W1", str(constant.value).strip().split("\n")[0])
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and NAME_WORDS.search(node.name):
             yield Finding(path, node.lineno, "W2", node.name)
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -67,6 +76,15 @@ def check_python(path: Path, source: str) -> Iterator[Finding]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield from check_people(path, token.start[0], token.string)
+
+
+def constant_docstrings(node: Scope) -> Iterator[ast.Constant]:
+    """Yields the strings that follow an assignment in a body, which describe the assigned name."""
+    for assignment, described in pairwise(node.body):
+        if isinstance(assignment, ast.Assign | ast.AnnAssign) and isinstance(described, ast.Expr):
+            constant = described.value
+            if isinstance(constant, ast.Constant):
+                yield constant
 
 
 def check_opening(path: Path, line: int, docstring: str) -> Iterator[Finding]:

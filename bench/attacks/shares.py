@@ -16,15 +16,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from bench.attacks.ordinary_requests import generate
 from bench.command_line import BenchError, Parser, at_least
 from bench.machine import describe_machine
 from bench.report import save
 from bench.server_process import quire_server
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from quire.events import Delta
 
-_PROMPT_TOKENS = 16
 _OUTPUT_TOKENS = 64
 _WARM_UP_S = 2.0
 _PAUSE_S = 0.05
@@ -76,13 +75,9 @@ async def _clients(address: str, key: str, tenant: str, number: int, counts: Cou
 async def _client(client: AsyncClient, tenant: str, rng: random.Random, counts: Counter[str]) -> None:
     """Sends one request after the other, and counts each token as it arrives."""
     while True:
-        prompt = [rng.randrange(10, 250) for _ in range(_PROMPT_TOKENS)]
         try:
-            events = client.generate(prompt, max_tokens=_OUTPUT_TOKENS, ignore_eos=True)
-            async with events:
-                async for event in events:
-                    if isinstance(event, Delta):
-                        counts[tenant] += len(event.token_ids)
+            async for num_tokens in generate(client, rng, _OUTPUT_TOKENS):
+                counts[tenant] += num_tokens
         except QuireError:
             await asyncio.sleep(_PAUSE_S)
 

@@ -8,11 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench.attacks.ordinary_requests import generate
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
-from quire.events import Delta
 
-_PROMPT_TOKENS = 16
 _OUTPUT_TOKENS = 16
 _TIMEOUT_S = 20.0
 _PAUSE_S = 0.01
@@ -42,9 +41,8 @@ async def live(client: AsyncClient, duration_s: float, num_clients: int = 1, *, 
 
     async def loop(rng: random.Random) -> None:
         while time.monotonic() < end_s:
-            prompt = [rng.randrange(10, 250) for _ in range(_PROMPT_TOKENS)]
             try:
-                ttfts_s.append(await _ttft_s(client, prompt))
+                ttfts_s.append(await _ttft_s(client, rng))
             except (QuireError, TimeoutError) as error:
                 failures[type(error).__name__] += 1
                 await asyncio.sleep(_PAUSE_S)
@@ -55,16 +53,13 @@ async def live(client: AsyncClient, duration_s: float, num_clients: int = 1, *, 
     return _experience(ttfts_s, failures)
 
 
-async def _ttft_s(client: AsyncClient, prompt: list[int]) -> float:
+async def _ttft_s(client: AsyncClient, rng: random.Random) -> float:
     """Sends a request and reads all its output. Raises TimeoutError if that takes too long."""
     sent_s = time.perf_counter()
     first_s: float | None = None
     async with asyncio.timeout(_TIMEOUT_S):
-        events = client.generate(prompt, max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-        async with events:
-            async for event in events:
-                if first_s is None and isinstance(event, Delta):
-                    first_s = time.perf_counter()
+        async for _ in generate(client, rng, _OUTPUT_TOKENS):
+            first_s = first_s or time.perf_counter()
     if first_s is None:
         raise TimeoutError("the stream ended without a token")
     return first_s - sent_s

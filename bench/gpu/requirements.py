@@ -10,7 +10,7 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[2]
 _TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "transformers", "triton")
-"""What the tests of the correctness phase need of the extra `dev`; transformers is measured too."""
+"""Distributions of the extra `dev` that the correctness phase needs; transformers is measured too."""
 PROVIDED = (
     "grpcio",
     "numba",
@@ -23,7 +23,7 @@ PROVIDED = (
     "triton",
     "typer",
 )
-"""What a GPU machine without a package index has by itself, with all that these distributions require."""
+"""Distributions that a GPU machine without a package index has by itself, with all that these require."""
 
 
 def needed() -> list[Requirement]:

@@ -115,11 +115,19 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
+                "CUDA graphs",
+                "Graphs of decode steps by state. Batches whose graph is missing for lack of memory take longer steps.",
+                {"{state}": "sum by (state) (quire_executor_graphs{m})"},
+                "short",
+                stacked=True,
+            )
+        )
+        .with_panel(
+            lines(
                 "Restarts",
                 "Restarts within the preceding hour, by the address of the executor.",
                 {"{executor}": f"sum by (executor) ({_RESTARTS})"},
                 "short",
-                width="half",
             )
         )
         .with_panel(
@@ -128,7 +136,6 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Services that answer Prometheus, by version. There is more than one version during an update.",
                 {"{service} {version}": "count by (service, version) (quire_build_info)"},
                 "short",
-                width="half",
             )
         )
     )

@@ -19,6 +19,12 @@ from deploy.grafana.panels import (
 TTFT_BOUNDS_S = ("0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0")
 ITL_BOUNDS_S = ("0.01", "0.025", "0.05", "0.1", "0.25", "0.5")
 
+REFUSALS = (
+    ("caller", "quire_calls_refused_total"),
+    ("request", "quire_requests_rejected_total"),
+)
+"""Counters with the label `reason`, and a name for each in the legend. A new bound at the edge is one line here."""
+
 TTFT = "quire_time_to_first_token_seconds"
 ITL = "quire_inter_token_latency_seconds"
 
@@ -51,7 +57,7 @@ def overview() -> dashboard.Dashboard:
         ),
     ):  # fmt: skip
         board = board.with_panel(panel)
-    return _tenants(_reasons(_objectives(_latency(_throughput(board)))))
+    return _refusals(_tenants(_reasons(_objectives(_latency(_throughput(board))))))
 
 
 def _throughput(board: dashboard.Dashboard) -> dashboard.Dashboard:
@@ -214,11 +220,22 @@ def _tenants(board: dashboard.Dashboard) -> dashboard.Dashboard:
         board.with_row(dashboard.Row("Tenants"))
         .with_panel(
             lines(
+                "Tokens by tenant",
+                "Prompt tokens and generated tokens per second, of the largest tenants and all others.",
+                {"{tenant}, {kind}": per_second("quire_tenant_tokens_total", "tenant", "kind")},
+                "short",
+                stacked=True,
+                width="half",
+            )
+        )
+        .with_panel(
+            lines(
                 "Service by tenant",
                 "Computed prompt tokens, and generated tokens twice, per second.",
                 {"{tenant}": per_second("quire_tenant_service_total", "tenant")},
                 "short",
                 stacked=True,
+                width="half",
             )
         )
         .with_panel(
@@ -227,6 +244,7 @@ def _tenants(board: dashboard.Dashboard) -> dashboard.Dashboard:
                 "Service, divided by the weight, by which a tenant is ahead of the tenant that waits with the least.",
                 {"{tenant}": "sum by (tenant) (quire_tenant_ahead{m})"},
                 "short",
+                width="half",
             )
         )
         .with_panel(
@@ -238,6 +256,19 @@ def _tenants(board: dashboard.Dashboard) -> dashboard.Dashboard:
                     "{tenant} refused": per_second("quire_tenant_requests_rejected_total", "tenant"),
                 },
                 "short",
+                width="half",
             )
+        )
+    )
+
+
+def _refusals(board: dashboard.Dashboard) -> dashboard.Dashboard:
+    return board.with_row(dashboard.Row("Limits")).with_panel(
+        lines(
+            "Refused at the edge",
+            "Refusals per second by reason: calls because of their caller, requests because of a limit.",
+            {f"{name}, {{reason}}": per_second(counter, "reason") for name, counter in REFUSALS},
+            "short",
+            width="whole",
         )
     )

@@ -10,24 +10,21 @@ OrderKey = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """An order of admission and, reversed, of preemption: the victim is the running sequence that comes last.
-
-    The keys of `order` are unique and never change.
-    """
+    """An order of admission: by `rank`, then by arrival. Victims of preemption are taken from the highest rank."""
 
     name: str
-    order: Callable[[Sequence], OrderKey]
+    rank: Callable[[Sequence], int]
+
+    def order(self, sequence: Sequence) -> OrderKey:
+        """Returns a key that is unique and never changes."""
+        return (self.rank(sequence), sequence.arrival, sequence.index)
 
 
-def _by_arrival(sequence: Sequence) -> OrderKey:
-    return (sequence.arrival, sequence.index)
+def _priority(sequence: Sequence) -> int:
+    return sequence.request.priority
 
 
-def _by_priority(sequence: Sequence) -> OrderKey:
-    return (sequence.request.priority, sequence.arrival, sequence.index)
-
-
-FCFS = Policy("fcfs", order=_by_arrival)
-PRIORITY = Policy("priority", order=_by_priority)
+FCFS = Policy("fcfs", rank=lambda sequence: 0)
+PRIORITY = Policy("priority", rank=_priority)
 
 POLICIES = {policy.name: policy for policy in (FCFS, PRIORITY)}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from quire.histogram import Histogram
+from scheduler.telemetry.tenant_counts import TenantCounts
 
 if TYPE_CHECKING:
     from scheduler.core import FinishReason
@@ -48,4 +49,5 @@ class Measurements:
         self.num_generation_tokens = 0
         self.num_finished: Counter[FinishReason] = Counter()
         self.num_rejected = Counter(dict.fromkeys(REJECTIONS, 0))
+        self.tenants = TenantCounts(clock)
         self.num_refused_calls = Counter({"unauthenticated": 0, "permission_denied": 0})

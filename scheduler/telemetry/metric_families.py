@@ -19,8 +19,12 @@ class MetricFamilies:
         return self._filled(CounterMetricFamily(name, text, labels=["model_name"]), {(): value})
 
     def counters(self, name: str, text: str, label: str, values: dict[str, int]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=["model_name", label])
-        return self._filled(family, {(key,): value for key, value in values.items()})
+        return self.counters_by(name, text, (label,), {(key,): value for key, value in values.items()})
+
+    def counters_by(
+        self, name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], int]
+    ) -> Metric:
+        return self._filled(CounterMetricFamily(name, text, labels=["model_name", *labels]), values)
 
     def gauge(self, name: str, text: str, value: float) -> Metric:
         return self._filled(GaugeMetricFamily(name, text, labels=["model_name"]), {(): value})

@@ -6,7 +6,6 @@ each bucket of a latency, the last request that fell into it.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -22,7 +21,7 @@ from scheduler.engine.engine import ServerState
 from scheduler.telemetry.measurements import HISTOGRAMS, Measurements
 from scheduler.telemetry.metric_families import MetricFamilies, core_families, pool_families
 from scheduler.telemetry.request_metrics import RequestMetrics, RequestSummary
-from scheduler.telemetry.tenant_families import TenantLabels, tenant_families
+from scheduler.telemetry.tenant_families import tenant_families
 
 if TYPE_CHECKING:
     from scheduler.engine.engine import Engine
@@ -41,8 +40,6 @@ class SchedulerMetrics(Collector):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine: Engine | None = None
         self.measurements = Measurements(clock)
-        self.tenants = TenantLabels()
-        self._rejected_by_tenant: Counter[str] = Counter()
         self._queued: dict[int, RequestMetrics] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -57,9 +54,10 @@ class SchedulerMetrics(Collector):
         arrival_s: float,
         exemplar: ExemplarLabels = NO_LABELS,
         on_end: Callable[[RequestSummary], None] | None = None,
+        tenant: str = DEFAULT_TENANT,
     ) -> RequestMetrics:
         """Starts to measure a request."""
-        return RequestMetrics(self.measurements, num_sequences, arrival_s, exemplar, on_end)
+        return RequestMetrics(self.measurements, num_sequences, arrival_s, exemplar, on_end, tenant)
 
     def queued(self, engine_id: int, request: RequestMetrics) -> None:
         """Called when a request starts to wait for its first admission by a plan."""
@@ -72,7 +70,7 @@ class SchedulerMetrics(Collector):
     def rejected(self, reason: str, tenant: str = DEFAULT_TENANT) -> None:
         """Counts a request that never reached the queue; `reason` is its status code, such as "invalid_argument"."""
         self.measurements.num_rejected[reason] += 1
-        self._rejected_by_tenant[self.tenants.of(tenant)] += 1
+        self.measurements.tenants.rejected(tenant)
 
     def refused_call(self, reason: str) -> None:
         """Counts a call that was refused because of its caller: "unauthenticated" or "permission_denied"."""
@@ -131,7 +129,7 @@ class SchedulerMetrics(Collector):
         )
         yield from core_families(families, core)
         yield from pool_families(families, engine.kv_usage())
-        yield from tenant_families(families, core, self.tenants, self._rejected_by_tenant)
+        yield from tenant_families(families, core, self.measurements.tenants)
 
     def _request_families(self, families: MetricFamilies) -> Iterator[Metric]:
         measured = self.measurements

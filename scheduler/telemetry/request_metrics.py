@@ -66,6 +66,7 @@ class RequestMetrics:
         "_on_end",
         "_reasons",
         "_started_s",
+        "_tenant",
         "exemplar",
     )
 
@@ -76,11 +77,13 @@ class RequestMetrics:
         arrival_s: float,
         exemplar: ExemplarLabels,
         on_end: Callable[[RequestSummary], None] | None,
+        tenant: str,
     ) -> None:
         self._measurements = measurements
         self._arrival_s = arrival_s
         self.exemplar = exemplar
         self._on_end = on_end
+        self._tenant = tenant
         self._started_s: float | None = None
         self._first_token_s: dict[int, float] = {}  # by sequence
         self._last_token_s: dict[int, float] = {}
@@ -109,6 +112,7 @@ class RequestMetrics:
         self._num_cached_tokens = num_cached_tokens
         measurements.num_prompt_tokens["cached"] += num_cached_tokens
         measurements.num_prompt_tokens["computed"] += num_prompt_tokens - num_cached_tokens
+        measurements.tenants.tokens(self._tenant, "prompt", num_prompt_tokens)
         self._observe("quire_request_prompt_tokens", now_s, num_prompt_tokens)
 
     def tokens(self, index: int, num_tokens: int) -> None:
@@ -127,6 +131,7 @@ class RequestMetrics:
         self._last_token_s[index] = now_s
         self._num_tokens += num_tokens
         measurements.num_generation_tokens += num_tokens
+        measurements.tenants.tokens(self._tenant, "generated", num_tokens)
 
     def finished(self, index: int, reason: FinishReason, num_tokens: int, num_preemptions: int = 0) -> None:
         """Called when a sequence of `num_tokens` has ended with a result."""

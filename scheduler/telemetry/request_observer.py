@@ -130,7 +130,7 @@ class ObservedRequest:
             self._request_id = facts.request_id
             log_as(request_id=facts.request_id, trace_id=self._trace_id)
         exemplar = exemplar_labels(facts.request_id, self._trace_id)
-        return self._metrics.request(facts.num_results, self.arrival_s, exemplar, self._ended)
+        return self._metrics.request(facts.num_results, self.arrival_s, exemplar, self._ended, self._tenant)
 
     def queued(self, request: RequestMetrics) -> None:
         """Called when the engine has queued the request."""

@@ -1,43 +1,19 @@
-"""Metrics by tenant, with a bounded number of labels."""
+"""Metric families by tenant, with the labels of `TenantCounts`."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
-from quire.logs import printable
 from scheduler.core import Scheduler
 from scheduler.telemetry.metric_families import MetricFamilies
-
-MAX_TENANTS = 20
-"""Tenants with a label of their own: the first to be seen, so that no counter ever changes its label."""
-
-MAX_NAME = 64
-"""Maximum number of characters of a tenant's name in a label."""
-
-OTHER = "other"
+from scheduler.telemetry.tenant_counts import TenantCounts
 
 
-class TenantLabels:
-    """The label of each tenant: its name, or OTHER."""
-
-    def __init__(self) -> None:
-        self._labels: dict[str, str] = {}
-
-    def of(self, tenant: str) -> str:
-        label = self._labels.get(tenant)
-        if label is None:
-            if len(self._labels) >= MAX_TENANTS:
-                return OTHER
-            label = self._labels[tenant] = printable(tenant[:MAX_NAME])
-        return label
-
-
-def tenant_families(
-    families: MetricFamilies, core: Scheduler, labels: TenantLabels, num_rejected: Mapping[str, int]
-) -> Iterator[Metric]:
-    """Yields the families by tenant. `num_rejected` is by label."""
-    service: Counter[str] = Counter()
+def tenant_families(families: MetricFamilies, core: Scheduler, counts: TenantCounts) -> Iterator[Metric]:
+    """Yields the families by tenant, after an update of the counts."""
+    counts.update(core.state.accounts)
+    labels = counts.labels
     ahead: dict[str, int] = {}
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
@@ -46,7 +22,6 @@ def tenant_families(
     least = min((level for account, level in levels.items() if len(queue.of(account))), default=None)
     for account, level in levels.items():
         label = labels.of(account.name)
-        service[label] += account.cost
         waiting[label] += len(queue.of(account))
         running[label] += 0
         gap = level - least if least is not None and account.num_requests else 0.0
@@ -57,7 +32,13 @@ def tenant_families(
         "quire_tenant_service",
         "Service by tenant: computed prompt tokens, and generated tokens twice",
         "tenant",
-        service,
+        counts.service,
+    )
+    yield families.counters_by(
+        "quire_tenant_tokens",
+        "Prompt tokens, cached ones included, and generated tokens that were sent, by tenant",
+        ("tenant", "kind"),
+        counts.num_tokens,
     )
     yield families.gauges(
         "quire_tenant_ahead", "Service, by weight, ahead of the tenant that waits with the least", "tenant", ahead
@@ -65,5 +46,5 @@ def tenant_families(
     yield families.gauges("quire_tenant_sequences_running", "Running sequences, by tenant", "tenant", running)
     yield families.gauges("quire_tenant_sequences_waiting", "Waiting sequences, by tenant", "tenant", waiting)
     yield families.counters(
-        "quire_tenant_requests_rejected", "Requests that were never queued, by tenant", "tenant", dict(num_rejected)
+        "quire_tenant_requests_rejected", "Requests that were never queued, by tenant", "tenant", counts.num_rejected
     )

@@ -61,6 +61,13 @@ def test_people_are_people(text: str) -> None:
     assert rules(f"x = 1  # {text}") == []
 
 
+@pytest.mark.parametrize("opening", ["Of the pool.", "What a client needs.", "So many tokens."])
+def test_descriptions_of_constants_are_no_riddles(opening: str) -> None:
+    assert rules(f'LIMIT = 1\n"""{opening}"""') == ["W1"]
+    assert rules(f'class Limits:\n    most: int = 1\n    """{opening}"""') == ["W1"]
+    assert rules('LIMIT = 1\n"""maximum number of tokens, by tenant"""') == []
+
+
 def test_names_are_read_too() -> None:
     assert rules("def test_nobody_waits() -> None: ...") == ["W2"]
     assert rules("def test_whole_blocks() -> None: ...") == []

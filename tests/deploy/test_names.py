@@ -34,6 +34,7 @@ SHIPPED = {
         "quire_requests_rejected_total": {"reason"},
         "quire_calls_refused_total": {"reason"},
         "quire_tenant_service_total": {"tenant"},
+        "quire_tenant_tokens_total": {"tenant", "kind"},
         "quire_tenant_ahead": {"tenant"},
         "quire_tenant_sequences_running": {"tenant"},
         "quire_tenant_sequences_waiting": {"tenant"},

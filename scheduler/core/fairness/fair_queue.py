@@ -1,7 +1,7 @@
 """The waiting sequences of all tenants: one queue for each, of which the tenant with the least service is next."""
 
 from collections.abc import Callable, Iterator
-from heapq import merge
+from heapq import heapify, heappop, heappush, heapreplace, merge
 
 from scheduler.core.errors import CapacityExceeded, QueueFull
 from scheduler.core.fairness.accounts import Accounts
@@ -14,6 +14,9 @@ from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import Sequence
 from scheduler.core.tenants.account import Account
 from scheduler.core.waiting_queue import WaitingQueue
+
+_Entry = tuple[tuple[int, float, int], int, Account]
+"""An entry of the heap: the place of a tenant when it was added or corrected, its number, and the tenant."""
 
 
 class FairQueue:
@@ -43,6 +46,9 @@ class FairQueue:
         self._accounts = accounts
         self._holdings = holdings
         self._queues: dict[Account, WaitingQueue] = {}  # none of them is empty
+        self._heap: list[_Entry] = []  # of each queue the entry that `_entries` names, and older ones
+        self._entries: dict[Account, int] = {}
+        self._num_entries = 0
         self._last_to_leave = Account()
         self._num_waiting = 0
         self.num_prompt_tokens = 0
@@ -57,21 +63,28 @@ class FairQueue:
         return merge(*self._queues.values(), key=self._policy.order)
 
     def first(self) -> Sequence | None:
-        best: tuple[tuple[int, float, int], Sequence] | None = None
-        passed_over = []
-        for account, queue in self._queues.items():
-            if (head := queue.first()) is not None:
-                key = (account.terms.priority, account.level, head.arrival)
-                if best is None or key < best[0]:
-                    if self.may_enter(head):
-                        best = (key, head)
-                    else:
-                        passed_over.append(account)
-        if best is None:
-            return None
-        for account in passed_over:
-            account.raise_to(best[1].account.level)
-        return best[1]
+        """Returns the next sequence. Takes logarithmic time for each tenant whose place has changed or is passed over.
+
+        A place only gets worse while nothing is added, because counters only grow. So entries of the heap are corrected
+        when they come to its top.
+        """
+        heap, best = self._heap, None
+        passed_over: list[_Entry] = []
+        while heap and best is None:
+            place, number, account = heap[0]
+            if self._entries.get(account) != number:
+                heappop(heap)
+            elif place != (current := self._place(account)):
+                heapreplace(heap, (current, number, account))
+            elif self.may_enter(head := self._head(account)):
+                best = head
+            else:
+                passed_over.append(heappop(heap))
+        for entry in passed_over:
+            if best is not None:
+                entry[2].raise_to(best.account.level)
+            heappush(heap, entry)
+        return best
 
     def add(self, sequence: Sequence) -> None:
         queue = self._queues.get(sequence.account)
@@ -79,6 +92,8 @@ class FairQueue:
             self._lift(sequence.account)
             queue = self._queues[sequence.account] = WaitingQueue(self._policy)
         queue.add(sequence)
+        if queue.first() is sequence:
+            self._enter(sequence.account)
         self._num_waiting += 1
         self.num_prompt_tokens += sequence.num_prompt_tokens
 
@@ -89,19 +104,19 @@ class FairQueue:
             raise LookupError(f"{sequence!r} is not waiting")
         queue.remove(sequence)
         if not queue:
-            del self._queues[sequence.account]
+            del self._queues[sequence.account], self._entries[sequence.account]
             self._last_to_leave = sequence.account
         self._num_waiting -= 1
         self.num_prompt_tokens -= sequence.num_prompt_tokens
 
     def choose_victim(self, *, is_short: bool) -> Sequence | None:
         """Returns the sequence to preempt for lack of blocks, or else for a tenant that waits; None: no need."""
-        batch, _ = self._holdings()
+        batch, cache = self._holdings()
         if is_short:
-            return victim_of_shortage(batch.running, self._policy)
+            return victim_of_shortage(batch.running, cache, self._policy)
         if self.left_behind is None or len(self._accounts.active) == 1 or self.left_behind is not self.first():
             return None
-        return victim_of_shares(batch, self.left_behind, self._limits.max_ahead, self._policy)
+        return victim_of_shares(batch, cache, self.left_behind, self._limits.max_ahead, self._policy)
 
     def of(self, account: Account) -> WaitingQueue:
         """Returns the queue of one tenant, which may be empty."""
@@ -130,6 +145,21 @@ class FairQueue:
             _check_takes(own, request, *part, " of yours")
         most_requests, most_tokens = terms.max_waiting_requests, terms.max_waiting_prompt_tokens
         _check_takes(own, request, most_requests, most_tokens, " of yours")
+
+    def _enter(self, account: Account) -> None:
+        """Adds an entry that replaces the tenant's older one, and removes replaced entries if most are."""
+        self._num_entries += 1
+        self._entries[account] = self._num_entries
+        heappush(self._heap, (self._place(account), self._num_entries, account))
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
+            heapify(self._heap)
+
+    def _head(self, account: Account) -> Sequence:
+        return next(iter(self._queues[account]))
+
+    def _place(self, account: Account) -> tuple[int, float, int]:
+        return (account.terms.priority, account.level, self._head(account).arrival)
 
     def _lift(self, account: Account) -> None:
         levels = [other.level for other in self._queues]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.attacks import command, http2, shares
+from bench.attacks import command, http2, overload, shares
 from bench.attacks.attacks import ATTACKS, GENERATE
 from bench.attacks.shares import jain_index
 from bench.attacks.victim import Experience
@@ -70,3 +70,24 @@ def test_every_tenant_is_served_beside_one_that_sends_far_more(tmp_path: Path) -
     assert report["num_clients"] == {"tenant-0": 40, "tenant-1": 2, "tenant-2": 2}
     assert all(report["num_tokens"].values())
     assert report["jain_index"] > 0.8, report
+
+
+@pytest.mark.parametrize(
+    "flags", [["--duration-s", "0"], ["--duration-s", "21"], ["--times", "0"], ["--deadline-s", "-1"]]
+)
+def test_an_overload_without_bounds_is_refused(flags: list[str]) -> None:
+    with pytest.raises(BenchError, match="must be positive"):
+        overload.main(flags)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(300)
+def test_requests_end_in_time_under_overload(tmp_path: Path) -> None:
+    path = tmp_path / "overload.json"
+    flags = ["--times", "3", "--clients", "4", "--duration-s", "2", "--deadline-s", "1"]
+    overload.main([*flags, "--json", str(path), *SMALL, "--max-num-seqs", "4"])
+    report = json.loads(path.read_text())
+    assert report["offered"] == pytest.approx(3 * report["capacity"])
+    assert report["outcomes"][overload.IN_TIME] > 0
+    assert sum(report["outcomes"].values()) > 2 * report["outcomes"][overload.IN_TIME], "the others were too many"
+    assert report["goodput_ratio"] == report["goodput"] / report["capacity"] > 0

@@ -11,6 +11,7 @@ from scheduler.core import (
     Request,
     Scheduler,
     SchedulerLimits,
+    Sequence,
     SequenceParams,
     StepResult,
     TenantTerms,
@@ -226,6 +227,52 @@ def test_the_number_of_accounts_is_bounded() -> None:
     for number in range(3 * MAX_IDLE_ACCOUNTS):
         accounts.request_ended(accounts.request_added(f"tenant {number}"))
     assert len(list(accounts)) <= MAX_IDLE_ACCOUNTS + 2
+
+
+def linear_first(queue: FairQueue) -> Sequence | None:
+    """Returns the sequence that is next, by a comparison of all tenants."""
+    heads = [head for account in queue._queues if (head := queue.of(account).first()) is not None]
+    heads = [head for head in heads if queue.may_enter(head)]
+    return min(heads, key=lambda s: (s.account.terms.priority, s.account.level, s.arrival), default=None)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_next_sequence_is_that_of_a_comparison_of_all_tenants(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Checked in worlds with caps, guaranteed sequences, preemptions and tenants that come and go."""
+    first, num_chosen = FairQueue.first, 0
+
+    def compared(queue: FairQueue) -> Sequence | None:
+        nonlocal num_chosen
+        expected = linear_first(queue)
+        assert first(queue) is expected
+        num_chosen += expected is not None
+        return expected
+
+    monkeypatch.setattr(FairQueue, "first", compared)
+    run_world(seed, 600)
+    world = ShareWorld(
+        limits(6, max_ahead=16),
+        {"a": "mixed", "b": "short", "c": "all slots", "d": "mixed"},
+        terms={"a": TenantTerms(max_num_seqs=2), "b": TenantTerms(priority=1), "d": TenantTerms(weight=2)},
+        num_blocks=120,
+        seed=seed,
+    )
+    for _ in range(600):
+        if world.random.random() < 0.1:
+            world.absent = set(world.random.sample("abcd", world.random.randint(0, 3)))
+        if world.random.random() < 0.05 and world.scheduler.state.requests:
+            world.scheduler.cancel(world.random.choice(list(world.scheduler.state.requests)))
+        world.step()
+    assert num_chosen > 500
+
+
+def test_replaced_entries_of_the_queue_are_removed() -> None:
+    scheduler = scheduler_of(limits(1), last=TenantTerms(priority=1))
+    scheduler.add(request(0, "first"))
+    for number in range(1, 1000):
+        scheduler.add(request(number, "last"))
+        scheduler.cancel(number)
+    assert len(scheduler.state.waiting._heap) <= 2 * 2 + 64
 
 
 # --- order and caps -------------------------------------------------------------------------------------------

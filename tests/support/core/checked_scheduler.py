@@ -29,6 +29,7 @@ from scheduler.core.baselines.contiguous import ContiguousKVCache, run_length
 from scheduler.core.inspect.views import deferred_releases, unfinished_sequences
 from tests.support.core.fake_clients import FakeClients
 from tests.support.core.step_bound import StepBound, most_blocks, most_preemptions
+from tests.support.core.victim_check import check_victims
 
 if TYPE_CHECKING:
     from tests.support.core.fake_executor import FakeExecutor
@@ -98,6 +99,7 @@ class CheckedScheduler:
             vocab_size=vocab_size,
             enable_prefix_caching=enable_prefix_caching,
         )
+        check_victims(self.scheduler)
         self.executor: FakeExecutor | None = None
         self.clients = FakeClients(vocab_size)
         self.in_flight: deque[Flight] = deque()

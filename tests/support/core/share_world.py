@@ -22,6 +22,7 @@ from scheduler.core import (
     check_invariants,
 )
 from scheduler.core.tenants.account import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST
+from tests.support.core.victim_check import check_victims
 
 Draw = Callable[[Random], tuple[int, int, int]]
 """Draws a request: prompt tokens, output tokens, and number of samples."""
@@ -112,6 +113,7 @@ class ShareWorld:
             enable_prefix_caching=enable_prefix_caching,
         )
         self.scheduler.executor_attached(1, num_blocks)
+        check_victims(self.scheduler)
         self.watch = GapWatch(self.scheduler, has_guarantees=limits.max_preemptions < 10**6)
         self._sampled: list[tuple[StepPlan, int]] = []
         self._num_requests = 0
