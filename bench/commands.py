@@ -40,6 +40,9 @@ COMMANDS: dict[str, Command] = {
     "attacks": Command("bench.attacks.command", "Attacks on the services, beside a victim with ordinary requests."),
     "shares": Command("bench.attacks.shares", "Tokens of tenants of which one sends far more than the others."),
     "attacker": Command("bench.attacks.attacker", "One attack of `attacks`, as a process of its own."),
+    "loop-gaps": Command(
+        "bench.attacks.loop_gaps", "The longest time for which one request holds the scheduler's event loop."
+    ),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
     "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),
     "gpu-bundle": Command("bench.gpu.bundle", "Wheels and stubs for gpu-check on a machine without a package index."),

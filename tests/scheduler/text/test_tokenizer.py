@@ -134,4 +134,4 @@ def test_malformed_tokenizer_json_is_an_error(checkpoint: Checkpoint, content: s
 
 
 def test_short_texts_are_encoded_at_once() -> None:
-    assert len("hello") <= tokenizer_module.MAX_INLINE_CHARACTERS < len(LONG)
+    assert len("hello") <= tokenizer_module.MAX_INLINE_SIZE < len(LONG)
