@@ -23,7 +23,6 @@ import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -115,7 +114,7 @@ def send(name: str, is_refused: bool, grpc_address: str, http_address: str) -> s
             for _ in GenerationStub(channel).Generate(request, timeout=_TIMEOUT_S, wait_for_ready=True):
                 pass
         except grpc.RpcError as error:
-            return str(error.code().name)  # type: ignore[attr-defined]  # every error of a call has a code
+            return str(error.code().name)
     return "OK"
 
 
@@ -190,7 +189,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--rounds", type=at_least(1), default=3, help="times that each request is sent")
     given = parser.parse_args(arguments)
     null = [
-        *("bench.overhead.null_executor", "--vocab-size", str(_VOCAB_SIZE), "--num-slots", "64"),
+        *("bench.overhead.null_executor", "--vocab-size", str(_VOCAB_SIZE), "--num-slots", "8"),
         *("--max-model-len", str(_MAX_MODEL_LEN)),
     ]
     groups = [([*GRPC, *HTTP], null)]
