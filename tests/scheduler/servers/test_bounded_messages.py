@@ -15,6 +15,8 @@ from scheduler.requests.limits import RequestLimits
 from scheduler.servers import bounded_messages
 from scheduler.servers.bounded_messages import MAX_TOKEN_IDS, BoundedMessages, TooCostly, check_cost
 from scheduler.servers.grpc_server import GENERATE
+from scheduler.telemetry.limits import MESSAGE_FIELDS
+from tests.support.scheduler.limits import counted
 
 MIB = 1 << 20
 
@@ -97,7 +99,7 @@ async def test_the_client_is_told_and_the_service_is_not_called() -> None:
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = GenerationStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
+            with counted(MESSAGE_FIELDS), pytest.raises(grpc.aio.AioRpcError) as refused:
                 await anext(aiter(stub.Generate(pb.GenerateRequest.FromString(COSTLY["stop strings"]))))
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert str(bounded_messages.MAX_FIELDS) in refused.value.details()

@@ -3,8 +3,6 @@
 import asyncio
 import struct
 
-import grpc
-import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 

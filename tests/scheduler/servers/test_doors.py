@@ -24,7 +24,7 @@ from scheduler.servers.generation_server import GenerationServer
 from scheduler.servers.grpc_server import GrpcServer
 from scheduler.tenants.settings import Tenants, TenantSettings
 from tests.support.live.serving import serve_page
-from tests.support.scheduler.generation_calls import details
+from tests.support.scheduler.generation_calls import collect, details
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
@@ -70,13 +70,9 @@ class Doors:
         metadata = (("authorization", f"Bearer {self.keys[tenant]}"),)
         call: Any = self.stub.Generate(request, metadata=metadata, timeout=timeout_s)
         try:
-            async for _ in call:
-                pass
+            await collect(call)
         except grpc.aio.AioRpcError as error:
-            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED, error
-            retry = RetryInfo()
-            assert details(error).details[0].Unpack(retry)
-            return False, retry.retry_delay.ToTimedelta().total_seconds()
+            return False, retry_after_s(error)
         return OK
 
     @asynccontextmanager
@@ -110,6 +106,12 @@ async def doors(checkpoint: Checkpoint, folder: Path, busy: TenantSettings) -> A
         async with grpc.aio.insecure_channel(server.address) as channel:
             yield Doors(served, keys, GenerationStub(channel), http)
         await server.stop(0)
+
+
+def retry_after_s(error: grpc.aio.AioRpcError) -> float:
+    retry = RetryInfo()
+    assert (error.code(), details(error).details[0].Unpack(retry)) == (grpc.StatusCode.RESOURCE_EXHAUSTED, True)
+    return float(retry.retry_delay.ToTimedelta().total_seconds())
 
 
 both = pytest.mark.parametrize("door", ["grpc", "http"])
@@ -150,8 +152,12 @@ async def test_sequences_that_run_at_once(door: str, checkpoint: Checkpoint, tmp
 
 @both
 @pytest.mark.parametrize(
-    "terms", [TenantTerms(max_num_seqs=1, max_waiting_prompt_tokens=8), TenantTerms(max_num_seqs=1, max_waiting_requests=1)]
-)  # fmt: skip
+    "terms",
+    [
+        TenantTerms(max_num_seqs=1, max_waiting_prompt_tokens=8),
+        TenantTerms(max_num_seqs=1, max_waiting_requests=1),
+    ],
+)
 async def test_waiting_requests_and_their_tokens(
     door: str, terms: TenantTerms, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
