@@ -1,4 +1,4 @@
-"""How long one request can hold the scheduler's event loop: the longest gap between two turns of a task on it.
+"""Measures how long one request can hold the scheduler's event loop: the longest gap between two turns of a task.
 
     python -m bench loop-gaps                      # every request at its bound, three times each
 

@@ -223,6 +223,7 @@ class _Worker:
 
     async def ask(self, message: dict[str, Any]) -> "_Answer":
         """Returns the answer to a message. Raises IncompleteReadError or ConnectionError if the process ends."""
+        await asyncio.sleep(0)  # the caller has just checked the chat: the loop runs before it is framed
         self._requests.write(_framed(message))
         await self._requests.drain()
         kind = await self._answers.readexactly(1)

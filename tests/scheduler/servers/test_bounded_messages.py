@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -17,6 +18,9 @@ from scheduler.servers.bounded_messages import MAX_TOKEN_IDS, BoundedMessages, T
 from scheduler.servers.grpc_server import GENERATE
 from scheduler.telemetry.limits import MESSAGE_FIELDS
 from tests.support.scheduler.limits import counted
+
+if TYPE_CHECKING:
+    from tests.support.scheduler.servers import Servers
 
 MIB = 1 << 20
 
@@ -82,6 +86,13 @@ def test_any_bytes_are_walked_to_their_end(start: bytes, cut: int, name: str) ->
     data = start + COSTLY[name][: MIB // 16 - cut]
     with contextlib.suppress(TooCostly):
         check_cost(data)
+
+
+async def test_the_public_server_refuses_costly_messages(servers: Servers) -> None:
+    served = await servers.start()
+    with counted(MESSAGE_FIELDS), pytest.raises(grpc.aio.AioRpcError) as refused:
+        await anext(aiter(served.generation.Generate(pb.GenerateRequest.FromString(COSTLY["stop strings"]))))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_the_client_is_told_and_the_service_is_not_called() -> None:

@@ -1,4 +1,4 @@
-"""What gRPC is told about connections: how many there may be, and how many streams each may have open."""
+"""The gRPC server bounds the connections, and the streams that each may have open."""
 
 import asyncio
 import struct
