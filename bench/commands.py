@@ -41,6 +41,9 @@ COMMANDS: dict[str, Command] = {
     "shares": Command("bench.attacks.shares", "Tokens of tenants of which one sends far more than the others."),
     "overload": Command("bench.attacks.overload", "Goodput under three times the load that the server can serve."),
     "attacker": Command("bench.attacks.attacker", "One attack of `attacks`, as a process of its own."),
+    "loop-gaps": Command(
+        "bench.attacks.loop_gaps", "The longest time for which one request holds the scheduler's event loop."
+    ),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
     "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),
     "gpu-bundle": Command("bench.gpu.bundle", "Wheels and stubs for gpu-check on a machine without a package index."),

@@ -24,6 +24,7 @@ from quire.plan_stream import FEATURES, PROTOCOL_VERSION
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 4096
 OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
     # A scheduler may send keepalive pings every few seconds, with or without plans in flight.
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
@@ -86,10 +87,13 @@ class NullBatch:
 class NullExecutor(ExecutorServicer):
     """An executor on a free port.
 
-    step_s  duration of a step; the next one starts when it is done. 0: results are sent at once
+    step_s         duration of a step; the next one starts when it is done. 0: results are sent at once
+    max_model_len  a quarter of the slots can have as many tokens at once
     """
 
-    def __init__(self, vocab_size: int, num_slots: int = 1024, step_s: float = 0.0) -> None:
+    def __init__(
+        self, vocab_size: int, num_slots: int = 1024, step_s: float = 0.0, max_model_len: int = MAX_MODEL_LEN
+    ) -> None:
         self._step_s = step_s
         self._num_slots = num_slots
         self._description = pb.DescribeResponse(
@@ -97,9 +101,9 @@ class NullExecutor(ExecutorServicer):
             model_name="null",
             dtype="none",
             vocab_size=vocab_size,
-            max_model_len=MAX_MODEL_LEN,
+            max_model_len=max_model_len,
             block_size=BLOCK_SIZE,
-            num_blocks=num_slots * MAX_MODEL_LEN // BLOCK_SIZE // 4,
+            num_blocks=num_slots * max_model_len // BLOCK_SIZE // 4,
             max_num_seqs=num_slots,
             max_num_batched_tokens=16 * num_slots,
             device="none",
@@ -160,7 +164,8 @@ async def _queue_up(arriving: AsyncIterator[pb.RunRequest], plans: "asyncio.Queu
 
 
 async def _serve(arguments: argparse.Namespace) -> None:
-    await NullExecutor(arguments.vocab_size, arguments.num_slots, arguments.step_ms / 1e3).serve()
+    step_s = arguments.step_ms / 1e3
+    await NullExecutor(arguments.vocab_size, arguments.num_slots, step_s, arguments.max_model_len).serve()
 
 
 def main() -> None:
@@ -168,6 +173,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--num-slots", type=int, default=1024)
     parser.add_argument("--step-ms", type=float, default=0.0)
+    parser.add_argument("--max-model-len", type=int, default=MAX_MODEL_LEN)
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(parser.parse_args()))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Sized
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,7 +142,10 @@ class Intake:
     ) -> tuple[RequestChecker, Request]:
         settings = self._tenants.settings_of(tenant)
         defaults = replace(self._model.defaults, max_tokens=settings.default_max_tokens, num_samples=settings.default_n)
-        checker = RequestChecker(fields, self._limits, self._bounds(), defaults, random.getrandbits(64))
+        check = partial(RequestChecker, fields, self._limits, self._bounds(), defaults, random.getrandbits(64))
+        token_ids = fields.get("token_ids.ids")
+        size = len(token_ids) if isinstance(token_ids, Sized) else 0
+        checker = await self._model.tokenizer.in_turn(check, size, tenant)
         prompt_token_ids = await self._prompt_token_ids(checker, tenant)
         # The bounds are read again because a smaller pool may have arrived while the text was tokenised.
         bounds, request_id = self._bounds(), self._engine.new_request_id()

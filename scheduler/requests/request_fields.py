@@ -1,8 +1,11 @@
 """The fields of one request, as they arrived, and the violations found in them."""
 
 import struct
+from array import array
 from collections.abc import Mapping, Sequence, Sized
 from typing import Any, TypeVar
+
+import numpy as np
 
 from scheduler.core import InvalidRequest
 
@@ -10,6 +13,9 @@ Default = TypeVar("Default", int, int | None)
 
 MAX_VIOLATIONS = 64
 """Maximum number of violations reported."""
+
+IDS_AT_ONCE = 1 << 14
+"""Token ids that are checked in one call, which takes a millisecond."""
 
 MAX_SHOWN = 40
 """Maximum number of characters of a value that a violation quotes."""
@@ -119,18 +125,24 @@ class RequestFields:
 
     def token_ids(self, path: str, vocab_size: int, max_num: int | None = None) -> list[int]:
         """Returns a copy of the token ids; only the first invalid one is a violation."""
-        token_ids = list(self.items(path, max_num))
-        # A prompt may have 100,000 ids, which are nearly always valid, so they are checked in bulk first.
-        if not token_ids:
-            return token_ids
-        if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-            return token_ids
-        for i, value in enumerate(token_ids):
+        values = self.items(path, max_num)
+        token_ids: list[int] = []
+        # A prompt may have a million ids, which are nearly always valid, so they are checked in bulk first. Each call
+        # holds the interpreter lock, so it gets a part only, and other threads run in between.
+        for start in range(0, len(values), IDS_AT_ONCE):
+            part = list(values[start : start + IDS_AT_ONCE])
+            if set(map(type, part)) != {int} or min(part) < 0 or max(part) >= vocab_size:
+                self._add_bad_id(path, part, start, vocab_size)
+                return []
+            token_ids += part
+        return token_ids
+
+    def _add_bad_id(self, path: str, values: list[Any], start: int, vocab_size: int) -> None:
+        for i, value in enumerate(values, start):
             if type(value) is not int or not 0 <= value < vocab_size:
                 problem = f"must be a token id from 0 to {vocab_size - 1}, not {_shown(value)}"
                 self.add_violation(f"{path}[{i}]", problem)
-                break
-        return []
+                return
 
     def items(self, path: str, max_num: int | None = None) -> Sequence[Any]:
         """Returns the list itself, with unchecked items; an empty one if it is absent or invalid."""
@@ -166,6 +178,11 @@ class RequestFields:
             else:
                 biases[token_id] = self._check_number(entry, value, -bound, bound, 0.0)
         return biases
+
+
+def largest_id(token_ids: Sequence[int]) -> int:
+    """Returns the largest of some token ids, in a quarter of the time of `max`, which takes 15 ms for a million."""
+    return int(np.frombuffer(array("I", token_ids), np.uint32).max())
 
 
 def _as_float32(value: float) -> float:

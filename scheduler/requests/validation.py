@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from scheduler.core import DEFAULT_TENANT, BeamParams, InvalidRequest, Request, SequenceParams
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.limits import ModelBounds, RequestLimits
-from scheduler.requests.request_fields import RequestFields
+from scheduler.requests.request_fields import RequestFields, largest_id
 from scheduler.requests.salts import tenant_salt
 from scheduler.requests.sampling_params import SAMPLING_PARAMS
 from scheduler.requests.seeds import MASK_64, sample_seed
@@ -83,8 +83,8 @@ class RequestChecker:
         """
         if not prompt_token_ids:
             raise InvalidRequest({"prompt": "has no tokens"})
-        if max(prompt_token_ids) >= bounds.vocab_size:
-            raise InvalidRequest({"prompt": f"has the token {max(prompt_token_ids)}, which the model lacks"})
+        if (largest := largest_id(prompt_token_ids)) >= bounds.vocab_size:
+            raise InvalidRequest({"prompt": f"has the token {largest}, which the model lacks"})
         num_prompt_tokens = len(prompt_token_ids)
         num_output_tokens = max(1, self._max_tokens or 0, self._min_tokens)
         bounds.check_capacity(num_prompt_tokens, num_output_tokens)

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Self
 
 from scheduler.requests.status import ReaderStalled
+from scheduler.telemetry.limits import STALLED_READERS, limited
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -55,6 +56,7 @@ class WriteTimeout:
             return
         # A cancellation from outside takes precedence.
         if self._task.uncancel() <= self._num_cancels and kind is asyncio.CancelledError:
+            limited(STALLED_READERS)
             raise ReaderStalled(f"the client accepted no message for {self._limit_s} s") from None
 
     def begin_write(self) -> None:

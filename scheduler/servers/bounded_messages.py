@@ -13,6 +13,7 @@ import grpc
 import numpy as np
 
 from quire.v1 import generation_pb2 as pb
+from scheduler.telemetry.limits import MESSAGE_FIELDS, limited
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -75,6 +76,7 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
 
         async def serve_if_parsed(request: object, context: Any) -> None:
             if isinstance(request, TooCostly):
+                limited(MESSAGE_FIELDS)
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
             await handler.unary_stream(request, context)
 

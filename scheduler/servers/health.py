@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, cast
 
 from scheduler.servers.descriptors import max_http_connections
+from scheduler.telemetry.limits import SILENT_CONNECTIONS, limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,6 +128,7 @@ class HealthListener:
             self._close(connection)
 
     def _close(self, connection: socket.socket) -> None:
+        limited(SILENT_CONNECTIONS)
         self._selector.unregister(connection)
         del self._silent[connection]
         connection.close()

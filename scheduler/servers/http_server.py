@@ -18,6 +18,7 @@ from scheduler.servers.descriptors import max_http_connections
 from scheduler.servers.health import HealthListener, LoopHeartbeat, listen
 from scheduler.servers.http_access import refusal
 from scheduler.servers.read_budget import ReadBudget
+from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS, limited
 
 if TYPE_CHECKING:
     import socket
@@ -139,6 +140,7 @@ class HttpServer:
         server = self._runner.server
         # The server was stopped meanwhile, or holds as many connections as it has descriptors for.
         if server is None or len(server.connections) >= self._max_connections:
+            limited(OPEN_CONNECTIONS)
             connection.close()
             return
         loop = asyncio.get_running_loop()
@@ -151,7 +153,8 @@ class HttpServer:
 
     def _close_unless_begun(self, transport: asyncio.BaseTransport) -> None:
         """Closes a connection that has not sent the header of a request. aiohttp would wait for it for ever."""
-        if transport not in self._has_begun:
+        if transport not in self._has_begun and not transport.is_closing():
+            limited(SILENT_CONNECTIONS)
             transport.close()
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:

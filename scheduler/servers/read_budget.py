@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from scheduler.core import QueueFull
+from scheduler.telemetry.limits import READS, limited
 
 _MAX_SHARE = 0.1
 _LEAST_COST_S = 200e-6
@@ -39,6 +40,7 @@ class ReadBudget:
         The block must not wait: its duration is taken for the time that the loop was busy with it.
         """
         if self._max_waiting is not None and self._num_waiting >= self._max_waiting:
+            limited(READS)
             raise QueueFull(f"{self._max_waiting} reads are waiting for their turn")
         self._num_waiting += 1
         try:

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from quire.logs import printable
+from scheduler.telemetry.limits import LOG_LINES, limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,6 +41,7 @@ class Refusals:
         now_s = self._clock()
         if now_s < self._next_line_s:
             self._num_unlogged += 1
+            limited(LOG_LINES)
             return
         fields = {"reason": reason, "call": printable(call[:128]), "client": client, "why": why}
         log.warning("call refused", extra=fields | {"not_logged_before": self._num_unlogged})

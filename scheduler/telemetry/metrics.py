@@ -18,6 +18,7 @@ from quire.histogram import NO_LABELS, ExemplarLabels
 from quire.version import build_version
 from scheduler.core import DEFAULT_TENANT, FinishReason, StepPlan
 from scheduler.engine.engine import ServerState
+from scheduler.telemetry.limits import NUM_LIMITED, num_open_files
 from scheduler.telemetry.measurements import HISTOGRAMS, Measurements
 from scheduler.telemetry.metric_families import MetricFamilies, core_families, pool_families
 from scheduler.telemetry.request_metrics import RequestMetrics, RequestSummary
@@ -116,6 +117,13 @@ class SchedulerMetrics(Collector):
             "reason",
             self.measurements.num_refused_calls,
         )
+        yield families.counters(
+            "quire_limited",
+            "Reads refused, connections closed and log lines left out because of a bound, by bound",
+            "limit",
+            NUM_LIMITED,
+        )
+        yield families.gauge("quire_open_files", "Open file descriptors of the scheduler", num_open_files())
         if engine is None or core is None:
             return
         yield families.counter(

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from quire.histogram import exemplar_labels
 from quire.log_rate import RateLimit
 from quire.logs import log_as, printable
 from scheduler.core import DEFAULT_TENANT
+from scheduler.telemetry.limits import LOG_LINES, limited
 from scheduler.telemetry.trace_context import TraceContext, parse_trace_context
 
 if TYPE_CHECKING:
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
     from scheduler.telemetry.request_metrics import RequestMetrics, RequestSummary
 
 log = logging.getLogger("scheduler.requests")
-log.addFilter(RateLimit("request refused", per_second=10))  # a refused request costs its client nothing
+# A refused request costs its client nothing.
+log.addFilter(RateLimit("request refused", per_second=10, on_left_out=partial(limited, LOG_LINES)))
 
 MAX_LOGGED_ID = 256
 """Maximum number of characters of a client's request id in the log. The ids of admitted requests are no longer."""

@@ -130,9 +130,9 @@ class ChatRenderer:
         answer = await asyncio.shield(exchange)
         if isinstance(answer, int):
             raise InvalidRequest({"chat": f"the chat template refused it: {self._exit_reason(answer)}"})
-        if "error" in answer:
-            raise InvalidRequest({"chat": f"the chat template refused it: {answer['error']}"})
-        return answer["text"]
+        if answer.is_error:
+            raise InvalidRequest({"chat": f"the chat template refused it: {answer.text}"})
+        return answer.text
 
     async def close(self) -> None:
         """Ends the processes. Chats that wait, or are being rendered, fail with Unavailable."""
@@ -142,6 +142,14 @@ class ChatRenderer:
         if status == -signal.SIGPROF:
             return f"it ran for more than {self._limits.max_render_s} s"
         return f"the process that ran it ended with status {status}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A rendered chat, or the reason why there is none."""
+
+    text: str
+    is_error: bool
 
 
 class _WorkerSlot:
@@ -157,7 +165,7 @@ class _WorkerSlot:
         async with self._turn:
             await self._running_worker()
 
-    async def ask(self, message: dict[str, Any]) -> dict[str, str] | int:
+    async def ask(self, message: dict[str, Any]) -> "_Answer | int":
         """Returns the answer, or the status of the process if it ended. Raises Unavailable after `close`."""
         async with self._turn:
             worker = await self._running_worker()
@@ -213,13 +221,14 @@ class _Worker:
         process.stdin.write(_framed(settings))
         return cls(process, process.stdin, process.stdout)
 
-    async def ask(self, message: dict[str, Any]) -> dict[str, str]:
+    async def ask(self, message: dict[str, Any]) -> "_Answer":
         """Returns the answer to a message. Raises IncompleteReadError or ConnectionError if the process ends."""
+        await asyncio.sleep(0)  # the caller has just checked the chat: the loop runs before it is framed
         self._requests.write(_framed(message))
         await self._requests.drain()
-        header = await self._answers.readexactly(4)
-        answer: dict[str, str] = json.loads(await self._answers.readexactly(int.from_bytes(header)))
-        return answer
+        kind = await self._answers.readexactly(1)
+        size = int.from_bytes(await self._answers.readexactly(4))
+        return _Answer((await self._answers.readexactly(size)).decode(), is_error=kind != b"t")
 
     def kill(self) -> None:
         """Kills the process at once: it has nothing to save, and does not handle signals while it renders."""
@@ -240,5 +249,6 @@ class _Worker:
 
 
 def _framed(message: dict[str, Any]) -> bytes:
-    body = json.dumps(message).encode()
+    # Twice as fast as with escapes. It is one call, which holds the event loop for 7 ms at worst (control characters).
+    body = json.dumps(message, ensure_ascii=False).encode()
     return len(body).to_bytes(4) + body

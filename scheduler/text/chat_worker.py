@@ -5,11 +5,12 @@ limit time and memory: `{{ 7 ** (9 ** 9) }}` never returns to the interpreter. T
 process, whose resources the kernel limits: SIGPROF ends it after `max_render_s` of processor time, and its address
 space is bounded.
 
-Standard input and output carry messages: a length of 4 bytes, big-endian, then JSON.
+Standard input carries messages: a length of 4 bytes, big-endian, then JSON. Standard output carries a letter for each
+chat, then a length of 4 bytes and UTF-8. It is not JSON, because the parent would parse that on its event loop.
 
     in    {"template", "variables", "tokens", "max_text_bytes", "max_render_s", "max_memory_bytes"}   once
     in    {"messages": [{"role", "content"}, …]}                                                      for each chat
-    out   {"text"} or {"error"}                                                                       for each chat
+    out   t and the text, or e and an error                                                           for each chat
 
 `tokens` are the control tokens, with the fields of `scheduler.text.control_tokens.ControlToken`; without any, the text
 is the template's. `ClientText` explains how clients' text is kept apart from them.
@@ -206,11 +207,11 @@ def main() -> None:
             # The characters that replace others may have more bytes.
             num_added_bytes = _num_bytes(messages) - _num_bytes(message["messages"]) if replaced else 0
             text = render(messages, settings["max_text_bytes"] + num_added_bytes)
-            answer = {"text": client_text.restore(text, replaced)}
+            answer = b"t", client_text.restore(text, replaced)
         except Exception as error:  # noqa: BLE001  (a template can raise any exception; the parent reports it)
-            answer = {"error": f"{type(error).__name__}: {error}"[:500]}
+            answer = b"e", f"{type(error).__name__}: {error}"[:500]
         signal.setitimer(signal.ITIMER_PROF, 0)
-        write_message(answer)
+        write_answer(*answer)
 
 
 def _num_bytes(messages: list[dict[str, str]]) -> int:
@@ -227,9 +228,9 @@ def read_message() -> dict[str, Any] | None:
     return message
 
 
-def write_message(message: dict[str, str]) -> None:
-    body = json.dumps(message).encode()
-    sys.stdout.buffer.write(len(body).to_bytes(4) + body)
+def write_answer(kind: bytes, text: str) -> None:
+    body = text.encode(errors="replace")
+    sys.stdout.buffer.write(kind + len(body).to_bytes(4) + body)
     sys.stdout.buffer.flush()
 
 

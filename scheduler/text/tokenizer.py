@@ -10,6 +10,9 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import TypeVar
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -20,12 +23,18 @@ from scheduler.text.detokenizer import Detokenizer, Vocabulary
 from scheduler.text.text_bound import TextBound
 from scheduler.text.turns import Turns
 
-MAX_INLINE_CHARACTERS = 2048  # take about 0.2 ms; the round trip to a thread takes 0.1 ms
+MAX_INLINE_SIZE = 2048
+"""Characters or token ids that take about 0.2 ms; the round trip to a thread takes 0.1 ms."""
+
+IDS_AT_ONCE = 1 << 16
+"""Token ids that are made in one call, which takes a millisecond."""
+
 NUM_THREADS = 2
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+T = TypeVar("T")
 Encode = Callable[[FastTokenizer, str, int | None], list[int]]
 
 
@@ -122,13 +131,22 @@ class Tokenizer:
     async def _run(
         self, encode: Encode, tokenizer: FastTokenizer, text: str, max_tokens: int | None, tenant: str
     ) -> list[int]:
-        if len(text) <= MAX_INLINE_CHARACTERS:
-            return encode(tokenizer, text, max_tokens)
-        turn = await self._turns.take(tenant, len(text))
-        work = asyncio.wrap_future(self._threads.submit(encode, tokenizer, text, max_tokens))
+        return await self.in_turn(partial(encode, tokenizer, text, max_tokens), len(text), tenant)
+
+    async def in_turn(self, work: Callable[[], T], size: int, tenant: str) -> T:
+        """Returns what `work` returns: at once if it is small, else in a thread when it is the tenant's turn.
+
+        size  the characters or token ids that it handles
+
+        Raises QueueFull if too much waits already.
+        """
+        if size <= MAX_INLINE_SIZE:
+            return work()
+        turn = await self._turns.take(tenant, size)
+        done = asyncio.wrap_future(self._threads.submit(work))
         # If the caller is cancelled, the thread keeps the text and its turn until it is done.
-        work.add_done_callback(lambda _: turn.end())
-        return await asyncio.shield(work)
+        done.add_done_callback(lambda _: turn.end())
+        return await asyncio.shield(done)
 
     def _encode_chat(self, tokenizer: FastTokenizer, rendered: str, max_tokens: int | None) -> list[int]:
         return self._chat.checkpoint_ids(_encode(tokenizer, rendered, max_tokens, add_special_tokens=False))
@@ -142,11 +160,15 @@ def _encode(
         encoding = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
     except Exception as error:  # the library raises bare Exception, for example if there is no [UNK] token
         raise InvalidRequest({"prompt": f"cannot be tokenised: {error}"}) from error
-    # The list of ids is made without releasing the lock, so its length is checked first.
+    # A list of ids is made without releasing the lock. So the length is checked first, and a long list is made in
+    # parts, between which the event loop runs.
     if max_tokens is not None and len(encoding) > max_tokens:
         raise _capacity_exceeded(str(len(encoding)), max_tokens)
-    ids: list[int] = encoding.ids
-    return ids
+    if len(encoding) <= IDS_AT_ONCE:
+        ids: list[int] = encoding.ids
+        return ids
+    encoding.truncate(IDS_AT_ONCE)
+    return list(chain.from_iterable(part.ids for part in (encoding, *encoding.overflowing)))
 
 
 def _check_fewest(num_tokens: int, max_tokens: int | None) -> None:

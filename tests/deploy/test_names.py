@@ -33,6 +33,8 @@ SHIPPED = {
         "quire_requests_finished_total": {"reason"},
         "quire_requests_rejected_total": {"reason"},
         "quire_calls_refused_total": {"reason"},
+        "quire_limited_total": {"limit"},
+        "quire_open_files": set(),
         "quire_tenant_service_total": {"tenant"},
         "quire_tenant_tokens_total": {"tenant", "kind"},
         "quire_tenant_ahead": {"tenant"},

@@ -23,9 +23,15 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def log(clock: Clock) -> logging.Logger:
+def left_out() -> list[float]:
+    """The times of the records that were left out."""
+    return []
+
+
+@pytest.fixture
+def log(clock: Clock, left_out: list[float]) -> logging.Logger:
     log = logging.Logger("limited")
-    log.addFilter(RateLimit("refused %d", 3, clock))
+    log.addFilter(RateLimit("refused %d", 3, clock, lambda: left_out.append(clock())))
     return log
 
 
@@ -42,11 +48,11 @@ def records(log: logging.Logger) -> list[logging.LogRecord]:
 
 
 def test_records_of_one_message_are_bounded_by_the_second(
-    log: logging.Logger, records: list[logging.LogRecord], clock: Clock
+    log: logging.Logger, records: list[logging.LogRecord], clock: Clock, left_out: list[float]
 ) -> None:
     for number in range(1000):
         log.info("refused %d", number)
-    assert len(records) == 3
+    assert (len(records), len(left_out)) == (3, 997)
     clock.now_s += 1
     log.info("refused %d", 1000)
     log.info("refused %d", 1001)

@@ -55,6 +55,10 @@ async def launcher(checkpoint: Checkpoint) -> AsyncIterator[Launcher]:
 
 
 @pytest.fixture(autouse=True)
-def _unlimited_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets every refusal of a test into the log, though the tests of one second refuse more than the log takes."""
-    monkeypatch.setattr(logging.getLogger("scheduler.requests"), "filters", [])
+def _unlimited_log(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """Lets every refusal of a test into the log, though the tests of one second refuse more than the log takes.
+
+    Tests of the limit itself have the mark `limited_log`.
+    """
+    if request.node.get_closest_marker("limited_log") is None:
+        monkeypatch.setattr(logging.getLogger("scheduler.requests"), "filters", [])

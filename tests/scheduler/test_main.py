@@ -1,6 +1,7 @@
 """Tests the scheduler process: ready line, drain, exit codes, and that it does not load torch."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import pytest
 from quire.addresses import with_port
 from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.engine.engine import Engine
-from scheduler.main import EXIT_UNFINISHED, _Signals, _until_done
+from scheduler.main import EXIT_UNFINISHED, _shorten_pauses, _Signals, _until_done
 from scheduler.text.checkpoint import Checkpoint
 from tests.support.paths import ROOT
 from tests.support.scheduler.engine_rig import engine_options
@@ -128,6 +129,17 @@ def test_a_bad_configuration_is_reported_with_exit_code_2(
     assert ended.returncode == 2
     assert words in ended.stderr
     assert len(ended.stderr.splitlines()) == 1
+
+
+def test_the_objects_of_the_start_are_left_out_of_garbage_collections() -> None:
+    interval_s = sys.getswitchinterval()
+    try:
+        _shorten_pauses()
+        assert sys.getswitchinterval() < interval_s
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        sys.setswitchinterval(interval_s)
+        gc.unfreeze()
 
 
 def test_importing_the_scheduler_does_not_load_torch() -> None:

@@ -49,7 +49,8 @@ def token(name: str = "first", algorithm: str = "RS256", header: dict[str, Any] 
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "jwks.json"
     ec_entry = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(EC_KEY.public_key()))
-    path.write_text(jwks(public_entry("first"), ec_entry | {"kid": "ec", "alg": "ES256"}))
+    strict = public_entry("first") | {"kid": "strict", "alg": "PS256"}
+    path.write_text(jwks(public_entry("first"), ec_entry | {"kid": "ec", "alg": "ES256"}, strict))
     return path
 
 
@@ -120,6 +121,7 @@ def public_pem(name: str) -> bytes:
         lambda: token("second"),
         lambda: token("second", header={"kid": "first"}),
         lambda: token(header={"kid": "ec"}),
+        lambda: token(header={"kid": "strict"}),
         lambda: token()[:-4] + "AAAA",
         lambda: forged({"alg": "none", "kid": "first"}, None),
         lambda: forged({"alg": "HS256", "kid": "first"}, public_pem("first")),

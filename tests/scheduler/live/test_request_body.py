@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import json
 from typing import TYPE_CHECKING
 
 import pytest
@@ -88,6 +90,22 @@ def test_a_body_with_too_many_values_is_not_parsed(data: bytes, monkeypatch: pyt
 def test_what_is_no_json_is_refused(data: bytes) -> None:
     with pytest.raises(InvalidRequest, match="JSON"):
         parse_json(data)
+
+
+def test_no_collection_of_garbage_begins_while_a_body_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    during: list[bool] = []
+
+    def loads(data: bytes) -> object:
+        during.append(gc.isenabled())
+        return json.JSONDecoder().decode(data.decode())
+
+    monkeypatch.setattr(request_body.json, "loads", loads)
+    assert parse_json(b"[1]") == [1]
+    assert gc.isenabled()
+    with pytest.raises(InvalidRequest):
+        parse_json(b"[1")
+    assert gc.isenabled()
+    assert during == [False, False]
 
 
 def test_long_prose_is_accepted() -> None:

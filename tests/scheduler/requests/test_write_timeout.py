@@ -6,6 +6,8 @@ import pytest
 
 from scheduler.requests.status import ReaderStalled
 from scheduler.requests.write_timeout import WriteTimeout
+from scheduler.telemetry.limits import STALLED_READERS
+from tests.support.scheduler.limits import counted
 
 
 async def wait_forever(limit_s: float, idle_s: float = 0.0) -> None:
@@ -16,7 +18,8 @@ async def wait_forever(limit_s: float, idle_s: float = 0.0) -> None:
 
 
 async def test_write_that_never_ends_raises_reader_stalled() -> None:
-    with pytest.raises(ReaderStalled, match=r"the client accepted no message for 0\.02 s"):
+    message = r"the client accepted no message for 0\.02 s"
+    with counted(STALLED_READERS), pytest.raises(ReaderStalled, match=message):
         await wait_forever(0.02)
     await asyncio.sleep(0)  # the task is no longer cancelled
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
@@ -15,6 +16,11 @@ from scheduler.requests.limits import RequestLimits
 from scheduler.servers import bounded_messages
 from scheduler.servers.bounded_messages import MAX_TOKEN_IDS, BoundedMessages, TooCostly, check_cost
 from scheduler.servers.grpc_server import GENERATE
+from scheduler.telemetry.limits import MESSAGE_FIELDS
+from tests.support.scheduler.limits import counted
+
+if TYPE_CHECKING:
+    from tests.support.scheduler.servers import Servers
 
 MIB = 1 << 20
 
@@ -82,6 +88,13 @@ def test_any_bytes_are_walked_to_their_end(start: bytes, cut: int, name: str) ->
         check_cost(data)
 
 
+async def test_the_public_server_refuses_costly_messages(servers: Servers) -> None:
+    served = await servers.start()
+    with counted(MESSAGE_FIELDS), pytest.raises(grpc.aio.AioRpcError) as refused:
+        await anext(aiter(served.generation.Generate(pb.GenerateRequest.FromString(COSTLY["stop strings"]))))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_the_client_is_told_and_the_service_is_not_called() -> None:
     called: list[int] = []
 
@@ -97,7 +110,7 @@ async def test_the_client_is_told_and_the_service_is_not_called() -> None:
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = GenerationStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
+            with counted(MESSAGE_FIELDS), pytest.raises(grpc.aio.AioRpcError) as refused:
                 await anext(aiter(stub.Generate(pb.GenerateRequest.FromString(COSTLY["stop strings"]))))
             assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert str(bounded_messages.MAX_FIELDS) in refused.value.details()

@@ -1,6 +1,8 @@
 """The public service over real gRPC, with an engine whose tokens the tests write."""
 
 import asyncio
+import threading
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -12,6 +14,7 @@ from quire.v1 import generation_pb2 as pb
 from scheduler.core import BeamParams, CapacityExceeded, FinishReason, InvariantViolation, QueueFull
 from scheduler.engine.engine import ServerState
 from scheduler.requests.limits import RequestLimits
+from scheduler.requests.validation import RequestChecker
 from tests.support.scheduler.fake_engine import FakeEngine, made_up_logprobs
 from tests.support.scheduler.generation_calls import collect, details, failure, text_request, violations
 from tests.support.scheduler.servers import Servers
@@ -304,6 +307,28 @@ async def test_pathological_messages_are_refused(servers: Servers) -> None:
     assert (await failure(served, many)).code() is Code.OUT_OF_RANGE
     too_many = text_request("x" * (5 * 2**20))
     assert (await failure(served, too_many)).code() is Code.RESOURCE_EXHAUSTED  # gRPC's own limit
+
+
+async def test_many_token_ids_are_checked_in_a_thread(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a million ids would hold the event loop for 70 ms."""
+    threads: list[str] = []
+
+    class Checker(RequestChecker):
+        def __init__(self, *arguments: Any) -> None:
+            threads.append(threading.current_thread().name)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr("scheduler.requests.intake.RequestChecker", Checker)
+    served = await servers.start()
+    for ids, bad in (([1] * 3, "[2]"), ([1] * 50_000, "[49999]")):
+        call = served.generation.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids)))
+        submitted = (await served.engine.next_request()).start()
+        assert list(submitted.request.prompt_token_ids) == ids
+        submitted.finish()
+        await collect(call)
+        error = await failure(served, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[*ids[:-1], 400])))
+        assert list(violations(error)) == [f"token_ids.ids{bad}"]
+    assert [name.startswith("quire-tokenize") for name in threads] == [False, False, True, True]
 
 
 async def test_prompt_limit_applies_before_tokenisation(servers: Servers) -> None:

@@ -14,8 +14,10 @@ from quire.addresses import AddressInUse
 from scheduler.engine.engine import Engine, ServerState
 from scheduler.servers.health import MAX_SILENT
 from scheduler.servers.http_server import HttpServer
+from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS
 from scheduler.telemetry.metrics import SchedulerMetrics
 from tests.support.scheduler.fake_engine import FakeEngine
+from tests.support.scheduler.limits import counted
 
 
 @pytest.fixture
@@ -112,11 +114,15 @@ async def test_silent_connections_do_not_block_others(server: HttpServer) -> Non
         connection.close()
 
 
-async def test_the_oldest_silent_connection_makes_room_for_another(server: HttpServer) -> None:
+async def test_the_oldest_silent_connection_makes_room_for_another(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.servers.health.MAX_SILENT_S", 600.0)  # so that it is not closed for its age
     host, port = server.address.split(":")
-    silent = [socket.create_connection((host, int(port)), timeout=30) for _ in range(MAX_SILENT + 3)]
-    for oldest in silent[:3]:
-        assert await asyncio.to_thread(oldest.recv, 1) == b"", "the server has closed it"
+    with counted(SILENT_CONNECTIONS, 3):
+        silent = [socket.create_connection((host, int(port)), timeout=30) for _ in range(MAX_SILENT + 3)]
+        for oldest in silent[:3]:
+            assert await asyncio.to_thread(oldest.recv, 1) == b"", "the server has closed it"
     for connection in silent:
         connection.close()
 
@@ -128,7 +134,7 @@ async def test_a_connection_without_a_whole_request_is_closed(
     monkeypatch.setattr("scheduler.servers.http_server.FIRST_REQUEST_S", 0.2)
     monkeypatch.setattr("scheduler.servers.health.MAX_SILENT_S", 0.2)
     host, port = server.address.split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with counted(SILENT_CONNECTIONS), socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(sent)
         assert await asyncio.to_thread(connection.recv, 4096) == b""
 
@@ -155,9 +161,10 @@ async def test_connections_beyond_the_descriptors_are_closed(
         host, port = server.address.split(":")
         held = [socket.create_connection((host, int(port)), timeout=30) for _ in range(3)]
         answers = []
-        for connection in held:
-            connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
-            answers.append(await asyncio.to_thread(_receive, connection))
+        with counted(OPEN_CONNECTIONS):
+            for connection in held:
+                connection.sendall(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                answers.append(await asyncio.to_thread(_receive, connection))
         assert [answer[:15] for answer in answers] == [b"HTTP/1.1 200 OK", b"HTTP/1.1 200 OK", b""]
         assert send(server, PROBE).endswith(b"ok\n"), "liveness needs no connection of the event loop"
         for connection in held:

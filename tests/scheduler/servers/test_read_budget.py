@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING, cast
 
+import aiohttp
+import grpc.aio
 import pytest
 
+from quire.v1.admin_pb2 import GetBlockMapRequest, GetStepTraceRequest
 from scheduler.core import QueueFull
 from scheduler.servers import read_budget
+from scheduler.servers.http_server import HttpServer
 from scheduler.servers.read_budget import ReadBudget
+from scheduler.telemetry.limits import READS
+from tests.support.scheduler.limits import counted
+
+if TYPE_CHECKING:
+    from scheduler.engine.engine import Engine
+    from tests.support.scheduler.servers import Servers
 
 
 class Clock:
@@ -57,10 +68,11 @@ async def test_too_many_waiting_reads_are_refused_and_the_others_get_their_turn(
         async with budget.turn():
             num_done += 1
 
-    async with budget.turn():  # one of the two that may wait
-        reads = [asyncio.create_task(read()) for _ in range(4)]
-        await asyncio.sleep(0)
-    outcomes = await asyncio.gather(*reads, return_exceptions=True)
+    with counted(READS, 3):
+        async with budget.turn():  # one of the two that may wait
+            reads = [asyncio.create_task(read()) for _ in range(4)]
+            await asyncio.sleep(0)
+        outcomes = await asyncio.gather(*reads, return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [type(None)] + [QueueFull] * 3
     await read()
     assert num_done == 2
@@ -76,6 +88,27 @@ async def test_a_cancelled_read_gives_its_turn_to_the_next() -> None:
             await waiting
     async with budget.turn():
         pass
+
+
+async def test_costly_reads_take_turns(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may wait in these budgets, so that each read that takes a turn is refused."""
+    for module in ("admin_server", "http_server"):
+        monkeypatch.setattr(f"scheduler.servers.{module}.ReadBudget", lambda **_: ReadBudget(max_waiting=0))
+    served = await servers.start()
+    for call in (served.admin.GetBlockMap(GetBlockMapRequest()), served.admin.GetStepTrace(GetStepTraceRequest())):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    http = HttpServer(cast("Engine", served.engine), servers.metrics)
+    await http.start("127.0.0.1:0")
+    try:
+        async with aiohttp.ClientSession(f"http://{http.address}") as session:
+            async with session.get("/metrics") as response:
+                assert (response.status, response.headers["Retry-After"]) == (429, "1")
+            async with session.get("/readyz") as response:
+                assert response.status == 500, "in practice any number of probes may wait"
+    finally:
+        await http.stop()
 
 
 async def test_an_error_of_a_read_does_not_keep_the_turn() -> None:

@@ -14,6 +14,7 @@ from quire.histogram import Histogram, exemplar_labels
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason, Request, Scheduler, SchedulerLimits, SequenceParams, StepPlan, StepResult
 from scheduler.engine.engine import ServerState
+from scheduler.telemetry.limits import NUM_LIMITED
 from scheduler.telemetry.metrics import OPEN_METRICS, TEXT, SchedulerMetrics
 from tests.support.scheduler.fake_engine import FakeEngine
 from tests.support.scheduler.servers import Servers
@@ -123,6 +124,7 @@ def test_buckets_are_cumulative() -> None:
 async def test_metrics_of_the_process_exist_before_there_is_a_model() -> None:
     metrics = SchedulerMetrics()
     names = ["quire_build_info", "quire_ready", *["quire_calls_refused_total"] * 2]
+    names += [*["quire_limited_total"] * len(NUM_LIMITED), "quire_open_files"]
     assert [name.split("/")[0] for name in samples(metrics)] == names
     engine = FakeEngine(model=None)
     engine.become(ServerState.WAITING_FOR_EXECUTOR)

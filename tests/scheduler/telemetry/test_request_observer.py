@@ -10,11 +10,15 @@ import grpc
 import grpc.aio
 import pytest
 
+from quire.log_rate import RateLimit
 from quire.logs import configure
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason, QueueFull
+from scheduler.telemetry import request_observer
+from scheduler.telemetry.limits import LOG_LINES
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.telemetry.request_observer import Caller, RequestObserver
+from tests.support.scheduler.limits import counted
 from tests.support.scheduler.scripted_engine import ScriptedEngine, ended
 from tests.support.scheduler.servers import Served, Servers
 from tests.support.scheduler.validator_rig import Unread
@@ -126,6 +130,17 @@ async def test_refused_requests_are_logged(servers: Servers, log: Log) -> None:
     assert await refusal(served, pb.GenerateRequest(text="x")) is grpc.StatusCode.RESOURCE_EXHAUSTED
     refused = log.of("request refused")[1]
     assert (refused["status"], refused["request_id"]) == ("resource_exhausted", "quire-1")
+
+
+@pytest.mark.limited_log
+def test_refusals_in_a_loop_write_ten_lines_a_second(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    (limit,) = [each for each in request_observer.log.filters if isinstance(each, RateLimit)]
+    monkeypatch.setattr(limit, "_clock", lambda: 1e9)  # a second of its own
+    observer = RequestObserver(SchedulerMetrics())
+    with counted(LOG_LINES, 990):
+        for _ in range(1000):
+            observer.arrived(Caller(), request_id="x", is_chat=False).refused("invalid_argument")
+    assert len(log.of("request refused")) == 10
 
 
 def test_request_id_that_is_not_a_string_is_not_logged(log: Log) -> None:

@@ -53,6 +53,13 @@ async def test_templates_get_functions_and_filters_that_they_expect() -> None:
     assert (await render(template, chat)).strip() == 'none Hello你好{"b": "<é>", "a": [1]}{\n  "x": 1\n}42'
 
 
+async def test_rendered_texts_are_not_json_that_the_event_loop_would_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scheduler.text.chat.json.loads", None)
+    text = "".join(map(chr, range(0x1000))) + "🦊\u2028"
+    assert await render("{{ messages[0]['content'] }}", [ChatMessage("user", text)]) == text
+    assert "bad \x01" in await refusal("{{ raise_exception('bad \x01') }}")
+
+
 async def test_raise_exception_reaches_the_client() -> None:
     assert "roles must alternate" in await refusal("{{ raise_exception('roles must alternate') }}")
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models, pre_tokenizers
 
-from scheduler.core import InvalidRequest, QueueFull
+from scheduler.core import CapacityExceeded, InvalidRequest, QueueFull
 from scheduler.text import tokenizer as tokenizer_module
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
 from scheduler.text.tokenizer import Tokenizer, TokenizerLimits
@@ -133,5 +133,59 @@ def test_malformed_tokenizer_json_is_an_error(checkpoint: Checkpoint, content: s
         Tokenizer.load(checkpoint)
 
 
+class Encoding:
+    """An encoding of the library that records how many ids each list had that was made of it."""
+
+    def __init__(self, ids: list[int], made: list[int]) -> None:
+        self._ids = ids
+        self._made = made
+        self.overflowing: list[Encoding] = []
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def truncate(self, size: int) -> None:
+        parts = [self._ids[start : start + size] for start in range(0, len(self._ids), size)]
+        self._ids = parts[0]
+        self.overflowing = [Encoding(part, self._made) for part in parts[1:]]
+
+    @property
+    def ids(self) -> list[int]:
+        self._made.append(len(self._ids))
+        return self._ids
+
+    def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> list["Encoding"]:
+        return [self]
+
+
+async def test_no_list_is_made_of_ids_that_are_too_many(tokenizer: Tokenizer) -> None:
+    """The library makes a list without releasing the interpreter lock: 10 ms for half a million ids."""
+    made: list[int] = []
+    tokenizer._tokenizer = Encoding([1] * 101, made)  # type: ignore[assignment]
+    with pytest.raises(CapacityExceeded, match=r"^101 prompt tokens"):
+        await tokenizer.encode("x", max_tokens=100)
+    assert made == []
+    assert await tokenizer.encode("x", max_tokens=101) == [1] * 101
+
+
+async def test_long_lists_of_ids_are_made_in_parts(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = await tokenizer.encode(LONG)
+    monkeypatch.setattr(tokenizer_module, "IDS_AT_ONCE", 100)
+    assert await tokenizer.encode(LONG) == expected
+    made: list[int] = []
+    tokenizer._tokenizer = Encoding(list(range(250)), made)  # type: ignore[assignment]
+    assert await tokenizer.encode("x") == list(range(250))
+    assert made == [100, 100, 50]
+
+
+async def test_large_work_is_done_in_a_thread(tokenizer: Tokenizer) -> None:
+    threads = [
+        await tokenizer.in_turn(threading.current_thread, size, "default")
+        for size in (tokenizer_module.MAX_INLINE_SIZE, tokenizer_module.MAX_INLINE_SIZE + 1)
+    ]
+    assert threads[0] is threading.current_thread()
+    assert threads[1].name.startswith("quire-tokenize")
+
+
 def test_short_texts_are_encoded_at_once() -> None:
-    assert len("hello") <= tokenizer_module.MAX_INLINE_CHARACTERS < len(LONG)
+    assert len("hello") <= tokenizer_module.MAX_INLINE_SIZE < len(LONG)
