@@ -4,7 +4,7 @@ There are two sources. A manifest is a file SHA256SUMS in the model's directory,
 snapshot in the cache of the Hugging Face hub consists of links to files that are named by their digests. Without
 either, nothing is known and nothing is refused.
 
-The check finds damage and mix-ups. It is no proof against a writer of the directory, who can change the manifest too,
+The check finds damage and mix-ups. It is no proof against a writer of the directory: it can change the manifest too,
 or a file after the check.
 """
 

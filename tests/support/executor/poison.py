@@ -59,7 +59,7 @@ class PoisonedModel:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a batch gave: the victim's output and end, and everything that the other sequences got."""
+    """The results of a batch: the victim's output and end, and all that the other sequences got."""
 
     victim: list[int]
     reason: EndReason
