@@ -59,11 +59,14 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The tokens of all streams, or the texts with which they were refused, and the seconds that it took."""
+    """The tokens of all streams, or the texts with which they were refused, and the seconds that it took.
+
+    told: what the scheduler says besides: why it is not ready, and the lines of its log.
+    """
 
     tokens: list[Tokens]
     refusals: list[str]
-    readiness: str
+    told: list[str]
     duration_s: float
 
 
@@ -100,11 +103,12 @@ def judged(actual: Outcome, expected: Outcome) -> str:
         num_tokens = sum(len(ids) for stream in actual.tokens for ids in stream)
         return f"{NUM_STREAMS} of {NUM_STREAMS} streams have the same {num_tokens} tokens"
     expect(len(actual.refusals) == NUM_STREAMS, f"only {len(actual.refusals)} streams were refused")
-    texts = {*actual.refusals, actual.readiness}
-    reason = next((text for text in sorted(texts) if any(word in text for word in REASONS)), "")
-    expect(bool(reason), f"no refusal gives the reason: {sorted(texts)}")
+    texts = [*actual.refusals, *actual.told]
+    reason = next((text for text in texts if any(word in text for word in REASONS)), "")
+    expect(bool(reason), f"nothing gives the reason: {sorted(set(texts))}")
     expect(actual.duration_s <= MAX_REFUSAL_S, f"the refusals took {actual.duration_s:.1f} s: {reason}")
-    return f"{NUM_STREAMS} of {NUM_STREAMS} streams refused within {actual.duration_s:.1f} s: {reason}"
+    told = "their texts say" if reason in actual.refusals else "the scheduler says"
+    return f"{NUM_STREAMS} of {NUM_STREAMS} streams refused within {actual.duration_s:.1f} s; {told}: {reason}"
 
 
 async def outcome(scheduler: Release, executor: Release) -> Outcome:
@@ -118,11 +122,21 @@ async def outcome(scheduler: Release, executor: Release) -> Outcome:
             addresses = ("--listen", grpc, "--http-listen", http, "--executor", ready.split()[1])
             with service(scheduler, home, "scheduler", *addresses):
                 await connected(grpc)
-                return await streams(grpc, http)
+                results, duration_s = await streams(grpc, http)
+                log = (Path(home) / "scheduler.log").read_text(encoding="utf-8").splitlines()
+                return Outcome(
+                    [result for result in results if not isinstance(result, str)],
+                    [result for result in results if isinstance(result, str)],
+                    [await asyncio.to_thread(ready_text, http), *log],
+                    duration_s,
+                )
 
 
-async def streams(address: str, http: str) -> Outcome:
-    """Sends all streams at once. A scheduler that was just started gets as long as a refusal may take to be ready."""
+async def streams(address: str, http: str) -> tuple[list[Tokens | str], float]:
+    """Sends all streams at once; returns their tokens or refusals, and the seconds until the last one has ended.
+
+    A scheduler that was just started gets as long as a refusal may take to be ready.
+    """
     started_s = time.monotonic()
     while (readiness := await asyncio.to_thread(ready_text, http)) and not any(word in readiness for word in REASONS):
         if time.monotonic() - started_s > MAX_REFUSAL_S:
@@ -130,13 +144,7 @@ async def streams(address: str, http: str) -> Outcome:
         await asyncio.sleep(0.05)
     async with AsyncClient(address, timeout_s=STREAM_TIMEOUT_S) as client:
         results = await asyncio.gather(*(stream(client, index) for index in range(NUM_STREAMS)))
-    duration_s = time.monotonic() - started_s
-    return Outcome(
-        [result for result in results if not isinstance(result, str)],
-        [result for result in results if isinstance(result, str)],
-        await asyncio.to_thread(ready_text, http),
-        duration_s,
-    )
+    return results, time.monotonic() - started_s
 
 
 async def stream(client: AsyncClient, index: int) -> Tokens | str:
@@ -152,12 +160,15 @@ async def stream(client: AsyncClient, index: int) -> Tokens | str:
 
 @contextmanager
 def service(release: Release, home: str, *command: str) -> Iterator[Iterator[str]]:
-    """Runs a service of an installed wheel; yields the lines of its standard output. Kills it at the end."""
+    """Runs a service of an installed wheel, which logs to SERVICE.log; yields the lines of its standard output."""
     own = {"PYTHONPATH": str(release.folder), "XDG_RUNTIME_DIR": home, "HOME": home}
     words = [sys.executable, "-P", "-m", "quire", *command]
-    with subprocess.Popen(
-        words, cwd=home, env=os.environ | own, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as process:
+    with (
+        (Path(home) / f"{command[0]}.log").open("w", encoding="utf-8") as log,
+        subprocess.Popen(
+            words, cwd=home, env=os.environ | own, stdout=subprocess.PIPE, stderr=log, text=True
+        ) as process,
+    ):
         try:
             assert process.stdout is not None
             yield iter(process.stdout)
