@@ -2,9 +2,10 @@
 
 Builds the wheels of HEAD and of BASE (by default the newest commit that has another version of the plan stream), and
 runs the scheduler of each with the executor of the other, under 64 streams of several kinds. Every stream has to give
-the same tokens as with both services of the scheduler's commit. If the two cannot work together, the refusal has to come
-within 5 s and to name the versions or the missing features, and all streams have to fail. Needs a package index for the tools
-that build wheels; what the services import comes from this environment. Exits with status 1 if anything fails.
+the same tokens as with both services of the scheduler's commit. If the two cannot work together, the refusal has to
+come within 5 s and to name the versions or the missing features, and all streams have to fail. Needs a package index
+for the tools that build wheels; what the services import comes from this environment. Exits with status 1 if anything
+fails.
 """
 
 import asyncio
@@ -127,7 +128,7 @@ async def outcome(scheduler: Release, executor: Release) -> Outcome:
 
 
 async def streams(address: str, http: str, log: Path) -> Outcome:
-    """Sends all streams as soon as the scheduler is ready or gives a reason not to be, and waits until all have ended."""
+    """Sends all streams once the scheduler is ready or gives a reason not to be, and waits until all have ended."""
     started_s = time.monotonic()
     reasons = asyncio.create_task(refusal(http, log, started_s))
     while await asyncio.to_thread(ready_text, http) and time.monotonic() - started_s < MAX_REFUSAL_S:
@@ -151,7 +152,8 @@ async def streams(address: str, http: str, log: Path) -> Outcome:
 async def refusal(http: str, log: Path, started_s: float) -> tuple[str, float]:
     """Waits until the scheduler gives a reason, in /readyz or in its log; returns it and the seconds that it took."""
     while True:
-        lines = [await asyncio.to_thread(ready_text, http), *log.read_text(encoding="utf-8").splitlines()]
+        logged = await asyncio.to_thread(log.read_text, encoding="utf-8")
+        lines = [await asyncio.to_thread(ready_text, http), *logged.splitlines()]
         for line in lines:
             if any(word in line for word in REASONS):
                 return line, time.monotonic() - started_s
