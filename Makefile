@@ -35,6 +35,9 @@ gpu-bundle: $(INSTALLED)  ## wheels and stubs for a GPU machine without an index
 wheel-check: $(INSTALLED)  ## build the wheel, install it into a fresh environment, run the demo and one request
 	$(BIN)/python -m checks.wheel
 
+upgrade-check: $(INSTALLED)  ## scheduler and executor of two commits under load (ARGS=COMMIT; default: the last one with another protocol)
+	$(BIN)/python -m checks.upgrade $(ARGS)
+
 verify: lint test-all wheel-check  ## what CI checks
 
 lint: $(INSTALLED)  ## ruff, mypy, import contracts, the shape of the tree, the English of its comments, protos
@@ -75,4 +78,4 @@ $(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(sh
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel,jwt]'
 	touch $@
 
-.PHONY: help run serve test test-all wheel-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean
+.PHONY: help run serve test test-all wheel-check upgrade-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean

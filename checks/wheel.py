@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 MAX_WHEEL_BYTES = 10_000_000
 OCCUPIED_NAMES = ("kernels", "scheduler")
 REQUIRED_FILES = {
+    "quire/models/tiny/SHA256SUMS",
     "quire/models/tiny/config.json",
     "quire/models/tiny/generation_config.json",
     "quire/models/tiny/model.safetensors",

@@ -12,7 +12,7 @@ import torch
 
 import kernels
 from executor.checkpoints.checkpoint import Checkpoint, TensorSource, locate, torch_dtype
-from executor.checkpoints.digest import weights_digest
+from executor.checkpoints.digest import WeightsCheck
 from executor.checkpoints.model_config import ModelConfig, read_model_config
 from executor.checkpoints.random_weights import RandomCheckpoint
 from executor.config import ExecutorConfig
@@ -85,6 +85,19 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
         sum_in_float32()
     with _timed(startup_s, "locate"):
         directory = locate(config.model, config.revision)
+    with WeightsCheck(directory, is_random=config.load_format == "random") as check:
+        return _load(config, directory, device, check, startup_s, say)
+
+
+def _load(
+    config: ExecutorConfig,
+    directory: Path,
+    device: torch.device,
+    check: WeightsCheck,
+    startup_s: dict[str, float],
+    say: Say,
+) -> LoadedModel:
+    """Loads the model of a directory whose files `check` reads meanwhile. Mutates startup_s."""
     model_config = read_model_config(directory)
     max_model_len = resolve_max_model_len(config, model_config)
     limits = resolve_limits(config, model_config, max_model_len, config.num_blocks or 0, device.type == "cpu")
@@ -114,12 +127,14 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
     )
     with _timed(startup_s, "runner"):
         runner = start.make_runner(pool, limits)
+    with _timed(startup_s, "checksums"):
+        digest = check.digest()
     return LoadedModel(
         runner=runner,
         model_name=_model_name(config, directory),
         dtype=decoder.dtype,
         device=device,
-        weights_digest=weights_digest(directory, is_random=config.load_format == "random"),
+        weights_digest=digest,
         memory_bytes={"weights": num_weight_bytes} | start.memory_bytes | {"kv_pool": pool.nbytes},
         startup_s=startup_s,
         graphs=_graphs(runner),

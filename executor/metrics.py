@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from executor.plans.plan import EndReason, StepOutput, StepTimings
+from executor.sampling.finite import num_bad_reports
 from quire.addresses import UNIX, HostPort, listen_error
 from quire.histogram import Histogram
 from quire.version import build_version
@@ -58,7 +59,8 @@ class Metrics(Collector):
 
     def observe(self, output: StepOutput) -> None:
         """Records a step that has ended."""
-        self._num_not_finite += int(np.count_nonzero(output.end_reasons == EndReason.NOT_FINITE))
+        num_ended = int(np.count_nonzero(output.end_reasons == EndReason.NOT_FINITE))
+        self._num_not_finite += num_ended + num_bad_reports(output.reports)
         self.observe_step(output.timings)
 
     def observe_step(self, timings: StepTimings) -> None:
@@ -102,7 +104,7 @@ class Metrics(Collector):
         yield durations
         not_finite = CounterMetricFamily(
             "quire_executor_not_finite",
-            "Sequences that failed because their logits were not finite",
+            "Sequences, and reports on beams or prompts, that failed because logits were not finite",
             labels=list(self._labels),
         )
         not_finite.add_metric(list(self._labels.values()), self._num_not_finite)

@@ -34,7 +34,8 @@ class StepBuffers:
     """Device memory that lives as long as the runner. It is allocated before the KV pool, which takes the rest.
 
     logits[max_num_seqs, vocab_size] of decode steps that sample, one buffer for all of their graphs;
-    next_tokens[max_num_seqs] and results[max_num_seqs, RESULT_FIELDS], int32.
+    next_tokens[max_num_seqs] and results[max_num_seqs, RESULT_FIELDS], int32; peaks[max_num_seqs] float32, the largest
+    logit of each row that samples, as the model made it.
     """
 
     on_device: DeviceSlots
@@ -42,6 +43,7 @@ class StepBuffers:
     rows: DecodeRows
     logits: Tensor
     next_tokens: Tensor
+    peaks: Tensor
     results: Tensor
 
     @classmethod
@@ -56,6 +58,7 @@ class StepBuffers:
             rows=DecodeRows(max_num_seqs, device),
             logits=torch.zeros((max_num_seqs, config.vocab_size), dtype=model.dtype, device=device),
             next_tokens=torch.zeros(max_num_seqs, dtype=torch.int32, device=device),
+            peaks=torch.zeros(max_num_seqs, dtype=torch.float32, device=device),
             results=torch.zeros((max_num_seqs, RESULT_FIELDS), dtype=torch.int32, device=device),
         )
 
@@ -63,6 +66,10 @@ class StepBuffers:
     def num_bytes(self) -> int:
         """Returns the bytes that the buffers take. The rows are too small to count."""
         return self.on_device.num_bytes + self.planner.num_bytes + self.logits.nbytes
+
+    def note_peaks(self, logits: Tensor) -> None:
+        """Keeps the largest of each row of logits[R, vocab_size]; NaN propagates. Call it before logits are changed."""
+        self.peaks[: len(logits)].copy_(logits.amax(dim=-1))
 
     def close(self, slots: Tensor) -> None:
         """Appends next_tokens to the sequences of the slots, and writes the step's results."""
@@ -72,6 +79,8 @@ class StepBuffers:
             self.on_device.end_kinds,
             slots,
             self.next_tokens[:num_rows],
+            self.peaks[:num_rows],
             self.results[:num_rows],
             EndReason.LENGTH,
+            EndReason.NOT_FINITE,
         )

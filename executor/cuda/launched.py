@@ -10,7 +10,8 @@ from torch import Tensor
 from executor.cuda.accelerator import Mark
 from executor.cuda.graphs import StepKind
 from executor.cuda.step_arrays import HostArray, StepArrays
-from executor.plans.plan import Ints, Reports, StepOutput, StepPlan, StepTimings
+from executor.plans.plan import EndReason, Ints, Reports, StepOutput, StepPlan, StepTimings
+from executor.sampling.finite import FiniteCheck
 from executor.slots.sampling_table import Draw
 from executor.slots.step_inputs import StepInputs
 from kernels.triton import RESULT_FIELDS
@@ -60,6 +61,7 @@ class LaunchedStep:
         marks: Marks,
         prepare_ns: int,
         reports: Reports,
+        finite: FiniteCheck,
     ) -> None:
         """Arrays are in the order of step.sampling[R].
 
@@ -67,14 +69,14 @@ class LaunchedStep:
         generations of the step: how many sequences each slot has held.
         """
         self._plan = plan
-        self._reporting = step.reporting
-        self._sampling = step.sampling
+        self._step = step
         self._generations = generations
         self._results = results
         self._arrived = arrived
         self._marks = marks
         self._prepare_ns = prepare_ns
         self._reports = reports
+        self._finite = finite
         self._lock = threading.Lock()
         self._output: StepOutput | None = None
         self._has_ended = np.zeros(len(step.sampling), dtype=np.bool_)
@@ -84,7 +86,10 @@ class LaunchedStep:
         return self._output is not None
 
     def finish(self) -> StepOutput:
-        """Waits for the device. Any thread may call it, any number of times. Raises the error of a failed step."""
+        """Waits for the device. Any thread may call it, any number of times.
+
+        Raises the error of a failed step, and ModelBroken for too many rows that are not finite.
+        """
         with self._lock:
             if self._output is None:
                 self._output = self._read()
@@ -93,7 +98,7 @@ class LaunchedStep:
     def sampled(self) -> Ints:
         """Returns the sampled tokens in the order of the slots. Waits for the device."""
         token_ids = self.finish().token_ids
-        own: Ints = token_ids[np.searchsorted(self._reporting, self._sampling)]
+        own: Ints = token_ids[np.searchsorted(self._step.reporting, self._step.sampling)]
         return own
 
     def ended(self, generations: NDArray[np.int64]) -> Ints:
@@ -101,17 +106,18 @@ class LaunchedStep:
 
         generations: the slot generations of all slots now.
         """
-        is_same = generations[self._sampling] == self._generations
-        ended: Ints = self._sampling[is_same & self._has_ended]
+        is_same = generations[self._step.sampling] == self._generations
+        ended: Ints = self._step.sampling[is_same & self._has_ended]
         return ended
 
     def _read(self) -> StepOutput:
         self._arrived.wait()
-        token_ids = np.zeros(len(self._reporting), dtype=np.int32)
-        end_reasons = np.zeros(len(self._reporting), dtype=np.uint8)
+        token_ids = np.zeros(len(self._step.reporting), dtype=np.int32)
+        end_reasons = np.zeros(len(self._step.reporting), dtype=np.uint8)
         if self._results is not None:
             results: NDArray[np.int32] = self._results.numpy().view(np.int32).reshape(-1, RESULT_FIELDS)
-            places = np.searchsorted(self._reporting, self._sampling)
+            self._finite.count(self._step, results[:, 1] == EndReason.NOT_FINITE, self._reports)
+            places = np.searchsorted(self._step.reporting, self._step.sampling)
             token_ids[places] = results[:, 0]
             end_reasons[places] = results[:, 1]
             self._has_ended = (results[:, 1] != 0) | (results[:, 2] != 0)

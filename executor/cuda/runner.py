@@ -33,6 +33,7 @@ from executor.errors import PlanRejected
 from executor.models.decoder import Decoder
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import Ints, Logprobs, Reports, StepPlan
+from executor.sampling.finite import FiniteCheck
 from executor.sampling.logprobs import join, row_pieces
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.slots.slots import Slots
@@ -69,6 +70,7 @@ class CudaRunner:
         self._device_rows: Ints | None = None
         self._generations = np.zeros(limits.max_num_seqs, dtype=np.int64)
         self._launched: deque[LaunchedStep] = deque()
+        self._finite = FiniteCheck()
         self._previous_end: Mark | None = None
 
     def reset(self) -> None:
@@ -215,6 +217,7 @@ class CudaRunner:
             own = own.index_select(0, sent.mixed.sampled_logits)
         if len(step.sampling):
             on_device, next_tokens = self._buffers.on_device, self._buffers.next_tokens[: len(step.sampling)]
+            self._buffers.note_peaks(own)
             # Sampling overwrites banned logits, but reports and changes start from the model's own.
             scratch = own.clone() if step.is_synchronous else own
             sample(scratch, slots, on_device, sent.sampling, next_tokens)
@@ -254,7 +257,9 @@ class CudaRunner:
         marks = Marks(start, forwarded, end, self._previous_end)
         self._previous_end = end
         generations = self._generations[launch.step.sampling]
-        return LaunchedStep(launch.plan, launch.step, generations, results, arrived, marks, prepare_ns, reports)
+        return LaunchedStep(
+            launch.plan, launch.step, generations, results, arrived, marks, prepare_ns, reports, self._finite
+        )
 
     def _graph_body(self, kind: StepKind, num_rows: int) -> Body:
         """Returns the work of a decode-only step on num_rows rows, as a function without parameters."""
@@ -262,6 +267,7 @@ class CudaRunner:
         def body() -> None:
             logits = self._forward.decode(num_rows)
             if kind is StepKind.GREEDY:
+                self._buffers.note_peaks(logits)
                 choose_greedily(logits, self._buffers.next_tokens[:num_rows])
                 self._buffers.close(self._buffers.rows.slots[:num_rows])
             else:

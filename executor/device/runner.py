@@ -11,7 +11,7 @@ from torch import Tensor
 
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import Ints, Logprobs, Reports, StepOutput, StepPlan, StepTimings
-from executor.sampling.finite import FiniteCheck
+from executor.sampling.finite import FiniteCheck, finite_rows
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.sampling.sampler import sample
 from executor.slots.slots import Slots
@@ -80,14 +80,18 @@ class ModelRunner:
         )
 
     def _sample(self, step: StepInputs, logits: Tensor | None) -> tuple[Ints, NDArray[np.uint8], Reports]:
-        """Samples and appends. Returns the token ids and end reasons of step.reporting, and the reports."""
+        """Samples and appends. Returns the token ids and end reasons of step.reporting, and the reports.
+
+        Raises ModelBroken for too many rows that are not finite.
+        """
         token_ids, end_reasons = np.zeros(len(step.reporting), np.int32), np.zeros(len(step.reporting), np.uint8)
         is_live = np.zeros(len(step.reporting), dtype=np.bool_)
         logprobs: Logprobs | None = None
-        failed = self._finite.failed(step, logits) if logits is not None else np.zeros(0, dtype=np.bool_)
+        failed = np.zeros(len(step.sampling), dtype=np.bool_)
         if logits is not None and step.sampling.size:
             places = np.searchsorted(step.reporting, step.sampling)
             own_logits = _sampled_logits(step, logits)
+            failed = ~finite_rows(own_logits)
             if failed.any():  # the kernels that sample and rank expect numbers
                 own_logits = own_logits.clone()
                 own_logits[torch.from_numpy(failed).to(logits.device)] = 0
@@ -96,7 +100,9 @@ class ModelRunner:
             token_ids[places], end_reasons[places] = own_ids, self.slots.append(step.sampling, own_ids, failed)
             is_live[places] = True
         logprobs = with_overrun(self.slots, step.reporting, is_live, logprobs)
-        return token_ids, end_reasons, Reports(logprobs, *self._report(step, logits))
+        reports = Reports(logprobs, *self._report(step, logits))
+        self._finite.count(step, failed, reports)
+        return token_ids, end_reasons, reports
 
     def _report(self, step: StepInputs, logits: Tensor | None) -> tuple[Logprobs | None, Logprobs | None]:
         """Returns the reports on prompts and on beams. Hardly any step has either."""

@@ -10,7 +10,7 @@ from executor.errors import PlanRejected
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import Admission, Floats, Fork, Ints, Logprobs, SequenceParams, StepOutput, StepPlan
 from quire.executor.v1 import executor_pb2 as pb
-from quire.plan_stream import FEATURES, PROTOCOL_VERSION
+from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, PROTOCOL_VERSION
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -73,6 +73,7 @@ def description_to_message(
         max_num_batched_tokens=limits.max_num_batched_tokens,
         device=device,
         protocol_version=PROTOCOL_VERSION,
+        least_protocol_version=LEAST_PROTOCOL_VERSION,
         features=FEATURES,
         weights_digest=weights_digest,
     )

@@ -1,10 +1,18 @@
-"""The reports of a step besides its tokens, from the logits as the model made them."""
+"""The reports of a step besides its tokens, from the logits as the model made them.
+
+The log-probabilities of a beam or a prompt token are NaN if its row of logits is not finite, and never otherwise: the
+scheduler then fails the request.
+"""
+
+from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.plans.plan import Ints, Logprobs
+from executor.sampling.finite import finite_rows
 from executor.sampling.logprobs import join, most_probable, row_pieces, score
 from executor.slots.sampling_table import Draw
 from executor.slots.slots import Slots
@@ -50,7 +58,9 @@ def report_prompts(slots: Slots, logits: Tensor, rows: slice | None = None) -> L
     row_slots = spans.row_slots
     targets = slots.token_ids[row_slots, spans.following(spans.first_positions + 1)]
     rows = rows or slice(0, len(targets))
-    return score(logits, targets[rows], slots.reports.num_prompt_logprobs[row_slots][rows])
+    nums = slots.reports.num_prompt_logprobs[row_slots][rows]
+    is_finite, usable = _usable(logits)
+    return _marked(score(usable, targets[rows], nums), nums, is_finite)
 
 
 def report_candidates(slots: Slots, beams: Ints, logits: Tensor) -> Logprobs | None:
@@ -60,8 +70,28 @@ def report_candidates(slots: Slots, beams: Ints, logits: Tensor) -> Logprobs | N
     pieces = []
     for rows in row_pieces(*logits.shape):
         nums = slots.reports.num_candidates[beams[rows]]
-        pieces.append(most_probable(_changed(logits[rows], slots.draw(beams[rows])), nums))
+        is_finite, usable = _usable(logits[rows])
+        candidates = most_probable(_changed(usable, slots.draw(beams[rows])), nums)
+        pieces.append(_marked(candidates, nums, is_finite))
     return join(pieces)
+
+
+def _usable(logits: Tensor) -> tuple[NDArray[np.bool_], Tensor]:
+    """Returns which rows are finite, and the logits with zeros in all others: kernels that rank expect numbers."""
+    is_finite = finite_rows(logits)
+    if is_finite.all():
+        return is_finite, logits
+    return is_finite, logits.masked_fill(torch.from_numpy(~is_finite).to(logits.device).unsqueeze(1), 0)
+
+
+def _marked(logprobs: Logprobs, nums: Ints, is_finite: NDArray[np.bool_]) -> Logprobs:
+    """Returns the log-probabilities of rows with nums[row] entries: NaN for rows that are not finite, and for no other.
+
+    A finite row whose tokens are all forbidden has no probabilities: it gets -inf.
+    """
+    values = np.nan_to_num(logprobs.values, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
+    values[np.repeat(~is_finite, nums)] = np.nan
+    return replace(logprobs, values=values)
 
 
 def _changed(logits: Tensor, draw: Draw) -> Tensor:

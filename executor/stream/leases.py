@@ -6,7 +6,7 @@ from executor.device.device_thread import FailureKind
 from executor.errors import LeaseRefused
 from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb
-from quire.plan_stream import FEATURES, PROTOCOL_VERSION
+from quire.plan_stream import FEATURES, OWN, speaks_with, spoken
 
 _MAX_NAME = 200
 """Longest name of a scheduler that is repeated in messages, in characters."""
@@ -54,10 +54,11 @@ class Leases:
 
 
 def _check_protocol(opening: pb.Opening) -> None:
-    if opening.protocol_version != PROTOCOL_VERSION:
+    version, least = opening.protocol_version, opening.least_protocol_version
+    if not speaks_with(version, least):
         raise LeaseRefused(
-            f"the scheduler speaks version {opening.protocol_version} of the plan stream, this executor version "
-            f"{PROTOCOL_VERSION}: run the same release of both"
+            f"the scheduler speaks {spoken(version, least)} of the plan stream, this executor {OWN}: "
+            "run the same release of both"
         )
     if missing := [_readable(name) for name in opening.features if name not in FEATURES]:
         raise LeaseRefused(

@@ -16,7 +16,7 @@ from executor.stream.leases import Leases
 from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
-from quire.plan_stream import PROTOCOL_VERSION
+from quire.plan_stream import OWN
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 
@@ -27,8 +27,8 @@ _OPENING_TIMEOUT_S = 10.0
 
 _SHUTTING_DOWN = "the executor is shutting down"
 _NO_OPENING = (
-    "the stream does not begin with an opening: its scheduler speaks another version of the plan stream than this "
-    f"executor, version {PROTOCOL_VERSION}; version 1 had no openings"
+    "the stream does not begin with an opening: the scheduler speaks version 1 of the plan stream or an unknown one, "
+    f"this executor {OWN}: run the same release of both"
 )
 
 _STATUS = {

@@ -86,14 +86,17 @@ def close_rows(
     end_kinds: torch.Tensor,
     slots: torch.Tensor,
     token_ids: torch.Tensor,
+    peaks: torch.Tensor,
     results: torch.Tensor,
     length_reason: int,
+    not_finite_reason: int,
 ) -> None:
     """Makes token_ids[R] int32 the last tokens of slots[R] int32, and ends the sequences that these tokens end.
 
     end_kinds[N, V] uint8: the reason for which a token ends a slot's sequence, 0 if it does not. Otherwise the sequence
-    ends with `length_reason` when it reaches its maximum number of tokens. Slots are distinct, except those that have
-    ended.
+    ends with `length_reason` when it reaches its maximum number of tokens. peaks[R] float32: the largest logit of each
+    row as the model made it. If it is not finite, the token has no meaning: the sequence gets token 0 and ends with
+    `not_finite_reason`. Slots are distinct, except those that have ended.
 
     Mutates results[R, RESULT_FIELDS] int32 (token 0 and reason 0 for slots that had ended before), and the states of
     the other slots.
@@ -106,10 +109,12 @@ def close_rows(
         end_kinds,
         slots,
         token_ids,
+        peaks,
         results,
         num_rows,
         end_kinds.stride(0),
         length_reason,
+        not_finite_reason,
         tile=_TILE,
         num_warps=4,
     )
@@ -166,17 +171,30 @@ def _open_rows(
 
 
 @kernel(
-    unspecialized=("states", "end_kinds", "slots", "token_ids", "results", "num_rows", "kinds_stride", "length_reason")
+    unspecialized=(
+        "states",
+        "end_kinds",
+        "slots",
+        "token_ids",
+        "peaks",
+        "results",
+        "num_rows",
+        "kinds_stride",
+        "length_reason",
+        "not_finite_reason",
+    )
 )
 def _close_rows(
     states: tl.tensor,
     end_kinds: tl.tensor,
     slots: tl.tensor,
     token_ids: tl.tensor,
+    peaks: tl.tensor,
     results: tl.tensor,
     num_rows: tl.tensor,
     kinds_stride: tl.tensor,
     length_reason: tl.tensor,
+    not_finite_reason: tl.tensor,
     tile: tl.constexpr,
 ) -> None:
     rows = tl.program_id(0) * tile + tl.arange(0, tile)
@@ -185,11 +203,13 @@ def _close_rows(
     state = states + own * _FIELDS
     had_ended = tl.load(state + 2, mask=exists, other=1)
     lives = exists & (had_ended == 0)
-    token = tl.load(token_ids + rows, mask=lives, other=0)
+    is_finite = tl.abs(tl.load(peaks + rows, mask=lives, other=0.0)) < float("inf")  # false for NaN
+    token = tl.where(is_finite, tl.load(token_ids + rows, mask=lives, other=0), 0)
     num_tokens = tl.load(state + 1, mask=lives, other=0) + 1
     most_tokens = tl.load(state + 3, mask=lives, other=0)
     kind = tl.load(end_kinds + own * kinds_stride + token, mask=lives, other=0).to(tl.int32)
     reason = tl.where(kind != 0, kind, tl.where(num_tokens >= most_tokens, length_reason, 0))
+    reason = tl.where(is_finite, reason, not_finite_reason)
     tl.store(state, token, mask=lives)
     tl.store(state + 1, num_tokens, mask=lives)
     tl.store(state + 2, (reason != 0).to(tl.int32), mask=lives)

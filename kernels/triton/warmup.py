@@ -142,7 +142,8 @@ class _Model:
                 known,
             )
         end_kinds = torch.zeros((_TOKENS, 1), dtype=torch.uint8, device=self._device)
-        close_rows(states, end_kinds, self._rows, self._rows, torch.empty_like(states), 1)
+        peaks = torch.zeros(_TOKENS, device=self._device)
+        close_rows(states, end_kinds, self._rows, self._rows, peaks, torch.empty_like(states), 1, 1)
 
     def activate(self) -> None:
         silu_multiply(self._zeros(_TOKENS, 64))

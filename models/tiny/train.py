@@ -19,6 +19,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from quire.checksums import write_manifest
+
 from .stories import Story, documents, texts
 
 if TYPE_CHECKING:
@@ -210,7 +212,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def save(output: Path, settings: Settings, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
-    """Writes weights, both configurations and the tokenizer."""
+    """Writes weights, both configurations, the tokenizer, and the digests of all of them."""
     output.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=model.config.bos_token_id,
@@ -233,6 +235,7 @@ def save(output: Path, settings: Settings, model: LlamaForCausalLM, tokenizer: T
             "chat_template": CHAT_TEMPLATE,
         },
     )
+    write_manifest(output)
 
 
 def parse() -> tuple[Settings, Path]:

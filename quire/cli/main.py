@@ -2,12 +2,14 @@
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from planning.settings import DeploymentSettings, SimulateSettings
+from quire.checksums import write_manifest
 from quire.cli.bench import app as bench_app
 from quire.cli.config_flags import flag_parameters, given, with_flags
 from quire.cli.connection_flags import connection_parameters, take_client
@@ -136,6 +138,16 @@ def drain(
             client.resume()
         else:
             client.drain()
+
+
+@app.command()
+def checksum(
+    directory: Annotated[Path, typer.Argument(help="of a model", exists=True, file_okay=False)],
+) -> None:
+    """Writes SHA256SUMS, the digests of a model's files: from then on, no service loads a file that differs."""
+    with reported():
+        for name in write_manifest(directory):
+            print(name)
 
 
 app.command()(with_flags(kv, connection_parameters(admin=True)))

@@ -9,6 +9,7 @@ import typer
 
 from planning.errors import PlanningError
 from quire.addresses import AddressInUse
+from quire.checksums import ChecksumError
 from quire.cli import exit_codes
 from quire.cli.services import ConfigError
 from quire.cli.supervisor import ChildFailed
@@ -29,7 +30,7 @@ def reported() -> Iterator[None]:
         fail(f"the request was refused{listed}" if listed else str(error), exit_codes.exit_code(error))
     except QuireError as error:
         fail(str(error), exit_codes.exit_code(error))
-    except (ConfigError, ModelNotFound, PlanningError, TlsError, KeyFileError) as error:
+    except (ConfigError, ChecksumError, ModelNotFound, PlanningError, TlsError, KeyFileError) as error:
         fail(str(error), exit_codes.USAGE)
     except AddressInUse as error:
         fail(str(error), exit_codes.ADDRESS_IN_USE)

@@ -1,5 +1,7 @@
 """Commits the result of a plan: appends tokens, continues beams, ends sequences, and releases deferred blocks."""
 
+from math import isnan
+
 from scheduler.core import reports
 from scheduler.core.active_request import ActiveRequest
 from scheduler.core.beam import Candidates
@@ -102,6 +104,9 @@ def _decide_beams(state: SchedulerState, active: ActiveRequest, candidates: Beam
     if group is None:
         raise InvariantViolation(f"request {active.request.request_id} reported candidates, and is no beam search")
     leader = group.leader
+    if any(isnan(candidates[beam][1][0]) for beam in group.beams or (leader,)):
+        _end(state, leader, FinishReason.NOT_FINITE, events)
+        return
     is_first = not group.beams
     dropped = group.decide(candidates)
     if is_first:

@@ -14,7 +14,7 @@ import grpc
 
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from quire.plan_stream import FEATURES, PROTOCOL_VERSION
+from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, ResultMismatch, StepPlan, StepResult
 from scheduler.engine import plan_wire
 
@@ -113,6 +113,7 @@ class ExecutorClient:
         call = self._stub.Run()
         opening = pb.Opening(
             protocol_version=PROTOCOL_VERSION,
+            least_protocol_version=LEAST_PROTOCOL_VERSION,
             features=FEATURES,
             holder=self._holder,
             instance=self._instance,

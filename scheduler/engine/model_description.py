@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.plan_stream import FEATURES, PROTOCOL_VERSION
+from quire.plan_stream import FEATURES, OWN, speaks_with, spoken
 from scheduler.core import ExecutorNotOurs
 
 if TYPE_CHECKING:
@@ -86,11 +86,10 @@ class ModelDescription:
 
 
 def _faults(executor: ExecutorDescription) -> list[str]:
-    if executor.protocol_version != PROTOCOL_VERSION:
-        version = executor.protocol_version or "1 or older"
+    version, least = executor.protocol_version, executor.least_protocol_version
+    if not speaks_with(version, least):
         return [
-            f"it speaks version {version} of the plan stream, this scheduler version {PROTOCOL_VERSION}: "
-            "run the same release of both"
+            f"it speaks {spoken(version, least)} of the plan stream, this scheduler {OWN}: run the same release of both"
         ]
     faults = [
         f"{name} {getattr(executor, name)}, where at least {least} is needed"

@@ -49,6 +49,7 @@ class ExecutorDescription:
     weights_digest: str = ""
     incarnation: str = ""
     protocol_version: int = PROTOCOL_VERSION
+    least_protocol_version: int = 0
     features: tuple[str, ...] = FEATURES
 
 
@@ -66,6 +67,7 @@ def decode_description(message: pb.DescribeResponse) -> ExecutorDescription:
         weights_digest=message.weights_digest,
         incarnation=message.incarnation,
         protocol_version=message.protocol_version,
+        least_protocol_version=message.least_protocol_version,
         features=tuple(message.features),
     )
 

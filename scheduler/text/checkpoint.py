@@ -5,18 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quire.checksums import TEXT_FILES, ChecksumError, verify
 from quire.model_path import ModelNotFound, local_directory
 from scheduler.core.errors import QuireError
-
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "config.json",
-)
-"""The only files that the scheduler downloads."""
 
 
 class CheckpointError(QuireError):
@@ -34,13 +25,14 @@ class Checkpoint:
         """Returns the checkpoint in a directory, or fetches one from the hub.
 
         `revision` applies to hub ids only; None is the default branch. Raises CheckpointError if `model` is neither a
-        directory nor a hub id that can be fetched.
+        directory nor a hub id that can be fetched, and if a file differs from its known digest.
         """
         try:
-            directory = local_directory(model)
-        except ModelNotFound as error:
+            directory = local_directory(model) or _fetch(model, revision)
+            verify(directory, TEXT_FILES)
+        except (ModelNotFound, ChecksumError) as error:
             raise CheckpointError(str(error)) from None
-        return cls(directory or _fetch(model, revision))
+        return cls(directory)
 
     def text(self, name: str) -> str | None:
         """Returns the file's text, or None if there is no such file. Raises CheckpointError if it is unreadable."""
@@ -75,6 +67,6 @@ def _fetch(repository: str, revision: str | None) -> Path:
             f"{repository!r} is not a directory, and fetching it from the hub needs the package huggingface_hub"
         ) from error
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FILES)))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(TEXT_FILES)))
     except Exception as error:  # errors of the client, of its HTTP library, and OSError
         raise CheckpointError(f"{repository!r} cannot be fetched from the hub: {error}") from error

@@ -25,6 +25,7 @@ IN_THE_INTERPRETER = [
     "test_loading.py",
     "test_out_of_memory.py",
     "test_repeats.py",
+    "test_not_finite.py",
     "test_sanitizer_subset.py",
 ]
 

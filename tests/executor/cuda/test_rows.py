@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from tests.support.cuda.runner_pair import DEVICE
 
 pytestmark = pytest.mark.usefixtures("working")
 BLOCK_SIZE = 4
-LENGTH = 2
+LENGTH, NOT_FINITE = 2, 4
 
 
 def numbers(*values: object, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -60,12 +62,16 @@ def test_rows_may_exceed_a_tile() -> None:
     assert slots == [31 * 4, 0] * (num_rows // 2)
 
 
-def close(slots: list[int], token_ids: list[int]) -> tuple[torch.Tensor, list[list[int]]]:
+def close(
+    slots: list[int], token_ids: list[int], peaks: list[float] | None = None
+) -> tuple[torch.Tensor, list[list[int]]]:
     after = states()
     end_kinds = torch.zeros((3, 100), dtype=torch.uint8, device=DEVICE)
     end_kinds[0, 5], end_kinds[2, 5], end_kinds[2, 6], end_kinds[1] = 1, 3, 1, 3
     results = torch.full((len(slots) + 1, RESULT_FIELDS), -5, dtype=torch.int32, device=DEVICE)
-    close_rows(after, end_kinds, numbers(*slots), numbers(*token_ids), results[: len(slots)], LENGTH)
+    highest = numbers(*(peaks or [1.5] * len(slots)), dtype=torch.float32)
+    own = results[: len(slots)]
+    close_rows(after, end_kinds, numbers(*slots), numbers(*token_ids), highest, own, LENGTH, NOT_FINITE)
     assert results[-1].tolist() == [-5] * RESULT_FIELDS
     return after, results[:-1].tolist()
 
@@ -81,6 +87,15 @@ def test_length_ends_slots() -> None:
     after, results = close([0, 2], [4, 4])
     assert results == [[4, LENGTH, 0], [4, 0, 0]]
     assert after[:, 2].tolist() == [1, 1, 0]
+
+
+@pytest.mark.parametrize("peak", [math.nan, math.inf, -math.inf])
+def test_a_row_that_is_not_finite_ends_its_slot(peak: float) -> None:
+    """Also if its token would end the slot for another reason; the token can be any number, and is never looked up."""
+    for token_id in (5, 1 << 30):
+        after, results = close([2, 1, 0], [token_id, 7, 7], [peak, peak, 0.0])
+        assert results == [[0, NOT_FINITE, 0], [0, 0, 1], [7, LENGTH, 0]]
+        assert after[:, 2].tolist() == [1, 1, 1]
 
 
 def test_sent_arrays_arrive_and_are_not_overwritten(working) -> None:

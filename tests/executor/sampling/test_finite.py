@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 from executor.errors import ModelBroken
 from executor.plans.plan import EndReason
-from executor.sampling.finite import MAX_STEPS, finite_rows
-from tests.support.executor.plan_driver import PlanDriver, generate, ints
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from executor.device.runner import ModelRunner
+from executor.sampling import finite
+from executor.sampling.finite import MAX_ROWS, finite_rows
+from tests.support.executor.plan_driver import PlanDriver, ints
+from tests.support.executor.poison import (
+    Poison,
+    PoisonedModel,
+    check_that_only_the_victim_ends,
+    check_that_reports_are_marked,
+    fork_in_a_poisoned_step,
+    step_in_turn,
+)
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 NAN, INF = math.nan, math.inf
@@ -36,23 +40,6 @@ def test_rows_are_finite_if_their_greatest_logit_is(dtype: torch.dtype) -> None:
     assert finite_rows(rows[:0].to(dtype)).tolist() == []
 
 
-class PoisonedModel:
-    """A runner's model that changes the logits of chosen steps: `poison` gets (number of the step, logits)."""
-
-    def __init__(self, runner: ModelRunner, poison: Callable[[int, torch.Tensor], object]) -> None:
-        self._model, self._poison, self.pool, self._num_steps = runner.model, poison, runner.model.pool, 0
-        runner.model = self  # type: ignore[assignment]
-
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        logits = self._model.forward(*arguments).clone()
-        self._poison(self._num_steps, logits)
-        self._num_steps += 1
-        return logits
-
-    def copy_blocks(self, copies: Any) -> None:
-        self._model.copy_blocks(copies)
-
-
 @pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "top_k": 5}, {"temperature": 1.0, "min_p": 0.1}], ids=repr)
 @pytest.mark.parametrize("bad", BAD_ROWS)
 def test_only_the_sequence_of_a_bad_row_ends(checkpoint, make_runner, bad: str, params: dict[str, Any]) -> None:
@@ -65,7 +52,15 @@ def test_only_the_sequence_of_a_bad_row_ends(checkpoint, make_runner, bad: str, 
         return [(sequence.output, sequence.reason) for sequence in sequences]
 
     expected = outputs()
-    PoisonedModel(runner, lambda number, logits: number == 3 and BAD_ROWS[bad](logits[1]))
+    model, num_steps = runner.model.forward, iter(range(100))
+
+    def forward(*arguments: object) -> torch.Tensor:
+        logits = model(*arguments).clone()
+        if next(num_steps) == 3:
+            BAD_ROWS[bad](logits[1])
+        return logits
+
+    runner.model.forward = forward
     first, failed, last = outputs()
     assert [first, last] == [expected[0], expected[2]]
     assert failed[1] is EndReason.NOT_FINITE
@@ -81,34 +76,62 @@ def test_a_constraint_without_allowed_tokens_is_no_failure(checkpoint, make_runn
     assert sequence.reason is not EndReason.NOT_FINITE
 
 
-def test_several_steps_without_a_finite_row_mean_that_the_model_is_broken(checkpoint, make_runner) -> None:
-    runner = make_runner(checkpoint("llama").directory)
-    PoisonedModel(runner, lambda number, logits: logits.fill_(NAN))
-    for _ in range(MAX_STEPS - 1):
-        driver = PlanDriver(runner)
-        sequence = driver.admit([1, 2, 3], 8)
-        driver.run()
-        assert sequence.reason is EndReason.NOT_FINITE
-    with pytest.raises(ModelBroken, match="not finite in 3 steps in a row"):
-        generate(runner, [[1, 2, 3]], 8)
+def test_all_other_sequences_of_the_batch_keep_their_bits(checkpoint, make_runner) -> None:
+    """With the kernels that serve, whose rows do not depend on the batch."""
+    runner, poison = make_runner(checkpoint("llama").directory, kernels="auto"), Poison()
+    PoisonedModel(runner, poison)
+    check_that_only_the_victim_ends(runner, poison)
 
 
-def test_a_finite_row_between_bad_steps_shows_that_the_model_works(checkpoint, make_runner) -> None:
-    runner = make_runner(checkpoint("llama").directory)
-    PoisonedModel(runner, lambda number, logits: number % MAX_STEPS and logits.fill_(NAN))
-    for _ in range(4 * MAX_STEPS):
-        generate(runner, [[1, 2, 3]], 1)
+@pytest.mark.parametrize(
+    ("params", "name", "row"),
+    [({"num_candidates": 4}, "candidates", 0), ({"num_prompt_logprobs": 2}, "prompt_logprobs", 2)],
+    ids=["beam", "prompt"],
+)
+def test_reports_on_bad_rows_are_marked(params, name, row, checkpoint, make_runner) -> None:
+    """The logits of two sequences that sample come before those of their prompts."""
+    runner, poison = make_runner(checkpoint("llama").directory), Poison([row])
+    PoisonedModel(runner, poison)
+    check_that_reports_are_marked(runner, poison, params, name)
 
 
-def test_beams_and_prompts_without_finite_logits_fail_the_step(checkpoint, make_runner) -> None:
-    for params in ({"num_candidates": 4}, {"num_prompt_logprobs": 1}):
-        runner = make_runner(checkpoint("llama").directory)
-        PoisonedModel(runner, lambda number, logits: logits.fill_(NAN))
-        with pytest.raises(FloatingPointError, match="not finite"):
-            generate_with(runner, params)
+def test_a_beam_without_allowed_tokens_is_no_failure(checkpoint, make_runner) -> None:
+    driver = PlanDriver(make_runner(checkpoint("llama").directory))
+    driver.admit([1, 2], 8, allowed_token_ids=ints(7), eos_token_ids=ints(7), min_total_tokens=6, num_candidates=2)
+    candidates = driver.step().reports.candidates
+    assert candidates is not None
+    assert candidates.values.tolist() == [-INF, -INF]
 
 
-def generate_with(runner: ModelRunner, params: dict[str, int]) -> None:
-    driver = PlanDriver(runner)
-    driver.admit([1, 2, 3], 8, **params)
-    driver.step()
+def test_samples_that_share_a_row_count_once(checkpoint, make_runner) -> None:
+    runner, poison = make_runner(checkpoint("llama").directory), Poison()
+    PoisonedModel(runner, poison)
+    assert fork_in_a_poisoned_step(runner, poison) == [EndReason.NOT_FINITE] * 3
+    step_in_turn(runner, poison, [True] * (MAX_ROWS - 2))
+    with pytest.raises(ModelBroken):
+        step_in_turn(runner, poison, [True])
+
+
+@pytest.mark.parametrize(("poisoned", "num_prompts"), [([True], MAX_ROWS), ([True, False] * MAX_ROWS, 1)])
+def test_several_bad_rows_mean_that_the_process_is_broken(poisoned, num_prompts, checkpoint, make_runner) -> None:
+    """At once or apart, with finite rows between them."""
+    runner, poison = make_runner(checkpoint("llama").directory), Poison(None)
+    PoisonedModel(runner, poison)
+    with pytest.raises(ModelBroken, match="not finite in 3 rows within 1,000 steps"):
+        step_in_turn(runner, poison, poisoned, num_prompts)
+
+
+def test_fewer_bad_rows_do_not(checkpoint, make_runner) -> None:
+    runner, poison = make_runner(checkpoint("llama").directory), Poison(None)
+    PoisonedModel(runner, poison)
+    step_in_turn(runner, poison, [True], MAX_ROWS - 1)
+    step_in_turn(runner, poison, [False] * 3)
+
+
+def test_bad_rows_are_forgotten_in_time(checkpoint, make_runner, monkeypatch) -> None:
+    monkeypatch.setattr(finite, "WINDOW_STEPS", 2 * MAX_ROWS)
+    runner, poison = make_runner(checkpoint("llama").directory), Poison(None)
+    PoisonedModel(runner, poison)
+    step_in_turn(runner, poison, [True, False, False] * 3 * MAX_ROWS)
+    with pytest.raises(ModelBroken):
+        step_in_turn(runner, poison, [True, False] * MAX_ROWS)

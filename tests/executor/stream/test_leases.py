@@ -80,6 +80,7 @@ async def test_schedulers_without_an_instance_are_different(stub) -> None:
         (pb.RunRequest(), "does not begin with an opening"),
         (opening(protocol_version=1), f"speaks version 1 of the plan stream, this executor version {PROTOCOL_VERSION}"),
         (opening(protocol_version=9), f"speaks version 9 of the plan stream, this executor version {PROTOCOL_VERSION}"),
+        (opening(protocol_version=9, least_protocol_version=8), "speaks versions 8 to 9 of the plan stream, this"),
         (opening(features=[*FEATURES, "time travel"]), "lacks features that the scheduler needs: time travel"),
     ],
 )
@@ -93,6 +94,13 @@ async def test_a_scheduler_of_another_protocol_is_refused(message, complaint, st
     call.cancel()
 
 
+async def test_a_newer_scheduler_that_speaks_this_version_gets_the_lease(stub) -> None:
+    call = stub.Run()
+    await call.write(opening(protocol_version=PROTOCOL_VERSION + 3, least_protocol_version=PROTOCOL_VERSION))
+    assert (await call.read()).lease.epoch == 1
+    call.cancel()
+
+
 async def test_a_scheduler_from_before_leases_is_refused(channel, fake_runner) -> None:
     """It sends a plan where the executor expects the opening: with an epoch of its choice, here the largest one."""
     first = pb.StepPlan(epoch=2**64 - 1, step_id=1, retired_slots=b"", row_counts=b"\0" * 8).SerializeToString()
@@ -101,7 +109,7 @@ async def test_a_scheduler_from_before_leases_is_refused(channel, fake_runner) -
     await call.write(first)
     code, details = await status(call)
     assert code is grpc.StatusCode.FAILED_PRECONDITION
-    assert f"this executor, version {PROTOCOL_VERSION}; version 1 had no openings" in details
+    assert f"this executor version {PROTOCOL_VERSION}: run the same release of both" in details
     assert not fake_runner.executed
 
 

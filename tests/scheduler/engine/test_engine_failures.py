@@ -3,18 +3,21 @@
 import asyncio
 import errno
 import logging
+import math
+from array import array
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from scheduler.core import FinishReason, Scheduler, StepResult
+from scheduler.core import BeamParams, FinishReason, Request, Scheduler, SequenceParams, StepResult
+from scheduler.core.inspect.invariants import check_invariants
 from scheduler.engine.dispatcher import EventDispatcher
 from scheduler.engine.engine import Engine, ServerState
 from scheduler.engine.failures import MAX_FAILURES, WINDOW_S, Failures
 from scheduler.telemetry.metrics import SchedulerMetrics
 from tests.support.core.fake_executor import expected_output
-from tests.support.scheduler.engine_rig import engine_options, running_engine, submit
+from tests.support.scheduler.engine_rig import RecordingSink, engine_options, running_engine, submit
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient, FakeStream
 from tests.support.waiting import until
 
@@ -198,5 +201,61 @@ async def test_a_sequence_without_finite_logits_fails_its_request_and_no_other()
         for other in others:
             await other.check()
         assert engine.core is not None
+        await until(lambda: engine.core is not None and not engine.core.num_unfinished_requests)
+        assert engine.failures.num_failures == 0
+
+
+@pytest.mark.parametrize("step", [1, 3])
+async def test_a_beam_without_finite_logits_fails_its_search_and_no_other_request(step: int) -> None:
+    """The executor marks its candidates: NaN. It may be the first beam, or one of several."""
+    client, num_steps = FakeClient(), 0
+
+    def alter(result: StepResult) -> StepResult:
+        nonlocal num_steps
+        num_steps += result.candidates is not None
+        if num_steps != step or result.candidates is None:
+            return result
+        values = array("f", result.candidates.values)
+        values[-8:] = array("f", [math.nan] * 8)  # those of the last beam
+        return replace(result, candidates=replace(result.candidates, values=values))
+
+    client.alter = alter
+    async with running_engine(client) as engine:
+        failing = submit(engine, [1, 2, 3], 30, beam=BeamParams(4, 2))
+        others = [submit(engine, [i, 5], 20) for i in range(3)]
+        await asyncio.wait_for(failing.done.wait(), 10)
+        assert failing.reasons == {0: FinishReason.NOT_FINITE}
+        assert failing.outputs == {}
+        for other in others:
+            await other.check()
+        await until(lambda: engine.core is not None and not engine.core.num_unfinished_requests)
+        assert engine.core is not None
+        pool = engine.core.state.cache.pool
+        check_invariants(engine.core)
+        await until(lambda: pool.num_free_blocks == pool.num_usable_blocks)
+        assert engine.failures.num_failures == 0
+
+
+async def test_a_prompt_without_finite_logits_fails_its_request_and_no_other() -> None:
+    client = FakeClient()
+
+    def alter(result: StepResult) -> StepResult:
+        if (reported := result.prompt_logprobs) is None:
+            return result
+        return replace(result, prompt_logprobs=replace(reported, values=array("f", [math.nan] * len(reported.values))))
+
+    client.alter = alter
+    async with running_engine(client) as engine:
+        params = SequenceParams(max_total_tokens=33, num_prompt_logprobs=2)
+        request = Request(engine.new_request_id(), [1, 2, 3], params)
+        failing = RecordingSink(request)
+        engine.submit(request, failing)
+        others = [submit(engine, [i, 5], 20) for i in range(3)]
+        await asyncio.wait_for(failing.done.wait(), 10)
+        assert failing.reasons == {0: FinishReason.NOT_FINITE}
+        assert failing.outputs == {}
+        assert failing.prompt == []
+        for other in others:
+            await other.check()
         await until(lambda: engine.core is not None and not engine.core.num_unfinished_requests)
         assert engine.failures.num_failures == 0

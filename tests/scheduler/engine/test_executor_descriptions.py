@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from quire.plan_stream import FEATURES
+from quire.plan_stream import FEATURES, PROTOCOL_VERSION
 from scheduler.core import (
     FinishReason,
     Unavailable,
@@ -73,6 +73,12 @@ INVALID_DESCRIPTIONS = pytest.mark.parametrize(
         ("features", FEATURES[1:], "it lacks beams: run the same release of both"),
     ],
 )
+
+
+async def test_a_newer_executor_that_speaks_this_version_is_used() -> None:
+    newer = replace(DESCRIPTION, protocol_version=PROTOCOL_VERSION + 3, least_protocol_version=PROTOCOL_VERSION)
+    async with running_engine(FakeClient(newer)) as engine:
+        await submit(engine, [1, 2, 3]).check()
 
 
 @INVALID_DESCRIPTIONS

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from quire.checksums import TEXT_FILES
 from scheduler.config import SchedulerConfig
 from scheduler.main import load_model
-from scheduler.text.checkpoint import FILES, Checkpoint, CheckpointError
+from scheduler.text.checkpoint import Checkpoint, CheckpointError
 from tests.support.paths import ROOT
 
 TINY = ROOT / "models" / "tiny"
@@ -49,7 +50,7 @@ def test_hub_id_fetches_only_the_needed_files(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setitem(sys.modules, "huggingface_hub", SimpleNamespace(snapshot_download=snapshot_download))
     assert Checkpoint.find("some/model-1.5").directory == tmp_path
-    assert fetched == {"repository": "some/model-1.5", "revision": None, "allow_patterns": list(FILES)}
+    assert fetched == {"repository": "some/model-1.5", "revision": None, "allow_patterns": list(TEXT_FILES)}
 
 
 def test_pinned_revision_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
