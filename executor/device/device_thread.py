@@ -160,8 +160,7 @@ class DeviceThread:
             self.put(LivenessProbe(self._answered))
 
     def silent_s(self) -> float:
-        """Returns for how long a probe has been waiting while no step ended, and 0 if no probe is waiting. It detects a
-        hanging step even if other steps wait behind it, and threads that hang without work."""
+        """Returns for how long a probe, if there is one, has waited while no step ended, even if steps wait behind it."""
         probed_ns = self._probed_ns
         return 0.0 if probed_ns is None else (time.monotonic_ns() - max(probed_ns, self._progress_ns)) * 1e-9
 
