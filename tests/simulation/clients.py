@@ -11,6 +11,7 @@ import grpc
 
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason, SequenceParams
+from scheduler.identity.identity import CALLER, Identity, Role
 from scheduler.requests.response_stream import FINISH_REASONS
 from scheduler.requests.seeds import sample_seed
 from scheduler.text.tokenizer import Tokenizer
@@ -169,6 +170,7 @@ class Call:
         self.world.oracles.call_ended(self)
 
     async def _serve(self) -> None:
+        CALLER.set(Identity(self.name, f"tenant {self.asked.number % 3}", frozenset({Role.GENERATE})))
         try:
             await self.world.server.Generate(self.asked.message, self)  # type: ignore[arg-type]
             self.end(grpc.StatusCode.OK, "")

@@ -19,6 +19,7 @@ from scheduler.engine.dispatcher import EventDispatcher
 from scheduler.requests.completion import Completion
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.validation import RequestChecker
+from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.telemetry.request_metrics import RequestMetrics
 from tests.simulation.clients import FIRST_OWN_TOKEN
 from tests.simulation.transport import Wire
@@ -46,6 +47,7 @@ METHODS: dict[str, tuple[object, str, str]] = {
     "stream: text": (Completion, "take", ONE),
     "stream: finished": (Completion, "finish", ONE),
     "stream: close": (ResponseStream, "close", ONE),
+    "metrics: queued": (SchedulerMetrics, "queued", ONE),
     "metrics: tokens": (RequestMetrics, "tokens", ONE),
     "metrics: finished": (RequestMetrics, "finished", ONE),
     "metrics: ended": (RequestMetrics, "ended", ONE),
@@ -178,14 +180,17 @@ class Faults:
 
     def _broken(self, place: str, whole: Callable[..., Any], scope: str) -> Callable[..., Any]:
         def broken(*arguments: Any, **options: Any) -> Any:
-            self.may_raise(place, (lambda: self._request_of(arguments[0])) if scope is ONE else None)
+            self.may_raise(place, (lambda: self._request_of(arguments)) if scope is ONE else None)
             return whole(*arguments, **options)
 
         return broken
 
-    def _request_of(self, owner: Any) -> str:
-        """Returns the id of the request that an object belongs to."""
+    def _request_of(self, arguments: tuple[Any, ...]) -> str:
+        """Returns the id of the request for which a function was called."""
+        owner = arguments[0]
         match owner:
+            case SchedulerMetrics():
+                return str(arguments[2].exemplar.get("request_id", ""))
             case RequestChecker():
                 return str(owner._client_request_id)
             case RequestMetrics():

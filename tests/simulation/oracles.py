@@ -39,7 +39,7 @@ class Oracles:
         self.leases: dict[int, set[int]] = {}
         self.processes: list[tuple[float, Process]] = []
         self._could_serve_s = 0.0
-        self._drained_s: list[tuple[float, float]] = []
+        self.drains_s: list[tuple[float, float]] = []
 
     def violated(self, problem: str) -> None:
         self._world.log(f"VIOLATION {problem}")
@@ -114,7 +114,7 @@ class Oracles:
             case Code.DEADLINE_EXCEEDED:
                 return "its time is over" * (timeout_s is not None and ended_s >= began_s + timeout_s - 1e-6)
             case Code.UNAVAILABLE:
-                is_drained = any(since_s <= ended_s and began_s <= until_s for since_s, until_s in self._drains())
+                is_drained = any(since_s <= ended_s and began_s <= until_s for since_s, until_s in self.drains_s)
                 return "there is no core" * call.saw_no_core or "the server drains" * is_drained
             case Code.OUT_OF_RANGE:
                 return "a pool was smaller" * self._was_too_large(call)
@@ -154,12 +154,6 @@ class Oracles:
         return any(
             before != after and time_s <= ended_s for (_, before), (time_s, after) in zip(digests, digests[1:], strict=False)
         )
-
-    def drained(self, since_s: float, until_s: float) -> None:
-        self._drained_s.append((since_s, until_s))
-
-    def _drains(self) -> list[tuple[float, float]]:
-        return self._drained_s
 
     # --- the state as a whole -------------------------------------------------------------------------------------
 

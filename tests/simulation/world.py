@@ -217,7 +217,8 @@ class _Lines(logging.Handler):
         self._world = world
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._world.log(f"{record.levelname} {record.getMessage()}")
+        error = record.exc_info[1] if record.exc_info else None
+        self._world.log(f"{record.levelname} {record.getMessage()}{'' if error is None else f': {error!r}'}")
 
 
 @contextmanager
