@@ -123,10 +123,9 @@ class Process:
         loops: dict[type, Callable[[Any], Any]] = {DeviceThread: self._compute, ResultsThread: self._finish}
         owner = target.__self__
 
-        def start() -> None:
-            self.tasks.append(asyncio.create_task(loops[type(owner)](owner), name=f"executor's {name} thread"))
-
-        return SimpleNamespace(start=start, is_alive=lambda: True, join=lambda: None)
+        task: asyncio.Task[Any] = asyncio.create_task(loops[type(owner)](owner), name=f"executor's {name} thread")
+        self.tasks.append(task)
+        return SimpleNamespace(start=lambda: None, is_alive=lambda: not task.done(), join=lambda: None)
 
     async def _compute(self, device: DeviceThread) -> None:
         queue: Any = device._work

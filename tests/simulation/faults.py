@@ -126,6 +126,7 @@ class Faults:
             self.garbled[random.randint(1, 30)] = random.choice(list(GARBLERS))
         if random.random() < 0.1:
             self.poison = random.randrange(self.world.num_clients)
+            self.world.lines.append(f"client {self.poison} is poison")
 
     def may_raise(self, place: str, who: Callable[[], str] | None = None) -> None:
         """Raises the drawn error, if there is one for this call."""
@@ -145,7 +146,7 @@ class Faults:
         """Returns whether one of the sequences in a batch makes its step fail."""
         if self.poison is None or self.is_over or FIRST_OWN_TOKEN + self.poison not in last_prompt_tokens:
             return False
-        self.world.oracles.num_poisoned += 1
+        self.world.oracles.step_poisoned()
         return True
 
     def encode(self, response: pb.RunResponse) -> bytes:
@@ -169,7 +170,15 @@ class Faults:
             self._streams.append(stream)
             begin(stream, *arguments)
 
+        lose = Scheduler.executor_lost
+
+        def lose_noted(core: Scheduler, now_s: float) -> Any:
+            if core.is_attached:
+                self.world.oracles.executor_lost()
+            return lose(core, now_s)
+
         with ExitStack() as patches:
+            patches.enter_context(patch.object(Scheduler, "executor_lost", lose_noted))
             patches.enter_context(patch.object(ResponseStream, "__init__", begin_noted))
             for place in dict.fromkeys(place for place, _ in self.errors):
                 if place in METHODS:

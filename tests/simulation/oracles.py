@@ -34,8 +34,8 @@ class Oracles:
     def __init__(self, world: World) -> None:
         self._world = world
         self.violations: list[str] = []
-        self.losses_s: list[float] = []
-        self.num_poisoned = 0
+        self._losses: list[tuple[float, bool]] = []  # the times, and whether the poison was the cause
+        self._is_poisoned = False
         self.leases: dict[int, set[int]] = {}
         self.processes: list[tuple[float, Process]] = []
         self._could_serve_s = 0.0
@@ -54,6 +54,13 @@ class Oracles:
         """An executor has found a fault in a plan, which only a scheduler that means harm may send."""
         if epoch in self.leases.get(process.number, ()):
             self.violated(f"the scheduler sent a plan with a fault: {problem}")
+
+    def step_poisoned(self) -> None:
+        self._is_poisoned = True
+
+    def executor_lost(self) -> None:
+        self._losses.append((self._world.now_s, self._is_poisoned))
+        self._is_poisoned = False
 
     def planned(self, core: Scheduler, plan: StepPlan) -> None:
         """A sequence whose text has ended must not be computed further."""
@@ -139,9 +146,11 @@ class Oracles:
         return ""
 
     def _excuse_of_losses(self, call: Call) -> str:
-        num_losses = sum(call.began_s <= time_s <= (call.ended_s or 0.0) for time_s in self.losses_s)
-        if call.asked.number != self._world.faults.poison:
-            num_losses -= self.num_poisoned
+        is_poison = call.asked.number == self._world.faults.poison
+        num_losses = sum(
+            call.began_s <= time_s <= (call.ended_s or 0.0) and (is_poison or not is_poisoned)
+            for time_s, is_poisoned in self._losses
+        )
         return f"{num_losses} executors were lost" * (num_losses > MAX_LOSSES)
 
     def _was_too_large(self, call: Call) -> bool:
@@ -181,6 +190,7 @@ class Oracles:
         if core is not None:
             check_invariants(core)
         used = [] if core is None else [block for block in core.state.cache.pool.ref_counts if block]
+        could_not_forget = any(fired.place == "metrics: ended" for fired in world.faults.fired)
         left = {
             "requests in the core": core is not None and core.num_unfinished_requests,
             "blocks": len(used),
@@ -188,7 +198,7 @@ class Oracles:
             "sinks": len(world.engine._dispatcher),
             "open streams": len(intake.open_streams),
             "client request ids": len(intake._client_request_ids),
-            "measured requests": len(world.metrics._queued),
+            "measured requests": 0 if could_not_forget else len(world.metrics._queued),
             "streams that write": queue._num_writing,
             "streams that wait to write": sum(not turn.done() for turn in queue._waiting),
             "turns of the executor's streams": max(0, len(world.streams_of_executor()) - 1),
