@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from functools import partial
 
 import pytest
 
@@ -66,7 +65,9 @@ def _search(first: int, last: int, num_jobs: int) -> int:
                 print(f"seed {seed}: {'; '.join(problems)}", flush=True)
                 kinds["violations"] += 1
     duration_s = time.monotonic() - began_s
-    print(f"{number} seeds, {kinds['violations']} with violations, {duration_s:.0f} s, {60 * number / duration_s:.0f} a minute")
+    print(
+        f"{number} seeds, {kinds['violations']} with violations, {duration_s:.0f} s, {60 * number / duration_s:.0f} a minute"
+    )
     return 1 if kinds else 0
 
 

@@ -148,6 +148,7 @@ class Call:
     has_left: bool = False
     longest_stall_s: float = 0.0
     saw_no_core: bool = False
+    serving: asyncio.Task[None] | None = None
 
     @property
     def name(self) -> str:
@@ -158,11 +159,11 @@ class Call:
         loop = asyncio.get_running_loop()
         await asyncio.sleep(self.asked.arrives_s)
         self.began_s, self.saw_no_core = loop.time(), self.world.engine.core is None
-        serving = asyncio.create_task(self._serve(), name=f"{self.name}'s call")
+        serving = self.serving = asyncio.create_task(self._serve(), name=f"{self.name}'s call")
         if self.asked.leaves_s is not None:
-            loop.call_later(self.asked.leaves_s, self._leave, serving)
+            loop.call_later(self.asked.leaves_s, self.leave)
         if self.asked.timeout_s is not None:  # the server's own timer comes about when the engine's does
-            loop.call_later(self.asked.timeout_s + self.asked.number % 3 * 0.01, self._leave, serving)
+            loop.call_later(self.asked.timeout_s + self.asked.number % 3 * 0.01, self.leave)
         await asyncio.wait([serving])
         self.ended_s = loop.time()
         self.saw_no_core |= self.world.engine.core is None
@@ -181,10 +182,11 @@ class Call:
         except Exception as error:  # noqa: BLE001  # gRPC would answer with UNKNOWN
             self.end(grpc.StatusCode.UNKNOWN, f"{type(error).__name__}: {error}")
 
-    def _leave(self, serving: asyncio.Task[None]) -> None:
-        if not serving.done():
+    def leave(self) -> None:
+        """The client cancels its call."""
+        if self.serving is not None and not self.serving.done():
             self.has_left = True
-            serving.cancel()
+            self.serving.cancel()
 
     def end(self, code: grpc.StatusCode, details: str) -> None:
         if self.code is not None:

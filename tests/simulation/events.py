@@ -34,9 +34,10 @@ async def bring_other_weights(world: World) -> None:
 
 
 async def kill_often(world: World) -> None:
-    for _ in range(world.random.randint(3, 8)):
+    for _ in range(world.random.randint(3, 9)):
         await kill(world)
-        await asyncio.sleep(world.random.uniform(0, 0.7))
+        world.host.restart_s = 0.05
+        await asyncio.sleep(world.random.uniform(0.05, 0.4))
 
 
 async def hang(world: World) -> None:
@@ -114,7 +115,9 @@ async def attacker(world: World) -> None:
         if random.random() < 0.9:
             await call.write(pb.RunRequest(opening=opening))
         for step_id in range(1, random.randint(2, 4)):
-            await call.write(pb.RunRequest(plan=pb.StepPlan(epoch=random.choice(epochs), step_id=step_id)))
+            plan = pb.StepPlan(epoch=random.choice(epochs), step_id=step_id)
+            world.log(f"the attacker sends a plan of epoch {plan.epoch}")
+            await call.write(pb.RunRequest(plan=plan))
         await asyncio.sleep(random.choice((0.01, 0.3)))
     call.cancel()
     world.wires.remove(wire)

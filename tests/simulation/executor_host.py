@@ -200,7 +200,9 @@ class SimulatedRunner:
         except PlanError as error:
             self._world.oracles.plan_refused(self._process, plan.epoch, str(error))
             raise PlanRejected(str(error)) from None
-        if self._world.faults.poisons(slot.token_ids[slot.num_prompt_tokens - 1] for slot in self._executor.slots.values()):
+        if self._world.faults.poisons(
+            slot.token_ids[slot.num_prompt_tokens - 1] for slot in self._executor.slots.values()
+        ):
             raise RuntimeError("the step of this sequence fails")
         reasons = list(result.end_reasons or [None] * len(result.token_ids))
         for place, index in enumerate(sorted(self._executor.sampled_slots)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -13,12 +14,13 @@ from executor.errors import ModelBroken
 from executor.plans import plan_wire as executor_wire
 from executor.stream.leases import Leases
 from quire.executor.v1 import executor_pb2 as pb
-from scheduler.core import Scheduler
+from scheduler.core import FinishReason, Scheduler
 from scheduler.engine import plan_wire
 from scheduler.engine.dispatcher import EventDispatcher
 from scheduler.requests.completion import Completion
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.validation import RequestChecker
+from scheduler.requests.write_queue import WriteQueue
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.telemetry.request_metrics import RequestMetrics
 from tests.simulation.clients import FIRST_OWN_TOKEN
@@ -100,6 +102,7 @@ class Faults:
     spoilt   clients whose logits are not finite from this number of tokens on
     garbled  numbers of the results that arrive malformed, and how
     poison   number of the client whose steps fail; None: none
+    leaver   number of the turn to write at which a client cancels, in the same turn of the loop; 0: none
     """
 
     world: World
@@ -107,6 +110,7 @@ class Faults:
     spoilt: dict[int, int] = field(default_factory=dict)
     garbled: dict[int, str] = field(default_factory=dict)
     poison: int | None = None
+    leaver: int = 0
     fired: list[Fired] = field(default_factory=list)
     is_over: bool = False
     has_garbled: int = 0
@@ -114,6 +118,7 @@ class Faults:
     def __post_init__(self) -> None:
         random, self._num_calls, self._num_results = self.world.random, Counter[str](), 0
         self._streams: list[ResponseStream] = []
+        self.failed_s: dict[str, float] = {}  # when the engine failed a request, by its name
         for _ in range(random.choice((0, 0, 1, 1, 2, 4))):
             place, number = random.choice(list(SCOPES)), random.choice((1, 2, random.randint(1, 10)))
             error = an_error(random)
@@ -124,6 +129,8 @@ class Faults:
             self.spoilt[random.randrange(self.world.num_clients)] = random.randint(0, 20)
         for _ in range(random.choice((0, 0, 0, 1, 3))):
             self.garbled[random.randint(1, 30)] = random.choice(list(GARBLERS))
+        if random.random() < 0.2:
+            self.leaver = random.randint(1, 20)
         if random.random() < 0.1:
             self.poison = random.randrange(self.world.num_clients)
             self.world.lines.append(f"client {self.poison} is poison")
@@ -177,7 +184,25 @@ class Faults:
                 self.world.oracles.executor_lost()
             return lose(core, now_s)
 
+        admit = WriteQueue._admit
+
+        def admit_and_cancel(queue: WriteQueue, turn: asyncio.Future[int]) -> None:
+            admit(queue, turn)
+            self.leaver -= 1
+            if not self.leaver and not self.is_over:
+                name = next((stream.log_fields["request_id"] for stream in self._streams if stream._turn is turn), "")
+                next(call for call in self.world.calls if call.name == name).leave()
+
+        finished = ResponseStream.finished
+
+        def finished_noted(stream: ResponseStream, index: int, reason: FinishReason, *arguments: Any) -> None:
+            if reason is FinishReason.ERROR:
+                self.failed_s.setdefault(stream.log_fields["request_id"], self.world.now_s)
+            finished(stream, index, reason, *arguments)
+
         with ExitStack() as patches:
+            patches.enter_context(patch.object(ResponseStream, "finished", finished_noted))
+            patches.enter_context(patch.object(WriteQueue, "_admit", admit_and_cancel))
             patches.enter_context(patch.object(Scheduler, "executor_lost", lose_noted))
             patches.enter_context(patch.object(ResponseStream, "__init__", begin_noted))
             for place in dict.fromkeys(place for place, _ in self.errors):
@@ -205,7 +230,9 @@ class Faults:
             case RequestMetrics():
                 return owner.exemplar.get("request_id", "")
             case Completion():
-                return next(str(stream.log_fields["request_id"]) for stream in self._streams if owner in stream._completions)
+                return next(
+                    str(stream.log_fields["request_id"]) for stream in self._streams if owner in stream._completions
+                )
         return str(owner.log_fields["request_id"])
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Code = grpc.StatusCode
 SLACK_S = 0.1
+SETTLED_S = 20.0
+"""Time after the last fault, after which an executor cannot be lost any more: every time-out is over."""
 MAX_LOSSES = 5
 
 
@@ -60,6 +62,8 @@ class Oracles:
 
     def executor_lost(self) -> None:
         self._losses.append((self._world.now_s, self._is_poisoned))
+        if self._world.now_s > self._world.healed_s + SETTLED_S:
+            self.violated("a healthy executor is lost")
         self._is_poisoned = False
 
     def planned(self, core: Scheduler, plan: StepPlan) -> None:
@@ -135,13 +139,13 @@ class Oracles:
                     return "spoilt" * (call.asked.number in faults.spoilt)
                 if "other weights" in call.details:
                     return "other weights" * self._saw_other_weights(began_s, ended_s)
-                return self._excuse_of_all(began_s, ended_s) or self._excuse_of_losses(call)
+                return self._excuse_of_all(began_s, faults.failed_s.get(call.name, ended_s)) or self._excuse_of_losses(call)
         return ""
 
-    def _excuse_of_all(self, began_s: float, ended_s: float) -> str:
+    def _excuse_of_all(self, began_s: float, failed_s: float) -> str:
         late_s = self._world.step_timeout_s + SLACK_S
         for fired in self._world.faults.fired:
-            if SCOPES[fired.place] is ALL and began_s <= fired.time_s + late_s and fired.time_s <= ended_s:
+            if SCOPES[fired.place] is ALL and began_s - late_s <= fired.time_s and 0 <= failed_s - fired.time_s <= late_s:
                 return fired.place
         return ""
 
@@ -161,7 +165,8 @@ class Oracles:
     def _saw_other_weights(self, began_s: float, ended_s: float) -> bool:
         digests = [(time_s, process.digest) for time_s, process in self.processes]
         return any(
-            before != after and time_s <= ended_s for (_, before), (time_s, after) in zip(digests, digests[1:], strict=False)
+            before != after and time_s <= ended_s
+            for (_, before), (time_s, after) in zip(digests, digests[1:], strict=False)
         )
 
     # --- the state as a whole -------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from executor.errors import EpochRefused
 from executor.plans.plan import StepPlan as DevicePlan
 from executor.server import Server
 from executor.stream.leases import Leases
@@ -48,6 +49,8 @@ def client_chooses_the_epoch(patch: pytest.MonkeyPatch) -> None:
     """C2: a plan with the largest epoch makes the device drop the plans of every later lease."""
 
     def check_order(stream: PlanSession, plan: DevicePlan) -> None:
+        if plan.epoch < stream.epoch:
+            raise EpochRefused(f"epoch {plan.epoch} is over")
         stream.epoch = plan.epoch
 
     patch.setattr(PlanSession, "check_order", check_order)

@@ -34,8 +34,8 @@ from tests.support.virtual_time import SimulatedLoop, Stuck, TooManyTurns, clock
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from scheduler.core import Scheduler, StepPlan
     from quire.executor.v1 import executor_pb2 as pb
+    from scheduler.core import Scheduler, StepPlan
 
 MAX_TURNS = 300_000
 HEALED_S = 4.0
@@ -51,6 +51,7 @@ class World:
         self.random = random = Random(seed)
         self.lines: list[str] = []
         self.wall_jump_s = 0.0
+        self.healed_s = float("inf")
         self.num_clients = random.randint(1, 7)
         self.step_timeout_s = random.choice((1.0, 2.0))
         self.stalled_reader_timeout_s = random.choice((1.0, 20.0))
@@ -125,12 +126,14 @@ class World:
         running = asyncio.create_task(self.engine.run(), name="engine")
         watching = asyncio.create_task(self._watch(), name="oracles")
         happening = [asyncio.create_task(self._happen(at_s, event), name="event") for at_s, event in self.events]
-        calls = [clients.Call(self, clients.draw(self.random, number, self)) for number in range(self.num_clients)]
+        calls = self.calls = [
+            clients.Call(self, clients.draw(self.random, number, self)) for number in range(self.num_clients)
+        ]
         if self.random.random() < 0.9:
             await self.engine.described()
         tasks = [asyncio.create_task(call.run(), name=call.name) for call in calls]
         _, unfinished = await asyncio.wait([*tasks, *happening], timeout=HEALED_S)
-        self.faults.is_over = True
+        self.faults.is_over, self.healed_s = True, self.now_s
         self.log("nothing goes wrong from now on")
         if unfinished:
             _, unfinished = await asyncio.wait(unfinished, timeout=PATIENCE_S)
