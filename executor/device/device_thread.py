@@ -160,7 +160,7 @@ class DeviceThread:
             self.put(LivenessProbe(self._answered))
 
     def silent_s(self) -> float:
-        """Returns for how long a probe, if there is one, has waited while no step ended, even if steps wait behind it."""
+        """Returns for how long a probe has waited while no step ended, even if steps wait behind it; 0 without one."""
         probed_ns = self._probed_ns
         return 0.0 if probed_ns is None else (time.monotonic_ns() - max(probed_ns, self._progress_ns)) * 1e-9
 
@@ -234,8 +234,8 @@ class DeviceThread:
     def _deliver_pending(self) -> None:
         """Lets the results thread deliver the last step's outcome, unless it has been delivered.
 
-        The receiver needs a core and Python's global interpreter lock at once, and so does this thread to begin the next
-        step. The outcome is therefore delivered while that step computes, which needs no lock.
+        The receiver needs a core and Python's global interpreter lock, and so does this thread to begin the next step.
+        The outcome is therefore delivered while that step computes, which needs no lock.
         """
         if self._pending is not None:
             self._results.put(self._pending)

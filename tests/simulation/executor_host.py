@@ -151,7 +151,7 @@ class Process:
             results._handle(work)
 
     async def _sleep_while_hung(self) -> None:
-        while (rest_s := self.hung_until_s - asyncio.get_running_loop().time()) > 0:
+        while (rest_s := self.hung_until_s - asyncio.get_running_loop().time()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(rest_s)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from tests.simulation.clients import FIRST_OWN_TOKEN
 from tests.simulation.transport import Wire
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Iterable, Iterator
     from random import Random
 

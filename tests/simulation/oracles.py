@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import TYPE_CHECKING
 
 import grpc
 
-from quire.v1 import generation_pb2 as pb
 from scheduler.core import check_invariants
 from scheduler.engine.engine import ServerState
 from scheduler.engine.failures import MAX_FAILURES
 from tests.simulation.faults import ALL, SCOPES
 
 if TYPE_CHECKING:
+    from quire.v1 import generation_pb2 as pb
     from scheduler.core import Scheduler, StepPlan
     from tests.simulation.clients import Call
     from tests.simulation.executor_host import Process
@@ -139,13 +140,19 @@ class Oracles:
                     return "spoilt" * (call.asked.number in faults.spoilt)
                 if "other weights" in call.details:
                     return "other weights" * self._saw_other_weights(began_s, ended_s)
-                return self._excuse_of_all(began_s, faults.failed_s.get(call.name, ended_s)) or self._excuse_of_losses(call)
+                return self._excuse_of_all(began_s, faults.failed_s.get(call.name, ended_s)) or self._excuse_of_losses(
+                    call
+                )
         return ""
 
     def _excuse_of_all(self, began_s: float, failed_s: float) -> str:
         late_s = self._world.step_timeout_s + SLACK_S
         for fired in self._world.faults.fired:
-            if SCOPES[fired.place] is ALL and began_s - late_s <= fired.time_s and 0 <= failed_s - fired.time_s <= late_s:
+            if (
+                SCOPES[fired.place] is ALL
+                and began_s - late_s <= fired.time_s
+                and 0 <= failed_s - fired.time_s <= late_s
+            ):
                 return fired.place
         return ""
 
@@ -165,8 +172,7 @@ class Oracles:
     def _saw_other_weights(self, began_s: float, ended_s: float) -> bool:
         digests = [(time_s, process.digest) for time_s, process in self.processes]
         return any(
-            before != after and time_s <= ended_s
-            for (_, before), (time_s, after) in zip(digests, digests[1:], strict=False)
+            before != after and time_s <= ended_s for (_, before), (time_s, after) in itertools.pairwise(digests)
         )
 
     # --- the state as a whole -------------------------------------------------------------------------------------

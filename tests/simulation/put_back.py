@@ -6,12 +6,9 @@ FAULTS holds with each fault how many seeds a search from 0 needs, as `python -m
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-
-import pytest
+from typing import TYPE_CHECKING
 
 from executor.errors import EpochRefused
-from executor.plans.plan import StepPlan as DevicePlan
 from executor.server import Server
 from executor.stream.leases import Leases
 from executor.stream.plan_session import PlanSession
@@ -26,6 +23,13 @@ from scheduler.requests import intake
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.write_queue import WriteQueue
 from tests.simulation.executor_host import Host
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import pytest
+
+    from executor.plans.plan import StepPlan as DevicePlan
 
 
 def hang_unnoticed(patch: pytest.MonkeyPatch) -> None:
@@ -205,21 +209,21 @@ def requests_fail_with_their_executor(patch: pytest.MonkeyPatch) -> None:
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    hang_unnoticed: 1,
+    hang_unnoticed: 72,
     unlisted_exception_ends_the_engine: 1,
-    client_chooses_the_epoch: 1,
-    few_restarts: 1,
+    client_chooses_the_epoch: 35,
+    few_restarts: 175,
     lost_event: 1,
     lost_token: 1,
-    stop_not_carried_out: 1,
+    stop_not_carried_out: 5,
     sink_kept_after_cancel: 1,
-    request_kept_after_cancel: 1,
-    turn_lost_when_cancelled: 1,
+    request_kept_after_cancel: 28,
+    turn_lost_when_cancelled: 12,
     turn_never_left: 1,
     broken_sink_not_told: 1,
-    half_cleaned: 1,
-    unreadable_result_ends_the_reader: 1,
-    lease_never_released: 1,
+    half_cleaned: 5,
+    unreadable_result_ends_the_reader: 16,
+    lease_never_released: 4,
     ready_without_an_executor: 1,
-    requests_fail_with_their_executor: 1,
+    requests_fail_with_their_executor: 3,
 }

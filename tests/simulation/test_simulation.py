@@ -27,11 +27,17 @@ def test_no_world_of_thousands_breaks_a_rule(part: int) -> None:
 
 def test_a_seed_replays_byte_for_byte() -> None:
     """In other processes, with other hashes, and after other seeds."""
-    code = "import sys\nfrom tests.simulation.world import simulate\nfor s in {}:\n    lines = simulate(s).lines\nprint('\\n'.join(lines))"
+    program = (
+        "from tests.simulation.world import simulate
+"
+        "for seed in {}:
+    lines = simulate(seed).lines
+print(*lines, sep='\n')"
+    )
     for seed in (3, 17):
         logs = [
             subprocess.run(
-                [sys.executable, "-c", code.format([*others, seed])],
+                [sys.executable, "-c", program.format([*others, seed])],
                 env=os.environ | {"PYTHONHASHSEED": hash_seed},
                 capture_output=True,
                 check=True,

@@ -148,7 +148,7 @@ class Wire:
     async def _describe(self, request: pb.DescribeRequest, timeout: float, wait_for_ready: bool) -> pb.DescribeResponse:  # noqa: ASYNC109
         try:
             async with asyncio.timeout(timeout):
-                while self.is_cut or (server := self.server()) is None:
+                while self.is_cut or (server := self.server()) is None:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
                 await self._travel()
                 context = ServerContext()
@@ -162,7 +162,7 @@ class Wire:
 
     async def _travel(self) -> None:
         await asyncio.sleep(self.delay_s())
-        while (rest_s := self.stalled_until_s - asyncio.get_running_loop().time()) > 0:
+        while (rest_s := self.stalled_until_s - asyncio.get_running_loop().time()) > 0:  # noqa: ASYNC110
             await asyncio.sleep(rest_s)
 
 

@@ -142,7 +142,7 @@ class World:
         if not running.done() and not unfinished:
             await self._check_serving()
             until_s = self.now_s + PATIENCE_S  # steps in flight hold blocks of requests that were cancelled
-            while (core := self.engine.core) is not None and core.num_in_flight and self.now_s < until_s:
+            while (core := self.engine.core) is not None and core.num_in_flight and self.now_s < until_s:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
             await asyncio.sleep(0.1)
             self.oracles.check_idle()
@@ -191,7 +191,7 @@ class World:
     async def _check_serving(self) -> None:
         """With a healthy executor for long enough, the server says that it serves."""
         until_s = self.now_s + PATIENCE_S
-        while self.engine.state is not ServerState.SERVING and self.now_s < until_s:
+        while self.engine.state is not ServerState.SERVING and self.now_s < until_s:  # noqa: ASYNC110
             await asyncio.sleep(0.5)
         if self.engine.state is not ServerState.SERVING:
             self.oracles.violated(f"a healthy executor, and the server is {self.engine.readiness}")

@@ -20,7 +20,7 @@ class Stuck(RuntimeError):
 
 
 class _Selector(selectors.DefaultSelector):
-    """Adds the time that a caller would wait to `now_s`, and `tick_s` for each turn of the loop, and returns at once."""
+    """Adds the time that a caller would wait to `now_s`, and `tick_s` for each turn, and returns at once."""
 
     now_s = 0.0
     tick_s = 0.0
