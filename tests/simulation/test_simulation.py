@@ -28,11 +28,7 @@ def test_no_world_of_thousands_breaks_a_rule(part: int) -> None:
 def test_a_seed_replays_byte_for_byte() -> None:
     """In other processes, with other hashes, and after other seeds."""
     program = (
-        "from tests.simulation.world import simulate
-"
-        "for seed in {}:
-    lines = simulate(seed).lines
-print(*lines, sep='\n')"
+        "from tests.simulation.world import simulate\nfor s in {}: log = simulate(s).lines\nprint(*log, sep='\\n')"
     )
     for seed in (3, 17):
         logs = [
