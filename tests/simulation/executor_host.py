@@ -286,9 +286,12 @@ class Host:
         self.next_num_blocks: int | None = None
         self.next_digest: str | None = None
         self.restart_s = 0.2
+        self.is_stopped = False
 
     def start(self) -> None:
         world = self._world
+        if self.is_stopped:
+            return
         self.num_processes += 1
         num_blocks = self.next_num_blocks or world.num_blocks
         self.process = Process(world, self.num_processes, num_blocks, self.next_digest or "0")

@@ -205,6 +205,7 @@ class World:
         if self.engine.state is ServerState.SERVING:
             self.oracles.violated("an engine that has ended says that it serves")
         await asyncio.sleep(2 * self.mean_delay_s + self.notice_s + 1.0)
+        self.host.is_stopped = True
         if process := self.host.process:
             if process.servicer._streams:
                 self.oracles.violated("the executor keeps the stream of a scheduler that has ended")
