@@ -85,10 +85,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LivenessProbe:
-    """A check that both threads make progress.
-
-    `answered` is called on the results thread once all work before the probe is done.
-    """
+    """A check of both threads: the results thread calls `answered` once all work before the probe is done."""
 
     answered: Callable[[], None]
 
@@ -98,6 +95,9 @@ class _Inspection:
     """A check of the device after a step has failed."""
 
     failure: Failure
+
+
+_Work = Step | Marker | LivenessProbe | _Inspection
 
 
 class DeviceThread:
@@ -123,7 +123,7 @@ class DeviceThread:
         self._device_lost = device_lost
         self._idle_work = idle_work
         self._idle_delay_s = _IDLE_DELAY_S
-        self._work: queue.SimpleQueue[Step | Marker | LivenessProbe | _Inspection | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
         self._results = ResultsThread()
         self._pending: Callable[[], None] | None = None
         self._is_stopping = False
@@ -133,6 +133,7 @@ class DeviceThread:
         self._failing = threading.Lock()
         # The last epoch that failed late. Only the results thread uses it.
         self._late_epoch = 0
+        self._idle_since_ns = time.monotonic_ns()
         self._probed_ns: int | None = None
         self._progress_ns = 0
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
@@ -142,10 +143,7 @@ class DeviceThread:
         self._work.put(work)
 
     def stop(self) -> None:
-        """Returns when both threads have ended.
-
-        Launched steps are finished. Work that has not begun is dropped without calling its callbacks.
-        """
+        """Returns when both threads have ended. Launched steps are finished; work that has not begun is dropped."""
         self._is_stopping = True
         self._work.put(None)
         self._thread.join()
@@ -162,10 +160,7 @@ class DeviceThread:
             self.put(LivenessProbe(self._answered))
 
     def silent_s(self) -> float:
-        """Returns for how long a probe has been waiting while no step ended; 0 if no probe is waiting.
-
-        This detects a hanging step even if other steps wait behind it, and threads that hang without work.
-        """
+        """Returns for how long a probe has waited while no step ended, even if steps wait behind it; 0 without one."""
         probed_ns = self._probed_ns
         return 0.0 if probed_ns is None else (time.monotonic_ns() - max(probed_ns, self._progress_ns)) * 1e-9
 
@@ -173,32 +168,50 @@ class DeviceThread:
         self._probed_ns = None
 
     def _run(self) -> None:
-        self._prepare()
-        idle_since_ns = time.monotonic_ns()
-        while (work := self._next_work()) is not None:
-            if not isinstance(work, Step):
-                self._deliver_pending()
-            if isinstance(work, _Inspection):
-                if not self._passes_inspection(work.failure):
-                    return
-            elif isinstance(work, LivenessProbe):
-                self._results.put(work.answered)
-            elif isinstance(work, Marker):
-                self._results.put(partial(work.deliver, work.outcome))
-            elif not self._is_stopping and work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
-                outcome = self._step(work, time.monotonic_ns(), idle_since_ns)
-                self._idle_delay_s = _IDLE_DELAY_S
-                self._progress_ns = idle_since_ns = time.monotonic_ns()
-                self._deliver_pending()
-                if outcome is not None:
-                    self._pending = partial(work.deliver, outcome)
-                if isinstance(outcome, Failure):
-                    self._deliver_pending()
-                    self._results.put(partial(self._work.put, _Inspection(outcome)))
-        self._deliver_pending()
+        try:
+            self._prepare()
+        except Exception:  # noqa: BLE001  # priorities and numbers of threads are no reason not to serve
+            _log.exception("the device thread could not be prepared")
+        self._idle_since_ns = time.monotonic_ns()
+        while self._handle(self._next_work()):
+            pass
 
-    def _next_work(self) -> Step | Marker | LivenessProbe | _Inspection | None:
-        """Waits for work, and does idle work while it waits, but not in the short pauses between steps under load."""
+    def _handle(self, work: _Work | None) -> bool:
+        """Does one piece of work; False ends the thread. An error drops it: all that wait for it have timeouts."""
+        try:
+            return self._do(work)
+        except Exception as error:  # noqa: BLE001  # see above
+            _log.exception("the device thread failed between steps")
+            if isinstance(work, Step):
+                self._fail_epoch(work.plan.epoch)
+                self._results.put(partial(work.deliver, _internal(work.plan, error)))
+            return work is not None
+
+    def _do(self, work: _Work | None) -> bool:
+        if not isinstance(work, Step):
+            self._deliver_pending()
+        if work is None:
+            return False
+        if isinstance(work, _Inspection):
+            return self._passes_inspection(work.failure)
+        if isinstance(work, LivenessProbe):
+            self._results.put(work.answered)
+        elif isinstance(work, Marker):
+            self._results.put(partial(work.deliver, work.outcome))
+        elif not self._is_stopping and work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
+            outcome = self._step(work, time.monotonic_ns(), self._idle_since_ns)
+            self._idle_delay_s = _IDLE_DELAY_S
+            self._progress_ns = self._idle_since_ns = time.monotonic_ns()
+            self._deliver_pending()
+            if outcome is not None:
+                self._pending = partial(work.deliver, outcome)
+            if isinstance(outcome, Failure):
+                self._deliver_pending()
+                self._results.put(partial(self._work.put, _Inspection(outcome)))
+        return True
+
+    def _next_work(self) -> _Work | None:
+        """Waits for work. Does idle work meanwhile, but not in the short pauses between steps under load."""
         if self._work.empty():
             self._deliver_pending()
         while self._idle_work is not None:
@@ -214,12 +227,15 @@ class DeviceThread:
             next(idle_work)
         except StopIteration:
             self._idle_work = None
+        except Exception:  # noqa: BLE001  # it only makes later steps faster
+            _log.exception("idle work failed, and is given up")
+            self._idle_work = None
 
     def _deliver_pending(self) -> None:
         """Lets the results thread deliver the last step's outcome, unless it has been delivered.
 
-        The receiver wakes up and immediately needs a core and Python's global interpreter lock. This thread needs both
-        to begin the next step, so the outcome is delivered while that step computes, which needs no lock.
+        The receiver needs a core and Python's global interpreter lock, and so does this thread to begin the next step.
+        The outcome is therefore delivered while that step computes, which needs no lock.
         """
         if self._pending is not None:
             self._results.put(self._pending)
@@ -228,10 +244,10 @@ class DeviceThread:
     def _step(self, work: Step, taken_ns: int, idle_since_ns: int) -> Outcome | None:
         """Runs a step. Returns None if it was launched: the results thread then delivers its outcome."""
         plan = work.plan
-        if plan.epoch > self._epoch:
-            self._epoch = plan.epoch
-            self._runner.reset()
         try:
+            if plan.epoch > self._epoch:
+                self._epoch = plan.epoch
+                self._runner.reset()
             output = self._runner.execute(plan, self._deliver_pending)
         except PlanRejected as error:
             self._fail_epoch(plan.epoch)

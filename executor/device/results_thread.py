@@ -52,16 +52,21 @@ class ResultsThread:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
+            self._handle(work)
+
+    def _handle(self, work: Unfinished | Callable[[], None]) -> None:
+        """Does one piece of work. An error that nothing expects loses one outcome, which the scheduler notices."""
+        try:
             if isinstance(work, Unfinished):
                 self._finish(work)
             else:
                 work()
+        except Exception:  # noqa: BLE001  # see above
+            _log.exception("an outcome of the device could not be delivered")
 
     def _finish(self, work: Unfinished) -> None:
         try:
-            output = work.launched.finish()
+            work.finished(work.launched.finish())
         except Exception as error:  # noqa: BLE001  # any error ends the epoch of the step
             _log.exception("a step failed on the device")
             work.failed(error)
-        else:
-            work.finished(output)

@@ -1,6 +1,7 @@
 """The gRPC service `quire.executor.v1.Executor`: moves messages between streams and the device thread."""
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Callable
 
@@ -17,6 +18,8 @@ from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
 from quire.plan_stream import OWN
+
+_log = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
 
@@ -143,4 +146,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             last = Failure(FailureKind.PLAN_REJECTED, str(error))
         except EpochRefused as error:
             last = Failure(FailureKind.EPOCH_REFUSED, str(error))
+        except Exception as error:  # noqa: BLE001  # such as MemoryError: this stream ends, and others may follow
+            _log.exception("a plan could not be read")
+            last = Failure(FailureKind.INTERNAL, f"a plan could not be read: {error!r}")
         self._device.put(Marker(last, stream.deliver))

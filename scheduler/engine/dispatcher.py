@@ -129,11 +129,14 @@ class EventDispatcher:
     def fail(self, request_id: int, reason: FinishReason) -> None:
         """Ends one request as a whole, for a reason that is a failure."""
         if (sink := self._sinks.get(request_id)) is not None:
-            try:
-                sink.finished(0, reason, 0)
-            except Exception:
-                log.exception("a sink failed as its request did", extra=_log_fields(sink))
+            self._tell_failure(sink, reason)
             self.forget(request_id)
+
+    def _tell_failure(self, sink: Sink, reason: FinishReason) -> None:
+        try:
+            sink.finished(0, reason, 0)
+        except Exception:
+            log.exception("a sink failed as its request did", extra=_log_fields(sink))
 
     def _tell_failures(self, events: Events) -> None:
         """Ends requests whose logits were not finite, before any client receives what was made of them."""
@@ -148,7 +151,7 @@ class EventDispatcher:
         if (sink := self._sink_of(sequence)) is not None:
             log.error("%r: the model returned numbers that are not finite", sequence, extra=_log_fields(sink))
             self._tell(sequence, sink.finished, sequence.index, FinishReason.NOT_FINITE, sequence.num_preemptions)
-            self._give_up(sequence)
+            self._drop(sequence)
 
     def _tell_starts(self, events: Events) -> None:
         for sequence in events.started:
@@ -201,7 +204,13 @@ class EventDispatcher:
             self._give_up(sequence)
 
     def _give_up(self, sequence: Sequence) -> None:
-        """Removes a broken sink, and has the engine cancel its request."""
+        """Fails the request of a broken sink. The sink is told, because its client may wait for it."""
+        if (sink := self._sink_of(sequence)) is not None:
+            self._drop(sequence)
+            self._tell_failure(sink, FinishReason.ERROR)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Removes a sink that has failed, and has the engine cancel its request."""
         if self.forget(sequence.request.request_id):
             self._follow_ups.broken.append(sequence.request.request_id)
 

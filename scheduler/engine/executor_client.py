@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections import deque
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     Call = grpc.aio.StreamStreamCall[pb.RunRequest, pb.RunResponse]
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 _OPTIONS = [
     # An http_proxy of the environment is for requests to other networks; gRPC would send calls to loopback there too.
@@ -220,6 +223,10 @@ class PlanStream:
         except ExecutorLost as error:  # an invalid result
             self._call.cancel()
             self._error = error
+        except Exception as error:
+            log.exception("a result could not be read")
+            self._call.cancel()
+            self._error = ExecutorLost(f"a result could not be read: {error!r}")
         except asyncio.CancelledError:  # the call was cancelled by `close`
             self._error = ExecutorLost("the plan stream was closed")
         self._on_arrival()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Sized
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -88,14 +88,14 @@ class Intake:
         observed = self._observed(fields, caller)
         with self.open_streams.opened(caller.tenant, observed):
             request, stream, request_metrics = await self._admit(fields, caller.tenant, deadline_s, observed)
-            try:
+            with ExitStack() as ending:  # from the last to the first, even if one of them fails
+                ending.callback(request_metrics.ended, FinishReason.CANCELLED)  # no effect if the request has ended
+                ending.callback(lambda: self._rates.add_tokens(caller.tenant, request_metrics.num_tokens))
+                ending.callback(stream.close)
+                ending.callback(self._engine.cancel, request.request_id)
+                ending.callback(self._client_request_ids.pop, request.request_id)
+                observed.queued(request_metrics)
                 yield stream
-            finally:
-                self._engine.cancel(request.request_id)
-                stream.close()
-                self._rates.add_tokens(caller.tenant, request_metrics.num_tokens)
-                request_metrics.ended(FinishReason.CANCELLED)  # has no effect if the request has ended already
-                del self._client_request_ids[request.request_id]
 
     def refused(self, fields: RequestFields, caller: Caller, error: Exception) -> None:
         """Counts and logs a request that its server could not read; `fields` holds the fields that could be read."""
@@ -127,7 +127,6 @@ class Intake:
             stop_sequence = partial(self._engine.stop, request.request_id)
             stream = ResponseStream(settings, new_detokenizer, stop_sequence, request_metrics, self._write_queue)
             self._engine.submit(request, stream)
-            observed.queued(request_metrics)
         except asyncio.CancelledError:
             observed.refused("cancelled")
             raise

@@ -123,6 +123,7 @@ class ResponseStream:
         """Ends a sequence, or the whole request if `reason` is a failure. Beams have a score."""
         if reason in FAILURES:
             self._failure = reason
+            self._notify_reader()  # first, because counting may fail too
             self._count_rest()
             self._metrics.ended(reason)
         else:

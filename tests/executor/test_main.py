@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -151,3 +152,42 @@ def test_a_weight_that_is_not_a_number_exits_as_a_wrong_model(tmp_path, capfd) -
     config = ExecutorConfig(model=str(directory), listen_address="127.0.0.1:0", metrics_address="", device="cpu")
     assert run(config) == EXIT_CONFIG
     assert "executor: model.norm.weight: 1 of 64 numbers are not finite" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["full", "left", "no descriptors"])
+def test_an_executor_serves_without_its_output_and_without_descriptors(how, checkpoint, tmp_path) -> None:
+    """Standard output is full, or nobody reads it; or connections take every file descriptor while a stream runs."""
+    address = f"unix:{tmp_path}/run/x.sock"
+    settings = (
+        f'{{"model": "{checkpoint("llama").directory}", "listen_address": "{address}", "metrics_address": "",'
+        ' "kernels": "reference", "device": "cpu", "num_threads": 1, "num_blocks": 50}'
+    )
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n" if how == "no descriptors" else ""
+    redirection = {"full": ">/dev/full 2>&1", "left": "2>&1 | true", "no descriptors": ">/dev/null 2>&1"}[how]
+    process = subprocess.Popen(
+        ["bash", "-c", f'set -o pipefail; "$0" -c "$1" "$2" {redirection}', sys.executable, limit + _PROGRAM, settings],
+        start_new_session=True,
+    )
+    try:
+        with grpc.insecure_channel(address) as channel:
+            stub = ExecutorStub(channel)
+            assert stub.Describe(pb.DescribeRequest(), timeout=60, wait_for_ready=True).num_blocks == 50
+            results = stub.Run(iter([opening(), plan(1, 1)]))
+            assert next(results).lease.epoch == 1
+            taken = [socket.socket(socket.AF_UNIX) for _ in range(100 if limit else 0)]
+            for each in taken:
+                each.settimeout(1)
+                with suppress(OSError):  # the queue of connections that nobody accepts is full
+                    each.connect(address.removeprefix("unix:"))
+            assert next(results).result.step_id == 1
+            for each in taken:
+                each.close()
+            assert stub.Describe(pb.DescribeRequest(), timeout=30).num_blocks == 50
+        with grpc.insecure_channel(address) as another:
+            assert ExecutorStub(another).Describe(pb.DescribeRequest(), timeout=30, wait_for_ready=True)
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(20)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from typing import Any
 
 import aiohttp
@@ -16,6 +17,7 @@ import grpc.aio
 import pytest
 
 from quire.addresses import with_port
+from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.engine.engine import Engine
 from scheduler.main import EXIT_UNFINISHED, _shorten_pauses, _Signals, _until_done
@@ -153,6 +155,15 @@ def test_importing_the_scheduler_does_not_load_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
+async def serving(channel: grpc.aio.Channel) -> None:
+    """Waits until the scheduler says that it serves. It listens before it has an executor."""
+    stub, state = GenerationStub(channel), None
+    while state != pb.SERVER_STATE_SERVING:
+        with suppress(grpc.aio.AioRpcError):  # UNAVAILABLE until an executor has described itself
+            state = (await stub.GetServerInfo(pb.GetServerInfoRequest(), wait_for_ready=True)).state
+        await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("how", ["full", "left"])
 async def test_a_scheduler_without_a_reader_of_its_output_serves_and_drains(launcher: Launcher, how: str) -> None:
     reader, writer = os.pipe()
@@ -162,7 +173,31 @@ async def test_a_scheduler_without_a_reader_of_its_output_serves_and_drains(laun
         stdout = full if how == "full" else left
         process = await launcher.scheduler(await launcher.executor(), stdout=stdout, **addresses)
     async with grpc.aio.insecure_channel(addresses["listen"]) as channel:
+        await serving(channel)
         messages = await rest_of(GenerationStub(channel).Generate(request(max_tokens=5), wait_for_ready=True))
     assert messages[-1].finished.usage.completion_tokens == 5
+    process.signal(signal.SIGTERM)
+    assert await process.exit_code() == 0
+
+
+async def test_a_scheduler_without_file_descriptors_keeps_its_streams_and_recovers(launcher: Launcher) -> None:
+    """Every descriptor that the process may have is taken by connections, while a stream runs."""
+    addresses = {name: with_port("127.0.0.1:0") for name in ("listen", "http_listen")}
+    limited = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))\n"
+    process = await launcher.scheduler(await launcher.executor(step_s=0.01), prelude=limited, **addresses)
+    async with grpc.aio.insecure_channel(addresses["listen"]) as channel:
+        await serving(channel)
+        running = GenerationStub(channel).Generate(request(max_tokens=150))
+        await running.read()
+        host, port = addresses["listen"].rsplit(":", 1)
+        taken = [await asyncio.open_connection(host, int(port)) for _ in range(100)]
+        messages = await rest_of(running)
+        assert sum(len(message.delta.token_ids) for message in messages) == 150
+        for _, writer in taken:
+            writer.close()
+        again = await rest_of(GenerationStub(channel).Generate(request(max_tokens=5)))
+        assert again[-1].finished.usage.completion_tokens == 5
+    async with grpc.aio.insecure_channel(addresses["listen"]) as another:
+        await asyncio.wait_for(serving(another), 30)
     process.signal(signal.SIGTERM)
     assert await process.exit_code() == 0

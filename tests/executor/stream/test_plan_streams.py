@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 
+from quire.executor.v1 import executor_pb2 as pb
 from tests.support.executor.messages import read
 from tests.support.executor.plan_driver import ints
 from tests.support.executor.served import open_stream, opening, plan, status
@@ -121,3 +122,18 @@ async def test_plans_beyond_the_window_are_not_lost(stub, fake_runner) -> None:
     fake_runner.gate.set()
     assert [(await read(call)).step_id for _ in range(40)] == list(range(1, 41))
     call.cancel()
+
+
+async def test_a_plan_that_memory_is_too_short_for_ends_its_stream_only(stub, monkeypatch, caplog) -> None:
+    def too_large(message: pb.StepPlan) -> None:
+        raise MemoryError
+
+    call, epoch = await open_stream(stub)
+    with monkeypatch.context() as patch:
+        patch.setattr("executor.stream.servicer.plan_wire.plan_from_message", too_large)
+        await call.write(plan(epoch, 1))
+        assert await status(call) == (grpc.StatusCode.INTERNAL, "a plan could not be read: MemoryError()")
+    assert "Traceback" in caplog.text
+    call, epoch = await open_stream(stub)
+    await call.write(plan(epoch, 1))
+    assert (await read(call)).step_id == 1

@@ -76,8 +76,9 @@ class Launcher:
         return service.address
 
     async def scheduler(
-        self, executor: str, *, stdout: int | IO[str] = asyncio.subprocess.PIPE, **config: Any
+        self, executor: str, *, stdout: int | IO[str] = asyncio.subprocess.PIPE, prelude: str = "", **config: Any
     ) -> Process:
+        """Starts a scheduler. `prelude` is code that its process runs first."""
         values = {
             "model": str(self._checkpoint.directory),
             "listen": "127.0.0.1:0",
@@ -87,7 +88,7 @@ class Launcher:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
-            SCRIPT,
+            prelude + SCRIPT,
             json.dumps(values | config),
             cwd=ROOT,
             stdout=stdout,

@@ -1,0 +1,228 @@
+"""What must hold in every world."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import TYPE_CHECKING
+
+import grpc
+
+from scheduler.core import check_invariants
+from scheduler.engine.engine import ServerState
+from scheduler.engine.failures import MAX_FAILURES
+from tests.simulation.faults import ALL, SCOPES
+
+if TYPE_CHECKING:
+    from quire.v1 import generation_pb2 as pb
+    from scheduler.core import Scheduler, StepPlan
+    from tests.simulation.clients import Call
+    from tests.simulation.executor_host import Process
+    from tests.simulation.world import World
+
+Code = grpc.StatusCode
+SLACK_S = 0.1
+SETTLED_S = 20.0
+"""Time after the last fault, after which an executor cannot be lost any more: every time-out is over."""
+MAX_LOSSES = 5
+
+
+class Violation(Exception):
+    """A world broke a rule."""
+
+
+class Oracles:
+    """Collects violations, and what justifies the errors that clients receive."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.violations: list[str] = []
+        self._losses: list[tuple[float, bool]] = []  # the times, and whether the poison was the cause
+        self._is_poisoned = False
+        self.leases: dict[int, set[int]] = {}
+        self.processes: list[tuple[float, Process]] = []
+        self._could_serve_s = 0.0
+        self.drains_s: list[tuple[float, float]] = []
+
+    def violated(self, problem: str) -> None:
+        self._world.log(f"VIOLATION {problem}")
+        self.violations.append(problem)
+
+    # --- what happened ------------------------------------------------------------------------------------------
+
+    def executor_started(self, process: Process) -> None:
+        self.processes.append((self._world.now_s, process))
+
+    def plan_refused(self, process: Process, epoch: int, problem: str) -> None:
+        """An executor has found a fault in a plan, which only a scheduler that means harm may send."""
+        if epoch in self.leases.get(process.number, ()):
+            self.violated(f"the scheduler sent a plan with a fault: {problem}")
+
+    def step_poisoned(self) -> None:
+        self._is_poisoned = True
+
+    def executor_lost(self) -> None:
+        self._losses.append((self._world.now_s, self._is_poisoned))
+        if self._world.now_s > self._world.healed_s + SETTLED_S:
+            self.violated("a healthy executor is lost")
+        self._is_poisoned = False
+
+    def planned(self, core: Scheduler, plan: StepPlan) -> None:
+        """A sequence whose text has ended must not be computed further."""
+        sinks = self._world.engine._dispatcher._sinks
+        for active in core.state.requests.values():
+            sink = sinks.get(active.request.request_id)
+            for sequence in active.sequences:
+                if sink is not None and not sequence.is_finished and sink._completions[sequence.index].has_stopped:  # type: ignore[attr-defined]
+                    self.violated(f"{sequence!r} goes on after its stop string")
+
+    # --- ends of calls --------------------------------------------------------------------------------------------
+
+    def usage(self, call: Call, finished: pb.Finished) -> None:
+        if finished.usage.completion_tokens != len(call.token_ids.get(finished.index, [])):
+            self.violated(f"{call.name} is charged for {finished.usage.completion_tokens} tokens, and received others")
+
+    def call_ended(self, call: Call) -> None:
+        if call.code is None:
+            return self.violated(f"{call.name} ended without a status")
+        self._check_output(call)
+        if call.code is not Code.OK and not (excuse := self._excuse(call)):
+            self.violated(f"{call.name} failed without a reason: {call.code.name}: {call.details}")
+        elif call.code is not Code.OK:
+            self._world.log(f"{call.name} may fail: {excuse}")
+        return None
+
+    def _check_output(self, call: Call) -> None:
+        """The output is that of one model, all of it if the call ended well, or else its beginning."""
+        problems = []
+        for digest in dict.fromkeys(process.digest for _, process in self.processes):
+            problem = self._difference(call, digest)
+            if problem is None:
+                return
+            problems.append(problem)
+        if problems:
+            self.violated(f"{call.name}: {problems[0]}")
+
+    def _difference(self, call: Call, digest: str) -> str | None:
+        is_ok = call.code is Code.OK
+        for index in range(call.asked.num_sequences) if is_ok else sorted(call.token_ids):
+            expected = call.asked.expected(index, digest, self._world.machine.vocab_size)
+            received, text = call.token_ids.get(index, []), call.texts.get(index, "")
+            if is_ok or index in call.reasons:
+                if (received, text, call.reasons.get(index)) != (expected.token_ids, expected.text, expected.reason):
+                    return f"sequence {index} is {received} {text!r} {call.reasons.get(index)}, not {expected}"
+            elif received != expected.token_ids[: len(received)] or not expected.text.startswith(text):
+                return f"sequence {index} begins {received} {text!r}, not {expected}"
+        return None
+
+    def _excuse(self, call: Call) -> str:
+        """Returns why a call may have ended with its status; nothing if it may not."""
+        faults, began_s, ended_s = self._world.faults, call.began_s, call.ended_s or 0.0
+        own = next((fired.place for fired in faults.fired if fired.who == call.name), "")
+        timeout_s = call.asked.timeout_s
+        match call.code:
+            case Code.CANCELLED:
+                return "its client left" * call.has_left
+            case Code.DEADLINE_EXCEEDED:
+                return "its time is over" * (timeout_s is not None and ended_s >= began_s + timeout_s - 1e-6)
+            case Code.UNAVAILABLE:
+                is_drained = any(since_s <= ended_s and began_s <= until_s for since_s, until_s in self.drains_s)
+                return "there is no core" * call.saw_no_core or "the server drains" * is_drained
+            case Code.OUT_OF_RANGE:
+                return "a pool was smaller" * self._was_too_large(call)
+            case Code.RESOURCE_EXHAUSTED:
+                stalled = call.longest_stall_s >= self._world.stalled_reader_timeout_s
+                return "its client stalled" * stalled or "it would be late" * (timeout_s is not None)
+            case Code.INTERNAL:
+                if own:
+                    return own
+                if "not finite" in call.details:
+                    return "spoilt" * (call.asked.number in faults.spoilt)
+                if "other weights" in call.details:
+                    return "other weights" * self._saw_other_weights(began_s, ended_s)
+                return self._excuse_of_all(began_s, faults.failed_s.get(call.name, ended_s)) or self._excuse_of_losses(
+                    call
+                )
+        return ""
+
+    def _excuse_of_all(self, began_s: float, failed_s: float) -> str:
+        late_s = self._world.step_timeout_s + SLACK_S
+        for fired in self._world.faults.fired:
+            if (
+                SCOPES[fired.place] is ALL
+                and began_s - late_s <= fired.time_s
+                and 0 <= failed_s - fired.time_s <= late_s
+            ):
+                return fired.place
+        return ""
+
+    def _excuse_of_losses(self, call: Call) -> str:
+        is_poison = call.asked.number == self._world.faults.poison
+        num_losses = sum(
+            call.began_s <= time_s <= (call.ended_s or 0.0) and (is_poison or not is_poisoned)
+            for time_s, is_poisoned in self._losses
+        )
+        return f"{num_losses} executors were lost" * (num_losses > MAX_LOSSES)
+
+    def _was_too_large(self, call: Call) -> bool:
+        num_tokens = len(call.asked.message.token_ids.ids) + call.asked.message.stopping.max_tokens
+        least = min(process.num_blocks for _, process in self.processes) - 1
+        return num_tokens > least * self._world.machine.block_size
+
+    def _saw_other_weights(self, began_s: float, ended_s: float) -> bool:
+        digests = [(time_s, process.digest) for time_s, process in self.processes]
+        return any(
+            before != after and time_s <= ended_s for (_, before), (time_s, after) in itertools.pairwise(digests)
+        )
+
+    # --- the state as a whole -------------------------------------------------------------------------------------
+
+    def check_readiness(self) -> None:
+        """SERVING must not be reported for long while no executor can serve. Called at intervals."""
+        world, process = self._world, self._world.host.process
+        is_hung = process is not None and process.hung_until_s > world.now_s
+        is_stalled = world.wire.stalled_until_s > world.now_s or world.wire.is_cut
+        if process is not None and not is_hung and not is_stalled:
+            self._could_serve_s = world.now_s
+        bound_s = 3 * world.step_timeout_s + 2 * world.notice_s + SLACK_S
+        if world.engine.state is ServerState.SERVING and world.now_s > self._could_serve_s + bound_s:
+            self.violated(f"readiness says SERVING for {world.now_s - self._could_serve_s:.1f} s without an executor")
+
+    def engine_ended(self, error: BaseException | None) -> None:
+        """The engine may give up only after several failures in a row."""
+        num_failures = sum(SCOPES[fired.place] is ALL for fired in self._world.faults.fired)
+        if num_failures < MAX_FAILURES:
+            self.violated(f"the engine ended after {num_failures} failures: {error!r}")
+
+    def check_idle(self) -> None:
+        """Nothing is left of requests that have ended."""
+        world = self._world
+        core, intake, queue = world.engine.core, world.intake, world.intake._write_queue
+        if core is not None:
+            check_invariants(core)
+        used = [] if core is None else [block for block in core.state.cache.pool.ref_counts if block]
+        could_not_forget = any(fired.place == "metrics: ended" for fired in world.faults.fired)
+        left = {
+            "requests in the core": core is not None and core.num_unfinished_requests,
+            "blocks": len(used),
+            "slots": core is not None and core.state.limits.max_num_seqs - core.state.batch.num_free_slots,
+            "sinks": len(world.engine._dispatcher),
+            "open streams": len(intake.open_streams),
+            "client request ids": len(intake._client_request_ids),
+            "measured requests": 0 if could_not_forget else len(world.metrics._queued),
+            "streams that write": queue._num_writing,
+            "streams that wait to write": sum(not turn.done() for turn in queue._waiting),
+            "turns of the executor's streams": max(0, len(world.streams_of_executor()) - 1),
+        }
+        for what, number in left.items():
+            if number:
+                self.violated(f"{number} {what} are left at the end")
+        if not world.engine._idle.is_set():
+            self.violated("the engine is not idle at the end")
+
+    def check_tasks(self) -> None:
+        """No task is left once everything has stopped."""
+        left = sorted(task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task())
+        if left:
+            names = [name if not name.startswith("Task-") else "a task" for name in left]
+            self.violated(f"tasks are left: {', '.join(names)}")
