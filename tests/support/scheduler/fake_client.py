@@ -60,7 +60,7 @@ class FakeClient:
         return self.description
 
     async def open_stream(
-        self, on_arrival: Callable[[], None], epoch: int, incarnation: str, timeout_s: float
+        self, on_arrival: Callable[[], None], epoch: int, incarnation: str, timeout_s: float, **retention: object
     ) -> "FakeStream":
         if self.refusal:
             raise ExecutorNotOurs(self.refusal)
@@ -78,6 +78,7 @@ class FakeStream:
     def __init__(self, client: FakeClient, on_arrival: Callable[[], None], epoch: int, lease: int) -> None:
         description = client.description
         self.lease = lease
+        self.retained: list[tuple[int, bytes]] | None = None
         self._client = client
         self._on_arrival = on_arrival
         self._results: deque[Arrival] = deque()
