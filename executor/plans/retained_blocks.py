@@ -1,7 +1,8 @@
 """The blocks whose contents have a name: digests that schedulers have published, which outlive their leases.
 
-A digest is kept until a plan writes to its block or copies over it, or a scheduler withdraws it. This module does not
-know what digests mean; it knows that they were made by one *scheme*. A lease of another scheme starts without any.
+A digest is kept until a plan writes to its block, copies over it or takes it, or a scheduler withdraws it. This module
+does not know what digests mean; it knows that they were made by one *scheme*. A lease of another scheme starts without
+any.
 """
 
 import logging

@@ -85,12 +85,20 @@ class Slots:
         self._retain(plan)
 
     def _retain(self, plan: StepPlan) -> None:
-        """Keeps the digests that a plan publishes, and forgets those of blocks that it writes to."""
+        """Keeps the digests that a plan publishes, and forgets those of blocks that it writes to or takes to write to.
+
+        A taken block may stay unwritten, because its sequence has ended, but the scheduler does not know its contents
+        any more.
+        """
         self._retained.apply(plan)
-        if self._retained:
-            self._retained.forget(plan.block_copies[:, 1])
-            tables, block_size = self.block_tables, self.limits.block_size
-            self._retained.forget(blocks_to_write(self.counters, self.computing, tables, block_size))
+        if not self._retained:
+            return
+        block_size = self.limits.block_size
+        self._retained.forget(plan.block_copies[:, 1])
+        self._retained.forget(plan.table_updates[:, 2])
+        for admission in plan.admissions:
+            self._retained.forget(admission.block_table[admission.num_computed_tokens // block_size :])
+        self._retained.forget(blocks_to_write(self.counters, self.computing, self.block_tables, block_size))
 
     def _branch(self, slots: Ints, parents: Ints, token_ids: Ints) -> None:
         """Branches everything but the counters, which have branched already."""

@@ -26,6 +26,7 @@ IN_THE_INTERPRETER = [
     "test_out_of_memory.py",
     "test_repeats.py",
     "test_sanitizer_subset.py",
+    "test_written_marks.py",
 ]
 
 if IS_INTERPRETED:

@@ -14,7 +14,12 @@ pytestmark = pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "names",
-    ["runner rows", "reports device_sampler late_failures", "loading out_of_memory", "repeats sanitizer_subset"],
+    [
+        "runner rows",
+        "reports device_sampler late_failures",
+        "loading out_of_memory",
+        "repeats sanitizer_subset written_marks",
+    ],
 )
 def test_the_runner_passes_in_the_interpreter(names: str) -> None:
     run_interpreted(Path(__file__).parent, names)

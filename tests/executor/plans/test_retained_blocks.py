@@ -140,13 +140,23 @@ def test_a_copy_over_a_block_ends_its_digest_and_the_source_keeps_its_own() -> N
 
 
 def test_rows_end_the_digests_of_exactly_the_blocks_they_write_to() -> None:
-    """A plan may publish a block and give it to another sequence at once, even in one step of several blocks."""
+    """Block 2 is in the table of another sequence, which will write to it, before it is published."""
     slots = written_slots()
-    slots.apply(plan(published=published(1, 2), retired_slots=ints(0)))
     slots.apply(plan(admissions=(admission(2, 9, computed=4, blocks=(1, 2, 5)),)))
+    slots.apply(plan(published=published(1, 2)))
     assert retained(slots) == [(1, digest(1)), (2, digest(2))]  # nothing is written yet
     slots.apply(plan(row_counts=tuples(2, (2, 5))))
     assert retained(slots) == [(1, digest(1))]
+
+
+def test_a_taken_block_has_no_digest_even_if_nothing_is_written_to_it() -> None:
+    """Otherwise a scheduler that has forgotten the digest could not withdraw it."""
+    slots = written_slots()
+    slots.apply(plan(published=published(1, 2), retired_slots=ints(0)))
+    slots.apply(plan(admissions=(admission(2, 9, computed=4, blocks=(1, 2)),)))
+    assert retained(slots) == [(1, digest(1))]
+    slots.apply(plan(table_updates=tuples(3, (2, 2, 1))))
+    assert retained(slots) == []
 
 
 def test_a_block_that_is_published_and_overwritten_by_one_plan_has_no_digest() -> None:

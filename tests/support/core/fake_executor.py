@@ -150,7 +150,7 @@ class FakeExecutor:
         Blocks that are not retained are as good as unwritten: no plan of the next epoch may read them.
         """
         kv, digests = self.kv, self.digests
-        if num_unexecuted:
+        if num_unexecuted and self.retains:
             kv, digests = self._before[-num_unexecuted]
         found = replace(self, epoch=epoch, digests=dict(digests), step_id=0, slots={}, sampled_slots=frozenset())
         for block in digests:
@@ -222,6 +222,7 @@ class FakeExecutor:
         for index, logical, physical in _tuples(plan.table_updates, 3):
             require(index in self.slots, f"table update of empty slot {index}")
             table = self.slots[index].block_table
+            self.digests.pop(physical, None)
             require(0 <= logical <= len(table), f"hole in the table of slot {index}")
             table[logical : logical + 1] = [physical]
         self._copy_blocks(plan.block_copies)
