@@ -37,7 +37,9 @@ async def complete(stack: Stack, prompt: list[int] = PROMPT, seed: int = 1, max_
 
 async def kill_scheduler(stack: Stack) -> None:
     """Kills the scheduler and starts another one at its address."""
-    await stack.ended(stack.scheduler, signal.SIGKILL)
+    if stack.pid("scheduler") is not None:
+        stack.send("scheduler", signal.SIGKILL)
+    await stack.ended(stack.scheduler)
     await asyncio.to_thread(stack._await_ready_line, stack.launch_scheduler())
 
 
@@ -78,8 +80,11 @@ async def test_streams_that_ended_with_the_scheduler_go_on_without_prefill(stack
             return all(len(token_ids) > 20 for token_ids in received)
 
         await until(have_begun)
-        await kill_scheduler(stack)
+        stack.send("scheduler", signal.SIGKILL)
+        for stream in streams:
+            stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
+    await kill_scheduler(stack)
     for seed, token_ids in enumerate(received):
         assert 20 < len(token_ids) < 200
         prompt = PROMPT[seed:] + token_ids

@@ -30,7 +30,7 @@ def first_plan(both, prompt: list[int], *, ends: bool) -> StepPlan:
 
 
 def launch(both, prompt: list[int], *, ends: bool, forks: tuple[Fork, ...] = ()) -> int:
-    """Launches the first step and three more, whose results nobody waits for; returns the id of the last."""
+    """Launches the first step and three more without waiting for results; returns the id of the last."""
     runner = both.cuda
     runner.reset(SCHEME)
     runner.execute(first_plan(both, prompt, ends=ends))
