@@ -11,9 +11,9 @@ without polling. Streams that run during the loss are counted, and compared toke
 undisturbed. The longest gap is the longest time between two tokens of one stream, as its client sees it. The streams of
 a lost scheduler fail and are not counted.
 
-Then the tokens that a restart computes again: the scheduler of streams with prompts of their own is killed, half of them
-have ended by then, and their prompts and received tokens are sent again. Once the executor survives, which retains
-their KV, and once it is killed as well.
+Then the tokens that a restart computes again. Streams with prompts of their own run or have ended when the scheduler is
+killed; their prompts and received tokens are sent again. Once the executor survives, which retains their KV, and once
+it is killed as well.
 """
 
 import asyncio
@@ -190,9 +190,8 @@ async def measure_recomputation(num_streams: int) -> AsyncIterator[Recomputation
             async with AsyncClient(address, wait_for_ready=True) as client:
                 begun = [asyncio.Event() for _ in known]
                 lengths = [NUM_TOKENS // 10, NUM_TOKENS] * num_streams
-                tasks = [
-                    asyncio.create_task(_extend(client, *each)) for each in zip(known, begun, lengths, strict=False)
-                ]
+                arguments = zip(known, begun, lengths, strict=False)
+                tasks = [asyncio.create_task(_extend(client, *each)) for each in arguments]
                 await asyncio.gather(*[event.wait() for event in begun], *tasks[::2])
                 for service in lost:
                     child(serve, service).send_signal(signal.SIGKILL)
