@@ -33,6 +33,7 @@ class FakeClient:
     refusal     why the executor gives no lease; empty: it gives one
     step_s      seconds that each step takes, one after the other
     num_probes  how often the executor was asked to describe itself
+    retention   the digest scheme and the size of the pool with which the last stream was opened
     """
 
     def __init__(self, description: ExecutorDescription = DESCRIPTION) -> None:
@@ -45,6 +46,7 @@ class FakeClient:
         self.num_streams = 0
         self.num_probes = 0
         self.stream: FakeStream | None = None
+        self.retention: dict[str, object] = {}
 
     async def describe(self, timeout_s: float) -> ExecutorDescription:
         await asyncio.sleep(0)
@@ -65,6 +67,7 @@ class FakeClient:
         if self.refusal:
             raise ExecutorNotOurs(self.refusal)
         self.num_streams += 1
+        self.retention = retention
         self.stream = FakeStream(self, on_arrival, epoch, self.num_streams)
         return self.stream
 
