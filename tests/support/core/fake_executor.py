@@ -200,7 +200,7 @@ class FakeExecutor:
         for block, digest in plan.published.items():
             require(0 < block < self.num_blocks, f"block {block} outside the pool is published")
             require(block not in self.digests, f"block {block} is published, and has a digest already")
-            require(None not in self.kv[block], f"block {block} is published, and is not full")
+            require(None not in self.kv[block], f"I5: block {block} is published, its KV is not computed")
             self.digests[block] = digest
 
     def _apply_deltas(self, plan: StepPlan) -> None:
