@@ -12,6 +12,13 @@ FEATURES = ("beams", "forks", "logit_changes", "logprobs", "prompt_logprobs")
 executor that does not know it is refused instead of ignoring its fields."""
 
 
+OPTIONAL_FEATURES = ("retained_blocks",)
+"""Parts that a scheduler can do without: it uses them with an executor that has them."""
+
+DIGEST_BYTES = 32
+"""Length of the digest of a block."""
+
+
 def speaks_with(version: int, least: int) -> bool:
     """Returns whether this end and a peer have a version in common. least: the peer's, 0 if it names none."""
     return version >= LEAST_PROTOCOL_VERSION and (least or version) <= PROTOCOL_VERSION

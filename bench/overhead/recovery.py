@@ -10,6 +10,10 @@ of the scheduler says NOT_SERVING or cannot be reached. Ready: until it says SER
 without polling. Streams that run during the loss are counted, and compared token by token with the same requests
 undisturbed. The longest gap is the longest time between two tokens of one stream, as its client sees it. The streams of
 a lost scheduler fail and are not counted.
+
+Then the tokens that a restart computes again. Streams with prompts of their own run or have ended when the scheduler is
+killed; their prompts and received tokens are sent again. Once the executor survives, which retains their KV, and once
+it is killed as well.
 """
 
 import asyncio
@@ -49,6 +53,9 @@ CASES = (
 )
 
 
+NUM_PROMPT_TOKENS = 300
+
+
 class RecoveryError(BenchError):
     """A measurement cannot be made, or a stream has wrong tokens."""
 
@@ -63,6 +70,17 @@ class Recovery:
     detected_s: float
     ready_s: float
     longest_gap_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """Tokens that streams had when these services were killed, and how many of them were computed again."""
+
+    lost: tuple[str, ...]
+    num_streams: int
+    num_known_tokens: int
+    num_computed_tokens: int
+    most_computed_tokens: int
 
 
 @dataclass(slots=True)
@@ -161,6 +179,56 @@ async def measure(step_timeout_s: float) -> AsyncIterator[Recovery]:
         following.cancel()
 
 
+async def measure_recomputation(num_streams: int) -> AsyncIterator[Recomputation]:
+    """Measures how many tokens are computed again with and without the KV of the executor."""
+    async with child_process("quire", "serve", *service_flags(10.0)) as server:
+        serve, address = psutil.Process(server.pid), server.addresses["grpc"]
+        watch = Watch(address)
+        following = asyncio.create_task(watch.follow())
+        for lost in (("scheduler",), ("scheduler", "executor")):
+            known = [_own_prompt(number) for number in range(num_streams)]
+            async with AsyncClient(address, wait_for_ready=True) as client:
+                begun = [asyncio.Event() for _ in known]
+                lengths = [NUM_TOKENS // 10, NUM_TOKENS] * num_streams
+                arguments = zip(known, begun, lengths, strict=False)
+                tasks = [asyncio.create_task(_extend(client, *each)) for each in arguments]
+                await asyncio.gather(*[event.wait() for event in begun], *tasks[::2])
+                for service in lost:
+                    child(serve, service).send_signal(signal.SIGKILL)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+                await watch.until(False)
+                await watch.until(True)
+            async with AsyncClient(address, wait_for_ready=True) as client:
+                again = await asyncio.gather(*[client.complete(prompt, max_tokens=1) for prompt in known])
+            computed = [each.prompt_tokens - each.cached_tokens for each in again]
+            yield Recomputation(lost, num_streams, sum(map(len, known)), sum(computed), max(computed))
+        following.cancel()
+
+
+def _own_prompt(number: int) -> list[int]:
+    """Returns token ids of which no two prompts share the first block."""
+    return [5 + (37 * number + 3 * position) % 1000 for position in range(NUM_PROMPT_TOKENS)]
+
+
+async def _extend(client: AsyncClient, token_ids: list[int], begun: asyncio.Event, max_tokens: int) -> None:
+    """Generates tokens and appends them to the prompt."""
+    async for event in client.generate(list(token_ids), seed=1, max_tokens=max_tokens, ignore_eos=True):
+        if isinstance(event, Delta):
+            token_ids += event.token_ids
+            if len(token_ids) > NUM_PROMPT_TOKENS + NUM_TOKENS // 20:
+                begun.set()
+
+
+def recomputation_row(each: Recomputation) -> str:
+    lost = f"{' and '.join(each.lost)} SIGKILL"
+    return (
+        f"{lost:<30} {each.num_streams:>4} streams of {each.num_known_tokens:>6,} tokens: "
+        f"{each.num_computed_tokens:>6,} computed again, {each.most_computed_tokens:>4} at most for one stream"
+    )
+
+
 HEAD = f"{'lost':<20} {'streams':>7} {'detected':>9} {'ready':>9} {'longest gap':>11}"
 
 
@@ -182,11 +250,27 @@ async def measured(step_timeout_s: float) -> list[Recovery]:
     return recoveries
 
 
+async def measured_recomputations(num_streams: int) -> list[Recomputation]:
+    recomputations = []
+    async for recomputation in measure_recomputation(num_streams):
+        print(recomputation_row(recomputation), flush=True)
+        recomputations.append(recomputation)
+    return recomputations
+
+
 def main(arguments: Sequence[str]) -> None:
     parser = Parser("recovery", __doc__)
     parser.add_argument("--step-timeout-s", type=float, default=10.0, help="step timeout of `quire serve`")
+    parser.add_argument("--streams", type=int, default=NUM_STREAMS, help="streams that a restart cuts off")
+    parser.add_argument("--only-recomputation", action="store_true", help="measure only what a restart computes again")
     parser.add_argument("--json", type=Path, help="file of results")
     given = parser.parse_args(arguments)
-    recoveries = asyncio.run(measured(given.step_timeout_s))
+    recoveries = [] if given.only_recomputation else asyncio.run(measured(given.step_timeout_s))
+    recomputations = asyncio.run(measured_recomputations(given.streams))
     if given.json is not None:
-        save(given.json, {"step_timeout_s": given.step_timeout_s, "recoveries": [asdict(r) for r in recoveries]})
+        result = {
+            "step_timeout_s": given.step_timeout_s,
+            "recoveries": [asdict(r) for r in recoveries],
+            "recomputations": [asdict(r) for r in recomputations],
+        }
+        save(given.json, result)

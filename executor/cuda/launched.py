@@ -21,13 +21,15 @@ from kernels.triton import RESULT_FIELDS
 class Launch:
     """A step that is ready to be launched.
 
-    draw    how the slots of step.sampling sample
-    arrays  arrays to send to the device
-    bucket  number of rows of the graph to run, of this kind; 0 if the step is not decode-only
+    num_computed  tokens of the slots of step.sampling that are computed after this step, unless they ended before it
+    draw          how these slots sample
+    arrays        arrays to send to the device
+    bucket        number of rows of the graph to run, of this kind; 0 if the step is not decode-only
     """
 
     plan: StepPlan
     step: StepInputs
+    num_computed: Ints
     draw: Draw
     arrays: StepArrays[HostArray]
     kind: StepKind
@@ -56,6 +58,7 @@ class LaunchedStep:
         plan: StepPlan,
         step: StepInputs,
         generations: NDArray[np.int64],
+        num_computed: Ints,
         results: Tensor | None,
         arrived: Mark,
         marks: Marks,
@@ -66,11 +69,12 @@ class LaunchedStep:
         """Arrays are in the order of step.sampling[R].
 
         results[R, RESULT_FIELDS] int32 are on the host once `arrived` is reached. generations[R] are the slot
-        generations of the step: how many sequences each slot has held.
+        generations of the step: how many sequences each slot has held. num_computed[R]: see `Launch`.
         """
         self._plan = plan
         self._step = step
         self._generations = generations
+        self._num_computed = num_computed
         self._results = results
         self._arrived = arrived
         self._marks = marks
@@ -101,14 +105,15 @@ class LaunchedStep:
         own: Ints = token_ids[np.searchsorted(self._step.reporting, self._step.sampling)]
         return own
 
-    def ended(self, generations: NDArray[np.int64]) -> Ints:
+    def ended(self, generations: NDArray[np.int64]) -> tuple[Ints, Ints]:
         """Returns the slots that have ended by this step's result and still hold the same sequence.
 
+        The second array has the number of tokens that each of them has computed at most.
         generations: the slot generations of all slots now.
         """
         is_same = generations[self._step.sampling] == self._generations
-        ended: Ints = self._step.sampling[is_same & self._has_ended]
-        return ended
+        has_ended = is_same & self._has_ended
+        return self._step.sampling[has_ended], self._num_computed[has_ended]
 
     def _read(self) -> StepOutput:
         self._arrived.wait()
@@ -120,7 +125,9 @@ class LaunchedStep:
             places = np.searchsorted(self._step.reporting, self._step.sampling)
             token_ids[places] = results[:, 0]
             end_reasons[places] = results[:, 1]
-            self._has_ended = (results[:, 1] != 0) | (results[:, 2] != 0)
+            had_ended = results[:, 2] != 0
+            self._has_ended = had_ended | (results[:, 1] != 0)
+            self._num_computed -= had_ended  # the row of this step was not written
         return StepOutput(
             epoch=self._plan.epoch,
             step_id=self._plan.step_id,

@@ -32,7 +32,7 @@ from executor.cuda.upload import Upload
 from executor.errors import PlanRejected
 from executor.models.decoder import Decoder
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Ints, Logprobs, Reports, StepPlan
+from executor.plans.plan import Ints, Logprobs, Publication, Reports, StepPlan
 from executor.sampling.finite import FiniteCheck
 from executor.sampling.logprobs import join, row_pieces
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
@@ -73,12 +73,18 @@ class CudaRunner:
         self._finite = FiniteCheck()
         self._previous_end: Mark | None = None
 
-    def reset(self) -> None:
-        """Empties all slots for a new epoch. The KV pool keeps its contents, and steps under way can still finish."""
-        self.slots.clear()
+    def reset(self, digest_scheme: str = "", *, is_trusted: bool = True) -> Publication:
+        """Empties all slots for a new epoch, and returns the blocks that are retained for it, see `Slots.clear`.
+
+        The KV pool keeps its contents. Without a digest scheme, steps under way can finish later.
+        """
+        if digest_scheme:
+            is_trusted = self._all_succeed() and is_trusted
+        retained = self.slots.clear(digest_scheme, is_trusted=is_trusted)
         self._launched.clear()
         self._device_rows = None  # a failed step may have recorded rows that were never sent
         self._generations += 1
+        return retained
 
     @torch.inference_mode()
     def capture_graphs(self, progress: Progress) -> None:
@@ -123,36 +129,55 @@ class CudaRunner:
             arrays = replace(arrays, mixed=self._forward.mixed_rows(step, self.slots))
         if not step.is_synchronous:
             self.slots.append(step.sampling, np.full(len(step.sampling), _UNKNOWN_TOKEN, dtype=np.int32))
-        return Launch(plan, step, draw, arrays, kind, bucket, started_ns)
+        num_computed = self.slots.counters.num_computed_tokens[step.sampling]
+        return Launch(plan, step, num_computed, draw, arrays, kind, bucket, started_ns)
 
     def _apply(self, plan: StepPlan) -> None:
         """Checks the plan and applies it to the slots. Raises PlanRejected.
 
         The host may not know yet that a sequence has ended, and may reject a plan that is right for an ended one. So a
         plan is rejected only when it still looks wrong with all results in.
+
+        What sequences have computed counts as written when the plan changes tables. With one result missing that is
+        right: a sequence that has not ended before this step writes all its rows. Two plans in flight never wait here.
         """
-        self._learn_ends(waits=False)
+        self._learn_ends(most_unknown=1 if plan.changes_tables else len(self._launched))
         try:
             self.slots.apply(plan)
         except PlanRejected:
             if not self._launched:
                 raise
-            self._learn_ends(waits=True)
+            self._learn_ends(most_unknown=0)
             self.slots.apply(plan)
         begun = [*plan.retired_slots.tolist()]
         begun += [admission.slot for admission in plan.admissions] + [fork.child_slot for fork in plan.forks]
         self._generations[begun] += 1
         self._generations[plan.branches[:, 0]] += 1
         if self._launched and self.slots.is_synchronous:
-            self._learn_ends(waits=True)
+            self._learn_ends(most_unknown=0)
             self.slots.classify()
 
-    def _learn_ends(self, *, waits: bool) -> None:
-        """Marks slots as ended by the steps whose results are in, or by all steps."""
-        while self._launched and (waits or self._launched[0].is_finished):
+    def _learn_ends(self, *, most_unknown: int) -> None:
+        """Marks slots as ended by the steps whose results are in. Waits until at most `most_unknown` are not.
+
+        The rows of such a slot after its end were counted as computed, but the device has written nothing for them.
+        """
+        counters = self.slots.counters
+        while self._launched and (len(self._launched) > most_unknown or self._launched[0].is_finished):
             launched = self._launched.popleft()
             launched.finish()
-            self.slots.counters.has_ended[launched.ended(self._generations)] = True
+            ended, num_computed = launched.ended(self._generations)
+            counters.has_ended[ended] = True
+            counters.num_computed_tokens[ended] = np.minimum(counters.num_computed_tokens[ended], num_computed)
+
+    def _all_succeed(self) -> bool:
+        """Waits for all launched steps, and returns whether none of them has failed."""
+        try:
+            for launched in self._launched:
+                launched.finish()
+        except Exception:  # noqa: BLE001  # the results thread reports the error of the step
+            return False
+        return True
 
     def _changed_rows(self, step: StepInputs, bucket: int) -> Ints | None:
         """Returns the slots of a decode-only step, padded; None if the device has them from the step before."""
@@ -258,7 +283,16 @@ class CudaRunner:
         self._previous_end = end
         generations = self._generations[launch.step.sampling]
         return LaunchedStep(
-            launch.plan, launch.step, generations, results, arrived, marks, prepare_ns, reports, self._finite
+            launch.plan,
+            launch.step,
+            generations,
+            launch.num_computed,
+            results,
+            arrived,
+            marks,
+            prepare_ns,
+            reports,
+            self._finite,
         )
 
     def _graph_body(self, kind: StepKind, num_rows: int) -> Body:

@@ -1,8 +1,8 @@
 """The only thread that uses the device. It knows neither gRPC nor asyncio: work comes from a queue, outcomes go to
 callbacks.
 
-Work is done in the order in which it was put. The first plan of a newer epoch empties the slots, plans of older epochs
-are dropped, and after a failure the rest of its epoch is dropped too.
+Work is done in the order in which it was put. The beginning of a lease or the first plan of a newer epoch empties the
+slots, plans of older epochs are dropped, and after a failure the rest of its epoch is dropped too.
 
 A runner either computes a step at once, or launches it without waiting. The results thread finishes launched steps
 while this thread launches the next one; a failure that only appears there counts as a failure of the step.
@@ -16,11 +16,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from typing import Protocol
 
-from executor.device.results_thread import LaunchedStep, ResultsThread, Unfinished
+from executor.device.results_thread import LaunchedStep, ResultsThread, Runner, Unfinished
 from executor.errors import ModelBroken, PlanRejected
-from executor.plans.plan import StepOutput, StepPlan
+from executor.plans.plan import Publication, StepOutput, StepPlan
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class EndOfPlans:
     """The scheduler has sent its last plan, and all results have been delivered."""
 
 
-Outcome = StepOutput | Failure | EndOfPlans
+Outcome = StepOutput | Failure | EndOfPlans | Publication
 Deliver = Callable[[Outcome], None]
 
 
@@ -66,21 +65,20 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Begin:
+    """The beginning of a lease. Its outcome are the blocks that are retained for it, once all older work has ended."""
+
+    epoch: int
+    digest_scheme: str
+    deliver: Deliver
+
+
+@dataclass(frozen=True, slots=True)
 class Marker:
     """A point in the queue: its outcome is delivered once all work before it is done."""
 
     outcome: Failure | EndOfPlans
     deliver: Deliver
-
-
-class Runner(Protocol):
-    """The interface of `executor.device.runner.ModelRunner` and `executor.cuda.runner.CudaRunner` to this thread.
-
-    execute  raises PlanRejected, in which case nothing has changed; calls `computing` right before it computes
-    """
-
-    def reset(self) -> None: ...
-    def execute(self, plan: StepPlan, computing: Callable[[], None]) -> StepOutput | LaunchedStep: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +95,7 @@ class _Inspection:
     failure: Failure
 
 
-_Work = Step | Marker | LivenessProbe | _Inspection
+_Work = Begin | Step | Marker | LivenessProbe | _Inspection
 
 
 class DeviceThread:
@@ -131,6 +129,8 @@ class DeviceThread:
         # Written by both threads under the lock, and only ever increased.
         self._failed_epoch = 0
         self._failing = threading.Lock()
+        # False once a step has failed, until a lease has begun without the blocks that were there before.
+        self._is_pool_trusted = True
         # The last epoch that failed late. Only the results thread uses it.
         self._late_epoch = 0
         self._idle_since_ns = time.monotonic_ns()
@@ -139,7 +139,7 @@ class DeviceThread:
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
-    def put(self, work: Step | Marker | LivenessProbe) -> None:
+    def put(self, work: Begin | Step | Marker | LivenessProbe) -> None:
         self._work.put(work)
 
     def stop(self) -> None:
@@ -198,6 +198,8 @@ class DeviceThread:
             self._results.put(work.answered)
         elif isinstance(work, Marker):
             self._results.put(partial(work.deliver, work.outcome))
+        elif isinstance(work, Begin):
+            self._begin(work)
         elif not self._is_stopping and work.plan.epoch >= self._epoch and work.plan.epoch > self._failed_epoch:
             outcome = self._step(work, time.monotonic_ns(), self._idle_since_ns)
             self._idle_delay_s = _IDLE_DELAY_S
@@ -241,6 +243,14 @@ class DeviceThread:
             self._results.put(self._pending)
             self._pending = None
 
+    def _begin(self, work: Begin) -> None:
+        """Begins a lease, unless a newer one has begun, whose stream has ended this one."""
+        if work.epoch > self._epoch:
+            self._epoch = work.epoch
+            retained = self._runner.reset(work.digest_scheme, is_trusted=self._is_pool_trusted)
+            self._is_pool_trusted = True
+            self._results.put(partial(work.deliver, retained))
+
     def _step(self, work: Step, taken_ns: int, idle_since_ns: int) -> Outcome | None:
         """Runs a step. Returns None if it was launched: the results thread then delivers its outcome."""
         plan = work.plan
@@ -254,6 +264,7 @@ class DeviceThread:
             return Failure(FailureKind.PLAN_REJECTED, f"step {plan.step_id}: {error}")
         except Exception as error:  # noqa: BLE001  # any error ends this epoch; the next one starts empty
             _log.exception("step %d of epoch %d failed", plan.step_id, plan.epoch)
+            self._is_pool_trusted = False
             self._fail_epoch(plan.epoch)
             return _internal(plan, error)
         queue_ns = taken_ns - work.arrived_ns
@@ -273,6 +284,7 @@ class DeviceThread:
 
         def failed(error: Exception) -> None:
             self._progress_ns = time.monotonic_ns()
+            self._is_pool_trusted = False
             if work.plan.epoch > self._late_epoch:
                 self._late_epoch = work.plan.epoch
                 self._fail_epoch(work.plan.epoch)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from executor.plans.plan import StepOutput
+from executor.plans.plan import Publication, StepOutput, StepPlan
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +22,18 @@ class LaunchedStep(Protocol):
     def finish(self) -> StepOutput:
         """Waits for the device. Raises the error of a step that failed there."""
         ...
+
+
+class Runner(Protocol):
+    """The interface of `executor.device.runner.ModelRunner` and `executor.cuda.runner.CudaRunner` to the device thread.
+
+    reset    empties the slots for a new epoch. For a digest scheme, waits for launched steps, and returns the blocks
+             that were published under it: none if is_trusted is False, or if one of these steps failed
+    execute  raises PlanRejected, in which case nothing has changed; calls `computing` right before it computes
+    """
+
+    def reset(self, digest_scheme: str = "", *, is_trusted: bool = True) -> Publication: ...
+    def execute(self, plan: StepPlan, computing: Callable[[], None]) -> StepOutput | LaunchedStep: ...
 
 
 @dataclass(frozen=True, slots=True)

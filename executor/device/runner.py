@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Ints, Logprobs, Reports, StepOutput, StepPlan, StepTimings
+from executor.plans.plan import Ints, Logprobs, Publication, Reports, StepOutput, StepPlan, StepTimings
 from executor.sampling.finite import FiniteCheck, finite_rows
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.sampling.sampler import sample
@@ -45,9 +45,12 @@ class ModelRunner:
         self.model = model
         self._finite = FiniteCheck()
 
-    def reset(self) -> None:
-        """Empties all slots for a new epoch. The KV pool keeps its contents."""
-        self.slots.clear()
+    def reset(self, digest_scheme: str = "", *, is_trusted: bool = True) -> Publication:
+        """Empties all slots for a new epoch, and returns the blocks that are retained for it, see `Slots.clear`.
+
+        The KV pool keeps its contents.
+        """
+        return self.slots.clear(digest_scheme, is_trusted=is_trusted)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:

@@ -114,11 +114,20 @@ class Fork:
 
 
 @dataclass(frozen=True, slots=True)
+class Publication:
+    """Full blocks, and digests of what they hold: blocks[n], and n times DIGEST_BYTES bytes."""
+
+    blocks: Ints = field(default_factory=_no_tokens)
+    digests: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step, as the difference from the step before.
 
     retired_slots[n], table_updates[n, 3] (slot, logical block, physical block), block_copies[n, 2] (source,
-    destination), row_counts[n, 2] (slot, tokens per step), branches[n, 3] (slot, parent slot, token).
+    destination), row_counts[n, 2] (slot, tokens per step), branches[n, 3] (slot, parent slot, token),
+    withdrawn_blocks[n].
     """
 
     epoch: int
@@ -130,6 +139,14 @@ class StepPlan:
     row_counts: Ints = field(default_factory=lambda: _empty(0, 2))
     forks: tuple[Fork, ...] = ()
     branches: Ints = field(default_factory=lambda: _empty(0, 3))
+    published: Publication = field(default_factory=Publication)
+    withdrawn_blocks: Ints = field(default_factory=lambda: _empty(0))
+
+    @property
+    def changes_tables(self) -> bool:
+        """Returns whether the plan does more than to compute the next tokens of the sequences that are there."""
+        arrays = (self.retired_slots, self.table_updates, self.block_copies, self.branches, self.published.blocks)
+        return bool(self.admissions or self.forks or any(array.size for array in arrays))
 
 
 class EndReason(IntEnum):

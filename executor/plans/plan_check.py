@@ -13,6 +13,7 @@ from executor.errors import PlanRejected
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import Admission, Fork, Interval, Ints, SequenceParams, StepPlan
 from executor.plans.slot_counters import SlotCounters
+from quire.plan_stream import DIGEST_BYTES
 
 _INTERVALS: tuple[tuple[str, Interval], ...] = tuple(
     (each.name, each.metadata["interval"]) for each in fields(SequenceParams) if "interval" in each.metadata
@@ -24,6 +25,7 @@ _SEEDS = dict(_INTERVALS)["seed"]
 def project(plan: StepPlan, now: SlotCounters, limits: PlanLimits) -> SlotCounters:
     """Returns the counters after retiring, admitting, branching, table updates and row counts. Raises PlanRejected."""
     after = now.copy()
+    _check_publications(plan, limits)
     _retire(plan.retired_slots, after, limits)
     for admission in plan.admissions:
         _admit(admission, after, limits)
@@ -34,6 +36,18 @@ def project(plan: StepPlan, now: SlotCounters, limits: PlanLimits) -> SlotCounte
     _check_rows(after, limits)
     _check_forks(plan.forks, after, limits)
     return after
+
+
+def _check_publications(plan: StepPlan, limits: PlanLimits) -> None:
+    blocks, digests = plan.published.blocks, plan.published.digests
+    if len(digests) != len(blocks) * DIGEST_BYTES:
+        raise PlanRejected(f"published_digests: {len(digests)} bytes for {len(blocks)} digests of {DIGEST_BYTES}")
+    if blocks.size:
+        _check_blocks("published_blocks", blocks, limits)
+        _check_distinct("published_blocks: block", blocks)
+    if plan.withdrawn_blocks.size:
+        _check_blocks("withdrawn_blocks", plan.withdrawn_blocks, limits)
+        _check_distinct("withdrawn_blocks: block", plan.withdrawn_blocks)
 
 
 def _retire(slots: Ints, after: SlotCounters, limits: PlanLimits) -> None:

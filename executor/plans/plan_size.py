@@ -3,6 +3,7 @@
 from executor.errors import PlanRejected
 from executor.plans.limits import PlanLimits
 from quire.executor.v1 import executor_pb2 as pb
+from quire.plan_stream import DIGEST_BYTES
 
 _INT = 4
 """Bytes of an int32 and of a float32."""
@@ -28,7 +29,8 @@ def max_message_bytes(limits: PlanLimits) -> int:
         + _INT * (_max_allowed(limits) + _NUM_LISTS * MAX_LISTED_TOKENS)
     )
     num_slot_bytes = num_admission_bytes + _FIXED_BYTES + 3 * num_table_bytes + 6 * _INT
-    return limits.max_num_seqs * num_slot_bytes + 2 * _INT * limits.num_blocks + _FIXED_BYTES
+    num_block_bytes = 4 * _INT + DIGEST_BYTES  # it may be copied from, copied over, published and withdrawn
+    return limits.max_num_seqs * num_slot_bytes + num_block_bytes * limits.num_blocks + _FIXED_BYTES
 
 
 def check_size(plan: pb.StepPlan, limits: PlanLimits) -> None:
@@ -41,6 +43,9 @@ def check_size(plan: pb.StepPlan, limits: PlanLimits) -> None:
     _check_ints("block_copies", plan.block_copies, 2 * limits.num_blocks)
     _check_ints("row_counts", plan.row_counts, 2 * num_slots)
     _check_ints("branches", plan.branches, 3 * num_slots)
+    _check_ints("published_blocks", plan.published_blocks, limits.num_blocks)
+    _check_ints("published_digests", plan.published_digests, limits.num_blocks * DIGEST_BYTES // _INT)
+    _check_ints("withdrawn_blocks", plan.withdrawn_blocks, limits.num_blocks)
     for admission in plan.admissions:
         _check_ints("admissions.token_ids", admission.token_ids, limits.max_model_len)
         _check_ints("admissions.block_table", admission.block_table, limits.max_blocks_per_seq)

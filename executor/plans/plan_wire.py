@@ -8,9 +8,19 @@ import numpy as np
 
 from executor.errors import PlanRejected
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Admission, Floats, Fork, Ints, Logprobs, SequenceParams, StepOutput, StepPlan
+from executor.plans.plan import (
+    Admission,
+    Floats,
+    Fork,
+    Ints,
+    Logprobs,
+    Publication,
+    SequenceParams,
+    StepOutput,
+    StepPlan,
+)
 from quire.executor.v1 import executor_pb2 as pb
-from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, OPTIONAL_FEATURES, PROTOCOL_VERSION
 
 _INT32 = np.dtype("<i4")
 _FLOAT32 = np.dtype("<f4")
@@ -28,6 +38,8 @@ def plan_from_message(message: pb.StepPlan) -> StepPlan:
         row_counts=_tuples("row_counts", message.row_counts, 2),
         forks=tuple(Fork(fork.parent_slot, fork.child_slot, fork.seed) for fork in message.forks),
         branches=_tuples("branches", message.branches, 3),
+        published=Publication(_ints("published_blocks", message.published_blocks), message.published_digests),
+        withdrawn_blocks=_ints("withdrawn_blocks", message.withdrawn_blocks),
     )
 
 
@@ -49,6 +61,15 @@ def output_to_message(output: StepOutput) -> pb.StepResult:
         logprobs=_logprobs(reports.logprobs),
         prompt_logprobs=_logprobs(reports.prompt_logprobs),
         candidates=_logprobs(reports.candidates),
+    )
+
+
+def lease_to_message(epoch: int, incarnation: str, retained: Publication) -> pb.Lease:
+    return pb.Lease(
+        epoch=epoch,
+        incarnation=incarnation,
+        retained_blocks=retained.blocks.astype(_INT32, copy=False).tobytes(),
+        retained_digests=retained.digests,
     )
 
 
@@ -74,7 +95,7 @@ def description_to_message(
         device=device,
         protocol_version=PROTOCOL_VERSION,
         least_protocol_version=LEAST_PROTOCOL_VERSION,
-        features=FEATURES,
+        features=FEATURES + OPTIONAL_FEATURES,
         weights_digest=weights_digest,
     )
 

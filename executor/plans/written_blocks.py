@@ -27,7 +27,7 @@ from executor.plans.slot_counters import SlotCounters
 class WrittenBlocks:
     """Counts the leading tokens of each physical block that the current lease has written.
 
-    num_tokens[num_blocks]         0 for a block that the lease has not written
+    num_tokens[num_blocks]         0 for a block that the lease has not written; a retained block counts as written
     _num_recorded[max_num_seqs]    tokens of each slot whose blocks have been counted
     """
 
@@ -36,21 +36,29 @@ class WrittenBlocks:
         self.num_tokens: Ints = np.zeros(limits.num_blocks, dtype=np.int32)
         self._num_recorded: Ints = np.zeros(limits.max_num_seqs, dtype=np.int32)
 
-    def clear(self) -> None:
-        """Forgets everything for a new lease."""
+    def clear(self, retained: Ints) -> None:
+        """Forgets everything for a new lease, except that it knows the contents of the retained blocks."""
         self.num_tokens.fill(0)
+        self.num_tokens[retained] = self._block_size
         self._num_recorded.fill(0)
 
     def check(self, plan: StepPlan, now: SlotCounters, after: SlotCounters, tables: Ints) -> None:
-        """Raises PlanRejected if a sequence would attend to tokens that this lease has not written.
+        """Raises PlanRejected if a sequence would attend to tokens that this lease has not written, or if the plan
+        publishes a block that is not full of them.
 
         now, after  counters before the plan, and as `plan_check.project` returns them
         tables      block tables [max_num_seqs, max_blocks_per_seq] before the plan
         """
         slots, logical, blocks = _covering(plan, after, self._block_size)
-        if not (slots.size or plan.retired_slots.size or plan.branches.size or plan.block_copies.size):
+        published = plan.published.blocks
+        changes = (slots, plan.retired_slots, plan.branches, plan.block_copies, published)
+        if not any(array.size for array in changes):
             return
         self._record(now, tables)
+        if (unwritten := self.num_tokens[published] < self._block_size).any():
+            raise PlanRejected(
+                f"published_blocks: this lease has not written all of block {published[np.argmax(unwritten)]}"
+            )
         self._check_entries(slots, logical, blocks, plan, after)
         if plan.block_copies.size:
             destinations = plan.block_copies[:, 1]
@@ -101,6 +109,14 @@ class WrittenBlocks:
         # Slots that share a block have written the same number of its tokens, or the larger one counts.
         np.maximum.at(self.num_tokens, tables[rows, logical], np.minimum(computed[rows] - logical * size, size))
         self._num_recorded[slots] = computed[slots]
+
+
+def blocks_to_write(counters: SlotCounters, computing: Ints, tables: Ints, block_size: int) -> Ints:
+    """Returns the physical blocks to which these slots write in a step. A block can be in the result twice."""
+    computed = counters.num_computed_tokens[computing]
+    first = computed // block_size
+    num_blocks = (computed + counters.row_count[computing] - 1) // block_size - first + 1
+    return tables[np.repeat(computing, num_blocks), _ranges(first, num_blocks)]
 
 
 def _covering(plan: StepPlan, after: SlotCounters, block_size: int) -> tuple[Ints, Ints, Ints]:

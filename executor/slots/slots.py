@@ -8,10 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import EndReason, Fork, Ints, StepPlan
+from executor.plans.plan import EndReason, Fork, Ints, Publication, StepPlan
 from executor.plans.plan_check import project
+from executor.plans.retained_blocks import RetainedBlocks
 from executor.plans.slot_counters import SlotCounters
-from executor.plans.written_blocks import WrittenBlocks
+from executor.plans.written_blocks import WrittenBlocks, blocks_to_write
 from executor.slots.logit_changes import ChangeTable
 from executor.slots.report_table import PromptSpans, ReportTable
 from executor.slots.sampling_table import Draw, SamplingTable
@@ -37,18 +38,25 @@ class Slots:
         self.block_tables = np.zeros((limits.max_num_seqs, limits.max_blocks_per_seq), dtype=np.int32)
         self.reports = ReportTable(limits.max_num_seqs)
         self._written = WrittenBlocks(limits)
+        self._retained = RetainedBlocks(limits.num_blocks)
         self._sampling = SamplingTable(limits.max_num_seqs, limits.vocab_size)
         self._changes = ChangeTable(limits.max_num_seqs, limits.vocab_size)
         self.classify()
 
-    def clear(self) -> None:
-        """Empties all slots for a new lease, which has written no block yet."""
+    def clear(self, digest_scheme: str = "", *, is_trusted: bool = True) -> Publication:
+        """Empties all slots for a new lease, which has written no block yet. Returns the blocks that it may use.
+
+        These are the blocks that were published under the same scheme, if the pool is trusted: no step has failed.
+        """
         self.counters = SlotCounters.empty(self.limits.max_num_seqs)
-        self._written.clear()
+        self._retained.begin(digest_scheme, is_trusted=is_trusted)
+        retained = self._retained.all()
+        self._written.clear(retained.blocks)
         self._sampling.clear()
         self._changes.clear()
         self.reports.clear()
         self.classify()
+        return retained
 
     def apply(self, plan: StepPlan) -> None:
         """Retires, admits, branches, and sets table entries and row counts.
@@ -57,6 +65,7 @@ class Slots:
         """
         counters = project(plan, self.counters, self.limits)
         self._written.check(plan, self.counters, counters, self.block_tables)
+        self._retained.check(plan)
         self.counters = counters
         self._written.apply(plan)
         self._changes.drop(plan.retired_slots.tolist())
@@ -73,6 +82,23 @@ class Slots:
             slots, logical, physical = plan.table_updates.T
             self.block_tables[slots, logical] = physical
         self.classify()
+        self._retain(plan)
+
+    def _retain(self, plan: StepPlan) -> None:
+        """Keeps the digests that a plan publishes, and forgets those of blocks that it writes to or takes to write to.
+
+        A taken block may stay unwritten, because its sequence has ended, but the scheduler does not know its contents
+        any more.
+        """
+        self._retained.apply(plan)
+        if not self._retained:
+            return
+        block_size = self.limits.block_size
+        self._retained.forget(plan.block_copies[:, 1])
+        self._retained.forget(plan.table_updates[:, 2])
+        for admission in plan.admissions:
+            self._retained.forget(admission.block_table[admission.num_computed_tokens // block_size :])
+        self._retained.forget(blocks_to_write(self.counters, self.computing, self.block_tables, block_size))
 
     def _branch(self, slots: Ints, parents: Ints, token_ids: Ints) -> None:
         """Branches everything but the counters, which have branched already."""

@@ -6,7 +6,7 @@ from executor.device.device_thread import FailureKind
 from executor.errors import LeaseRefused
 from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb
-from quire.plan_stream import FEATURES, OWN, speaks_with, spoken
+from quire.plan_stream import FEATURES, OPTIONAL_FEATURES, OWN, speaks_with, spoken
 
 _MAX_NAME = 200
 """Longest name of a scheduler that is repeated in messages, in characters."""
@@ -60,7 +60,7 @@ def _check_protocol(opening: pb.Opening) -> None:
             f"the scheduler speaks {spoken(version, least)} of the plan stream, this executor {OWN}: "
             "run the same release of both"
         )
-    if missing := [_readable(name) for name in opening.features if name not in FEATURES]:
+    if missing := [_readable(name) for name in opening.features if name not in FEATURES + OPTIONAL_FEATURES]:
         raise LeaseRefused(
             f"this executor lacks features that the scheduler needs: {', '.join(missing[:10])}; "
             "run the same release of both"

@@ -6,9 +6,9 @@ All of it runs on the event loop, except for `deliver`, which any thread may cal
 import asyncio
 import contextlib
 
-from executor.device.device_thread import EndOfPlans, Failure, FailureKind, Outcome
+from executor.device.device_thread import Failure, FailureKind, Outcome
 from executor.errors import EpochRefused
-from executor.plans.plan import StepPlan
+from executor.plans.plan import StepOutput, StepPlan
 
 # Maximum number of plans in flight on one stream. A scheduler keeps two in flight; if it sends more than this, it
 # has to wait.
@@ -47,8 +47,9 @@ class PlanSession:
         self._outcomes.put_nowait(Failure(kind, message))
 
     async def outcome(self) -> Outcome:
-        """Returns the next outcome: results in order, then one Failure or EndOfPlans."""
+        """Returns the next outcome: the retained blocks if the opening asks for them, results in order, then one
+        Failure or EndOfPlans."""
         outcome = await self._outcomes.get()
-        if not isinstance(outcome, Failure | EndOfPlans):
+        if isinstance(outcome, StepOutput):
             self._window.release()
         return outcome

@@ -7,11 +7,20 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from executor.device.device_thread import DeviceThread, EndOfPlans, Failure, FailureKind, LivenessProbe, Marker, Step
+from executor.device.device_thread import (
+    Begin,
+    DeviceThread,
+    EndOfPlans,
+    Failure,
+    FailureKind,
+    LivenessProbe,
+    Marker,
+    Step,
+)
 from executor.errors import EpochRefused, LeaseRefused, PlanRejected
 from executor.plans import plan_wire
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import StepOutput
+from executor.plans.plan import Publication, StepOutput
 from executor.plans.plan_size import check_size
 from executor.stream.leases import Leases
 from executor.stream.plan_session import PlanSession
@@ -27,6 +36,9 @@ _MAX_OPENINGS = 4
 """Number of streams that may wait for a lease at once. Each can hold one message of the largest size in memory."""
 
 _OPENING_TIMEOUT_S = 10.0
+
+_MAX_SCHEME = 10_000
+"""Longest name of a digest scheme, in characters."""
 
 _SHUTTING_DOWN = "the executor is shutting down"
 _NO_OPENING = (
@@ -85,14 +97,20 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         self._streams.add(stream)
         reader: asyncio.Task[None] | None = None
         try:
-            await self._open(request_iterator, stream, context)
-            yield pb.RunResponse(lease=pb.Lease(epoch=stream.epoch, incarnation=self._description.incarnation))
+            opening = await self._open(request_iterator, stream, context)
+            if opening.digest_scheme:
+                self._device.put(Begin(stream.epoch, opening.digest_scheme, stream.deliver))
+            else:
+                yield self._lease(stream.epoch, Publication())
             reader = asyncio.create_task(self._read_plans(request_iterator, stream))
             while not isinstance(outcome := await stream.outcome(), EndOfPlans):
                 if isinstance(outcome, Failure):
                     await context.abort(_STATUS[outcome.kind], outcome.message)
-                self._observe(outcome)
-                yield pb.RunResponse(result=plan_wire.output_to_message(outcome))
+                elif isinstance(outcome, Publication):
+                    yield self._lease(stream.epoch, outcome)
+                else:
+                    self._observe(outcome)
+                    yield pb.RunResponse(result=plan_wire.output_to_message(outcome))
         finally:
             if reader is not None:
                 reader.cancel()
@@ -105,7 +123,10 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         for stream in self._streams:
             stream.fail(FailureKind.SHUTDOWN, _SHUTTING_DOWN)
 
-    async def _open(self, messages: AsyncIterator[pb.RunRequest], stream: PlanSession, context: Context) -> None:
+    def _lease(self, epoch: int, retained: Publication) -> pb.RunResponse:
+        return pb.RunResponse(lease=plan_wire.lease_to_message(epoch, self._description.incarnation, retained))
+
+    async def _open(self, messages: AsyncIterator[pb.RunRequest], stream: PlanSession, context: Context) -> pb.Opening:
         """Reads the opening and gives the stream the lease, or ends the call."""
         if self._is_shut_down:
             await context.abort(grpc.StatusCode.UNAVAILABLE, _SHUTTING_DOWN)
@@ -121,10 +142,13 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             self._num_openings -= 1
         if not message.HasField("opening"):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, _NO_OPENING)
+        if len(message.opening.digest_scheme) > _MAX_SCHEME:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the name of the digest scheme is too long")
         try:
             self._leases.grant(message.opening, stream)
         except LeaseRefused as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        return message.opening
 
     async def _read_plans(self, messages: AsyncIterator[pb.RunRequest], stream: PlanSession) -> None:
         """Passes plans to the device thread until one is out of order or the scheduler has sent the last one.

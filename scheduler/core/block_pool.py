@@ -37,6 +37,10 @@ class BlockPool:
         """Returns the free blocks in the order in which they will be reused."""
         return self._free.keys()
 
+    def keep_longest(self, block: int) -> None:
+        """Moves a free block to the end of the free queue."""
+        self._free.move_to_end(block)
+
     def take(self) -> int:
         """Hands out the next free block, with ref_count 1. The caller has checked that there is one."""
         if not self._free:

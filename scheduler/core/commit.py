@@ -135,5 +135,7 @@ def _end_sequences(state: SchedulerState, step: Step, result: StepResult, events
 
 def _end(state: SchedulerState, sequence: Sequence, reason: FinishReason, events: Events) -> None:
     if not sequence.is_finished:
+        if reason is FinishReason.NOT_FINITE:
+            state.cache.withdraw(sequence.block_table)  # the numbers in its KV may be the cause
         state.finish(sequence, reason)
         events.finished.append((sequence, reason))

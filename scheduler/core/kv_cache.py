@@ -12,6 +12,7 @@ SOSP 2023: virtual memory in which blocks are the pages and sequences are the pr
 """
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from scheduler.core.block_pool import BlockPool
@@ -196,9 +197,27 @@ class KVCache:
     def forget_prefixes(self) -> int:
         """Removes the blocks that no sequence uses from the prefix index; returns their number."""
         cached = [block for block in self.pool.free_blocks() if block in self.index]
-        for block in cached:
-            self.index.forget(block)
+        self.withdraw(cached)
         return len(cached)
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Removes blocks from the prefix index whose KV shall not be found any more, or is not right."""
+        for block in blocks:
+            self.index.withdraw(block)
+
+    def restore(self, retained: SequenceOf[tuple[int, bytes]]) -> None:
+        """Makes the blocks that the executor has retained findable, in a cache that is empty.
+
+        They are in the order of publication. The last one is reused first, because a block was always published before
+        those that continue it: so no block stays cached that cannot be found.
+        """
+        if self._enable_prefix_caching:
+            for block, digest in retained:
+                self.index.publish(block, digest)
+            for block, _ in reversed(retained):
+                self.pool.keep_longest(block)
+            self.index.is_shared = True
+            self.index.withdrawn = [block for block, _ in retained if block not in self.index]
 
     def reserve(self, sequence: Sequence, num_blocks: int) -> None:
         """Promises free blocks to a sequence. `try_allocate` uses them; `cancel_reservation` gives up the rest."""

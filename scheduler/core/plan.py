@@ -48,6 +48,8 @@ class StepPlan:
     row_counts: list[int] = field(default_factory=list)  # (slot, tokens per step)
     forks: list[Fork] = field(default_factory=list)
     branches: list[int] = field(default_factory=list)  # (slot, parent slot, token)
+    published: dict[int, bytes] = field(default_factory=dict)  # block → digest
+    withdrawn_blocks: list[int] = field(default_factory=list)
     num_sequences: int = 0
     num_tokens: int = 0
 

@@ -20,7 +20,10 @@ from scheduler.core.step import StepBuilder
 
 
 def plan_step(state: SchedulerState) -> StepPlan | None:
-    """Returns the next plan, or None if there is nothing to compute until a request or a result arrives."""
+    """Returns the next plan, or None if there is nothing to compute until a request or a result arrives.
+
+    A plan without rows only tells the executor what was published or withdrawn, when no other plan would soon.
+    """
     growing = _make_room_for_decodes(state)
     if growing is None:
         return None
@@ -30,9 +33,11 @@ def plan_step(state: SchedulerState) -> StepPlan | None:
     _plan_prefills(state, builder)
     if builder.plan.num_sequences:
         return _send(state, builder)
-    if state.batch.running and not state.in_flight:
+    if state.in_flight:
+        return None
+    if state.batch.running:
         raise InvariantViolation("sequences are running, and none of them can compute a token")
-    return None
+    return _send(state, builder) if state.cache.index.has_news else None
 
 
 # --- running sequences ----------------------------------------------------------------------------------------
@@ -175,6 +180,9 @@ def _send(state: SchedulerState, builder: StepBuilder) -> StepPlan:
         if sequence not in builder.step.prefills:
             builder.set_row_count(sequence, 0)
     plan, step = builder.build(batch.retired_slots, has_reporting=batch.num_reporting > 0)
+    if state.cache.index.has_news:
+        plan.published, plan.withdrawn_blocks = state.cache.index.take_news()
+        step.withdraws = bool(plan.withdrawn_blocks)
     batch.retired_slots = []
     for sequence in step.ending:  # this plan computes their last rows, so the next one retires their slots
         batch.retire(sequence)

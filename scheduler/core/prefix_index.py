@@ -14,9 +14,14 @@ class PrefixIndex:
     """A one-to-one map between digests and blocks. `hits` counts how often lookups found each published block.
 
     The hash is wide, so that no client can construct a collision with another client's prompt.
+
+    An executor that retains blocks has to know them as well. `published` and `withdrawn` are what the next plan tells
+    it; they stay empty for other executors (`is_shared` is False).
     """
 
     DIGEST_BYTES = 32
+    SCHEME = "blake2b chain 1"
+    """The name of the way in which `extend_chain` makes digests. It changes whenever digests do."""
 
     def __init__(self, block_size: int, namespace: str = "") -> None:
         self.block_size = block_size
@@ -24,6 +29,9 @@ class PrefixIndex:
         self._block_by_digest: dict[bytes, int] = {}
         self._digest_by_block: dict[int, bytes] = {}
         self.hits: dict[int, int] = {}
+        self.is_shared = False
+        self.published: dict[int, bytes] = {}
+        self.withdrawn: list[int] = []
 
     def __len__(self) -> int:
         return len(self._block_by_digest)
@@ -70,6 +78,8 @@ class PrefixIndex:
             self._block_by_digest[digest] = block
             self._digest_by_block[block] = digest
             self.hits[block] = 0
+            if self.is_shared:
+                self.published[block] = digest
 
     def forget(self, block: int) -> None:
         """Removes a block that is about to be overwritten. An unpublished block is no error."""
@@ -77,6 +87,23 @@ class PrefixIndex:
         if digest is not None:
             del self._block_by_digest[digest]
             del self.hits[block]
+            self.published.pop(block, None)
+
+    def withdraw(self, block: int) -> None:
+        """Removes a block that is not overwritten, so that the executor has to be told. It need not be published."""
+        if self.is_shared and block in self and block not in self.published:
+            self.withdrawn.append(block)
+        self.forget(block)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self.published or self.withdrawn)
+
+    def take_news(self) -> tuple[dict[int, bytes], list[int]]:
+        """Returns what was published and what was withdrawn since the last call."""
+        news = self.published, self.withdrawn
+        self.published, self.withdrawn = {}, []
+        return news
 
     def _root(self, salt: bytes) -> bytes:
         return blake2b(salt, key=blake2b(self._namespace).digest(), digest_size=self.DIGEST_BYTES).digest()

@@ -18,6 +18,7 @@ the results of its last step. For the rest of the batch, a group's beams are add
 commit.py.
 """
 
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from math import inf
 
@@ -145,13 +146,22 @@ class Scheduler:
         return max_tokens_per_sequence(self.state)
 
     def reset_prefix_cache(self) -> int:
-        """Forgets every cached prefix that no running sequence holds; returns the number of blocks."""
+        """Forgets every cached prefix that no running sequence holds; returns the number of blocks.
+
+        The next plan withdraws them from the executor. Without an executor, the next epoch starts without any.
+        """
+        self.state.must_forget |= not self.is_attached
         return self.state.cache.forget_prefixes()
 
     # --- executors --------------------------------------------------------------------------------------------
 
-    def executor_attached(self, epoch: int, num_blocks: int) -> Events:
-        """Begins a new epoch, with an executor that has an empty pool of `num_blocks`.
+    def executor_attached(
+        self, epoch: int, num_blocks: int, retained: SequenceOf[tuple[int, bytes]] | None = None
+    ) -> Events:
+        """Begins a new epoch, with an executor that has a pool of `num_blocks`.
+
+        `retained` are the (block, digest) that the executor has kept, which become cached prefixes; None: this executor
+        keeps none, and is not told of published blocks.
 
         If this pool is smaller than the last, it lowers the bound of open-ended requests. Returns the sequences that
         have ended because they reached the new bound, and those of requests that can never fit, which fail with
@@ -163,6 +173,11 @@ class Scheduler:
         if self.is_attached:
             raise InvariantViolation("an executor is attached already")
         state.start_epoch(epoch, num_blocks)
+        if retained is not None:
+            state.cache.restore(retained)
+        if state.must_forget:
+            state.cache.forget_prefixes()
+            state.must_forget = False
         self.is_attached = True
         events = Events()
         for active in list(state.requests.values()):
@@ -174,7 +189,8 @@ class Scheduler:
         return events
 
     def executor_lost(self, now_s: float = -inf) -> Events:
-        """Returns running sequences to the queue with their tokens; all KV blocks are lost with the executor.
+        """Returns running sequences to the queue with their tokens. All KV blocks count as lost, until an executor
+        attaches that has retained some.
 
         `now_s` is the time, as in `add`. Returns the sequences that fail because several executors in a row were lost
         while they ran.

@@ -51,6 +51,8 @@ class SchedulerState:
     epoch    number of the current executor's epoch
     step_id  step id of the newest plan in this epoch; 0 before the first
     now_s    the latest time that was passed to the scheduler
+
+    `must_forget` is True if an executor may have retained withdrawn blocks: the next epoch then starts without any.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class SchedulerState:
         self.requests: dict[int, ActiveRequest] = {}
         self.deadlines = Deadlines(self.requests)
         self.now_s = -inf
+        self.must_forget = False
         self.accounts = Accounts(terms_of)
         self.waiting = FairQueue(policy, limits, self.accounts, lambda: (self.batch, self.cache))
         self.admission_queue = build_queue(self)
@@ -150,6 +153,7 @@ class SchedulerState:
         Returns the sequences that fail because several executors in a row were lost while they ran.
         """
         ends: Ends = []
+        self.must_forget |= bool(self.cache.index.withdrawn) or any(step.withdraws for step in self.in_flight)
         self.in_flight.clear()
         for sequence in dict.fromkeys(running.leader for running in self.batch.running):
             self._release_everything(sequence)

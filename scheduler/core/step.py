@@ -20,6 +20,7 @@ class Step:
     reporting       sequences of `sampled` whose tokens come with log-probabilities
     prompt_reports  by slot: sequence, first row, and number of rows that report on the prompt
     releases        block tables to release when this step is committed
+    withdraws       the plan tells the executor to forget digests
     """
 
     step_id: int
@@ -31,6 +32,7 @@ class Step:
     reporting: list[Sequence] = field(default_factory=list)
     prompt_reports: list[tuple[Sequence, int, int]] = field(default_factory=list)
     releases: list[list[int]] = field(default_factory=list)
+    withdraws: bool = False
 
     def newly_admitted(self) -> list[Sequence]:
         """Returns the first sequence of each request that this step admits for the first time."""

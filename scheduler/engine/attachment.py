@@ -6,7 +6,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.plan_stream import OPTIONAL_FEATURES
 from scheduler.core import ExecutorNotOurs, FinishReason
+from scheduler.core.prefix_index import PrefixIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from scheduler.engine.executor_client import ExecutorClient, PlanStream
     from scheduler.engine.model_description import ModelDescription
     from scheduler.engine.options import EngineOptions
+    from scheduler.engine.plan_wire import ExecutorDescription
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +51,31 @@ async def attach(
     if known is not None and (differences := known.differences(model)):
         changes = ", and ".join(differences)
         raise ExecutorNotOurs(f"the executor now has {changes}: restart the scheduler to take it")
-    stream = await client.open_stream(on_arrival, epoch, description.incarnation, options.describe_timeout_s)
+    stream = await client.open_stream(
+        on_arrival,
+        epoch,
+        description.incarnation,
+        options.describe_timeout_s,
+        digest_scheme=_digest_scheme(description) if options.keeps_prefixes else "",
+        num_blocks=description.num_blocks,
+    )
+    if stream.retained is not None:
+        log.info("the executor has retained %d blocks of the prefix cache", len(stream.retained))
     return Attachment(stream, model, description.num_blocks)
+
+
+def _digest_scheme(executor: ExecutorDescription) -> str:
+    """Returns the name of our digests with all that the KV of a block depends on, beside the tokens before its end.
+
+    Returns an empty name for an executor that retains no blocks.
+    """
+    if not set(OPTIONAL_FEATURES) <= set(executor.features):
+        log.info("this executor retains no blocks: after a restart of the scheduler, the prefix cache will be empty")
+        return ""
+    return (
+        f"{PrefixIndex.SCHEME}, model {executor.model_name}, weights {executor.weights_digest}, "
+        f"dtype {executor.dtype}, {executor.num_blocks} blocks of {executor.block_size}"
+    )
 
 
 def fail_requests_with_output(core: Scheduler, dispatcher: EventDispatcher) -> None:

@@ -160,7 +160,9 @@ class Engine:
                 self._tell(self._core.stop(request_id, index))
 
     def reset_prefix_cache(self) -> int:
-        return self._core.reset_prefix_cache()
+        num_blocks = self._core.reset_prefix_cache()
+        self._signal.set()  # the next plan tells the executor
+        return num_blocks
 
     async def drain(self, *, is_final: bool = False) -> None:
         """Refuses new requests; returns when all admitted ones have ended. `is_final`: `resume` cannot undo it."""
@@ -215,7 +217,7 @@ class Engine:
             self._requests_ended()
         self._description = new.model
         core = self._scheduler = self._scheduler or options.new_core(new.model)
-        events = core.executor_attached(epoch, new.num_blocks)
+        events = core.executor_attached(epoch, new.num_blocks, new.stream.retained)
         self._described.set()
         log.info("executor attached: %s, epoch %d, lease %d", new.model, epoch, new.stream.lease)
         self._tell(events)
@@ -238,6 +240,7 @@ class Engine:
         self._requests_ended()
         if self._description is not None:
             self._scheduler = self._options.new_core(self._description)
+            self._scheduler.reset_prefix_cache()  # what the old core has published may be wrong, too
         self._detach()
         await self._expire_during(asyncio.sleep(pause_s))
 

@@ -15,7 +15,7 @@ import grpc
 
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, OPTIONAL_FEATURES, PROTOCOL_VERSION
 from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, ResultMismatch, StepPlan, StepResult
 from scheduler.engine import plan_wire
 
@@ -102,13 +102,22 @@ class ExecutorClient:
         return plan_wire.decode_description(response)
 
     async def open_stream(
-        self, on_arrival: Callable[[], None], epoch: int, incarnation: str, timeout_s: float
+        self,
+        on_arrival: Callable[[], None],
+        epoch: int,
+        incarnation: str,
+        timeout_s: float,
+        *,
+        digest_scheme: str = "",
+        num_blocks: int = 0,
     ) -> PlanStream:
         """Gets the lease on the executor and returns its plan stream.
 
-        on_arrival   called when a result has arrived or the stream has ended
-        epoch        the core's epoch, which ends with this stream
-        incarnation  of the executor that has described itself
+        on_arrival     called when a result has arrived or the stream has ended
+        epoch          the core's epoch, which ends with this stream
+        incarnation    of the executor that has described itself
+        digest_scheme  asks for the blocks that were published under this name; empty: the executor retains none
+        num_blocks     of the executor's pool, null block included, to check these blocks
 
         Raises ExecutorNotOurs if the executor gives no lease, and ExecutorLost if it does not answer or is not the one
         that has described itself.
@@ -117,7 +126,8 @@ class ExecutorClient:
         opening = pb.Opening(
             protocol_version=PROTOCOL_VERSION,
             least_protocol_version=LEAST_PROTOCOL_VERSION,
-            features=FEATURES,
+            features=(*FEATURES, *OPTIONAL_FEATURES) if digest_scheme else FEATURES,
+            digest_scheme=digest_scheme,
             holder=self._holder,
             instance=self._instance,
             takes_over=self._takes_over,
@@ -125,6 +135,7 @@ class ExecutorClient:
         try:
             async with asyncio.timeout(timeout_s):
                 answer = await _first_answer(call, opening)
+            retained = plan_wire.decode_retained(answer.lease, num_blocks) if digest_scheme else None
         except TimeoutError:
             raise ExecutorLost(f"the executor at {self.address} has not answered for {timeout_s:g} s") from None
         except BaseException:
@@ -134,7 +145,7 @@ class ExecutorClient:
             call.cancel()
             raise ExecutorLost(f"the executor at {self.address} was restarted while this scheduler connected")
         self._takes_over = False
-        return PlanStream(call, on_arrival, epoch, answer.lease.epoch)
+        return PlanStream(call, on_arrival, epoch, answer.lease.epoch, retained)
 
     async def close(self) -> None:
         await self._channel.close()
@@ -166,12 +177,21 @@ class Arrival:
 class PlanStream:
     """Sends plans and receives results. Keeps results, and the error that ends the stream, until they are taken.
 
-    epoch  the core's epoch. Its counterpart on the wire is the number of the executor's lease
-    lease  that number
+    epoch     the core's epoch. Its counterpart on the wire is the number of the executor's lease
+    lease     that number
+    retained  (block, digest) of the blocks that the executor has retained; None: it retains none
     """
 
-    def __init__(self, call: Call, on_arrival: Callable[[], None], epoch: int, lease: int) -> None:
+    def __init__(
+        self,
+        call: Call,
+        on_arrival: Callable[[], None],
+        epoch: int,
+        lease: int,
+        retained: list[tuple[int, bytes]] | None = None,
+    ) -> None:
         self._call = call
+        self.retained = retained
         self._epoch = epoch
         self.lease = lease
         self._on_arrival = on_arrival

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, Batching, Scheduler, SchedulerLimits, TermsOf
+from scheduler.core import BATCHING, KV_ALLOCATIONS, PAGED, POLICIES, Batching, Scheduler, SchedulerLimits, TermsOf
 from scheduler.core.tenants.account import equal_terms
 from scheduler.engine.model_description import ModelDescription
 
@@ -59,6 +59,11 @@ class EngineOptions:
             vocab_size=model.vocab_size,
             enable_prefix_caching=self.enable_prefix_caching,
         )
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """True if computed blocks are published for later requests, so that it helps if the executor retains them."""
+        return self.enable_prefix_caching and self.memory == PAGED.name
 
     def _batching(self) -> Batching:
         """Returns the batching mode. Only dynamic batching has a timeout; the other modes do not wait for requests."""

@@ -10,7 +10,7 @@ from sys import byteorder
 from typing import Any
 
 from quire.executor.v1 import executor_pb2 as pb
-from quire.plan_stream import FEATURES, PROTOCOL_VERSION
+from quire.plan_stream import DIGEST_BYTES, FEATURES, PROTOCOL_VERSION
 from scheduler.core import (
     Admission,
     FinishReason,
@@ -84,7 +84,26 @@ def encode_plan(plan: StepPlan, lease: int) -> pb.StepPlan:
         row_counts=pack(plan.row_counts),
         forks=[_encode_fork(fork) for fork in plan.forks],
         branches=pack(plan.branches),
+        published_blocks=pack(list(plan.published)),
+        published_digests=b"".join(plan.published.values()),
+        withdrawn_blocks=pack(plan.withdrawn_blocks),
     )
+
+
+def decode_retained(lease: pb.Lease, num_blocks: int) -> list[tuple[int, bytes]]:
+    """Returns the (block, digest) that a lease names.
+
+    Raises ResultMismatch unless they are distinct blocks of the pool with a digest each.
+    """
+    packed, digests = lease.retained_blocks, lease.retained_digests
+    blocks = unpack(packed) if len(packed) % 4 == 0 else []
+    is_right = len(digests) == len(packed) // 4 * DIGEST_BYTES and len(packed) % 4 == 0
+    if not is_right or len(set(blocks)) != len(blocks) or not all(0 < block < num_blocks for block in blocks):
+        raise ResultMismatch(
+            f"a lease with {len(packed)} bytes of retained blocks and {len(digests)} bytes of digests, "
+            f"which are not distinct blocks of a pool of {num_blocks}"
+        )
+    return [(block, digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES]) for i, block in enumerate(blocks)]
 
 
 def decode_result(message: pb.StepResult, epoch: int) -> StepResult:

@@ -15,7 +15,7 @@ from executor.server import Server
 from quire.addresses import AddressInUse, with_port
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
-from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, OPTIONAL_FEATURES, PROTOCOL_VERSION
 from tests.support.executor.fake_runner import FakeRunner, loaded
 from tests.support.executor.messages import read
 from tests.support.executor.served import CONFIG, open_stream, plan, status
@@ -28,7 +28,7 @@ async def test_describe_returns_model_and_limits(stub) -> None:
     assert (first.model_name, first.dtype, first.device) == ("fake", "float32", "cpu")
     assert (first.vocab_size, first.max_model_len, first.block_size) == (100, 64, 4)
     assert (first.num_blocks, first.max_num_seqs, first.max_num_batched_tokens) == (33, 4, 32)
-    assert (first.protocol_version, tuple(first.features)) == (PROTOCOL_VERSION, FEATURES)
+    assert (first.protocol_version, tuple(first.features)) == (PROTOCOL_VERSION, FEATURES + OPTIONAL_FEATURES)
     assert first.least_protocol_version == LEAST_PROTOCOL_VERSION
 
 

@@ -7,7 +7,16 @@ import psutil
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from bench.overhead.recovery import Recovery, RecoveryError, Watch, child, row
+from bench.overhead.recovery import (
+    Recomputation,
+    Recovery,
+    RecoveryError,
+    Watch,
+    child,
+    measure_recomputation,
+    recomputation_row,
+    row,
+)
 from quire.addresses import with_port
 
 
@@ -49,3 +58,16 @@ def test_row_shows_times_and_gap() -> None:
     assert row(stopped).split() == ["executor", "SIGSTOP", "16", "10.50", "s", "14.25", "s", "14.50", "s"]
     restarted = Recovery("scheduler", "SIGKILL", 0, 0.01, 1.5, None)
     assert row(restarted).split() == ["scheduler", "SIGKILL", "0", "0.01", "s", "1.50", "s", "-"]
+
+
+def test_row_of_a_recomputation_shows_tokens() -> None:
+    words = recomputation_row(Recomputation(("scheduler",), 16, 5_000, 100, 16)).split()
+    assert words[:2] == ["scheduler", "SIGKILL"]
+    assert [word for word in words if word[0].isdigit()] == ["16", "5,000", "100", "16"]
+
+
+@pytest.mark.exhaustive
+async def test_an_executor_that_survives_saves_all_but_the_last_block() -> None:
+    kept, lost = [each async for each in measure_recomputation(2)]
+    assert kept.most_computed_tokens <= 16
+    assert lost.num_computed_tokens == lost.num_known_tokens

@@ -27,6 +27,7 @@ IN_THE_INTERPRETER = [
     "test_repeats.py",
     "test_not_finite.py",
     "test_sanitizer_subset.py",
+    "test_written_marks.py",
 ]
 
 if IS_INTERPRETED:

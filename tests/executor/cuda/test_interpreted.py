@@ -19,7 +19,7 @@ pytestmark = pytest.mark.exhaustive
         "not_finite",
         "reports device_sampler late_failures",
         "loading out_of_memory",
-        "repeats sanitizer_subset",
+        "repeats sanitizer_subset written_marks",
     ],
 )
 def test_the_runner_passes_in_the_interpreter(names: str) -> None:

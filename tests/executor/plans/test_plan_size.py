@@ -10,9 +10,10 @@ import pytest
 
 from executor.errors import PlanRejected
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Admission, Fork, SequenceParams, StepPlan
+from executor.plans.plan import Admission, Fork, Publication, SequenceParams, StepPlan
 from executor.plans.plan_size import MAX_LISTED_TOKENS, check_size, max_message_bytes
 from quire.executor.v1 import executor_pb2 as pb
+from quire.plan_stream import DIGEST_BYTES
 from scheduler.requests.limits import RequestLimits
 from tests.support.executor.fake_runner import LIMITS
 from tests.support.executor.messages import plan_message
@@ -48,6 +49,8 @@ def test_the_largest_plan_is_accepted_and_no_larger_one_makes_sense(limits: Plan
         row_counts=full(2 * num_slots).reshape(-1, 2),
         forks=(Fork(2**32 - 1, 2**32 - 1, 2**64 - 1),) * num_slots,
         branches=full(3 * num_slots).reshape(-1, 3),
+        published=Publication(full(limits.num_blocks), bytes(limits.num_blocks * DIGEST_BYTES)),
+        withdrawn_blocks=full(limits.num_blocks),
     )
     message = plan_message(largest)
     check_size(message, limits)
@@ -66,6 +69,9 @@ def test_the_largest_plan_is_accepted_and_no_larger_one_makes_sense(limits: Plan
         (pb.StepPlan(block_copies=bytes(8 * 33 + 1)), "block_copies: 67 entries"),
         (pb.StepPlan(row_counts=bytes(8 * 4 + 1)), "row_counts: 9 entries"),
         (pb.StepPlan(branches=bytes(12 * 4 + 1)), "branches: 13 entries"),
+        (pb.StepPlan(published_blocks=bytes(4 * 33 + 1)), "published_blocks: 34 entries"),
+        (pb.StepPlan(published_digests=bytes(32 * 33 + 1)), "published_digests: 265 entries"),
+        (pb.StepPlan(withdrawn_blocks=bytes(4 * 33 + 1)), "withdrawn_blocks: 34 entries"),
         (pb.StepPlan(admissions=[pb.Admission(token_ids=bytes(4 * 64 + 1))]), "token_ids: 65 entries"),
         (pb.StepPlan(admissions=[pb.Admission(block_table=bytes(4 * 16 + 1))]), "block_table: 17 entries"),
         (

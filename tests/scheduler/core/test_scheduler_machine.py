@@ -141,6 +141,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         batching=st.sampled_from((CONTINUOUS, CONTINUOUS, STATIC, replace(DYNAMIC, timeout_s=0.5))),
         kv_allocation=st.sampled_from((PAGED, PAGED, PAGED, *KV_ALLOCATIONS.values())),
         enable_prefix_caching=st.sampled_from((True, True, True, False)),
+        retains=st.sampled_from((True, True, False)),
         first=st.lists(arrivals, min_size=1, max_size=5),
     )
     def build(
@@ -152,6 +153,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         batching: Batching,
         kv_allocation: KVAllocation,
         enable_prefix_caching: bool,
+        retains: bool,
         first: list[Arrival],
     ) -> None:
         self.harness = Harness(
@@ -162,6 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             batching=batching,
             kv_allocation=kv_allocation,
             enable_prefix_caching=enable_prefix_caching,
+            retains=retains,
         )
         self.harness.attach()
         self.now_s = 0.0
@@ -211,7 +214,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- steps ------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.harness.scheduler.num_unfinished_requests)
     @rule(num_plans=st.integers(1, 3))
     def schedule(self, num_plans: int) -> None:
         for _ in range(num_plans):
@@ -275,6 +277,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num_fewer_blocks=st.sampled_from((0, 0, 4, 2, -4)))
     def executor_attached(self, num_fewer_blocks: int) -> None:
         self.harness.attach(max(2, self.harness.num_blocks - num_fewer_blocks))
+
+    @precondition(lambda self: self.harness.executor is None)
+    @rule(num_unexecuted=st.integers(0, 3))
+    def executor_returns(self, num_unexecuted: int) -> None:
+        """Attaches the executor that was lost, which has executed some of the plans that were in flight."""
+        self.harness.attach(num_unexecuted=min(num_unexecuted, self.harness.num_lost_plans))
 
     @precondition(lambda self: self.harness.lost)
     @rule()

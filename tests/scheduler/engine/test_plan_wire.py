@@ -38,6 +38,13 @@ def test_branches_are_packed() -> None:
     assert unpack(encode_plan(StepPlan(1, 1, branches=[0, 1, 7, 1, 1, 8]), lease=7).branches) == [0, 1, 7, 1, 1, 8]
 
 
+def test_published_and_withdrawn_blocks_are_packed() -> None:
+    message = encode_plan(StepPlan(1, 1, published={4: b"a" * 32, 2: b"b" * 32}, withdrawn_blocks=[7]), lease=7)
+    assert (unpack(message.published_blocks), message.published_digests) == ([4, 2], b"a" * 32 + b"b" * 32)
+    assert unpack(message.withdrawn_blocks) == [7]
+    assert not encode_plan(StepPlan(1, 1), lease=7).published_digests
+
+
 def test_log_probabilities_are_arrays_or_absent() -> None:
     candidates = pb.Logprobs(token_ids=pack([5, 6]), values=pack_floats([-0.5, float("-inf")]))
     result = decode_result(pb.StepResult(epoch=1, step_id=1, candidates=candidates), epoch=1)

@@ -70,6 +70,8 @@ class Coverage:
     num_external: int = 0  # results after which free runs were too short for the head of the queue
     num_batches: int = 0  # closed batches
     num_waits_for_batch: int = 0  # calls that planned nothing while a batch was filling
+    num_news: int = 0  # plans that compute nothing, and only publish or withdraw blocks
+    num_retained_blocks: int = 0  # blocks that an epoch began with
 
 
 class CheckedScheduler:
@@ -86,7 +88,9 @@ class CheckedScheduler:
         kv_allocation: KVAllocation = PAGED,
         vocab_size: int = 2,
         enable_prefix_caching: bool = True,
+        retains: bool = False,
     ) -> None:
+        self.retains = retains
         self.num_blocks = num_blocks
         self.batching = batching
         self.scheduler = Scheduler(
@@ -101,8 +105,10 @@ class CheckedScheduler:
         )
         check_victims(self.scheduler)
         self.executor: FakeExecutor | None = None
+        self.last_executor: FakeExecutor | None = None
         self.clients = FakeClients(vocab_size)
         self.in_flight: deque[Flight] = deque()
+        self.num_lost_plans = 0  # that were in flight when the last executor was lost
         self.lost: list[Flight] = []  # sent to lost executors; their results may still arrive
         self.coverage = Coverage()
         self.bound = StepBound(limits.max_preemptions)
@@ -115,11 +121,24 @@ class CheckedScheduler:
             free = [block for block in flight.touched_blocks if self.scheduler.state.cache.pool.ref_counts[block] == 0]
             if free:
                 raise InvariantViolation(f"I6: plan {flight.plan.step_id} in flight can touch the free blocks {free}")
-        num_steps = self.scheduler.state.counters.num_steps
+        self._check_retained()
+        num_steps = self.scheduler.state.counters.num_steps - self.coverage.num_news
         assert num_steps <= self.bound.max_steps, f"I12: {num_steps} steps, the bound is {self.bound.max_steps}"
         for sequence in unfinished_sequences(self.scheduler.state):
             most = most_preemptions(self.scheduler.state.limits.max_preemptions, sequence.index)
             assert sequence.num_preemptions <= most, f"I14: {sequence!r} was preempted {sequence.num_preemptions} times"
+
+    def _check_retained(self) -> None:
+        """Checks I23: once all plans are executed, the executor has the digests that are in the index, and no others.
+
+        Those that the next plan publishes or withdraws are the exception.
+        """
+        if self.executor is None or not self.retains:
+            return
+        index = self.scheduler.state.cache.index
+        known = {block: digest for digest, block in index.items() if block not in index.published}
+        kept = {block: digest for block, digest in self.executor.digests.items() if block not in index.withdrawn}
+        assert kept == known, f"I23: the executor has the digests of {sorted(kept)}, the index those of {sorted(known)}"
 
     def _check_progress_is_possible(self) -> None:
         """Checks I12: if nothing is planned, a result, an executor or the time to form a batch is awaited."""

@@ -116,6 +116,9 @@ class Slot:
 class FakeExecutor:
     """One epoch of an executor. It starts with an empty pool and empty slots, and is discarded when it is lost.
 
+    With `retains` it keeps the digests of published blocks, and `next_epoch` returns what a scheduler finds that comes
+    back to it.
+
     `num_overruns` counts rows of sequences that had ended. The fields below it describe the last plan: its number of
     rows, its number of tokens, the blocks that it read, wrote or copied (rows of ended sequences included), and the
     slots that sampled.
@@ -127,6 +130,8 @@ class FakeExecutor:
     max_num_batched_tokens: int
     vocab_size: int
     epoch: int
+    retains: bool = False
+    digests: dict[int, bytes] = field(default_factory=dict)
     step_id: int = 0
     slots: dict[int, Slot] = field(default_factory=dict)
     num_overruns: int = 0
@@ -137,16 +142,33 @@ class FakeExecutor:
 
     def __post_init__(self) -> None:
         self.kv: list[list[int | None]] = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self._before: list[tuple[list[list[int | None]], dict[int, bytes]]] = []  # before each plan
+
+    def next_epoch(self, epoch: int, num_unexecuted: int = 0) -> "FakeExecutor":
+        """Returns the next epoch of the same executor, which never executed the last `num_unexecuted` plans.
+
+        Blocks that are not retained are as good as unwritten: no plan of the next epoch may read them.
+        """
+        kv, digests = self.kv, self.digests
+        if num_unexecuted and self.retains:
+            kv, digests = self._before[-num_unexecuted]
+        found = replace(self, epoch=epoch, digests=dict(digests), step_id=0, slots={}, sampled_slots=frozenset())
+        for block in digests:
+            found.kv[block] = list(kv[block])
+        return found
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Executes a plan and returns its result. Raises PlanError if the plan breaks a rule."""
         require(plan.epoch == self.epoch, f"epoch {plan.epoch}, not {self.epoch}")
         require(plan.step_id == self.step_id + 1, f"step {plan.step_id} after {self.step_id}")
         self.step_id = plan.step_id
+        if self.retains:
+            self._before.append(([list(block) for block in self.kv], dict(self.digests)))
+        self._retain(plan)
         self._prompt_logprobs: dict[int, list[tuple[int, float, int]]] = {}
         self._apply_deltas(plan)
         overrun = {index for index, slot in self.slots.items() if slot.row_count and slot.has_ended}
-        contexts = self._compute_rows(overrun)
+        contexts = self._compute_rows(overrun, is_news=bool(plan.published or plan.withdrawn_blocks))
         self._fork(plan.forks, contexts)
         self.touched_blocks = frozenset(self._blocks_in_use()) | set(plan.block_copies)
         sampled: dict[int, Sample] = dict.fromkeys(overrun, (0, None))
@@ -170,6 +192,17 @@ class FakeExecutor:
             candidates=_pack_candidates(candidates),
         )
 
+    def _retain(self, plan: StepPlan) -> None:
+        require(self.retains or not (plan.published or plan.withdrawn_blocks), "this executor retains no blocks")
+        for block in plan.withdrawn_blocks:
+            require(0 < block < self.num_blocks, f"block {block} outside the pool is withdrawn")
+            self.digests.pop(block, None)
+        for block, digest in plan.published.items():
+            require(0 < block < self.num_blocks, f"block {block} outside the pool is published")
+            require(block not in self.digests, f"block {block} is published, and has a digest already")
+            require(None not in self.kv[block], f"I5: block {block} is published, its KV is not computed")
+            self.digests[block] = digest
+
     def _apply_deltas(self, plan: StepPlan) -> None:
         for index in plan.retired_slots:
             require(index in self.slots, f"slot {index} is empty and cannot be retired")
@@ -189,6 +222,7 @@ class FakeExecutor:
         for index, logical, physical in _tuples(plan.table_updates, 3):
             require(index in self.slots, f"table update of empty slot {index}")
             table = self.slots[index].block_table
+            self.digests.pop(physical, None)
             require(0 <= logical <= len(table), f"hole in the table of slot {index}")
             table[logical : logical + 1] = [physical]
         self._copy_blocks(plan.block_copies)
@@ -226,15 +260,16 @@ class FakeExecutor:
         require(2 * len(destinations) == len(block_copies), "two copies into one block")
         for source, destination in _tuples(block_copies, 2):
             self.kv[destination] = list(self.kv[source])
+            self.digests.pop(destination, None)
 
-    def _compute_rows(self, overrun: set[int]) -> dict[int, list[int]]:
+    def _compute_rows(self, overrun: set[int], *, is_news: bool) -> dict[int, list[int]]:
         """Computes all rows of the step; returns the entries that each sampling slot attends to.
 
         The contract promises no order among the rows of a step: odd steps run them by slot, even ones backwards.
         """
         row_counts = [slot.row_count for slot in self.slots.values() if slot.row_count]
         self.num_sequences, self.num_tokens = len(row_counts), sum(row_counts)
-        require(self.num_tokens > 0, "a plan without rows")
+        require(self.num_tokens > 0 or is_news, "a plan without rows")
         require(self.num_tokens <= self.max_num_batched_tokens, "over the budget")
         contexts: dict[int, list[int]] = {}
         for index, slot in sorted(self.slots.items(), reverse=self.step_id % 2 == 0):
@@ -274,6 +309,7 @@ class FakeExecutor:
         for position in range(slot.num_computed_tokens, end):
             context = self._read(slot)
             block, offset = divmod(position, self.block_size)
+            self.digests.pop(slot.block_table[block], None)
             self.kv[slot.block_table[block]][offset] = kv_entry(context, slot.token_ids[position])
             slot.num_computed_tokens += 1
             if slot.params.num_prompt_logprobs and position + 1 < slot.num_prompt_tokens:

@@ -53,12 +53,28 @@ class Harness(CheckedScheduler):
 
     # --- executors --------------------------------------------------------------------------------------------
 
-    def attach(self, num_blocks: int | None = None) -> Events:
-        """Attaches an executor in a new epoch, with `num_blocks` blocks or as many as the last one had."""
+    def attach(self, num_blocks: int | None = None, *, num_unexecuted: int | None = None) -> Events:
+        """Attaches an executor in a new epoch, with `num_blocks` blocks or as many as the last one had.
+
+        num_unexecuted  the executor is the last one, which never executed this many plans; None: it is a new one
+        """
         scheduler = self.scheduler
         self.num_blocks = num_blocks or self.num_blocks
         epoch, limits = scheduler.state.epoch + 1, scheduler.state.limits
-        events = scheduler.executor_attached(epoch, self.num_blocks)
+        executor = FakeExecutor(
+            self.num_blocks,
+            scheduler.state.cache.block_size,
+            limits.max_num_seqs,
+            limits.max_num_batched_tokens,
+            self.clients.vocab_size,
+            epoch,
+            self.retains,
+        )
+        if self.last_executor is not None and num_unexecuted is not None:
+            executor = self.last_executor.next_epoch(epoch, num_unexecuted)
+        retained = list(executor.digests.items()) if self.retains else None
+        self.coverage.num_retained_blocks += len(retained or ())
+        events = scheduler.executor_attached(epoch, self.num_blocks, retained)
         for sequence, reason in events.finished:
             if reason is FinishReason.LENGTH:
                 self._check_is_beyond(sequence)
@@ -66,14 +82,7 @@ class Harness(CheckedScheduler):
                 assert reason is FinishReason.CAPACITY
                 assert not self._would_fit(sequence.request), f"{sequence!r} would fit"
         self.coverage.num_narrowed += self.clients.narrow(scheduler.max_tokens_per_sequence)
-        self.executor = FakeExecutor(
-            self.num_blocks,
-            scheduler.state.cache.block_size,
-            limits.max_num_seqs,
-            limits.max_num_batched_tokens,
-            self.clients.vocab_size,
-            epoch,
-        )
+        self.executor = executor
         return self._hear(events)
 
     def lose(self) -> Events:
@@ -81,8 +90,9 @@ class Harness(CheckedScheduler):
         self.bound.num_losses += 1
         self.coverage.num_lost_flights += len(self.in_flight)
         self.lost += self.in_flight
+        self.num_lost_plans = len(self.in_flight)
         self.in_flight.clear()
-        self.executor = None
+        self.last_executor, self.executor = self.executor, None
         events = self.scheduler.executor_lost()
         for sequence, reason in events.finished:
             assert reason is FinishReason.ERROR
@@ -113,6 +123,7 @@ class Harness(CheckedScheduler):
         assert self.executor is not None, "a plan without an executor"
         result = self.executor.execute(plan)
         assert (plan.num_sequences, plan.num_tokens) == (self.executor.num_sequences, self.executor.num_tokens)
+        self.coverage.num_news += not plan.num_tokens
         self.coverage.num_pipelined += bool(self.in_flight)
         self.coverage.num_overruns += bool(self.executor.num_overruns)
         self.executor.num_overruns = 0

@@ -145,6 +145,7 @@ class Clock:
 class Simulation:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
+        self.retention = Random(~seed)  # one of its own, so that the worlds stay the same without it
         self.world = world = draw_world(self.random)
         self.clock = Clock()
         self.happened: Counter[str] = Counter(dict.fromkeys(HAPPENINGS, 0))
@@ -155,6 +156,7 @@ class Simulation:
             policy=world.policy,
             batching=world.batching,
             kv_allocation=world.kv_allocation,
+            retains=self.retention.random() < 0.5,
             vocab_size=VOCAB_SIZE,
             enable_prefix_caching=world.enable_prefix_caching,
         )
@@ -307,12 +309,14 @@ class Simulation:
 
     def _attach(self) -> None:
         """Attaches the first executor, or a replacement that sometimes has less or more memory."""
-        num_blocks = self.world.num_blocks
+        num_blocks, num_unexecuted = self.world.num_blocks, None
         if self.harness.scheduler.state.epoch and self.random.random() < 0.3:
             num_blocks = max(2, num_blocks + self.random.randint(-5, 2))
             self.happened["another pool"] += 1
+        elif self.harness.num_blocks == num_blocks and self.retention.random() < 0.5:
+            num_unexecuted = self.retention.randint(0, self.harness.num_lost_plans)
         self.busy_until_ms = self.arrived_until_ms = self.clock.now_ms
-        self.harness.attach(num_blocks)
+        self.harness.attach(num_blocks, num_unexecuted=num_unexecuted)
         self._wake()
 
     # --- numbers ----------------------------------------------------------------------------------------------

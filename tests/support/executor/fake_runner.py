@@ -11,7 +11,7 @@ import torch
 from executor.errors import PlanRejected
 from executor.loading import LoadedModel
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import StepOutput, StepPlan, StepTimings
+from executor.plans.plan import Publication, StepOutput, StepPlan, StepTimings
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +27,8 @@ class FakeRunner:
     errors    errors that steps raise instead, by step id
     gate      steps wait for it; open at first
     entered   set by the first step
+    trusted   for each reset, whether the pool was trusted
+    retained  what each reset returns
     """
 
     def __init__(self) -> None:
@@ -36,10 +38,14 @@ class FakeRunner:
         self.gate.set()
         self.entered = threading.Event()
         self.num_resets = 0
+        self.trusted: list[bool] = []
+        self.retained = Publication()
         self.executed: list[tuple[int, int]] = []
 
-    def reset(self) -> None:
+    def reset(self, digest_scheme: str = "", *, is_trusted: bool = True) -> Publication:
         self.num_resets += 1
+        self.trusted.append(is_trusted)
+        return self.retained
 
     def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> StepOutput:
         computing()

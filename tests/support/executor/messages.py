@@ -57,6 +57,9 @@ def plan_message(plan: StepPlan) -> pb.StepPlan:
             pb.Fork(parent_slot=fork.parent_slot, child_slot=fork.child_slot, seed=fork.seed) for fork in plan.forks
         ],
         branches=_bytes(plan.branches),
+        published_blocks=_bytes(plan.published.blocks),
+        published_digests=plan.published.digests,
+        withdrawn_blocks=_bytes(plan.withdrawn_blocks),
     )
 
 

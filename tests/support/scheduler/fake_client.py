@@ -33,6 +33,7 @@ class FakeClient:
     refusal     why the executor gives no lease; empty: it gives one
     step_s      seconds that each step takes, one after the other
     num_probes  how often the executor was asked to describe itself
+    retention   the digest scheme and the size of the pool with which the last stream was opened
     """
 
     def __init__(self, description: ExecutorDescription = DESCRIPTION) -> None:
@@ -45,6 +46,7 @@ class FakeClient:
         self.num_streams = 0
         self.num_probes = 0
         self.stream: FakeStream | None = None
+        self.retention: dict[str, object] = {}
 
     async def describe(self, timeout_s: float) -> ExecutorDescription:
         await asyncio.sleep(0)
@@ -60,11 +62,12 @@ class FakeClient:
         return self.description
 
     async def open_stream(
-        self, on_arrival: Callable[[], None], epoch: int, incarnation: str, timeout_s: float
+        self, on_arrival: Callable[[], None], epoch: int, incarnation: str, timeout_s: float, **retention: object
     ) -> "FakeStream":
         if self.refusal:
             raise ExecutorNotOurs(self.refusal)
         self.num_streams += 1
+        self.retention = retention
         self.stream = FakeStream(self, on_arrival, epoch, self.num_streams)
         return self.stream
 
@@ -78,6 +81,7 @@ class FakeStream:
     def __init__(self, client: FakeClient, on_arrival: Callable[[], None], epoch: int, lease: int) -> None:
         description = client.description
         self.lease = lease
+        self.retained: list[tuple[int, bytes]] | None = None
         self._client = client
         self._on_arrival = on_arrival
         self._results: deque[Arrival] = deque()

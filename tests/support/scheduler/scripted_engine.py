@@ -52,7 +52,7 @@ class SteppedClient(FakeClient):
         self.held.clear()
 
     async def open_stream(
-        self, on_arrival: Callable[[], None], epoch: int, incarnation: str, timeout_s: float
+        self, on_arrival: Callable[[], None], epoch: int, incarnation: str, timeout_s: float, **retention: object
     ) -> FakeStream:
         await super().open_stream(on_arrival, epoch, incarnation, timeout_s)
         self.stream = SteppedStream(self, on_arrival, epoch, self.num_streams)
