@@ -32,10 +32,6 @@ class Step:
     prompt_reports: list[tuple[Sequence, int, int]] = field(default_factory=list)
     releases: list[list[int]] = field(default_factory=list)
 
-    def newly_admitted(self) -> list[Sequence]:
-        """Returns the first sequence of each request that this step admits for the first time."""
-        return [each for each, _ in self.admitted if each.index == 0 and each.num_cached_tokens is None]
-
 
 class StepBuilder:
     """Fills a plan for the executor and, beside it, the step that its result will be committed to.

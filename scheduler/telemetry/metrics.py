@@ -82,7 +82,7 @@ class SchedulerMetrics(Collector):
         """Called when the core has made a plan."""
         core = None if self.engine is None else self.engine.core
         if plan.admissions and core is not None:
-            for sequence in core.state.in_flight[-1].newly_admitted():
+            for sequence, _ in core.state.in_flight[-1].admitted:
                 if (request := self._queued.pop(sequence.request.request_id, None)) is not None:
                     request.admitted()
         histograms = self.measurements.histograms
