@@ -113,5 +113,7 @@ class Request:
     @property
     def num_given_tokens(self) -> int:
         """Number of tokens to compute at its arrival: the prompt, or prompt and output of each unfinished sequence."""
-        lengths = [len(output.token_ids) for output in self.outputs if not output.is_finished]
-        return sum(lengths) + len(self.prompt_token_ids) * max(1, len(lengths))
+        num_prompt_tokens = len(self.prompt_token_ids)
+        if not self.outputs:
+            return num_prompt_tokens
+        return sum(num_prompt_tokens + len(output.token_ids) for output in self.outputs if not output.is_finished)

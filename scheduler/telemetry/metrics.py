@@ -57,9 +57,15 @@ class SchedulerMetrics(Collector):
         arrival_s: float,
         exemplar: ExemplarLabels = NO_LABELS,
         on_end: Callable[[RequestSummary], None] | None = None,
+        *,
+        is_resumed: bool = False,
     ) -> RequestMetrics:
         """Starts to measure a request."""
-        return RequestMetrics(self.measurements, num_sequences, arrival_s, exemplar, on_end)
+        return RequestMetrics(self.measurements, num_sequences, arrival_s, exemplar, on_end, is_resumed=is_resumed)
+
+    def resumed(self) -> None:
+        """Counts a request that continues a stream that broke off."""
+        self.measurements.num_resumed += 1
 
     def queued(self, engine_id: int, request: RequestMetrics) -> None:
         """Called when a request starts to wait for its first admission by a plan."""
@@ -148,6 +154,9 @@ class SchedulerMetrics(Collector):
             "Requests that ended, by why their last sequence ended",
             "reason",
             {reason.value: measured.num_finished[reason] for reason in FinishReason},
+        )
+        yield families.counter(
+            "quire_requests_resumed", "Requests that continue a stream that broke off", measured.num_resumed
         )
         yield families.counters(
             "quire_requests_rejected",
