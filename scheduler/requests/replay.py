@@ -106,6 +106,7 @@ class ResumedBeams:
     def __init__(self, stream: ResponseStream, outputs: tuple[ReceivedOutput, ...]) -> None:
         self._stream = stream
         self._outputs = outputs
+        self._has_failed = False
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -121,14 +122,15 @@ class ResumedBeams:
         """Passes on the tokens of a beam after those that were received; fails the request if these are different."""
         output = self._outputs[index]
         num_received = len(output.token_ids)
-        if output.is_finished:
+        if output.is_finished or self._has_failed:
             return
-        if token_ids[:num_received] != output.token_ids:
+        if token_ids[:num_received] != list(output.token_ids):
             log.warning("a beam search that started again found another beam %d", index, extra=self.log_fields)
+            self._has_failed = True
             self._stream.fail()
         elif token_ids[num_received:]:
             self._stream.tokens(index, token_ids[num_received:], logprobs)
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
-        if score is None or not self._outputs[index].is_finished:
+        if not self._has_failed and (score is None or not self._outputs[index].is_finished):
             self._stream.finished(index, reason, num_preemptions, score)
