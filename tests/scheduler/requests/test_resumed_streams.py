@@ -1,6 +1,9 @@
 """A stream that breaks off anywhere and continues on another scheduler is what it would be without the break."""
 
+import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from quire.v1 import generation_pb2 as pb
+from scheduler.engine.plan_wire import ExecutorDescription
 from scheduler.text.checkpoint import Checkpoint
-from tests.support.scheduler.broken_streams import Messages, Models, content, resumption
+from tests.support.scheduler import small_tokenizers
+from tests.support.scheduler.broken_streams import MODEL, Messages, Models, content, resumption
 
 PROMPT = pb.TokenIds(ids=[5, 6, 7, 8, 9, 10, 11])
 EOS = (1, 17, 33, 49, 65, 81)
@@ -56,6 +61,13 @@ REQUESTS = {
 }
 
 
+KINDS = {
+    "sentencepiece": small_tokenizers.sentencepiece,
+    "metaspace": small_tokenizers.metaspace,
+    "wordpiece": small_tokenizers.wordpiece,
+}
+
+
 @pytest.fixture
 async def models(checkpoint: Checkpoint) -> AsyncIterator[Models]:
     models = Models(checkpoint, EOS)
@@ -63,18 +75,26 @@ async def models(checkpoint: Checkpoint) -> AsyncIterator[Models]:
     await models.close()
 
 
-async def undisturbed(models: Models, whole: pb.GenerateRequest) -> Messages:
-    async with models.open_scheduler() as scheduler:
+async def undisturbed(models: Models, whole: pb.GenerateRequest, description: ExecutorDescription = MODEL) -> Messages:
+    """Returns the messages of a stream on a scheduler that has its prompt in the prefix cache."""
+    before = pb.GenerateRequest()
+    before.CopyFrom(whole)
+    before.stopping.max_tokens = 1
+    before.stopping.ClearField("min_tokens")
+    async with models.open_scheduler(description) as scheduler:
+        await scheduler.messages(before)
         return await scheduler.messages(whole)
 
 
-async def check_every_cut(models: Models, whole: pb.GenerateRequest) -> dict[str, Any]:
+async def check_every_cut(
+    models: Models, whole: pb.GenerateRequest, description: ExecutorDescription = MODEL
+) -> dict[str, Any]:
     """Cuts a stream after each of its messages, and compares what follows with the undisturbed stream."""
-    messages = await undisturbed(models, whole)
+    messages = await undisturbed(models, whole, description)
     expected = content(messages)
     for place in range(1, len(messages) + 1):
         received = messages[:place]
-        async with models.open_scheduler() as scheduler:
+        async with models.open_scheduler(description) as scheduler:
             rest = await scheduler.messages(resumption(whole, received))
         assert content([*received, *rest]) == expected, f"cut after message {place} of {len(messages)}"
     return expected
@@ -83,6 +103,33 @@ async def check_every_cut(models: Models, whole: pb.GenerateRequest) -> dict[str
 @pytest.mark.parametrize("name", REQUESTS)
 async def test_a_stream_continues_after_every_message(models: Models, name: str) -> None:
     await check_every_cut(models, REQUESTS[name])
+
+
+async def test_a_beam_that_was_received_ends_without_more_text(models: Models) -> None:
+    num_cut = 0
+    for first in range(20, 40):
+        whole = request({"beam_width": 2, "n": 2}, {"max_tokens": 4}, token_ids=pb.TokenIds(ids=[first, 7]))
+        expected = await check_every_cut(models, whole)
+        num_cut += expected["output 0"][0].endswith("�")
+    assert num_cut, "some beam should end in the middle of a character"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_every_kind_of_tokenizer_continues(tmp_path: Path, kind: str) -> None:
+    tokenizer = KINDS[kind]()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": small_tokenizers.CHAT_TEMPLATE}))
+    models = Models(Checkpoint(tmp_path), EOS)
+    description = replace(MODEL, vocab_size=tokenizer.get_vocab_size())
+    for name in ("text", "ids", "chat"):
+        for seed in range(3):
+            whole = pb.GenerateRequest()
+            whole.CopyFrom(REQUESTS[name])
+            whole.sampling.seed, whole.stopping.ignore_eos = seed, True
+            expected = await check_every_cut(models, whole, description)
+            whole.stopping.stop.extend(stop_strings(expected["output 0"][0])[3])
+            await check_every_cut(models, whole, description)
+    await models.close()
 
 
 def stop_strings(text: str) -> list[list[str]]:

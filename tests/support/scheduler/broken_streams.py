@@ -89,6 +89,7 @@ def resumption(request: pb.GenerateRequest, received: Messages) -> pb.GenerateRe
     for message in received:
         if message.HasField("started"):
             resumed.resume.continuation.CopyFrom(message.started.continuation)
+            resumed.request_id = message.started.request_id
         elif message.HasField("prompt_logprobs"):
             resumed.resume.num_prompt_logprobs += len(message.prompt_logprobs.tokens)
         else:
