@@ -106,12 +106,12 @@ async def test_a_stream_continues_after_every_message(models: Models, name: str)
 
 
 async def test_a_beam_that_was_received_ends_without_more_text(models: Models) -> None:
-    num_cut = 0
-    for first in range(20, 40):
-        whole = request({"beam_width": 2, "n": 2}, {"max_tokens": 4}, token_ids=pb.TokenIds(ids=[first, 7]))
-        expected = await check_every_cut(models, whole)
-        num_cut += expected["output 0"][0].endswith("�")
-    assert num_cut, "some beam should end in the middle of a character"
+    num_held_back = 0
+    for first in range(20, 60):
+        whole = request({"beam_width": 2, "n": 2}, {"max_tokens": 2}, token_ids=pb.TokenIds(ids=[first, 7]))
+        text, token_ids, _ = (await check_every_cut(models, whole))["output 0"]
+        num_held_back += models.tokenizer.detokenizer().decode(token_ids) != text
+    assert num_held_back, "some beam should end in the middle of a character"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,7 +163,7 @@ async def test_stop_strings_across_the_cut(
     assert is_stopped == (variant in (0, 1, 3))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(sorted(REQUESTS)),
     seed=st.integers(0, 2**64 - 1),
@@ -181,7 +181,9 @@ async def test_streams_continue_after_several_breaks(
         text = content(await undisturbed(models, whole))["output 0"][0]
         if variant < 5 and len(text) > 8:
             whole.stopping.stop.extend(stop for stop in stop_strings(text)[variant] if stop)
-    expected = content(await undisturbed(models, whole))
+    async with models.open_scheduler() as scheduler:
+        whole.request_id = "a"
+        expected = content(await scheduler.messages(whole))
     received: Messages = []
     asked = whole
     for most in [*cuts, None]:
