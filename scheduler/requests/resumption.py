@@ -77,6 +77,7 @@ def _check_prompt(fields: RequestFields, token_ids: Sequence[int], bounds: Model
         return list(token_ids)  # refused for its length, so the ids need no checks
     if "token_ids.ids" in fields and list(token_ids) != list(fields.items("token_ids.ids")):
         fields.add_violation(path, "must be token_ids, which the request has as its prompt")
+        return []
     return fields.check_token_ids(path, token_ids, bounds.vocab_size)
 
 
@@ -114,8 +115,9 @@ def check_received(
                 _check_endings(fields, f"{path}.token_ids", token_ids, lengths)
             outputs[entry.index] = ReceivedOutput(token_ids, entry.finished)
     has_output = any(output.token_ids or output.is_finished for output in outputs)
-    num_reports = max(0, num_prompt_tokens - 1) if params.num_prompt_logprobs else 0
-    _check_num_prompt_logprobs(fields, num_reports, has_output=has_output)
+    if num_prompt_tokens:  # otherwise the prompt is a violation
+        num_reports = num_prompt_tokens - 1 if params.num_prompt_logprobs else 0
+        _check_num_prompt_logprobs(fields, num_reports, has_output=has_output)
     return tuple(outputs)
 
 

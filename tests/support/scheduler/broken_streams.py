@@ -73,6 +73,7 @@ class Models:
         """Runs a scheduler that knows nothing of any stream."""
         client, metrics = FakeClient(description), SchedulerMetrics()
         async with running_engine(client, **options) as engine:
+            metrics.engine = engine
             yield OneScheduler(Intake(engine, self.served, metrics, tenants=tenants), engine, client, metrics)
 
     async def close(self) -> None:
