@@ -33,7 +33,7 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """How long a sequence of a request can be. `max_tokens` is None if the client set none."""
+    """The bounds of the length of a sequence. `max_tokens` is None if the client set none."""
 
     min_tokens: int
     max_tokens: int | None

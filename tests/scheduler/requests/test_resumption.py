@@ -1,4 +1,4 @@
-"""What a resumed request must look like, and how it is refused, limited and counted."""
+"""Resumed requests are checked, limited and counted like any other."""
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
