@@ -44,7 +44,7 @@ from scheduler.core.limits import SchedulerLimits
 from scheduler.core.modes import CONTINUOUS, PAGED, Batching, KVAllocation
 from scheduler.core.plan import Admission, BeamResult, Events, Fork, Logprobs, StepPlan, StepResult, TokenLogprobs
 from scheduler.core.policy import FCFS, POLICIES, PRIORITY, Policy
-from scheduler.core.request import BeamParams, Request, SequenceParams
+from scheduler.core.request import BeamParams, ReceivedOutput, Request, SequenceParams
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
 from scheduler.core.state import Counters, SchedulerState
@@ -89,6 +89,7 @@ __all__ = [
     "Policy",
     "QueueFull",
     "QuireError",
+    "ReceivedOutput",
     "Request",
     "ResultMismatch",
     "Scheduler",

@@ -13,7 +13,8 @@ class ActiveRequest:
     """A request and its sequences.
 
     Samples beyond the first, and beams, are created when the prompt has been computed. Until then the request holds
-    their slots (`child_slots`). `arrival_s` is the core's time when the request arrived.
+    their slots (`child_slots`). All samples of a request that is resumed with output exist from the start. `arrival_s`
+    is the core's time when the request arrived. `has_started` says that its first step is done.
     """
 
     request: Request
@@ -21,6 +22,7 @@ class ActiveRequest:
     child_slots: list[int] = field(default_factory=list)
     group: BeamGroup | None = None
     arrival_s: float = -inf
+    has_started: bool = False
 
     @property
     def num_unborn(self) -> int:

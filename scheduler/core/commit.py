@@ -52,11 +52,12 @@ def _check_result(state: SchedulerState, result: StepResult) -> Step:
 
 
 def _note_start(state: SchedulerState, sequence: Sequence, num_cached: int, events: Events) -> None:
-    """Counts prompt tokens as cached or not at a sequence's first admission, because a recompute is not a hit."""
-    if sequence.index > 0 or sequence.num_cached_tokens is not None or sequence.is_finished:
+    """Counts prompt tokens as cached or not at a request's first admission, because a recompute is not a hit."""
+    if sequence.is_finished or (active := state.active(sequence)).has_started:
         return
+    active.has_started = True
     sequence.num_cached_tokens = num_cached
-    state.counters.num_prefix_queried_tokens += sequence.num_prompt_tokens
+    state.counters.num_prefix_queried_tokens += sequence.num_given_tokens
     state.counters.num_prefix_hit_tokens += num_cached
     events.started.append(sequence)
 

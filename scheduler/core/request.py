@@ -59,6 +59,17 @@ class BeamParams:
 
 
 @dataclass(frozen=True, slots=True)
+class ReceivedOutput:
+    """The output that the client of a resumed request has already received of one sequence.
+
+    A sequence that is not finished has fewer tokens than `max_total_tokens` allows, and none of them ends it.
+    """
+
+    token_ids: SequenceOf[int] = ()
+    is_finished: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """A client's request.
 
@@ -69,6 +80,9 @@ class Request:
     beam             parameters of a beam search, which has seeds (0,) and greedy params; None: no beam search
     tenant           the tenant that is charged, and that shares prefixes with no other
     is_open_ended    the client set no max_tokens: params.max_total_tokens is what fits, and shrinks with the pool
+    outputs          for a request that is resumed with some output: one for each sequence, not all finished; otherwise
+                     empty. A beam search has none, because it starts again
+    num_prompt_reported  log-probabilities of prompt tokens that the client of a resumed request has received
     priority         under the priority policy, lower runs earlier; it orders the requests of one tenant only
     cache_salt       only requests with the same salt share prefixes
     deadline_s       on the clock whose readings are passed to `Scheduler.expire`; None: no deadline
@@ -84,6 +98,8 @@ class Request:
     beam: BeamParams | None = None
     is_open_ended: bool = False
     tenant: str = DEFAULT_TENANT
+    outputs: tuple[ReceivedOutput, ...] = ()
+    num_prompt_reported: int = 0
 
     @property
     def num_sequences(self) -> int:
@@ -93,3 +109,11 @@ class Request:
     def num_slots(self) -> int:
         """The most slots that the request holds at once: one for each sample, or for each beam."""
         return self.beam.width if self.beam else self.num_sequences
+
+    @property
+    def num_given_tokens(self) -> int:
+        """Number of tokens to compute at its arrival: the prompt, or prompt and output of each unfinished sequence."""
+        num_prompt_tokens = len(self.prompt_token_ids)
+        if not self.outputs:
+            return num_prompt_tokens
+        return sum(num_prompt_tokens + len(output.token_ids) for output in self.outputs if not output.is_finished)

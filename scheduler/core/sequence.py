@@ -5,7 +5,7 @@ from enum import Enum
 from math import inf
 
 from scheduler.core.errors import InvariantViolation
-from scheduler.core.request import Request, SequenceParams
+from scheduler.core.request import ReceivedOutput, Request, SequenceParams
 from scheduler.core.tenants.account import NO_ACCOUNT, Account
 
 
@@ -71,6 +71,7 @@ class Sequence:
         "loss_mark",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_given_tokens",
         "num_losses",
         "num_planned_tokens",
         "num_preemptions",
@@ -94,12 +95,16 @@ class Sequence:
         self.index = index
         self.arrival = arrival
         self.params = _params_of(request, index)
-        self.num_prompt_reported = 0  # length of the prompt prefix whose log-probabilities were reported
+        self.num_prompt_reported = (
+            request.num_prompt_reported
+        )  # length of the prompt prefix whose log-probabilities were reported
         self.leader = self  # for a beam, the sequence that waits, ends and holds reservations for its group
-        self.token_ids = list(request.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
-        self.state = State.WAITING
-        self.num_cached_tokens: int | None = None  # cached prompt tokens at first admission; index 0 only
+        received = request.outputs[index] if request.outputs else ReceivedOutput()
+        self.token_ids = [*request.prompt_token_ids, *received.token_ids]
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.num_given_tokens = len(self.token_ids)  # prompt and received output, which is computed like a prompt
+        self.state = State.FINISHED if received.is_finished else State.WAITING
+        self.num_cached_tokens: int | None = None  # of the given tokens; set if its request started with this sequence
         self.queued_s = -inf  # when it last entered the queue
         self.num_preemptions = 0
         self.num_losses = 0  # executors lost in a row without a token committed in between

@@ -98,11 +98,14 @@ class SchedulerState:
 
     def add(self, request: Request) -> None:
         self._num_arrivals += 1
-        sequence = Sequence(request, 0, self._num_arrivals, self.accounts.request_added(request.tenant))
-        group = BeamGroup(sequence, request.beam) if request.beam else None
-        active = ActiveRequest(request, [sequence], group=group, arrival_s=self.now_s)
-        self.requests[request.request_id] = active
-        self._enqueue(sequence)
+        account = self.accounts.request_added(request.tenant)
+        num_known = len(request.outputs) or 1
+        sequences = [Sequence(request, index, self._num_arrivals, account) for index in range(num_known)]
+        group = BeamGroup(sequences[0], request.beam) if request.beam else None
+        self.requests[request.request_id] = ActiveRequest(request, sequences, group=group, arrival_s=self.now_s)
+        for sequence in sequences:
+            if not sequence.is_finished:
+                self._enqueue(sequence)
         self.deadlines.add(request)
 
     def admit(self, sequence: Sequence, prefix: list[int]) -> None:

@@ -34,10 +34,6 @@ class Step:
     releases: list[list[int]] = field(default_factory=list)
     withdraws: bool = False
 
-    def newly_admitted(self) -> list[Sequence]:
-        """Returns the first sequence of each request that this step admits for the first time."""
-        return [each for each, _ in self.admitted if each.index == 0 and each.num_cached_tokens is None]
-
 
 class StepBuilder:
     """Fills a plan for the executor and, beside it, the step that its result will be committed to.

@@ -20,7 +20,10 @@ class AdmissionQueue(Protocol):
 
 
 class WaitingQueue:
-    """A sorted list. A preempted sequence returns to its place, before later arrivals."""
+    """A sorted list. A preempted sequence returns to its place, before later arrivals.
+
+    `num_prompt_tokens` also counts the output with which resumed sequences arrived.
+    """
 
     def __init__(self, policy: Policy) -> None:
         self._order = policy.order
@@ -38,7 +41,7 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         insort(self._entries, (self._order(sequence), sequence), key=_key)
-        self.num_prompt_tokens += sequence.num_prompt_tokens
+        self.num_prompt_tokens += sequence.num_given_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that is in the queue."""
@@ -46,7 +49,7 @@ class WaitingQueue:
         if place == len(self._entries) or self._entries[place][1] is not sequence:
             raise LookupError(f"{sequence!r} is not waiting")
         del self._entries[place]
-        self.num_prompt_tokens -= sequence.num_prompt_tokens
+        self.num_prompt_tokens -= sequence.num_given_tokens
 
 
 def _key(entry: tuple[OrderKey, Sequence]) -> OrderKey:

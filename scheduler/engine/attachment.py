@@ -79,12 +79,13 @@ def _digest_scheme(executor: ExecutorDescription) -> str:
 
 
 def fail_requests_with_output(core: Scheduler, dispatcher: EventDispatcher) -> None:
-    """Fails the requests that cannot go on with other weights: their text must come from one model."""
+    """Fails the requests that cannot go on with other weights: all they report must come from one model.
+
+    A request that has started may also have told its client which weights it has (`Continuation.model_digest`).
+    """
     log.error("the executor has other weights under the same name: requests that have output fail")
     with_output = [
-        request_id
-        for request_id, active in core.state.requests.items()
-        if any(sequence.num_tokens > sequence.num_prompt_tokens for sequence in active.sequences)
+        request_id for request_id, active in core.state.requests.items() if active.has_started or active.request.outputs
     ]
     for request_id in with_output:
         dispatcher.fail(request_id, FinishReason.MODEL_CHANGED)

@@ -16,6 +16,7 @@ class Completion:
 
     num_tokens        tokens of the completion, sent or not
     num_counted       tokens of these that the metrics have counted
+    num_replayed      tokens of these that the client has received in an earlier stream
     num_preemptions
     has_stopped       the text has reached a stop string, so no more tokens are added
     reason            why it ended; None while it runs
@@ -37,6 +38,7 @@ class Completion:
         "is_reported",
         "num_counted",
         "num_preemptions",
+        "num_replayed",
         "num_tokens",
         "reason",
         "score",
@@ -46,6 +48,7 @@ class Completion:
         self.index = index
         self.num_tokens = 0
         self.num_counted = 0
+        self.num_replayed = 0
         self.num_preemptions = 0
         self.has_stopped = False
         self.reason: FinishReason | None = None
@@ -59,7 +62,8 @@ class Completion:
             self._matcher = StopMatcher(
                 settings.stop, include_stop=settings.include_stop, min_tokens=settings.min_tokens
             )
-        # Not taken yet. With stop strings `_text` has the text of all `_token_ids`, otherwise it is empty.
+        # Not taken yet. With stop strings `_text` has a text for each of `_token_ids`, and another one if text was held
+        # back at the end; otherwise it is empty.
         self._token_ids = array("I")
         self._text: list[str] = []
         self._logprobs: LogprobBuffer | None = None
@@ -77,7 +81,7 @@ class Completion:
             if len(self._logprobs) != len(self._token_ids):
                 raise ValueError("tokens without the requested log-probabilities")
 
-    def _add(self, token_ids: list[int]) -> None:
+    def _add(self, token_ids: Sequence[int]) -> None:
         if self._matcher is None:
             self._token_ids.extend(token_ids)
             self.num_tokens += len(token_ids)
@@ -89,6 +93,17 @@ class Completion:
             if self._matcher.has_matched:
                 self.has_stopped = True
                 break
+
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens that the client has received, and takes them. A stop string leaves the rest of them out."""
+        if self.has_stopped:
+            return
+        self._add(token_ids)
+        if self._matcher is None:
+            self._decode(token_ids)
+        self._token_ids = array("I")
+        self._text.clear()
+        self.num_counted = self.num_replayed = self.num_tokens
 
     def finish(self, reason: FinishReason, num_preemptions: int, score: float | None) -> None:
         """Ends the completion. Text that was held back can still contain a stop string."""
@@ -112,8 +127,10 @@ class Completion:
             token_ids = self._token_ids[: self._max_tokens]
             del self._token_ids[: self._max_tokens]
         if self._matcher is not None:
-            text = "".join(self._text)
-            self._text.clear()
+            # A text leaves with its own token, and the text at the end with the last one.
+            num_texts = len(token_ids) if self._token_ids else len(self._text)
+            text = "".join(self._text[:num_texts])
+            del self._text[:num_texts]
         else:
             text = self._decode(token_ids)
             if self.reason is not None and not self._token_ids:

@@ -15,11 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason, Request, Unavailable
 from scheduler.engine.engine import ServerState
+from scheduler.requests.completion import Completion
 from scheduler.requests.limits import ModelBounds, RequestLimits
 from scheduler.requests.open_streams import OpenStreams
+from scheduler.requests.replay import Replay, ResumedBeams, replay
 from scheduler.requests.response_stream import ResponseStream
+from scheduler.requests.resumption import model_digest
 from scheduler.requests.status import code_of
 from scheduler.requests.validation import RequestChecker
 from scheduler.requests.write_queue import WriteQueue
@@ -47,6 +51,16 @@ class ServedModel:
     tokenizer: Tokenizer
     chat: ChatRenderer | None
     defaults: GenerationDefaults
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRequest:
+    """A valid request, and the beginning of its stream. `resumed` is None unless it continues another stream."""
+
+    request: Request
+    settings: StreamSettings
+    completions: list[Completion]
+    resumed: Replay | None = None
 
 
 class Intake:
@@ -118,15 +132,20 @@ class Intake:
     ) -> tuple[Request, ResponseStream, RequestMetrics]:
         try:
             self._rates.take_request(tenant)
-            checker, request = await self._check(fields, tenant, deadline_s)
-            self._rates.take_tokens(tenant, len(request.prompt_token_ids))
-            settings = checker.stream_settings(request)
-            request_metrics = observed.admitted(self._facts(request, settings))
-            # The answer in a chat is a separate text; any other output continues its prompt.
-            new_detokenizer = partial(self._model.tokenizer.detokenizer, continues_text=checker.chat is None)
+            checked = await self._check(fields, tenant, deadline_s)
+            request, settings, resumed = checked.request, checked.settings, checked.resumed
+            self._rates.take_tokens(tenant, request.num_given_tokens)
+            request_metrics = observed.admitted(self._facts(checked))
             stop_sequence = partial(self._engine.stop, request.request_id)
-            stream = ResponseStream(settings, new_detokenizer, stop_sequence, request_metrics, self._write_queue)
-            self._engine.submit(request, stream)
+            stream = ResponseStream(settings, checked.completions, stop_sequence, request_metrics, self._write_queue)
+            if resumed is None or resumed.has_rest:
+                self._engine.submit(
+                    request, ResumedBeams(stream, resumed.outputs) if resumed and request.beam else stream
+                )
+            if resumed is not None:
+                self._observer.metrics.resumed()
+                if request.outputs or not resumed.has_rest:
+                    stream.begin_resumed()
         except asyncio.CancelledError:
             observed.refused("cancelled")
             raise
@@ -136,9 +155,7 @@ class Intake:
         self._client_request_ids[request.request_id] = settings.client_request_id
         return request, stream, request_metrics
 
-    async def _check(
-        self, fields: RequestFields, tenant: str, deadline_s: float | None
-    ) -> tuple[RequestChecker, Request]:
+    async def _check(self, fields: RequestFields, tenant: str, deadline_s: float | None) -> CheckedRequest:
         settings = self._tenants.settings_of(tenant)
         defaults = replace(self._model.defaults, max_tokens=settings.default_max_tokens, num_samples=settings.default_n)
         check = partial(RequestChecker, fields, self._limits, self._bounds(), defaults, random.getrandbits(64))
@@ -146,10 +163,37 @@ class Intake:
         size = len(token_ids) if isinstance(token_ids, Sized) else 0
         checker = await self._model.tokenizer.in_turn(check, size, tenant)
         prompt_token_ids = await self._prompt_token_ids(checker, tenant)
-        # The bounds are read again because a smaller pool may have arrived while the text was tokenised.
-        bounds, request_id = self._bounds(), self._engine.new_request_id()
-        request = checker.complete(prompt_token_ids, bounds, tenant, request_id=request_id, deadline_s=deadline_s)
-        return checker, request
+        request_id = self._engine.new_request_id()
+
+        def complete() -> Request:
+            # The bounds are read each time because a smaller pool may arrive while text is tokenised or replayed.
+            bounds = self._bounds()
+            return checker.complete(prompt_token_ids, bounds, tenant, request_id=request_id, deadline_s=deadline_s)
+
+        request = complete()
+        stream_settings = checker.stream_settings(request)
+        if checker.is_resumable or checker.resumption is not None:
+            new_continuation = partial(self._continuation, request)
+            stream_settings = replace(stream_settings, new_continuation=new_continuation)
+        # The answer in a chat is a separate text; any other output continues its prompt.
+        new_detokenizer = partial(self._model.tokenizer.detokenizer, continues_text=checker.chat is None)
+        if checker.resumption is None:
+            indices = range(stream_settings.num_sequences)
+            completions = [Completion(index, stream_settings, new_detokenizer()) for index in indices]
+            return CheckedRequest(request, stream_settings, completions)
+        stream_settings = replace(stream_settings, num_cached_tokens=checker.resumption.num_cached_tokens)
+        resumed = await replay(checker.outputs, stream_settings, new_detokenizer)
+        request = resumed.rest_of(complete(), fields.get("resume.num_prompt_logprobs"))
+        return CheckedRequest(request, stream_settings, resumed.completions, resumed)
+
+    def _continuation(self, request: Request, num_cached_tokens: int) -> pb.Continuation:
+        """Returns what another server needs to continue the stream of a request."""
+        return pb.Continuation(
+            seed=request.seeds[0],
+            prompt=pb.TokenIds(ids=request.prompt_token_ids),
+            cached_tokens=num_cached_tokens,
+            model_digest=model_digest(self._engine.description),
+        )
 
     def _bounds(self) -> ModelBounds:
         if self._engine.state is ServerState.DRAINING:
@@ -159,6 +203,8 @@ class Intake:
             max_num_seqs=self._engine.description.max_num_seqs,
             max_tokens_per_sequence=self._engine.max_prompt_and_output,
             has_chat_template=self._model.chat is not None,
+            max_model_len=self._engine.description.max_model_len,
+            model_digest=model_digest(self._engine.description),
         )
 
     async def _prompt_token_ids(self, checker: RequestChecker, tenant: str) -> list[int]:
@@ -172,14 +218,16 @@ class Intake:
             return await tokenizer.encode_chat(rendered, max_tokens=max_tokens, tenant=tenant)
         return await tokenizer.encode(checker.text or "", max_tokens=max_tokens, tenant=tenant)
 
-    def _facts(self, request: Request, settings: StreamSettings) -> RequestFacts:
+    def _facts(self, checked: CheckedRequest) -> RequestFacts:
+        request, settings, resumed = checked.request, checked.settings, checked.resumed
         params = request.params
         return RequestFacts(
             request_id=settings.client_request_id,
             engine_id=request.request_id,
             model_name=self._engine.description.model_name,
             num_prompt_tokens=settings.num_prompt_tokens,
-            num_results=settings.num_sequences,
+            num_results=settings.num_sequences if resumed is None else resumed.num_unreported,
             max_tokens=None if request.is_open_ended else params.max_total_tokens - settings.num_prompt_tokens,
             params=params,
+            is_resumed=resumed is not None,
         )

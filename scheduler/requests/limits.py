@@ -47,12 +47,16 @@ class ModelBounds:
     max_num_seqs              sequences that can run at once
     max_tokens_per_sequence   prompt and output together, as the model and the pool allow
     has_chat_template
+    max_model_len             prompt and output together, as the model allows
+    model_digest              identifies the model and its weights; empty: unknown
     """
 
     vocab_size: int
     max_num_seqs: int
     max_tokens_per_sequence: int
     has_chat_template: bool = False
+    max_model_len: int = 2**31
+    model_digest: str = ""
 
     def check_capacity(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Raises CapacityExceeded if one sequence can never hold so many tokens."""

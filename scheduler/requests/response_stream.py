@@ -29,7 +29,6 @@ from scheduler.requests.status import DeadlineExceeded, RequestCancelled, Reques
 from scheduler.requests.stream_settings import StreamSettings
 from scheduler.requests.write_queue import WriteQueue
 from scheduler.telemetry.request_metrics import RequestMetrics
-from scheduler.text.detokenizer import Detokenizer
 
 FINISH_REASONS = {
     FinishReason.EOS: pb.FINISH_REASON_EOS,
@@ -54,14 +53,14 @@ class ResponseStream:
 
     Both sides use it on the event loop's thread.
 
-    new_detokenizer   called once for each sequence
+    completions       one for each sequence; those of a resumed stream have replayed what the client has received
     stop_sequence     called with the index of a sequence whose text has reached a stop string
     """
 
     def __init__(
         self,
         settings: StreamSettings,
-        new_detokenizer: Callable[[], Detokenizer],
+        completions: list[Completion],
         stop_sequence: Callable[[int], None],
         metrics: RequestMetrics,
         write_queue: WriteQueue,
@@ -70,16 +69,27 @@ class ResponseStream:
         self._stop_sequence = stop_sequence
         self._metrics = metrics
         self._write_queue = write_queue
-        self._completions = [Completion(index, settings, new_detokenizer()) for index in range(settings.num_sequences)]
+        self._completions = completions
         self._prompt_logprobs: PromptLogprobs | None = None
         if settings.num_prompt_logprobs:
             self._prompt_logprobs = PromptLogprobs(settings.num_prompt_logprobs)
         self._num_cached_tokens: int | None = None
         self._has_sent_started = False
-        self._num_unfinished = settings.num_sequences  # sequences whose Finished message was not sent
+        # Sequences whose Finished message was not sent.
+        self._num_unfinished = sum(not completion.is_reported for completion in completions)
         self._failure: FinishReason | None = None
         self._has_news = False
         self._turn: asyncio.Future[int] | None = None  # set while `messages` waits
+
+    def begin_resumed(self) -> None:
+        """Called for a stream whose client has received output: nothing is left to wait for before `Started`."""
+        self._num_cached_tokens = self._settings.num_cached_tokens
+        for completion in self._completions:
+            if completion.reason is not None:
+                self._metrics.finished(completion.index, completion.reason, 0)
+        if not self._num_unfinished:
+            self._metrics.ended(FinishReason.STOP)  # the client has the reasons from an earlier stream
+        self._notify_reader()
 
     @property
     def log_fields(self) -> dict[str, str]:
@@ -90,8 +100,11 @@ class ResponseStream:
 
     def started(self, num_cached_tokens: int) -> None:
         """Called when the first step of the request is done."""
-        self._num_cached_tokens = num_cached_tokens
-        self._metrics.started(self._settings.num_prompt_tokens, num_cached_tokens)
+        known = self._settings.num_cached_tokens
+        self._num_cached_tokens = num_cached_tokens if known is None else known
+        self._metrics.started(
+            self._settings.num_prompt_tokens, min(num_cached_tokens, self._settings.num_prompt_tokens)
+        )
         self._notify_reader()
 
     def prompt_logprobs(self, first_position: int, tokens: list[TokenLogprobs]) -> None:
@@ -100,7 +113,7 @@ class ResponseStream:
             try:
                 self._prompt_logprobs.add(first_position, tokens)
             except Exception:
-                self._fail()
+                self.fail()
                 raise
             self._notify_reader()
 
@@ -112,7 +125,7 @@ class ResponseStream:
         try:
             completion.add(token_ids, logprobs)
         except Exception:
-            self._fail()
+            self.fail()
             raise
         if not self._has_news:
             self._notify_reader()
@@ -130,10 +143,13 @@ class ResponseStream:
             completion = self._completions[index]
             completion.finish(reason, num_preemptions, score)
             self._count(completion)
-            self._metrics.finished(index, completion.reason or reason, completion.num_tokens, num_preemptions)
+            num_new = completion.num_tokens - completion.num_replayed
+            if score is not None and not num_new:
+                completion.take()  # a beam that the client of a resumed stream has received with all its text
+            self._metrics.finished(index, completion.reason or reason, num_new, num_preemptions)
         self._notify_reader()
 
-    def _fail(self) -> None:
+    def fail(self) -> None:
         """Ends the request after a bug; the engine receives the exception, and the client an error."""
         self._failure = FinishReason.ERROR
         self._count_rest()
@@ -204,11 +220,13 @@ class ResponseStream:
             return
         if not self._has_sent_started:
             self._has_sent_started = True
+            new_continuation = self._settings.new_continuation
             yield pb.GenerateResponse(
                 started=pb.Started(
                     request_id=self._settings.client_request_id,
                     prompt_tokens=self._settings.num_prompt_tokens,
                     cached_tokens=self._num_cached_tokens,
+                    continuation=new_continuation(self._num_cached_tokens) if new_continuation else None,
                 )
             )
         if self._prompt_logprobs is not None:

@@ -50,6 +50,10 @@ class RequestFailed(QuireError):
     """The engine gave up the request because of a bug in the scheduler or the executor."""
 
 
+class OtherModel(QuireError):
+    """The stream that a request resumes was begun by another model, or with other weights."""
+
+
 CODES: dict[type[BaseException], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
     CapacityExceeded: grpc.StatusCode.OUT_OF_RANGE,
@@ -58,6 +62,7 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelled: grpc.StatusCode.CANCELLED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
+    OtherModel: grpc.StatusCode.FAILED_PRECONDITION,
     InvariantViolation: grpc.StatusCode.INTERNAL,
     RequestFailed: grpc.StatusCode.INTERNAL,
 }

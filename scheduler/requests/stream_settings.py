@@ -1,6 +1,9 @@
 """The settings that a response stream gets from its request."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from quire.v1 import generation_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +17,8 @@ class StreamSettings:
     stop, include_stop, min_tokens
     num_logprobs                log-probabilities for each token, its own included; 0: none
     num_prompt_logprobs         the same for each prompt token but the first
+    num_cached_tokens           of a resumed stream: what its first stream has reported
+    new_continuation            makes the continuation of `Started` from the number of cached tokens; None: it has none
     """
 
     client_request_id: str
@@ -25,3 +30,5 @@ class StreamSettings:
     min_tokens: int = 0
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
+    num_cached_tokens: int | None = None
+    new_continuation: Callable[[int], pb.Continuation] | None = None

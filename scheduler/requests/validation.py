@@ -6,14 +6,15 @@ Validation is pure: no clock, no I/O, and no randomness except for the seed that
 violations, up to 64, and checks sizes before contents, so that a hostile request costs no more than an honest one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from scheduler.core import DEFAULT_TENANT, BeamParams, InvalidRequest, Request, SequenceParams
+from scheduler.core import DEFAULT_TENANT, BeamParams, InvalidRequest, ReceivedOutput, Request, SequenceParams
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.limits import ModelBounds, RequestLimits
 from scheduler.requests.request_fields import RequestFields, largest_id
+from scheduler.requests.resumption import Lengths, check_received, read_resumption
 from scheduler.requests.salts import tenant_salt
 from scheduler.requests.sampling_params import SAMPLING_PARAMS
 from scheduler.requests.seeds import MASK_64, sample_seed
@@ -34,7 +35,7 @@ class RequestChecker:
     Exactly one of these is not None:
 
     text        to be tokenised
-    token_ids   the prompt itself
+    token_ids   the prompt itself; also that of a resumed stream, whose text or chat is checked and not used
     chat        to be rendered and tokenised
     """
 
@@ -55,6 +56,8 @@ class RequestChecker:
         self._limits = limits
         self._bounds = bounds
         self._defaults = defaults
+        self.resumption = read_resumption(fields, bounds)
+        self.is_resumable = fields.flag("resumable")
         self.token_ids = self._check_prompt()
         self._client_request_id = self._check_request_id()
         self._cache_salt = fields.text("cache_salt", limits.max_cache_salt_bytes).encode()
@@ -63,10 +66,15 @@ class RequestChecker:
         beam_width = self._check_beam_width()
         self._params = self._check_params(is_beam=beam_width > 0)
         self._beam = self._check_beam(beam_width)
-        self._seeds = self._check_seeds(drawn_seed)
+        self._seeds = self._check_seeds(self.resumption.seed if self.resumption else drawn_seed)
+        self.outputs: tuple[ReceivedOutput, ...] = ()
+        if self.resumption is not None:
+            self.token_ids = self.resumption.prompt_token_ids
+            num_results = self._beam.num_returned if self._beam else len(self._seeds)
+            lengths = Lengths(self._min_tokens, self._max_tokens, self._ending_token_ids)
+            self.outputs = check_received(fields, bounds, self.resumption, num_results, lengths, self._params)
         fields.raise_violations()
-        num_token_ids = len(fields.get("token_ids.ids") or ())
-        bounds.check_capacity(num_token_ids, 1)
+        bounds.check_capacity(len(self.token_ids or fields.get("token_ids.ids") or ()), 1)
         self.text: str | None = fields.get("text")
         self.chat: tuple[ChatMessage, ...] | None = None
         if "chat.messages" in fields:
@@ -136,7 +144,9 @@ class RequestChecker:
             fields.add_violation("prompt", problem)
         fields.text("text", self._limits.max_prompt_bytes)
         if "chat.messages" in fields:
-            self._check_chat(fields.items("chat.messages"))
+            if not self._bounds.has_chat_template:
+                fields.add_violation("chat", "this model has no chat template")
+            fields.check_chat("chat.messages", self._limits.max_chat_messages, self._limits.max_prompt_bytes)
         if "token_ids.ids" not in fields:
             return None
         num_token_ids = len(fields.items("token_ids.ids"))
@@ -145,27 +155,6 @@ class RequestChecker:
         if num_token_ids >= self._bounds.max_tokens_per_sequence:
             return None  # refused for its length, so the ids need no checks
         return fields.token_ids("token_ids.ids", self._bounds.vocab_size)
-
-    def _check_chat(self, messages: Sequence[Any]) -> None:
-        fields, limits = self._fields, self._limits
-        if "chat.messages" in fields.violations:
-            return
-        if not self._bounds.has_chat_template:
-            fields.add_violation("chat", "this model has no chat template")
-        if not 1 <= len(messages) <= limits.max_chat_messages:
-            problem = f"must be from 1 to {limits.max_chat_messages}, not {len(messages)}"
-            fields.add_violation("chat.messages", problem)
-            return
-        num_bytes_left = limits.max_prompt_bytes
-        for i, message in enumerate(messages):
-            role = fields.check_text(f"chat.messages[{i}].role", message.role, num_bytes_left)
-            if not role:
-                fields.add_violation(f"chat.messages[{i}].role", "must not be empty")
-            num_bytes_left -= len(role.encode())
-            content = fields.check_text(f"chat.messages[{i}].content", message.content, num_bytes_left)
-            num_bytes_left -= len(content.encode())
-            if fields.violations:
-                return  # only the first bad message is reported
 
     def _check_request_id(self) -> str:
         request_id = self._fields.text("request_id", self._limits.max_request_id_bytes)

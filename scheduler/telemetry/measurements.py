@@ -47,6 +47,7 @@ class Measurements:
         self.inter_token_latency = self.histograms["quire_inter_token_latency_seconds"]
         self.num_prompt_tokens = {"computed": 0, "cached": 0}
         self.num_generation_tokens = 0
+        self.num_resumed = 0
         self.num_finished: Counter[FinishReason] = Counter()
         self.num_rejected = Counter(dict.fromkeys(REJECTIONS, 0))
         self.tenants = TenantCounts(clock)

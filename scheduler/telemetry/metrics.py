@@ -56,9 +56,17 @@ class SchedulerMetrics(Collector):
         exemplar: ExemplarLabels = NO_LABELS,
         on_end: Callable[[RequestSummary], None] | None = None,
         tenant: str = DEFAULT_TENANT,
+        *,
+        is_resumed: bool = False,
     ) -> RequestMetrics:
         """Starts to measure a request."""
-        return RequestMetrics(self.measurements, num_sequences, arrival_s, exemplar, on_end, tenant)
+        return RequestMetrics(
+            self.measurements, num_sequences, arrival_s, exemplar, on_end, tenant, is_resumed=is_resumed
+        )
+
+    def resumed(self) -> None:
+        """Counts a request that continues a stream that broke off."""
+        self.measurements.num_resumed += 1
 
     def queued(self, engine_id: int, request: RequestMetrics) -> None:
         """Called when a request starts to wait for its first admission by a plan."""
@@ -81,7 +89,7 @@ class SchedulerMetrics(Collector):
         """Called when the core has made a plan."""
         core = None if self.engine is None else self.engine.core
         if plan.admissions and core is not None:
-            for sequence in core.state.in_flight[-1].newly_admitted():
+            for sequence, _ in core.state.in_flight[-1].admitted:
                 if (request := self._queued.pop(sequence.request.request_id, None)) is not None:
                     request.admitted()
         histograms = self.measurements.histograms
@@ -154,6 +162,9 @@ class SchedulerMetrics(Collector):
             "Requests that ended, by why their last sequence ended",
             "reason",
             {reason.value: measured.num_finished[reason] for reason in FinishReason},
+        )
+        yield families.counter(
+            "quire_requests_resumed", "Requests that continue a stream that broke off", measured.num_resumed
         )
         yield families.counters(
             "quire_requests_rejected",

@@ -49,14 +49,17 @@ class RequestSummary:
 class RequestMetrics:
     """Measures one request from its arrival, which is a reading of the clock.
 
-    exemplar   labels with which the histograms refer to this request
-    on_end     called once, when the request has ended and everything is counted
+    exemplar    labels with which the histograms refer to this request
+    on_end      called once, when the request has ended and everything is counted
+    is_resumed  it continues a stream that broke off. Histograms of whole requests do not count it, because another
+                server has seen its beginning; only queue times and the times between tokens do
     """
 
     __slots__ = (
         "_arrival_s",
         "_first_token_s",
         "_has_ended",
+        "_is_resumed",
         "_last_token_s",
         "_measurements",
         "_num_cached_tokens",
@@ -78,6 +81,8 @@ class RequestMetrics:
         exemplar: ExemplarLabels,
         on_end: Callable[[RequestSummary], None] | None,
         tenant: str,
+        *,
+        is_resumed: bool = False,
     ) -> None:
         self._measurements = measurements
         self._arrival_s = arrival_s
@@ -93,6 +98,7 @@ class RequestMetrics:
         self._reasons: dict[int, FinishReason] = {}
         self._num_open = num_sequences
         self._has_ended = False
+        self._is_resumed = is_resumed
 
     @property
     def num_tokens(self) -> int:
@@ -102,7 +108,8 @@ class RequestMetrics:
     def admitted(self) -> None:
         """Called when a plan admits the request for the first time."""
         self._started_s = now_s = self._measurements.clock()
-        self._observe("quire_request_queue_time_seconds", now_s, now_s - self._arrival_s)
+        queue_time = self._measurements.histograms["quire_request_queue_time_seconds"]
+        queue_time.observe_of(self.exemplar, now_s, now_s - self._arrival_s)
 
     def started(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """Called when the first step of the request is done."""
@@ -162,7 +169,8 @@ class RequestMetrics:
             self._on_end(self._summary(reason, first_token_s, now_s))
 
     def _observe(self, name: str, now_s: float, value: float) -> None:
-        self._measurements.histograms[name].observe_of(self.exemplar, now_s, value)
+        if not self._is_resumed:
+            self._measurements.histograms[name].observe_of(self.exemplar, now_s, value)
 
     def _summary(self, reason: FinishReason, first_token_s: float | None, now_s: float) -> RequestSummary:
         return RequestSummary(

@@ -51,7 +51,8 @@ class RequestFacts:
 
     request_id   the client's id
     engine_id    the engine's id
-    num_results  sequences that the client receives
+    num_results  sequences that the client receives, or has not received to the end
+    is_resumed   it continues a stream that broke off
     max_tokens   as requested; None: as many as fit
     """
 
@@ -62,6 +63,7 @@ class RequestFacts:
     num_results: int
     max_tokens: int | None
     params: SequenceParams
+    is_resumed: bool = False
 
 
 class RequestTrace(Protocol):
@@ -133,7 +135,9 @@ class ObservedRequest:
             self._request_id = facts.request_id
             log_as(request_id=facts.request_id, trace_id=self._trace_id)
         exemplar = exemplar_labels(facts.request_id, self._trace_id)
-        return self._metrics.request(facts.num_results, self.arrival_s, exemplar, self._ended, self._tenant)
+        return self._metrics.request(
+            facts.num_results, self.arrival_s, exemplar, self._ended, self._tenant, is_resumed=facts.is_resumed
+        )
 
     def queued(self, request: RequestMetrics) -> None:
         """Called when the engine has queued the request."""

@@ -58,14 +58,13 @@ class ClosedBatch:
     def _head(self) -> tuple[list[ActiveRequest], bool]:
         """Returns the requests at the head of the queue that have slots together, and whether they are a full batch.
 
-        A batch is full if too few slots are left for the next request. None of these requests has run yet, so each of
-        them waits as one sequence.
+        A batch is full if too few slots are left for the next request. None of these requests has run yet.
         """
         head: list[ActiveRequest] = []
         num_slots, max_num_seqs = 0, self._state.limits.max_num_seqs
-        for sequence in self._state.waiting:
-            active = self._state.active(sequence)
-            num_slots += 1 + active.num_unborn
+        for request_id in dict.fromkeys(sequence.request.request_id for sequence in self._state.waiting):
+            active = self._state.requests[request_id]
+            num_slots += active.request.num_slots
             if num_slots > max_num_seqs:
                 break
             head.append(active)

@@ -48,11 +48,11 @@ class Accounts:
             del self.active[account]
 
     def charge_admission(self, sequence: Sequence) -> None:
-        """Charges the prompt tokens that an admitted sequence computes. What is computed again is not charged again."""
+        """Charges the given tokens that an admitted sequence computes. What is computed again is not charged again."""
         account = sequence.account
         if not sequence.num_preemptions and not sequence.num_losses:
             has_reports = sequence.params.num_prompt_logprobs > 0
-            num_tokens = sequence.num_prompt_tokens - sequence.num_computed_tokens
+            num_tokens = sequence.num_given_tokens - sequence.num_computed_tokens
             account.cost += num_tokens * (PROMPT_TOKEN_COST + PROMPT_LOGPROBS_COST * has_reports)
         account.mark = account.level
 

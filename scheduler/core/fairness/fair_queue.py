@@ -95,7 +95,7 @@ class FairQueue:
         if queue.first() is sequence:
             self._enter(sequence.account)
         self._num_waiting += 1
-        self.num_prompt_tokens += sequence.num_prompt_tokens
+        self.num_prompt_tokens += sequence.num_given_tokens
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a sequence that is in the queue."""
@@ -107,7 +107,7 @@ class FairQueue:
             del self._queues[sequence.account], self._entries[sequence.account]
             self._last_to_leave = sequence.account
         self._num_waiting -= 1
-        self.num_prompt_tokens -= sequence.num_prompt_tokens
+        self.num_prompt_tokens -= sequence.num_given_tokens
 
     def choose_victim(self, *, is_short: bool) -> Sequence | None:
         """Returns the sequence to preempt for lack of blocks, or else for a tenant that waits; None: no need."""
@@ -198,6 +198,6 @@ def _check_takes(
 ) -> None:
     if most_requests is not None and len(queue) >= most_requests:
         raise QueueFull(f"{len(queue)} requests{whose} are waiting")
-    num_tokens = queue.num_prompt_tokens + len(request.prompt_token_ids)
+    num_tokens = queue.num_prompt_tokens + request.num_given_tokens
     if most_tokens is not None and len(queue) and num_tokens > most_tokens:
         raise QueueFull(f"{queue.num_prompt_tokens} prompt tokens{whose} are waiting")

@@ -41,6 +41,7 @@ from scheduler.core import (
     StepResult,
 )
 from tests.support.core.harness import Harness
+from tests.support.core.resumptions import arrived, resumption
 from tests.support.core.snapshot import take_snapshot
 
 pytestmark = pytest.mark.exhaustive
@@ -168,6 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.harness.attach()
         self.now_s = 0.0
+        self.num_requests = 0
         self.add(first)
 
     # --- clients ----------------------------------------------------------------------------------------------
@@ -178,7 +180,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._add(arrival)
 
     def _add(self, arrival: Arrival) -> None:
-        request = arrival.to_request(len(self.harness.clients.requests), self.harness.scheduler, self.now_s)
+        self._submit(arrival.to_request(self.num_requests, self.harness.scheduler, self.now_s))
+
+    def _submit(self, request: Request) -> None:
+        self.num_requests += 1
         before = take_snapshot(self.harness.scheduler)
         try:
             self.harness.add(request)
@@ -196,6 +201,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         before = take_snapshot(self.harness.scheduler)
         self.harness.cancel(request_id)
         assert take_snapshot(self.harness.scheduler) == before
+
+    @precondition(lambda self: self.harness.clients.open_requests())
+    @rule(number=numbers)
+    def break_off(self, number: int) -> None:
+        """Ends a stream as the death of a scheduler does, and resumes it."""
+        request_id = _pick(self.harness.clients.open_requests(), number)
+        rest = resumption(self.harness.clients, request_id)
+        self.harness.cancel(request_id)
+        request = rest and arrived(rest, self.num_requests, self.harness.scheduler)
+        if request is not None:
+            self.happened["resumptions"] += bool(request.outputs)
+            self._submit(request)
 
     @precondition(lambda self: self.stoppable())
     @rule(number=numbers)

@@ -57,6 +57,14 @@ async def test_coalesced_deltas_have_all_logprobs() -> None:
     assert_aligned(messages, 3)
 
 
+async def test_text_leaves_with_its_own_tokens_if_a_message_is_too_large() -> None:
+    token_ids = ids("hello fox, the river said nothing at all. " * 20)
+    rig = started_rig(num_logprobs=21, stop=("\x00",)).run(token_ids)
+    deltas = [message.delta for message in await rig.messages() if message.HasField("delta")]
+    assert len(deltas) == -(-len(token_ids) // (MAX_LOGPROBS // 21)) > 1
+    assert [delta.text for delta in deltas] == [TOKENIZER.decode(list(delta.token_ids)) for delta in deltas]
+
+
 async def test_logprobs_do_not_wait_for_held_back_text() -> None:
     rig = started_rig(num_logprobs=2, stop=("foxes",))
     messages = rig.stream.messages()

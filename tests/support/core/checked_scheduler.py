@@ -186,8 +186,7 @@ class CheckedScheduler:
             assert members == members_before, f"I20: the batch {members_before} became {members}"
             return
         num_slots, head, is_full = 0, [], False
-        for sequence in waiting_before:
-            request = sequence.request
+        for request in {sequence.request.request_id: sequence.request for sequence in waiting_before}.values():
             num_slots += request.beam.width if request.beam else request.num_sequences
             is_full |= num_slots >= scheduler.state.limits.max_num_seqs
             if num_slots <= scheduler.state.limits.max_num_seqs:

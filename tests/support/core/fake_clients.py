@@ -40,7 +40,13 @@ class FakeClients:
         for index, seed in enumerate(request.seeds):
             key = (request.request_id, index)
             self.expected[key] = expected_output(prompt, request.params, seed, self.vocab_size)
-            self.received[key] = []
+            self.received[key] = list(request.outputs[index].token_ids) if request.outputs else []
+            expected = self.expected[key][0]
+            if request.outputs and request.outputs[index].is_finished:
+                self.ended[key] = FinishReason.STOP  # the client knows the true reason from an earlier stream
+            else:
+                assert self.received[key] == expected[: len(self.received[key])], f"{key} resumes another output"
+        self.num_prompt_logprobs[request.request_id] = request.num_prompt_reported
 
     def count_ends(self) -> dict[str, int]:
         """Returns the number of ended sequences by reason, including reasons that did not occur."""
@@ -102,8 +108,9 @@ class FakeClients:
     def _hear_start(self, request_id: int, num_cached_tokens: int | None) -> None:
         assert request_id not in self.num_cached_tokens, f"I11: request {request_id} started twice"
         assert num_cached_tokens is not None, f"I11: request {request_id} started without a count of cached tokens"
-        num_prompt_tokens = len(self.requests[request_id].prompt_token_ids)
-        assert 0 <= num_cached_tokens < num_prompt_tokens, f"I11: {num_cached_tokens} cached of {num_prompt_tokens}"
+        request = self.requests[request_id]
+        most = len(request.prompt_token_ids) + max((len(output.token_ids) for output in request.outputs), default=0)
+        assert 0 <= num_cached_tokens < most, f"I11: {num_cached_tokens} cached of {most}"
         self.num_cached_tokens[request_id] = num_cached_tokens
 
     def _hear_token(self, key: Key, token_id: int) -> None:

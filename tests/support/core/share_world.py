@@ -12,6 +12,7 @@ from random import Random
 from scheduler.core import (
     Events,
     QueueFull,
+    ReceivedOutput,
     Request,
     Scheduler,
     SchedulerLimits,
@@ -57,8 +58,8 @@ class GapWatch:
     def planned(self, plan: StepPlan) -> None:
         """Counts the prompts that a plan admits for the first time, and checks all gaps."""
         for sequence, num_cached in self._scheduler.state.in_flight[-1].admitted:
-            if not sequence.num_preemptions and sequence.index == 0:
-                self.service[sequence.request.tenant] += PROMPT_TOKEN_COST * (sequence.num_prompt_tokens - num_cached)
+            if not sequence.num_preemptions and (sequence.index == 0 or sequence.request.outputs):
+                self.service[sequence.request.tenant] += PROMPT_TOKEN_COST * (sequence.num_given_tokens - num_cached)
         self._check()
 
     def committed(self, events: Events) -> None:
@@ -157,7 +158,14 @@ class ShareWorld:
         prompt = [self.random.randrange(2) for _ in range(num_prompt)]
         num_samples = min(num_samples, self.scheduler.state.limits.max_num_seqs)
         params = SequenceParams(max_total_tokens=total)
-        return Request(self._num_requests, prompt, params, seeds=tuple(range(num_samples)), tenant=tenant)
+        seeds = tuple(range(num_samples))
+        outputs: tuple[ReceivedOutput, ...] = ()
+        if self.random.random() < 0.2:  # resumed: some of the output was received from another scheduler
+            nums_received = [self.random.randrange(total - num_prompt) for _ in seeds]
+            outputs = tuple(
+                ReceivedOutput([self.random.randrange(2) for _ in range(number)]) for number in nums_received
+            )
+        return Request(self._num_requests, prompt, params, seeds=seeds, tenant=tenant, outputs=outputs)
 
 
 def draw_world(seed: int) -> ShareWorld:

@@ -36,6 +36,7 @@ from scheduler.core import (
 )
 from tests.support.core.checked_scheduler import Flight
 from tests.support.core.harness import Harness
+from tests.support.core.resumptions import arrived, resumption
 from tests.support.core.snapshot import take_snapshot
 
 VOCAB_SIZE = 2
@@ -53,6 +54,10 @@ HAPPENINGS = (
     "crashes",
     "late results",
     "another pool",
+    "broken off",
+    "broken off twice",
+    "resumed with output",
+    "resumed with finished samples",
 )
 """Events that are counted in addition to the counters of scheduler and harness."""
 
@@ -78,6 +83,7 @@ class World:
     outage_ms: float
     late_share: float  # share of lost results that arrive late
     impatient_share: float  # share of clients that disconnect
+    broken_share: float  # share of streams that break off; their clients resume them later
     deadline_share: float
     beam_share: float
 
@@ -116,6 +122,7 @@ def draw_world(random: Random) -> World:
         outage_ms=random.choice((0.1, 5.0)),
         late_share=0.5,
         impatient_share=random.choice((0.0, 0.3)),
+        broken_share=random.choice((0.0, 0.0, 0.5)),
         deadline_share=random.choice((0.0, 0.3)),
         beam_share=beam_share,
     )
@@ -160,6 +167,7 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             enable_prefix_caching=world.enable_prefix_caching,
         )
+        self.num_requests = self.world.num_requests
         self.busy_until_ms = 0.0  # the executor runs steps one after the other
         self.wakes_s = inf  # the earliest scheduled wake-up
         self.arrived_until_ms = 0.0  # results arrive in order
@@ -240,6 +248,8 @@ class Simulation:
             return
         if self.random.random() < self.world.impatient_share:
             self.clock.after(self._around(10.0), partial(self._go_away, request.request_id))
+        if self.random.random() < self.world.broken_share:
+            self.clock.after(self._around(10.0), partial(self._break_off, request.request_id))
         if request.deadline_s is not None:
             self.clock.at(max(self.clock.now_ms, 1000 * request.deadline_s), self._wake)
         self._wake()
@@ -254,6 +264,24 @@ class Simulation:
             self.happened["cancelled in flight" if self.harness.in_flight else "cancelled"] += 1
             self.harness.cancel(request_id)
         self._wake()
+
+    def _break_off(self, request_id: int) -> None:
+        """Ends a stream as the death of a scheduler does; its client resumes it later."""
+        rest = resumption(self.harness.clients, request_id)
+        if rest is not None:
+            self.happened["broken off"] += 1
+            self.happened["broken off twice"] += request_id >= self.world.num_requests
+            self.harness.cancel(request_id)
+            self.clock.after(self._around(3.0), partial(self._resume, rest))
+            self._wake()
+
+    def _resume(self, rest: Request) -> None:
+        request = arrived(rest, self.num_requests, self.harness.scheduler)
+        if request is not None:
+            self.num_requests += 1
+            self.happened["resumed with output"] += bool(request.outputs)
+            self.happened["resumed with finished samples"] += any(each.is_finished for each in request.outputs)
+            self._arrive(request)
 
     def _reset_prefix_cache(self) -> None:
         self.happened["forgotten blocks"] += self.harness.reset_prefix_cache()

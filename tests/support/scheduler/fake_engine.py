@@ -148,8 +148,8 @@ class FakeEngine:
 
     def cancel(self, request_id: int) -> None:
         self.num_cancels += 1
-        submitted = self.submitted[request_id]
-        if submitted.is_open:
+        submitted = self.submitted.get(request_id)
+        if submitted is not None and submitted.is_open:
             submitted.was_cancelled = True
         self._check_idle()
 

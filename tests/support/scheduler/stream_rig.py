@@ -5,6 +5,7 @@ from typing import Any
 
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason
+from scheduler.requests.completion import Completion
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.stream_settings import StreamSettings
 from scheduler.requests.write_queue import WriteQueue
@@ -30,9 +31,10 @@ class Rig:
         write_queue = settings.pop("write_queue", None) or WriteQueue()
         num_sequences = settings.get("num_sequences", 1)
         self.stops: list[int] = []
+        stream_settings = StreamSettings("client's", 10, **({"ending_token_ids": frozenset([EOS])} | settings))
         self.stream = ResponseStream(
-            StreamSettings("client's", 10, **({"ending_token_ids": frozenset([EOS])} | settings)),
-            VOCABULARY.detokenizer,
+            stream_settings,
+            [Completion(index, stream_settings, VOCABULARY.detokenizer()) for index in range(num_sequences)],
             self._stop,
             self.metrics.request(num_sequences, self.metrics.clock()),
             write_queue,
