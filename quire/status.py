@@ -31,6 +31,15 @@ _PLAIN: dict[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
 }
 
+_LOST_CONNECTION = ("socket closed", "stream removed", "connection reset", "broken pipe", "goaway", "cancelling all")
+"""Words of gRPC's messages about a connection that was open; the status is the same as for a server that is absent."""
+
+
+def is_lost_connection(error: UnavailableError) -> bool:
+    """Returns whether the call had a connection, which is lost now. False for a message that is not known."""
+    message = error.message.lower()
+    return any(words in message for words in _LOST_CONNECTION)
+
 
 def from_rpc_error(error: grpc.RpcError) -> QuireError:
     """Returns the exception for a failed call; `error` was raised by `grpc` or `grpc.aio`."""
