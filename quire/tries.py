@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from quire import messages
-from quire.errors import QuireError, UnavailableError
+from quire.errors import DeadlineExceededError, QuireError, UnavailableError
 from quire.events import Event
 from quire.resumption import ResumableRequest
 from quire.status import is_lost_connection
@@ -89,16 +89,19 @@ class Tries:
         self._deadline_s = math.inf if arguments["timeout"] is None else time.monotonic() + arguments["timeout"]
         self._broken_since_s: float | None = None
         self._is_broken = False
+        self._last_error: QuireError | None = None
         self._pause_s = FIRST_PAUSE_S
 
     def next_call(self) -> tuple[generation_pb2.GenerateRequest, dict[str, Any]]:
-        """Returns the request of the next call, and its arguments."""
+        """Returns the request of the next call, and its arguments. Raises DeadlineExceededError."""
         request = self._resumable.next_request() if self._resumable else self._request
-        if self._broken_since_s is None:
+        if self._last_error is None:
             return request, self._arguments
-        left_s = None if self._deadline_s == math.inf else max(0.0, self._deadline_s - time.monotonic())
-        # gRPC would wait without a bound for a server that cannot be reached.
-        return request, self._arguments | {"timeout": left_s, "wait_for_ready": False}
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceededError(f"the deadline passed during a break: {self._last_error.message}")
+        # With wait_for_ready, gRPC would wait without a bound for a server that cannot be reached.
+        return request, self._arguments | {"timeout": None if left_s == math.inf else left_s, "wait_for_ready": False}
 
     def event(self, message: generation_pb2.GenerateResponse) -> Event | None:
         """Returns the event of a message, or None if it has nothing for the user."""
@@ -124,8 +127,10 @@ class Tries:
         now_s = time.monotonic()
         if self._broken_since_s is None:
             self._broken_since_s = now_s
-            log.info("no answer (%s); waiting up to %g s", error.message, self._contact.resume_timeout_s)
+            limit_s = self._contact.resume_timeout_s
+            log.info("the stream broke off (%s): trying to continue it for up to %g s", error.message, limit_s)
         self._is_broken = True
+        self._last_error = error
         tried_s = now_s - self._broken_since_s
         if tried_s >= self._contact.resume_timeout_s:
             raise UnavailableError(f"{error.message} (tried again for {tried_s:.1f} s)")
