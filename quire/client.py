@@ -70,9 +70,6 @@ class EventStream:
 
     def _begin_again(self, error: QuireError) -> None:
         """Waits, and sends the request for the rest of the stream. Raises the error if there is no further try."""
-        if self._tries.is_over(error):
-            self._closed = True
-            return
         try:
             pause_s = self._tries.pause_s(error)
             with self._contact.pausing(self._wake):

@@ -25,21 +25,11 @@ class ResumableRequest:
         self._request = generation_pb2.GenerateRequest()
         self._request.CopyFrom(request)
         self._request.resumable = True
-        self._num_sequences = max(1, request.sampling.n)
         self._has_started = False
         self._is_continued = False
         self._continuation: generation_pb2.Continuation | None = None
         self._sequences: dict[int, _Received] = {}
         self._num_prompt_logprobs = 0
-
-    @property
-    def has_started(self) -> bool:
-        return self._has_started
-
-    @property
-    def is_complete(self) -> bool:
-        """True if every sequence is finished, so that only the status of the stream is missing."""
-        return sum(received.is_finished for received in self._sequences.values()) >= self._num_sequences
 
     @property
     def can_continue(self) -> bool:

@@ -116,10 +116,6 @@ class Tries:
         self._pause_s = FIRST_PAUSE_S
         return messages.event(message)
 
-    def is_over(self, error: QuireError) -> bool:
-        """Returns True if the call that failed with this error had nothing more to send. Its status is not needed."""
-        return isinstance(error, UnavailableError) and self._resumable is not None and self._resumable.is_complete
-
     def pause_s(self, error: QuireError) -> float:
         """Returns how long to wait before the next call. Raises the error of the last call if there is no next one."""
         if not self._is_break(error):
