@@ -153,12 +153,12 @@ async def measure(
 
 def lines(survival: Survival) -> Iterator[str]:
     """Yields the result as text."""
-    yield f"requests served    {survival.num_served.total()} of {len(survival.num_served)} kinds"
-    yield f"requests failed    {survival.failures.total()}"
+    yield f"requests served     {survival.num_served.total()} of {len(survival.num_served)} kinds"
+    yield f"requests failed     {survival.failures.total()}"
     yield f"answers that differ {len(survival.wrong)}"
-    yield f"streams continued  {survival.num_resumptions}"
+    yield f"streams continued   {survival.num_resumptions}"
     for name, silence_s in sorted(survival.longest_silence_s.items()):
-        yield f"longest silence    {silence_s:.2f} s ({name or 'undisturbed'})"
+        yield f"longest silence     {silence_s:.2f} s ({name or 'undisturbed'})"
     yield from [f"failed: {what} ({count})" for what, count in survival.failures.most_common(_MAX_SHOWN)]
     yield from [f"differs: {what}" for what in survival.wrong[:_MAX_SHOWN]]
 
