@@ -125,7 +125,7 @@ class AsyncClient:
 
     @property
     def num_resumptions(self) -> int:
-        """How often a stream of this client was continued after a break, or its request sent again."""
+        """Number of times that a stream of this client was continued after a break, or its request sent again."""
         return self._contact.num_resumptions
 
     def generate(

@@ -1,4 +1,4 @@
-"""What a client has received of a stream, and the request that continues the stream after a break."""
+"""Remembers the parts of a stream that were received, and builds the request that continues it after a break."""
 
 from array import array
 from dataclasses import dataclass, field

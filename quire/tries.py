@@ -1,4 +1,4 @@
-"""When a client begins a stream again that broke off, and when it gives up."""
+"""Decides when a stream that broke off is begun again, and when a client gives up."""
 
 import logging
 import math
@@ -30,11 +30,11 @@ class Wake(Protocol):
 
 
 class ServerContact:
-    """What a client knows about its server. Its streams share it, in any thread.
+    """The knowledge of a client about its server. Its streams share it, in any thread.
 
     resume_timeout_s  see `quire.Client`
     has_answered      this client has received a message from the server, so a server that is gone is expected back
-    num_resumptions   how often a stream was continued, or a request sent again
+    num_resumptions   number of times that a stream was continued, or a request sent again
     """
 
     def __init__(self, resume_timeout_s: float) -> None:

@@ -39,7 +39,7 @@ _MAX_SHOWN = 20
 
 @dataclass(slots=True)
 class Survival:
-    """What the clients experienced.
+    """The answers and errors that the clients received.
 
     num_served         answers that are equal to the undisturbed ones, by kind
     failures           requests that failed, by error

@@ -19,7 +19,7 @@ _CHAT: Sequence[ChatMessageDict] = ({"role": "user", "content": "Tell me a story
 KINDS: dict[str, GenerateOptions] = {
     "greedy": {"temperature": 0},
     "sampled": {"temperature": 1.0, "top_p": 0.95},
-    "top-k": {"temperature": 0.8, "top_k": 20, "min_p": 0.02},
+    "top-k": {"temperature": 0.8, "top_k": 20},
     "three samples": {"temperature": 1.0, "n": 3},
     "penalties": {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3},
     "biased": {"temperature": 1.0, "logit_bias": {17: 2.0, 40: -5.0}},
