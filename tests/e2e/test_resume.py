@@ -8,6 +8,7 @@ import pytest
 
 from bench.overhead.survival_jobs import comparable, differences, jobs
 from quire import AsyncClient, Completion, UnavailableError
+from tests.support.e2e.process import is_running
 from tests.support.e2e.stack import Stack
 from tests.support.e2e.streams import StreamGroup, mixed_jobs, outcomes
 from tests.support.e2e.streams import differences as different_outputs
@@ -89,10 +90,15 @@ async def test_requests_wait_for_a_scheduler_that_comes_back(served: Stack) -> N
     """They were sent after its death, or were in its queue. Only a client that knows the server expects it back."""
     async with served.client() as client, served.client() as stranger:
         expected = await outcomes(client, JOBS[:1])
-        served.send("scheduler", signal.SIGKILL)
+        killed = served.send("scheduler", signal.SIGKILL)
+        await until(lambda: not_running(killed), "the scheduler has ended")
         with pytest.raises(UnavailableError):
             await stranger.complete("Once upon a time", max_tokens=1)
         assert different_outputs(await outcomes(client, JOBS[:1]), expected) == []
+
+
+async def not_running(pid: int) -> bool:
+    return not is_running(pid)
 
 
 @pytest.mark.exhaustive
