@@ -16,9 +16,10 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -57,6 +58,9 @@ class Survival:
     @property
     def is_complete(self) -> bool:
         return not self.failures and not self.wrong
+
+    def as_json(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
 
 
 class Load:
@@ -179,5 +183,5 @@ def main(arguments: Sequence[str]) -> int:
     print(*lines(survival), sep="\n")
     if given.json is not None:
         settings = {name: value for name, value in vars(given).items() if name != "json"}
-        save(given.json, {"settings": settings, "machine": describe_machine(None), "survival": asdict(survival)})
+        save(given.json, {"settings": settings, "machine": describe_machine(None), "survival": survival.as_json()})
     return 0 if survival.is_complete else 1

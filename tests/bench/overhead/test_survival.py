@@ -1,5 +1,6 @@
 """The survival measurement: its requests, its comparison, and a short run."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,6 +55,7 @@ def test_a_failure_and_a_difference_are_shown() -> None:
     survival.failures["greedy: UnavailableError: gone"] += 1
     assert not survival.is_complete
     survival.wrong.append("beams: sequence 0: score")
+    assert json.loads(json.dumps(survival.as_json()))["failures"] == {"greedy: UnavailableError: gone": 1}
     assert list(lines(survival))[-3:] == [
         "longest silence     2.50 s (SIGKILL)",
         "failed: greedy: UnavailableError: gone (1)",
