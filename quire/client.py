@@ -109,8 +109,8 @@ class Client:
     ca                PEM file of the authorities that sign the server's certificate; with it, TLS is on
     admin             address of the admin service, which block_map, pool_summary, step_trace, drain, resume and
                       reset_prefix_cache call; None: the default of a server of this user on this machine
-    resume_timeout_s  a stream that broke off fails with UnavailableError if no try to continue it brings anything new
-                      for this long; 0: it fails at once
+    resume_timeout_s  a stream that broke off fails with UnavailableError if no server has continued it after this time;
+                      0: it fails at once
     """
 
     def __init__(

@@ -19,6 +19,8 @@ from quire.v1 import generation_pb2
 DEFAULT_RESUME_TIMEOUT_S = 60.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
+MAX_FRUITLESS = 20
+"""Maximum number of breaks in a row between which nothing new was received: the request may be what ends the server."""
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,7 @@ class Tries:
         self._resumable = ResumableRequest(request) if contact.resume_timeout_s else None
         self._deadline_s = math.inf if arguments["timeout"] is None else time.monotonic() + arguments["timeout"]
         self._broken_since_s: float | None = None
-        self._is_broken = False
+        self._num_fruitless = 0
         self._last_error: QuireError | None = None
         self._pause_s = FIRST_PAUSE_S
 
@@ -106,13 +108,13 @@ class Tries:
     def event(self, message: generation_pb2.GenerateResponse) -> Event | None:
         """Returns the event of a message, or None if it has nothing for the user."""
         self._contact.has_answered = True
-        if self._is_broken:
-            self._is_broken = False
+        if self._broken_since_s is not None:
+            self._broken_since_s = None
             self._contact.count_resumption()
             log.info("the stream continues")
         if self._resumable is not None and not self._resumable.accept(message):
             return None
-        self._broken_since_s = None
+        self._num_fruitless = 0
         self._pause_s = FIRST_PAUSE_S
         return messages.event(message)
 
@@ -123,9 +125,11 @@ class Tries:
         now_s = time.monotonic()
         if self._broken_since_s is None:
             self._broken_since_s = now_s
+            self._num_fruitless += 1
+            if self._num_fruitless > MAX_FRUITLESS:
+                raise UnavailableError(f"{error.message} ({self._num_fruitless} breaks in a row without anything new)")
             limit_s = self._contact.resume_timeout_s
             log.info("the stream broke off (%s): trying to continue it for up to %g s", error.message, limit_s)
-        self._is_broken = True
         self._last_error = error
         tried_s = now_s - self._broken_since_s
         if tried_s >= self._contact.resume_timeout_s:
@@ -145,6 +149,6 @@ class Tries:
         return (
             self._contact.has_answered
             or self._arguments["wait_for_ready"]
-            or self._broken_since_s is not None
+            or self._last_error is not None
             or is_lost_connection(error)
         )

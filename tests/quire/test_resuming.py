@@ -26,6 +26,7 @@ SEED = 5
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.005)
+    monkeypatch.setattr(tries, "LONGEST_PAUSE_S", 0.05)
 
 
 @pytest.fixture
@@ -217,22 +218,36 @@ def test_other_errors_are_not_tried_again(
 
 @KINDS
 def test_the_error_after_the_last_try_says_how_long_was_tried(server: ScriptedServer, kind: type[SyncCalls]) -> None:
-    server.script = breaking(10**6, 1, unavailable)
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        if len(server.requests) == 1:
+            yield answer().stream(request)[0]
+        await unavailable(context)
+
+    server.script = script
     with pytest.raises(quire.UnavailableError, match=r"the server is draining \(tried again for 0\.[2-9] s\)"):
         kind(server.address, resume_timeout_s=0.2).events("p", n=2)
     assert len(server.requests) > 2
 
 
 @KINDS
-def test_progress_renews_the_time(server: ScriptedServer, kind: type[SyncCalls]) -> None:
-    """Each stream brings a token. All together take longer than the bound, which holds between two tokens."""
+def test_every_server_that_answers_renews_the_time(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    """All breaks together take longer than the bound, which holds for each of them."""
 
     async def late(context: Any) -> None:
         await asyncio.sleep(0.1)
         await unavailable(context)
 
-    server.script = breaking(7, 2, late)
+    server.script = breaking(7, 1, late)
     assert kind(server.address, resume_timeout_s=0.3).call("complete", "p", n=2) == expected()
+
+
+@KINDS
+def test_a_request_that_always_breaks_off_is_given_up(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    """It may be what ends the server. Anything new begins the count again."""
+    server.script = breaking(10**6, 1, unavailable)
+    with pytest.raises(quire.UnavailableError, match="21 breaks in a row"):
+        kind(server.address).events("p", n=2)
+    assert len(server.requests) == 21
 
 
 @KINDS
