@@ -46,7 +46,7 @@ class Survival:
     failures           requests that failed, by error
     wrong              a line for each difference of an answer
     num_resumptions    streams that went on with another scheduler
-    longest_silence_s  by signal
+    longest_silence_s  by the last signal before its end, apart for beams, which begin again after each break
     """
 
     num_served: Counter[str] = field(default_factory=Counter)
@@ -93,16 +93,17 @@ class Load:
         async with self._client.generate(job.prompt, **job.options) as events:
             async for event in events:
                 now_s = time.perf_counter()
-                self._note_silence(now_s - last_s)
+                self._note_silence(job.kind, now_s - last_s)
                 last_s = now_s
                 self.num_events += 1
                 assembler.add(event)
         return assembler.completion()
 
-    def _note_silence(self, silence_s: float) -> None:
+    def _note_silence(self, kind: str, silence_s: float) -> None:
+        """Keeps the longest one. Beams have their own: they send nothing before the search is over."""
+        name = (self.disturbance or "undisturbed") + (", beams" if kind == "beams" else "")
         longest = self.survival.longest_silence_s
-        if silence_s > longest.get(self.disturbance, 0.0):
-            longest[self.disturbance] = silence_s
+        longest[name] = max(longest.get(name, 0.0), silence_s)
 
 
 async def disturb(serve: psutil.Process, load: Load, signals: Sequence[signal.Signals], rng: random.Random) -> None:
@@ -162,7 +163,7 @@ def lines(survival: Survival) -> Iterator[str]:
     yield f"answers that differ {len(survival.wrong)}"
     yield f"streams continued   {survival.num_resumptions}"
     for name, silence_s in sorted(survival.longest_silence_s.items()):
-        yield f"longest silence     {silence_s:.2f} s ({name or 'undisturbed'})"
+        yield f"longest silence     {silence_s:.2f} s ({name})"
     yield from [f"failed: {what} ({count})" for what, count in survival.failures.most_common(_MAX_SHOWN)]
     yield from [f"differs: {what}" for what in survival.wrong[:_MAX_SHOWN]]
 
