@@ -23,8 +23,8 @@ KINDS: dict[str, GenerateOptions] = {
     "three samples": {"temperature": 1.0, "n": 3},
     "penalties": {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.4, "presence_penalty": 0.3},
     "biased": {"temperature": 1.0, "logit_bias": {17: 2.0, 40: -5.0}},
-    "stop string": {"temperature": 0.7, "stop": ["The end", "she said", "."], "min_tokens": 150},
-    "stop id": {"temperature": 1.0, "stop_token_ids": [17, 40, 80], "min_tokens": 100},
+    "stop string": {"temperature": 0.7, "stop": ["The end", "she said", "."]},
+    "stop id": {"temperature": 1.0, "stop_token_ids": [17, 40, 80]},
     "log-probabilities": {"temperature": 0.8, "logprobs": 3},
     "prompt log-probabilities": {"temperature": 0, "logprobs": 0, "prompt_logprobs": 2},
     "cut characters": {"temperature": 5.0},
@@ -52,6 +52,8 @@ def jobs(number: int, num_tokens: int, seed: int) -> list[Job]:
 
 def _job(kind: str, index: int, num_tokens: int, seed: int) -> Job:
     options: GenerateOptions = {"max_tokens": num_tokens + index % 7, "ignore_eos": True}
+    if kind.startswith("stop"):
+        options["min_tokens"] = num_tokens // 2
     if kind != "beams":
         options["seed"] = seed * 1000 + index
     opening = OPENINGS[index % len(OPENINGS)]
