@@ -45,6 +45,7 @@ COMMANDS: dict[str, Command] = {
         "bench.attacks.loop_gaps", "The longest time for which one request holds the scheduler's event loop."
     ),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
+    "survival": Command("bench.overhead.survival", "Answers of streams while the scheduler is killed and stopped."),
     "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),
     "gpu-bundle": Command("bench.gpu.bundle", "Wheels and stubs for gpu-check on a machine without a package index."),
     "gpu-environment": Command("bench.gpu.environment", "Phase of gpu-check: packages, stubs, the GPU and its tools."),

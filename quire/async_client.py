@@ -1,6 +1,7 @@
 """The asynchronous client: the same calls as in `quire.client`, on grpc.aio."""
 
 import asyncio
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -9,19 +10,26 @@ import grpc
 from quire import messages
 from quire.block_map import BlockMap, PoolSummary, ServerInfo, StepTrace
 from quire.channel import DEFAULT_ADDRESS, CallDefaults, Connection
-from quire.errors import RequestCancelledError, UnavailableError
+from quire.errors import QuireError, RequestCancelledError, UnavailableError
 from quire.events import Completion, Event, Prompt
 from quire.options import GenerateOptions
 from quire.status import from_rpc_error
 from quire.tls import TlsFiles
+from quire.tries import DEFAULT_RESUME_TIMEOUT_S, ServerContact, Tries
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 
 class AsyncEventStream:
     """An iterator over the events of a request. Closing, dropping, or leaving `async with` cancels the request."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, method: Any, tries: Tries, contact: ServerContact) -> None:
+        """Sends the request. `method` is that of the stub."""
+        self._closed = True
+        self._method = method
+        self._tries = tries
+        self._contact = contact
+        self._wake = asyncio.Event()
+        self._call = self._started_call()
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -32,31 +40,30 @@ class AsyncEventStream:
         while not self._closed:
             try:
                 message = await self._call.read()
-            except grpc.RpcError as error:
-                if self._closed:  # another task closed it
-                    break
-                self._closed = True
-                raise from_rpc_error(error) from None
+            except grpc.RpcError as rpc_error:
+                error = from_rpc_error(rpc_error)
             except asyncio.CancelledError:
                 # grpc.aio raises this also when the call or its channel was closed and this task was not cancelled.
                 if _task_is_being_cancelled():
                     self.close()
                     raise
-                if self._closed:
+                error = RequestCancelledError("the connection was closed")
+            else:
+                if message is grpc.aio.EOF:
+                    self._closed = True
                     break
-                self._closed = True
-                raise RequestCancelledError("the connection was closed") from None
-            if message is grpc.aio.EOF:
-                self._closed = True
-                break
-            if (event := messages.event(message)) is not None:
-                return event
+                if (event := self._tries.event(message)) is not None:
+                    return event
+                continue
+            if not self._closed:  # otherwise another task closed it
+                await self._begin_again(error)
         raise StopAsyncIteration
 
     def close(self) -> None:
         """Cancels the request unless it has ended; iteration then stops. May be called more than once."""
         if not self._closed:
             self._closed = True
+            self._wake.set()
             self._call.cancel()
 
     async def __aenter__(self) -> Self:
@@ -67,6 +74,24 @@ class AsyncEventStream:
 
     def __del__(self) -> None:
         self.close()
+
+    async def _begin_again(self, error: QuireError) -> None:
+        """Waits, and sends the request for the rest of the stream. Raises the error if there is no further try."""
+        try:
+            pause_s = self._tries.pause_s(error)
+            with self._contact.pausing(self._wake), suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), pause_s)
+            if not self._wake.is_set():
+                self._call = self._started_call()
+            elif not self._closed:
+                raise RequestCancelledError("the connection was closed")
+        except (QuireError, asyncio.CancelledError):
+            self._closed = True
+            raise
+
+    def _started_call(self) -> Any:
+        request, arguments = self._tries.next_call()
+        return self._method(request, **arguments)
 
 
 def _task_is_being_cancelled() -> bool:
@@ -87,6 +112,7 @@ class AsyncClient:
         tls: bool | TlsFiles = False,
         ca: str | None = None,
         admin: str | None = None,
+        resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S,
     ) -> None:
         connection = Connection(address, api_key, tls, ca, admin)
         self._defaults = CallDefaults(timeout_s, wait_for_ready, api_key)
@@ -95,6 +121,12 @@ class AsyncClient:
         self._generation = generation_pb2_grpc.GenerationStub(self._channel)
         self._admin_channel = connection.admin_channel(grpc.aio)
         self._address = address
+        self._contact = ServerContact(resume_timeout_s)
+
+    @property
+    def num_resumptions(self) -> int:
+        """Number of times that a stream of this client was continued after a break, or its request sent again."""
+        return self._contact.num_resumptions
 
     def generate(
         self,
@@ -110,9 +142,8 @@ class AsyncClient:
         TypeError for unknown options; iterating raises all other errors.
         """
         request = messages.generate_request(prompt, options)
-        return AsyncEventStream(
-            self._generation.Generate(request, **self._defaults.arguments(timeout_s, wait_for_ready))
-        )
+        tries = Tries(request, self._defaults.arguments(timeout_s, wait_for_ready), self._contact)
+        return AsyncEventStream(self._generation.Generate, tries, self._contact)
 
     async def complete(
         self,
@@ -167,6 +198,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Closes the connection, which cancels the requests in progress."""
+        self._contact.close()
         await self._channel.close()
         if self._admin_channel is not None:
             await self._admin_channel.close()

@@ -13,15 +13,17 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.max_receive_message_length", 64 << 20),
     # Reconnects soon after a server has started; the defaults are 1 s and 120 s.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 5000),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    # Clients try again by themselves, and only where it is safe (`quire.tries`).
+    ("grpc.enable_retries", 0),
     # Despite its name, this limits one connection attempt. A server on a busy machine may answer late; where there is
     # no server, the attempt fails at once.
     ("grpc.min_reconnect_backoff_ms", 10_000),
-    # Ends streams with UNAVAILABLE within half a minute if the server is stopped or unreachable. A server of Quire
-    # permits a ping every ten seconds; gRPC itself would stop pinging after two pings without data.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
+    # Ends streams with UNAVAILABLE within 15 seconds if the server is stopped or unreachable. A server of Quire
+    # permits a ping every five seconds; gRPC itself would stop pinging after two pings without data.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),
 )
 

@@ -1,5 +1,6 @@
 """The synchronous client."""
 
+import threading
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -8,19 +9,26 @@ import grpc
 from quire import messages
 from quire.block_map import BlockMap, PoolSummary, ServerInfo, StepTrace
 from quire.channel import DEFAULT_ADDRESS, CallDefaults, Connection
-from quire.errors import UnavailableError
+from quire.errors import QuireError, RequestCancelledError, UnavailableError
 from quire.events import Completion, Event, Prompt
 from quire.options import GenerateOptions
 from quire.status import from_rpc_error
 from quire.tls import TlsFiles
+from quire.tries import DEFAULT_RESUME_TIMEOUT_S, ServerContact, Tries
 from quire.v1 import admin_pb2, admin_pb2_grpc, generation_pb2, generation_pb2_grpc
 
 
 class EventStream:
     """An iterator over the events of a request. Closing, dropping, or leaving `with` cancels the request."""
 
-    def __init__(self, call: Any) -> None:
-        self._call = call
+    def __init__(self, method: Any, tries: Tries, contact: ServerContact) -> None:
+        """Sends the request. `method` is that of the stub."""
+        self._closed = True
+        self._method = method
+        self._tries = tries
+        self._contact = contact
+        self._wake = threading.Event()
+        self._call = self._started_call()
         self._closed = False
 
     def __iter__(self) -> Self:
@@ -34,19 +42,21 @@ class EventStream:
             except StopIteration:
                 self._closed = True
                 raise
-            except grpc.RpcError as error:
-                if self._closed:  # another thread closed it
-                    break
-                self._closed = True
-                raise from_rpc_error(error) from None
-            if (event := messages.event(message)) is not None:
-                return event
+            except grpc.RpcError as rpc_error:
+                error = from_rpc_error(rpc_error)
+            else:
+                if (event := self._tries.event(message)) is not None:
+                    return event
+                continue
+            if not self._closed:  # otherwise another thread closed it
+                self._begin_again(error)
         raise StopIteration
 
     def close(self) -> None:
         """Cancels the request unless it has ended; iteration then stops. Any thread may call it, more than once."""
         if not self._closed:
             self._closed = True
+            self._wake.set()
             self._call.cancel()
 
     def __enter__(self) -> Self:
@@ -58,19 +68,49 @@ class EventStream:
     def __del__(self) -> None:
         self.close()
 
+    def _begin_again(self, error: QuireError) -> None:
+        """Waits, and sends the request for the rest of the stream. Raises the error if there is no further try."""
+        try:
+            pause_s = self._tries.pause_s(error)
+            with self._contact.pausing(self._wake):
+                is_woken = self._wake.wait(pause_s)
+            if not is_woken:
+                self._call = self._started_call()
+            elif not self._closed:
+                raise RequestCancelledError("the connection was closed")
+        except QuireError:
+            self._closed = True
+            raise
+        if self._closed:  # another thread closed it, and may have cancelled the previous call
+            self._call.cancel()
+
+    def _started_call(self) -> Any:
+        request, arguments = self._tries.next_call()
+        try:
+            return self._method(request, **arguments)
+        except ValueError as error:
+            if not self._contact.is_closed:
+                raise
+            raise RequestCancelledError("the connection was closed") from error
+
 
 class Client:
     """Calls a Quire server. Safe to use from several threads.
 
-    address         "host:port" or "unix:path" of the scheduler
-    timeout_s       deadline of each call that does not set its own; None: no deadline
-    wait_for_ready  True: calls wait for a server that cannot be reached yet (within the deadline); False: they
-                    fail at once with UnavailableError
-    api_key         key or token that the server asks for (`quire keys add`); None: nothing is sent
-    tls             True: connect with TLS; TlsFiles: with a client certificate as well
-    ca              PEM file of the authorities that sign the server's certificate; with it, TLS is on
-    admin           address of the admin service, which block_map, pool_summary, step_trace, drain, resume and
-                    reset_prefix_cache call; None: the default of a server of this user on this machine
+    If the server is lost or drained, streams continue with the server that answers next: no token is repeated or
+    missing. For this, a stream keeps 4 bytes for each token until it ends.
+
+    address           "host:port" or "unix:path" of the scheduler
+    timeout_s         deadline of each call that does not set its own, all its tries together; None: no deadline
+    wait_for_ready    True: calls wait for a server that cannot be reached yet (within the deadline); False: they
+                      fail at once with UnavailableError if this client has never had an answer
+    api_key           key or token that the server asks for (`quire keys add`); None: nothing is sent
+    tls               True: connect with TLS; TlsFiles: with a client certificate as well
+    ca                PEM file of the authorities that sign the server's certificate; with it, TLS is on
+    admin             address of the admin service, which block_map, pool_summary, step_trace, drain, resume and
+                      reset_prefix_cache call; None: the default of a server of this user on this machine
+    resume_timeout_s  a stream that broke off fails with UnavailableError if no server has continued it after this time;
+                      0: it fails at once
     """
 
     def __init__(
@@ -83,6 +123,7 @@ class Client:
         tls: bool | TlsFiles = False,
         ca: str | None = None,
         admin: str | None = None,
+        resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S,
     ) -> None:
         connection = Connection(address, api_key, tls, ca, admin)
         self._defaults = CallDefaults(timeout_s, wait_for_ready, api_key)
@@ -91,6 +132,12 @@ class Client:
         self._generation = generation_pb2_grpc.GenerationStub(self._channel)
         self._admin_channel = connection.admin_channel(grpc)
         self._address = address
+        self._contact = ServerContact(resume_timeout_s)
+
+    @property
+    def num_resumptions(self) -> int:
+        """Number of times that a stream of this client was continued after a break, or its request sent again."""
+        return self._contact.num_resumptions
 
     def generate(
         self,
@@ -106,7 +153,8 @@ class Client:
         TypeError for unknown options; iterating raises all other errors.
         """
         request = messages.generate_request(prompt, options)
-        return EventStream(self._generation.Generate(request, **self._defaults.arguments(timeout_s, wait_for_ready)))
+        tries = Tries(request, self._defaults.arguments(timeout_s, wait_for_ready), self._contact)
+        return EventStream(self._generation.Generate, tries, self._contact)
 
     def complete(
         self,
@@ -157,6 +205,7 @@ class Client:
 
     def close(self) -> None:
         """Closes the connection, which cancels the requests in progress."""
+        self._contact.close()
         self._channel.close()
         if self._admin_channel is not None:
             self._admin_channel.close()

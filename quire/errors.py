@@ -93,9 +93,18 @@ class PermissionDeniedError(QuireError):
 
 
 class UnavailableError(QuireError):
-    """UNAVAILABLE: no server answers at the address, or the server is draining or has never had an executor."""
+    """UNAVAILABLE: no server answers at the address, or the server is draining or has never had an executor.
+
+    After a break the message says how long the client tried to continue the stream.
+    """
 
     code = "UNAVAILABLE"
+
+
+class OtherModelError(QuireError):
+    """FAILED_PRECONDITION: the stream broke off, and the server that answers now has another model or other weights."""
+
+    code = "FAILED_PRECONDITION"
 
 
 class InternalError(QuireError):

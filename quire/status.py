@@ -11,6 +11,7 @@ from quire.errors import (
     InternalError,
     InvalidRequestError,
     LimitExceededError,
+    OtherModelError,
     PermissionDeniedError,
     QueueFullError,
     QuireError,
@@ -26,10 +27,20 @@ _PLAIN: dict[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.CANCELLED: RequestCancelledError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.FAILED_PRECONDITION: OtherModelError,
     grpc.StatusCode.INTERNAL: InternalError,
     grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
 }
+
+_LOST_CONNECTION = ("socket closed", "stream removed", "connection reset", "broken pipe", "goaway", "cancelling all")
+"""Words of gRPC's messages about a connection that was open; the status is the same as for a server that is absent."""
+
+
+def is_lost_connection(error: UnavailableError) -> bool:
+    """Returns whether the call had a connection, which is lost now. False for a message that is not known."""
+    message = error.message.lower()
+    return any(words in message for words in _LOST_CONNECTION)
 
 
 def from_rpc_error(error: grpc.RpcError) -> QuireError:

@@ -48,7 +48,7 @@ class Row:
 async def measure(attacks: Sequence[str], flags: Sequence[str], duration_s: float, keep: Callable[[Row], None]) -> None:
     """Runs the attacks one after the other. `keep` takes each row."""
     for attack in attacks:
-        async with quire_server(flags) as server, AsyncClient(server.addresses["grpc"]) as client:
+        async with quire_server(flags) as server, AsyncClient(server.addresses["grpc"], resume_timeout_s=0) as client:
             keep(await _beside(attack, server.pid, server.addresses, client, duration_s))
 
 

@@ -67,7 +67,7 @@ async def measure(flags: Sequence[str], num_clients: dict[str, int], duration_s:
 
 
 async def _clients(address: str, key: str, tenant: str, number: int, counts: Counter[str]) -> None:
-    async with AsyncClient(address, api_key=key) as client, asyncio.TaskGroup() as group:
+    async with AsyncClient(address, api_key=key, resume_timeout_s=0) as client, asyncio.TaskGroup() as group:
         for seed in range(number):
             group.create_task(_client(client, tenant, random.Random(f"{tenant} {seed}"), counts))
 

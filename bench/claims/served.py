@@ -51,7 +51,7 @@ async def with_services(
     """Does the same as `at_services`, but measures through one client."""
 
     async def connected(address: str) -> T:
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, resume_timeout_s=0) as client:
             return await measure(client)
 
     return await at_services(setting, flags, connected)

@@ -58,7 +58,7 @@ async def measure(flags: Sequence[str], scale: Scale, keep: Callable[[dict[str, 
     started_s = time.monotonic()
     async with quire_server(flags, log=lambda line: print(line, flush=True)) as server:
         report["start_to_ready_s"] = time.monotonic() - started_s
-        async with AsyncClient(server.addresses["grpc"]) as client:
+        async with AsyncClient(server.addresses["grpc"], resume_timeout_s=0) as client:
             info = await client.server_info()
             report["server"] = asdict(info)
             keep(report)

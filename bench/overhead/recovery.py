@@ -8,8 +8,8 @@
 The cases run one after the other, and each starts on an idle server. Detected: from the signal until `grpc.health.v1`
 of the scheduler says NOT_SERVING or cannot be reached. Ready: until it says SERVING. A Watch stream reports both,
 without polling. Streams that run during the loss are counted, and compared token by token with the same requests
-undisturbed. The longest gap is the longest time between two tokens of one stream, as its client sees it. The streams of
-a lost scheduler fail and are not counted.
+undisturbed. The longest gap is the longest time between two tokens of one stream, as its client sees it. `survival`
+measures what streams experience when the scheduler is lost.
 
 Then the tokens that a restart computes again. Streams with prompts of their own run or have ended when the scheduler is
 killed; their prompts and received tokens are sent again. Once the executor survives, which retains their KV, and once

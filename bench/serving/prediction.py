@@ -110,7 +110,7 @@ class MeasuredRun:
 
 async def measure_and_predict(address: str, settings: PredictionSettings, console: Console) -> Prediction:
     """Measures the server at `address`. Raises LoadError, QuireError, and PlanningError for runs with too few steps."""
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, resume_timeout_s=0) as client:
         info = await client.server_info()
         turns = [
             Turn(0, number, trace_settings(settings.load(number), info, number))

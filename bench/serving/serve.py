@@ -86,7 +86,7 @@ async def run(settings: ServeSettings, console: Console) -> tuple[ServerInfo, li
             with console.status("starting the services"):
                 server = await resources.enter_async_context(quire_server(settings.spawn))
             address = server.addresses["grpc"]
-        client = await resources.enter_async_context(AsyncClient(address))
+        client = await resources.enter_async_context(AsyncClient(address, resume_timeout_s=0))
         info = await client.server_info()
         engines = [quire_engine(client), *await _other_engines(settings, info, resources, console)]
         if settings.spawn is not None or (settings.peer is not None and settings.peer.command):

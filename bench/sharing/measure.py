@@ -75,7 +75,7 @@ class CaseResult:
 
 async def measure(address: str, settings: SharingSettings, console: Console) -> tuple[ServerInfo, list[CaseResult]]:
     """Measures all cases, one after the other. Raises LoadError and QuireError."""
-    async with AsyncClient(address) as client:
+    async with AsyncClient(address, resume_timeout_s=0) as client:
         info = await client.server_info()
         results = []
         for case in settings.cases:

@@ -1,11 +1,28 @@
 """`quire generate`: one request, streamed to the terminal."""
 
 import json
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TextIO
 
+from quire import tries
 from quire.events import Delta, Event, Finished, PromptLogprobs, Started, TokenLogprobs
+
+
+@contextmanager
+def breaks_noted(notes: TextIO) -> Iterator[None]:
+    """Writes a line when the stream breaks off, and one when it continues."""
+    handler = logging.StreamHandler(notes)
+    handler.setFormatter(logging.Formatter("quire: %(message)s"))
+    tries.log.addHandler(handler)
+    tries.log.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        tries.log.removeHandler(handler)
+        tries.log.setLevel(logging.NOTSET)
 
 
 def write_json(events: Iterable[Event], out: TextIO) -> None:

@@ -27,6 +27,7 @@ from quire.cli.services import (
 )
 from quire.cli.supervisor import ChildFailed
 from quire.events import ChatMessage, Prompt
+from quire.tries import DEFAULT_RESUME_TIMEOUT_S
 
 app = typer.Typer(
     name="quire",
@@ -88,15 +89,18 @@ def generate(
     chat: Annotated[bool, typer.Option(help="the prompt is a user's message in a chat")] = False,
     system: Annotated[str | None, typer.Option(help="system message before it; implies --chat")] = None,
     timeout_s: Annotated[float | None, typer.Option(help="deadline in seconds")] = None,
+    resume_timeout_s: Annotated[
+        float, typer.Option(min=0, help="seconds to try to continue a stream that broke off; 0: do not try")
+    ] = DEFAULT_RESUME_TIMEOUT_S,
     stats: Annotated[bool, typer.Option("--stats", help="tokens and reasons on standard error")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="every event as a line of JSON")] = False,
     **values: Any,
 ) -> None:
     """Streams a completion to the terminal. Sends the API key in QUIRE_API_KEY, if there is one."""
-    from quire.cli.generate import write_json, write_text
+    from quire.cli.generate import breaks_noted, write_json, write_text
 
     text = _stdin_text() if prompt in (None, "-") else prompt
-    with reported(), take_client(values) as client:
+    with reported(), breaks_noted(sys.stderr), take_client(values, resume_timeout_s=resume_timeout_s) as client:
         options = given_options(values)
         with client.generate(_prompt(text or "", chat, system), timeout_s=timeout_s, **options) as events:
             if as_json:

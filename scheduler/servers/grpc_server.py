@@ -45,8 +45,9 @@ OPTIONS = [
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.ping_timeout_ms", 10_000),
-    # Allows clients to send keepalive pings.
-    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    # Allows clients to send keepalive pings. The interval is half of that of the clients, because pings that were sent
+    # ten seconds apart can arrive closer together; the third one that comes too early would end the connection.
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
 

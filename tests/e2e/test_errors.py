@@ -198,7 +198,7 @@ async def test_requests_are_refused_before_the_first_executor() -> None:
     stack.show_log()
     scheduler = stack.launch_scheduler()
     try:
-        async with AsyncClient(addresses["listen"], wait_for_ready=True) as client:
+        async with AsyncClient(addresses["listen"], wait_for_ready=True, resume_timeout_s=0) as client:
             with pytest.raises(UnavailableError, match="no executor"):
                 await client.complete("Once upon a time")
             with pytest.raises(UnavailableError, match="no executor"):

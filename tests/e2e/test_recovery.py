@@ -183,8 +183,9 @@ async def test_requests_wait_for_an_executor_that_comes_back(apart: Stack, netwo
 
 
 async def test_a_killed_scheduler_ends_the_streams_but_not_the_executor(served: Stack) -> None:
+    """The client does not resume here (test_resume.py), so that the test sees the break itself."""
     stack, jobs = served, JOBS[:8]
-    async with stack.client() as client:
+    async with stack.client(resume_timeout_s=0) as client:
         expected = await outcomes(client, jobs)
         executor, before = stack.pid("executor"), await incarnation(stack)
 
@@ -233,7 +234,7 @@ async def has_lease(client: ExecutorClient, incarnation: str) -> bool:
 
 async def test_sigterm_drains_the_server(served: Stack) -> None:
     stack, jobs = served, JOBS[:16]
-    async with stack.client() as client:
+    async with stack.client(resume_timeout_s=0) as client:
         expected = await outcomes(client, jobs)
         services = [stack.pid("scheduler"), stack.pid("executor")]
 

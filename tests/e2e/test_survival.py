@@ -35,7 +35,7 @@ async def test_a_stream_is_complete_after_eight_deaths_of_the_executor_in_a_row(
 
 async def test_a_scheduler_that_is_stopped_is_replaced() -> None:
     with Stack(step_timeout_s=4) as stack:
-        async with stack.client() as client:
+        async with stack.client(resume_timeout_s=0) as client:
             streams = await started_stream(client)
             stopped = stack.send("scheduler", signal.SIGSTOP)
             assert {type(failure) for failure in await streams.failures()} == {UnavailableError}

@@ -88,6 +88,7 @@ def test_an_answer_that_breaks_the_protocol_is_an_internal_error(
         (grpc.StatusCode.DEADLINE_EXCEEDED, quire.DeadlineExceededError),
         (grpc.StatusCode.CANCELLED, quire.RequestCancelledError),
         (grpc.StatusCode.UNAVAILABLE, quire.UnavailableError),
+        (grpc.StatusCode.FAILED_PRECONDITION, quire.OtherModelError),
         (grpc.StatusCode.INTERNAL, quire.InternalError),
         (grpc.StatusCode.UNAUTHENTICATED, quire.UnauthenticatedError),
         (grpc.StatusCode.PERMISSION_DENIED, quire.PermissionDeniedError),

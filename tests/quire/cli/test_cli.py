@@ -4,7 +4,9 @@ import json
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -13,6 +15,7 @@ from typer.testing import CliRunner, Result
 import quire.cli.main
 from quire.addresses import with_port
 from quire.v1 import admin_pb2, generation_pb2
+from tests.support.client.fake_generation import FakeGeneration
 from tests.support.client.scripted_server import ScriptedServer, delta, finished, refusal, replies, started
 
 COMMANDS = ["serve", "scheduler", "executor", "generate", "kv", "demo", "plan", "simulate"]
@@ -54,6 +57,7 @@ def test_generate_prints_the_text(server: ScriptedServer) -> None:
     assert server.requests == [
         generation_pb2.GenerateRequest(
             text="a prompt",
+            resumable=True,
             sampling=generation_pb2.SamplingParams(temperature=0.0, seed=9, n=1, top_k=4),
             stopping=generation_pb2.StoppingParams(max_tokens=5, stop=["x", "y"], ignore_eos=True),
         )
@@ -71,6 +75,7 @@ def test_generate_sends_every_option(server: ScriptedServer) -> None:
     assert server.requests == [
         generation_pb2.GenerateRequest(
             text="p",
+            resumable=True,
             cache_salt="s",
             sampling=generation_pb2.SamplingParams(
                 beam_width=4,
@@ -105,6 +110,35 @@ def test_values_that_cannot_be_sent_are_reported_by_field(server: ScriptedServer
     ]
 
 
+def test_generate_continues_a_stream_and_says_so(server: ScriptedServer) -> None:
+    fake = FakeGeneration([[1, 2, 3]], num_prompt_logprobs=0, seed=1)
+
+    async def script(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        for response in fake.stream(request)[: 2 if len(server.requests) == 1 else None]:
+            yield response
+        if len(server.requests) == 1:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
+
+    server.script = script
+    result = invoke("generate", "p", "--address", server.address)
+    assert (result.exit_code, result.stdout.splitlines()[0]) == (0, "<1><2><3>")
+    assert result.stderr.splitlines() == [
+        "quire: the stream broke off (the server is draining): trying to continue it for up to 60 s",
+        "quire: the stream continues",
+    ]
+
+
+def test_generate_can_be_told_not_to_continue(server: ScriptedServer) -> None:
+    async def script(request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        yield started()
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
+
+    server.script = script
+    result = invoke("generate", "p", "--address", server.address, "--resume-timeout-s", "0")
+    assert (result.exit_code, result.stderr) == (69, "quire: the server is draining\n")
+    assert [request.resumable for request in server.requests] == [False]
+
+
 def test_a_refusal_has_a_line_for_each_field(server: ScriptedServer) -> None:
     server.script = refusal(grpc.StatusCode.INVALID_ARGUMENT, "no", {"sampling.n": "too many", "text": "too long"})
     result = invoke("generate", "p", "--address", server.address)
@@ -117,7 +151,7 @@ def test_a_refusal_has_a_line_for_each_field(server: ScriptedServer) -> None:
 @pytest.mark.parametrize("words", [[], ["-"]])
 def test_generate_reads_its_prompt_from_standard_input(server: ScriptedServer, words: list[str]) -> None:
     assert invoke("generate", *words, "--address", server.address, stdin="two\nlines\n").exit_code == 0
-    assert server.requests == [generation_pb2.GenerateRequest(text="two\nlines")]
+    assert server.requests == [generation_pb2.GenerateRequest(text="two\nlines", resumable=True)]
 
 
 def test_generate_can_chat(server: ScriptedServer) -> None:

@@ -87,9 +87,13 @@ def listen_as_admin(server: Any, address: str) -> None:
 
 
 class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.AdminServicer):
-    """Answers Generate with `script`, and admin calls with its attributes. Keeps all requests in `requests`."""
+    """Answers Generate with `script`, and admin calls with its attributes. Keeps all requests in `requests`.
 
-    def __init__(self) -> None:
+    options  of gRPC, in addition to its own
+    """
+
+    def __init__(self, options: tuple[tuple[str, int], ...] = ()) -> None:
+        self._options = options
         self.script: Script = replies(started(), finished(0))
         self.requests: list[generation_pb2.GenerateRequest] = []
         self.time_remaining_s: list[float | None] = []
@@ -134,7 +138,7 @@ class ScriptedServer(generation_pb2_grpc.GenerationServicer, admin_pb2_grpc.Admi
         return asyncio.run_coroutine_threadsafe(_as_coroutine(work), self._loop).result(WAIT_S)
 
     async def _start(self, address: str) -> None:
-        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0),))
+        self._server = grpc.aio.server(options=(("grpc.so_reuseport", 0), *self._options))
         generation_pb2_grpc.add_GenerationServicer_to_server(self, self._server)
         admin_pb2_grpc.add_AdminServicer_to_server(self, self._server)
         servicer = health.aio.HealthServicer()

@@ -1,0 +1,154 @@
+"""Decides when a stream that broke off is begun again, and when a client gives up."""
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from quire import messages
+from quire.errors import DeadlineExceededError, QuireError, UnavailableError
+from quire.events import Event
+from quire.resumption import ResumableRequest
+from quire.status import is_lost_connection
+from quire.v1 import generation_pb2
+
+DEFAULT_RESUME_TIMEOUT_S = 60.0
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+MAX_FRUITLESS = 20
+"""Maximum number of breaks in a row between which nothing new was received: the request may be what ends the server."""
+
+log = logging.getLogger(__name__)
+
+
+class Wake(Protocol):
+    """A `threading.Event` or an `asyncio.Event`, which ends a pause."""
+
+    def set(self) -> None: ...
+
+
+class ServerContact:
+    """The knowledge of a client about its server. Its streams share it, in any thread.
+
+    resume_timeout_s  see `quire.Client`
+    has_answered      this client has received a message from the server, so a server that is gone is expected back
+    num_resumptions   number of times that a stream was continued, or a request sent again
+    """
+
+    def __init__(self, resume_timeout_s: float) -> None:
+        """Raises ValueError for a negative time."""
+        if math.isnan(resume_timeout_s) or resume_timeout_s < 0:
+            raise ValueError("resume_timeout_s must not be negative")
+        self.resume_timeout_s = resume_timeout_s
+        self.has_answered = False
+        self.num_resumptions = 0
+        self.is_closed = False
+        self._lock = threading.Lock()
+        self._paused: set[Wake] = set()
+
+    def count_resumption(self) -> None:
+        with self._lock:
+            self.num_resumptions += 1
+
+    @contextmanager
+    def pausing(self, wake: Wake) -> Iterator[None]:
+        """Sets `wake` if the client is closed within the context or was closed before."""
+        with self._lock:
+            self._paused.add(wake)
+            if self.is_closed:
+                wake.set()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._paused.discard(wake)
+
+    def close(self) -> None:
+        """Ends all pauses."""
+        with self._lock:
+            self.is_closed = True
+            for wake in self._paused:
+                wake.set()
+
+
+class Tries:
+    """The tries of one request: what to send, what each message means, and how long to wait after a break.
+
+    arguments  the arguments of the first call; its timeout is the deadline of all calls together
+    """
+
+    def __init__(
+        self, request: generation_pb2.GenerateRequest, arguments: dict[str, Any], contact: ServerContact
+    ) -> None:
+        self._contact = contact
+        self._arguments = arguments
+        self._request = request
+        self._resumable = ResumableRequest(request) if contact.resume_timeout_s else None
+        self._deadline_s = math.inf if arguments["timeout"] is None else time.monotonic() + arguments["timeout"]
+        self._broken_since_s: float | None = None
+        self._num_fruitless = 0
+        self._last_error: QuireError | None = None
+        self._pause_s = FIRST_PAUSE_S
+
+    def next_call(self) -> tuple[generation_pb2.GenerateRequest, dict[str, Any]]:
+        """Returns the request of the next call, and its arguments. Raises DeadlineExceededError."""
+        request = self._resumable.next_request() if self._resumable else self._request
+        if self._last_error is None:
+            return request, self._arguments
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise DeadlineExceededError(f"the deadline passed during a break: {self._last_error.message}")
+        # With wait_for_ready, gRPC would wait without a bound for a server that cannot be reached.
+        return request, self._arguments | {"timeout": None if left_s == math.inf else left_s, "wait_for_ready": False}
+
+    def event(self, message: generation_pb2.GenerateResponse) -> Event | None:
+        """Returns the event of a message, or None if it has nothing for the user."""
+        self._contact.has_answered = True
+        if self._broken_since_s is not None:
+            self._broken_since_s = None
+            self._contact.count_resumption()
+            log.info("the stream continues")
+        if self._resumable is not None and not self._resumable.accept(message):
+            return None
+        self._num_fruitless = 0
+        self._pause_s = FIRST_PAUSE_S
+        return messages.event(message)
+
+    def pause_s(self, error: QuireError) -> float:
+        """Returns how long to wait before the next call. Raises the error of the last call if there is no next one."""
+        if not self._is_break(error):
+            raise error
+        now_s = time.monotonic()
+        if self._broken_since_s is None:
+            self._broken_since_s = now_s
+            self._num_fruitless += 1
+            if self._num_fruitless > MAX_FRUITLESS:
+                raise UnavailableError(f"{error.message} ({self._num_fruitless} breaks in a row without anything new)")
+            limit_s = self._contact.resume_timeout_s
+            log.info("the stream broke off (%s): trying to continue it for up to %g s", error.message, limit_s)
+        self._last_error = error
+        tried_s = now_s - self._broken_since_s
+        if tried_s >= self._contact.resume_timeout_s:
+            raise UnavailableError(f"{error.message} (tried again for {tried_s:.1f} s)")
+        longest_s = min(self._contact.resume_timeout_s - tried_s, max(0.0, self._deadline_s - now_s))
+        pause_s = random.uniform(0.5, 1.0) * self._pause_s  # so that not all clients come at once
+        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        return min(pause_s, longest_s)
+
+    def _is_break(self, error: QuireError) -> bool:
+        """Returns True if the stream can go on after this error.
+
+        A request fails at once if no server was ever there, unless the caller asked to wait for it.
+        """
+        if not isinstance(error, UnavailableError) or self._resumable is None or not self._resumable.can_continue:
+            return False
+        return (
+            self._contact.has_answered
+            or self._arguments["wait_for_ready"]
+            or self._last_error is not None
+            or is_lost_connection(error)
+        )

@@ -1,0 +1,129 @@
+"""A scheduler that dies costs its clients a pause: their streams continue with the next one, token for token."""
+
+import asyncio
+import signal
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from bench.overhead.survival_jobs import comparable, differences, jobs
+from quire import AsyncClient, Completion, UnavailableError
+from tests.support.e2e.process import is_running
+from tests.support.e2e.stack import Stack
+from tests.support.e2e.streams import StreamGroup, mixed_jobs, outcomes
+from tests.support.e2e.streams import differences as different_outputs
+from tests.support.e2e.waiting import until
+
+NUM_STREAMS = 16
+JOBS = mixed_jobs(NUM_STREAMS)
+KINDS = jobs(14, num_tokens=150, seed=1)
+
+
+@pytest.fixture(scope="module")
+def served_stack() -> Iterator[Stack]:
+    with Stack(max_num_seqs=64) as stack:
+        yield stack
+
+
+@pytest.fixture
+def served(served_stack: Stack) -> Stack:
+    served_stack.show_log()
+    return served_stack
+
+
+async def kill(stack: Stack, number: signal.Signals = signal.SIGKILL) -> None:
+    """Sends a signal to the scheduler and waits for its successor."""
+    killed = stack.send("scheduler", number)
+
+    async def is_replaced() -> bool:
+        return stack.pid("scheduler") not in (None, killed)
+
+    await until(is_replaced, "another scheduler runs")
+
+
+async def test_streams_survive_a_killed_scheduler(served: Stack) -> None:
+    async with served.client() as client:
+        expected = await outcomes(client, JOBS)
+        executor = served.pid("executor")
+        for _ in range(2):
+            streams = StreamGroup(client, JOBS).start()
+            await streams.until(lambda streams: streams.all_have(5))
+            before = client.num_resumptions
+            assert streams.most_run
+            await kill(served)
+            assert different_outputs(await streams.ended(), expected) == []
+            assert client.num_resumptions - before >= NUM_STREAMS / 2
+        assert served.pid("executor") == executor
+
+
+async def test_every_kind_of_request_survives_a_killed_scheduler(served: Stack) -> None:
+    """Text, reasons, usage, log-probabilities and scores are compared as well."""
+    async with served.client() as client:
+        expected = await completions(client)
+        tasks = asyncio.create_task(completions(client))
+        for _ in range(3):
+            await asyncio.sleep(0.15)
+            await kill(served)
+            await served.until_health("SERVING")
+        actual = await tasks
+        assert client.num_resumptions > 0
+    wrong = {job.kind: list(differences(*pair)) for job, *pair in zip(KINDS, actual, expected, strict=True)}
+    assert {kind: lines for kind, lines in wrong.items() if lines} == {}
+
+
+async def completions(client: AsyncClient) -> Sequence[Completion]:
+    calls = [client.complete(job.prompt, **job.options) for job in KINDS]
+    return [comparable(each) for each in await asyncio.gather(*calls)]
+
+
+async def test_a_synchronous_client_resumes(served: Stack) -> None:
+    job = KINDS[2]
+    with served.sync_client() as client:
+        expected = await asyncio.to_thread(client.complete, job.prompt, **job.options)
+        task = asyncio.create_task(asyncio.to_thread(client.complete, job.prompt, **job.options))
+        await asyncio.sleep(0.1)
+        await kill(served)
+        assert list(differences(comparable(await task), comparable(expected))) == []
+
+
+async def test_requests_wait_for_a_scheduler_that_comes_back(served: Stack) -> None:
+    """They were sent after its death, or were in its queue. Only a client that knows the server expects it back."""
+    async with served.client() as client, served.client() as stranger:
+        expected = await outcomes(client, JOBS[:1])
+        killed = served.send("scheduler", signal.SIGKILL)
+        await until(lambda: not_running(killed), "the scheduler has ended")
+        with pytest.raises(UnavailableError):
+            await stranger.complete("Once upon a time", max_tokens=1)
+        assert different_outputs(await outcomes(client, JOBS[:1]), expected) == []
+
+
+async def not_running(pid: int) -> bool:
+    return not is_running(pid)
+
+
+@pytest.mark.exhaustive
+async def test_streams_survive_a_scheduler_that_is_stopped() -> None:
+    with Stack(step_timeout_s=4) as stack:
+        async with stack.client() as client:
+            expected = await outcomes(client, JOBS)
+            streams = StreamGroup(client, JOBS).start()
+            await streams.until(lambda streams: streams.all_have(5))
+            await kill(stack, signal.SIGSTOP)
+            assert different_outputs(await streams.ended(), expected) == []
+            assert client.num_resumptions > 0
+
+
+@pytest.mark.exhaustive
+async def test_streams_survive_a_new_scheduler_for_an_old_one() -> None:
+    """SIGTERM ends the streams that are not over within the drain timeout."""
+    with Stack(apart=True, drain_timeout_s=0.2) as stack:
+        async with stack.client() as client:
+            expected = await outcomes(client, JOBS)
+            streams = StreamGroup(client, JOBS).start()
+            await streams.until(lambda streams: streams.all_have(5))
+            assert streams.most_run
+            await stack.ended(stack.scheduler, signal.SIGTERM)
+            assert streams.num_running > 0
+            stack.launch_scheduler()
+            assert different_outputs(await streams.ended(), expected) == []
+            assert client.num_resumptions > 0

@@ -1,0 +1,434 @@
+"""Both clients and a server that is lost in the middle of a stream: they continue it, or say why they cannot."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+import quire
+from quire import messages, tries
+from quire.channel import CHANNEL_OPTIONS
+from quire.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from tests.support.client.calls import KINDS, SyncCalls
+from tests.support.client.fake_generation import FakeGeneration
+from tests.support.client.scripted_server import Script, ScriptedServer, delta, finished, started
+from tests.support.e2e.proxy import Proxy
+from tests.support.waiting import until, wait_until
+
+SEQUENCES = [[11, 12, 13, 14, 15, 16], [21, 22, 23]]
+SEED = 5
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.005)
+    monkeypatch.setattr(tries, "LONGEST_PAUSE_S", 0.05)
+
+
+@pytest.fixture
+def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a wake-up ends a pause."""
+    monkeypatch.setattr(tries, "FIRST_PAUSE_S", 3600.0)
+
+
+@pytest.fixture
+def network(server: ScriptedServer) -> Iterator[Proxy]:
+    proxy = Proxy(server.address)
+    proxy.start()
+    yield proxy
+    proxy.close()
+
+
+def answer() -> FakeGeneration:
+    return FakeGeneration(SEQUENCES, num_prompt_logprobs=4, seed=SEED)
+
+
+def expected() -> quire.Completion:
+    assembler = messages.CompletionAssembler()
+    fake = answer()
+    request = fake.request()
+    request.resumable = True
+    for message in fake.stream(request):
+        event = messages.event(message)
+        assert event is not None
+        assembler.add(event)
+    return assembler.completion()
+
+
+def breaking(num_breaks: int, num_messages: int, end: Any) -> Script:
+    """Returns a script whose first streams end with `await end(context)` after this many messages."""
+    fake, num_streams = answer(), 0
+
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        nonlocal num_streams
+        num_streams += 1
+        is_last = num_streams > num_breaks
+        responses = fake.stream(request)
+        for response in responses if is_last else responses[:num_messages]:
+            yield response
+        if not is_last:
+            await end(context)
+
+    return script
+
+
+async def unavailable(context: Any) -> None:
+    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
+
+
+async def forever(context: Any) -> None:
+    await asyncio.Event().wait()
+
+
+@contextmanager
+def restarted(server: ScriptedServer, script: Script) -> Iterator[ScriptedServer]:
+    """Ends the server, which breaks its streams, and yields another one at its address."""
+    server.stop()
+    successor = ScriptedServer()
+    successor.script = script
+    successor.start(server.address)
+    yield successor
+    successor.stop()
+
+
+@KINDS
+@pytest.mark.parametrize("num_messages", [0, 1, 2, 3])
+def test_streams_that_break_again_and_again_give_the_whole_answer(
+    server: ScriptedServer, kind: type[SyncCalls], num_messages: int
+) -> None:
+    """With one message there is only a Started in each stream, with two there is progress."""
+    server.script = breaking(6, num_messages, unavailable)
+    calls = kind(server.address, wait_for_ready=True)
+    assert calls.call("complete", "p", n=2) == expected()
+    first, *others = [request.HasField("resume") for request in server.requests]
+    assert (first, set(others)) == (False, {num_messages > 0})
+
+
+@KINDS
+@pytest.mark.parametrize("num_messages", range(0, 12, 3))
+def test_streams_survive_a_connection_that_is_cut(
+    server: ScriptedServer, network: Proxy, kind: type[SyncCalls], num_messages: int
+) -> None:
+    async def cut(context: Any) -> None:
+        network.cut()
+        await forever(context)
+
+    server.script = breaking(3, num_messages, cut)
+    assert kind(network.address).call("complete", "p", n=2) == expected()
+
+
+@KINDS
+def test_streams_survive_a_network_that_is_down_for_a_while(
+    server: ScriptedServer, network: Proxy, kind: type[SyncCalls]
+) -> None:
+    async def refuse(context: Any) -> None:
+        network.refuse()
+        threading.Timer(0.3, network.accept).start()
+        await forever(context)
+
+    server.script = breaking(1, 4, refuse)
+    assert kind(network.address).call("complete", "p", n=2) == expected()
+
+
+@KINDS
+def test_streams_survive_a_restart_of_the_server(kind: type[SyncCalls]) -> None:
+    """It sends GOAWAY, and ends the streams with UNAVAILABLE."""
+    first = ScriptedServer()
+    first.start()
+    is_waiting = threading.Event()
+
+    async def wait(context: Any) -> None:
+        is_waiting.set()
+        await forever(context)
+
+    script = breaking(1, 4, wait)
+    first.script = script
+    completions = []
+    thread = threading.Thread(target=lambda: completions.append(kind(first.address).call("complete", "p", n=2)))
+    thread.start()
+    assert is_waiting.wait(20)
+    with restarted(first, script) as second:
+        thread.join(60)
+        assert completions == [expected()]
+        assert len(second.requests) == 1
+
+
+@KINDS
+def test_streams_survive_a_server_that_falls_silent(
+    server: ScriptedServer, network: Proxy, kind: type[SyncCalls], quick_keepalive: None
+) -> None:
+    async def stall(context: Any) -> None:
+        network.stall()
+        threading.Timer(1.0, network.resume).start()
+        await forever(context)
+
+    server.script = breaking(1, 4, stall)
+    assert kind(network.address).call("complete", "p", n=2) == expected()
+
+
+@pytest.fixture
+def quick_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_keepalive(monkeypatch, 100)
+
+
+def set_keepalive(monkeypatch: pytest.MonkeyPatch, interval_ms: int) -> None:
+    names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
+    options = tuple((name, interval_ms if name in names else value) for name, value in CHANNEL_OPTIONS)
+    monkeypatch.setattr(quire.channel, "CHANNEL_OPTIONS", options)
+
+
+@KINDS
+def test_a_break_after_the_last_message_loses_nothing(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    server.script = breaking(1, 1000, unavailable)
+    assert kind(server.address).call("complete", "p", n=2) == expected()
+    assert [each.finished for each in server.requests[1].resume.sequences] == [True, True]
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "code",
+    [
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.INTERNAL,
+    ],
+)
+@pytest.mark.parametrize("num_breaks", [0, 1], ids=["first stream", "continued stream"])
+def test_other_errors_are_not_tried_again(
+    server: ScriptedServer, kind: type[SyncCalls], code: grpc.StatusCode, num_breaks: int
+) -> None:
+    async def end(context: Any) -> None:
+        is_break = len(server.requests) <= num_breaks
+        await context.abort(grpc.StatusCode.UNAVAILABLE if is_break else code, "because")
+
+    server.script = breaking(1000, 3, end)
+    with pytest.raises(quire.QuireError, match="because") as raised:
+        kind(server.address).events("p", n=2)
+    assert raised.value.code == code.name
+    assert len(server.requests) == num_breaks + 1
+
+
+@KINDS
+def test_the_error_after_the_last_try_says_how_long_was_tried(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        if len(server.requests) == 1:
+            yield answer().stream(request)[0]
+        await unavailable(context)
+
+    server.script = script
+    with pytest.raises(quire.UnavailableError, match=r"the server is draining \(tried again for 0\.[2-9] s\)"):
+        kind(server.address, resume_timeout_s=0.2).events("p", n=2)
+    assert len(server.requests) > 2
+
+
+@KINDS
+def test_every_server_that_answers_renews_the_time(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    """All breaks together take longer than the bound, which holds for each of them."""
+
+    async def late(context: Any) -> None:
+        await asyncio.sleep(0.1)
+        await unavailable(context)
+
+    server.script = breaking(7, 1, late)
+    assert kind(server.address, resume_timeout_s=0.3).call("complete", "p", n=2) == expected()
+
+
+@KINDS
+def test_a_request_that_always_breaks_off_is_given_up(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    """It may be what ends the server. Anything new begins the count again."""
+    server.script = breaking(10**6, 1, unavailable)
+    with pytest.raises(quire.UnavailableError, match="21 breaks in a row"):
+        kind(server.address).events("p", n=2)
+    assert len(server.requests) == 21
+
+
+@KINDS
+def test_the_deadline_counts_all_tries(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    server.script = breaking(10**6, 1, unavailable)
+    with pytest.raises(quire.DeadlineExceededError):
+        kind(server.address, timeout_s=0.3).events("p", n=2)
+    remaining = server.time_remaining_s
+    first_s, last_s = remaining[0], remaining[-1]
+    assert first_s is not None
+    assert last_s is not None
+    assert last_s < first_s / 2
+
+
+@KINDS
+def test_a_client_that_must_not_resume_asks_for_no_continuation(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        yield started()
+        yield delta(0, "a", 1)
+        await unavailable(context)
+
+    server.script = script
+    with pytest.raises(quire.UnavailableError, match=r"^the server is draining$"):
+        kind(server.address, resume_timeout_s=0).events("p")
+    assert [request.resumable for request in server.requests] == [False]
+
+
+@KINDS
+def test_a_server_that_is_older_breaks_the_stream_for_good(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        yield started()
+        yield delta(0, "a", 1)
+        await unavailable(context)
+
+    server.script = script
+    with pytest.raises(quire.UnavailableError, match=r"^the server is draining$"):
+        kind(server.address).events("p")
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
+@pytest.mark.parametrize("client", [quire.Client, quire.AsyncClient])
+async def test_a_time_that_makes_no_sense_is_refused(client: Any, timeout_s: float) -> None:
+    with pytest.raises(ValueError, match="resume_timeout_s"):
+        client(resume_timeout_s=timeout_s)
+
+
+def refusing_first(num_refused: int) -> Script:
+    """Returns a script that refuses the first requests and answers the others."""
+    return breaking(num_refused, 0, unavailable)
+
+
+def test_a_client_waits_for_a_server_that_it_knows(server: ScriptedServer) -> None:
+    """A server that never answered is an error at once, one that answered before is expected back."""
+    with quire.Client(server.address) as client:
+        server.script = refusing_first(2)
+        with pytest.raises(quire.UnavailableError, match=r"^the server is draining$"):
+            client.complete("p", n=2)
+        with pytest.raises(quire.UnavailableError):
+            client.complete("p", n=2)
+        assert client.complete("p", n=2) == expected()
+        assert client.num_resumptions == 0
+        server.script = refusing_first(2)
+        assert client.complete("p", n=2) == expected()
+        assert client.num_resumptions == 1
+
+
+async def test_an_async_client_waits_for_a_server_that_it_knows(server: ScriptedServer) -> None:
+    async with quire.AsyncClient(server.address) as client:
+        server.script = refusing_first(1)
+        with pytest.raises(quire.UnavailableError, match=r"^the server is draining$"):
+            await client.complete("p", n=2)
+        assert await client.complete("p", n=2) == expected()
+        server.script = breaking(3, 3, unavailable)
+        assert await client.complete("p", n=2) == expected()
+        assert client.num_resumptions == 3
+
+
+def test_closing_a_stream_ends_its_pause(server: ScriptedServer, endless_pauses: None) -> None:
+    server.script = breaking(1000, 2, unavailable)
+    with quire.Client(server.address) as client:
+        events = client.generate("p", n=2)
+        closer = threading.Thread(target=lambda: (wait_until(lambda: paused(client)), events.close()))
+        closer.start()
+        assert len(list(events)) == 2
+        closer.join()
+        assert not paused(client)
+    assert len(server.requests) == 1
+
+
+def test_closing_the_client_ends_the_pauses_of_its_streams(server: ScriptedServer, endless_pauses: None) -> None:
+    server.script = breaking(1000, 2, unavailable)
+    client = quire.Client(server.address)
+    closer = threading.Thread(target=lambda: (wait_until(lambda: paused(client)), client.close()))
+    closer.start()
+    with pytest.raises(quire.RequestCancelledError):
+        list(client.generate("p", n=2))
+    closer.join()
+    with pytest.raises(quire.RequestCancelledError):
+        client.generate("p")
+    assert len(server.requests) == 1
+
+
+def paused(client: Any) -> set[Any]:
+    return set(client._contact._paused)
+
+
+@pytest.mark.parametrize("how", ["close", "cancel", "client"])
+async def test_whatever_ends_an_async_stream_ends_its_pause(
+    server: ScriptedServer, endless_pauses: None, how: str
+) -> None:
+    server.script = breaking(1000, 2, unavailable)
+    before = asyncio.all_tasks()
+    client = quire.AsyncClient(server.address)
+    events = client.generate("p", n=2)
+
+    async def read() -> int:
+        return len([event async for event in events])
+
+    task = asyncio.create_task(read())
+    await until(lambda: paused(client))
+    if how == "close":
+        events.close()
+        assert await task == 2
+    elif how == "cancel":
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [event async for event in events] == []
+    else:
+        await client.close()
+        with pytest.raises(quire.RequestCancelledError):
+            await task
+    assert not paused(client)
+    await client.close()
+    await until(lambda: asyncio.all_tasks() == before)
+    assert len(server.requests) == 1
+
+
+async def test_closing_a_continued_stream_cancels_its_request(server: ScriptedServer) -> None:
+    fake = answer()
+
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        responses = fake.stream(request)
+        for response in responses[:2]:
+            yield response
+        if len(server.requests) == 1:
+            server.cancelled.clear()
+            await unavailable(context)
+        await forever(context)
+
+    server.script = script
+    async with quire.AsyncClient(server.address) as client:
+        async with client.generate("p", n=2) as events:
+            for _ in range(3):
+                await anext(events)
+            server.cancelled.clear()
+        assert await asyncio.to_thread(server.saw_cancellation)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("permitted_ms", "is_permitted"), [(500, True), (10_000, False)])
+async def test_pings_in_a_quiet_stream(monkeypatch: pytest.MonkeyPatch, permitted_ms: int, is_permitted: bool) -> None:
+    """The intervals have the ratio of the real ones. The third ping that comes too early would end the connection."""
+    set_keepalive(monkeypatch, 1000)  # gRPC sends no more than one in a second
+    server = ScriptedServer((("grpc.http2.min_ping_interval_without_data_ms", permitted_ms),))
+
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        yield started()
+        yield delta(0, "a", 1)
+        await asyncio.sleep(6)
+        yield finished(0)
+
+    server.script = script
+    server.start()
+    try:
+        async with quire.AsyncClient(server.address) as client:
+            if is_permitted:
+                assert (await client.complete("p")).text == "a"
+            else:
+                with pytest.raises(quire.UnavailableError, match="Too many pings"):
+                    await client.complete("p")
+    finally:
+        server.stop()
