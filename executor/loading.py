@@ -84,7 +84,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
     if device.type == "cuda":
         sum_in_float32()
     with _timed(startup_s, "locate"):
-        directory = locate(config.model, config.revision)
+        directory = locate(config.model, config.revision, say)
     model_config = read_model_config(directory)
     max_model_len = resolve_max_model_len(config, model_config)
     limits = resolve_limits(config, model_config, max_model_len, config.num_blocks or 0, device.type == "cpu")
