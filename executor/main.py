@@ -1,7 +1,7 @@
 """The executor process: loads a model, prints `ready`, and serves until SIGTERM or SIGINT.
 
-Exit codes: 0 stopped by a signal · 1 the device is lost or hangs, loading hangs, or a bug · 2 wrong configuration or model, or too
-little memory · 3 an address is in use.
+Exit codes: 0 stopped by a signal · 1 the device is lost or hangs, loading hangs, or a bug · 2 wrong configuration or
+model, or too little memory · 3 an address is in use.
 """
 
 import asyncio

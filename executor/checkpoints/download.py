@@ -11,23 +11,23 @@ INTERVAL_S = 10.0
 @contextmanager
 def saying_progress(model: str, say: Callable[[str], None], interval_s: float = INTERVAL_S) -> Iterator[None]:
     """Calls `say` with a line every few seconds if the files of a hub id have grown."""
-    ended = threading.Event()
-    thread = threading.Thread(target=_say_growth, args=(model, say, interval_s, ended), daemon=True)
+    ended, directory = threading.Event(), _cache_of(model)
+    last = _num_bytes(directory)
+
+    def say_growth() -> None:
+        nonlocal last
+        while not ended.wait(interval_s):
+            if (now := _num_bytes(directory)) != last:
+                last = now
+                say(f"downloading {model}: {now / 2**20:,.0f} MiB so far")
+
+    thread = threading.Thread(target=say_growth, daemon=True)
     thread.start()
     try:
         yield
     finally:
         ended.set()
         thread.join()
-
-
-def _say_growth(model: str, say: Callable[[str], None], interval_s: float, ended: threading.Event) -> None:
-    directory = _cache_of(model)
-    last = _num_bytes(directory)
-    while not ended.wait(interval_s):
-        if (now := _num_bytes(directory)) != last:
-            last = now
-            say(f"downloading {model}: {now / 2**20:,.0f} MiB so far")
 
 
 def _cache_of(model: str) -> Path:
