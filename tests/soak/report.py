@@ -17,7 +17,7 @@ MAX_NEW_DESCRIPTORS = 8
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What was done, and what was found.
+    """A soak: the requests, the faults, and what was found.
 
     requests   numbers of requests by how they were read; num_tokens: tokens received
     faults     numbers of faults by name; restarts: lines of the supervisor about a restart
