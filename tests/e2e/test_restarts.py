@@ -1,6 +1,7 @@
 """Executors that die or hang while they load, drain or compute a prompt, and requests that kill them."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,6 +105,24 @@ async def test_an_executor_stopped_while_it_loads_is_replaced() -> None:
             await until(lambda: stack.pid("executor") not in (None, first, stopped))
             assert differences(await streams.ended(), expected) == []
         assert "executor has not printed a line for 20 s: killed" in stack.log()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("are_all_stopped", [False, True])
+async def test_no_service_is_replaced_because_the_supervisor_or_the_machine_was_suspended(
+    are_all_stopped: bool,
+) -> None:
+    with Stack(step_timeout_s=2) as stack:
+        before = [stack.pid("scheduler"), stack.pid("executor")]
+        stopped = [stack.serve.pid, *(pid for pid in before if are_all_stopped and pid)]
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(3 * 2)
+        for pid in stopped:
+            os.kill(pid, signal.SIGCONT)
+        await stack.until_health("SERVING")
+        await asyncio.sleep(2 * 2)  # in which a service that fails its checks is killed
+        assert [stack.pid("scheduler"), stack.pid("executor")] == before
 
 
 async def test_an_executor_killed_while_the_scheduler_drains_is_restarted(served_stack: Stack) -> None:

@@ -111,7 +111,7 @@ async def test_the_first_check_after_ready_is_not_counted_with_those_before() ->
 
 
 async def test_a_child_that_hangs_prints_the_stacks_of_its_threads() -> None:
-    program = "print('ready', flush=True)\ndef stuck():\n    while True: pass\nstuck()"
+    program = "def stuck():\n    print('ready', flush=True)\n    while True: pass\nstuck()"
     log = Log()
     spec = ChildSpec("executor", (sys.executable, "-I", "-S", "-X", "faulthandler", "-c", program))
     async with Supervisor([spec], log=log, policy=RestartPolicy(first_delay_s=0.01)) as supervisor:
