@@ -10,7 +10,7 @@ Key = tuple[int, int]
 """The (request_id, index) of a sequence, as a client knows it."""
 
 ENDED_BY_EXECUTOR = (FinishReason.EOS, FinishReason.LENGTH)
-FAILED = (FinishReason.DEADLINE, FinishReason.ERROR, FinishReason.CAPACITY)
+FAILED = (FinishReason.DEADLINE, FinishReason.EXECUTORS_LOST, FinishReason.CAPACITY)
 
 
 @dataclass
