@@ -20,6 +20,9 @@ test: $(INSTALLED)  ## the test suite, without what is exhaustive
 test-all: $(INSTALLED)  ## every test: also long searches, GPU kernels in an interpreter, benchmarks (ARGS='-m exhaustive': only those)
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
+soak: $(INSTALLED)  ## load of all kinds and faults at random, every token compared (DURATION=2h ARGS='--seed 7 --output …')
+	$(BIN)/python -m tests.soak --duration $(or $(DURATION),60) $(ARGS)
+
 bench: $(INSTALLED)  ## closed-loop load at 1, 4, 16 and 64 clients, beside transformers on the same trace
 	$(BIN)/quire bench serve --spawn --concurrency 1,4,16,64 --baseline transformers $(ARGS)
 
@@ -78,4 +81,4 @@ $(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(sh
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel,jwt]'
 	touch $@
 
-.PHONY: help run serve test test-all wheel-check upgrade-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean
+.PHONY: help run serve test test-all soak wheel-check upgrade-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean

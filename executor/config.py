@@ -46,6 +46,9 @@ class ExecutorConfig:
     num_threads             CPU threads of one step; None: all cores, but one less if there are three or more
     step_timeout_s          after this long without the end of a step, the executor reports NOT_SERVING; after twice as
                             long, it logs the stacks of its threads and exits, so that it can be restarted
+    load_timeout_s          an executor that loads a model and prints no line of progress for this time logs the stacks
+                            of its threads and exits; `quire serve` kills each service that starts and prints nothing
+                            for so long
     log_level               "debug", "info", "warning", "error"
     log_format              "console": for people; "json": one JSON object per line
     """
@@ -71,6 +74,7 @@ class ExecutorConfig:
     metrics_address: str = "127.0.0.1:9102"
     num_threads: int | None = None
     step_timeout_s: float = 60.0
+    load_timeout_s: float = 600.0
     log_level: str = "info"
     log_format: str = "console"
 
@@ -88,8 +92,9 @@ class ExecutorConfig:
                 raise ConfigError(f"{name}: must be at least {least}, is {value}")
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction: must be in (0, 1], is {self.memory_fraction}")
-        if not self.step_timeout_s > 0.0:
-            raise ConfigError(f"step_timeout_s: must be above 0, is {self.step_timeout_s}")
+        for name in ("step_timeout_s", "load_timeout_s"):
+            if not 0.0 < getattr(self, name) <= _MAX_TIMEOUT_S:
+                raise ConfigError(f"{name}: must be above 0 and at most {_MAX_TIMEOUT_S:g}, is {getattr(self, name)}")
         if not self.listen_address.startswith(UNIX):
             _check_address("listen_address", self.listen_address, '"host:port" or "unix:/path"')
         self._check_tls()
@@ -125,6 +130,9 @@ class ExecutorConfig:
 
 
 _TLS = ("tls_certificate", "tls_key", "tls_client_ca", "scheduler_name")
+
+_MAX_TIMEOUT_S = 1e6
+"""About eleven days: timers take no infinity."""
 
 _LEAST = {
     "block_size": 1,

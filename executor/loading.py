@@ -84,7 +84,7 @@ def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
     if device.type == "cuda":
         sum_in_float32()
     with _timed(startup_s, "locate"):
-        directory = locate(config.model, config.revision)
+        directory = locate(config.model, config.revision, say)
     with WeightsCheck(directory, is_random=config.load_format == "random") as check:
         return _load(config, directory, device, check, startup_s, say)
 

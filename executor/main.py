@@ -1,10 +1,11 @@
 """The executor process: loads a model, prints `ready`, and serves until SIGTERM or SIGINT.
 
-Exit codes: 0 stopped by a signal · 1 the device is lost or hangs, or a bug · 2 wrong configuration or model, or too
-little memory · 3 an address is in use.
+Exit codes: 0 stopped by a signal · 1 the device is lost or hangs, loading hangs, or a bug · 2 wrong configuration or
+model, or too little memory · 3 an address is in use.
 """
 
 import asyncio
+import faulthandler
 import logging
 import os
 import signal
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from executor.config import ExecutorConfig
 from executor.errors import CheckpointError, ConfigError, OutOfMemory
-from executor.loading import load_model
+from executor.loading import Say, load_model
 from executor.server import serve
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, check_free
@@ -57,8 +58,31 @@ def _load_and_serve(config: ExecutorConfig) -> bool:
     for address in (config.listen_address, config.metrics_address):
         if address:
             check_free(address)
-    model = load_model(config, _say)
+    with _ended_if_silent(config.load_timeout_s) as say:
+        model = load_model(config, say)
     return asyncio.run(serve(config, model, _say))
+
+
+@contextmanager
+def _ended_if_silent(timeout_s: float) -> Iterator[Say]:
+    """Yields a function that prints a line. If it is not called for this time, the process prints stacks and exits.
+
+    A thread of faulthandler does this, which needs no Python. Without a standard error there is no limit.
+    """
+
+    def wait_again() -> None:
+        with suppress(RuntimeError, OSError, ValueError):
+            faulthandler.dump_traceback_later(timeout_s, exit=True)
+
+    def say(line: str) -> None:
+        wait_again()
+        _say(line)
+
+    wait_again()
+    try:
+        yield say
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Only safetensors are read: no pickle files, and no code that comes with a model.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from executor.checkpoints.download import saying_progress
 from executor.errors import CheckpointError
 from quire.model_path import ModelNotFound, local_directory
 
@@ -21,21 +22,25 @@ _INDEX_FILE = "model.safetensors.index.json"
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
 
 
-def locate(model: str, revision: str | None = None) -> Path:
-    """Returns the directory of a model: `model` itself, or the local snapshot of a hub id, downloaded if necessary."""
+def locate(model: str, revision: str | None = None, say: Callable[[str], None] = lambda line: None) -> Path:
+    """Returns the directory of a model: `model` itself, or the local snapshot of a hub id, downloaded if necessary.
+
+    say  called with lines about the progress of the download
+    """
     try:
         directory = local_directory(model)
     except ModelNotFound as error:
         raise CheckpointError(str(error)) from None
-    return directory or _download(model, revision)
+    return directory or _download(model, revision, say)
 
 
-def _download(model: str, revision: str | None) -> Path:
+def _download(model: str, revision: str | None, say: Callable[[str], None]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED)))
+        with saying_progress(model, say):
+            return Path(snapshot_download(model, revision=revision, allow_patterns=list(_WANTED)))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"{model}: no such directory, and not found on the hub: {reason}") from None

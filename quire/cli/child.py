@@ -83,6 +83,9 @@ class Child:
         self._last_lines: deque[str] = deque(maxlen=1)
         self._stopping = asyncio.Event()
         self._has_said_ready = False
+        self._has_sigterm = False
+        self.num_lines = 0
+        """Lines that its processes have printed."""
         self.last_exit: ChildExit | None = None
 
     @property
@@ -102,6 +105,7 @@ class Child:
         """Starts a process. If that fails, `wait` reports it as an end of the process: a later start may succeed."""
         self._last_lines.clear()
         self._has_said_ready = False
+        self._has_sigterm = False
         self._process = None
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -120,7 +124,7 @@ class Child:
             self._emit(str(error).encode())
             return
         if self.is_stopping:  # terminate() was called while the process started
-            self._send_sigterm()
+            self.send(signal.SIGTERM)
 
     async def wait(self) -> ChildExit:
         """Passes on the output until the process ends; returns how it ended."""
@@ -142,9 +146,10 @@ class Child:
         return self.is_stopping
 
     def terminate(self) -> None:
-        """Sends SIGTERM if a process runs, and prevents further restarts."""
+        """Sends SIGTERM if a process runs and `end` has not sent it, and prevents further restarts."""
         self._stopping.set()
-        self._send_sigterm()
+        if not self._has_sigterm:  # a second one makes a scheduler break off its streams
+            self.send(signal.SIGTERM)
 
     def kill(self) -> None:
         """Sends SIGKILL to the process and to all processes that it started."""
@@ -152,15 +157,32 @@ class Child:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def _send_sigterm(self) -> None:
-        """Signals the process itself, because asyncio's `terminate` polls it first.
+    async def end(self, number: signal.Signals, within_s: float) -> bool:
+        """Sends a signal to the process, and SIGKILL if it still runs after this time; then it may be started again.
+
+        Returns False if it had to be killed.
+        """
+        process = self._process
+        if process is None or self.pid is None:
+            return True
+        self.send(number)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), within_s)
+        if process is not self._process or self.pid is None:
+            return True
+        self.kill()
+        return False
+
+    def send(self, number: signal.Signals) -> None:
+        """Signals the process itself, if there is one, because the methods of asyncio's process poll it first.
 
         Where a thread waits for the process (Python 3.11), such a poll can take the exit status away from it: the
         thread then writes a warning to standard error, which can block, and reports the status 255.
         """
         if self.pid is not None:
+            self._has_sigterm |= number is signal.SIGTERM
             with suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, number)
 
     async def _pump(self, output: asyncio.StreamReader) -> None:
         rest = b""
@@ -177,5 +199,6 @@ class Child:
         text = line.decode(errors="replace").rstrip()
         if text:
             self._last_lines.append(text)
+            self.num_lines += 1
             self._has_said_ready |= text.startswith("ready")
             self._log(self.name, text)

@@ -11,6 +11,7 @@ from quire.cli.child import LogSink
 from quire.cli.restarts import RestartPolicy
 from quire.cli.services import ServicePair
 from quire.cli.supervisor import Supervisor
+from quire.cli.upgrade import Upgrade
 from quire.cli.watch import health_probe, liveness_probe, replace_when_hung
 
 PROBE_TIMEOUT_S = 5.0
@@ -27,16 +28,18 @@ async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> 
     """Runs both services until SIGTERM or SIGINT; returns the exit code.
 
     The first signal drains: running requests finish, new ones are refused. A second signal kills. Until then, a service
-    that ends or hangs is restarted, however often. Raises ChildFailed if a service refuses its configuration or finds
-    its address in use before the first `ready`.
+    that ends or hangs is restarted, however often. SIGUSR2 replaces the executor and then the scheduler, so that they
+    run the version that is installed now. Raises ChildFailed if a service refuses its configuration or finds its
+    address in use before the first `ready`.
 
     say  called once with the line `ready …`, as soon as a completion can be generated
     """
     told_to_stop = asyncio.Event()
     supervisor = Supervisor(pair.children(), log=log, policy=_POLICY)
-    with _stop_signals(told_to_stop, supervisor, log):
+    upgrade = Upgrade(supervisor)
+    with _signals(told_to_stop, supervisor, upgrade, log):
         async with supervisor:
-            watch = asyncio.create_task(_watch(supervisor, pair))
+            watch = asyncio.create_task(_watch(supervisor, upgrade, pair))
             life = asyncio.create_task(_live(supervisor, pair, say))
             stop = asyncio.create_task(told_to_stop.wait())
             try:
@@ -61,18 +64,19 @@ async def _live(supervisor: Supervisor, pair: ServicePair, say: Callable[[str], 
     raise await supervisor.failure()
 
 
-async def _watch(supervisor: Supervisor, pair: ServicePair) -> None:
-    silent_s = min(_SCHEDULER_SILENT_S, pair.scheduler.step_timeout_s)
+async def _watch(supervisor: Supervisor, upgrade: Upgrade, pair: ServicePair) -> None:
+    silent_s, load_timeout_s = min(_SCHEDULER_SILENT_S, pair.scheduler.step_timeout_s), pair.executor.load_timeout_s
     is_alive = liveness_probe(pair.scheduler.http_listen)
-    async with health_probe(pair.executor.listen_address) as is_serving:
+    async with health_probe(pair.executor.listen_address) as executes, health_probe(pair.admin_address) as schedules:
         await asyncio.gather(
-            replace_when_hung(supervisor, "scheduler", is_alive, silent_s),
-            replace_when_hung(supervisor, "executor", is_serving, pair.executor.step_timeout_s),
+            replace_when_hung(supervisor, "scheduler", is_alive, silent_s, load_timeout_s),
+            replace_when_hung(supervisor, "executor", executes, pair.executor.step_timeout_s, load_timeout_s),
+            upgrade.run({"executor": executes, "scheduler": schedules}),
         )
 
 
 @contextmanager
-def _stop_signals(told_to_stop: asyncio.Event, supervisor: Supervisor, log: LogSink) -> Iterator[None]:
+def _signals(told_to_stop: asyncio.Event, supervisor: Supervisor, upgrade: Upgrade, log: LogSink) -> Iterator[None]:
     loop = asyncio.get_running_loop()
     first_s = 0.0
 
@@ -86,11 +90,15 @@ def _stop_signals(told_to_stop: asyncio.Event, supervisor: Supervisor, log: LogS
             supervisor.kill()
             log("supervisor", "killing both services")
 
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, on_signal)
+    def on_upgrade() -> None:
+        log("supervisor", "replacing the executor and then the scheduler; a second signal breaks off streams")
+        upgrade.ask()
+
+    handlers = {signal.SIGTERM: on_signal, signal.SIGINT: on_signal, signal.SIGUSR2: on_upgrade}
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in signals:
+        for number in handlers:
             loop.remove_signal_handler(number)

@@ -135,7 +135,8 @@ def _quire_command() -> tuple[str, ...]:
     this process was started that way too.
     """
     isolation = () if {"", os.getcwd()} & set(sys.path) else ("-P",)
-    return (sys.executable, *isolation, "-m", "quire")
+    # With faulthandler, a process that is ended because it hangs prints the stacks of its threads.
+    return (sys.executable, *isolation, "-X", "faulthandler", "-m", "quire")
 
 
 def _names(config: type[Any]) -> set[str]:

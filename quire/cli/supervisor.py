@@ -4,6 +4,7 @@ A Ctrl-C in the terminal reaches only the supervisor, which then decides the ord
 """
 
 import asyncio
+import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -12,6 +13,7 @@ from quire.cli.child import Child, ChildExit, ChildSpec, LogSink
 from quire.cli.restarts import Backoff, RestartPolicy
 
 _T = TypeVar("_T")
+_ABORT_GRACE_S = 2.0
 
 
 class ChildFailed(Exception):
@@ -84,18 +86,34 @@ class Supervisor:
 
     def pid(self, name: str) -> int | None:
         """Returns the process id of a child, or None while it does not run."""
-        return next(child.pid for child in self._children if child.name == name)
+        return self._child(name).pid
 
     def has_said_ready(self, name: str) -> bool:
         """Returns True if the current process of a child has printed a line that begins with `ready`."""
-        return any(child.name == name and child.has_said_ready for child in self._children)
+        return self._child(name).has_said_ready
 
-    def kill_hung(self, name: str, silent_s: float) -> None:
-        """Kills a child that runs but does not serve. It is then restarted like a child that died."""
-        for child in self._children:
-            if child.name == name:
-                child.kill()
-        self._log("supervisor", f"{name} has not served for {silent_s:g} s: killed")
+    def num_lines(self, name: str) -> int:
+        """Returns the number of lines that all processes of a child have printed."""
+        return self._child(name).num_lines
+
+    async def end_hung(self, name: str, problem: str) -> None:
+        """Ends a process that runs but does not serve. It is then restarted like one that died.
+
+        At SIGABRT Python prints the stacks of all threads, if its faulthandler is on. A stopped process cannot, and is
+        killed soon after.
+        """
+        self._log("supervisor", f"{name} {problem}: killed")
+        await self._child(name).end(signal.SIGABRT, _ABORT_GRACE_S)
+
+    async def replace(self, name: str) -> None:
+        """Ends the process of a child as `stop` does, but restarts it. Returns when it has ended."""
+        child = self._child(name)
+        if not await child.end(signal.SIGTERM, child.grace_s):
+            self._log("supervisor", f"{name} did not end within {child.grace_s:g} s: killed")
+
+    def hurry(self, name: str) -> None:
+        """Sends SIGTERM once more to a child that `replace` is ending."""
+        self._child(name).send(signal.SIGTERM)
 
     async def stop(self) -> list[ChildExit]:
         """Terminates one child after the other, waiting for each. Returns the ends of those that still ran."""
@@ -149,6 +167,9 @@ class Supervisor:
             if await child.stopping_within(delay_s):
                 return
             await child.start()
+
+    def _child(self, name: str) -> Child:
+        return next(child for child in self._children if child.name == name)
 
     def _fail(self, failure: ChildFailed) -> None:
         if self._failed is not None and not self._failed.done():

@@ -1,8 +1,10 @@
 """Detects a child that hangs. Such a child does not end, so the supervisor alone would not restart it."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import NoReturn
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -20,25 +22,36 @@ suspended.
 
 
 async def replace_when_hung(
-    supervisor: Supervisor, name: str, is_serving: Callable[[float], Awaitable[bool]], timeout_s: float
-) -> None:
+    supervisor: Supervisor,
+    name: str,
+    is_serving: Callable[[float], Awaitable[bool]],
+    timeout_s: float,
+    load_timeout_s: float,
+) -> NoReturn:
     """Kills a child that has served, and then has not for timeout_s; the supervisor restarts it. Never returns.
 
-    A process that has neither said `ready` nor passed a check is left alone, because it may be loading a model.
+    A process that has neither said `ready` nor passed a check may be loading a model. It is killed if it prints no line
+    for load_timeout_s.
 
     is_serving  called with the maximum time for the answer, in seconds
     """
     loop, interval_s = asyncio.get_running_loop(), timeout_s / _NUM_CHECKS
+    num_load_checks = max(_NUM_CHECKS, math.ceil(load_timeout_s / interval_s))
     num_failed, served = 0, None
+    seen: object = None
     while True:
         pid, asked_s = supervisor.pid(name), loop.time()
         has_served = supervisor.has_said_ready(name) or (pid is not None and pid == served)
+        last, seen = seen, (pid, has_served, has_served or supervisor.num_lines(name))
+        if pid is None or seen != last:
+            num_failed = 0
         if await is_serving(interval_s):
             num_failed, served = 0, pid
         else:
-            num_failed = num_failed + 1 if has_served else 0
-        if num_failed == _NUM_CHECKS:
-            supervisor.kill_hung(name, timeout_s)
+            num_failed += 1
+        if pid is not None and num_failed >= (_NUM_CHECKS if has_served else num_load_checks):
+            problem = f"served for {timeout_s:g} s" if has_served else f"printed a line for {load_timeout_s:g} s"
+            await supervisor.end_hung(name, f"has not {problem}")
         await asyncio.sleep(max(0.0, asked_s + interval_s - loop.time()))
 
 

@@ -26,6 +26,7 @@ class FinishReason(Enum):
     CAPACITY = "capacity"
     MODEL_CHANGED = "model_changed"
     NOT_FINITE = "not_finite"
+    EXECUTORS_LOST = "executors_lost"
 
 
 TRANSITIONS: dict[State, dict[State, str]] = {

@@ -164,8 +164,8 @@ class SchedulerState:
             sequence.become(State.WAITING)
             self._enqueue(sequence)
             if sequence.num_losses > self.limits.max_losses:
-                self.finish(sequence, FinishReason.ERROR)
-                ends.append((sequence, FinishReason.ERROR))
+                self.finish(sequence, FinishReason.EXECUTORS_LOST)
+                ends.append((sequence, FinishReason.EXECUTORS_LOST))
         self.start_epoch(self.epoch, self.cache.pool.num_blocks)
         return ends
 

@@ -41,7 +41,7 @@ class Sink(Protocol):
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
         """Called when a sequence ends. Beams come with a score, the best one first, each right after all its tokens.
-        The reasons ERROR, MODEL_CHANGED and NOT_FINITE end the request as a whole, whatever the index."""
+        ERROR, EXECUTORS_LOST, MODEL_CHANGED and NOT_FINITE end the request as a whole, whatever the index."""
 
 
 @dataclass(slots=True)

@@ -44,6 +44,10 @@ FAILURES = {
         "the executor came back with other weights: the rest of the text would come from another model",
     ),
     FinishReason.NOT_FINITE: (RequestFailed, "the model returned numbers that are not finite"),
+    FinishReason.EXECUTORS_LOST: (
+        RequestFailed,
+        "executors in a row were lost while it ran without another request beside it: it is probably the cause",
+    ),
     FinishReason.ERROR: (RequestFailed, "the request failed inside the server; see the server's log"),
 }
 

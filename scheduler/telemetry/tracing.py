@@ -63,6 +63,7 @@ _FAILED = (
     FinishReason.CAPACITY,
     FinishReason.MODEL_CHANGED,
     FinishReason.NOT_FINITE,
+    FinishReason.EXECUTORS_LOST,
 )
 _FINISH_REASONS = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}
 _INTERNAL_CODES = {"internal", "unavailable", "unknown"}

@@ -88,6 +88,25 @@ def test_a_process_whose_device_hangs_logs_stacks_and_exits(checkpoint) -> None:
     assert "in hang" in errors
 
 
+@pytest.mark.parametrize(("num_lines", "return_code"), [(0, EXIT_DEVICE_LOST), (5, EXIT_CONFIG)])
+def test_loading_without_progress_logs_stacks_and_exits(num_lines, return_code) -> None:
+    """Lines of progress, each within the time, keep a process that loads for longer than that."""
+    loads = (
+        "import time, executor.main\n"
+        "def load(config, say):\n"
+        f"    for _ in range({num_lines}): say('progress'); time.sleep(0.5)\n"
+        f"    if {num_lines}: raise executor.main.CheckpointError('loaded')\n"
+        "    while True: time.sleep(1)\n"
+        "executor.main.load_model = load\n"
+    )
+    settings = '{"model": "m", "listen_address": "127.0.0.1:0", "metrics_address": "", "load_timeout_s": 2}'
+    ended = subprocess.run(
+        [sys.executable, "-c", loads + _PROGRAM, settings], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == return_code
+    assert ("in load" in ended.stderr) == (return_code == EXIT_DEVICE_LOST)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -12,9 +12,11 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from executor.checkpoints.checkpoint import Checkpoint, locate
+from executor.checkpoints.download import saying_progress
 from executor.errors import CheckpointError
 from tests.support.executor.checkpoints import make_checkpoint
 from tests.support.executor.plan_driver import generate
+from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,6 +69,18 @@ def test_a_hub_id_is_downloaded(directory, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert locate("someone/some-model", "v2") == directory
     assert asked == [("someone/some-model", "v2")]
+
+
+def test_the_progress_of_a_download_is_reported_while_files_grow(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    blobs = tmp_path / "models--someone--some-model" / "blobs"
+    said: list[str] = []
+    with saying_progress("someone/some-model", said.append, interval_s=0.001):
+        blobs.mkdir(parents=True)
+        for num_mib in (1, 2):
+            (blobs / "part.incomplete").write_bytes(bytes(num_mib << 20))
+            line = f"downloading someone/some-model: {num_mib} MiB so far"
+            wait_until(lambda line=line: line in said)
 
 
 def test_a_failed_download_is_reported(monkeypatch) -> None:

@@ -177,7 +177,7 @@ def test_children_get_the_values_as_flags_and_the_scheduler_ends_first() -> None
     pair = service_pair(on_free_ports({"model": MODEL, "num_blocks": 40, "drain_timeout_s": 50.0}))
     scheduler, executor = pair.children()
     assert (scheduler.name, executor.name) == ("scheduler", "executor")
-    assert scheduler.command[1:4] == ("-m", "quire", "scheduler")
+    assert scheduler.command[1:6] == ("-X", "faulthandler", "-m", "quire", "scheduler")
     assert "--num-blocks" in executor.command
     assert "--num-blocks" not in scheduler.command
     assert scheduler.grace_s > 50.0  # the scheduler has its whole time to drain
@@ -187,9 +187,9 @@ def test_children_import_the_package_of_their_parent(tmp_path: Path, monkeypatch
     pair = service_pair(on_free_ports({"model": MODEL}))
     monkeypatch.setattr(sys, "path", [str(tmp_path / "bin"), *sys.path])
     monkeypatch.chdir(tmp_path)
-    assert pair.children()[0].command[:4] == (sys.executable, "-P", "-m", "quire")
+    assert pair.children()[0].command[:6] == (sys.executable, "-P", "-X", "faulthandler", "-m", "quire")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert pair.children()[0].command[:3] == (sys.executable, "-m", "quire")
+    assert pair.children()[0].command[:5] == (sys.executable, "-X", "faulthandler", "-m", "quire")
 
 
 def test_every_option_of_a_request_has_a_text_and_a_flag() -> None:

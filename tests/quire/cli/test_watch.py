@@ -1,15 +1,20 @@
 """Children that hang are killed and restarted."""
 
 import asyncio
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import pytest
+
 from quire.addresses import with_port
-from quire.cli.child import ChildSpec
+from quire.cli.child import Child, ChildSpec
 from quire.cli.restarts import RestartPolicy
 from quire.cli.supervisor import Supervisor
 from quire.cli.watch import health_probe, liveness_probe, replace_when_hung
+from tests.support.client.children import SLEEP, Log, child, yes
 from tests.support.waiting import until
 
 IDLE = "import time; {}time.sleep(600)"
@@ -40,7 +45,7 @@ class Watched:
 
 
 @asynccontextmanager
-async def watched(program: str, *, is_serving: bool = True) -> AsyncIterator[Watched]:
+async def watched(program: str, *, is_serving: bool = True, load_timeout_s: float = 3600.0) -> AsyncIterator[Watched]:
     it = Watched(program)
     it.is_serving = is_serving
 
@@ -49,7 +54,7 @@ async def watched(program: str, *, is_serving: bool = True) -> AsyncIterator[Wat
 
     async with it.supervisor:
         await it.supervisor.until_ready(ready)
-        watch = asyncio.create_task(replace_when_hung(it.supervisor, "executor", it.probe, 0.02))
+        watch = asyncio.create_task(replace_when_hung(it.supervisor, "executor", it.probe, 0.02, load_timeout_s))
         yield it
         watch.cancel()
 
@@ -63,7 +68,7 @@ async def test_a_child_that_stops_serving_is_replaced() -> None:
         assert it.lines[:3] == [
             "ready at an address",
             "executor has not served for 0.02 s: killed",
-            "executor was killed by SIGKILL; restarting it in 0.01 s",
+            "executor was killed by SIGABRT; restarting it in 0.01 s",
         ]
         await until(lambda: it.supervisor.pid("executor") not in (None, first))
 
@@ -82,6 +87,57 @@ async def test_a_child_that_is_not_ready_yet_is_left_alone() -> None:
         assert len(it.lines) == 1
 
 
+async def test_a_child_that_prints_no_line_while_it_starts_is_replaced() -> None:
+    async with watched(LOADING, is_serving=False, load_timeout_s=0.1) as it:
+        await until(lambda: it.lines.count("loading, nearly ready") >= 3)
+        assert it.lines[1] == "executor has not printed a line for 0.1 s: killed"
+
+
+async def test_lines_of_progress_keep_a_child_that_starts() -> None:
+    program = IDLE.format("exec('while True: print(0, flush=True); time.sleep(0.001)'); ")
+    async with watched(program, is_serving=False, load_timeout_s=0.02) as it:
+        first = it.supervisor.pid("executor")
+        await it.checked(100)
+        assert it.supervisor.pid("executor") == first
+
+
+async def test_the_first_check_after_ready_is_not_counted_with_those_before() -> None:
+    """A check that began before the line `ready` may fail after it."""
+    async with watched(LOADING, is_serving=False, load_timeout_s=0.1) as it:
+        ready = iter([False] * 19 + [True] * 3)
+        it.supervisor.has_said_ready = lambda name: next(ready, False)  # type: ignore[method-assign]
+        await it.checked(22)
+        assert len(it.lines) == 1
+
+
+async def test_a_child_that_hangs_prints_the_stacks_of_its_threads() -> None:
+    program = "def stuck():\n    print('ready', flush=True)\n    while True: pass\nstuck()"
+    log = Log()
+    spec = ChildSpec("executor", (sys.executable, "-I", "-S", "-X", "faulthandler", "-c", program))
+    async with Supervisor([spec], log=log, policy=RestartPolicy(first_delay_s=0.01)) as supervisor:
+        await supervisor.until_ready(yes)
+        await log.until("executor", "ready")
+        await supervisor.end_hung("executor", "has a fault")
+        await log.until("executor", "ready", count=2)
+    assert "Fatal Python error: Aborted" in log.of("executor")
+    assert any("in stuck" in line for line in log.of("executor"))
+    assert log.of("supervisor")[0] == "executor has a fault: killed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, None])
+async def test_a_child_that_handles_no_signal_is_killed(number: signal.Signals | None) -> None:
+    ignores = "import signal; signal.signal(signal.SIGABRT, signal.SIG_IGN); "
+    log = Log()
+    stubborn = Child(child("executor", ignores + SLEEP), log)
+    await stubborn.start()
+    waiting = asyncio.create_task(stubborn.wait())
+    await log.until("executor", "up")
+    if number is not None:
+        os.kill(stubborn.pid or 0, number)
+    assert not await stubborn.end(signal.SIGABRT, 0.05)
+    assert (await waiting).return_code == -signal.SIGKILL
+
+
 async def test_up_to_three_failed_checks_are_tolerated() -> None:
     async with watched(READY) as it:
         answers = [True, False, False, False] * 5
@@ -89,7 +145,7 @@ async def test_up_to_three_failed_checks_are_tolerated() -> None:
         async def probe(timeout_s: float) -> bool:
             return answers.pop(0) if answers else True
 
-        watch = asyncio.create_task(replace_when_hung(it.supervisor, "executor", probe, 0.02))
+        watch = asyncio.create_task(replace_when_hung(it.supervisor, "executor", probe, 0.02, 3600))
         await until(lambda: not answers)
         assert it.lines == ["ready at an address"]
         watch.cancel()

@@ -197,7 +197,7 @@ def test_a_poison_request_fails_alone(policy: Policy, position: int, max_losses:
     harness = build_harness(*requests, policy=policy, max_losses=max_losses, max_in_flight=max_in_flight)
     assert run_with_poison(harness) == max_losses + 1
     harness.clients.assert_served()
-    assert harness.clients.ended.pop((POISON, 0)) is FinishReason.ERROR
+    assert harness.clients.ended.pop((POISON, 0)) is FinishReason.EXECUTORS_LOST
     assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}, "all other requests get all their tokens"
 
 
@@ -207,7 +207,7 @@ def test_a_poison_request_of_several_samples_fails_as_a_whole(num_sequences: int
     harness = build_harness(make_request(1), poison, make_request(2), max_in_flight=2)
     assert run_with_poison(harness) <= num_sequences * (harness.scheduler.state.limits.max_losses + 1)
     assert {harness.clients.ended.pop((POISON, index)) for index in range(num_sequences)} <= {
-        FinishReason.ERROR,
+        FinishReason.EXECUTORS_LOST,
         FinishReason.CANCELLED,
     }
     assert set(harness.clients.ended.values()) == {FinishReason.LENGTH}

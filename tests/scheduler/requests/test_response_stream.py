@@ -196,6 +196,7 @@ async def test_incomplete_character_becomes_a_replacement_character() -> None:
         (FinishReason.CAPACITY, CapacityExceeded),
         (FinishReason.ERROR, RequestFailed),
         (FinishReason.NOT_FINITE, RequestFailed),
+        (FinishReason.EXECUTORS_LOST, RequestFailed),
     ],
 )
 async def test_failures_follow_the_output_that_was_ready(reason: FinishReason, error: type[Exception]) -> None:

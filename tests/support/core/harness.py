@@ -95,7 +95,7 @@ class Harness(CheckedScheduler):
         self.last_executor, self.executor = self.executor, None
         events = self.scheduler.executor_lost()
         for sequence, reason in events.finished:
-            assert reason is FinishReason.ERROR
+            assert reason is FinishReason.EXECUTORS_LOST
             assert sequence.num_losses > self.scheduler.state.limits.max_losses
         self._hear(events)
         for request_id in {sequence.request.request_id for sequence, _ in events.finished}:

@@ -14,6 +14,14 @@ from scheduler.engine.options import EngineOptions, from_fields
 from tests.support.core.fake_executor import expected_output
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
 
+# They end a request as a whole.
+WHOLE_REQUEST = (
+    FinishReason.ERROR,
+    FinishReason.EXECUTORS_LOST,
+    FinishReason.MODEL_CHANGED,
+    FinishReason.NOT_FINITE,
+)
+
 
 class RecordingSink:
     """Keeps the events that it receives, and checks their order."""
@@ -49,8 +57,7 @@ class RecordingSink:
         self.first_token.set()
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
-        # ends the request as a whole
-        if reason in (FinishReason.ERROR, FinishReason.MODEL_CHANGED, FinishReason.NOT_FINITE):
+        if reason in WHOLE_REQUEST:
             self.has_failed = True
             self.done.set()
             self.reasons.setdefault(index, reason)

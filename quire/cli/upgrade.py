@@ -1,0 +1,41 @@
+"""Replaces the services one after the other, so that they run the version that is installed now."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import NoReturn
+
+from quire.cli.supervisor import Supervisor
+
+_PROBE_TIMEOUT_S = 5.0
+_INTERVAL_S = 0.1
+
+
+class Upgrade:
+    """Replaces all children in turn, each time that it is asked to."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+        self._asked = asyncio.Event()
+        self._ending: str | None = None
+
+    def ask(self) -> None:
+        """Asks for a replacement. While a child is ending, this makes it end without waiting for its streams."""
+        if self._ending is None:
+            self._asked.set()
+        else:
+            self._supervisor.hurry(self._ending)
+
+    async def run(self, probes: Mapping[str, Callable[[float], Awaitable[bool]]]) -> NoReturn:
+        """Waits until it is asked, and then replaces the children in the order of `probes`. Never returns.
+
+        probes  tells of each child whether it serves: the next child is replaced when the one before it serves again
+        """
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            for name, is_serving in probes.items():
+                self._ending = name
+                await self._supervisor.replace(name)
+                self._ending = None
+                while not await is_serving(_PROBE_TIMEOUT_S):  # noqa: ASYNC110 - another process sets no event here
+                    await asyncio.sleep(_INTERVAL_S)

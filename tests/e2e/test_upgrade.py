@@ -1,0 +1,58 @@
+"""`quire serve` replaces its services under load, and no stream loses or repeats a token."""
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from quire import AsyncClient
+from tests.support.e2e.stack import Stack
+from tests.support.e2e.streams import StreamGroup, differences, mixed_jobs, outcomes
+from tests.support.e2e.waiting import until
+
+JOBS = mixed_jobs(64)
+SERVICES = ("scheduler", "executor")
+
+
+@pytest.fixture(scope="module")
+def served_stack() -> Iterator[Stack]:
+    with Stack(max_num_seqs=sum(job.num_sequences for job in JOBS)) as stack:
+        yield stack
+
+
+@pytest.fixture
+def served(served_stack: Stack) -> Stack:
+    served_stack.show_log()
+    return served_stack
+
+
+async def upgraded(stack: Stack, *, breaks_off: bool) -> None:
+    """Replaces both services under 64 streams; checks every token, and that both run as new processes."""
+    async with stack.client(wait_for_ready=True) as client:
+        expected = await outcomes(client, JOBS)
+        before = {service: stack.pid(service) for service in SERVICES}
+
+        streams = StreamGroup(client, JOBS).start()
+        await streams.until(lambda streams: streams.all_have(5))
+        stack.serve.send(signal.SIGUSR2)
+        assert streams.most_run
+        if breaks_off:
+            await until(lambda: stack.pid("executor") not in (None, before["executor"]))
+            await stack.until_health("NOT_SERVING")
+            await until(lambda: "draining" in stack.log())
+            stack.serve.send(signal.SIGUSR2)
+        assert differences(await streams.ended(), expected) == []
+
+        for service in SERVICES:
+            await until(lambda service=service: stack.pid(service) not in (None, before[service]))
+        await stack.until_health("SERVING")
+        assert differences(await outcomes(client, JOBS), expected) == []
+
+
+async def test_an_upgrade_lets_streams_end_before_the_scheduler_is_replaced(served: Stack) -> None:
+    await upgraded(served, breaks_off=False)
+
+
+@pytest.mark.skipif(not hasattr(AsyncClient, "num_resumptions"), reason="these clients do not resume")
+async def test_streams_that_a_hasty_upgrade_breaks_off_are_continued(served: Stack) -> None:
+    await upgraded(served, breaks_off=True)
