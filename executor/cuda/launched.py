@@ -55,10 +55,8 @@ class LaunchedStep:
 
     def __init__(
         self,
-        plan: StepPlan,
-        step: StepInputs,
+        launch: Launch,
         generations: NDArray[np.int64],
-        num_computed: Ints,
         results: Tensor | None,
         arrived: Mark,
         marks: Marks,
@@ -69,12 +67,12 @@ class LaunchedStep:
         """Arrays are in the order of step.sampling[R].
 
         results[R, RESULT_FIELDS] int32 are on the host once `arrived` is reached. generations[R] are the slot
-        generations of the step: how many sequences each slot has held. num_computed[R]: see `Launch`.
+        generations of the step: how many sequences each slot has held.
         """
-        self._plan = plan
-        self._step = step
+        self._plan = launch.plan
+        self._step = launch.step
         self._generations = generations
-        self._num_computed = num_computed
+        self._num_computed = launch.num_computed
         self._results = results
         self._arrived = arrived
         self._marks = marks
@@ -83,7 +81,7 @@ class LaunchedStep:
         self._finite = finite
         self._lock = threading.Lock()
         self._output: StepOutput | None = None
-        self._has_ended = np.zeros(len(step.sampling), dtype=np.bool_)
+        self._has_ended = np.zeros(len(launch.step.sampling), dtype=np.bool_)
 
     @property
     def is_finished(self) -> bool:

@@ -282,18 +282,7 @@ class CudaRunner:
         marks = Marks(start, forwarded, end, self._previous_end)
         self._previous_end = end
         generations = self._generations[launch.step.sampling]
-        return LaunchedStep(
-            launch.plan,
-            launch.step,
-            generations,
-            launch.num_computed,
-            results,
-            arrived,
-            marks,
-            prepare_ns,
-            reports,
-            self._finite,
-        )
+        return LaunchedStep(launch, generations, results, arrived, marks, prepare_ns, reports, self._finite)
 
     def _graph_body(self, kind: StepKind, num_rows: int) -> Body:
         """Returns the work of a decode-only step on num_rows rows, as a function without parameters."""

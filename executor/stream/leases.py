@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from executor.device.device_thread import FailureKind
+from executor.device.work import FailureKind
 from executor.errors import LeaseRefused
 from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb

@@ -6,7 +6,7 @@ All of it runs on the event loop, except for `deliver`, which any thread may cal
 import asyncio
 import contextlib
 
-from executor.device.device_thread import Failure, FailureKind, Outcome
+from executor.device.work import Failure, FailureKind, Outcome
 from executor.errors import EpochRefused
 from executor.plans.plan import StepOutput, StepPlan
 

@@ -7,16 +7,8 @@ from collections.abc import AsyncIterator, Callable
 
 import grpc
 
-from executor.device.device_thread import (
-    Begin,
-    DeviceThread,
-    EndOfPlans,
-    Failure,
-    FailureKind,
-    LivenessProbe,
-    Marker,
-    Step,
-)
+from executor.device.device_thread import DeviceThread
+from executor.device.work import Begin, EndOfPlans, Failure, FailureKind, LivenessProbe, Marker, Step
 from executor.errors import EpochRefused, LeaseRefused, PlanRejected
 from executor.plans import plan_wire
 from executor.plans.limits import PlanLimits

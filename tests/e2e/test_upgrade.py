@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire import AsyncClient
 from tests.support.e2e.stack import Stack
 from tests.support.e2e.streams import StreamGroup, differences, mixed_jobs, outcomes
 from tests.support.e2e.waiting import until
@@ -53,6 +52,5 @@ async def test_an_upgrade_lets_streams_end_before_the_scheduler_is_replaced(serv
     await upgraded(served, breaks_off=False)
 
 
-@pytest.mark.skipif(not hasattr(AsyncClient, "num_resumptions"), reason="these clients do not resume")
 async def test_streams_that_a_hasty_upgrade_breaks_off_are_continued(served: Stack) -> None:
     await upgraded(served, breaks_off=True)

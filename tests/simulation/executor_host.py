@@ -17,8 +17,9 @@ from unittest.mock import patch
 import numpy as np
 
 from executor.device import device_thread, results_thread
-from executor.device.device_thread import DeviceThread, Step
+from executor.device.device_thread import DeviceThread
 from executor.device.results_thread import ResultsThread, Unfinished
+from executor.device.work import Step
 from executor.errors import PlanRejected
 from executor.plans import plan_wire
 from executor.plans.limits import PlanLimits

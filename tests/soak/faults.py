@@ -85,5 +85,4 @@ _FAULTS: dict[str, Callable[[Faults], Awaitable[None]]] = {
     "upgrade": Faults.upgrade,
 }
 NAMES = tuple(_FAULTS)
-OF_THE_EXECUTOR = NAMES[:7]
 """Faults that break off no stream, so that a client need not resume."""

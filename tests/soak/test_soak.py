@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.soak.__main__ import seconds
-from tests.soak.faults import OF_THE_EXECUTOR
+from tests.soak.faults import NAMES
 from tests.soak.report import leaks
 from tests.soak.resources import Sample, longest_life, slope
 from tests.soak.soak import Settings, soak
@@ -52,7 +52,7 @@ def test_durations(text: str, expected: float) -> None:
 
 @pytest.mark.exhaustive
 async def test_twenty_seconds_of_load_and_faults_leave_nothing_wrong() -> None:
-    report = await soak(Settings(duration_s=20, seed=3, faults=OF_THE_EXECUTOR, pause_s=4, num_clients=8))
+    report = await soak(Settings(duration_s=20, seed=3, faults=NAMES, pause_s=4, num_clients=8))
     assert report.problems == []
     assert report.num_tokens > 0
     assert report.faults

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from executor.cuda.accelerator import EagerAccelerator
-from executor.device.device_thread import DeviceThread, FailureKind, Step
+from executor.device.device_thread import DeviceThread
+from executor.device.work import FailureKind, Step
 from executor.plans.plan import StepOutput, StepPlan
 from tests.support.cuda.comparison import ALL_KINDS, _counts, _first_plan, assert_same
 from tests.support.cuda.random_streams import RandomStream

@@ -10,7 +10,8 @@ import torch
 
 from executor.cuda.accelerator import EagerAccelerator
 from executor.device.device import device_is_sane
-from executor.device.device_thread import DeviceThread, FailureKind, Step
+from executor.device.device_thread import DeviceThread
+from executor.device.work import FailureKind, Step
 from executor.plans.plan import StepOutput
 from tests.support.cuda.comparison import assert_same, run_stream
 from tests.support.cuda.random_streams import RandomStream

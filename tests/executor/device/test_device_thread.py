@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from executor.device.device_thread import Failure, FailureKind
+from executor.device.work import Failure, FailureKind
 from executor.errors import ModelBroken, PlanRejected
 from tests.support.executor.device_harness import Harness, steps
 from tests.support.executor.fake_runner import FakeRunner

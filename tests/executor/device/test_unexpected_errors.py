@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from executor.device.device_thread import EndOfPlans, Failure, FailureKind, LivenessProbe, Marker, Step
+from executor.device.work import EndOfPlans, Failure, FailureKind, LivenessProbe, Marker, Step
 from executor.plans.plan import StepPlan
 from tests.support.executor.device_harness import Harness, LateRunner, steps
 from tests.support.executor.fake_runner import FakeRunner
@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from executor.device.device_thread import Outcome
+    from executor.device.work import Outcome
 
 ERRORS = [MemoryError(), OSError(errno.EMFILE, "too many open files"), KeyError("unforeseen")]
 

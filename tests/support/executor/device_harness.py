@@ -6,7 +6,8 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from executor.device.device_thread import DeviceThread, EndOfPlans, Marker, Outcome, Step
+from executor.device.device_thread import DeviceThread
+from executor.device.work import EndOfPlans, Marker, Outcome, Step
 from executor.plans.plan import StepOutput, StepPlan
 from tests.support.executor.fake_runner import FakeRunner
 
