@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 import grpc
 import pytest
 
-from quire.executor.v1 import executor_pb2 as pb
 from tests.support.executor.messages import read
 from tests.support.executor.plan_driver import ints
 from tests.support.executor.served import open_stream, opening, plan, status
+
+if TYPE_CHECKING:
+    from quire.executor.v1 import executor_pb2 as pb
 
 
 async def test_each_plan_gets_a_result_in_order(stub, fake_runner) -> None:
