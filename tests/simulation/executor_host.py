@@ -40,7 +40,7 @@ _REASONS = {None: 0, FinishReason.EOS: 1, FinishReason.LENGTH: 2, FinishReason.S
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What stays the same when the process is replaced."""
+    """The settings that stay the same when the process is replaced."""
 
     step_s: float
     launches: bool

@@ -196,7 +196,7 @@ class Call:
             with suppress(Closed):
                 await self.up.send(message.SerializeToString())
                 return
-            if self._status is None:  # the connection broke, and nobody has noticed yet
+            if self._status is None:  # the connection broke, and this end has not noticed it yet
                 await self._has_status.wait()
         status = self._status or BROKEN
         if status[0] is grpc.StatusCode.CANCELLED:
