@@ -175,7 +175,7 @@ def test_a_weight_that_is_not_a_number_exits_as_a_wrong_model(tmp_path, capfd) -
 
 @pytest.mark.parametrize("how", ["full", "left", "no descriptors"])
 def test_an_executor_serves_without_its_output_and_without_descriptors(how, checkpoint, tmp_path) -> None:
-    """Standard output is full, or nobody reads it; or connections take every file descriptor while a stream runs."""
+    """Standard output is full or has no reader, or connections take every file descriptor while a stream runs."""
     address = f"unix:{tmp_path}/run/x.sock"
     settings = (
         f'{{"model": "{checkpoint("llama").directory}", "listen_address": "{address}", "metrics_address": "",'
@@ -196,7 +196,7 @@ def test_an_executor_serves_without_its_output_and_without_descriptors(how, chec
             taken = [socket.socket(socket.AF_UNIX) for _ in range(100 if limit else 0)]
             for each in taken:
                 each.settimeout(1)
-                with suppress(OSError):  # the queue of connections that nobody accepts is full
+                with suppress(OSError):  # the queue of connections is full, because none is accepted
                     each.connect(address.removeprefix("unix:"))
             assert next(results).result.step_id == 1
             for each in taken:

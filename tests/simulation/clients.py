@@ -15,7 +15,7 @@ from scheduler.identity.identity import CALLER, Identity, Role
 from scheduler.requests.response_stream import FINISH_REASONS
 from scheduler.requests.seeds import sample_seed
 from scheduler.text.tokenizer import Tokenizer
-from tests.simulation.executor_host import seed_under
+from tests.simulation.translation import seed_under
 from tests.support.core.fake_executor import expected_output
 from tests.support.scheduler import small_tokenizers
 

@@ -23,12 +23,11 @@ from executor.device.work import Step
 from executor.errors import PlanRejected
 from executor.plans import plan_wire
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Logprobs, Reports, StepOutput, StepPlan, StepTimings
+from executor.plans.plan import Reports, StepOutput, StepPlan, StepTimings
 from executor.server import Server
 from executor.stream.servicer import ExecutorServicer
-from scheduler.core import Admission, FinishReason, Fork, SequenceParams
-from scheduler.core import Logprobs as CoreLogprobs
-from scheduler.core import StepPlan as CorePlan
+from scheduler.core import FinishReason
+from tests.simulation.translation import core_plan, reported
 from tests.support.core.fake_executor import FakeExecutor, PlanError
 
 if TYPE_CHECKING:
@@ -41,7 +40,7 @@ _REASONS = {None: 0, FinishReason.EOS: 1, FinishReason.LENGTH: 2, FinishReason.S
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What stays the same when the process is replaced."""
+    """The settings that stay the same when the process is replaced."""
 
     step_s: float
     launches: bool
@@ -197,7 +196,7 @@ class SimulatedRunner:
             self._executor = FakeExecutor(self._process.num_blocks, *sizes, plan.epoch, plan.step_id - 1)
         computing()
         try:
-            result = self._executor.execute(_core_plan(plan, self._process.digest))
+            result = self._executor.execute(core_plan(plan, self._process.digest))
         except PlanError as error:
             self._world.oracles.plan_refused(self._process, plan.epoch, str(error))
             raise PlanRejected(str(error)) from None
@@ -216,7 +215,7 @@ class SimulatedRunner:
             np.array(result.token_ids, np.int32),
             np.array([_REASONS[reason] for reason in reasons], np.uint8),
             StepTimings(1_000, int(machine.step_s * 1e9), 1_000),
-            Reports(_reported(result.logprobs), None, _reported(result.candidates)),
+            Reports(reported(result.logprobs), None, reported(result.candidates)),
         )
         return Launched(self._world, output) if machine.launches else output
 
@@ -231,50 +230,6 @@ class Launched:
     def finish(self) -> StepOutput:
         self.world.faults.may_raise("executor: finish")
         return self.output
-
-
-def seed_under(digest: str, seed: int) -> int:
-    """Returns the seed that stands for sampling with this seed from the weights with this digest."""
-    return seed ^ (int(digest) << 20)
-
-
-def _core_plan(plan: StepPlan, digest: str) -> CorePlan:
-    return CorePlan(
-        epoch=plan.epoch,
-        step_id=plan.step_id,
-        retired_slots=plan.retired_slots.tolist(),
-        admissions=[
-            Admission(
-                slot=each.slot,
-                token_ids=each.token_ids.tolist(),
-                num_prompt_tokens=each.params.num_prompt_tokens,
-                num_computed_tokens=each.num_computed_tokens,
-                block_table=each.block_table.tolist(),
-                params=SequenceParams(
-                    max_total_tokens=each.params.max_total_tokens,
-                    min_total_tokens=each.params.min_total_tokens,
-                    seed=seed_under(digest, each.params.seed),
-                    eos_token_ids=tuple(each.params.eos_token_ids.tolist()),
-                    stop_token_ids=tuple(each.params.stop_token_ids.tolist()),
-                    num_logprobs=each.params.num_logprobs,
-                    num_candidates=each.params.num_candidates,
-                ),
-            )
-            for each in plan.admissions
-        ],
-        table_updates=plan.table_updates.ravel().tolist(),
-        block_copies=plan.block_copies.ravel().tolist(),
-        row_counts=plan.row_counts.ravel().tolist(),
-        forks=[Fork(each.parent_slot, each.child_slot, seed_under(digest, each.seed)) for each in plan.forks],
-        branches=plan.branches.ravel().tolist(),
-    )
-
-
-def _reported(logprobs: CoreLogprobs | None) -> Logprobs | None:
-    if logprobs is None:
-        return None
-    ranks = np.array(logprobs.ranks, np.int32) if logprobs.ranks else None
-    return Logprobs(np.array(logprobs.token_ids, np.int32), np.array(logprobs.values, np.float32), ranks)
 
 
 class Host:

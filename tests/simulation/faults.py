@@ -1,4 +1,4 @@
-"""What goes wrong in a world, drawn from its seed."""
+"""Draws the faults of a world from its seed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def an_error(random: Random) -> Callable[[], Exception]:
 
 @dataclass(frozen=True, slots=True)
 class Fired:
-    """An error that was raised. `who` names a request if only that request may fail."""
+    """An error that was raised, with its place, its time, and the request that it belongs to; "" for none."""
 
     place: str
     time_s: float

@@ -1,4 +1,4 @@
-"""What must hold in every world."""
+"""Checks the rules that hold in every world."""
 
 from __future__ import annotations
 

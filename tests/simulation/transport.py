@@ -1,7 +1,7 @@
 """Calls in memory, with the interface and the habits of grpc.aio, between an executor and its schedulers.
 
-A wire delays messages, stalls, and breaks. The messages of one direction of a stream keep their order; streams do not
-wait for each other. When a wire breaks, either end may notice it long before the other.
+A wire delays messages, stalls, and breaks. Messages of one direction of a stream keep their order; streams do not wait
+for each other. When a wire breaks, either end may notice it long before the other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 WINDOW = 4
 """Messages of one direction that may be unread before the sender waits."""
-
 Status = tuple[grpc.StatusCode, str]
 BROKEN: Status = (grpc.StatusCode.UNAVAILABLE, "the connection broke")
 
@@ -196,7 +195,7 @@ class Call:
             with suppress(Closed):
                 await self.up.send(message.SerializeToString())
                 return
-            if self._status is None:  # the connection broke, and nobody has noticed yet
+            if self._status is None:  # the connection broke, and this end has not noticed it yet
                 await self._has_status.wait()
         status = self._status or BROKEN
         if status[0] is grpc.StatusCode.CANCELLED:
@@ -272,8 +271,7 @@ class Call:
             self._server.cancel()
 
     def _start(self) -> None:
-        self._starting = None
-        server = self._wire.server()
+        self._starting, server = None, self._wire.server()
         if self._wire.is_cut or server is None:
             self.down.close(BROKEN)
         elif not self.down.is_closed:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import math
+import time
 from array import array
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -259,3 +260,29 @@ async def test_a_prompt_without_finite_logits_fails_its_request_and_no_other() -
             await other.check()
         await until(lambda: engine.core is not None and not engine.core.num_unfinished_requests)
         assert engine.failures.num_failures == 0
+
+
+@pytest.mark.parametrize("event", ["started", "tokens", "finished"])
+async def test_the_request_of_a_broken_sink_fails_and_its_sink_is_told(
+    event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client waits for the sink, so it would wait for ever if only the core knew."""
+    async with running_engine(FakeClient()) as engine:
+        broken, other = submit(engine, [1, 2, 3], 5), submit(engine, [4, 5], 50)
+        with monkeypatch.context() as patch:
+            break_call(patch, (RecordingSink, event), MemoryError())
+            await asyncio.wait_for(broken.done.wait(), 10)
+        assert broken.has_failed
+        await other.check()
+        assert engine.failures.num_failures == 0
+
+
+async def test_a_jump_of_the_wall_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_engine(FakeClient()) as engine:
+        sinks = [submit(engine, [i, 2, 3], 150, deadline_s=time.monotonic() + 1000) for i in range(3)]
+        for jump_s in (-1e9, 1e9):
+            await sinks[0].first_token.wait()
+            monkeypatch.setattr(time, "time", lambda jump_s=jump_s: 1.7e9 + jump_s)
+            await asyncio.sleep(0.02)
+        for sink in sinks:
+            await sink.check()

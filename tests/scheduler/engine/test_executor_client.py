@@ -12,9 +12,11 @@ from executor.config import ExecutorConfig
 from executor.server import Server
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorServicer, add_ExecutorServicer_to_server
-from scheduler.core import ExecutorLost, ResultMismatch, StepPlan
+from scheduler.core import ExecutorLost, ResultMismatch, StepPlan, StepResult
+from scheduler.engine import plan_wire
 from scheduler.engine.executor_client import ExecutorClient, PlanStream
 from tests.support.executor.fake_runner import FakeRunner, loaded
+from tests.support.waiting import until
 
 NUM_STREAMS = 50
 NUM_PLANS = 10
@@ -102,3 +104,18 @@ async def test_a_writer_that_is_cancelled_ends_with_its_cancellation() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.5):
                 await write(stream)
+
+
+async def test_a_result_that_memory_is_too_short_for_ends_its_stream_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def too_large(message: pb.StepResult, epoch: int) -> StepResult:
+        raise MemoryError
+
+    monkeypatch.setattr(plan_wire, "decode_result", too_large)
+    async with invalid_executor() as (executor, stream):
+        executor.sends.set()
+        await until(lambda: stream._error is not None)
+        with pytest.raises(ExecutorLost, match="a result could not be read: MemoryError"):
+            stream.take()
+    assert "Traceback" in caplog.text
