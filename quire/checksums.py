@@ -36,7 +36,7 @@ _MAX_LINE = 512
 _PIECE_BYTES = 1 << 20
 _LINE = re.compile(r"(?P<digest>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
 _DIGEST_BITS = {64: "sha256", 40: "git"}
-"""What the hub names a file by, by the number of hexadecimal digits: large files by SHA-256, others by git's SHA-1."""
+"""The hub names a file by a digest of this many hexadecimal digits: large files by SHA-256, others by git's SHA-1."""
 
 
 class ChecksumError(Exception):

@@ -23,11 +23,11 @@ from executor.device.work import Step
 from executor.errors import PlanRejected
 from executor.plans import plan_wire
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Reports, StepOutput, StepPlan, StepTimings
+from executor.plans.plan import Publication, Reports, StepOutput, StepPlan, StepTimings
 from executor.server import Server
 from executor.stream.servicer import ExecutorServicer
 from scheduler.core import FinishReason
-from tests.simulation.translation import core_plan, reported
+from tests.simulation.translation import core_plan, publication, reported
 from tests.support.core.fake_executor import FakeExecutor, PlanError
 
 if TYPE_CHECKING:
@@ -178,22 +178,31 @@ class SimulatedRunner:
 
     def __init__(self, process: Process) -> None:
         self._process, self._world = process, process.world
-        self._executor: FakeExecutor | None = None
+        self._executor = self._empty_executor()
+        self._digest_scheme = ""
 
     def is_sane(self) -> bool:
         self._world.faults.may_raise("executor: is sane")
         return True
 
-    def reset(self) -> None:
+    def reset(self, digest_scheme: str = "", *, is_trusted: bool = True) -> Publication:
         self._world.faults.may_raise("executor: reset")
-        self._executor = None
+        keeps = is_trusted and digest_scheme == self._digest_scheme != ""
+        self._executor = self._executor.next_epoch(0) if keeps else self._empty_executor()
+        self._executor.retains = bool(digest_scheme)
+        self._digest_scheme = digest_scheme
+        return publication(self._executor.digests)
+
+    def _empty_executor(self) -> FakeExecutor:
+        machine = self._world.machine
+        sizes = machine.block_size, machine.max_num_seqs, machine.max_num_batched_tokens, machine.vocab_size
+        return FakeExecutor(self._process.num_blocks, *sizes, epoch=0)
 
     def execute(self, plan: StepPlan, computing: Callable[[], None]) -> StepOutput | Launched:
         self._world.faults.may_raise("executor: execute")
         machine = self._world.machine
-        if self._executor is None:
-            sizes = machine.block_size, machine.max_num_seqs, machine.max_num_batched_tokens, machine.vocab_size
-            self._executor = FakeExecutor(self._process.num_blocks, *sizes, plan.epoch, plan.step_id - 1)
+        if not self._executor.epoch:
+            self._executor.epoch, self._executor.step_id = plan.epoch, plan.step_id - 1
         computing()
         try:
             result = self._executor.execute(core_plan(plan, self._process.digest))

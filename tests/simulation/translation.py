@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from executor.plans.plan import Logprobs, StepPlan
+from executor.plans.plan import Logprobs, Publication, StepPlan
+from quire.plan_stream import DIGEST_BYTES
 from scheduler.core import Admission, Fork, SequenceParams
 from scheduler.core import StepPlan as CorePlan
 
@@ -48,7 +49,21 @@ def core_plan(plan: StepPlan, digest: str) -> CorePlan:
         row_counts=plan.row_counts.ravel().tolist(),
         forks=[Fork(each.parent_slot, each.child_slot, seed_under(digest, each.seed)) for each in plan.forks],
         branches=plan.branches.ravel().tolist(),
+        published=published(plan.published),
+        withdrawn_blocks=plan.withdrawn_blocks.tolist(),
     )
+
+
+def published(publication: Publication) -> dict[int, bytes]:
+    digests = publication.digests
+    return {
+        block: digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
+        for place, block in enumerate(publication.blocks.tolist())
+    }
+
+
+def publication(digests: dict[int, bytes]) -> Publication:
+    return Publication(np.array(list(digests), np.int32), b"".join(digests.values()))
 
 
 def reported(logprobs: CoreLogprobs | None) -> Logprobs | None:
