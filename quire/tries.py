@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from quire import messages
-from quire.errors import DeadlineExceededError, QuireError, UnavailableError
+from quire.errors import DeadlineExceededError, QueueFullError, QuireError, UnavailableError
 from quire.events import Event
 from quire.resumption import ResumableRequest
 from quire.status import is_lost_connection
@@ -133,9 +133,12 @@ class Tries:
         self._last_error = error
         tried_s = now_s - self._broken_since_s
         if tried_s >= self._contact.resume_timeout_s:
+            if isinstance(error, QueueFullError):
+                raise error
             raise UnavailableError(f"{error.message} (tried again for {tried_s:.1f} s)")
         longest_s = min(self._contact.resume_timeout_s - tried_s, max(0.0, self._deadline_s - now_s))
-        pause_s = random.uniform(0.5, 1.0) * self._pause_s  # so that not all clients come at once
+        pause_s = max(self._pause_s, error.retry_after_s if isinstance(error, QueueFullError) else 0.0)
+        pause_s *= random.uniform(0.5, 1.0)  # so that not all clients come at once
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         return min(pause_s, longest_s)
 
@@ -144,9 +147,11 @@ class Tries:
 
         A request fails at once if no server was ever there, unless the caller asked to wait for it.
         """
-        if not isinstance(error, UnavailableError) or self._resumable is None or not self._resumable.can_continue:
+        if self._resumable is None or not self._resumable.can_continue:
             return False
-        return (
+        if isinstance(error, QueueFullError):  # after a restart, the streams of all clients come back at once
+            return self._last_error is not None
+        return isinstance(error, UnavailableError) and (
             self._contact.has_answered
             or self._arguments["wait_for_ready"]
             or self._last_error is not None

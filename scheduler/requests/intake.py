@@ -23,7 +23,7 @@ from scheduler.requests.limits import ModelBounds, RequestLimits
 from scheduler.requests.open_streams import OpenStreams
 from scheduler.requests.replay import Replay, ResumedBeams, replay
 from scheduler.requests.response_stream import ResponseStream
-from scheduler.requests.resumption import model_digest
+from scheduler.requests.resumption import model_digest, num_resumed_ids
 from scheduler.requests.status import code_of
 from scheduler.requests.validation import RequestChecker
 from scheduler.requests.write_queue import WriteQueue
@@ -160,7 +160,7 @@ class Intake:
         defaults = replace(self._model.defaults, max_tokens=settings.default_max_tokens, num_samples=settings.default_n)
         check = partial(RequestChecker, fields, self._limits, self._bounds(), defaults, random.getrandbits(64))
         token_ids = fields.get("token_ids.ids")
-        size = len(token_ids) if isinstance(token_ids, Sized) else 0
+        size = (len(token_ids) if isinstance(token_ids, Sized) else 0) + num_resumed_ids(fields)
         checker = await self._model.tokenizer.in_turn(check, size, tenant)
         prompt_token_ids = await self._prompt_token_ids(checker, tenant)
         request_id = self._engine.new_request_id()

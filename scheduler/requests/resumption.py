@@ -47,6 +47,13 @@ def model_digest(model: ModelDescription) -> str:
     return sha256("\0".join((model.model_name, model.dtype, model.weights_digest)).encode()).hexdigest()
 
 
+def num_resumed_ids(fields: RequestFields) -> int:
+    """Returns the number of token ids that a resumption contains, unchecked."""
+    continuation, sequences = fields.get(CONTINUATION), fields.get(SEQUENCES)
+    num_prompt = len(continuation.prompt.ids) if isinstance(continuation, pb.Continuation) else 0
+    return num_prompt + sum(len(each.token_ids) for each in sequences or () if isinstance(each, pb.ResumedSequence))
+
+
 def read_resumption(fields: RequestFields, bounds: ModelBounds) -> Resumption | None:
     """Returns the continuation; None if the request resumes nothing, or after a violation.
 

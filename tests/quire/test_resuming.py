@@ -15,7 +15,7 @@ from quire.channel import CHANNEL_OPTIONS
 from quire.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from tests.support.client.calls import KINDS, SyncCalls
 from tests.support.client.fake_generation import FakeGeneration
-from tests.support.client.scripted_server import Script, ScriptedServer, delta, finished, started
+from tests.support.client.scripted_server import Script, ScriptedServer, delta, finished, refusal, started
 from tests.support.e2e.proxy import Proxy
 from tests.support.waiting import until, wait_until
 
@@ -214,6 +214,24 @@ def test_other_errors_are_not_tried_again(
         kind(server.address).events("p", n=2)
     assert raised.value.code == code.name
     assert len(server.requests) == num_breaks + 1
+
+
+@KINDS
+def test_a_full_queue_delays_a_stream_that_broke_off(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    """After a restart of the server, the streams of all clients come back at once."""
+    lose, refuse = breaking(1, 3, unavailable), refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", retry_after_s=0.01)
+
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        async for response in (refuse if 2 <= len(server.requests) <= 4 else lose)(request, context):
+            yield response
+
+    server.script = script
+    assert kind(server.address).call("complete", "p", n=2) == expected()
+    assert len(server.requests) == 5
+    server.script = refuse
+    with pytest.raises(quire.QueueFullError, match="full"):
+        kind(server.address).events("p", n=2)
+    assert len(server.requests) == 6
 
 
 @KINDS

@@ -61,7 +61,7 @@ def client_chooses_the_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def few_restarts(patch: pytest.MonkeyPatch) -> None:
-    """H6: the supervisor gives up after the sixth restart. Its real policy is `quire.cli.restarts`; see the host."""
+    """H6: the supervisor gives up after the sixth restart. Its real policy is `quire.cli.restarts`."""
     lose_process = Host.lose_process
 
     def lose(host: Host, why: str) -> None:
