@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import NoReturn
 
+import numpy.ma  # noqa: F401  # numpy would import it in the first step, when descriptors may be short
+
 from executor.config import ExecutorConfig
 from executor.errors import CheckpointError, ConfigError, OutOfMemory
 from executor.loading import Say, load_model

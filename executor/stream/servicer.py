@@ -162,6 +162,8 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             last = Failure(FailureKind.PLAN_REJECTED, str(error))
         except EpochRefused as error:
             last = Failure(FailureKind.EPOCH_REFUSED, str(error))
+        except grpc.aio.AbortError:
+            return  # the call has ended, so no end of the plans is awaited
         except Exception as error:  # noqa: BLE001  # such as MemoryError: this stream ends, and others may follow
             _log.exception("a plan could not be read")
             last = Failure(FailureKind.INTERNAL, f"a plan could not be read: {error!r}")

@@ -31,6 +31,7 @@ SHIPPED = {
         "quire_prompt_tokens_total": {"source"},
         "quire_generation_tokens_total": set(),
         "quire_requests_finished_total": {"reason"},
+        "quire_requests_resumed_total": set(),
         "quire_requests_rejected_total": {"reason"},
         "quire_calls_refused_total": {"reason"},
         "quire_limited_total": {"limit"},

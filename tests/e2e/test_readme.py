@@ -42,6 +42,8 @@ COVERED = {
     "make verify": "CI runs its two parts",
     "make lint": "CI runs it",
     "make wheel-check": "CI runs it",
+    "make upgrade-check": "test_make_targets; it builds two wheels, for which it needs a package index and minutes",
+    ".venv/bin/quire checksum /data/Llama-3.1-8B-Instruct": "tests/quire/test_checksums.py writes a manifest",
     "make lock": "tests/deploy/test_locks.py compares what it writes; it needs a package index and minutes",
     "make supply-check": "CI runs it",
     "make dashboards": "tests/deploy/test_dashboards.py and test_operations_page.py compare what it writes",
@@ -99,7 +101,7 @@ def test_make_run() -> None:
     assert "CoW" in output
 
 
-@pytest.mark.parametrize("target", ["help", "gpu-bundle", "fmt", "protos", "clean"])
+@pytest.mark.parametrize("target", ["help", "gpu-bundle", "upgrade-check", "fmt", "protos", "clean"])
 def test_make_targets(target: str) -> None:
     """These targets change the checkout, so make prints their commands only."""
     assert "make: ***" not in run(*make_command("--dry-run", target))

@@ -322,7 +322,7 @@ async def given_up(scripted_engine: ScriptedEngine) -> Counts:
     await ended(client)
     return total(
         steps(5, 5, 5, 5, 5, 5),
-        {"request_generation_tokens_count": 1, "requests_finished/error": 1},
+        {"request_generation_tokens_count": 1, "requests_finished/executors_lost": 1},
         times("request_queue_time", 0),
         times("e2e_request_latency", 0),
     )
