@@ -28,6 +28,9 @@ def commit(state: SchedulerState, result: StepResult) -> Events:
         reports.add_logprobs(step, result.logprobs, events)
     if result.prompt_logprobs is not None:
         reports.add_prompt_logprobs(step, result.prompt_logprobs, events)
+        for sequence, _, tokens in events.prompt_logprobs:
+            if any(isnan(token.values[0]) for token in tokens):
+                _end(state, sequence, FinishReason.NOT_FINITE, events)
     if result.candidates is not None:
         _commit_beams(state, step, reports.candidates_by_beam(step, result.candidates), events)
     _end_sequences(state, step, result, events)
@@ -137,6 +140,7 @@ def _end_sequences(state: SchedulerState, step: Step, result: StepResult, events
 def _end(state: SchedulerState, sequence: Sequence, reason: FinishReason, events: Events) -> None:
     if not sequence.is_finished:
         if reason is FinishReason.NOT_FINITE:
-            state.cache.withdraw(sequence.block_table)  # the numbers in its KV may be the cause
+            for holder in state.active(sequence).holders(sequence):
+                state.cache.withdraw(holder.block_table)  # the numbers in its KV may be the cause
         state.finish(sequence, reason)
         events.finished.append((sequence, reason))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
-from math import isnan
 from typing import TYPE_CHECKING, Protocol
 
 from scheduler.core import FinishReason
@@ -141,17 +140,10 @@ class EventDispatcher:
     def _tell_failures(self, events: Events) -> None:
         """Ends requests whose logits were not finite, before any client receives what was made of them."""
         for sequence, reason in events.finished:
-            if reason is FinishReason.NOT_FINITE:
-                self._fail_not_finite(sequence)
-        for sequence, _, tokens in events.prompt_logprobs:
-            if any(isnan(token.values[0]) for token in tokens):
-                self._fail_not_finite(sequence)
-
-    def _fail_not_finite(self, sequence: Sequence) -> None:
-        if (sink := self._sink_of(sequence)) is not None:
-            log.error("%r: the model returned numbers that are not finite", sequence, extra=_log_fields(sink))
-            self._tell(sequence, sink.finished, sequence.index, FinishReason.NOT_FINITE, sequence.num_preemptions)
-            self._drop(sequence)
+            if reason is FinishReason.NOT_FINITE and (sink := self._sink_of(sequence)) is not None:
+                log.error("%r: the model returned numbers that are not finite", sequence, extra=_log_fields(sink))
+                self._tell(sequence, sink.finished, sequence.index, reason, sequence.num_preemptions)
+                self._drop(sequence)
 
     def _tell_starts(self, events: Events) -> None:
         for sequence in events.started:

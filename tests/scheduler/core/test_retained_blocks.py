@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
 
-from scheduler.core import FinishReason, InvariantViolation, Request, SchedulerLimits, SequenceParams, check_invariants
+from scheduler.core import (
+    BeamParams,
+    FinishReason,
+    InvariantViolation,
+    Request,
+    SchedulerLimits,
+    SequenceParams,
+    check_invariants,
+)
 from scheduler.core.block_pool import BlockPool
 from scheduler.core.kv_cache import KVCache
 from scheduler.core.prefix_index import PrefixIndex
@@ -188,6 +197,32 @@ def test_a_block_that_becomes_full_in_the_faulty_step_is_not_published() -> None
     harness.scheduler.commit(replace(result, end_reasons=[FinishReason.NOT_FINITE]))
     assert not len(harness.scheduler.state.cache.index)
     assert harness.scheduler.schedule() is None
+
+
+@pytest.mark.parametrize("reports_on", ["prompt", "beams"])
+def test_reports_that_are_not_finite_leave_no_block_behind(reports_on: str) -> None:
+    harness, prompt = new_harness(), prompt_of(14)
+    asked = request(1, prompt, max_tokens=20)
+    if reports_on == "prompt":
+        asked = replace(asked, params=replace(asked.params, num_prompt_logprobs=1))
+    else:
+        asked = replace(asked, beam=BeamParams(2, 2))
+    harness.add(asked)
+    for _ in range(0 if reports_on == "prompt" else 12):
+        harness.schedule()
+        harness.commit()
+    scheduler = harness.scheduler
+    harness.schedule()
+    index = scheduler.state.cache.index
+    held = {block for sequence in scheduler.state.batch.running for block in sequence.block_table}
+    assert any(block in index for block in held) == (reports_on == "beams")
+    result = harness.in_flight.popleft().result
+    name = "prompt_logprobs" if reports_on == "prompt" else "candidates"
+    report = getattr(result, name)
+    events = scheduler.commit(replace(result, **{name: replace(report, values=[math.nan] * len(report.values))}))
+    assert [reason for _, reason in events.finished] == [FinishReason.NOT_FINITE]
+    check_invariants(scheduler)
+    assert not any(block in index for block in held)
 
 
 def test_retained_blocks_are_reused_after_all_others_and_the_first_of_a_prefix_last() -> None:
