@@ -20,6 +20,7 @@ from scheduler.core import (
     planning,
 )
 from scheduler.core.block_pool import BlockPool
+from scheduler.core.fairness.fair_queue import FairQueue
 from scheduler.core.kv_cache import Allocation, KVCache
 from scheduler.core.step import Step, StepBuilder
 from scheduler.core.waiting_queue import WaitingQueue
@@ -139,7 +140,7 @@ def forget_generated_tokens_when_preempting(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_short_sequences_overtake(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(WaitingQueue, "first", lambda queue: min(queue, key=lambda s: s.num_tokens, default=None))
+    patch.setattr(FairQueue, "_head", lambda queue, account: min(queue.of(account), key=lambda s: s.num_tokens))
 
 
 def preempt_without_end(patch: pytest.MonkeyPatch) -> None:
