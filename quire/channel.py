@@ -9,6 +9,9 @@ from quire.tls import TlsFiles, channel_credentials
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # Each client has a connection of its own. gRPC would share one among all clients of a process, and with it the
+    # streams that a server permits on a connection: one tenant's calls would wait for another's.
+    ("grpc.use_local_subchannel_pool", 1),
     # A block map takes a few bytes for each block; the default of 4 MiB would allow about half a million blocks.
     ("grpc.max_receive_message_length", 64 << 20),
     # Reconnects soon after a server has started; the defaults are 1 s and 120 s.

@@ -93,7 +93,7 @@ def _make_key(tenant: str, path: Path) -> str:
 def main(arguments: Sequence[str]) -> None:
     parser = Parser("shares", __doc__)
     parser.add_argument("--tenants", type=at_least(2), default=8, help="number of tenants")
-    parser.add_argument("--clients", type=at_least(1), default=8, help="clients of each tenant but the first")
+    parser.add_argument("--clients", type=at_least(1), default=16, help="clients of each tenant but the first")
     parser.add_argument("--times", type=at_least(1), default=100, help="requests of the first tenant, as a multiple")
     parser.add_argument("--duration-s", type=float, default=20.0)
     parser.add_argument("--json", type=Path, help="file of results")
