@@ -34,7 +34,7 @@ class Target:
     api_key: str | None = None
 
     def client(self) -> AsyncClient:
-        return AsyncClient(self.grpc, resume_timeout_s=0)
+        return AsyncClient(self.grpc, api_key=self.api_key, resume_timeout_s=0)
 
     def session(self) -> aiohttp.ClientSession:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

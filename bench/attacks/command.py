@@ -9,7 +9,9 @@ the server is measured and not the cores. All other flags are those of `quire se
 
 import asyncio
 import contextlib
+import os
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from bench.attacks.attacks import ATTACKS
+from bench.attacks.tenant_keys import make_key
 from bench.attacks.victim import Experience, live
 from bench.command_line import BenchError, Parser, open_console
 from bench.machine import describe_machine
@@ -46,10 +49,15 @@ class Row:
 
 
 async def measure(attacks: Sequence[str], flags: Sequence[str], duration_s: float, keep: Callable[[Row], None]) -> None:
-    """Runs the attacks one after the other. `keep` takes each row."""
-    for attack in attacks:
-        async with quire_server(flags) as server, AsyncClient(server.addresses["grpc"], resume_timeout_s=0) as client:
-            keep(await _beside(attack, server.pid, server.addresses, client, duration_s))
+    """Runs the attacks one after the other. `keep` takes each row. Victim and attacker are different tenants."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "keys.json"
+        key = make_key("victim", path)
+        os.environ["QUIRE_API_KEY"] = make_key("attacker", path, "generate", "observe")  # `attacker` reads it
+        for attack in attacks:
+            async with quire_server(["--api-keys", str(path), *flags]) as server:
+                async with AsyncClient(server.addresses["grpc"], api_key=key, resume_timeout_s=0) as client:
+                    keep(await _beside(attack, server.pid, server.addresses, client, duration_s))
 
 
 async def _beside(attack: str, pid: int, addresses: dict[str, str], client: AsyncClient, duration_s: float) -> Row:

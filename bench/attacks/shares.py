@@ -8,8 +8,6 @@ all are equal and 1/n if one tenant gets everything. All other flags are those o
 
 import asyncio
 import random
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from bench.attacks.ordinary_requests import generate
-from bench.command_line import BenchError, Parser, at_least
+from bench.attacks.tenant_keys import make_key
+from bench.command_line import Parser, at_least
 from bench.machine import describe_machine
 from bench.report import save
 from bench.server_process import quire_server
@@ -49,7 +48,7 @@ async def measure(flags: Sequence[str], num_clients: dict[str, int], duration_s:
     """Runs the clients of all tenants for a time. Raises BenchError if a key cannot be made."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.json"
-        keys = {tenant: _make_key(tenant, path) for tenant in num_clients}
+        keys = {tenant: make_key(tenant, path) for tenant in num_clients}
         async with quire_server(["--api-keys", str(path), *flags]) as server:
             counts: Counter[str] = Counter()
             async with asyncio.TaskGroup() as group:
@@ -80,14 +79,6 @@ async def _client(client: AsyncClient, tenant: str, rng: random.Random, counts: 
                 counts[tenant] += num_tokens
         except QuireError:
             await asyncio.sleep(_PAUSE_S)
-
-
-def _make_key(tenant: str, path: Path) -> str:
-    command = [sys.executable, "-m", "quire", "keys", "add", tenant, "--file", str(path), "--tenant", tenant]
-    finished = subprocess.run([*command, "--role", "generate"], capture_output=True, text=True, check=False)
-    if finished.returncode:
-        raise BenchError(f"no key could be made: {finished.stderr.strip()}")
-    return finished.stdout.split()[-1]
 
 
 def main(arguments: Sequence[str]) -> None:
