@@ -40,6 +40,10 @@ class WaitPrediction:
             if num_tokens := sequence.num_tokens - sequence.num_prompt_tokens:  # cut off by a deadline or not
                 known = num_tokens if self._num_output_tokens is None else self._num_output_tokens
                 self._num_output_tokens = known + OUTPUT_GAIN * (num_tokens - known)
+        if not core.is_attached:  # nothing is served now, and the next executor may be slower or faster
+            self._service = self._num_steps = self._busy_s = 0.0
+            self._last = None
+            return
         service, num_steps = _total_service(core), core.state.counters.num_steps
         if self._last is not None and now_s > self._last[0]:
             last_s, last_service, last_steps = self._last

@@ -8,6 +8,7 @@ import pytest
 
 from bench.overhead.survival_jobs import comparable, differences, jobs
 from quire import AsyncClient, Completion, UnavailableError
+from quire.addresses import with_port
 from tests.support.e2e.process import is_running
 from tests.support.e2e.stack import Stack
 from tests.support.e2e.streams import StreamGroup, mixed_jobs, outcomes
@@ -87,8 +88,8 @@ async def test_a_synchronous_client_resumes(served: Stack) -> None:
 
 
 async def test_requests_wait_for_a_scheduler_that_comes_back(served: Stack) -> None:
-    """They were sent after its death, or were in its queue. Only a client that knows the server expects it back."""
-    async with served.client() as client, served.client() as stranger:
+    """Only a client that knows the server expects it back: where no server ever was, a request fails at once."""
+    async with served.client() as client, AsyncClient(with_port("127.0.0.1:0")) as stranger:
         expected = await outcomes(client, JOBS[:1])
         killed = served.send("scheduler", signal.SIGKILL)
         await until(lambda: not_running(killed), "the scheduler has ended")

@@ -103,6 +103,20 @@ def test_a_pause_without_requests_does_not_count_as_slow_service() -> None:
     assert server.waits.predicted_s(server.core, Request(9999, [1], SequenceParams(max_total_tokens=20))) < 2
 
 
+def test_a_time_without_an_executor_does_not_count_as_slow_service() -> None:
+    server = Server(predicts=True)
+    while server.now_s < 5:
+        for _ in range(4):
+            server.arrive(None)
+        server.step()
+    server.waits.committed(server.core, server.core.executor_lost(server.now_s), server.now_s)
+    server.now_s += 100
+    server.waits.committed(server.core, server.core.expire(server.now_s), server.now_s)
+    assert server.core.num_waiting
+    server.arrive(server.now_s + 1.0)
+    assert server.num_refused == 0
+
+
 def test_a_tenant_waits_for_its_own_queue_and_not_for_that_of_another() -> None:
     server = good_tokens(3, None, predicts=False)
     greedy, modest = (
