@@ -15,7 +15,7 @@ serve: $(INSTALLED)  ## serve the embedded model (ARGS='--model …' for another
 	$(BIN)/quire serve $(ARGS)
 
 test: $(INSTALLED)  ## the test suite, without what is exhaustive
-	$(BIN)/pytest -n 2 --dist worksteal -m 'not exhaustive' $(ARGS)
+	$(BIN)/pytest -n 3 --dist worksteal -m 'not exhaustive' $(ARGS)
 
 test-all: $(INSTALLED)  ## every test: also long searches, GPU kernels in an interpreter, benchmarks (ARGS='-m exhaustive': only those)
 	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
@@ -38,10 +38,13 @@ gpu-bundle: $(INSTALLED)  ## wheels and stubs for a GPU machine without an index
 wheel-check: $(INSTALLED)  ## build the wheel, install it into a fresh environment, run the demo and one request
 	$(BIN)/python -m checks.wheel
 
+gpu-rehearsal: $(INSTALLED)  ## run gpu-check as on a GPU machine without a package index, its tests and its smallest phases
+	$(BIN)/python -m checks.gpu_rehearsal --quick
+
 upgrade-check: $(INSTALLED)  ## scheduler and executor of two commits under load (ARGS=COMMIT; default: the last one with another protocol)
 	$(BIN)/python -m checks.upgrade $(ARGS)
 
-verify: lint test-all wheel-check  ## what CI checks
+verify: lint test-all wheel-check supply-check gpu-rehearsal  ## what CI checks
 
 lint: $(INSTALLED)  ## ruff, mypy, import contracts, the shape of the tree, the English of its comments, protos
 	$(BIN)/ruff check .
@@ -81,4 +84,4 @@ $(INSTALLED): pyproject.toml constraints.txt hatch_build.py protos/build.py $(sh
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[executor,dev,bench,dashboards,otel,jwt]'
 	touch $@
 
-.PHONY: help run serve test test-all soak wheel-check upgrade-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean
+.PHONY: help run serve test test-all soak wheel-check gpu-rehearsal upgrade-check bench claims gpu-check gpu-bundle verify lint fmt protos dashboards compose-check lock supply-check clean

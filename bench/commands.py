@@ -35,7 +35,11 @@ COMMANDS: dict[str, Command] = {
     "kernels": Command("bench.kernels.command", "Time and rate of every kernel, against the machine's ceilings."),
     "scheduler-cost": Command("bench.overhead.scheduler_cost", "Cost of one step in the scheduler core."),
     "shell-cost": Command("bench.overhead.shell_cost", "Cost of a streamed token in the scheduler process."),
+    "structured-cost": Command(
+        "bench.overhead.structured_cost", "Throughput when every request follows a grammar, beside that without."
+    ),
     "sampling-cost": Command("bench.overhead.sampling_cost", "Cost of sampling in a batch of 64 sequences."),
+    "schemas": Command("bench.schemas.command", "JSON schemas as grammars: what compiles, and what is accepted."),
     "observability-cost": Command("bench.overhead.observability_cost", "Cost of metrics, logs and the live page."),
     "attacks": Command("bench.attacks.command", "Attacks on the services, beside a victim with ordinary requests."),
     "shares": Command("bench.attacks.shares", "Tokens of tenants of which one sends far more than the others."),
@@ -45,7 +49,7 @@ COMMANDS: dict[str, Command] = {
         "bench.attacks.loop_gaps", "The longest time for which one request holds the scheduler's event loop."
     ),
     "recovery": Command("bench.overhead.recovery", "Time to detect a lost process and to serve again."),
-    "survival": Command("bench.overhead.survival", "Answers of streams while the scheduler is killed and stopped."),
+    "survival": Command("bench.overhead.survival", "Answers of streams while services are killed and stopped."),
     "gpu-check": Command("bench.gpu.check", "Tests, kernels and serving on the local GPU, in one report."),
     "gpu-bundle": Command("bench.gpu.bundle", "Wheels and stubs for gpu-check on a machine without a package index."),
     "gpu-environment": Command("bench.gpu.environment", "Phase of gpu-check: packages, stubs, the GPU and its tools."),

@@ -4,12 +4,13 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from bench.command_line import BenchError
 from bench.trace import TraceRequest
 from quire.async_client import AsyncClient
 from quire.events import Delta, Finished
+from quire.options import GenerateOptions
 
 
 class LoadError(BenchError):
@@ -87,17 +88,20 @@ async def _client(send: Send, remaining: Iterable[TraceRequest], records: list[R
         records.append(await send(request))  # noqa: PERF401 - other clients append between two of ours
 
 
-def quire_sender(client: AsyncClient) -> Send:
-    """Sends greedy requests that ignore EOS, so that every server does the same work."""
+def quire_sender(client: AsyncClient, schema: dict[str, Any] | None = None) -> Send:
+    """Sends greedy requests that ignore EOS, so that every server does the same work.
+
+    schema  restricts the outputs; none of its texts may be shorter than a request's `max_tokens`
+    """
 
     async def send(request: TraceRequest) -> RequestRecord:
         arrivals_s: list[float] = []
         token_ids: list[int] = []
         num_cached = 0
         sent_s = time.perf_counter()
-        events = client.generate(
-            request.prompt_token_ids, max_tokens=request.max_tokens, temperature=0.0, ignore_eos=True
-        )
+        options = GenerateOptions(max_tokens=request.max_tokens, temperature=0.0)
+        options |= {"ignore_eos": True} if schema is None else {"json_schema": schema}
+        events = client.generate(request.prompt_token_ids, **options)
         async with events:
             async for event in events:
                 if isinstance(event, Delta) and event.token_ids:

@@ -19,8 +19,13 @@ LogSink = Callable[[str], None]
 
 # Runs the child through this script, so that the kernel kills the child when this process dies.
 _LIFELINE = Path(quire.__file__).with_name("cli") / "lifeline.py"
-ON_FREE_PORTS = tuple(
-    word for flag in ("--listen", "--http-listen", "--executor", "--metrics-address") for word in (flag, "127.0.0.1:0")
+ON_FREE_PORTS = (
+    *(
+        word
+        for flag in ("--listen", "--http-listen", "--executor", "--metrics-address")
+        for word in (flag, "127.0.0.1:0")
+    ),
+    "--no-gateway",
 )
 _MAX_LINE_BYTES = 1 << 20
 _NUM_LAST_LINES = 10

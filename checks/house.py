@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PACKAGES = ("scheduler", "executor", "kernels", "planning", "quire", "bench", "deploy")
+PACKAGES = ("scheduler", "executor", "gateway", "kernels", "planning", "quire", "bench", "deploy")
 COMMAND_LINE = "quire.cli"
 GENERATED = re.compile(r"quire/(v1|executor)/|bench/results/")
 SAMPLING_PARAMETER = re.compile(r"\bmin_p\b")
@@ -134,7 +134,7 @@ def measure(root: Path) -> Iterator[Figure]:
     kernel = [path for path in files if path.parent == Path("scheduler/core") and path.name != "__init__.py"]
     yield Figure("scheduler/core: files of the decision kernel", len(kernel), 24)
     yield Figure(
-        "scheduler/core: lines of code of the decision kernel", sum(code_lines(sources[p]) for p in kernel), 1638
+        "scheduler/core: lines of code of the decision kernel", sum(code_lines(sources[p]) for p in kernel), 1665
     )
     long = [path for path in files if path.parts[0] != "kernels" and sources[path].count("\n") > 300]
     yield Figure("files over 300 lines outside kernels", len(long), 0, " ".join(map(str, long)))

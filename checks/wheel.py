@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from checks.gpu_rehearsal import copy_checkout
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_WHEEL_BYTES = 10_000_000
 OCCUPIED_NAMES = ("kernels", "scheduler")
@@ -28,12 +30,21 @@ REQUIRED_FILES = {
     "quire/models/tiny/model.safetensors",
     "quire/models/tiny/tokenizer.json",
     "quire/models/tiny/tokenizer_config.json",
+    "quire/gateway/http/static/index.html",
     "quire/scheduler/live/static/index.html",
     "quire/scheduler/text/chat_worker.py",
+    "quire/scheduler/text/grammar_worker.py",
+    "quire/scheduler/text/worker_pipe.py",
     "quire/executor/v1/executor_pb2.py",
     "quire/v1/generation_pb2.py",
 }
-FREE_PORTS = ("--listen=127.0.0.1:0", "--http-listen=127.0.0.1:0", "--executor=127.0.0.1:0", "--metrics-address=")
+FREE_PORTS = (
+    "--listen=127.0.0.1:0",
+    "--http-listen=127.0.0.1:0",
+    "--executor=127.0.0.1:0",
+    "--metrics-address=",
+    "--gateway-listen=127.0.0.1:0",
+)
 COMMAND_TIMEOUT_S = 500.0
 
 
@@ -74,14 +85,19 @@ def check(folder: Path) -> None:
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Returns the wheel and the source distribution, made with the versions of constraints.txt."""
+    """Returns the wheel and the source distribution, made with the versions of constraints.txt.
+
+    A copy of the checkout is built, because the build writes the stubs, which other processes may read meanwhile.
+    """
+    checkout = folder / "checkout"
+    copy_checkout(checkout)
     requirements = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["build-system"]["requires"]
     python = environment(folder / "build")
     pip_install(python, *requirements)
     dist = folder / "dist"
     dist.mkdir()
     build_all = "import sys; from hatchling import build as b; b.build_sdist(sys.argv[1]); b.build_wheel(sys.argv[1])"
-    run(ROOT, str(python), "-P", "-c", build_all, str(dist))
+    run(checkout, str(python), "-P", "-c", build_all, str(dist))
     return next(dist.glob("*.whl")), next(dist.glob("*.tar.gz"))
 
 

@@ -23,12 +23,12 @@ from quire.addresses import with_port
 
 EXIT_NOT_RUN = 77
 WAIT_S = 300.0
-MAX_SCHEDULER_MB = 230
+MAX_SCHEDULER_MB = 240
 PROMPT = "Once upon a time"
 NUM_SAMPLES = 16
 NUM_TOKENS = 1500
 SERVICES = ("executor", "scheduler", "prometheus")
-PORTS = ("GRPC_PORT", "HTTP_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
+PORTS = ("GRPC_PORT", "HTTP_PORT", "OPENAI_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
 NUM_STREAMED = 4
 """Number of completions: one undisturbed, and one for each way to lose an executor."""
 _SIGNAL_ALL = "import os; print('armed', flush=True); input(); os.kill(-1, {number})"

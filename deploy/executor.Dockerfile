@@ -18,6 +18,7 @@ COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY protos protos
 COPY scheduler scheduler
 COPY executor executor
+COPY gateway gateway
 COPY kernels kernels
 COPY quire quire
 COPY planning planning

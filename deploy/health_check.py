@@ -1,6 +1,6 @@
 """Checks the health of a service in a container: the exit code is 0 if it serves.
 
-python health_check.py ADDRESS [--alive URL] [--kill-after N]
+python health_check.py [ADDRESS] [--alive URL] [--kill-after N]
 
 ADDRESS is that of its gRPC server, HOST:PORT or unix:PATH. grpc.health.v1 follows the progress of the service, so a
 service that hangs does not serve. A container engine restarts a container that ends, but not one that is merely
@@ -8,7 +8,7 @@ unhealthy. So after N failed checks in a row this check kills a service that has
 that the container's init has started, which ends the container.
 
 With --alive, a check fails only if that URL does not answer with status 200 either: a scheduler does not serve while
-its executor is away, and must not be killed for that.
+its executor is away, and must not be killed for that. Without ADDRESS, the URL alone is checked.
 """
 
 import argparse
@@ -66,11 +66,13 @@ def kill_service() -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("address")
+    parser.add_argument("address", nargs="?")
     parser.add_argument("--alive")
     parser.add_argument("--kill-after", type=int)
     arguments = parser.parse_args()
-    serves = is_serving(arguments.address)
+    if arguments.address is None and arguments.alive is None:
+        parser.error("ADDRESS or --alive must be given")
+    serves = is_alive(arguments.alive) if arguments.address is None else is_serving(arguments.address)
     if arguments.kill_after:
         is_well = serves or (arguments.alive is not None and is_alive(arguments.alive))
         if num_failures(is_well) >= arguments.kill_after:

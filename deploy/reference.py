@@ -1,4 +1,4 @@
-"""Writes the tables of docs/operations.md: flags from the configurations, metrics from both running services.
+"""Writes the tables of docs/operations.md: flags from the configurations, metrics from the running services.
 
 Run `make dashboards` or `python -m deploy.reference`, which starts both services on free ports for a moment.
 """
@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import quire
 from bench.server_process import quire_server
 from executor.config import ExecutorConfig
+from gateway.config import GatewayConfig
 from quire.options import field_texts
 from scheduler.config import SchedulerConfig
 
@@ -29,8 +30,12 @@ def with_tables(page: str, tables: Mapping[str, str]) -> str:
 
 
 def flag_tables() -> dict[str, str]:
-    """Returns the tables of the flags of both services."""
-    return {"scheduler flags": _flag_table(SchedulerConfig), "executor flags": _flag_table(ExecutorConfig)}
+    """Returns the tables of the flags of all services."""
+    return {
+        "scheduler flags": _flag_table(SchedulerConfig),
+        "executor flags": _flag_table(ExecutorConfig),
+        "gateway flags": _flag_table(GatewayConfig),
+    }
 
 
 def metric_tables(scheduler_page: str, executor_page: str) -> dict[str, str]:

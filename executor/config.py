@@ -23,7 +23,7 @@ class ExecutorConfig:
     model_name              name of the model towards clients; None: the hub id or the directory's name
     dtype                   dtype of weights, activations and KV; "auto": the one the checkpoint names
     load_format             "safetensors"; "random": draws random weights for the shapes in config.json and reads no
-                            other file, to measure a model without its weights
+                            other file but tokenizer.json, to measure a model without its weights
     device                  "cpu", "cuda", "cuda:1"; "auto": the first GPU if there is one, else the CPU
     kernels                 "auto": the fastest kernels for the device; "reference": plain torch
     block_size              tokens per KV block

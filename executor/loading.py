@@ -18,6 +18,7 @@ from executor.checkpoints.random_weights import RandomCheckpoint
 from executor.config import ExecutorConfig
 from executor.cuda.precision import sum_in_float32
 from executor.device.device import resolve_device
+from executor.grammars.grammar_cache import Grammars, load_grammars
 from executor.memory.device_memory import fitting
 from executor.memory.free_memory import free_memory_bytes
 from executor.memory.kv_pool import allocate_pool, fitting_blocks
@@ -52,7 +53,7 @@ class Start(Protocol):
         """Returns the bytes that are free for a pool once a runner has what it needs. Raises OutOfMemory."""
         ...
 
-    def make_runner(self, pool: "Tensor", limits: PlanLimits) -> "ModelRunner | CudaRunner":
+    def make_runner(self, pool: "Tensor", limits: PlanLimits, grammars: Grammars | None) -> "ModelRunner | CudaRunner":
         """Makes a runner, and everything that its first step needs. Raises OutOfMemory."""
         ...
 
@@ -64,6 +65,7 @@ class LoadedModel:
     weights_digest  identifies the weights, see `executor.checkpoints.digest`
     graphs          number of CUDA graphs: "captured", and "missing" for lack of memory
     idle_work       work to do while there is no step to run; an item takes some milliseconds
+    grammars        those of the checkpoint's vocabulary; None if it has no tokenizer that can be used
     """
 
     runner: "ModelRunner | CudaRunner"
@@ -75,6 +77,7 @@ class LoadedModel:
     startup_s: dict[str, float] = field(default_factory=dict)
     graphs: dict[str, int] = field(default_factory=dict)
     idle_work: "Iterator[None] | None" = None
+    grammars: Grammars | None = None
 
 
 def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
@@ -125,8 +128,10 @@ def _load(
         f"KV pool: {limits.num_blocks} blocks of {config.block_size} tokens, {pool.nbytes / 2**20:,.0f} MiB;"
         f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens per step"
     )
+    with _timed(startup_s, "tokenizer"):
+        grammars = load_grammars(directory, model_config.vocab_size)
     with _timed(startup_s, "runner"):
-        runner = start.make_runner(pool, limits)
+        runner = start.make_runner(pool, limits, grammars)
     with _timed(startup_s, "checksums"):
         digest = check.digest()
     return LoadedModel(
@@ -140,6 +145,7 @@ def _load(
         graphs=_graphs(runner),
         # On the CPU the system provides the pool's pages when they are first written, which takes time then.
         idle_work=populate(pool) if device.type == "cpu" else None,
+        grammars=grammars,
     )
 
 
@@ -175,10 +181,10 @@ class PlainStart:
     def free_for_pool(self) -> int:
         return free_memory_bytes(self.decoder.device)
 
-    def make_runner(self, pool: "Tensor", limits: PlanLimits) -> "ModelRunner":
+    def make_runner(self, pool: "Tensor", limits: PlanLimits, grammars: Grammars | None) -> "ModelRunner":
         from executor.device.runner import ModelRunner  # loads numba, which a GPU host does without
 
-        return ModelRunner(_model(self.decoder, self.backend, pool, limits), limits)
+        return ModelRunner(_model(self.decoder, self.backend, pool, limits), limits, grammars)
 
 
 def _model(decoder: Decoder, backend: kernels.Kernels, pool: torch.Tensor, limits: PlanLimits) -> "Model":

@@ -15,10 +15,12 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from executor.grammars.masks import GrammarCounts
 from executor.plans.plan import EndReason, StepOutput, StepTimings
 from executor.sampling.finite import num_bad_reports
 from quire.addresses import UNIX, HostPort, listen_error
 from quire.histogram import Histogram
+from quire.unexpected import NUM_UNEXPECTED
 from quire.version import build_version
 
 if TYPE_CHECKING:
@@ -29,20 +31,26 @@ _STEP_BUCKETS_S = (
 )  # fmt: skip
 _IDLE_WINDOW_S = 10.0
 _PHASES = ("queue", "prepare", "forward", "sample")
+_UNEXPECTED = ("plan", "step", "delivery", "between_steps", "idle_work", "preparation", "grammar")
 _ANY_HOST = ("0.0.0.0", "::")
 
 
 class Metrics(Collector):
     """Metrics in a registry of their own. One thread records steps, and another reads them for a scrape."""
 
-    def __init__(self, model_name: str, address: str) -> None:
-        """Starts without samples of steps. `address` is the configured address to listen on."""
+    def __init__(self, model_name: str, address: str, grammars: GrammarCounts | None = None) -> None:
+        """Starts without samples of steps. `address` is the configured address to listen on.
+
+        grammars: counts that the room of grammars goes on counting; None: there are no grammars.
+        """
         self.registry = CollectorRegistry()
         self._labels = {"model_name": model_name, "executor": executor_label(address)}
         self._phases = {phase: Histogram(_STEP_BUCKETS_S) for phase in _PHASES}
         self._started_s = time.time()
         self._last_step_s = self._started_s
         self._num_not_finite = 0
+        self._num_grammar_ends = 0
+        self._grammars = grammars or GrammarCounts()
         self._memory_bytes: dict[str, int] = {}
         self._startup_s: dict[str, float] = {}
         self._graphs: dict[str, int] = {}
@@ -61,6 +69,7 @@ class Metrics(Collector):
         """Records a step that has ended."""
         num_ended = int(np.count_nonzero(output.end_reasons == EndReason.NOT_FINITE))
         self._num_not_finite += num_ended + num_bad_reports(output.reports)
+        self._num_grammar_ends += int(np.count_nonzero(output.end_reasons == EndReason.GRAMMAR))
         self.observe_step(output.timings)
 
     def observe_step(self, timings: StepTimings) -> None:
@@ -102,13 +111,31 @@ class Metrics(Collector):
         for phase, each in self._phases.items():
             durations.add_metric([*self._labels.values(), phase], each.cumulative(), each.sum)
         yield durations
-        not_finite = CounterMetricFamily(
+        yield self._counter(
             "quire_executor_not_finite",
             "Sequences, and reports on beams or prompts, that failed because logits were not finite",
-            labels=list(self._labels),
+            self._num_not_finite,
         )
-        not_finite.add_metric(list(self._labels.values()), self._num_not_finite)
-        yield not_finite
+        yield self._counter(
+            "quire_executor_grammars_compiled",
+            "Grammars that were compiled: those that were not used lately", self._grammars.num_compiled,
+        )  # fmt: skip
+        yield self._counter(
+            "quire_executor_grammar_ends",
+            "Sequences that failed because their grammar could not be followed", self._num_grammar_ends,
+        )  # fmt: skip
+        yield self._counter(
+            "quire_executor_grammar_wait_seconds",
+            "Time for which steps waited for the masks of grammars", self._grammars.waited_ns * 1e-9,
+        )  # fmt: skip
+        errors = CounterMetricFamily(
+            "quire_executor_unexpected_errors",
+            "Exceptions that no code expected and the executor survived, by where",
+            labels=[*self._labels, "where"],
+        )
+        for where in _UNEXPECTED:
+            errors.add_metric([*self._labels.values(), where], NUM_UNEXPECTED[where])
+        yield errors
         yield self._gauge(
             "quire_executor_last_step_timestamp_seconds",
             "Time at which the last step ended; before the first step, the time of the start",
@@ -137,6 +164,11 @@ class Metrics(Collector):
             f"Share of about the last {_IDLE_WINDOW_S:.0f} s in which the device thread had no plan",
             (), {(): self._idle.current()},
         )  # fmt: skip
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(name, text, labels=list(self._labels))
+        family.add_metric(list(self._labels.values()), value)
+        return family
 
     def _gauge(self, name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], float]) -> Metric:
         family = GaugeMetricFamily(name, text, labels=[*self._labels, *labels])

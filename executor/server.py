@@ -22,6 +22,7 @@ from executor.errors import ConfigError
 from executor.loading import LoadedModel
 from executor.metrics import Metrics
 from executor.plans import plan_wire
+from executor.plans.plan import StepPlan
 from executor.plans.plan_size import max_message_bytes
 from executor.stream.peers import PeerCheck
 from executor.stream.servicer import ExecutorServicer
@@ -71,7 +72,9 @@ class Server:
         )
         self.metrics = _metrics(model, config.listen_address)
         limits = model.runner.limits
-        self._servicer = ExecutorServicer(self._device, limits, _description(model), self.metrics.observe)
+        self._servicer = ExecutorServicer(
+            self._device, limits, _description(model), self.metrics.observe, _expect(model)
+        )
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(
             interceptors=[PeerCheck(config.scheduler_name)] if config.scheduler_name else [],
@@ -193,11 +196,21 @@ def _description(model: LoadedModel) -> pb.DescribeResponse:
         weights_digest=model.weights_digest,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
+        follows_grammars=model.grammars is not None,
     )
 
 
+def _expect(model: LoadedModel) -> Callable[[StepPlan], None]:
+    """Returns what to do with a plan that arrives: its grammars are compiled while it waits for the device."""
+    return _nothing if model.grammars is None else model.grammars.expect
+
+
+def _nothing(plan: StepPlan) -> None:
+    """Does nothing: without grammars, a plan needs no preparation."""
+
+
 def _metrics(model: LoadedModel, address: str) -> Metrics:
-    metrics = Metrics(model.model_name, address)
+    metrics = Metrics(model.model_name, address, None if model.grammars is None else model.grammars.counts)
     for kind, num_bytes in model.memory_bytes.items():
         metrics.set_memory(kind, num_bytes)
     for state, count in model.graphs.items():

@@ -48,11 +48,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token, the natural logarithm of its probability, and its rank: 1 is the most probable."""
+    """A token, the natural logarithm of its probability, and its rank: 1 is the most probable.
+
+    token_bytes  the bytes for which the token stands, which need not be whole characters; None: not requested
+    """
 
     token_id: int
     logprob: float
     rank: int
+    token_bytes: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

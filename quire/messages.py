@@ -33,6 +33,7 @@ from quire.events import (
     TokenLogprobs,
     Usage,
 )
+from quire.message_fields import GRAMMAR_HOLDER, GRAMMARS, set_field, set_grammar
 from quire.options import GenerateOptions
 from quire.v1 import admin_pb2, generation_pb2
 
@@ -44,6 +45,7 @@ def _option_holders() -> dict[str, str]:
         **dict.fromkeys(generation_pb2.SamplingParams.DESCRIPTOR.fields_by_name, "sampling"),
         **dict.fromkeys(generation_pb2.StoppingParams.DESCRIPTOR.fields_by_name, "stopping"),
         **dict.fromkeys(generation_pb2.OutputParams.DESCRIPTOR.fields_by_name, "output"),
+        **dict.fromkeys(GRAMMARS, GRAMMAR_HOLDER),
     }
     return {name: holders[name] for name in GenerateOptions.__annotations__}
 
@@ -67,9 +69,12 @@ def generate_request(prompt: Prompt, options: Mapping[str, Any]) -> generation_p
             continue
         if name == "stop" and isinstance(value, str):
             value = [value]
+        if name in GRAMMARS:
+            set_grammar(request.structured_output, name, value, violations)
+            continue
         holder = _OPTION_HOLDERS[name]
         target = getattr(request, holder) if holder else request
-        _set_field(target, name, value, f"{holder}.{name}" if holder else name, violations)
+        set_field(target, name, value, f"{holder}.{name}" if holder else name, violations)
     if violations:
         raise InvalidRequestError("the request cannot be sent", violations)
     return request
@@ -82,7 +87,7 @@ def _unknown_option(name: str) -> str:
 
 def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt, violations: dict[str, str]) -> None:
     if isinstance(prompt, str):
-        _set_field(request, "text", prompt, "text", violations)
+        set_field(request, "text", prompt, "text", violations)
     elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
         raise TypeError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
     elif prompt and isinstance(prompt[0], ChatMessage | Mapping):
@@ -91,7 +96,7 @@ def _set_prompt(request: generation_pb2.GenerateRequest, prompt: Prompt, violati
             _add_message(request.chat, message, f"chat.messages[{position}]", violations)
     else:
         request.token_ids.SetInParent()
-        _set_field(request.token_ids, "ids", prompt, "token_ids", violations)
+        set_field(request.token_ids, "ids", prompt, "token_ids", violations)
 
 
 def _add_message(chat: generation_pb2.ChatPrompt, message: object, path: str, violations: dict[str, str]) -> None:
@@ -103,22 +108,7 @@ def _add_message(chat: generation_pb2.ChatPrompt, message: object, path: str, vi
         raise TypeError(f"{path} is neither a ChatMessage nor a dict of role and content")
     added = chat.messages.add()
     for name, value in parts.items():
-        _set_field(added, name, value, f"{path}.{name}", violations)
-
-
-def _set_field(target: Any, name: str, value: Any, path: str, violations: dict[str, str]) -> None:
-    """Sets a scalar, repeated or map field. A value that does not fit the type becomes a violation of `path`."""
-    try:
-        if isinstance(value, Mapping):
-            getattr(target, name).update(value)
-        elif isinstance(value, Sequence) and not isinstance(value, str):
-            getattr(target, name).extend(value)
-        else:
-            setattr(target, name, value)
-    except AttributeError:  # a single value for a repeated field or a map, or vice versa
-        violations[path] = f"cannot be of type {type(value).__name__}"
-    except (TypeError, ValueError, OverflowError) as error:
-        violations[path] = str(error)
+        set_field(added, name, value, f"{path}.{name}", violations)
 
 
 def event(message: generation_pb2.GenerateResponse) -> Event | None:
@@ -144,7 +134,8 @@ def _logprobs(message: generation_pb2.TokenLogprobs) -> TokenLogprobs:
 
 
 def _logprob(message: generation_pb2.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(message.token_id, message.logprob, message.rank)
+    token_bytes = message.bytes if message.HasField("bytes") else None
+    return TokenLogprob(message.token_id, message.logprob, message.rank, token_bytes)
 
 
 def _finished(message: generation_pb2.Finished) -> Finished:

@@ -12,7 +12,7 @@ class GenerateOptions(TypedDict, total=False):
     """All options of `generate` and `complete`, by the names of their fields in generation.proto.
 
     An option that is absent or None takes the checkpoint's default, or else the one in generation.proto. `stop` may be
-    one string or several.
+    one string or several. At most one of json_schema, json_object, regex, choice and lark may be given.
 
     max_tokens          most tokens to generate
     min_tokens          fewest tokens to generate
@@ -32,12 +32,19 @@ class GenerateOptions(TypedDict, total=False):
     allowed_token_ids   generate no other tokens
     logprobs            show log-probabilities, and those of this many other tokens
     prompt_logprobs     the same for the prompt's tokens
+    token_bytes         name the bytes of the tokens with log-probabilities
+    special_tokens      write the names of special tokens into the text
     stop                end the text at this string
     stop_token_ids      end the sequence at this token
     include_stop        keep what ended the text
     ignore_eos          continue after the end-of-sequence token
     priority            lower runs earlier, if the server's policy is priority
     cache_salt          share prefixes only with requests of this salt
+    json_schema         write JSON of this schema, a dict or its text
+    json_object         write a JSON object
+    regex               write a text that this regular expression matches as a whole
+    choice              write one of these texts
+    lark                write a text of this grammar, in the dialect of Lark that llguidance reads
     request_id          for logs; the server makes one if it is absent
     """
 
@@ -59,12 +66,19 @@ class GenerateOptions(TypedDict, total=False):
     allowed_token_ids: Sequence[int] | None
     logprobs: int | None
     prompt_logprobs: int | None
+    token_bytes: bool | None
+    special_tokens: bool | None
     stop: str | Sequence[str] | None
     stop_token_ids: Sequence[int] | None
     include_stop: bool | None
     ignore_eos: bool | None
     priority: int | None
     cache_salt: str | None
+    json_schema: Mapping[str, Any] | str | None
+    json_object: bool | None
+    regex: str | None
+    choice: Sequence[str] | None
+    lark: str | None
     request_id: str | None
 
 

@@ -9,9 +9,10 @@ from quire.v1 import generation_pb2
 
 @dataclass(slots=True)
 class _Received:
-    """The token ids of one sequence, 4 bytes each."""
+    """The token ids of one sequence, 4 bytes each; whether its last Delta and its Finished were received."""
 
     token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    has_last: bool = False
     is_finished: bool = False
 
 
@@ -46,7 +47,12 @@ class ResumableRequest:
         request.resume.continuation.CopyFrom(self._continuation)
         request.resume.num_prompt_logprobs = self._num_prompt_logprobs
         for index, received in sorted(self._sequences.items()):
-            request.resume.sequences.add(index=index, token_ids=received.token_ids, finished=received.is_finished)
+            request.resume.sequences.add(
+                index=index,
+                token_ids=received.token_ids,
+                has_last=received.has_last,
+                finished=received.is_finished,
+            )
         return request
 
     def accept(self, message: generation_pb2.GenerateResponse) -> bool:
@@ -60,7 +66,9 @@ class ResumableRequest:
             case "prompt_logprobs":
                 self._num_prompt_logprobs += len(message.prompt_logprobs.tokens)
             case "delta":
-                self._sequence(message.delta.index).token_ids.extend(message.delta.token_ids)
+                received = self._sequence(message.delta.index)
+                received.token_ids.extend(message.delta.token_ids)
+                received.has_last = message.delta.last
             case "finished":
                 self._sequence(message.finished.index).is_finished = True
         return True
@@ -76,4 +84,7 @@ class ResumableRequest:
         return True
 
     def _sequence(self, index: int) -> _Received:
-        return self._sequences.setdefault(index, _Received())
+        received = self._sequences.get(index)
+        if received is None:
+            received = self._sequences[index] = _Received()
+        return received

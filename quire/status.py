@@ -33,6 +33,14 @@ _PLAIN: dict[grpc.StatusCode, type[QuireError]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
 }
 
+_ENDED_WITHOUT_STATUS = "CANCELLED"
+"""The message that gRPC writes if a server's process drops its open calls when it ends. A server that decides to cancel
+a request says so in words of its own, and a call that this client has cancelled has another message."""
+
+_FAILED_WRITE = "Internal error from Core"
+"""The message with which grpc.aio replaces the status of a call that ends while it writes a request (grpc/grpc#36066).
+A write fails for no other reason."""
+
 _LOST_CONNECTION = ("socket closed", "stream removed", "connection reset", "broken pipe", "goaway", "cancelling all")
 """Words of gRPC's messages about a connection that was open; the status is the same as for a server that is absent."""
 
@@ -46,6 +54,10 @@ def is_lost_connection(error: UnavailableError) -> bool:
 def from_rpc_error(error: grpc.RpcError) -> QuireError:
     """Returns the exception for a failed call; `error` was raised by `grpc` or `grpc.aio`."""
     call: Any = error  # grpc's base class does not declare the status that both kinds carry
+    if call.code() is grpc.StatusCode.CANCELLED and call.details() == _ENDED_WITHOUT_STATUS:
+        return UnavailableError("stream removed: the server ended during the call")
+    if call.code() is grpc.StatusCode.INTERNAL and call.details() == _FAILED_WRITE:
+        return UnavailableError("stream removed: the call ended while a request was sent")
     return from_status(call.code(), call.details() or "", call.trailing_metadata())
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from quire import messages
-from quire.errors import DeadlineExceededError, QueueFullError, QuireError, UnavailableError
+from quire.errors import DeadlineExceededError, InternalError, QueueFullError, QuireError, UnavailableError
 from quire.events import Event
 from quire.resumption import ResumableRequest
 from quire.status import is_lost_connection
@@ -21,6 +21,9 @@ FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 MAX_FRUITLESS = 20
 """Maximum number of breaks in a row between which nothing new was received: the request may be what ends the server."""
+
+BROKE_OFF = "the stream broke off (%s): trying to continue it for up to %g s"
+CONTINUES = "the stream continues"
 
 log = logging.getLogger(__name__)
 
@@ -106,17 +109,27 @@ class Tries:
         return request, self._arguments | {"timeout": None if left_s == math.inf else left_s, "wait_for_ready": False}
 
     def event(self, message: generation_pb2.GenerateResponse) -> Event | None:
-        """Returns the event of a message, or None if it has nothing for the user."""
+        """Returns the event of a message, or None if it has nothing for the user. Raises InternalError as `accept`."""
+        return messages.event(message) if self.accept(message) else None
+
+    def accept(self, message: generation_pb2.GenerateResponse) -> bool:
+        """Adds a message to what was received. Returns False if it has nothing for the user.
+
+        Raises InternalError if the server ignores the request's grammar.
+        """
+        is_start = message.HasField("started")
+        if is_start and self._request.HasField("structured_output") and not message.started.follows_grammar:
+            raise InternalError("the server is too old for structured output: it ignores the grammar")
         self._contact.has_answered = True
         if self._broken_since_s is not None:
             self._broken_since_s = None
             self._contact.count_resumption()
-            log.info("the stream continues")
+            log.info(CONTINUES)
         if self._resumable is not None and not self._resumable.accept(message):
-            return None
+            return False
         self._num_fruitless = 0
         self._pause_s = FIRST_PAUSE_S
-        return messages.event(message)
+        return True
 
     def pause_s(self, error: QuireError) -> float:
         """Returns how long to wait before the next call. Raises the error of the last call if there is no next one."""
@@ -129,7 +142,7 @@ class Tries:
             if self._num_fruitless > MAX_FRUITLESS:
                 raise UnavailableError(f"{error.message} ({self._num_fruitless} breaks in a row without anything new)")
             limit_s = self._contact.resume_timeout_s
-            log.info("the stream broke off (%s): trying to continue it for up to %g s", error.message, limit_s)
+            log.info(BROKE_OFF, error.message, limit_s)
         self._last_error = error
         tried_s = now_s - self._broken_since_s
         if tried_s >= self._contact.resume_timeout_s:

@@ -34,9 +34,12 @@ class SchedulerConfig:
     listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
     http_listen                host:port of metrics, readiness, and the live page
     http_allowed_hosts         names, separated by commas, under which browsers may request the live page in addition to
-                               that of http_listen, localhost and addresses; for a reverse proxy. "*": any
+                               that of http_listen, localhost and addresses; for a reverse proxy. "*": any. Under
+                               `quire serve`, those of its gateway too
     admin_listen               address of the admin service: host:port, or unix:path. Default: a Unix socket for this
                                user only, which `quire kv` and `quire drain` find by the port of listen
+    local_listen               unix:path of a further gRPC server, for a gateway of this user on this machine. It needs
+                               neither a key nor TLS; its clients need what they need elsewhere. None: there is none
     api_keys                   file of keys (`quire keys`), which callers have to send; changes count within a second
     jwt_keys                   file or https URL of the JWKS whose signatures on tokens count. Needs the extra `jwt`
     jwt_issuer                 issuer of the tokens (`iss`)
@@ -60,6 +63,7 @@ class SchedulerConfig:
     takeover                   take the executor from the scheduler that holds it, once, at the start
     tenants                    file of tenants in TOML, read at start: weight, priority, caps and defaults of each;
                                None: all tenants are equal
+    chat_template_arguments    variables that clients may give the chat template, separated by commas
     policy                     order of the queue: "fcfs", "priority"
     batching                   "continuous"; for measurement only: "static", "dynamic"
     batch_timeout_s            maximum wait for a full batch, under dynamic batching
@@ -87,6 +91,7 @@ class SchedulerConfig:
     http_listen: str = "127.0.0.1:8080"
     http_allowed_hosts: str = ""
     admin_listen: str | None = None
+    local_listen: str | None = None
     api_keys: str | None = None
     jwt_keys: str | None = None
     jwt_issuer: str | None = None
@@ -105,6 +110,7 @@ class SchedulerConfig:
     executor_name: str | None = None
     takeover: bool = False
     tenants: str | None = None
+    chat_template_arguments: str = "add_generation_prompt,enable_thinking,reasoning_effort,thinking"
     policy: str = "fcfs"
     batching: str = "continuous"
     batch_timeout_s: float = 0.05
@@ -142,6 +148,8 @@ class SchedulerConfig:
         _check_address("http_listen", self.http_listen, "host:port")
         if self.admin_listen is not None and not self.admin_listen.startswith(UNIX):
             _check_address("admin_listen", self.admin_listen, "host:port or unix:path")
+        if self.local_listen is not None and not self.local_listen.startswith(UNIX):
+            raise ConfigError(f"local_listen must be unix:path, not {self.local_listen!r}")
         self._check_identity()
         self._check_strangers()
         tls = {name: getattr(self, name) for name in _EXECUTOR_TLS}
@@ -188,6 +196,11 @@ class SchedulerConfig:
     def algorithms(self) -> tuple[str, ...]:
         """The names in `jwt_algorithms`."""
         return tuple(_names(self.jwt_algorithms))
+
+    @property
+    def template_arguments(self) -> frozenset[str]:
+        """The names in `chat_template_arguments`."""
+        return frozenset(_names(self.chat_template_arguments))
 
     @property
     def allowed_hosts(self) -> list[str]:

@@ -8,7 +8,6 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 from contextlib import AsyncExitStack
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, is_local
 from quire.log_writer import put_line
+from quire.signals import EndSignals
 from quire.tls import TlsError, TlsFiles, channel_credentials
 from scheduler.config import ConfigError, SchedulerConfig
 from scheduler.core import Scheduler, StepPlan
@@ -30,6 +30,7 @@ from scheduler.live.page import LivePage
 from scheduler.live.plan_log import PlanLog
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.intake import Intake, ServedModel
+from scheduler.requests.limits import RequestLimits
 from scheduler.servers.access import Access
 from scheduler.servers.admin_server import AdminServer
 from scheduler.servers.descriptors import raise_descriptor_limit
@@ -37,10 +38,12 @@ from scheduler.servers.generation_server import GenerationServer
 from scheduler.servers.grpc_server import GrpcServer
 from scheduler.servers.http_server import HttpServer
 from scheduler.servers.refusals import Refusals
+from scheduler.servers.tokenization_server import TokenizationServer
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.tenants.settings import Tenants, TenantsError
 from scheduler.text.chat import ChatRenderer, load_template
 from scheduler.text.checkpoint import Checkpoint, CheckpointError
+from scheduler.text.grammars import GrammarCompiler
 from scheduler.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -81,21 +84,25 @@ def load_model(config: SchedulerConfig) -> ServedModel:
     tokenizer = Tokenizer.load(checkpoint)
     template = load_template(checkpoint)
     variables, tokens = tokenizer.special_tokens, tokenizer.control_tokens
+    defaults = GenerationDefaults.load(checkpoint, tokenizer.eos_token_id)
     return ServedModel(
         tokenizer=tokenizer,
         chat=None if template is None else ChatRenderer(template, variables, tokens=tokens),
-        defaults=GenerationDefaults.load(checkpoint, tokenizer.eos_token_id),
+        defaults=defaults,
+        grammars=GrammarCompiler(checkpoint.directory / "tokenizer.json", defaults.eos_token_ids),
     )
 
 
 async def serve(config: SchedulerConfig, model: ServedModel) -> int:
     """Does what `run` does, on the main thread's event loop. Raises AddressInUse, AddressUnusable."""
-    signals = _Signals()
+    signals = EndSignals()
     async with AsyncExitStack() as cleanup:
         cleanup.callback(model.tokenizer.close)
         if model.chat is not None:
             cleanup.push_async_callback(model.chat.close)
             await model.chat.start()
+        if model.grammars is not None:
+            cleanup.push_async_callback(model.grammars.close)
         client = _executor_client(config)
         cleanup.push_async_callback(client.close)
         metrics = SchedulerMetrics()
@@ -111,15 +118,18 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
         tracer = None if config.otlp_endpoint is None else _tracer(config.otlp_endpoint)
         if tracer is not None:
             cleanup.push_async_callback(asyncio.to_thread, tracer.close)
-        intake = Intake(engine, model, metrics, max_streams=config.max_streams, tracer=tracer, tenants=tenants)
+        limits = RequestLimits(template_arguments=config.template_arguments)
+        intake = Intake(engine, model, metrics, limits, max_streams=config.max_streams, tracer=tracer, tenants=tenants)
         access = _access(config, metrics)
         grpc_server = GrpcServer(
             engine,
-            GenerationServer(engine, intake, config.policy, config.stalled_reader_timeout_s),
+            GenerationServer(engine, intake, config.policy, config.stalled_reader_timeout_s, access),
+            TokenizationServer(intake),
             AdminServer(engine, intake),
             config.listen,
             config.admin_listen,
             access,
+            config.local_listen,
         )
         cleanup.push_async_callback(grpc_server.stop, 0)
         feed = LiveFeed(engine, plans, intake.client_request_id)
@@ -148,21 +158,7 @@ def _shorten_pauses() -> None:
     gc.freeze()
 
 
-class _Signals:
-    """Sets an event at the first SIGTERM or SIGINT, and another at the second."""
-
-    def __init__(self) -> None:
-        self.first = asyncio.Event()
-        self.second = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._count)
-
-    def _count(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
-
-
-async def _until_done(engine: Engine, running: asyncio.Task[None], signals: _Signals, drain_timeout_s: float) -> int:
+async def _until_done(engine: Engine, running: asyncio.Task[None], signals: EndSignals, drain_timeout_s: float) -> int:
     """Waits until the engine has drained after a signal, or has to stop. Returns the exit code."""
     first = asyncio.create_task(signals.first.wait())
     await asyncio.wait({running, first}, return_when=asyncio.FIRST_COMPLETED)

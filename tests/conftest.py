@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import pytest
+
 if TYPE_CHECKING:
-    import pytest
+    from collections.abc import Callable
 
 # Before torch is imported, here and in the processes that tests start: one thread each. The suite's workers, and the
 # services they start, share the cores; of two threads that meet at each operator's end, one always waits for a core
@@ -26,17 +28,36 @@ def pytest_configure() -> None:
     grpc.aio.init_grpc_aio()
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Runs the tests with a longer time-out first if workers share the suite.
+    """Lets every worker begin with tests that have a longer time-out, if workers share the suite.
 
     A worker cannot take over a test that has begun, so a long test that begins last would keep one worker busy alone.
+    With `--dist worksteal`, each worker begins with one of as many equal parts of the list as there are workers.
     """
     if not hasattr(config, "workerinput"):
         return
-    default_s = float(config.getini("timeout"))
+    num_workers, default_s = int(config.workerinput["workercount"]), float(config.getini("timeout"))
 
-    def may_take_long(item: pytest.Item) -> bool:
+    def timeout_s(item: pytest.Item) -> float:
         mark = item.get_closest_marker("timeout")
-        return mark is not None and mark.args[0] > default_s
+        return default_s if mark is None else mark.args[0]
 
-    items.sort(key=may_take_long, reverse=True)
+    long = sorted((item for item in items if timeout_s(item) > default_s), key=timeout_s, reverse=True)
+    others = [item for item in items if timeout_s(item) <= default_s]
+    shared: list[pytest.Item] = []
+    for number in range(num_workers):
+        mine = long[number::num_workers]
+        num_others = max(0, (len(items) - len(shared)) // (num_workers - number) - len(mine))
+        shared += mine + others[:num_others]
+        del others[:num_others]
+    items[:] = shared
+
+
+@pytest.fixture
+def counted() -> Callable[[], dict[str, int]]:
+    """Returns a function that returns how many unexpected errors were counted since the test began, by where."""
+    from quire.unexpected import NUM_UNEXPECTED
+
+    before = NUM_UNEXPECTED.copy()
+    return lambda: dict(NUM_UNEXPECTED - before)

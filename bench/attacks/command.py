@@ -4,7 +4,8 @@
     python -m bench attacks --only rapid-reset,huge-texts --json bench/results/attacks.json
 
 The victim runs alone first, in the same services, then beside the attack. Attackers have the lowest priority, so that
-the server is measured and not the cores. All other flags are those of `quire serve`.
+the server is measured and not the cores. The bound of a time to the first token beside an attack is twice that of the
+victim alone and a step, each the 99th percentile. All other flags are those of `quire serve`.
 """
 
 import asyncio
@@ -21,11 +22,12 @@ from rich.table import Table
 
 from bench.attacks.attacks import ATTACKS
 from bench.attacks.tenant_keys import make_key
-from bench.attacks.victim import Experience, live
+from bench.attacks.victim import Experience, live, percentile_99
 from bench.command_line import BenchError, Parser, open_console
 from bench.machine import describe_machine
 from bench.report import save
 from bench.server_process import child_process, quire_server
+from bench.step_traces import StepRecorder
 from quire.async_client import AsyncClient
 
 _MIB = 1 << 20
@@ -37,7 +39,8 @@ _WARM_UP_S = 1.0
 class Row:
     """One attack: the victim alone, beside it and after it, and the largest memory of the scheduler in MiB.
 
-    error: the reason why there is nothing to report beside the attack, such as services that have died
+    step_p99_ms  the time that the device spent on a step beside the attack; None without a step
+    error        the reason why there is nothing to report beside the attack, such as services that have died
     """
 
     attack: str
@@ -45,14 +48,22 @@ class Row:
     beside: Experience | None
     after: Experience | None
     scheduler_rss_mib: float
+    step_p99_ms: float | None = None
     error: str = ""
+
+    @property
+    def bound_ms(self) -> float | None:
+        """The bound of the 99th percentile of the time to the first token beside the attack."""
+        if self.alone.ttft_p99_ms is None or self.step_p99_ms is None:
+            return None
+        return 2 * self.alone.ttft_p99_ms + self.step_p99_ms
 
 
 async def measure(attacks: Sequence[str], flags: Sequence[str], duration_s: float, keep: Callable[[Row], None]) -> None:
     """Runs the attacks one after the other. `keep` takes each row. Victim and attacker are different tenants."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.json"
-        key = make_key("victim", path)
+        key = make_key("victim", path, "generate", "observe")
         os.environ["QUIRE_API_KEY"] = make_key("attacker", path, "generate", "observe")  # `attacker` reads it
         for attack in attacks:
             async with quire_server(["--api-keys", str(path), *flags]) as server:
@@ -67,9 +78,10 @@ async def _beside(attack: str, pid: int, addresses: dict[str, str], client: Asyn
     async with _largest_rss(pid) as rss:
         async with child_process("bench", "attacker", attack, *where, ready="ready"):
             await asyncio.sleep(_WARM_UP_S)
-            beside = await live(client, duration_s, seed=1)
+            async with StepRecorder(client) as recorder:
+                beside = await live(client, duration_s, seed=1)
         after = await live(client, _WARM_UP_S, seed=2)
-    return Row(attack, alone, beside, after, rss() / _MIB)
+    return Row(attack, alone, beside, after, rss() / _MIB, percentile_99([s.busy_ns / 1e6 for s in recorder.steps]))
 
 
 @contextlib.asynccontextmanager
@@ -110,6 +122,7 @@ def render(rows: Sequence[Row]) -> Table:
         "beside",
         "TTFT p99 alone",
         "beside",
+        "bound",
         "RSS MiB",
         "after",
     ):
@@ -126,6 +139,7 @@ def render(rows: Sequence[Row]) -> Table:
             _ms(beside and beside.ttft_p50_ms),
             _ms(row.alone.ttft_p99_ms),
             _ms(beside and beside.ttft_p99_ms),
+            _ms(row.bound_ms),
             f"{row.scheduler_rss_mib:.0f}",
             "-" if after is None else f"{after.served_ratio:.0%}",
         )

@@ -58,7 +58,9 @@ def _numbers(count: int) -> list[int]:
 
 
 def _chat_message(num_bytes: int) -> pb.ChatPrompt:
-    return pb.ChatPrompt(messages=[pb.ChatMessage(**each) for each in _chat(num_bytes)])
+    return pb.ChatPrompt(
+        messages=[pb.ChatMessage(role=each["role"], content=each["content"]) for each in _chat(num_bytes)]
+    )
 
 
 GRPC: dict[str, Callable[[], pb.GenerateRequest]] = {

@@ -68,5 +68,13 @@ async def _ttft_s(client: AsyncClient, rng: random.Random) -> float:
 def _experience(ttfts_s: Sequence[float], failures: Counter[str]) -> Experience:
     if not ttfts_s:
         return Experience(0, dict(failures), None, None)
-    cuts = statistics.quantiles(ttfts_s, n=100) if len(ttfts_s) > 1 else [ttfts_s[0]] * 99
-    return Experience(len(ttfts_s), dict(failures), statistics.median(ttfts_s) * 1e3, cuts[98] * 1e3)
+    return Experience(
+        len(ttfts_s), dict(failures), statistics.median(ttfts_s) * 1e3, percentile_99([each * 1e3 for each in ttfts_s])
+    )
+
+
+def percentile_99(values: Sequence[float]) -> float | None:
+    """Returns the value that 99 % do not exceed, None without values. It never exceeds the largest of a few."""
+    if len(values) < 2:
+        return values[0] if values else None
+    return statistics.quantiles(values, n=100, method="inclusive")[98]

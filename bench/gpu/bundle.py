@@ -29,7 +29,7 @@ from bench.command_line import BenchError, Parser
 ROOT = Path(__file__).resolve().parents[2]
 MAX_BYTES = 60 << 20
 _MANIFEST = "manifest.json"
-_PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux_2_5_x86_64")
+_PLATFORMS = tuple(f"manylinux{glibc}_x86_64" for glibc in ("_2_31", "_2_28", "_2_17", "2014", "_2_5"))
 # The stubs refuse versions of these two that are older than the generator's.
 _WITH_STUBS = ("grpcio", "protobuf")
 _BESIDE_PACKAGES = ("models", "protos", "tests", "pyproject.toml", "constraints.txt")

@@ -2,6 +2,7 @@
 
     python -m bench shell-cost                       # 1, 16, 64, 256 and 512 clients, steps as fast as possible
     python -m bench shell-cost --step-ms 5 1 16      # steps of 5 ms: how many messages carry more than one token?
+    python -m bench shell-cost --calls 2 256 512     # the clients share two calls of GenerateMany
 
     this process, core B:   clients, one connection each ◄──── quire.v1 ────┐
     a process, core B:      null executor ◄── quire.executor.v1 ── SCHEDULER, a process on core A, as users run it
@@ -27,6 +28,7 @@ import psutil
 from tokenizers import Tokenizer
 
 from bench.command_line import Parser
+from bench.overhead.many_load import run_in_calls
 from bench.overhead.stream_load import Clients, Delta, Load, Period
 from bench.server_process import child_process
 from bench.step_traces import StepRecorder, idle_ratio
@@ -93,12 +95,18 @@ class Harness:
         self._clients = Clients(self._address, tokenizer)
         self._step_ms = step_ms
 
-    async def measure(self, load: Load) -> Cost:
-        """Raises ShellCostError if a stream is not correct."""
+    async def measure(self, load: Load, num_calls: int = 0) -> Cost:
+        """Raises ShellCostError if a stream is not correct.
+
+        num_calls  calls of GenerateMany that the clients share; 0: each request is a call of Generate
+        """
         period = Period(self._scheduler, load.num_clients)
         async with AsyncClient(self._address) as admin:
             async with StepRecorder(admin) as recorder:
-                streams = await self._clients.run(load, period)
+                if num_calls:
+                    streams = await run_in_calls(self._clients, num_calls, load, period)
+                else:
+                    streams = await self._clients.run(load, period)
         return _cost(load, period, streams, idle_ratio(recorder.steps) if self._step_ms else None)
 
 
@@ -185,14 +193,14 @@ def table(costs: Sequence[Cost]) -> str:
     return "\n".join(lines)
 
 
-async def measure(clients: Sequence[int], num_tokens: int, step_ms: float = 0.0) -> list[Cost]:
+async def measure(clients: Sequence[int], num_tokens: int, step_ms: float = 0.0, num_calls: int = 0) -> list[Cost]:
     """Measures each number of clients, after a run that is not counted. Raises ShellCostError and ServerFailed."""
     async with harness(step_ms) as running:
-        await running.measure(Load(min(clients), num_tokens=num_tokens, num_requests=1))
-        return [
-            await running.measure(Load(number, num_tokens, max(_MIN_REQUESTS, _MIN_TOKENS // (number * num_tokens))))
-            for number in clients
+        await running.measure(Load(min(clients), num_tokens=num_tokens, num_requests=1), num_calls)
+        loads = [
+            Load(number, num_tokens, max(_MIN_REQUESTS, _MIN_TOKENS // (number * num_tokens))) for number in clients
         ]
+        return [await running.measure(load, num_calls) for load in loads]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -200,9 +208,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("clients", type=int, nargs="*", default=[1, 16, 64, 256, 512], help="numbers of clients")
     parser.add_argument("--num-tokens", type=int, default=500, help="tokens of output of each request")
     parser.add_argument("--step-ms", type=float, default=0.0, help="time that the executor takes for a step")
+    parser.add_argument(
+        "--calls", type=int, default=0, help="calls of GenerateMany that the clients share; 0: a call for each request"
+    )
     parser.add_argument("--json", type=Path, help="file of results")
     given = parser.parse_args(arguments)
-    costs = asyncio.run(measure(given.clients, given.num_tokens, given.step_ms))
+    costs = asyncio.run(measure(given.clients, given.num_tokens, given.step_ms, given.calls))
     print(table(costs))
     if given.json is not None:
         given.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=2) + "\n", encoding="utf-8")

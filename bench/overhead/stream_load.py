@@ -108,15 +108,15 @@ class Clients:
     """The clients of one scheduler. No two prompts begin with the same token, so none finds another's prefix."""
 
     def __init__(self, address: str, tokenizer: Tokenizer) -> None:
-        self._address = address
+        self.address = address
         self._tokenizer = tokenizer
         self._num_prompts = 0
 
     async def run(self, load: Load, period: Period) -> list[list[Delta]]:
         """Runs the load and returns the Deltas of every stream. Raises ShellCostError if a stream is not correct."""
-        async with _channels(self._address, load.num_clients) as channels:
+        async with open_channels(self.address, load.num_clients) as channels:
             clients = await asyncio.gather(*[self._run_client(channel, load, period) for channel in channels])
-        return [self._check(received, load.num_tokens) for client in clients for received in client]
+        return [self.check(received, load.num_tokens) for client in clients for received in client]
 
     async def _run_client(self, channel: grpc.aio.Channel, load: Load, period: Period) -> list[Received]:
         call: Call = channel.unary_stream(_METHOD)  # bytes in, bytes out
@@ -126,7 +126,7 @@ class Clients:
             num_left -= period.has_begun
             received = Received()
             client.append(received)
-            async for message in call(self._request(load.num_tokens)):
+            async for message in call(self.new_request(load.num_tokens).SerializeToString()):
                 received.messages.append(message)
                 received.times_s.append(time.perf_counter())
                 if len(client) == len(received.messages) == 1:
@@ -134,16 +134,17 @@ class Clients:
         period.client_ended()
         return client
 
-    def _request(self, num_tokens: int) -> bytes:
+    def new_request(self, num_tokens: int) -> pb.GenerateRequest:
+        """Returns a request for so many tokens, with a new prompt."""
         self._num_prompts += 1
         vocab_size = self._tokenizer.get_vocab_size()
         ids = [(self._num_prompts // vocab_size**i) % vocab_size for i in range(_PROMPT_TOKENS)]
         return pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=ids),
             stopping=pb.StoppingParams(max_tokens=num_tokens, ignore_eos=True),
-        ).SerializeToString()
+        )
 
-    def _check(self, received: Received, num_tokens: int) -> list[Delta]:
+    def check(self, received: Received, num_tokens: int) -> list[Delta]:
         """Returns the Deltas of a stream. Raises ShellCostError if it is not complete."""
         events = [pb.GenerateResponse.FromString(message) for message in received.messages]
         deltas = [
@@ -161,7 +162,7 @@ class Clients:
 
 
 @asynccontextmanager
-async def _channels(address: str, num_clients: int) -> AsyncIterator[list[grpc.aio.Channel]]:
+async def open_channels(address: str, num_clients: int) -> AsyncIterator[list[grpc.aio.Channel]]:
     """Yields connected channels, each with a connection of its own."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(address, options=options) for _ in range(num_clients)]

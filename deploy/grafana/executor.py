@@ -132,6 +132,17 @@ def _process(board: dashboard.Dashboard) -> dashboard.Dashboard:
         )
         .with_panel(
             lines(
+                "Unexpected errors",
+                "Exceptions per second that no code expected and a service survived. Tracebacks are in the log.",
+                {
+                    "scheduler, {where}": per_second("quire_unexpected_errors_total", "where"),
+                    "executor, {where}": per_second("quire_executor_unexpected_errors_total", "where"),
+                },
+                "short",
+            )
+        )
+        .with_panel(
+            lines(
                 "Versions",
                 "Services that answer Prometheus, by version. There is more than one version during an update.",
                 {"{service} {version}": "count by (service, version) (quire_build_info)"},

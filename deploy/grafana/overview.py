@@ -263,12 +263,25 @@ def _tenants(board: dashboard.Dashboard) -> dashboard.Dashboard:
 
 
 def _refusals(board: dashboard.Dashboard) -> dashboard.Dashboard:
-    return board.with_row(dashboard.Row("Limits")).with_panel(
-        lines(
-            "Refused at the edge",
-            "Refusals per second by reason: calls because of their caller, requests because of a limit.",
-            {f"{name}, {{reason}}": per_second(counter, "reason") for name, counter in REFUSALS},
-            "short",
-            width="whole",
+    return (
+        board.with_row(dashboard.Row("Limits"))
+        .with_panel(
+            lines(
+                "Refused at the edge",
+                "Refusals per second by reason: calls because of their caller, requests because of a limit.",
+                {f"{name}, {{reason}}": per_second(counter, "reason") for name, counter in REFUSALS},
+                "short",
+                width="half",
+            )
+        )
+        .with_panel(
+            lines(
+                "Grammars",
+                "Grammars of requests with structured output: compiled, found in the cache, or refused.",
+                {"{result}": per_second("quire_grammars_total", "result")},
+                "reqps",
+                stacked=True,
+                width="half",
+            )
         )
     )

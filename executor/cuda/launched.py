@@ -103,6 +103,18 @@ class LaunchedStep:
         own: Ints = token_ids[np.searchsorted(self._step.reporting, self._step.sampling)]
         return own
 
+    def end(self, failed: NDArray[np.bool_]) -> None:
+        """Ends sequences whose grammar cannot be followed: failed[R]. Waits for the device, which does not know it.
+
+        Call it before another thread has the step. A row that is not finite keeps its own reason.
+        """
+        if not failed.any():
+            return
+        reasons = self.finish().end_reasons
+        places = np.searchsorted(self._step.reporting, self._step.sampling[failed])
+        reasons[places[reasons[places] != EndReason.NOT_FINITE]] = EndReason.GRAMMAR
+        self._has_ended = self._has_ended | failed
+
     def ended(self, generations: NDArray[np.int64]) -> tuple[Ints, Ints]:
         """Returns the slots that have ended by this step's result and still hold the same sequence.
 

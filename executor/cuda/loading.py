@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from executor.grammars.grammar_cache import Grammars
     from executor.models.decoder import Decoder
     from executor.plans.limits import PlanLimits
     from kernels import AttentionShape, Progress
@@ -78,7 +79,7 @@ class CudaStart:
         gc.collect()  # the runner and its graphs know each other
         return max(0, free_bytes - self.memory_bytes["activations"] - self.memory_bytes["graphs"])
 
-    def make_runner(self, pool: Tensor, limits: PlanLimits) -> CudaRunner:
+    def make_runner(self, pool: Tensor, limits: PlanLimits, grammars: Grammars | None = None) -> CudaRunner:
         """Returns a runner that has captured its graphs and run the largest steps. Raises OutOfMemory."""
         free_bytes = self._memory.settle()
         text = (
@@ -87,7 +88,7 @@ class CudaStart:
             " (lower --max-num-batched-tokens, --max-num-seqs or --num-blocks)"
         )
         with fitting(text):
-            runner = CudaRunner(self._model, self._shape, self._buffers, pool, limits, self._accelerator)
+            runner = CudaRunner(self._model, self._shape, self._buffers, pool, limits, self._accelerator, grammars)
             runner.capture_graphs(self._progress_of("graphs"))
             left_bytes = self._memory.settle()
             # Last, so that torch keeps the memory of these steps at hand: a capture gives back what is only cached.

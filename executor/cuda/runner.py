@@ -5,8 +5,7 @@
     results                                                  n copied out │ finish n
 
 The host never waits for a result in order to launch. The last tokens, and which sequences have ended, are on the
-device. Steps that change logits, or report more than tokens, are the exception: they wait for all steps before them
-and for their own result.
+device. Steps that change logits or report more than tokens wait for all steps before them and for their own result.
 """
 
 import time
@@ -30,9 +29,10 @@ from executor.cuda.sampler import sample, sample_changed, sampling_arrays
 from executor.cuda.step_arrays import MixedRows, StepArrays, send
 from executor.cuda.upload import Upload
 from executor.errors import PlanRejected
+from executor.grammars.grammar_cache import Grammars
 from executor.models.decoder import Decoder
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Ints, Logprobs, Publication, Reports, StepPlan
+from executor.plans.plan import EndReason, Ints, Logprobs, Publication, Reports, StepPlan
 from executor.sampling.finite import FiniteCheck
 from executor.sampling.logprobs import join, row_pieces
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
@@ -57,9 +57,10 @@ class CudaRunner:
         pool: Tensor,
         limits: PlanLimits,
         accelerator: Accelerator,
+        grammars: Grammars | None = None,
     ) -> None:
         self.limits = limits
-        self.slots = Slots(limits)
+        self.slots = Slots(limits, grammars)
         self._pool = pool
         self._buffers = buffers
         self._forward = Forward(model, pool, shape, buffers.planner, buffers.on_device, buffers.rows)
@@ -105,7 +106,7 @@ class CudaRunner:
             computing()
             launched = self._launch(launch)
             if launch.step.is_synchronous:
-                self.slots.append(launch.step.sampling, launched.sampled())
+                launched.end(self.slots.append(launch.step.sampling, launched.sampled()) == EndReason.GRAMMAR)
         self._launched.append(launched)
         return launched
 

@@ -20,6 +20,7 @@ from executor.device.results_thread import LaunchedStep, ResultsThread, Runner, 
 from executor.device.work import Begin, Failure, FailureKind, LivenessProbe, Marker, Outcome, Step
 from executor.errors import ModelBroken, PlanRejected
 from executor.plans.plan import StepOutput, StepPlan
+from quire.unexpected import unexpected
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +112,7 @@ class DeviceThread:
             self._prepare()
         except Exception:  # noqa: BLE001  # priorities and numbers of threads are no reason not to serve
             _log.exception("the device thread could not be prepared")
+            unexpected("preparation")
         self._idle_since_ns = time.monotonic_ns()
         while self._handle(self._next_work()):
             pass
@@ -121,6 +123,7 @@ class DeviceThread:
             return self._do(work)
         except Exception as error:  # noqa: BLE001  # see above
             _log.exception("the device thread failed between steps")
+            unexpected("between_steps")
             if isinstance(work, Step):
                 self._fail_epoch(work.plan.epoch)
                 self._results.put(partial(work.deliver, _internal(work.plan, error)))
@@ -170,6 +173,7 @@ class DeviceThread:
             self._idle_work = None
         except Exception:  # noqa: BLE001  # it only makes later steps faster
             _log.exception("idle work failed, and is given up")
+            unexpected("idle_work")
             self._idle_work = None
 
     def _deliver_pending(self) -> None:
@@ -203,6 +207,7 @@ class DeviceThread:
             return Failure(FailureKind.PLAN_REJECTED, f"step {plan.step_id}: {error}")
         except Exception as error:  # noqa: BLE001  # any error ends this epoch; the next one starts empty
             _log.exception("step %d of epoch %d failed", plan.step_id, plan.epoch)
+            unexpected("step")
             self._is_pool_trusted = False
             self._fail_epoch(plan.epoch)
             return _internal(plan, error)

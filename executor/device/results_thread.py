@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from executor.plans.plan import Publication, StepOutput, StepPlan
+from quire.unexpected import unexpected
 
 _log = logging.getLogger(__name__)
 
@@ -75,10 +76,12 @@ class ResultsThread:
                 work()
         except Exception:  # noqa: BLE001  # see above
             _log.exception("an outcome of the device could not be delivered")
+            unexpected("delivery")
 
     def _finish(self, work: Unfinished) -> None:
         try:
             work.finished(work.launched.finish())
         except Exception as error:  # noqa: BLE001  # any error ends the epoch of the step
             _log.exception("a step failed on the device")
+            unexpected("step")
             work.failed(error)

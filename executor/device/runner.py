@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from executor.grammars.grammar_cache import Grammars
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import Ints, Logprobs, Publication, Reports, StepOutput, StepPlan, StepTimings
 from executor.sampling.finite import FiniteCheck, finite_rows
@@ -39,9 +40,9 @@ class Model(Protocol):
 class ModelRunner:
     """A model and the slots. One thread at a time may use it."""
 
-    def __init__(self, model: Model, limits: PlanLimits) -> None:
+    def __init__(self, model: Model, limits: PlanLimits, grammars: Grammars | None = None) -> None:
         self.limits = limits
-        self.slots = Slots(limits)
+        self.slots = Slots(limits, grammars)
         self.model = model
         self._finite = FiniteCheck()
 

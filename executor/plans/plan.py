@@ -62,7 +62,7 @@ class SequenceParams:
 
     Bounds on tokens count prompt and output. bias_values[n] float32 belong to bias_token_ids[n]. num_logprobs and
     num_prompt_logprobs: 0 is none, k + 1 is the token itself and the k most probable ones. num_candidates: above 0, the
-    sequence is a beam.
+    sequence is a beam. grammar: one that the output follows, in llguidance's JSON form; empty: none.
     """
 
     max_total_tokens: int
@@ -84,6 +84,7 @@ class SequenceParams:
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
     num_candidates: int = 0
+    grammar: str = ""
 
     @property
     def has_penalties(self) -> bool:
@@ -157,6 +158,7 @@ class EndReason(IntEnum):
     LENGTH = 2
     STOP = 3
     NOT_FINITE = 4
+    GRAMMAR = 5
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from executor.errors import PlanRejected
 from executor.plans.limits import PlanLimits
 from quire.executor.v1 import executor_pb2 as pb
+from quire.grammars import MAX_GRAMMAR_BYTES
 from quire.plan_stream import DIGEST_BYTES
 
 _INT = 4
@@ -27,6 +28,7 @@ def max_message_bytes(limits: PlanLimits) -> int:
         + _INT * limits.max_model_len
         + num_table_bytes
         + _INT * (_max_allowed(limits) + _NUM_LISTS * MAX_LISTED_TOKENS)
+        + MAX_GRAMMAR_BYTES
     )
     num_slot_bytes = num_admission_bytes + _FIXED_BYTES + 3 * num_table_bytes + 6 * _INT
     num_block_bytes = 4 * _INT + DIGEST_BYTES  # it may be copied from, copied over, published and withdrawn
@@ -53,6 +55,7 @@ def check_size(plan: pb.StepPlan, limits: PlanLimits) -> None:
         _check_ints("params.allowed_token_ids", params.allowed_token_ids, _max_allowed(limits))
         for name in ("eos_token_ids", "stop_token_ids", "bias_token_ids", "bias_values"):
             _check_ints(f"params.{name}", getattr(params, name), MAX_LISTED_TOKENS)
+        _check_text("params.grammar", params.grammar, MAX_GRAMMAR_BYTES)
 
 
 def _max_allowed(limits: PlanLimits) -> int:
@@ -61,6 +64,11 @@ def _max_allowed(limits: PlanLimits) -> int:
 
 def _check_ints(field: str, data: bytes, most: int) -> None:
     _check(field, -(-len(data) // _INT), most)
+
+
+def _check_text(field: str, text: str, most: int) -> None:
+    if len(text) > most or len(text.encode()) > most:
+        raise PlanRejected(f"{field}: more than {most} bytes")
 
 
 def _check(field: str, number: int, most: int) -> None:

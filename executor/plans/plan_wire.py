@@ -20,6 +20,7 @@ from executor.plans.plan import (
     StepPlan,
 )
 from quire.executor.v1 import executor_pb2 as pb
+from quire.grammars import FEATURE as GRAMMARS
 from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, OPTIONAL_FEATURES, PROTOCOL_VERSION
 
 _INT32 = np.dtype("<i4")
@@ -81,6 +82,7 @@ def description_to_message(
     weights_digest: str,
     dtype: str,
     device: str,
+    follows_grammars: bool = False,
 ) -> pb.DescribeResponse:
     return pb.DescribeResponse(
         incarnation=incarnation,
@@ -95,7 +97,7 @@ def description_to_message(
         device=device,
         protocol_version=PROTOCOL_VERSION,
         least_protocol_version=LEAST_PROTOCOL_VERSION,
-        features=FEATURES + OPTIONAL_FEATURES,
+        features=FEATURES + OPTIONAL_FEATURES + ((GRAMMARS,) if follows_grammars else ()),
         weights_digest=weights_digest,
     )
 
@@ -117,7 +119,7 @@ def _params(message: pb.SequenceParams) -> SequenceParams:
     return SequenceParams(**values)
 
 
-def _number(value: float) -> float:
+def _unchanged(value: Any) -> Any:
     return value
 
 
@@ -152,7 +154,7 @@ def _tuples(field: str, data: bytes, width: int) -> Ints:
 
 def _decoder(name: str, kind: object) -> Callable[[Any], Any]:
     packed: dict[object, Callable[[str, bytes], Any]] = {Ints: _ints, Floats: _floats}
-    return partial(packed[kind], f"params.{name}") if kind in packed else _number
+    return partial(packed[kind], f"params.{name}") if kind in packed else _unchanged
 
 
 _DECODERS = {name: _decoder(name, kind) for name, kind in get_type_hints(SequenceParams).items()}

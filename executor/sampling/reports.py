@@ -98,7 +98,11 @@ def _changed(logits: Tensor, draw: Draw) -> Tensor:
     """Returns a new tensor with all changes to logits that come before the temperature."""
     changed = logits.to(torch.float32, copy=True)
     if draw.changes is not None:
-        changed[torch.from_numpy(draw.changes.rows).to(logits.device).long()] = draw.changes.changed(logits)
+        rows = torch.from_numpy(draw.changes.rows).to(logits.device).long()
+        changed[rows] = draw.changes.changed(logits)
+        if draw.changes.masks is not None:
+            failed = torch.from_numpy(draw.changes.masks.failed()).to(logits.device)
+            changed[rows[failed]] = -torch.inf  # a beam has no reason to end with, so it has no candidates
     for row, token_ids in draw.banned:
         changed[row, torch.from_numpy(token_ids).to(logits.device).long()] = -torch.inf
     return changed

@@ -7,6 +7,7 @@ They are made in float32 and in this order:
 * repetition penalty (Keskar et al., 2019) on tokens in prompt or output: divides positive logits and multiplies
   negative ones
 * frequency and presence penalty on tokens in the output: subtracted for each occurrence, and once
+* grammar: tokens that the output cannot go on with get -inf
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from executor.grammars.masks import Masks
 from executor.plans.plan import Floats, Ints, SequenceParams
 from executor.slots.token_counts import TokenCounts
 
@@ -35,6 +37,7 @@ class LogitChanges:
     restricted[r]    rows with a list of allowed tokens, whose places are allowed[a]
     biased[b]        places of tokens with a bias; biases[b] are added there
     seen[s]          places of tokens that the sequences have; how often each is in the output, and the penalties on it
+    masks            rows whose output follows a grammar; `changed` waits for their masks
     """
 
     vocab_size: int
@@ -48,6 +51,7 @@ class LogitChanges:
     repetition: Floats
     frequency: Floats
     presence: Floats
+    masks: Masks | None = None
 
     def changed(self, logits: Tensor) -> Tensor:
         """Returns the changed rows of logits[num_rows, vocab_size] as a new tensor: [len(rows), vocab_size] float32."""
@@ -74,6 +78,8 @@ class LogitChanges:
             scores -= on_device(self.presence) * (num_output > 0)
             # Extreme penalties and biases overflow. Such a token becomes the most likely one, but not infinite.
             numbers[seen] = scores.clamp(max=torch.finfo(torch.float32).max)
+        if self.masks is not None:
+            self.masks.forbid(copies)
         return copies
 
     def parts(self, max_numbers: int) -> Iterator["LogitChanges"]:
@@ -98,6 +104,7 @@ class LogitChanges:
             repetition=self.repetition[seen],
             frequency=self.frequency[seen],
             presence=self.presence[seen],
+            masks=None if self.masks is None else self.masks.between(first, last),
         )
 
 
@@ -124,7 +131,10 @@ class _Changes:
 
 
 class ChangeTable:
-    """The changes of each slot. Most slots have none, and cost no more than a flag."""
+    """The changes of each slot. Most slots have none, and cost no more than a flag.
+
+    A slot with a grammar has changes too; its masks are in `executor.grammars.grammar_table`.
+    """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -134,7 +144,8 @@ class ChangeTable:
     def set(self, slot: int, params: SequenceParams, token_ids: Ints) -> None:
         """Sets the changes of a slot. token_ids are all tokens of its sequence, prompt and output."""
         self.drop([slot])
-        if not (params.has_penalties or params.allowed_token_ids.size or params.bias_token_ids.size):
+        has_lists = params.allowed_token_ids.size or params.bias_token_ids.size
+        if not (params.has_penalties or has_lists or params.grammar):
             return
         self._changes_any[slot] = True
         self._by_slot[slot] = _Changes(

@@ -4,9 +4,13 @@ It is a cache of the plan stream and decides nothing. `apply` makes effects 1 to
 and `append` make the changes of the step itself. The counters tell which part of the arrays is valid.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
+from executor.grammars.grammar_cache import Grammars
+from executor.grammars.grammar_table import GrammarTable
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import EndReason, Fork, Ints, Publication, StepPlan
 from executor.plans.plan_check import project
@@ -31,7 +35,8 @@ class Slots:
     prompt_spans  rows whose prompt tokens are to be reported; None if there are none
     """
 
-    def __init__(self, limits: PlanLimits) -> None:
+    def __init__(self, limits: PlanLimits, grammars: Grammars | None = None) -> None:
+        """Starts with empty slots. `grammars` is None if the model has no tokenizer that can be used."""
         self.limits = limits
         self.counters = SlotCounters.empty(limits.max_num_seqs)
         self.token_ids = np.zeros((limits.max_num_seqs, limits.max_model_len), dtype=np.int32)
@@ -41,6 +46,7 @@ class Slots:
         self._retained = RetainedBlocks(limits.num_blocks)
         self._sampling = SamplingTable(limits.max_num_seqs, limits.vocab_size)
         self._changes = ChangeTable(limits.max_num_seqs, limits.vocab_size)
+        self._grammars = GrammarTable(limits.vocab_size, grammars)
         self.classify()
 
     def clear(self, digest_scheme: str = "", *, is_trusted: bool = True) -> Publication:
@@ -54,6 +60,7 @@ class Slots:
         self._written.clear(retained.blocks)
         self._sampling.clear()
         self._changes.clear()
+        self._grammars.clear()
         self.reports.clear()
         self.classify()
         return retained
@@ -69,12 +76,14 @@ class Slots:
         self.counters = counters
         self._written.apply(plan)
         self._changes.drop(plan.retired_slots.tolist())
+        self._grammars.drop(plan.retired_slots)
         self.reports.drop(plan.retired_slots)
         for admission in plan.admissions:
             self.token_ids[admission.slot, : len(admission.token_ids)] = admission.token_ids
             self.block_tables[admission.slot, : len(admission.block_table)] = admission.block_table
             self._sampling.set(admission.slot, admission.params)
             self._changes.set(admission.slot, admission.params, admission.token_ids)
+            self._grammars.set(admission.slot, admission.params, admission.token_ids)
             self.reports.set(admission.slot, admission.params)
         if plan.branches.size:
             self._branch(*plan.branches.T)
@@ -105,6 +114,7 @@ class Slots:
         self._copy_slots(parents, slots)
         self.token_ids[slots, self.counters.num_tokens[slots] - 1] = token_ids
         self._changes.count(slots, token_ids)
+        self._grammars.consume(slots, token_ids)
 
     def _copy_slots(self, sources: Ints, destinations: Ints) -> None:
         """Copies everything but the counters, which have been copied already."""
@@ -114,6 +124,7 @@ class Slots:
         self.block_tables[destinations, :num_blocks] = self.block_tables[sources, :num_blocks]
         self._sampling.copy_slots(sources, destinations)
         self._changes.copy_slots(sources, destinations)
+        self._grammars.copy_slots(sources, destinations)
         self.reports.copy_slots(sources, destinations)
 
     def classify(self) -> None:
@@ -166,7 +177,10 @@ class Slots:
 
     def draw(self, slots: Ints) -> Draw:
         """Returns how to sample the next token of each slot."""
-        return self._sampling.draw(slots, self.counters.num_tokens[slots], self._changes.of(slots))
+        changes = self._changes.of(slots)
+        if changes is not None:
+            changes = replace(changes, masks=self._grammars.masks(slots[changes.rows]))
+        return self._sampling.draw(slots, self.counters.num_tokens[slots], changes)
 
     def append(self, slots: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None = None) -> NDArray[np.uint8]:
         """Appends sampled tokens. Returns the end reason of each, EndReason.GOES_ON for most.
@@ -177,10 +191,14 @@ class Slots:
         self.token_ids[slots, counters.num_tokens[slots]] = token_ids
         counters.num_tokens[slots] += 1
         reasons = self._sampling.end_reasons(slots, token_ids, counters.num_tokens[slots])
+        reasons[self._grammars.forbid(slots, token_ids)] = EndReason.GRAMMAR
         if failed is not None:
             reasons[failed] = EndReason.NOT_FINITE
-        counters.has_ended[slots] = reasons != 0
+        has_ended = reasons != 0
+        counters.has_ended[slots] = has_ended
         self._changes.count(slots, token_ids)
+        self._grammars.drop(slots[has_ended])
+        self._grammars.consume(slots, token_ids)
         return reasons
 
 

@@ -1,5 +1,6 @@
 """The lease on the device: one stream has it at a time, and its number fences off the plans of all earlier streams."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from executor.device.work import FailureKind
@@ -24,7 +25,9 @@ class _Holder:
 class Leases:
     """Grants leases. Epochs begin at 1 and increase; only this class chooses them."""
 
-    def __init__(self) -> None:
+    def __init__(self, features: Collection[str] = FEATURES + OPTIONAL_FEATURES) -> None:
+        """Starts without a holder. An opening may need these features only."""
+        self._features = features
         self._last_epoch = 0
         self._holder: _Holder | None = None
 
@@ -33,7 +36,7 @@ class Leases:
 
         A scheduler may replace its own stream: when a connection breaks, the scheduler can notice it first.
         """
-        _check_protocol(opening)
+        _check_protocol(opening, self._features)
         name, holder = _readable(opening.holder), self._holder
         if holder is not None:
             is_own = holder.instance == opening.instance != ""
@@ -53,14 +56,14 @@ class Leases:
             self._holder = None
 
 
-def _check_protocol(opening: pb.Opening) -> None:
+def _check_protocol(opening: pb.Opening, features: Collection[str]) -> None:
     version, least = opening.protocol_version, opening.least_protocol_version
     if not speaks_with(version, least):
         raise LeaseRefused(
             f"the scheduler speaks {spoken(version, least)} of the plan stream, this executor {OWN}: "
             "run the same release of both"
         )
-    if missing := [_readable(name) for name in opening.features if name not in FEATURES + OPTIONAL_FEATURES]:
+    if missing := [_readable(name) for name in opening.features if name not in features]:
         raise LeaseRefused(
             f"this executor lacks features that the scheduler needs: {', '.join(missing[:10])}; "
             "run the same release of both"

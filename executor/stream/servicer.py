@@ -12,13 +12,14 @@ from executor.device.work import Begin, EndOfPlans, Failure, FailureKind, Livene
 from executor.errors import EpochRefused, LeaseRefused, PlanRejected
 from executor.plans import plan_wire
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Publication, StepOutput
+from executor.plans.plan import Publication, StepOutput, StepPlan
 from executor.plans.plan_size import check_size
 from executor.stream.leases import Leases
 from executor.stream.plan_session import PlanSession
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
 from quire.plan_stream import OWN
+from quire.unexpected import unexpected
 
 _log = logging.getLogger(__name__)
 
@@ -56,13 +57,15 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
         limits: PlanLimits,
         description: pb.DescribeResponse,
         observe: Callable[[StepOutput], None],
+        expect: Callable[[StepPlan], None] = lambda plan: None,
     ) -> None:
-        """Calls `observe` with the output of each step, on the event loop."""
+        """Calls `expect` with each plan that arrives, `observe` with the output of each step, on the event loop."""
         self._device = device
         self._limits = limits
         self._description = description
         self._observe = observe
-        self._leases = Leases()
+        self._expect = expect
+        self._leases = Leases(tuple(description.features))
         self._num_openings = 0
         self._streams: set[PlanSession] = set()
         self._is_shut_down = False
@@ -157,6 +160,7 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
                 check_size(message.plan, self._limits)
                 plan = plan_wire.plan_from_message(message.plan)
                 stream.check_order(plan)
+                self._expect(plan)
                 self._device.put(Step(plan, arrived_ns, stream.deliver))
         except PlanRejected as error:
             last = Failure(FailureKind.PLAN_REJECTED, str(error))
@@ -166,5 +170,6 @@ class ExecutorServicer(executor_pb2_grpc.ExecutorServicer):
             return  # the call has ended, so no end of the plans is awaited
         except Exception as error:  # noqa: BLE001  # such as MemoryError: this stream ends, and others may follow
             _log.exception("a plan could not be read")
+            unexpected("plan")
             last = Failure(FailureKind.INTERNAL, f"a plan could not be read: {error!r}")
         self._device.put(Marker(last, stream.deliver))

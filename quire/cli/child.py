@@ -31,11 +31,13 @@ class ChildSpec:
 
     name     name of the child in messages
     grace_s  maximum time to end after SIGTERM; after it the child is killed
+    without  variables of this process's environment that the child does not get
     """
 
     name: str
     command: tuple[str, ...]
     grace_s: float = 30.0
+    without: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ class Child:
         self.name = spec.name
         self.grace_s = spec.grace_s
         self._command = spec.command
+        self._without = spec.without
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
         self._last_lines: deque[str] = deque(maxlen=1)
@@ -119,6 +122,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                env={name: value for name, value in os.environ.items() if name not in self._without},
             )
         except OSError as error:
             self._emit(str(error).encode())

@@ -7,12 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from quire.channel import DEFAULT_ADDRESS
-from quire.cli.services import ConfigError
+from quire.cli.services import API_KEY, ConfigError
 from quire.client import Client
 from quire.tls import TlsFiles
-
-API_KEY = "QUIRE_API_KEY"
-"""The environment variable with the key. A flag would show it to every user of the machine."""
 
 _FLAGS: dict[str, tuple[Any, Any]] = {
     "address": (Annotated[str, typer.Option(help="of the scheduler: host:port, or unix:path")], DEFAULT_ADDRESS),

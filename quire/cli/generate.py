@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TextIO
 
 from quire import tries
-from quire.events import Delta, Event, Finished, PromptLogprobs, Started, TokenLogprobs
+from quire.events import Delta, Event, Finished, PromptLogprobs, Started, TokenLogprob, TokenLogprobs
 
 
 @contextmanager
@@ -81,7 +81,13 @@ def logprob_table(title: str, logprobs: Sequence[TokenLogprobs], first_position:
     """Returns a line for each token: position, id, log-probability and rank, then the most probable tokens."""
     lines = [title, f"{'':>6}{'token':>8}{'logprob':>10}{'rank':>7}" + ("  most probable" if logprobs[0].top else "")]
     for position, entry in enumerate(logprobs, start=first_position):
-        top = "".join(f"  {each.token_id} {each.logprob:.3f}" for each in entry.top)
+        top = "".join(f"  {each.token_id}{_shown(each)} {each.logprob:.3f}" for each in entry.top)
         chosen = entry.chosen
-        lines.append(f"{position:>6}{chosen.token_id:>8}{chosen.logprob:>10.4f}{chosen.rank:>7}{top}")
+        line = f"{position:>6}{chosen.token_id:>8}{chosen.logprob:>10.4f}{chosen.rank:>7}{_shown(chosen)}{top}"
+        lines.append(line)
     return "\n".join(lines) + "\n"
+
+
+def _shown(token: TokenLogprob) -> str:
+    """Returns the bytes of a token, if they were requested."""
+    return "" if token.token_bytes is None else f" {token.token_bytes!r}"

@@ -17,10 +17,19 @@ from quire.cli.keys import app as keys_app
 from quire.cli.option_flags import given_options, option_parameters
 from quire.cli.outcome import reported
 from quire.cli.serve_output import lines_to
-from quire.cli.service_flags import EXECUTOR_FLAGS, SCHEDULER_FLAGS, SERVICE_FLAGS, with_model
+from quire.cli.service_flags import (
+    EXECUTOR_FLAGS,
+    GATEWAY_FLAGS,
+    SCHEDULER_FLAGS,
+    SERVICE_FLAGS,
+    with_model,
+    with_schedulers,
+)
 from quire.cli.services import (
     executor_config,
+    gateway_config,
     run_executor,
+    run_gateway,
     run_scheduler,
     scheduler_config,
     service_pair,
@@ -50,7 +59,7 @@ def main() -> None:
 
 
 def serve(**values: Any) -> None:
-    """Starts scheduler and executor, keeps them running, and prints `ready …` when a completion can be generated.
+    """Starts all services, keeps them running, and prints `ready …` when a completion can be generated.
 
     Without --model it serves the embedded checkpoint. SIGTERM or Ctrl-C drains: running requests finish first.
     """
@@ -79,9 +88,19 @@ def executor(**values: Any) -> None:
         raise typer.Exit(run_executor(executor_config(with_model(values))))
 
 
+def gateway(**values: Any) -> None:
+    """Runs the gateway alone: OpenAI's API, in front of the schedulers at each --scheduler.
+
+    It calls them with the key in QUIRE_API_KEY, if there is one, and passes on the keys of its clients.
+    """
+    with reported():
+        raise typer.Exit(run_gateway(gateway_config(with_schedulers(values))))
+
+
 app.command()(with_flags(serve, SERVICE_FLAGS))
 app.command()(with_flags(scheduler, SCHEDULER_FLAGS))
 app.command()(with_flags(executor, EXECUTOR_FLAGS))
+app.command()(with_flags(gateway, GATEWAY_FLAGS))
 
 
 def generate(

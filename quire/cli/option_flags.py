@@ -3,6 +3,7 @@
 import inspect
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, cast
 
@@ -33,6 +34,8 @@ def given_options(values: Mapping[str, Any]) -> GenerateOptions:
     options = {name: value for name, value in values.items() if value is not None and value != []}
     if "logit_bias" in options:
         options["logit_bias"] = _biases(options["logit_bias"])
+    if "json_schema" in options:
+        options["json_schema"] = _file_text(options["json_schema"])
     return cast("GenerateOptions", options)
 
 
@@ -41,12 +44,22 @@ def _annotation(name: str, kind: Any, text: str) -> Any:
     flags = [f"--{name.replace('_', '-')}", *filter(None, [_SHORT_FLAGS.get(name)])]
     kinds = [part for part in typing.get_args(kind) if part is not NoneType]
     origins = {typing.get_origin(part): part for part in kinds}
+    if name == "json_schema":
+        return Annotated[str | None, typer.Option(*flags, metavar="FILE", help="write JSON of the schema in this file")]
     if Mapping in origins:
         return Annotated[list[str] | None, typer.Option(*flags, metavar="ID=VALUE", help=f"{text}; may be repeated")]
     if Sequence in origins:
         items: Any = list.__class_getitem__(typing.get_args(origins[Sequence]))
         return Annotated[items | None, typer.Option(flags[0].removesuffix("s"), help=f"{text}; may be repeated")]
     return Annotated[kinds[0] | None, typer.Option(*flags, help=text)]
+
+
+def _file_text(path: str) -> str:
+    """Returns the text of a file. Ends the command if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"--json-schema: cannot read {path}: {error}", exit_codes.USAGE)
 
 
 def _biases(entries: Iterable[str]) -> dict[int, float]:

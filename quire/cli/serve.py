@@ -1,22 +1,23 @@
-"""`quire serve`: both services, supervised, until a signal ends them."""
+"""`quire serve`: all services, supervised, until a signal ends them."""
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from gateway.config import GatewayConfig
 from quire.cli import exit_codes
 from quire.cli.child import LogSink
 from quire.cli.restarts import RestartPolicy
 from quire.cli.services import ServicePair
 from quire.cli.supervisor import Supervisor
 from quire.cli.upgrade import Upgrade
-from quire.cli.watch import health_probe, liveness_probe, replace_when_hung
+from quire.cli.watch import handshake_probe, health_probe, liveness_probe, replace_when_hung
 
 PROBE_TIMEOUT_S = 5.0
 _SCHEDULER_SILENT_S = 20.0
-"""The scheduler's liveness does not depend on its work, so it is killed sooner than an executor, which may compute."""
+"""The liveness of scheduler and gateway does not depend on their work, so they are killed sooner than an executor."""
 
 # Only a configuration, an address in use, and a command that cannot be executed (126, 127) stay as they are.
 _POLICY = RestartPolicy(fatal_at_start=frozenset({exit_codes.USAGE, exit_codes.ADDRESS_IN_USE, 126, 127}))
@@ -25,12 +26,12 @@ _SAME_SIGNAL_S = 0.5
 
 
 async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> int:
-    """Runs both services until SIGTERM or SIGINT; returns the exit code.
+    """Runs all services until SIGTERM or SIGINT; returns the exit code.
 
     The first signal drains: running requests finish, new ones are refused. A second signal kills. Until then, a service
-    that ends or hangs is restarted, however often. SIGUSR2 replaces the executor and then the scheduler, so that they
-    run the version that is installed now. Raises ChildFailed if a service refuses its configuration or finds its
-    address in use before the first `ready`.
+    that ends or hangs is restarted, however often. SIGUSR2 replaces the executor, the scheduler and the gateway, so
+    that they run the version that is installed now. Raises ChildFailed if a service refuses its configuration or finds
+    its address in use before the first `ready`.
 
     say  called once with the line `ready …`, as soon as a completion can be generated
     """
@@ -59,7 +60,12 @@ async def serve(pair: ServicePair, say: Callable[[str], None], log: LogSink) -> 
 async def _live(supervisor: Supervisor, pair: ServicePair, say: Callable[[str], None]) -> NoReturn:
     # The admin socket answers without a key and without TLS.
     async with health_probe(pair.admin_address) as is_serving:
-        await supervisor.until_ready(lambda: is_serving(PROBE_TIMEOUT_S))
+        answers = None if pair.gateway is None else gateway_probe(pair.gateway)
+
+        async def is_ready() -> bool:
+            return await is_serving(PROBE_TIMEOUT_S) and (answers is None or await answers(PROBE_TIMEOUT_S))
+
+        await supervisor.until_ready(is_ready)
     say(pair.ready_line())
     raise await supervisor.failure()
 
@@ -68,11 +74,23 @@ async def _watch(supervisor: Supervisor, upgrade: Upgrade, pair: ServicePair) ->
     silent_s, load_timeout_s = min(_SCHEDULER_SILENT_S, pair.scheduler.step_timeout_s), pair.executor.load_timeout_s
     is_alive = liveness_probe(pair.scheduler.http_listen)
     async with health_probe(pair.executor.listen_address) as executes, health_probe(pair.admin_address) as schedules:
-        await asyncio.gather(
+        probes = {"executor": executes, "scheduler": schedules}
+        watches = [
             replace_when_hung(supervisor, "scheduler", is_alive, silent_s, load_timeout_s),
             replace_when_hung(supervisor, "executor", executes, pair.executor.step_timeout_s, load_timeout_s),
-            upgrade.run({"executor": executes, "scheduler": schedules}),
-        )
+        ]
+        if pair.gateway is not None:
+            probes["gateway"] = gateway_probe(pair.gateway)
+            watches.append(
+                replace_when_hung(supervisor, "gateway", probes["gateway"], _SCHEDULER_SILENT_S, load_timeout_s)
+            )
+        await asyncio.gather(*watches, upgrade.run(probes))
+
+
+def gateway_probe(gateway: GatewayConfig) -> Callable[[float], Awaitable[bool]]:
+    """Returns a function that says whether the gateway's event loop runs."""
+    probe = liveness_probe if gateway.tls_certificate is None else handshake_probe
+    return probe(gateway.listen)
 
 
 @contextmanager
@@ -85,13 +103,13 @@ def _signals(told_to_stop: asyncio.Event, supervisor: Supervisor, upgrade: Upgra
         if not told_to_stop.is_set():
             first_s = loop.time()
             told_to_stop.set()
-            log("supervisor", "draining; a second signal kills both services")
+            log("supervisor", "draining; a second signal kills all services")
         elif loop.time() - first_s > _SAME_SIGNAL_S:
             supervisor.kill()
-            log("supervisor", "killing both services")
+            log("supervisor", "killing all services")
 
     def on_upgrade() -> None:
-        log("supervisor", "replacing the executor and then the scheduler; a second signal breaks off streams")
+        log("supervisor", "replacing all services, one after the other; a second signal breaks off streams")
         upgrade.ask()
 
     handlers = {signal.SIGTERM: on_signal, signal.SIGINT: on_signal, signal.SIGUSR2: on_upgrade}

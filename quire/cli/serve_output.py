@@ -11,7 +11,7 @@ from rich.text import Text
 from quire.cli.child import LogSink
 from quire.log_writer import LineWriter
 
-_STYLES = {"scheduler": "cyan", "executor": "magenta", "supervisor": "yellow"}
+_STYLES = {"gateway": "green", "scheduler": "cyan", "executor": "magenta", "supervisor": "yellow"}
 
 
 @contextmanager

@@ -1,24 +1,69 @@
 """The flags of the services, for all commands that start them."""
 
 from dataclasses import fields
-from typing import Any
+from inspect import Parameter
+from typing import Annotated, Any
+
+import typer
 
 from executor.config import ExecutorConfig
+from gateway.config import GatewayConfig
+from quire.channel import DEFAULT_ADDRESS
 from quire.cli.config_flags import flag_parameters, given
-from quire.cli.services import EXECUTOR_ADDRESS, EXECUTOR_HOP, SCHEDULER_HOP
+from quire.cli.services import EXECUTOR_ADDRESS, EXECUTOR_HOP, GATEWAY_HOP, SCHEDULER_HOP
 from quire.model_path import resolved_model
+from quire.options import field_texts
 from scheduler.config import SchedulerConfig
 
 SCHEDULER_FLAGS = flag_parameters(SchedulerConfig)
 EXECUTOR_FLAGS = flag_parameters(ExecutorConfig)
-# For both services: a field that both have becomes one flag, and so does the address at which they meet.
-SERVICE_FLAGS = flag_parameters(ExecutorConfig, leave_out={EXECUTOR_ADDRESS[1], *EXECUTOR_HOP}) + flag_parameters(
-    SchedulerConfig, leave_out={field.name for field in fields(ExecutorConfig)} - EXECUTOR_HOP | SCHEDULER_HOP
-)
+GATEWAY_FLAGS = [
+    # The only flag that can be given more than once.
+    Parameter(
+        "scheduler",
+        Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            list[str] | None,
+            typer.Option(help=f"{field_texts(GatewayConfig)['scheduler']} [default: {DEFAULT_ADDRESS}]"),
+        ],
+    ),
+    *flag_parameters(GatewayConfig, leave_out={"scheduler"}),
+]
+# For all services: a field that several have becomes one flag, and so does the address at which they meet.
+SERVICE_FLAGS = [
+    *flag_parameters(ExecutorConfig, leave_out={EXECUTOR_ADDRESS[1], *EXECUTOR_HOP}),
+    *flag_parameters(
+        SchedulerConfig,
+        leave_out={field.name for field in fields(ExecutorConfig)} - EXECUTOR_HOP | SCHEDULER_HOP | GATEWAY_HOP,
+    ),
+    Parameter(
+        "gateway",
+        Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            bool | None, typer.Option(help="start a gateway, which serves OpenAI's API [default: True]")
+        ],
+    ),
+    Parameter(
+        "gateway_listen",
+        Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            str | None, typer.Option(help=f"host:port of the gateway [default: {GatewayConfig().listen}]")
+        ],
+    ),
+]
 # For measurements that choose all other values themselves.
 MODEL_FLAGS = flag_parameters(
     ExecutorConfig, leave_out={field.name for field in fields(ExecutorConfig)} - {"model", "dtype", "device"}
 )
+
+
+def with_schedulers(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the given flags of a gateway, with the addresses of all schedulers in one value."""
+    schedulers = values.pop("scheduler", None)
+    return given(values) | ({"scheduler": ",".join(schedulers)} if schedulers else {})
 
 
 def with_model(values: dict[str, Any]) -> dict[str, Any]:

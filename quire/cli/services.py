@@ -3,11 +3,13 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from executor.config import ExecutorConfig
 from executor.errors import ConfigError as ExecutorConfigError
+from gateway.config import ConfigError as GatewayConfigError
+from gateway.config import GatewayConfig
 from quire.addresses import (
     AddressError,
     AddressInUse,
@@ -23,9 +25,18 @@ from scheduler.config import SchedulerConfig
 
 # The scheduler connects to the address at which the executor listens, so one flag sets both.
 EXECUTOR_ADDRESS = ("executor", "listen_address")
-# `quire serve` has no flags for these: both services run on one machine as one user and meet at a socket file.
+# `quire serve` has no flags for these: all services run on one machine as one user and meet at socket files.
 EXECUTOR_HOP = {"tls_certificate", "tls_key", "tls_client_ca", "scheduler_name"}
 SCHEDULER_HOP = {"executor_tls_ca", "executor_tls_certificate", "executor_tls_key", "executor_name", "takeover"}
+GATEWAY_HOP = {"local_listen"}
+API_KEY = "QUIRE_API_KEY"
+"""The environment variable with the key of a client or a gateway. A flag would show it to every user of the machine."""
+
+# Fields of the gateway that have the same meaning for the scheduler, so that one flag sets both.
+_GATEWAY_SHARED = (
+    *("allow_anonymous", "tls_certificate", "tls_key", "tls_client_ca"),
+    *("drain_timeout_s", "log_level", "log_format"),
+)
 _STOP_MARGIN_S = 15.0
 
 
@@ -35,16 +46,27 @@ class ConfigError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServicePair:
-    """The checked configurations of both services, with every port chosen."""
+    """The checked configurations of both services and of the gateway before them, with every port chosen.
+
+    gateway  None: there is none
+    """
 
     scheduler: SchedulerConfig
     executor: ExecutorConfig
     scheduler_values: dict[str, Any]
     executor_values: dict[str, Any]
+    gateway: GatewayConfig | None = None
+    gateway_values: dict[str, Any] = field(default_factory=dict)
 
     def children(self) -> list[ChildSpec]:
-        """Returns the services in the order in which they end: the scheduler needs the executor to drain."""
+        """Returns the services in the order in which they end: each needs the next one to drain."""
+        gateway = []
+        if self.gateway is not None:
+            # A key in the environment is that of a client, perhaps for another server.
+            grace_s = self.gateway.drain_timeout_s + _STOP_MARGIN_S
+            gateway = [_child("gateway", self.gateway_values, grace_s, without=(API_KEY,))]
         return [
+            *gateway,
             _child("scheduler", self.scheduler_values, self.scheduler.drain_timeout_s + _STOP_MARGIN_S),
             _child("executor", self.executor_values, _STOP_MARGIN_S),
         ]
@@ -58,6 +80,7 @@ class ServicePair:
         return (
             f"ready grpc={self.scheduler.listen} http={self.scheduler.http_listen} "
             f"executor={self.executor.listen_address} metrics={self.executor.metrics_address or 'off'}"
+            + (f" openai={self.gateway.listen}" if self.gateway is not None else "")
         )
 
 
@@ -71,18 +94,40 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
     for_executor = {name: value for name, value in values.items() if name in _names(ExecutorConfig) - EXECUTOR_HOP}
     for name in ("listen", "http_listen"):
         for_scheduler[name] = _with_port(name, for_scheduler.get(name, _default(SchedulerConfig, name)))
-    # Two pairs of services on one machine listen at two addresses, and so have two socket files.
-    socket_name = f"executor-{for_scheduler['listen'].rpartition(':')[2].replace('/', '-')}"
-    for_scheduler["executor"] = _with_port("executor", for_scheduler.get("executor", private_socket(socket_name)))
+    # Two pairs of services on one machine listen at two addresses, and so have different socket files.
+    name = for_scheduler["listen"].rpartition(":")[2].replace("/", "-")
+    for_scheduler["executor"] = _with_port(
+        "executor", for_scheduler.get("executor", private_socket(f"executor-{name}"))
+    )
     metrics_address = for_executor.get("metrics_address", _default(ExecutorConfig, "metrics_address"))
     for_executor["metrics_address"] = _with_port("metrics_address", metrics_address) if metrics_address else ""
     for_executor[EXECUTOR_ADDRESS[1]] = for_scheduler[EXECUTOR_ADDRESS[0]]
-    return ServicePair(scheduler_config(for_scheduler), executor_config(for_executor), for_scheduler, for_executor)
+    has_gateway = values.get("gateway", True)
+    if has_gateway:
+        for_scheduler["local_listen"] = private_socket(f"gateway-{name}")
+    scheduler, executor = scheduler_config(for_scheduler), executor_config(for_executor)
+    if not has_gateway:
+        return ServicePair(scheduler, executor, for_scheduler, for_executor)
+    for_gateway = _gateway_values(values, scheduler)
+    return ServicePair(scheduler, executor, for_scheduler, for_executor, gateway_config(for_gateway), for_gateway)
+
+
+def _gateway_values(values: Mapping[str, Any], scheduler: SchedulerConfig) -> dict[str, Any]:
+    """Returns the values of the gateway before a scheduler. It calls the scheduler at a socket file, without a key."""
+    listen = values.get("gateway_listen", _default(GatewayConfig, "listen"))
+    scheme = "http" if scheduler.tls_certificate is None else "https"
+    return {name: values[name] for name in _GATEWAY_SHARED if name in values} | {
+        "scheduler": scheduler.local_listen,
+        "listen": _with_port("gateway_listen", listen),
+        "allowed_hosts": scheduler.http_allowed_hosts,
+        "live_page": f"{scheme}://{scheduler.http_listen}",
+    }
 
 
 def on_free_ports(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values with free ports by default, for services that run only as long as one command."""
-    return dict.fromkeys(("listen", "http_listen", "metrics_address"), "127.0.0.1:0") | dict(values)
+    """Returns the values with free ports and no gateway by default, for services that run as long as one command."""
+    ports = dict.fromkeys(("listen", "http_listen", "metrics_address"), "127.0.0.1:0")
+    return ports | {"gateway": False} | dict(values)
 
 
 def _with_port(name: str, address: str) -> str:
@@ -110,6 +155,14 @@ def executor_config(values: Mapping[str, Any]) -> ExecutorConfig:
         raise ConfigError(str(error)) from None
 
 
+def gateway_config(values: Mapping[str, Any]) -> GatewayConfig:
+    """Returns the checked configuration. Raises ConfigError."""
+    try:
+        return GatewayConfig.from_dict(values)
+    except GatewayConfigError as error:
+        raise ConfigError(str(error)) from None
+
+
 def run_scheduler(config: SchedulerConfig) -> int:
     """Runs the scheduler in this process until it is told to end; returns the exit code."""
     from scheduler.main import run
@@ -124,8 +177,15 @@ def run_executor(config: ExecutorConfig) -> int:
     return run(config)
 
 
-def _child(service: str, values: Mapping[str, Any], grace_s: float) -> ChildSpec:
-    return ChildSpec(service, (*_quire_command(), service, *arguments(values)), grace_s)
+def run_gateway(config: GatewayConfig) -> int:
+    """Runs the gateway in this process until it is told to end; returns the exit code."""
+    from gateway.main import run
+
+    return run(config, os.environ.get(API_KEY) or None)
+
+
+def _child(service: str, values: Mapping[str, Any], grace_s: float, without: tuple[str, ...] = ()) -> ChildSpec:
+    return ChildSpec(service, (*_quire_command(), service, *arguments(values)), grace_s, without)
 
 
 def _quire_command() -> tuple[str, ...]:

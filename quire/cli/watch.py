@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import NoReturn
@@ -70,6 +71,29 @@ def liveness_probe(http_address: str) -> Callable[[float], Awaitable[bool]]:
         finally:
             writer.close()
 
+    return _in_time(ask)
+
+
+def handshake_probe(address: str) -> Callable[[float], Awaitable[bool]]:
+    """Returns a function that begins TLS at an address. It returns False if the handshake does not end in time.
+
+    The server's event loop takes part in the handshake. A request could follow only with a certificate, where clients
+    need one: the server asks for it in TLS 1.3, where the handshake has ended for the client before it is refused.
+    """
+    target = HostPort.parse(address)
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+
+    async def ask() -> bool:
+        _, writer = await asyncio.open_connection(target.host, target.port, ssl=context)
+        writer.transport.abort()
+        return True
+
+    return _in_time(ask)
+
+
+def _in_time(ask: Callable[[], Awaitable[bool]]) -> Callable[[float], Awaitable[bool]]:
     async def is_alive(timeout_s: float) -> bool:
         try:
             return await asyncio.wait_for(ask(), timeout_s)

@@ -28,6 +28,7 @@ from scheduler.core.errors import (
     ResultMismatch,
     Unavailable,
 )
+from scheduler.core.fairness.pace import Pace
 from scheduler.core.inspect.invariants import check_invariants
 from scheduler.core.inspect.leap import leap
 from scheduler.core.inspect.views import (
@@ -85,6 +86,7 @@ __all__ = [
     "KVAllocation",
     "KVUsage",
     "Logprobs",
+    "Pace",
     "PlanRejected",
     "Policy",
     "QueueFull",

@@ -3,14 +3,25 @@
 The admission queue says which sequence is next. No sequence overtakes it: if it cannot enter, none does.
 """
 
-from scheduler.core.sequence import Sequence
+from scheduler.core.sequence import FinishReason, Sequence
 from scheduler.core.state import SchedulerState
 from scheduler.core.step import StepBuilder
 
 
 def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence, list[int]] | None:
-    """Returns the next sequence, with the blocks that its prompt shares, if slots, blocks and budget suffice."""
+    """Returns the next sequence, with the blocks that its prompt shares, if slots, blocks and budget suffice.
+
+    Ends requests before it that start too late for their deadline; the next `expire` returns their sequences. Those
+    that have started go on: the plan that is being made may have rows of other sequences of the same request.
+    """
     sequence = state.admission_queue.first() if builder.budget > 0 else None
+    while (
+        sequence is not None
+        and not state.active(sequence).has_started
+        and state.pace.starts_too_late(sequence, state.now_s)
+    ):
+        state.missed += state.end_request(sequence.request.request_id, FinishReason.TOO_LATE)
+        sequence = state.admission_queue.first()
     if sequence is None:
         return None
     num_unborn = state.active(sequence).num_unborn

@@ -54,12 +54,16 @@ def _make_room_for_decodes(state: SchedulerState) -> list[Sequence] | None:
         num_needed = state.cache.num_blocks_to_append(unreserved)
         for group in state.batch.decided:
             num_needed += 0 if group.leader.is_guaranteed else group.num_blocks_to_branch(state.cache)
-        victim = state.waiting.choose_victim(is_short=num_needed > state.cache.num_available_blocks())
+        is_short = num_needed > state.cache.num_available_blocks()
+        victim = state.waiting.choose_victim(is_short=is_short)
         if victim is None:
             return growing
         if state.in_flight:
             return None
+        claimant = None if is_short else state.waiting.left_behind
         state.preempt(victim)
+        if claimant is not None:
+            state.accounts.displace(victim.leader, claimant.account)
 
 
 def _plan_decodes(state: SchedulerState, builder: StepBuilder, growing: list[Sequence]) -> None:

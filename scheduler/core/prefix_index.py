@@ -51,11 +51,11 @@ class PrefixIndex:
     ) -> list[bytes]:
         """Extends a sequence's digests in place to at least `num_full_blocks`; returns the chain."""
         size = self.block_size
-        while len(chain) < num_full_blocks:
-            start = len(chain) * size
-            parent = chain[-1] if chain else self._root(salt)
-            tokens = array("I", token_ids[start : start + size]).tobytes()
-            chain.append(blake2b(parent + tokens, digest_size=self.DIGEST_BYTES).digest())
+        parent = chain[-1] if chain else self._root(salt)
+        data = array("I", token_ids[len(chain) * size : num_full_blocks * size]).tobytes()
+        for start in range(0, len(data), 4 * size):
+            parent = blake2b(parent + data[start : start + 4 * size], digest_size=self.DIGEST_BYTES).digest()
+            chain.append(parent)
         return chain
 
     def longest_match(self, chain: SequenceOf[bytes]) -> list[int]:

@@ -13,7 +13,7 @@ class SequenceParams:
     The core reads the token bounds and the numbers of log-probabilities, and passes the rest on. `max_total_tokens` and
     `min_total_tokens` count prompt and output together. `num_logprobs` and `num_prompt_logprobs` are 0 for none, and
     k + 1 for the token and the k most probable ones. The core sets `num_candidates`: the number of next tokens that a
-    beam reports.
+    beam reports. `grammar` is in a form that the executor reads; empty: none.
     """
 
     max_total_tokens: int
@@ -34,6 +34,7 @@ class SequenceParams:
     num_logprobs: int = 0
     num_prompt_logprobs: int = 0
     num_candidates: int = 0
+    grammar: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +110,11 @@ class Request:
     def num_slots(self) -> int:
         """The most slots that the request holds at once: one for each sample, or for each beam."""
         return self.beam.width if self.beam else self.num_sequences
+
+    @property
+    def max_tokens(self) -> int:
+        """The most tokens that one sequence generates."""
+        return self.params.max_total_tokens - len(self.prompt_token_ids)
 
     @property
     def num_given_tokens(self) -> int:

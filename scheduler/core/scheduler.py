@@ -25,6 +25,7 @@ from math import inf
 from scheduler.core.capacity import check_fits, fits, max_tokens_per_sequence
 from scheduler.core.commit import commit
 from scheduler.core.errors import InvariantViolation
+from scheduler.core.fairness.pace import Pace
 from scheduler.core.limits import SchedulerLimits
 from scheduler.core.modes import CONTINUOUS, PAGED, Batching, KVAllocation
 from scheduler.core.plan import Events, StepPlan, StepResult
@@ -115,16 +116,26 @@ class Scheduler:
         return events
 
     def expire(self, now_s: float) -> Events:
-        """Advances the core's time to `now_s`, and ends every waiting or running request whose deadline has come."""
+        """Advances the core's time to `now_s`, and ends every waiting or running request whose deadline has come.
+
+        Also returns the sequences that the last plans have ended because they could no longer meet their deadline.
+        """
         self.state.advance_clock(now_s)
-        events = Events()
+        events = Events(finished=self.state.missed)
+        self.state.missed = []
         for request_id in self.state.deadlines.take_due(now_s):
             events.finished += self.state.end_request(request_id, FinishReason.DEADLINE)
         return events
 
+    def set_pace(self, pace: Pace) -> None:
+        """Sets the pace by which later plans end waiting requests that can no longer meet their deadline."""
+        self.state.pace = pace
+
     @property
     def next_wake_s(self) -> float | None:
         """The latest time to call `expire` and `schedule` again if nothing else happens; None: no such time."""
+        if self.state.missed:
+            return self.state.now_s
         due_s = (self.state.deadlines.next_s, self.state.admission_queue.due_s)
         return min((time_s for time_s in due_s if time_s is not None), default=None)
 

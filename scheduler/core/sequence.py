@@ -22,17 +22,19 @@ class FinishReason(Enum):
     STOP = "stop"
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
+    TOO_LATE = "too_late"
     ERROR = "error"
     CAPACITY = "capacity"
     MODEL_CHANGED = "model_changed"
     NOT_FINITE = "not_finite"
+    GRAMMAR = "grammar"
     EXECUTORS_LOST = "executors_lost"
 
 
 TRANSITIONS: dict[State, dict[State, str]] = {
     State.WAITING: {
         State.RUNNING: "admitted: has a slot and the blocks of its first chunk",
-        State.FINISHED: "cancelled, its deadline passed, a smaller pool came, or executors kept dying under it",
+        State.FINISHED: "cancelled, its deadline passed or is too near, a smaller pool came, or executors kept dying",
     },
     State.RUNNING: {
         State.PREEMPTED: "gave its blocks to another sequence; its tokens stay",
@@ -66,6 +68,7 @@ class Sequence:
         "arrival",
         "block_table",
         "digests",
+        "displaced_by",
         "index",
         "is_guaranteed",
         "leader",
@@ -96,9 +99,8 @@ class Sequence:
         self.index = index
         self.arrival = arrival
         self.params = _params_of(request, index)
-        self.num_prompt_reported = (
-            request.num_prompt_reported
-        )  # length of the prompt prefix whose log-probabilities were reported
+        # Length of the prompt prefix whose log-probabilities were reported.
+        self.num_prompt_reported = request.num_prompt_reported
         self.leader = self  # for a beam, the sequence that waits, ends and holds reservations for its group
         received = request.outputs[index] if request.outputs else ReceivedOutput()
         self.token_ids = [*request.prompt_token_ids, *received.token_ids]
@@ -108,6 +110,7 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # of the given tokens; set if its request started with this sequence
         self.queued_s = -inf  # when it last entered the queue
         self.num_preemptions = 0
+        self.displaced_by: Account | None = None  # the tenant whose claim preempted it; it pays for the recomputation
         self.num_losses = 0  # executors lost in a row without a token committed in between
         self.loss_mark = 0  # len(token_ids) at the last loss
         self.digests: list[bytes] = []  # hash chain of the full blocks, computed as far as it was needed

@@ -19,6 +19,7 @@ from scheduler.core.deadlines import Deadlines
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.fairness.fair_queue import FairQueue
+from scheduler.core.fairness.pace import Pace
 from scheduler.core.kv_cache import KVCache
 from scheduler.core.limits import SchedulerLimits
 from scheduler.core.policy import Policy
@@ -51,6 +52,7 @@ class SchedulerState:
     epoch    number of the current executor's epoch
     step_id  step id of the newest plan in this epoch; 0 before the first
     now_s    the latest time that was passed to the scheduler
+    missed   sequences that the last plans have ended, because they would have started too late
 
     `must_forget` is True if an executor may have retained withdrawn blocks: the next epoch then starts without any.
     """
@@ -74,6 +76,8 @@ class SchedulerState:
         self.now_s = -inf
         self.must_forget = False
         self.accounts = Accounts(terms_of)
+        self.pace = Pace()
+        self.missed: Ends = []
         self.waiting = FairQueue(policy, limits, self.accounts, lambda: (self.batch, self.cache))
         self.admission_queue = build_queue(self)
         self._build_cache = build_cache
@@ -223,6 +227,7 @@ class SchedulerState:
                 self._forget_beams(active.group)
         else:
             self.waiting.remove(sequence)
+            self.accounts.settle(sequence)
         sequence.become(State.FINISHED)
         if active.has_ended:
             del self.requests[sequence.request.request_id]

@@ -78,7 +78,28 @@ def _digest_scheme(executor: ExecutorDescription) -> str:
     )
 
 
-def fail_requests_with_output(core: Scheduler, dispatcher: EventDispatcher) -> None:
+def fail_stranded_requests(
+    core: Scheduler, dispatcher: EventDispatcher, known: ModelDescription, new: ModelDescription
+) -> bool:
+    """Fails the requests that cannot go on with a new executor. Returns False if there was no reason to."""
+    has_other_weights = known.weights_digest != new.weights_digest
+    has_lost_grammars = known.has_grammars and not new.has_grammars
+    if has_other_weights:
+        _fail_requests_with_output(core, dispatcher)
+    if has_lost_grammars:
+        _fail_requests_with_grammar(core, dispatcher)
+    return has_other_weights or has_lost_grammars
+
+
+def _fail_requests_with_grammar(core: Scheduler, dispatcher: EventDispatcher) -> None:
+    log.error("this executor cannot follow grammars, unlike the one before: requests with structured output fail")
+    with_grammar = [request_id for request_id, active in core.state.requests.items() if active.request.params.grammar]
+    for request_id in with_grammar:
+        dispatcher.fail(request_id, FinishReason.ERROR)
+        core.cancel(request_id)
+
+
+def _fail_requests_with_output(core: Scheduler, dispatcher: EventDispatcher) -> None:
     """Fails the requests that cannot go on with other weights: all they report must come from one model.
 
     A request that has started may also have told its client which weights it has (`Continuation.model_digest`).

@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from quire.unexpected import unexpected
 from scheduler.core import FinishReason
 
 if TYPE_CHECKING:
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _MISFIT = "%r: its request has failed, because a prompt of %d tokens and up to %d in all never fit the new pool"
+_MEANINGLESS = {
+    FinishReason.NOT_FINITE: (logging.ERROR, "%r: the model returned numbers that are not finite"),
+    FinishReason.GRAMMAR: (logging.WARNING, "%r: its grammar could not be followed"),
+}
+"""Reasons that an executor reports with a token that has no meaning."""
+
 _BROKEN_SINK = "%r: its request is cancelled, because its sink has failed"
 
 
@@ -40,7 +47,7 @@ class Sink(Protocol):
 
     def finished(self, index: int, reason: FinishReason, num_preemptions: int, score: float | None = None) -> None:
         """Called when a sequence ends. Beams come with a score, the best one first, each right after all its tokens.
-        ERROR, EXECUTORS_LOST, MODEL_CHANGED and NOT_FINITE end the request as a whole, whatever the index."""
+        ERROR, EXECUTORS_LOST, GRAMMAR, MODEL_CHANGED and NOT_FINITE end the request as a whole, whatever the index."""
 
 
 @dataclass(slots=True)
@@ -136,12 +143,13 @@ class EventDispatcher:
             sink.finished(0, reason, 0)
         except Exception:
             log.exception("a sink failed as its request did", extra=_log_fields(sink))
+            unexpected("sink")
 
     def _tell_failures(self, events: Events) -> None:
-        """Ends requests whose logits were not finite, before any client receives what was made of them."""
+        """Ends requests whose last tokens have no meaning, before any client receives what was made of them."""
         for sequence, reason in events.finished:
-            if reason is FinishReason.NOT_FINITE and (sink := self._sink_of(sequence)) is not None:
-                log.error("%r: the model returned numbers that are not finite", sequence, extra=_log_fields(sink))
+            if reason in _MEANINGLESS and (sink := self._sink_of(sequence)) is not None:
+                log.log(*_MEANINGLESS[reason], sequence, extra=_log_fields(sink))
                 self._tell(sequence, sink.finished, sequence.index, reason, sequence.num_preemptions)
                 self._drop(sequence)
 
@@ -197,6 +205,7 @@ class EventDispatcher:
 
     def _give_up(self, sequence: Sequence) -> None:
         """Fails the request of a broken sink. The sink is told, because its client may wait for it."""
+        unexpected("sink")
         if (sink := self._sink_of(sequence)) is not None:
             self._drop(sequence)
             self._tell_failure(sink, FinishReason.ERROR)

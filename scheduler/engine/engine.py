@@ -16,7 +16,7 @@ from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.core import ExecutorLost, ExecutorNotOurs, QueueFull, Unavailable, block_map, kv_usage, oldest_waiting_s
-from scheduler.engine.attachment import attach, fail_requests_with_output
+from scheduler.engine.attachment import attach, fail_stranded_requests
 from scheduler.engine.dispatcher import EventDispatcher, FollowUps
 from scheduler.engine.failures import Failures
 from scheduler.engine.loop_signal import LoopSignal
@@ -127,11 +127,16 @@ class Engine:
     def new_request_id(self) -> int:
         return next(self._request_ids)
 
+    def check_deadline(self, tenant: str, deadline_s: float | None, max_tokens: float) -> None:
+        """Raises QueueFull if a request that was not tokenised yet would miss its deadline, as `submit` does."""
+        if self._scheduler is not None:
+            self._waits.check(self._scheduler, tenant, deadline_s, max_tokens, time.monotonic())
+
     def submit(self, request: Request, sink: Sink) -> None:
         """Admits a request to the queue. Raises Unavailable, CapacityExceeded or QueueFull."""
         self._readiness.check_open()
         now_s = time.monotonic()
-        self._waits.check(self._core, request, now_s)
+        self._waits.check(self._core, request.tenant, request.deadline_s, request.max_tokens, now_s)
         try:
             with self._signal.report_bugs():
                 self._core.add(request, now_s)
@@ -212,8 +217,7 @@ class Engine:
         options, known = self._options, self._description
         epoch = self._scheduler.state.epoch + 1 if self._scheduler else 1
         new = await self._expire_during(attach(self._client, options, known, epoch, self._signal.set))
-        if known and known.weights_digest != new.model.weights_digest:
-            fail_requests_with_output(self._core, self._dispatcher)
+        if known and fail_stranded_requests(self._core, self._dispatcher, known, new.model):
             self._requests_ended()
         self._description = new.model
         core = self._scheduler = self._scheduler or options.new_core(new.model)

@@ -16,6 +16,7 @@ import grpc
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, OPTIONAL_FEATURES, PROTOCOL_VERSION
+from quire.unexpected import unexpected
 from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, ResultMismatch, StepPlan, StepResult
 from scheduler.engine import plan_wire
 
@@ -245,6 +246,7 @@ class PlanStream:
             self._error = error
         except Exception as error:
             log.exception("a result could not be read")
+            unexpected("result")
             self._call.cancel()
             self._error = ExecutorLost(f"a result could not be read: {error!r}")
         except asyncio.CancelledError:  # the call was cancelled by `close`

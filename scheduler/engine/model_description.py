@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from quire.grammars import FEATURE as GRAMMARS
 from quire.plan_stream import FEATURES, OWN, speaks_with, spoken
 from scheduler.core import ExecutorNotOurs
 
@@ -34,6 +35,7 @@ _LEAST = {
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
     """The model that is served, and its bounds. `num_blocks` does not count the null block, which no sequence can use.
+    `has_grammars`: the executor follows grammars, an optional part of the plan stream.
 
     Most fields are also in `ExecutorDescription`, where the null block counts and the bounds are the executor's own.
     Two types let the type checker find a mix-up.
@@ -49,6 +51,7 @@ class ModelDescription:
     max_num_seqs: int
     max_num_batched_tokens: int
     weights_digest: str = ""
+    has_grammars: bool = False
 
     @classmethod
     def narrowed(
@@ -74,6 +77,7 @@ class ModelDescription:
             max_num_seqs=min(num_seqs, num_tokens),
             max_num_batched_tokens=num_tokens,
             weights_digest=executor.weights_digest,
+            has_grammars=GRAMMARS in executor.features,
         )
 
     def differences(self, other: ModelDescription) -> list[str]:

@@ -29,6 +29,7 @@ _END_REASONS: dict[int, FinishReason | None] = {
     pb.END_REASON_LENGTH: FinishReason.LENGTH,
     pb.END_REASON_STOP: FinishReason.STOP,
     pb.END_REASON_NOT_FINITE: FinishReason.NOT_FINITE,
+    pb.END_REASON_GRAMMAR: FinishReason.GRAMMAR,
 }
 
 
@@ -209,6 +210,7 @@ def _encode_params(params: SequenceParams, num_prompt_tokens: int) -> pb.Sequenc
         num_logprobs=params.num_logprobs,
         num_prompt_logprobs=params.num_prompt_logprobs,
         num_candidates=params.num_candidates,
+        grammar=params.grammar,
     )
 
 

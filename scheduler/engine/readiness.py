@@ -6,6 +6,7 @@ import logging
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from quire.unexpected import unexpected
 from scheduler.core import Unavailable
 
 if TYPE_CHECKING:
@@ -77,3 +78,4 @@ class Readiness:
                     callback(state)
                 except Exception:
                     log.exception("an observer of the server's state failed")
+                    unexpected("state_observer")

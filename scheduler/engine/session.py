@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from quire.unexpected import unexpected
 from scheduler.core import ExecutorLost, Scheduler, StepPlan, check_invariants
 from scheduler.core.inspect.step_load import LoadTracker
 from scheduler.engine.plan_timing import PlanTiming
@@ -165,6 +166,7 @@ def log_exceptions(observer: PlanObserver) -> PlanObserver:
             observer(core, plan, duration_s)
             is_failing = False
         except Exception:
+            unexpected("plan_observer")
             if not is_failing:
                 log.exception("an observer of plans failed")
             is_failing = True

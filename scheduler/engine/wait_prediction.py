@@ -3,12 +3,15 @@
 service per second, and step time    measured while sequences wait, because an idle server is slower than it could be
 output of a request                  the average of those that ended
 wait                                 the service queued before the request, divided by the rate
+
+The machine may become slower while an accepted request waits. The core is therefore told the pace, and ends requests
+that start too late: steps for a request that does not end in time are lost to the others.
 """
 
-from scheduler.core import Events, QueueFull, Request, Scheduler
+from scheduler.core import Events, FinishReason, Pace, QueueFull, Scheduler
 from scheduler.core.tenants.account import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST
 
-HALF_LIFE_S = 10.0
+HALF_LIFE_S = 2.0
 """Time under load after which a measurement counts half."""
 
 MIN_MEASURED_S = 1.0
@@ -18,10 +21,12 @@ OUTPUT_GAIN = 0.05
 """Part of the average output that the last request that ended determines."""
 
 MARGIN = 1.4
-"""Factor on predicted times: under overload each accepted request is close to its limit, so half would be late.
+"""Factor on predicted times: under overload each accepted request is close to its limit, so half would be late."""
 
-In the simulation of test_wait_prediction.py, 1.0 keeps 69 % of the capacity, 1.25 82 %, 1.4 94 %, no prediction 10 %.
-"""
+PACE_MARGIN = 1.2
+"""Factor on the step time, by which later steps may be slower."""
+
+_CUT_OFF = (FinishReason.DEADLINE, FinishReason.CANCELLED)
 
 
 class WaitPrediction:
@@ -35,11 +40,14 @@ class WaitPrediction:
         self._last: tuple[float, int, int] | None = None  # time, service and steps when sequences waited last
 
     def committed(self, core: Scheduler, events: Events, now_s: float) -> None:
-        """Measures after each commit."""
-        for sequence, _ in events.finished:
-            if num_tokens := sequence.num_tokens - sequence.num_prompt_tokens:  # cut off by a deadline or not
+        """Measures after each commit, and tells the core the pace."""
+        for sequence, reason in events.finished:
+            if num_tokens := sequence.num_tokens - sequence.num_prompt_tokens:
                 known = num_tokens if self._num_output_tokens is None else self._num_output_tokens
-                self._num_output_tokens = known + OUTPUT_GAIN * (num_tokens - known)
+                if num_tokens > known or reason not in _CUT_OFF:  # an output that was cut off would have been longer
+                    self._num_output_tokens = known + OUTPUT_GAIN * (num_tokens - known)
+                else:
+                    self._num_output_tokens = known
         if not core.is_attached:  # nothing is served now, and the next executor may be slower or faster
             self._service = self._num_steps = self._busy_s = 0.0
             self._last = None
@@ -52,16 +60,22 @@ class WaitPrediction:
             self._service = decay * self._service + service - last_service
             self._num_steps = decay * self._num_steps + num_steps - last_steps
         self._last = (now_s, service, num_steps) if core.num_waiting else None
+        core.set_pace(self._pace(PACE_MARGIN))
 
-    def predicted_s(self, core: Scheduler, request: Request) -> float:
-        """Returns the time until the request would end; 0 if nothing is known or nothing waits.
+    def _pace(self, margin: float = 1.0) -> Pace:
+        if self._num_output_tokens is None or not self._num_steps:
+            return Pace()
+        return Pace(margin * self._busy_s / max(1.0, self._num_steps), self._num_output_tokens)
+
+    def predicted_s(self, core: Scheduler, tenant: str, max_tokens: float) -> float:
+        """Returns the time until a request of up to `max_tokens` would end; 0 if nothing is known or nothing waits.
 
         A tenant waits for its own queue at its share of the service, or for the whole queue if that is shorter.
         """
         output, waiting, accounts = self._num_output_tokens, core.state.waiting, core.state.accounts
         if output is None or not core.num_waiting or self._busy_s < MIN_MEASURED_S or self._service <= 0:
             return 0.0
-        account = accounts.of(request.tenant)
+        account = accounts.of(tenant)
         others = {other for other in accounts.active if other is not account and len(waiting.of(other))}
         share = account.terms.weight / (account.terms.weight + sum(other.terms.weight for other in others))
         own, every = (
@@ -69,14 +83,13 @@ class WaitPrediction:
             for queue in (waiting.of(account), waiting)
         )
         wait_s = min(own / share, every) * self._busy_s / self._service
-        num_steps = min(output, request.params.max_total_tokens - len(request.prompt_token_ids))
-        return wait_s + num_steps * self._busy_s / max(1.0, self._num_steps)
+        return wait_s + self._pace().run_s(max_tokens)
 
-    def check(self, core: Scheduler, request: Request, now_s: float) -> None:
-        """Raises QueueFull, with the time after which it may fit, if the request would miss its deadline."""
-        if request.deadline_s is None:
+    def check(self, core: Scheduler, tenant: str, deadline_s: float | None, max_tokens: float, now_s: float) -> None:
+        """Raises QueueFull, with the time after which it may fit, if a request would miss its deadline."""
+        if deadline_s is None:
             return
-        late_s = now_s + MARGIN * self.predicted_s(core, request) - request.deadline_s
+        late_s = now_s + MARGIN * self.predicted_s(core, tenant, max_tokens) - deadline_s
         if late_s > 0 and core.num_waiting:
             raise QueueFull("the request would miss its deadline: it would wait for too long", late_s)
 

@@ -41,7 +41,7 @@ ANONYMOUS = Identity("anonymous", DEFAULT_TENANT, frozenset({Role.GENERATE, Role
 """Every caller, where no identity is configured."""
 
 LOCAL = Identity("local", DEFAULT_TENANT, frozenset({Role.ADMIN}))
-"""A caller that could open the Unix socket of the admin address, which only the scheduler's own user can."""
+"""A caller that could open a Unix socket of the scheduler, at the admin or the local address: its own user."""
 
 CALLER: ContextVar[Identity] = ContextVar("caller")
 """The caller of the call that this task serves. The servers set it before any handler runs."""

@@ -14,7 +14,12 @@ _ADMIN = frozenset({Role.ADMIN})
 
 METHODS = {
     "/quire.v1.Generation/Generate": _GENERATE,
+    # Each of its streams needs the role too, of the client that its request names.
+    "/quire.v1.Generation/GenerateMany": _GENERATE,
     "/quire.v1.Generation/GetServerInfo": _EITHER,
+    "/quire.v1.Tokenization/Tokenize": _GENERATE,
+    "/quire.v1.Tokenization/Detokenize": _GENERATE,
+    "/quire.v1.Tokenization/GetTokenizerInfo": _EITHER,
     # These show the ids and the sizes of the requests of all tenants.
     "/quire.v1.Admin/GetBlockMap": _OBSERVE,
     "/quire.v1.Admin/GetStepTrace": _OBSERVE,

@@ -5,18 +5,6 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-HEADERS = {
-    # Scripts, styles and connections only from this server; nothing inline, and no frames.
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
-
 
 def is_cross_origin(request: web.Request) -> bool:
     """Returns whether a page of another origin makes this request.

@@ -3,16 +3,21 @@
 Requests are checked and refused like requests over gRPC (`scheduler.requests.intake`).
 
     POST {"text": … or "chat": {"messages": [{"role": …, "content": …}, …]},   fields as in quire.v1.GenerateRequest
-          "request_id": …, "sampling": {…}, "stopping": {…}}
+          "request_id": …, "sampling": {…}, "stopping": {…}, "structured_output": {…},
+          "resumable": …, "resume": {"continuation": …,
+                                     "sequences": [{"index", "token_ids", "has_last", "finished"}, …]}}
 
     200  {"started": {…}} {"delta": {…}} … {"finished": {…}}                    one per line; {"error": {…}} if it fails
     400  {"error": {"code", "message", "violations": [{"field", "problem"}]}}   also for 429, 500, 503 and 504
+
+If a request is resumable, "started" has a "continuation", which is an opaque string here, and "delta" has token ids.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from base64 import b64decode, b64encode
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -20,18 +25,22 @@ from typing import TYPE_CHECKING, Any
 import grpc
 from aiohttp import web
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import DecodeError
 
+from quire.static_files import HEADERS
+from quire.unexpected import unexpected
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import InvalidRequest, QueueFull, QuireError
 from scheduler.identity.identity import CALLER
-from scheduler.live.browser_safety import HEADERS, is_cross_origin
+from scheduler.live.browser_safety import is_cross_origin
 from scheduler.live.request_body import RequestBodies
 from scheduler.requests.limits import RequestLimits
 from scheduler.requests.request_fields import MAX_VIOLATIONS, RequestFields
 from scheduler.requests.status import code_of, status_of
+from scheduler.requests.structured_output import GROUP, KINDS
 from scheduler.requests.write_timeout import deliver
 from scheduler.telemetry.request_observer import Caller
-from scheduler.text.chat import ChatMessage
+from scheduler.text.chat_messages import ChatMessage
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -43,6 +52,9 @@ log = logging.getLogger(__name__)
 MAX_CHAT_MESSAGES = RequestLimits().max_chat_messages
 """The validator's bound, which is checked here before any message is read."""
 
+MAX_SEQUENCES = 4096
+"""Entries of a resumption that are read. No request has more sequences."""
+
 HTTP_STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: 400,
     grpc.StatusCode.OUT_OF_RANGE: 400,
@@ -52,7 +64,7 @@ HTTP_STATUS = {
 }
 """Status codes that are not listed become 500."""
 
-JSON_FIELDS = ("request_id", "text", "sampling", "stopping", "chat")
+JSON_FIELDS = ("request_id", "text", "sampling", "stopping", "chat", "resumable", "resume", GROUP)
 """Fields of quire.v1.GenerateRequest that the JSON API accepts."""
 
 NOT_IN_JSON = {"logit_bias"}
@@ -78,9 +90,10 @@ class CompletionHandler:
         )
         try:
             caller = _caller(request)
-            async with self._intake.open(await self._read(request, caller), caller, None) as stream:
+            fields = await self._read(request, caller)
+            async with self._intake.open(fields, caller, None) as stream:
                 await response.prepare(request)
-                write = partial(_write, response)
+                write = partial(_write, response, fields.get("resumable") is True)
                 await deliver(stream, write, self._stalled_reader_timeout_s)
         except ConnectionResetError:  # the client has closed the connection, which has cancelled the request
             return response
@@ -88,6 +101,7 @@ class CompletionHandler:
             failure: Exception = error
         except Exception as error:
             log.exception("a request failed because of a bug")
+            unexpected("request")
             failure = error
         else:
             return response
@@ -111,8 +125,8 @@ def _caller(request: web.Request) -> Caller:
     return Caller(request.remote or "", headers.get("traceparent"), headers.get("tracestate"), tenant)
 
 
-async def _write(response: web.StreamResponse, message: pb.GenerateResponse) -> None:
-    await response.write(_line(_message(message)))
+async def _write(response: web.StreamResponse, is_resumable: bool, message: pb.GenerateResponse) -> None:
+    await response.write(_line(_message(message, is_resumable=is_resumable)))
 
 
 def read_fields(body: object) -> RequestFields:
@@ -123,6 +137,10 @@ def read_fields(body: object) -> RequestFields:
     for name, value in _known(body, "", JSON_FIELDS, fields).items():
         if name == "chat":
             fields.values["chat.messages"] = _read_chat(value, fields)
+        elif name == "resume":
+            fields.values |= _read_resume(value, fields)
+        elif name == GROUP:
+            fields.values |= _read_structured_output(value, fields)
         elif (message := pb.GenerateRequest.DESCRIPTOR.fields_by_name[name].message_type) is None:
             fields.values[name] = value
         elif not isinstance(value, dict):
@@ -173,6 +191,44 @@ def _read_chat(value: object, fields: RequestFields) -> list[ChatMessage] | None
     return [ChatMessage(message.get("role", ""), message.get("content", "")) for message in known]
 
 
+def _read_structured_output(value: object, fields: RequestFields) -> dict[str, Any]:
+    """Returns the kinds of grammars that are given, by path."""
+    if not isinstance(value, dict):
+        fields.add_violation(GROUP, "must be a JSON object")
+        return {}
+    known = _known(value, f"{GROUP}.", KINDS, fields)
+    if not isinstance(choice := known.get("choice", {}), dict):
+        fields.add_violation(f"{GROUP}.choice", "must be a JSON object")
+        return {}
+    if "choice" in known:
+        known["choice"] = _known(choice, f"{GROUP}.choice.", ("texts",), fields).get("texts", [])
+    return {GROUP: True} | {KINDS[kind]: given for kind, given in known.items()}
+
+
+def _read_resume(value: object, fields: RequestFields) -> dict[str, Any]:
+    """Returns the parts of a resumption by path; those that cannot be read are violations and missing."""
+    if not isinstance(value, dict):
+        fields.add_violation("resume", "must be a JSON object")
+        return {}
+    known = _known(value, "resume.", ("continuation", "sequences"), fields)
+    try:
+        continuation = pb.Continuation.FromString(b64decode(known["continuation"], validate=True))
+    except (KeyError, TypeError, ValueError, DecodeError):
+        fields.add_violation("resume.continuation", "must be the started.continuation of the stream")
+        return {}
+    entries = known.get("sequences", [])
+    if not isinstance(entries, list) or len(entries) > MAX_SEQUENCES:
+        fields.add_violation("resume.sequences", f"must be a list of at most {MAX_SEQUENCES} JSON objects")
+        return {}
+    sequences = []
+    for i, entry in enumerate(entries):
+        try:
+            sequences.append(pb.ResumedSequence(**entry))
+        except (TypeError, ValueError):  # an unknown key, or a value of another type
+            fields.add_violation(f"resume.sequences[{i}]", "must be a quire.v1.ResumedSequence")
+    return {"resume.continuation": continuation, "resume.sequences": sequences, "resume.num_prompt_logprobs": 0}
+
+
 def _known(values: Mapping[str, Any], prefix: str, names: Collection[str], fields: RequestFields) -> dict[str, Any]:
     """Returns the values of known keys; a null counts as absent. Unknown keys are violations."""
     # The number of keys that are looked at is bounded: more than MAX_VIOLATIONS are not reported anyway.
@@ -182,13 +238,22 @@ def _known(values: Mapping[str, Any], prefix: str, names: Collection[str], field
     return {name: values[name] for name in names if values.get(name) is not None}
 
 
-def _message(message: pb.GenerateResponse) -> dict[str, Any]:
-    """Returns a message as JSON, without token ids: the page shows text."""
+def _message(message: pb.GenerateResponse, *, is_resumable: bool) -> dict[str, Any]:
+    """Returns a message as JSON, without token ids unless they are needed to resume: the page shows text."""
     if message.WhichOneof("event") == "delta":
-        return {"delta": {"index": message.delta.index, "text": message.delta.text}}
+        delta = {"index": message.delta.index, "text": message.delta.text}
+        if is_resumable:
+            delta |= {"token_ids": list(message.delta.token_ids), "last": message.delta.last}
+        return {"delta": delta}
+    continuation = message.started.continuation.SerializeToString()
+    if continuation:  # taken out first, because MessageToDict would hold the event loop for a long prompt
+        message = pb.GenerateResponse(started=message.started)
+        message.started.ClearField("continuation")
     fields_of_message: dict[str, Any] = MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
+    if continuation:
+        fields_of_message["started"]["continuation"] = b64encode(continuation).decode()
     return fields_of_message
 
 

@@ -15,6 +15,7 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from quire.unexpected import unexpected
 from scheduler.core import QueueFull
 from scheduler.live.frames import encode_event, make_frame
 from scheduler.live.snapshot import fingerprint, take_snapshot
@@ -148,6 +149,7 @@ class LiveFeed:
                 await asyncio.sleep(min(max(self._interval_s, pause_s), MAX_INTERVAL_S))
         except Exception:
             log.exception("the live page's feed failed")
+            unexpected("live_feed")
             self._task = None  # the next viewer starts it again
             self.close()
 

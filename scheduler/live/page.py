@@ -10,15 +10,14 @@ POST /live/completions   the prompt box (`scheduler.live.completions`)
 from __future__ import annotations
 
 import asyncio
-import hashlib
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from quire.static_files import HEADERS, read_files
 from scheduler.core import QueueFull
-from scheduler.live.browser_safety import HEADERS, is_cross_origin
+from scheduler.live.browser_safety import is_cross_origin
 from scheduler.live.completions import CompletionHandler, error_response
 
 if TYPE_CHECKING:
@@ -26,28 +25,10 @@ if TYPE_CHECKING:
     from scheduler.requests.intake import Intake
 
 STATIC = Path(__file__).parent / "static"
-CONTENT_TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-    ".svg": "image/svg+xml",
-}
 HEARTBEAT_S = 15.0
 """Longest time without data to a viewer. After a longer silence, the connection would look dead."""
 STALLED_VIEWER_S = 60.0
 """A viewer that reads nothing for this long is disconnected; its page reconnects when it can."""
-
-
-@dataclass(frozen=True, slots=True)
-class StaticFile:
-    body: bytes
-    content_type: str
-    etag: str
-
-    @classmethod
-    def read(cls, path: Path) -> StaticFile:
-        body = path.read_bytes()
-        return cls(body, CONTENT_TYPES[path.suffix], f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
 
 
 class LivePage:
@@ -57,7 +38,7 @@ class LivePage:
         self._feed = feed
         self._intake = intake
         self._completions = CompletionHandler(intake, stalled_reader_timeout_s)
-        self._files = {path.name: StaticFile.read(path) for path in sorted(STATIC.iterdir())}
+        self._files = read_files(STATIC)
 
     def add_to(self, app: web.Application) -> None:
         app.add_routes(
@@ -78,10 +59,8 @@ class LivePage:
         file = self._files.get(request.match_info.get("name", "index.html"))
         if file is None:
             raise web.HTTPNotFound(headers=HEADERS)
-        headers = HEADERS | {"Cache-Control": "no-cache", "ETag": file.etag}
-        if request.headers.get("If-None-Match") == file.etag:
-            return web.Response(status=304, headers=headers)
-        return web.Response(body=file.body, headers=headers | {"Content-Type": file.content_type})
+        status, body, headers = file.answer(request.headers.get("If-None-Match"))
+        return web.Response(status=status, body=body, headers=headers)
 
     async def _describe_prompt(self, request: web.Request) -> web.Response:
         return web.json_response({"has_chat_template": self._intake.has_chat_template}, headers=HEADERS)

@@ -1,7 +1,7 @@
 """Buffers the output of one sequence between the engine and the messages to the client."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import FinishReason, TokenLogprobs
@@ -56,7 +56,7 @@ class Completion:
         self.is_reported = False
         self._detokenizer = detokenizer
         self._ending_token_ids = settings.ending_token_ids
-        self._include_stop = settings.include_stop
+        self._include_stop = settings.include_stop and not settings.shows_special_tokens
         self._matcher: StopMatcher | None = None
         if settings.stop:
             self._matcher = StopMatcher(
@@ -69,7 +69,7 @@ class Completion:
         self._logprobs: LogprobBuffer | None = None
         self._max_tokens = 0  # in a message with log-probabilities
         if settings.num_logprobs:
-            self._logprobs = LogprobBuffer(settings.num_logprobs)
+            self._logprobs = LogprobBuffer(settings.num_logprobs, settings.token_bytes)
             self._max_tokens = MAX_LOGPROBS // settings.num_logprobs
 
     def add(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> None:
@@ -119,8 +119,12 @@ class Completion:
         """Number of `take` calls needed to return all new output."""
         return 1 if self._logprobs is None else max(1, -(-len(self._token_ids) // self._max_tokens))
 
-    def take(self) -> pb.Delta | None:
-        """Returns new output, as much as fits into one message, or None if there is none."""
+    def take(self, new: Callable[[], pb.GenerateResponse] = pb.GenerateResponse) -> pb.GenerateResponse | None:
+        """Returns a message with new output, as much as fits into one, or None if there is none.
+
+        new  makes an empty message. The output is written into its Delta directly, which takes a third of the time of a
+             Delta that is copied
+        """
         if self._logprobs is None:
             token_ids, self._token_ids = self._token_ids, array("I")
         else:
@@ -137,8 +141,16 @@ class Completion:
                 text += self._detokenizer.flush()
         if not token_ids and not text:
             return None
-        logprobs = self._logprobs.take(len(token_ids)) if self._logprobs is not None else ()
-        return pb.Delta(index=self.index, text=text, token_ids=token_ids, logprobs=logprobs)
+        message = new()
+        delta = message.delta
+        delta.index = self.index
+        delta.text = text
+        delta.token_ids.extend(token_ids)
+        if self._logprobs is not None:
+            delta.logprobs.extend(self._logprobs.take(len(token_ids)))
+        if self.reason is not None and not self._token_ids:
+            delta.last = True
+        return message
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         # An ending token can only be the last token of a sequence.

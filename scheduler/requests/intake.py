@@ -13,6 +13,7 @@ from collections.abc import Sized
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from quire.v1 import generation_pb2 as pb
@@ -20,16 +21,18 @@ from scheduler.core import FinishReason, Request, Unavailable
 from scheduler.engine.engine import ServerState
 from scheduler.requests.completion import Completion
 from scheduler.requests.limits import ModelBounds, RequestLimits
+from scheduler.requests.open_grammars import GrammarHolder, OpenGrammars
 from scheduler.requests.open_streams import OpenStreams
 from scheduler.requests.replay import Replay, ResumedBeams, replay
 from scheduler.requests.response_stream import ResponseStream
-from scheduler.requests.resumption import model_digest, num_resumed_ids
+from scheduler.requests.resumption import SEQUENCES, model_digest, num_resumed_ids
 from scheduler.requests.status import code_of
 from scheduler.requests.validation import RequestChecker
 from scheduler.requests.write_queue import WriteQueue
 from scheduler.telemetry.request_observer import Caller, ObservedRequest, RequestFacts, RequestObserver, Tracer
 from scheduler.tenants.rate_limits import RateLimits
 from scheduler.tenants.settings import Tenants
+from scheduler.text.chat_messages import MESSAGE_CHARACTERS
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from scheduler.telemetry.metrics import SchedulerMetrics
     from scheduler.telemetry.request_metrics import RequestMetrics
     from scheduler.text.chat import ChatRenderer
+    from scheduler.text.grammars import GrammarCompiler
     from scheduler.text.tokenizer import Tokenizer
 
 
@@ -51,6 +55,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat: ChatRenderer | None
     defaults: GenerationDefaults
+    grammars: GrammarCompiler | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +87,14 @@ class Intake:
         tenants: Tenants | None = None,
     ) -> None:
         self._engine = engine
-        self._model = model
+        self.model = model
         self._observer = RequestObserver(metrics, tracer)
         self._limits = limits or RequestLimits()
         self._tenants = tenants or Tenants()
         self._rates = RateLimits(self._tenants)
         self.open_streams = OpenStreams(max_streams)
         self._write_queue = WriteQueue()
+        self._grammars = OpenGrammars(model.grammars, metrics)
         self._client_request_ids: dict[int, str] = {}
 
     @asynccontextmanager
@@ -100,8 +106,8 @@ class Intake:
         `deadline_s` is a reading of time.monotonic(). Raises InvalidRequest, CapacityExceeded, QueueFull, Unavailable.
         """
         observed = self._observed(fields, caller)
-        with self.open_streams.opened(caller.tenant, observed):
-            request, stream, request_metrics = await self._admit(fields, caller.tenant, deadline_s, observed)
+        with self.open_streams.opened(caller.tenant, observed), self._grammars.held(caller.tenant) as holder:
+            request, stream, request_metrics = await self._admit(fields, holder, deadline_s, observed)
             with ExitStack() as ending:  # from the last to the first, even if one of them fails
                 ending.callback(request_metrics.ended, FinishReason.CANCELLED)  # no effect if the request has ended
                 ending.callback(lambda: self._rates.add_tokens(caller.tenant, request_metrics.num_tokens))
@@ -115,10 +121,31 @@ class Intake:
         """Counts and logs a request that its server could not read; `fields` holds the fields that could be read."""
         self._observed(fields, caller).refused(code_of(error).name.lower())
 
+    async def tokenize(self, fields: RequestFields, tenant: str, adds_special_tokens: bool) -> list[int]:
+        """Returns the ids of a prompt: the fields "text" or "chat…" of a request. Raises the errors of `open`."""
+        self._rates.take_request(tenant)
+        checker = RequestChecker(fields, self._limits, self._bounds(), self.model.defaults, drawn_seed=0)
+        return await self._prompt_token_ids(checker, tenant, adds_special_tokens)
+
+    async def detokenize(self, fields: RequestFields, tenant: str) -> str:
+        """Returns the text of the ids in the field "token_ids". Raises the errors of `open`."""
+        self._rates.take_request(tenant)
+        bounds, num_ids = self._bounds(), len(fields.items("token_ids"))
+        bounds.check_capacity(num_ids, 0)
+        check = partial(fields.token_ids, "token_ids", bounds.vocab_size)
+        token_ids = await self.model.tokenizer.in_turn(check, num_ids, tenant)
+        fields.raise_violations()
+        return await self.model.tokenizer.decode(token_ids, tenant=tenant)
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens of a prompt and its output."""
+        return self._engine.description.max_model_len
+
     @property
     def has_chat_template(self) -> bool:
         """True if a prompt may be a chat."""
-        return self._model.chat is not None
+        return self.model.chat is not None
 
     def client_request_id(self, request_id: int) -> str:
         """Returns the client's id of an open request, or the engine's id if the request is not open."""
@@ -128,11 +155,14 @@ class Intake:
         return self._observer.arrived(caller, request_id=fields.get("request_id"), is_chat="chat.messages" in fields)
 
     async def _admit(
-        self, fields: RequestFields, tenant: str, deadline_s: float | None, observed: ObservedRequest
+        self, fields: RequestFields, holder: GrammarHolder, deadline_s: float | None, observed: ObservedRequest
     ) -> tuple[Request, ResponseStream, RequestMetrics]:
+        tenant = holder.tenant
         try:
+            if SEQUENCES not in fields:  # a stream that came back may have no rest to wait for
+                self._engine.check_deadline(tenant, deadline_s, _claimed_max_tokens(fields))
             self._rates.take_request(tenant)
-            checked = await self._check(fields, tenant, deadline_s)
+            checked = await self._check(fields, holder, deadline_s)
             request, settings, resumed = checked.request, checked.settings, checked.resumed
             self._rates.take_tokens(tenant, request.num_given_tokens)
             request_metrics = observed.admitted(self._facts(checked))
@@ -155,28 +185,39 @@ class Intake:
         self._client_request_ids[request.request_id] = settings.client_request_id
         return request, stream, request_metrics
 
-    async def _check(self, fields: RequestFields, tenant: str, deadline_s: float | None) -> CheckedRequest:
+    async def _check(self, fields: RequestFields, holder: GrammarHolder, deadline_s: float | None) -> CheckedRequest:
+        tenant = holder.tenant
         settings = self._tenants.settings_of(tenant)
-        defaults = replace(self._model.defaults, max_tokens=settings.default_max_tokens, num_samples=settings.default_n)
+        defaults = replace(self.model.defaults, max_tokens=settings.default_max_tokens, num_samples=settings.default_n)
         check = partial(RequestChecker, fields, self._limits, self._bounds(), defaults, random.getrandbits(64))
         token_ids = fields.get("token_ids.ids")
-        size = (len(token_ids) if isinstance(token_ids, Sized) else 0) + num_resumed_ids(fields)
-        checker = await self._model.tokenizer.in_turn(check, size, tenant)
+        size = _length(token_ids) + num_resumed_ids(fields) + MESSAGE_CHARACTERS * _length(fields.get("chat.messages"))
+        checker = await self.model.tokenizer.in_turn(check, size, tenant)
+        grammar = ""
+        if checker.grammar is not None:
+            grammar = await self._grammars.compiled(checker.grammar, self._bounds().vocab_size, holder)
         prompt_token_ids = await self._prompt_token_ids(checker, tenant)
         request_id = self._engine.new_request_id()
 
         def complete() -> Request:
             # The bounds are read each time because a smaller pool may arrive while text is tokenised or replayed.
             bounds = self._bounds()
-            return checker.complete(prompt_token_ids, bounds, tenant, request_id=request_id, deadline_s=deadline_s)
+            return checker.complete(
+                prompt_token_ids, bounds, tenant, request_id=request_id, deadline_s=deadline_s, grammar=grammar
+            )
 
         request = complete()
         stream_settings = checker.stream_settings(request)
         if checker.is_resumable or checker.resumption is not None:
             new_continuation = partial(self._continuation, request)
             stream_settings = replace(stream_settings, new_continuation=new_continuation)
-        # The answer in a chat is a separate text; any other output continues its prompt.
-        new_detokenizer = partial(self._model.tokenizer.detokenizer, continues_text=checker.chat is None)
+        if checker.has_token_bytes:
+            stream_settings = replace(stream_settings, token_bytes=self.model.tokenizer.token_bytes)
+        new_detokenizer = partial(
+            self.model.tokenizer.detokenizer,
+            continues_text=checker.continues_prompt,
+            shows_special_tokens=checker.shows_special_tokens,
+        )
         if checker.resumption is None:
             indices = range(stream_settings.num_sequences)
             completions = [Completion(index, stream_settings, new_detokenizer()) for index in indices]
@@ -202,21 +243,26 @@ class Intake:
             vocab_size=self._engine.description.vocab_size,
             max_num_seqs=self._engine.description.max_num_seqs,
             max_tokens_per_sequence=self._engine.max_prompt_and_output,
-            has_chat_template=self._model.chat is not None,
+            has_chat_template=self.model.chat is not None,
             max_model_len=self._engine.description.max_model_len,
             model_digest=model_digest(self._engine.description),
+            has_grammars=self._engine.description.has_grammars and self.model.grammars is not None,
         )
 
-    async def _prompt_token_ids(self, checker: RequestChecker, tenant: str) -> list[int]:
-        tokenizer = self._model.tokenizer
+    async def _prompt_token_ids(
+        self, checker: RequestChecker, tenant: str, adds_special_tokens: bool = True
+    ) -> list[int]:
+        tokenizer = self.model.tokenizer
         max_tokens = self._engine.max_prompt_and_output - 1  # at least one is generated
         if checker.token_ids is not None:
             return checker.token_ids
-        if checker.chat is not None and self._model.chat is not None:
+        if checker.chat is not None and self.model.chat is not None:
             # The template writes the special tokens itself.
-            rendered = await self._model.chat.render(checker.chat, tenant=tenant)
+            rendered = await self.model.chat.render(checker.chat, tenant=tenant)
             return await tokenizer.encode_chat(rendered, max_tokens=max_tokens, tenant=tenant)
-        return await tokenizer.encode(checker.text or "", max_tokens=max_tokens, tenant=tenant)
+        return await tokenizer.encode(
+            checker.text or "", max_tokens=max_tokens, tenant=tenant, add_special_tokens=adds_special_tokens
+        )
 
     def _facts(self, checked: CheckedRequest) -> RequestFacts:
         request, settings, resumed = checked.request, checked.settings, checked.resumed
@@ -231,3 +277,14 @@ class Intake:
             params=params,
             is_resumed=resumed is not None,
         )
+
+
+def _claimed_max_tokens(fields: RequestFields) -> float:
+    """Returns the bound of a request that was not checked yet; infinity if it has none, or no valid one."""
+    claimed = fields.get("stopping.max_tokens")
+    return claimed if isinstance(claimed, int) and claimed > 0 else inf
+
+
+def _length(value: object) -> int:
+    """Returns the length of a list of a client's; 0 if it is absent or no list."""
+    return len(value) if isinstance(value, Sized) else 0

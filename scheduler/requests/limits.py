@@ -1,5 +1,6 @@
 """The limits that the validator enforces."""
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 from scheduler.core import CapacityExceeded
@@ -9,8 +10,10 @@ from scheduler.core import CapacityExceeded
 class RequestLimits:
     """Limits that do not depend on the model.
 
-    max_prompt_bytes           text, or all roles and contents of a chat, in UTF-8 before tokenisation
+    max_prompt_bytes           text, or all texts of a chat, in UTF-8 before tokenisation
     max_chat_messages          messages of a chat
+    max_num_tools              tools of a chat
+    template_arguments         names of variables that clients may give a chat template
     max_request_id_bytes       the client's request id
     max_cache_salt_bytes
     max_num_stop               stop strings
@@ -22,10 +25,14 @@ class RequestLimits:
     max_num_logit_bias         entries of logit_bias
     max_logit_bias             absolute value
     max_num_allowed_token_ids
+    max_grammar_bytes          the definition of a grammar; all choices together
+    max_num_choices            choices of a grammar
     """
 
     max_prompt_bytes: int = 2 * 2**20
     max_chat_messages: int = 1024
+    max_num_tools: int = 128
+    template_arguments: Set[str] = frozenset()
     max_request_id_bytes: int = 256
     max_cache_salt_bytes: int = 256
     max_num_stop: int = 16
@@ -37,6 +44,8 @@ class RequestLimits:
     max_num_logit_bias: int = 1024
     max_logit_bias: float = 100.0
     max_num_allowed_token_ids: int = 65536
+    max_grammar_bytes: int = 256 * 2**10
+    max_num_choices: int = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +58,7 @@ class ModelBounds:
     has_chat_template
     max_model_len             prompt and output together, as the model allows
     model_digest              identifies the model and its weights; empty: unknown
+    has_grammars              the executor can follow grammars
     """
 
     vocab_size: int
@@ -57,6 +67,7 @@ class ModelBounds:
     has_chat_template: bool = False
     max_model_len: int = 2**31
     model_digest: str = ""
+    has_grammars: bool = False
 
     def check_capacity(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Raises CapacityExceeded if one sequence can never hold so many tokens."""

@@ -12,14 +12,15 @@ import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from scheduler.core import FinishReason, InvalidRequest, ReceivedOutput, Request
+from scheduler.core import FinishReason, InvalidRequest, Request
 from scheduler.requests.completion import Completion
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from scheduler.core import TokenLogprobs
     from scheduler.requests.response_stream import ResponseStream
+    from scheduler.requests.resumption import ReceivedSequence
     from scheduler.requests.stream_settings import StreamSettings
     from scheduler.text.detokenizer import Detokenizer
 
@@ -34,7 +35,7 @@ class Replay:
     """The sequences of a resumed request, in order of index, and what was received of each."""
 
     completions: list[Completion]
-    outputs: tuple[ReceivedOutput, ...]
+    outputs: tuple[ReceivedSequence, ...]
 
     def rest_of(self, request: Request, num_prompt_logprobs: int) -> Request:
         """Ends the completions that need no more tokens, and returns the request for the others.
@@ -45,7 +46,7 @@ class Replay:
             return request
         for completion, output in zip(self.completions, self.outputs, strict=True):
             if not output.is_finished:
-                _end_if_complete(completion, output.token_ids, request)
+                _end_if_complete(completion, output, request)
         outputs = tuple(
             replace(output, is_finished=output.is_finished or completion.reason is not None)
             for completion, output in zip(self.completions, self.outputs, strict=True)
@@ -64,7 +65,7 @@ class Replay:
 
 
 async def replay(
-    outputs: tuple[ReceivedOutput, ...], settings: StreamSettings, new_detokenizer: Callable[[], Detokenizer]
+    outputs: tuple[ReceivedSequence, ...], settings: StreamSettings, new_detokenizer: Callable[[], Detokenizer]
 ) -> Replay:
     """Replays the received output. Raises InvalidRequest if a sequence has tokens after a stop string."""
     completions = []
@@ -81,29 +82,30 @@ async def replay(
     return Replay(completions, outputs)
 
 
-def _end_if_complete(completion: Completion, token_ids: Sequence[int], request: Request) -> None:
-    """Ends a sequence that has all its tokens. Its last text left together with its last token."""
-    params, num_tokens = request.params, len(request.prompt_token_ids) + completion.num_tokens
-    most = max(params.max_total_tokens, params.min_total_tokens)
+def _end_if_complete(completion: Completion, output: ReceivedSequence, request: Request) -> None:
+    """Ends a sequence that has all its tokens. Unless its last Delta was received, held-back text is to be sent."""
+    params, token_ids = request.params, output.token_ids
     if not token_ids:
         return
     if token_ids[-1] in params.eos_token_ids:
         reason = FinishReason.EOS
     elif completion.has_stopped or token_ids[-1] in params.stop_token_ids:
         reason = FinishReason.STOP
-    elif num_tokens >= most:
-        reason = FinishReason.LENGTH
+    elif output.has_last or len(request.prompt_token_ids) + completion.num_tokens >= max(
+        params.max_total_tokens, params.min_total_tokens
+    ):
+        reason = FinishReason.LENGTH  # also of a sequence that a smaller pool has ended, wherever it is continued
     else:
         return
     completion.finish(reason, 0, None)
-    if num_tokens <= most:  # otherwise a smaller pool ends it, and text that was held back is still to be sent
+    if output.has_last:
         completion.take()
 
 
 class ResumedBeams:
     """Receives the result of a beam search that started again, and passes on what its client has not received."""
 
-    def __init__(self, stream: ResponseStream, outputs: tuple[ReceivedOutput, ...]) -> None:
+    def __init__(self, stream: ResponseStream, outputs: tuple[ReceivedSequence, ...]) -> None:
         self._stream = stream
         self._outputs = outputs
         self._has_failed = False

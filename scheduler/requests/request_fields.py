@@ -160,25 +160,6 @@ class RequestFields:
             return ()
         return values
 
-    def check_chat(self, path: str, max_num: int, max_bytes: int) -> None:
-        """Checks the messages of a chat. Only the first bad one is a violation; `max_bytes` is for all of them."""
-        messages = self.items(path)
-        if path in self.violations:
-            return
-        if not 1 <= len(messages) <= max_num:
-            self.add_violation(path, f"must be from 1 to {max_num}, not {len(messages)}")
-            return
-        num_bytes_left = max_bytes
-        for i, message in enumerate(messages):
-            role = self.check_text(f"{path}[{i}].role", message.role, num_bytes_left)
-            if not role:
-                self.add_violation(f"{path}[{i}].role", "must not be empty")
-            num_bytes_left -= len(role.encode())
-            content = self.check_text(f"{path}[{i}].content", message.content, num_bytes_left)
-            num_bytes_left -= len(content.encode())
-            if self.violations:
-                return
-
     def token_biases(self, path: str, vocab_size: int, max_num: int, bound: float) -> dict[int, float]:
         """Returns the bias of each token id, within ±bound; each invalid entry is a violation."""
         values = self.get(path)

@@ -1,6 +1,7 @@
 """Streams the output of one request: tokens arrive from the engine, and messages leave as fast as the client reads.
 
     engine ── started, prompt_logprobs, tokens, finished ──► ResponseStream ── messages() ──► one gRPC stream
+                                                                            └─ take() ──► a stream of many requests
 
 **Messages coalesce.** A message carries all output that is ready when the client can accept it and it is the stream's
 turn (`write_queue.py`). A slow client therefore gets fewer messages; the memory for it is bounded by its own output:
@@ -22,10 +23,10 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 from quire.v1 import generation_pb2 as pb
-from scheduler.core import CapacityExceeded, FinishReason, TokenLogprobs
+from scheduler.core import CapacityExceeded, FinishReason, QueueFull, TokenLogprobs
 from scheduler.requests.completion import Completion
 from scheduler.requests.logprob_buffer import PromptLogprobs
-from scheduler.requests.status import DeadlineExceeded, RequestCancelled, RequestFailed
+from scheduler.requests.status import DeadlineExceeded, GrammarFailed, RequestCancelled, RequestFailed
 from scheduler.requests.stream_settings import StreamSettings
 from scheduler.requests.write_queue import WriteQueue
 from scheduler.telemetry.request_metrics import RequestMetrics
@@ -38,12 +39,17 @@ FINISH_REASONS = {
 FAILURES = {
     FinishReason.CANCELLED: (RequestCancelled, "the request was cancelled"),
     FinishReason.DEADLINE: (DeadlineExceeded, "the request's deadline passed"),
+    FinishReason.TOO_LATE: (QueueFull, "the request would miss its deadline: it has waited for too long"),
     FinishReason.CAPACITY: (CapacityExceeded, "the new pool is too small for the prompt and its output"),
     FinishReason.MODEL_CHANGED: (
         RequestFailed,
         "the executor came back with other weights: the rest of the text would come from another model",
     ),
     FinishReason.NOT_FINITE: (RequestFailed, "the model returned numbers that are not finite"),
+    FinishReason.GRAMMAR: (
+        GrammarFailed,
+        "structured_output: the grammar cannot be followed: that is too expensive, or no token fits",
+    ),
     FinishReason.EXECUTORS_LOST: (
         RequestFailed,
         "executors in a row were lost while it ran without another request beside it: it is probably the cause",
@@ -76,7 +82,7 @@ class ResponseStream:
         self._completions = completions
         self._prompt_logprobs: PromptLogprobs | None = None
         if settings.num_prompt_logprobs:
-            self._prompt_logprobs = PromptLogprobs(settings.num_prompt_logprobs)
+            self._prompt_logprobs = PromptLogprobs(settings.num_prompt_logprobs, settings.token_bytes)
         self._num_cached_tokens: int | None = None
         self._has_sent_started = False
         # Sequences whose Finished message was not sent.
@@ -84,6 +90,8 @@ class ResponseStream:
         self._failure: FinishReason | None = None
         self._has_news = False
         self._turn: asyncio.Future[int] | None = None  # set while `messages` waits
+        self._on_news: Callable[[], None] | None = None  # set instead if `messages` is not used
+        self.has_ended = False
 
     def begin_resumed(self) -> None:
         """Called for a stream whose client has received output: nothing is left to wait for before `Started`."""
@@ -173,6 +181,8 @@ class ResponseStream:
             self._has_news = True
             if self._turn is not None:
                 self._write_queue.enter(self._turn)
+            elif self._on_news is not None:
+                self._on_news()
 
     def _count(self, completion: Completion) -> None:
         """Counts tokens in the metrics: all tokens of a message when it leaves, or the rest at the end."""
@@ -182,27 +192,43 @@ class ResponseStream:
 
     # --- called by the server -----------------------------------------------------------------------------------------
 
-    async def messages(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Yields Started, PromptLogprobs, Deltas, and a Finished for each sequence; ends after the last Finished.
+    @property
+    def has_news(self) -> bool:
+        """True if there is output, or an end, that `take` has not begun to return."""
+        return self._has_news
 
-        Raises RequestCancelled, DeadlineExceeded, CapacityExceeded or RequestFailed if the engine ended the request
-        without a result, after all messages that were ready before.
+    def follow(self, on_news: Callable[[], None]) -> None:
+        """Has `on_news` called when `has_news` becomes true, or at once if it is true. `messages` is not used then."""
+        self._on_news = on_news
+        if self._has_news:
+            on_news()
+
+    def take(self, new: Callable[[], pb.GenerateResponse]) -> Iterator[pb.GenerateResponse]:
+        """Yields the messages that are ready: Started, PromptLogprobs, Deltas, and a Finished for each sequence.
+
+        Sets `has_ended` after the last Finished. Each message is made with `new`, when it is asked for: output that
+        arrives meanwhile can be part of it, or sets `has_news` again. Raises RequestCancelled, DeadlineExceeded,
+        CapacityExceeded or RequestFailed if the engine ended the request without a result, after all messages that
+        were ready before; after a bug (ERROR), no more of them are sent.
         """
-        while True:
+        self._has_news = False
+        failure = self._failure
+        yield from self._ready(new)
+        if failure is not None:
+            error, text = FAILURES[failure]
+            raise error(text)
+        self.has_ended = self._num_unfinished == 0
+
+    async def messages(self) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Yields the messages of `take` until the stream has ended, whenever it has news and its turn. Raises the
+        errors of `take`."""
+        while not self.has_ended:
             group = await self._wait_for_turn()
             try:
-                # Reset before reading: output that arrives while a message is written needs another round.
-                self._has_news = False
-                failure = self._failure
-                for message in self._ready():
+                for message in self.take(pb.GenerateResponse):
                     yield message
             finally:
                 self._write_queue.leave(group)
-            if failure is not None:
-                error, text = FAILURES[failure]
-                raise error(text)
-            if self._num_unfinished == 0:
-                return
 
     async def _wait_for_turn(self) -> int:
         """Waits until there is output and this stream may write. Returns the group to pass to `WriteQueue.leave`."""
@@ -219,35 +245,45 @@ class ResponseStream:
         finally:
             self._turn = None
 
-    def _ready(self) -> Iterator[pb.GenerateResponse]:
+    def _ready(self, new: Callable[[], pb.GenerateResponse]) -> Iterator[pb.GenerateResponse]:
         if self._num_cached_tokens is None:
             return
         if not self._has_sent_started:
             self._has_sent_started = True
-            new_continuation = self._settings.new_continuation
-            yield pb.GenerateResponse(
-                started=pb.Started(
-                    request_id=self._settings.client_request_id,
-                    prompt_tokens=self._settings.num_prompt_tokens,
-                    cached_tokens=self._num_cached_tokens,
-                    continuation=new_continuation(self._num_cached_tokens) if new_continuation else None,
-                )
-            )
+            message = new()
+            message.started.CopyFrom(self._started(self._num_cached_tokens))
+            yield message
         if self._prompt_logprobs is not None:
             while (prompt_logprobs := self._prompt_logprobs.take()) is not None:
-                yield pb.GenerateResponse(prompt_logprobs=prompt_logprobs)
+                message = new()
+                message.prompt_logprobs.CopyFrom(prompt_logprobs)
+                yield message
         for completion in self._completions:
             # Read first: a sequence that ends while its Delta is written may have received more tokens.
             has_ended = completion.reason is not None and not completion.is_reported
             for _ in range(completion.num_messages):
-                delta = completion.take()
+                if self._failure is FinishReason.ERROR:
+                    return  # the end of a sequence may not have been told, and its last token leaves with its last text
+                delta = completion.take(new)
                 if delta is not None:
                     self._count(completion)
-                    yield pb.GenerateResponse(delta=delta)
+                    yield delta
             if has_ended:
                 completion.is_reported = True
                 self._num_unfinished -= 1
-                yield pb.GenerateResponse(finished=self._finished(completion, self._num_cached_tokens))
+                message = new()
+                message.finished.CopyFrom(self._finished(completion, self._num_cached_tokens))
+                yield message
+
+    def _started(self, num_cached_tokens: int) -> pb.Started:
+        new_continuation = self._settings.new_continuation
+        return pb.Started(
+            request_id=self._settings.client_request_id,
+            prompt_tokens=self._settings.num_prompt_tokens,
+            cached_tokens=num_cached_tokens,
+            continuation=new_continuation(num_cached_tokens) if new_continuation else None,
+            follows_grammar=self._settings.follows_grammar,
+        )
 
     def _finished(self, completion: Completion, num_cached_tokens: int) -> pb.Finished:
         usage = pb.Usage(

@@ -40,6 +40,13 @@ class Lengths:
     ending_token_ids: frozenset[int]
 
 
+@dataclass(frozen=True, slots=True)
+class ReceivedSequence(ReceivedOutput):
+    """The output that a client has received of a sequence. `has_last`: it has all text too, so no Delta may follow."""
+
+    has_last: bool = False
+
+
 def model_digest(model: ModelDescription) -> str:
     """Returns a name for the model and its weights; empty if the executor has no digest of its weights."""
     if not model.weights_digest:
@@ -95,14 +102,14 @@ def check_received(
     num_results: int,
     lengths: Lengths,
     params: SequenceParams,
-) -> tuple[ReceivedOutput, ...]:
+) -> tuple[ReceivedSequence, ...]:
     """Returns what was received of each of `num_results` sequences.
 
     A finished one has no tokens here, because nothing depends on them.
     """
     num_prompt_tokens = len(resumption.prompt_token_ids)
     most = max(0, bounds.max_model_len - num_prompt_tokens) if lengths.max_tokens is None else lengths.max_tokens
-    outputs = [ReceivedOutput()] * num_results
+    outputs = [ReceivedSequence()] * num_results
     entries = fields.items(SEQUENCES, num_results)
     seen: set[int] = set()
     for i, entry in enumerate(entries):
@@ -120,7 +127,7 @@ def check_received(
             elif not entry.finished:
                 token_ids = fields.check_token_ids(f"{path}.token_ids", entry.token_ids, bounds.vocab_size)
                 _check_endings(fields, f"{path}.token_ids", token_ids, lengths)
-            outputs[entry.index] = ReceivedOutput(token_ids, entry.finished)
+            outputs[entry.index] = ReceivedSequence(token_ids, entry.finished, entry.has_last)
     has_output = any(output.token_ids or output.is_finished for output in outputs)
     if num_prompt_tokens:  # otherwise the prompt is a violation
         num_reports = num_prompt_tokens - 1 if params.num_prompt_logprobs else 0

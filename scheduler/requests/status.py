@@ -50,12 +50,17 @@ class RequestFailed(QuireError):
     """The engine gave up the request because of a bug in the scheduler or the executor."""
 
 
+class GrammarFailed(QuireError):
+    """The executor could not follow the request's grammar: that was too expensive, or no token fitted."""
+
+
 class OtherModel(QuireError):
     """The stream that a request resumes was begun by another model, or with other weights."""
 
 
 CODES: dict[type[BaseException], grpc.StatusCode] = {
     InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    GrammarFailed: grpc.StatusCode.INVALID_ARGUMENT,
     CapacityExceeded: grpc.StatusCode.OUT_OF_RANGE,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ReaderStalled: grpc.StatusCode.RESOURCE_EXHAUSTED,

@@ -10,16 +10,17 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from scheduler.core import DEFAULT_TENANT, BeamParams, InvalidRequest, ReceivedOutput, Request, SequenceParams
+from scheduler.core import DEFAULT_TENANT, BeamParams, InvalidRequest, Request, SequenceParams
+from scheduler.requests.chat_fields import read_chat
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.limits import ModelBounds, RequestLimits
 from scheduler.requests.request_fields import RequestFields, largest_id
-from scheduler.requests.resumption import Lengths, check_received, read_resumption
+from scheduler.requests.resumption import Lengths, ReceivedSequence, check_received, read_resumption
 from scheduler.requests.salts import tenant_salt
 from scheduler.requests.sampling_params import SAMPLING_PARAMS
 from scheduler.requests.seeds import MASK_64, sample_seed
 from scheduler.requests.stream_settings import StreamSettings
-from scheduler.text.chat import ChatMessage
+from scheduler.requests.structured_output import GROUP, NO_GRAMMARS, read_structured_output
 
 T = TypeVar("T")
 
@@ -58,16 +59,20 @@ class RequestChecker:
         self._defaults = defaults
         self.resumption = read_resumption(fields, bounds)
         self.is_resumable = fields.flag("resumable")
+        self.has_token_bytes = fields.flag("output.token_bytes")
+        self.shows_special_tokens = fields.flag("output.special_tokens")
         self.token_ids = self._check_prompt()
         self._client_request_id = self._check_request_id()
         self._cache_salt = fields.text("cache_salt", limits.max_cache_salt_bytes).encode()
         self._priority = fields.integer("priority", -(2**31), 2**31 - 1, 0)
         self._check_stopping()
+        self.grammar = read_structured_output(fields, limits, bounds, has_eos=bool(defaults.eos_token_ids))
+        """The definition of the output's grammar, to be compiled; None if there is none."""
         beam_width = self._check_beam_width()
         self._params = self._check_params(is_beam=beam_width > 0)
         self._beam = self._check_beam(beam_width)
         self._seeds = self._check_seeds(self.resumption.seed if self.resumption else drawn_seed)
-        self.outputs: tuple[ReceivedOutput, ...] = ()
+        self.outputs: tuple[ReceivedSequence, ...] = ()
         if self.resumption is not None:
             self.token_ids = self.resumption.prompt_token_ids
             num_results = self._beam.num_returned if self._beam else len(self._seeds)
@@ -76,23 +81,23 @@ class RequestChecker:
         fields.raise_violations()
         bounds.check_capacity(len(self.token_ids or fields.get("token_ids.ids") or ()), 1)
         self.text: str | None = fields.get("text")
-        self.chat: tuple[ChatMessage, ...] | None = None
-        if "chat.messages" in fields:
-            self.chat = tuple(ChatMessage(each.role, each.content) for each in fields.get("chat.messages"))
 
     def complete(
         self, prompt_token_ids: list[int], bounds: ModelBounds, tenant: str = DEFAULT_TENANT, *, request_id: int,
-        deadline_s: float | None,
+        deadline_s: float | None, grammar: str = "",
     ) -> Request:  # fmt: skip
-        """Returns the core's request. `bounds` may have changed since the request was checked.
+        """Returns the core's request. `bounds` may have changed since the request was checked; `grammar` is compiled.
 
         Raises InvalidRequest for a prompt that has no token or one that the model lacks (a tokenizer can have more
-        tokens than the model), CapacityExceeded if prompt and output can never fit.
+        tokens than the model), and for a grammar that a new executor cannot follow; CapacityExceeded if prompt and
+        output can never fit.
         """
         if not prompt_token_ids:
             raise InvalidRequest({"prompt": "has no tokens"})
         if (largest := largest_id(prompt_token_ids)) >= bounds.vocab_size:
             raise InvalidRequest({"prompt": f"has the token {largest}, which the model lacks"})
+        if grammar and not bounds.has_grammars:
+            raise InvalidRequest({GROUP: NO_GRAMMARS})
         num_prompt_tokens = len(prompt_token_ids)
         num_output_tokens = max(1, self._max_tokens or 0, self._min_tokens)
         bounds.check_capacity(num_prompt_tokens, num_output_tokens)
@@ -109,6 +114,7 @@ class RequestChecker:
                 max_total_tokens=max_total_tokens,
                 min_total_tokens=num_prompt_tokens + self._min_tokens if self._min_tokens else 0,
                 seed=self._seeds[0],
+                grammar=grammar,
             ),
             seeds=self._seeds,
             priority=self._priority,
@@ -119,6 +125,11 @@ class RequestChecker:
             tenant=tenant,
         )
 
+    @property
+    def continues_prompt(self) -> bool:
+        """True if the output continues the text of the prompt; the answer in a chat is a text of its own."""
+        return self.chat is None or self.chat.continues_last
+
     def stream_settings(self, request: Request) -> StreamSettings:
         """Returns what the response stream of the completed request needs."""
         return StreamSettings(
@@ -128,9 +139,11 @@ class RequestChecker:
             ending_token_ids=self._ending_token_ids,
             stop=self._stop,
             include_stop=self._include_stop,
+            shows_special_tokens=self.shows_special_tokens,
             min_tokens=self._min_tokens,
             num_logprobs=request.params.num_logprobs,
             num_prompt_logprobs=request.params.num_prompt_logprobs,
+            follows_grammar=self.grammar is not None,
         )
 
     # --- the checks, in the order in which violations are reported ---------------------------------------------------
@@ -143,10 +156,9 @@ class RequestChecker:
             problem = f"must be one of text, token_ids and chat, not {' and '.join(given) or 'none'}"
             fields.add_violation("prompt", problem)
         fields.text("text", self._limits.max_prompt_bytes)
-        if "chat.messages" in fields:
-            if not self._bounds.has_chat_template:
-                fields.add_violation("chat", "this model has no chat template")
-            fields.check_chat("chat.messages", self._limits.max_chat_messages, self._limits.max_prompt_bytes)
+        if "chat.messages" in fields and not self._bounds.has_chat_template:
+            fields.add_violation("chat", "this model has no chat template")
+        self.chat = read_chat(fields, self._limits) if "chat.messages" in fields else None
         if "token_ids.ids" not in fields:
             return None
         num_token_ids = len(fields.items("token_ids.ids"))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-MAX_FIELDS = 4096
-"""Most fields of a request, those of its messages included. A valid request has at most 3,200: a chat of 1,024 messages
-has three fields for each."""
+MAX_FIELDS = 5120
+"""Most fields of a request, those of its messages included. A valid request has at most 4,300: a chat of 1,024 messages
+has three fields for each, and a grammar up to 1,024 choices."""
 
 MAX_TOKEN_IDS = 1 << 20
 """Most token ids in one list."""
@@ -31,12 +31,20 @@ _CHEAP_BYTES = 1 << 14
 """A message of this size is cheap to parse, whatever it holds."""
 
 _VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
-_MAX_DEPTH = 4
+_MAX_DEPTH = 6
 _MORE = 0x80  # set in every byte of a varint but the last
 
 
 class TooCostly(Exception):
-    """A message has too many fields. The text says what there is too much of."""
+    """A message has too many fields. The text says what there is too much of.
+
+    first_number  the value of the message's first field if that is a number with field number 1; otherwise None. It
+                  identifies the stream of a GenerateManyRequest
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.first_number: int | None = None
 
 
 class _Malformed(Exception):
@@ -50,12 +58,18 @@ def check_cost(data: bytes, message: Descriptor = pb.GenerateRequest.DESCRIPTOR)
     counter = _FieldCounter(data)
     try:
         counter.count(0, len(data), message, 1)
+    except TooCostly as error:
+        error.first_number = counter.first_number()
+        raise
     except _Malformed:
         return
 
 
 class BoundedMessages(grpc.aio.ServerInterceptor):
-    """Refuses costly requests of one method, which answers with a stream, with INVALID_ARGUMENT."""
+    """Refuses costly requests of one method with INVALID_ARGUMENT.
+
+    A method that receives a stream finds a TooCostly in the place of a costly message, and decides itself.
+    """
 
     def __init__(self, method: str, message: Descriptor = pb.GenerateRequest.DESCRIPTOR) -> None:
         """`method` is a full name, such as "/quire.v1.Generation/Generate". Its requests are of type `message`."""
@@ -71,16 +85,23 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
             try:
                 check_cost(data, self._message)
             except TooCostly as error:
+                limited(MESSAGE_FIELDS)
                 return error
             return handler.request_deserializer(data)
 
-        async def serve_if_parsed(request: object, context: Any) -> None:
-            if isinstance(request, TooCostly):
-                limited(MESSAGE_FIELDS)
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
-            await handler.unary_stream(request, context)
+        behaviour = handler.unary_stream or handler.unary_unary
 
-        return grpc.unary_stream_rpc_method_handler(
+        async def serve_if_parsed(request: object, context: Any) -> Any:
+            if isinstance(request, TooCostly):
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
+            return await behaviour(request, context)
+
+        if handler.request_streaming:
+            return handler._replace(request_deserializer=parse_if_cheap)
+        new_handler = (
+            grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.unary_unary_rpc_method_handler
+        )
+        return new_handler(
             serve_if_parsed,
             request_deserializer=parse_if_cheap,
             response_serializer=handler.response_serializer,
@@ -116,6 +137,11 @@ class _FieldCounter:
                 position += size
             else:
                 raise _Malformed  # groups, which proto3 does not have
+
+    def first_number(self) -> int | None:
+        """Returns the value of the first field, if it is a number with field number 1."""
+        tag, position = self._varint(0, len(self._data))
+        return self._varint(position, len(self._data))[0] if tag == 1 << 3 | _VARINT else None
 
     def _look_into(self, field: FieldDescriptor, position: int, end: int, depth: int) -> None:
         if field.message_type is not None:

@@ -6,6 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING
 
+from quire.unexpected import unexpected
 from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationServicer
 from quire.version import build_version
@@ -14,13 +15,20 @@ from scheduler.engine.engine import ServerState
 from scheduler.identity.identity import CALLER
 from scheduler.requests.request_fields import RequestFields
 from scheduler.requests.status import abort
+from scheduler.requests.structured_output import GROUP, KINDS
 from scheduler.requests.write_timeout import deliver
+from scheduler.servers.access import Access
+from scheduler.servers.loop_share import LoopShare
+from scheduler.servers.many_streams import MAX_STREAMS, ManyStreams
+from scheduler.servers.stream_opener import StreamOpener
 from scheduler.telemetry.request_observer import Caller
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from typing import Any
 
     import grpc
+    from google.protobuf.message import Message
 
     from scheduler.engine.engine import Engine
     from scheduler.requests.intake import Intake
@@ -37,18 +45,27 @@ SERVER_STATES = {
 
 
 class GenerationServer(GenerationServicer):
-    """Serves one request per call of Generate; when the call ends for any reason, so does the request.
+    """Serves one request per call of Generate, and many per call of GenerateMany. When a call ends, so do its requests.
 
     stalled_reader_timeout_s   time after which a client that accepts no message loses its stream
+    access                     verifies the clients that the requests of GenerateMany name
     """
 
     def __init__(
-        self, engine: Engine, intake: Intake, policy_name: str, stalled_reader_timeout_s: float = 120.0
+        self,
+        engine: Engine,
+        intake: Intake,
+        policy_name: str,
+        stalled_reader_timeout_s: float = 120.0,
+        access: Access | None = None,
     ) -> None:
         self._engine = engine
         self._intake = intake
         self._policy_name = policy_name
         self._stalled_reader_timeout_s = stalled_reader_timeout_s
+        self._access = access or Access()
+        self._calls_of_many: set[ManyStreams] = set()
+        self._share = LoopShare()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Maps errors to statuses (`scheduler.requests.status`); cancellation passes through to gRPC."""
@@ -59,10 +76,36 @@ class GenerationServer(GenerationServicer):
             failure: Exception = error
         except Exception as error:
             log.exception("a request failed because of a bug")
+            unexpected("request")
             failure = error
         else:
             return
         await abort(context, failure)
+
+    async def GenerateMany(  # type: ignore[override]  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: Context
+    ) -> None:
+        """A request that fails ends its stream; the call fails if its client breaks the protocol or reads nothing."""
+        opener = StreamOpener(self._intake, self._access, read_fields, CALLER.get(), context.peer())
+        streams = ManyStreams(opener, self._share, self._stalled_reader_timeout_s, MAX_STREAMS)
+        self._calls_of_many.add(streams)
+        try:
+            await streams.serve(request_iterator, context.write)
+        except QuireError as error:
+            failure: Exception = error
+        except Exception as error:
+            log.exception("a call failed because of a bug")
+            failure = error
+        else:
+            return
+        finally:
+            self._calls_of_many.discard(streams)
+        await abort(context, failure)
+
+    def stop(self) -> None:
+        """Has the calls of GenerateMany end when their streams have ended."""
+        for streams in self._calls_of_many:
+            streams.stop()
 
     async def GetServerInfo(  # noqa: N802
         self, request: pb.GetServerInfoRequest, context: Context
@@ -72,6 +115,9 @@ class GenerationServer(GenerationServicer):
             model = self._engine.description
         except QuireError as error:
             await abort(context, error)
+        core = self._engine.core
+        running = () if core is None else core.state.batch.running
+        num_running = len({sequence.request.request_id for sequence in running})
         return pb.GetServerInfoResponse(
             version=build_version(),
             model_name=model.model_name,
@@ -84,20 +130,34 @@ class GenerationServer(GenerationServicer):
             policy=self._policy_name,
             state=SERVER_STATES[self._engine.state],
             dtype=model.dtype,
+            num_waiting=0 if core is None else core.num_unfinished_requests - num_running,
+            num_running=num_running,
         )
 
 
-def read_fields(request: pb.GenerateRequest) -> RequestFields:
+def read_fields(request: Message) -> RequestFields:
     """Returns the fields that are present. Long fields are not copied, because their size was not checked yet."""
     values: dict[str, Any] = {}
     for field, value in request.ListFields():
         if field.message_type is None:
             values[field.name] = value
             continue
+        if field.name == GROUP:
+            values |= _structured_output(value)
+            continue
         for part in field.message_type.fields:
             if not part.has_presence or value.HasField(part.name):
                 values[f"{field.name}.{part.name}"] = getattr(value, part.name)
     return RequestFields(values)
+
+
+def _structured_output(message: pb.StructuredOutput) -> dict[str, Any]:
+    """Returns the fields of a grammar. The group itself is one of them: its kind may be one of a newer release."""
+    kind = message.WhichOneof("grammar")
+    values: dict[str, Any] = {GROUP: True}
+    if kind is not None:
+        values[KINDS[kind]] = message.choice.texts if kind == "choice" else getattr(message, kind)
+    return values
 
 
 def _caller(context: Context) -> Caller:

@@ -37,6 +37,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     default   identity of callers that send no credentials; None: they have to
     is_audit  True: each call of the table is logged with its caller and its result
+
+    A gateway calls on behalf of its clients. For one that has no credentials it sends an empty header: that client's
+    call has the rights of a stranger, and never those of the gateway.
     """
 
     def __init__(self, access: Access, default: Identity | None, *, is_audit: bool = False) -> None:
@@ -50,12 +53,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         allowed = METHODS.get(method)
         if allowed is OPEN:
             return await continuation(details)
+        authorization = _authorization(details.invocation_metadata)
+        is_for_stranger = authorization == ""
         try:
-            identity = await self._access.verifier.identify(_authorization(details.invocation_metadata))
+            identity = await self._access.verifier.identify(authorization or None)
         except Unauthenticated as error:
             return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, str(error))
-        identity = identity or self._default
-        if identity is None and not self._access.requires_client_certificate:
+        identity = identity or (self._access.verifier.stranger if is_for_stranger else self._default)
+        if identity is None and (is_for_stranger or not self._access.requires_client_certificate):
             return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, "the call has no credentials")
         handler = await continuation(details)
         if handler is None:  # the method does not exist

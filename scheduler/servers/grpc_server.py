@@ -1,4 +1,7 @@
-"""The gRPC servers: Generation at the public address, Admin and reflection at the admin address, health at both."""
+"""The gRPC servers: Generation at the public address and at the local one, Admin and reflection at the admin address.
+
+Health is at all of them.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,34 @@ from grpc_reflection.v1alpha import reflection
 
 from quire.addresses import UNIX, AddressUnusable, at_port, check_free, default_admin_address, private_files
 from quire.tls import server_credentials
-from quire.v1 import admin_pb2, generation_pb2
+from quire.v1 import admin_pb2, generation_pb2, tokenization_pb2
 from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
-from scheduler.identity.identity import LOCAL
+from quire.v1.tokenization_pb2_grpc import add_TokenizationServicer_to_server
+from scheduler.identity.identity import LOCAL, Identity
 from scheduler.servers.access import Access
 from scheduler.servers.bounded_messages import BoundedMessages
 from scheduler.servers.descriptors import max_grpc_connections
 from scheduler.servers.grpc_access import AccessInterceptor
+from scheduler.servers.reset_calls import ResetCalls
 
 if TYPE_CHECKING:
     from scheduler.engine.engine import Engine
     from scheduler.servers.admin_server import AdminServer
     from scheduler.servers.generation_server import GenerationServer
+    from scheduler.servers.tokenization_server import TokenizationServer
 
 GENERATE = "/quire.v1.Generation/Generate"
+
+BOUNDED = {
+    GENERATE: generation_pb2.GenerateRequest.DESCRIPTOR,
+    "/quire.v1.Generation/GenerateMany": generation_pb2.GenerateManyRequest.DESCRIPTOR,
+    "/quire.v1.Tokenization/Tokenize": tokenization_pb2.TokenizeRequest.DESCRIPTOR,
+    "/quire.v1.Tokenization/Detokenize": tokenization_pb2.DetokenizeRequest.DESCRIPTOR,
+}
+"""Methods whose requests clients can make costly to parse."""
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+TOKENIZATION = tokenization_pb2.DESCRIPTOR.services_by_name["Tokenization"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 OPTIONS = [
@@ -53,31 +68,46 @@ OPTIONS = [
 
 
 class GrpcServer:
-    """Both gRPC servers; `address` and `admin_address` have their real ports.
+    """All gRPC servers; `address` and `admin_address` have their real ports.
 
-    Each closes connections beyond those that it has descriptors for.
+    The public one closes connections beyond those that it has descriptors for.
 
     admin_listen  None: the default for the public address, a Unix socket
+    local_listen  a Unix socket for a gateway of this user, which needs no key of its own; None: there is none
     """
 
     def __init__(
         self,
         engine: Engine,
         generation: GenerationServer,
+        tokenization: TokenizationServer,
         admin: AdminServer,
         listen: str,
         admin_listen: str | None = None,
         access: Access | None = None,
+        local_listen: str | None = None,
     ) -> None:
         """Binds the addresses. Raises AddressError, AddressInUse and AddressUnusable."""
         access = access or Access()
         self._health = HealthReporter(engine)
+        self._generation = generation
         limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
-        # Access is decided first, so that nothing is read of a call that is refused.
-        interceptors = [AccessInterceptor(access, access.verifier.stranger), BoundedMessages(GENERATE)]
-        self._public = grpc.aio.server(options=[*OPTIONS, limit], interceptors=interceptors)
-        add_GenerationServicer_to_server(generation, self._public)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._public)
+        self._resets = ResetCalls()
+
+        def generating(default: Identity | None, *more: tuple[str, int]) -> grpc.aio.Server:
+            # Access is decided first, so that nothing is read of a call that is refused.
+            interceptors = [
+                self._resets,
+                AccessInterceptor(access, default),
+                *(BoundedMessages(*each) for each in BOUNDED.items()),
+            ]
+            server = grpc.aio.server(options=[*OPTIONS, *more], interceptors=interceptors)
+            add_GenerationServicer_to_server(generation, server)
+            add_TokenizationServicer_to_server(tokenization, server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+            return server
+
+        self._public = generating(access.verifier.stranger, limit)
         self.address = _bind(self._public, listen, access)
         if admin_listen is None:
             admin_listen = default_admin_address(self.address)
@@ -88,19 +118,26 @@ class GrpcServer:
         add_AdminServicer_to_server(admin, self._admin)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._admin)
         # Reflection describes both services, although Generation is at the other address.
-        services = (GENERATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        services = (GENERATION, TOKENIZATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._admin)
         with private_files(admin_listen):
             self.admin_address = _bind(self._admin, admin_listen, access)
+        self._servers = [self._public, self._admin]
+        if local_listen is not None:
+            self._servers.append(generating(LOCAL))
+            with private_files(local_listen):
+                _bind(self._servers[-1], local_listen, access)
 
     async def start(self) -> None:
         await self._health.start()
-        await asyncio.gather(self._public.start(), self._admin.start())
+        await asyncio.gather(*(server.start() for server in self._servers))
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, and cancels the open ones after `grace_s`."""
         await self._health.stop()
-        await asyncio.gather(self._public.stop(grace_s), self._admin.stop(grace_s))
+        self._generation.stop()
+        self._resets.close()
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
 
 class HealthReporter:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from quire.static_files import HEADERS
 from quire.tls import certificate_names
 from scheduler.identity.identity import CALLER, Unauthenticated
 from scheduler.identity.permissions import OPEN, ROUTES
-from scheduler.live.browser_safety import HEADERS
 from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED
 
 if TYPE_CHECKING:

@@ -6,15 +6,33 @@ Requests that a bound refuses are also counted in `quire_requests_rejected_total
 import os
 from collections import Counter
 
+GRAMMAR_MEMORY = "grammar_memory"
+GRAMMAR_TIME = "grammar_time"
 LOG_LINES = "log_lines"
 MESSAGE_FIELDS = "message_fields"
 OPEN_CONNECTIONS = "open_connections"
 READS = "reads"
+RESET_CALLS = "reset_calls"
 SILENT_CONNECTIONS = "silent_connections"
 STALLED_READERS = "stalled_readers"
+STREAMS_OF_A_CALL = "streams_of_a_call"
 
 NUM_LIMITED: Counter[str] = Counter(
-    dict.fromkeys((LOG_LINES, MESSAGE_FIELDS, OPEN_CONNECTIONS, READS, SILENT_CONNECTIONS, STALLED_READERS), 0)
+    dict.fromkeys(
+        (
+            GRAMMAR_MEMORY,
+            GRAMMAR_TIME,
+            LOG_LINES,
+            MESSAGE_FIELDS,
+            OPEN_CONNECTIONS,
+            READS,
+            RESET_CALLS,
+            SILENT_CONNECTIONS,
+            STALLED_READERS,
+            STREAMS_OF_A_CALL,
+        ),
+        0,
+    )
 )
 """One process has one scheduler, and a log filter or a connection knows no other object of it."""
 

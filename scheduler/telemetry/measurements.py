@@ -30,6 +30,10 @@ HISTOGRAMS = {
     "quire_request_prompt_tokens": (TOKENS, "Prompt tokens of a request, counted at its first admission"),
     "quire_request_generation_tokens": (TOKENS, "Tokens of a request's completions, counted when it ends"),
     "quire_step_batch_tokens": (TOKENS, "Tokens computed by a step, over all sequences"),
+    "quire_grammar_compile_seconds": (
+        FAST_S,
+        "Time until a grammar that was not in the cache was compiled or refused, waiting included",
+    ),
     "quire_schedule_duration_seconds": (SCHEDULE_S, "Time that the core took to plan a step"),
 }
 """Bucket bounds and help text of each histogram."""
@@ -50,5 +54,6 @@ class Measurements:
         self.num_resumed = 0
         self.num_finished: Counter[FinishReason] = Counter()
         self.num_rejected = Counter(dict.fromkeys(REJECTIONS, 0))
+        self.num_grammars = Counter({"compiled": 0, "cached": 0, "refused": 0})
         self.tenants = TenantCounts(clock)
         self.num_refused_calls = Counter({"unauthenticated": 0, "permission_denied": 0})

@@ -15,20 +15,24 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from quire.histogram import NO_LABELS, ExemplarLabels
+from quire.unexpected import NUM_UNEXPECTED
 from quire.version import build_version
 from scheduler.core import DEFAULT_TENANT, FinishReason, StepPlan
 from scheduler.engine.engine import ServerState
-from scheduler.telemetry.limits import NUM_LIMITED, num_open_files
+from scheduler.telemetry.limits import NUM_LIMITED, limited, num_open_files
 from scheduler.telemetry.measurements import HISTOGRAMS, Measurements
 from scheduler.telemetry.metric_families import MetricFamilies, core_families, pool_families
 from scheduler.telemetry.request_metrics import RequestMetrics, RequestSummary
 from scheduler.telemetry.tenant_families import tenant_families
+from scheduler.text.grammars import Compilation
 
 if TYPE_CHECKING:
     from scheduler.engine.engine import Engine
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPEN_METRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+_UNEXPECTED = ("request", "sink", "result", "plan_observer", "state_observer", "live_feed")
 
 
 class SchedulerMetrics(Collector):
@@ -85,6 +89,15 @@ class SchedulerMetrics(Collector):
         """Counts a call that was refused because of its caller: "unauthenticated" or "permission_denied"."""
         self.measurements.num_refused_calls[reason] += 1
 
+    def compiled_grammar(self, compilation: Compilation) -> None:
+        """Counts the grammar of a request, whether it can be used or not."""
+        has_result = "cached" if compilation.seconds is None else "compiled"
+        self.measurements.num_grammars["refused" if compilation.grammar.problem else has_result] += 1
+        if compilation.seconds is not None:
+            self.measurements.histograms["quire_grammar_compile_seconds"].observe(compilation.seconds)
+            if compilation.grammar.limit:
+                limited(compilation.grammar.limit)
+
     def planned(self, plan: StepPlan, duration_s: float) -> None:
         """Called when the core has made a plan."""
         core = None if self.engine is None else self.engine.core
@@ -127,9 +140,15 @@ class SchedulerMetrics(Collector):
         )
         yield families.counters(
             "quire_limited",
-            "Reads refused, connections closed and log lines left out because of a bound, by bound",
+            "Reads and grammars refused, connections closed and log lines left out because of a bound, by bound",
             "limit",
             NUM_LIMITED,
+        )
+        yield families.counters(
+            "quire_unexpected_errors",
+            "Exceptions that no code expected and the scheduler survived, by where. Engine failures are counted apart",
+            "where",
+            {where: NUM_UNEXPECTED[where] for where in _UNEXPECTED},
         )
         yield families.gauge("quire_open_files", "Open file descriptors of the scheduler", num_open_files())
         if engine is None or core is None:
@@ -171,6 +190,12 @@ class SchedulerMetrics(Collector):
             "Requests that were never queued, by status code",
             "reason",
             measured.num_rejected,
+        )
+        yield families.counters(
+            "quire_grammars",
+            "Grammars of requests, by result: compiled, found in the cache, or refused",
+            "result",
+            measured.num_grammars,
         )
         epoch_s = time.time() - measured.clock()
         for name, histogram in measured.histograms.items():

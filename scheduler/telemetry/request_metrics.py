@@ -105,6 +105,10 @@ class RequestMetrics:
         """The tokens of all sequences that were sent."""
         return self._num_tokens
 
+    @property
+    def has_ended(self) -> bool:
+        return self._has_ended
+
     def admitted(self) -> None:
         """Called when a plan admits the request for the first time."""
         self._started_s = now_s = self._measurements.clock()

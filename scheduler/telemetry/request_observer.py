@@ -140,8 +140,8 @@ class ObservedRequest:
         )
 
     def queued(self, request: RequestMetrics) -> None:
-        """Called when the engine has queued the request."""
-        if self._facts is not None:
+        """Called when the engine has queued the request, or has found that a resumed one needs nothing more."""
+        if self._facts is not None and not request.has_ended:
             self._metrics.queued(self._facts.engine_id, request)
 
     def _ended(self, summary: RequestSummary) -> None:

@@ -60,9 +60,11 @@ CLOSE_TIMEOUT_S = 2.0
 _FAILED = (
     FinishReason.ERROR,
     FinishReason.DEADLINE,
+    FinishReason.TOO_LATE,
     FinishReason.CAPACITY,
     FinishReason.MODEL_CHANGED,
     FinishReason.NOT_FINITE,
+    FinishReason.GRAMMAR,
     FinishReason.EXECUTORS_LOST,
 )
 _FINISH_REASONS = {FinishReason.EOS: "stop", FinishReason.STOP: "stop", FinishReason.LENGTH: "length"}

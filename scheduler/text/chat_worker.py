@@ -1,27 +1,27 @@
-"""The process that renders chat templates. `scheduler.text.chat` runs it as a script; it imports nothing from Quire.
+"""The process that renders chat templates. `scheduler.text.chat` starts it; from Quire it imports only its neighbours
+`client_text` and `worker_pipe`.
 
 A checkpoint's chat template is an untrusted program. Jinja's sandbox keeps it away from Python's objects, but does not
 limit time and memory: `{{ 7 ** (9 ** 9) }}` never returns to the interpreter. Templates therefore run in a separate
 process, whose resources the kernel limits: SIGPROF ends it after `max_render_s` of processor time, and its address
 space is bounded.
 
-Standard input carries messages: a length of 4 bytes, big-endian, then JSON. Standard output carries a letter for each
-chat, then a length of 4 bytes and UTF-8. It is not JSON, because the parent would parse that on its event loop.
+The messages, which `worker_pipe` reads and writes:
 
     in    {"template", "variables", "tokens", "max_text_bytes", "max_render_s", "max_memory_bytes"}   once
-    in    {"messages": [{"role", "content"}, …]}                                                      for each chat
-    out   t and the text, or e and an error                                                           for each chat
+    in    {"messages": [{"role", "content", …}, …], "tools", "arguments", "continues_last"}           for each chat
+    out   t and the text; f, the path of a field and what is wrong with it; or e and an error         for each chat
 
+A message may have the fields of `scheduler.text.chat_messages.ChatMessage`, with [id, name, arguments] for each tool
+call. `tools`, `arguments` and the arguments of tool calls are JSON in JSON, which is parsed here for the same reason.
 `tokens` are the control tokens, with the fields of `scheduler.text.control_tokens.ControlToken`; without any, the text
 is the template's. `ClientText` explains how clients' text is kept apart from them.
 """
 
 import json
-import re
 import resource
 import signal
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -30,9 +30,8 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-USUAL_ROLES = frozenset({"assistant", "developer", "function", "system", "tool", "user"})
-HIDING = "\x7f-\x84\x86-\x9f\ufdd0-\ufdef\U000f0000-\U000ffffd"
-"""Characters that replace others during a render: neither white space nor letters, and JSON does not escape them."""
+from .client_text import ClientText, TemplateInput
+from .worker_pipe import read_message, write_answer
 
 
 class GenerationBlock(Extension):
@@ -64,11 +63,53 @@ def now(time_format: str) -> str:
     return datetime.now().strftime(time_format)
 
 
-def compile_template(template: str, variables: dict[str, str]) -> Callable[[list[dict[str, str]], int], str]:
-    """Returns a function of (messages, max_text_bytes). Both may raise any exception.
+class BadField(Exception):
+    """A field that is not what it should be. The text is the field's path, a space, and the problem."""
 
-    Templates receive the same variables as from transformers' `apply_chat_template`.
-    """
+
+def read_chat(message: dict[str, Any]) -> TemplateInput:
+    """Parses the JSON in a message of the parent. Raises BadField."""
+    messages = [_read_message(each, f"messages[{i}]") for i, each in enumerate(message["messages"])]
+    tools = [_json_object(text, f"tools[{i}]") for i, text in enumerate(message["tools"])]
+    arguments = {name: _json_value(text, f"template_arguments[{name}]") for name, text in message["arguments"].items()}
+    return TemplateInput(messages, tools, arguments, "" if message["continues_last"] else None)
+
+
+def _read_message(fields: dict[str, Any], path: str) -> dict[str, Any]:
+    message = dict(fields)
+    if "tool_calls" in message:
+        message["tool_calls"] = [
+            {
+                "id": call_id,
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "arguments": _json_object(text or "{}", f"{path}.tool_calls[{i}].arguments"),
+                },
+            }
+            for i, (call_id, name, text) in enumerate(message["tool_calls"])
+        ]
+    if "reasoning_content" in message:
+        message["thinking"] = message["reasoning_content"]  # templates know it by one of these names
+    return message
+
+
+def _json_object(text: str, path: str) -> dict[str, Any]:
+    value = _json_value(text, path)
+    if not isinstance(value, dict):
+        raise BadField(f"{path} must be a JSON object")
+    return value
+
+
+def _json_value(text: str, path: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadField(f"{path} must be JSON") from None
+
+
+def compile_template(template: str, variables: dict[str, str]) -> Callable[[TemplateInput, int], str]:
+    """Returns a function of (chat, max_text_bytes). Both may raise any exception."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
     )
@@ -76,118 +117,30 @@ def compile_template(template: str, variables: dict[str, str]) -> Callable[[list
     environment.globals |= {"raise_exception": raise_exception, "strftime_now": now}
     compiled = environment.from_string(template)
 
-    def render(messages: list[dict[str, str]], max_text_bytes: int) -> str:
+    def render(chat: TemplateInput, max_text_bytes: int) -> str:
         chunks = []
         num_bytes = 0
-        for chunk in compiled.generate(
-            messages=messages, tools=None, documents=None, add_generation_prompt=True, **variables
-        ):
+        names: dict[str, Any] = {"add_generation_prompt": True, "documents": None, **variables, **chat.arguments}
+        if chat.mark is not None:
+            names["add_generation_prompt"] = False
+        names |= {"messages": chat.messages, "tools": chat.tools or None}
+        for chunk in compiled.generate(names):
             num_bytes += len(chunk.encode())
             if num_bytes > max_text_bytes:
                 raise TemplateError(f"the rendered chat has more than {max_text_bytes} bytes")
             chunks.append(chunk)
-        return "".join(chunks)
+        text = "".join(chunks)
+        return text if chat.mark is None else _up_to(chat.mark, text)
 
     return render
 
 
-class ClientText:
-    """Lets a template render clients' text in which it is impossible to recognise a control token.
-
-    In contents and roles, the characters with which control tokens begin and end (`<` and `>` in most checkpoints) are
-    replaced by characters that occur nowhere else in the chat. A token whose text is made of two contents, or of a
-    content and the template, is not recognised either, nor one that appears when the template cuts or joins contents.
-    Lengths and white space stay, so that filters and conditions work as before. After rendering, tokens that are left
-    are the template's and become stand-ins; then the characters are restored.
-
-    Tags that the template itself mentions, such as `</think>`, stay in contents, because templates look for them,
-    unless they are control tokens in this message (an assistant's message keeps those that are markup). A token of
-    letters only has no characters of its own, so only its whole text is hidden.
-
-    A template can write a role into the middle of a control token: `<|{{ role }}|>`. A role that is part of a control
-    token is therefore refused, unless it is a usual role or the template mentions it in quotes.
-    """
-
-    def __init__(self, tokens: list[dict[str, Any]], template: str) -> None:
-        self._template = template
-        self._stand_ins = {token["text"]: token["stand_in"] for token in tokens}
-        self._is_token = re.compile(
-            "|".join(
-                rf"(?<!\w){re.escape(token['text'])}(?!\w)" if token["single_word"] else re.escape(token["text"])
-                for token in sorted(tokens, key=lambda token: -len(token["text"]))
-            )
-        )
-        texts = [text.strip() for text in self._stand_ins]
-        self._keys = {key for text in texts for key in (text[0], text[-1]) if not key.isalnum()}
-        words = [text for text in texts if self._keys.isdisjoint({text[0], text[-1]})]
-        self._is_word = _any_of(words)
-        self._hidden = sorted(self._keys | {text[0] for text in words})
-        markup = {token["text"] for token in tokens if token["is_markup"]}
-        tags = set(re.findall(r"</?\w+>", template))
-        self._is_kept = _any_of(_unrelated(tags, self._stand_ins.keys()))
-        self._is_kept_of_assistant = _any_of(_unrelated(tags | markup, self._stand_ins.keys() - markup))
-
-    def hide(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], dict[str, str]]:
-        """Returns messages for the template, and the replaced character of each new one. May raise TemplateError."""
-        if not self._stand_ins:
-            return messages, {}
-        used = {character for message in messages for text in message.values() for character in _hiding_in(text)}
-        used.update(_hiding_in(self._template))
-        free = (character for character in _hiding_characters() if character not in used)
-        replacements = dict(zip(self._hidden, free, strict=False))
-        if len(replacements) < len(self._hidden):
-            raise TemplateError("the chat uses all characters for private use")
-        hidden_messages = []
-        for message in messages:
-            role = message["role"]
-            self._check_role(role)
-            is_kept = self._is_kept_of_assistant if role == "assistant" else self._is_kept
-            content = self._hide(message["content"], replacements, is_kept)
-            hidden_messages.append({"role": self._hide(role, replacements, None), "content": content})
-        return hidden_messages, {new: old for old, new in replacements.items()}
-
-    def restore(self, text: str, replaced: dict[str, str]) -> str:
-        """Returns the rendered text with the clients' characters, and stand-ins for the template's control tokens."""
-        if not self._stand_ins:
-            return text
-        text = self._is_token.sub(lambda match: self._stand_ins[match[0]], text)
-        for new, old in replaced.items():
-            text = text.replace(new, old)
-        return text
-
-    def _hide(self, text: str, replacements: dict[str, str], is_kept: re.Pattern[str] | None) -> str:
-        if self._is_word is not None:
-            text = self._is_word.sub(lambda match: replacements[match[0][0]] + match[0][1:], text)
-        # With a group, `split` also returns what it has found, at the odd positions.
-        parts = [text] if is_kept is None else is_kept.split(text)
-        for key in self._keys:
-            parts[::2] = [part.replace(key, replacements[key]) for part in parts[::2]]
-        return "".join(parts)
-
-    def _check_role(self, role: str) -> None:
-        if role in USUAL_ROLES or f"'{role}'" in self._template or f'"{role}"' in self._template:
-            return
-        if any(role in text[1:-1] for text in self._stand_ins):
-            raise TemplateError(f"the role {role!r} is part of a control token, and the template does not mention it")
-
-
-def _unrelated(tags: Iterable[str], texts: Collection[str]) -> list[str]:
-    """Returns the tags that neither contain one of the texts nor are part of one."""
-    return [tag for tag in tags if not any(text in tag or tag in text for text in texts)]
-
-
-def _any_of(texts: Collection[str]) -> re.Pattern[str] | None:
-    alternatives = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
-    return re.compile(f"({alternatives})") if texts else None
-
-
-def _hiding_in(text: str) -> set[str]:
-    return set() if text.isascii() and "\x7f" not in text else set(re.findall(f"[{HIDING}]", text))
-
-
-def _hiding_characters() -> Iterator[str]:
-    for first, last in re.findall("(.)-(.)", HIDING):
-        yield from map(chr, range(ord(first), ord(last) + 1))
+def _up_to(mark: str, text: str) -> str:
+    """Returns the text before the mark, as transformers does: without white space if the template cuts that off."""
+    before, found, _ = text.rpartition(mark.strip())
+    if not found:
+        raise TemplateError("it leaves out the end of the last message, which therefore cannot be continued")
+    return before if text.startswith(mark, len(before)) else before.rstrip()
 
 
 def main() -> None:
@@ -203,36 +156,19 @@ def main() -> None:
         try:
             if render is None:
                 render = compile_template(settings["template"], settings["variables"])
-            messages, replaced = client_text.hide(message["messages"])
+            chat = read_chat(message)
+            hidden, replaced = client_text.hide(chat)
             # The characters that replace others may have more bytes.
-            num_added_bytes = _num_bytes(messages) - _num_bytes(message["messages"]) if replaced else 0
-            text = render(messages, settings["max_text_bytes"] + num_added_bytes)
+            num_added_bytes = _num_bytes(hidden) - _num_bytes(chat) if replaced else 0
+            text = render(hidden, settings["max_text_bytes"] + num_added_bytes)
             answer = b"t", client_text.restore(text, replaced)
+        except BadField as error:
+            answer = b"f", str(error)[:500]
         except Exception as error:  # noqa: BLE001  (a template can raise any exception; the parent reports it)
             answer = b"e", f"{type(error).__name__}: {error}"[:500]
         signal.setitimer(signal.ITIMER_PROF, 0)
         write_answer(*answer)
 
 
-def _num_bytes(messages: list[dict[str, str]]) -> int:
-    return sum(len(text.encode()) for message in messages for text in message.values())
-
-
-def read_message() -> dict[str, Any] | None:
-    """Returns the next message, or None if the parent has closed the pipe."""
-    header = sys.stdin.buffer.read(4)
-    if len(header) < 4:
-        return None
-    body = sys.stdin.buffer.read(int.from_bytes(header))
-    message: dict[str, Any] = json.loads(body)
-    return message
-
-
-def write_answer(kind: bytes, text: str) -> None:
-    body = text.encode(errors="replace")
-    sys.stdout.buffer.write(kind + len(body).to_bytes(4) + body)
-    sys.stdout.buffer.flush()
-
-
-if __name__ == "__main__":
-    main()
+def _num_bytes(chat: TemplateInput) -> int:
+    return sum(len(text.encode()) for text in chat.texts())

@@ -11,12 +11,14 @@ Other tokenizers (WordPiece, …) are decoded over a small sliding window of tok
 
 The result equals the tokenizer's own `decode` of the whole output, with one exception. If a run of byte tokens starts
 with whole characters and then becomes invalid, the tokenizers library replaces these characters too; here they have
-been sent already and stay. Bytes that are not UTF-8 become U+FFFD. Special tokens have no text.
+been sent already and stay. Bytes that are not UTF-8 become U+FFFD. Special tokens have no text,
+unless a vocabulary shows them.
 """
 
 import codecs
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from tokenizers import Tokenizer
@@ -37,10 +39,13 @@ class Detokenizer(Protocol):
 class Vocabulary:
     """The text of each token id, shared by all outputs of a checkpoint and filled when an id is first seen."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, shows_special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._hides_special_tokens = not shows_special_tokens
         special_ids = frozenset(
-            token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special and not shows_special_tokens
         )
         # The serialised state is the only way to learn the kind of a decoder.
         state = json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder is not None else {}
@@ -50,6 +55,18 @@ class Vocabulary:
             self._byte_level = _ByteLevelPieces(tokenizer, special_ids)
         elif (space := _sentencepiece_space(state)) is not None:
             self._sentencepiece = _SentencePieces(tokenizer, special_ids, **space)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Returns the bytes for which a token stands within a text; the name of a special token; empty without one."""
+        if self._byte_level is not None:
+            piece: str | bytes = self._byte_level[token_id]
+        elif self._sentencepiece is not None:
+            piece = self._sentencepiece[token_id]
+        else:
+            piece = self._tokenizer.decode([token_id])
+        if not piece:
+            piece = self._tokenizer.id_to_token(token_id) or b""
+        return piece if isinstance(piece, bytes) else piece.encode()
 
     def detokenizer(self, *, continues_text: bool = False) -> Detokenizer:
         """Returns a detokenizer for a new output.
@@ -61,7 +78,7 @@ class Vocabulary:
             return _ByteLevelDetokenizer(self._byte_level)
         if self._sentencepiece is not None:
             return _SentencePieceDetokenizer(self._sentencepiece, continues_text=continues_text)
-        return _WindowDetokenizer(self._tokenizer)
+        return _WindowDetokenizer(self._tokenizer, hides_special_tokens=self._hides_special_tokens)
 
 
 # --- byte-level --------------------------------------------------------------------------------------------------
@@ -248,8 +265,8 @@ class _WindowDetokenizer:
 
     _MAX_UNSENT = 16  # a character has at most 4 bytes; more unsent tokens never complete one
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, hides_special_tokens: bool = True) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=hides_special_tokens)
         self._anchor: list[int] = []
         self._unsent: list[int] = []
 
@@ -257,16 +274,16 @@ class _WindowDetokenizer:
         texts = []
         for token_id in token_ids:
             self._unsent.append(token_id)
-            text = self._tokenizer.decode(self._anchor + self._unsent)
+            text = self._decode(self._anchor + self._unsent)
             if not text.endswith("\ufffd") or len(self._unsent) == self._MAX_UNSENT:
                 texts.append(self._send(text))
         return "".join(texts)
 
     def flush(self) -> str:
-        return self._send(self._tokenizer.decode(self._anchor + self._unsent))
+        return self._send(self._decode(self._anchor + self._unsent))
 
     def _send(self, text: str) -> str:
-        new = text[len(self._tokenizer.decode(self._anchor)) :]
+        new = text[len(self._decode(self._anchor)) :]
         if new:  # tokens without text do not become the anchor
             self._anchor = self._unsent
         self._unsent = []

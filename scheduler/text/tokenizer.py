@@ -68,6 +68,7 @@ class Tokenizer:
         """Special tokens by role: {"bos_token": "<s>", …}."""
         self._tokenizer = tokenizer
         self._vocabulary = Vocabulary(tokenizer)
+        self._whole_vocabulary = Vocabulary(tokenizer, shows_special_tokens=True)
         self._chat = ChatEncoder(tokenizer)
         self._bound, self._chat_bound = TextBound(tokenizer), TextBound(self._chat.tokenizer)
         limits = limits or TokenizerLimits()
@@ -104,14 +105,17 @@ class Tokenizer:
         """The tokens that clients cannot write in chats, for the renderer."""
         return self._chat.tokens
 
-    async def encode(self, text: str, *, max_tokens: int | None = None, tenant: str = "default") -> list[int]:
+    async def encode(
+        self, text: str, *, max_tokens: int | None = None, tenant: str = "default", add_special_tokens: bool = True
+    ) -> list[int]:
         """Returns the token ids of a valid Unicode text, with the special tokens of the checkpoint's post-processor.
 
         Control tokens in the text are recognised. Raises CapacityExceeded if there are more than `max_tokens`,
         QueueFull if too much text waits already, InvalidRequest if the vocabulary cannot express the text.
         """
         _check_fewest(self._bound.fewest_tokens(text), max_tokens)
-        return await self._run(_encode, self._tokenizer, text, max_tokens, tenant)
+        encode = partial(_encode, add_special_tokens=add_special_tokens)
+        return await self._run(encode, self._tokenizer, text, max_tokens, tenant)
 
     async def encode_chat(self, rendered: str, *, max_tokens: int | None = None, tenant: str = "default") -> list[int]:
         """Returns the token ids of a chat that `ChatRenderer` has rendered with this tokenizer's `control_tokens`.
@@ -121,9 +125,20 @@ class Tokenizer:
         _check_fewest(self._chat_bound.fewest_tokens(rendered), max_tokens)
         return await self._run(self._encode_chat, self._chat.tokenizer, rendered, max_tokens, tenant)
 
-    def detokenizer(self, *, continues_text: bool = False) -> Detokenizer:
+    async def decode(self, token_ids: list[int], *, tenant: str = "default") -> str:
+        """Returns the text of token ids, special tokens included. Raises QueueFull if too much text waits already."""
+        decode = partial(self._tokenizer.decode, token_ids, skip_special_tokens=False)
+        text: str = await self.in_turn(decode, len(token_ids), tenant)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """See `Vocabulary.token_bytes`."""
+        return self._vocabulary.token_bytes(token_id)
+
+    def detokenizer(self, *, continues_text: bool = False, shows_special_tokens: bool = False) -> Detokenizer:
         """Returns a detokenizer for a new output; see `Vocabulary.detokenizer`."""
-        return self._vocabulary.detokenizer(continues_text=continues_text)
+        vocabulary = self._whole_vocabulary if shows_special_tokens else self._vocabulary
+        return vocabulary.detokenizer(continues_text=continues_text)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -37,7 +37,7 @@ class Turns:
         if (self._sizes[tenant] and self._sizes[tenant] + size > self._max_size_of_a_tenant) or (
             self.size and self.size + size > self._max_size
         ):
-            raise QueueFull("too much text is waiting to be tokenised or rendered")
+            raise QueueFull("too much text is waiting to be tokenised, rendered or compiled")
         self._add_size(tenant, size)
         is_large = size > self._large
         may_run: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -52,7 +52,7 @@ def test_ports_are_published_on_the_bind_address(service: dict[str, Any]) -> Non
 
 def test_executors_publish_no_port() -> None:
     published = {name for name, service in SERVICES.items() if service.get("ports")}
-    assert published == {"scheduler", "scheduler-gpu", "prometheus", "grafana"}
+    assert published == {"gateway", "scheduler", "scheduler-gpu", "prometheus", "grafana"}
     assert SETTINGS["BIND"] == "127.0.0.1"
 
 
@@ -111,3 +111,12 @@ def test_images_use_the_given_base_image_and_no_root(path: Any) -> None:
     assert text.index("ARG BASE_IMAGE=") < text.index("FROM ")
     assert {base for base, _ in stages} <= {"${BASE_IMAGE}"} | names
     assert re.findall(r"^USER (\S+)", text, re.MULTILINE)[-1].split(":")[0] not in ("0", "root")
+
+
+def test_what_the_images_copy_is_sent_to_the_engine() -> None:
+    sent = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for dockerfile in ROOT.glob("deploy/*.Dockerfile"):
+        copied = re.findall(r"^COPY (?!--from)(?:--\S+ )*(.+) \S+$", dockerfile.read_text(), re.MULTILINE)
+        sources = {source for line in copied for source in line.split()}
+        missing = {source for source in sources if source not in sent and source.split("/")[0] not in sent}
+        assert missing == set(), dockerfile.name

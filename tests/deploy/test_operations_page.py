@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from deploy.reference import PAGE, flag_tables, metric_tables, with_tables
 from executor.config import ExecutorConfig
+from gateway.config import GatewayConfig
 from scheduler.config import SchedulerConfig
 from tests.support.deploy.observed import Observed
 from tests.support.deploy.panels import rules
@@ -20,9 +21,11 @@ def test_the_tables_are_up_to_date(observed: Observed) -> None:
 
 def test_every_flag_in_the_text_exists() -> None:
     flags = {
-        f"--{field.name.replace('_', '-')}" for config in (SchedulerConfig, ExecutorConfig) for field in fields(config)
+        f"--{field.name.replace('_', '-')}"
+        for config in (SchedulerConfig, ExecutorConfig, GatewayConfig)
+        for field in fields(config)
     }
-    of_other_commands = {"--profile", "--undo"}
+    of_other_commands = {"--profile", "--undo", "--no-gateway", "--gateway-listen"}
     assert set(re.findall(r"--[a-z][a-z-]+", TEXT)) - flags == of_other_commands
 
 

@@ -22,7 +22,8 @@ from tests.support.executor.checkpoints import make_checkpoint
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
-FREE_PORTS = [f"--{flag}=127.0.0.1:0" for flag in ("listen", "http-listen", "executor", "metrics-address")]
+PORTS = ("listen", "http-listen", "executor", "metrics-address", "gateway-listen")
+FREE_PORTS = [f"--{flag}=127.0.0.1:0" for flag in PORTS]
 
 
 def blocks(language: str) -> list[str]:
@@ -39,7 +40,7 @@ COVERED = {
     "make run": "test_make_run",
     "make test": "is the command that runs these tests",
     "make test-all": "runs these tests, and the exhaustive ones",
-    "make verify": "CI runs its two parts",
+    "make verify": "CI runs its parts",
     "make lint": "CI runs it",
     "make wheel-check": "CI runs it",
     "make upgrade-check": "test_make_targets; it builds two wheels, for which it needs a package index and minutes",

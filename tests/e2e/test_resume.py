@@ -3,12 +3,12 @@
 import asyncio
 import signal
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import pytest
 
 from bench.overhead.survival_jobs import comparable, differences, jobs
 from quire import AsyncClient, Completion, UnavailableError
-from quire.addresses import with_port
 from tests.support.e2e.process import is_running
 from tests.support.e2e.stack import Stack
 from tests.support.e2e.streams import StreamGroup, mixed_jobs, outcomes
@@ -79,23 +79,38 @@ async def completions(client: AsyncClient) -> Sequence[Completion]:
 
 async def test_a_synchronous_client_resumes(served: Stack) -> None:
     job = KINDS[2]
-    with served.sync_client() as client:
-        expected = await asyncio.to_thread(client.complete, job.prompt, **job.options)
-        task = asyncio.create_task(asyncio.to_thread(client.complete, job.prompt, **job.options))
-        await asyncio.sleep(0.1)
-        await kill(served)
-        assert list(differences(comparable(await task), comparable(expected))) == []
+    await served.until_health("SERVING")
+    async with served.client() as observer:
+
+        async def runs() -> bool:
+            return (await observer.pool_summary()).num_running > 0
+
+        with served.sync_client() as client:
+            expected = await asyncio.to_thread(client.complete, job.prompt, **job.options)
+            task = asyncio.create_task(asyncio.to_thread(client.complete, job.prompt, **job.options))
+            await until(runs, "the request runs")
+            await kill(served)
+            assert list(differences(comparable(await task), comparable(expected))) == []
+            assert client.num_resumptions == 1
 
 
 async def test_requests_wait_for_a_scheduler_that_comes_back(served: Stack) -> None:
-    """Only a client that knows the server expects it back: where no server ever was, a request fails at once."""
-    async with served.client() as client, AsyncClient(with_port("127.0.0.1:0")) as stranger:
+    await served.until_health("SERVING")
+    async with served.client() as client:
         expected = await outcomes(client, JOBS[:1])
         killed = served.send("scheduler", signal.SIGKILL)
         await until(lambda: not_running(killed), "the scheduler has ended")
-        with pytest.raises(UnavailableError):
-            await stranger.complete("Once upon a time", max_tokens=1)
         assert different_outputs(await outcomes(client, JOBS[:1]), expected) == []
+        assert client.num_resumptions == 1
+
+
+async def test_a_request_fails_at_once_where_no_server_ever_was(tmp_path: Path) -> None:
+    """Only a client that knows the server expects it back."""
+    async with AsyncClient(f"unix:{tmp_path}/nothing.sock") as stranger:
+        with pytest.raises(UnavailableError) as caught:
+            await stranger.complete("Once upon a time", max_tokens=1)
+        assert stranger.num_resumptions == 0
+    assert "tried again" not in str(caught.value)
 
 
 async def not_running(pid: int) -> bool:

@@ -10,13 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from checks.wheel import FREE_PORTS
 from quire import ChatMessage
 from quire.cli import exit_codes
 from tests.support.e2e.environment import scheduler_environment
 from tests.support.e2e.process import Process
 from tests.support.e2e.stack import QUIRE, TINY, Stack
-
-FREE_PORTS = ("--listen=127.0.0.1:0", "--http-listen=127.0.0.1:0", "--executor=127.0.0.1:0", "--metrics-address=")
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,3 +54,23 @@ async def test_an_upgrade_lets_streams_end_before_the_scheduler_is_replaced(serv
 
 async def test_streams_that_a_hasty_upgrade_breaks_off_are_continued(served: Stack) -> None:
     await upgraded(served, breaks_off=True)
+
+
+@pytest.mark.exhaustive
+async def test_services_that_run_separately_are_replaced_by_hand() -> None:
+    """The steps of docs/operations.md: the executor first, then the scheduler, which drains for a moment only."""
+    jobs = JOBS[:24]
+    with Stack(apart=True, drain_timeout_s=0.2, max_num_seqs=sum(job.num_sequences for job in jobs)) as stack:
+        async with stack.client() as client:
+            expected = await outcomes(client, jobs)
+            before = {service: stack.pid(service) for service in SERVICES}
+            streams = StreamGroup(client, jobs).start()
+            await streams.until(lambda streams: streams.all_have(3))
+            await stack.restart_executor()
+            await stack.until_health("SERVING")
+            assert streams.most_run
+            await stack.restart_scheduler()
+            assert differences(await streams.ended(), expected) == []
+            assert client.num_resumptions > 0
+        for service in SERVICES:
+            assert stack.pid(service) not in (None, before[service])

@@ -163,7 +163,8 @@ def test_an_address_of_another_host_is_a_configuration_error(capfd) -> None:
     assert "cannot listen on 192.0.2.1:1: " in capfd.readouterr().err
 
 
-def test_a_weight_that_is_not_a_number_exits_as_a_wrong_model(tmp_path, capfd) -> None:
+def test_a_weight_that_is_not_a_number_exits_as_a_wrong_model(tmp_path, capfd, monkeypatch) -> None:
+    monkeypatch.setattr("executor.main.serve", lambda *arguments: pytest.fail("the model was served"))
     directory = make_checkpoint("llama", tmp_path / "model").directory
     tensors = load_file(directory / "model.safetensors")
     tensors["model.norm.weight"][7] = float("nan")

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from executor.metrics import IdleRatio, Metrics, executor_label
 from executor.plans.plan import EndReason, StepOutput, StepTimings
+from quire.unexpected import unexpected
 
 
 @pytest.fixture
@@ -97,3 +98,15 @@ def test_sequences_without_finite_logits_are_counted() -> None:
         metrics.observe(StepOutput(1, 1, np.zeros(4, np.int32), reasons, timings))
     lines = generate_latest(metrics.registry).decode().splitlines()
     assert [line.split()[-1] for line in lines if line.startswith("quire_executor_not_finite_total{")] == ["6.0"]
+
+
+def test_unexpected_errors_are_counted_by_where(counted) -> None:
+    def exported() -> dict[str, float]:
+        families = text_string_to_metric_families(generate_latest(Metrics("tiny", "127.0.0.1:0").registry).decode())
+        (family,) = (family for family in families if family.name == "quire_executor_unexpected_errors")
+        return {sample.labels["where"]: sample.value for sample in family.samples if sample.name.endswith("_total")}
+
+    before = exported()
+    unexpected("delivery")
+    assert {where: value - before[where] for where, value in exported().items() if value != before[where]} == counted()
+    assert set(before) == {"plan", "step", "delivery", "between_steps", "idle_work", "preparation", "grammar"}

@@ -213,3 +213,15 @@ def test_requests_of_one_client_run_concurrently(server: ScriptedServer) -> None
         streams = [client.generate(text, request_id=text) for text in "abc"]
         texts = ["".join(event.text for event in stream if isinstance(event, quire.Delta)) for stream in streams]
     assert texts == ["a", "b", "c"]
+
+
+@KINDS
+def test_a_server_that_ignores_a_grammar_is_an_error(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    follows = generation_pb2.Started(request_id="r", prompt_tokens=3, follows_grammar=True)
+    end = finished(0, generation_pb2.FINISH_REASON_EOS, completion_tokens=1)
+    server.script = replies(generation_pb2.GenerateResponse(started=follows), delta(0, "a", 7), end)
+    assert kind(server.address).call("complete", "p", regex="a").text == "a"
+    server.script = replies(started(), delta(0, "b", 8), end)
+    assert kind(server.address).call("complete", "p").text == "b"
+    with pytest.raises(quire.InternalError, match="ignores the grammar"):
+        kind(server.address).call("complete", "p", regex="a")

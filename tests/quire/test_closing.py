@@ -1,14 +1,19 @@
-"""Closing, leaving or dropping a stream ends its request."""
+"""Closing, leaving or dropping a stream ends its request, also between two tries."""
 
 import asyncio
 import gc
 import threading
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 import quire
+from quire import tries
+from quire.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from tests.support.client.breaks import answer, breaking, forever, unavailable
 from tests.support.client.scripted_server import ScriptedServer, endless
-from tests.support.waiting import until
+from tests.support.waiting import until, wait_until
 
 
 def test_closing_a_stream_cancels_the_request(server: ScriptedServer) -> None:
@@ -98,3 +103,91 @@ async def test_closing_the_client_ends_its_requests(server: ScriptedServer) -> N
     await client.close()
     with pytest.raises(quire.QuireError):
         await task
+
+
+@pytest.fixture
+def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a wake-up ends a pause."""
+    monkeypatch.setattr(tries, "FIRST_PAUSE_S", 3600.0)
+
+
+def test_closing_a_stream_ends_its_pause(server: ScriptedServer, endless_pauses: None) -> None:
+    server.script = breaking(1000, 2, unavailable)
+    with quire.Client(server.address) as client:
+        events = client.generate("p", n=2)
+        closer = threading.Thread(target=lambda: (wait_until(lambda: paused(client)), events.close()))
+        closer.start()
+        assert len(list(events)) == 2
+        closer.join()
+        assert not paused(client)
+    assert len(server.requests) == 1
+
+
+def test_closing_the_client_ends_the_pauses_of_its_streams(server: ScriptedServer, endless_pauses: None) -> None:
+    server.script = breaking(1000, 2, unavailable)
+    client = quire.Client(server.address)
+    closer = threading.Thread(target=lambda: (wait_until(lambda: paused(client)), client.close()))
+    closer.start()
+    with pytest.raises(quire.RequestCancelledError):
+        list(client.generate("p", n=2))
+    closer.join()
+    with pytest.raises(quire.RequestCancelledError):
+        client.generate("p")
+    assert len(server.requests) == 1
+
+
+def paused(client: Any) -> set[Any]:
+    return set(client._contact._paused)
+
+
+@pytest.mark.parametrize("how", ["close", "cancel", "client"])
+async def test_whatever_ends_an_async_stream_ends_its_pause(
+    server: ScriptedServer, endless_pauses: None, how: str
+) -> None:
+    server.script = breaking(1000, 2, unavailable)
+    before = asyncio.all_tasks()
+    client = quire.AsyncClient(server.address)
+    events = client.generate("p", n=2)
+
+    async def read() -> int:
+        return len([event async for event in events])
+
+    task = asyncio.create_task(read())
+    await until(lambda: paused(client))
+    if how == "close":
+        events.close()
+        assert await task == 2
+    elif how == "cancel":
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [event async for event in events] == []
+    else:
+        await client.close()
+        with pytest.raises(quire.RequestCancelledError):
+            await task
+    assert not paused(client)
+    await client.close()
+    await until(lambda: asyncio.all_tasks() == before)
+    assert len(server.requests) == 1
+
+
+async def test_closing_a_continued_stream_cancels_its_request(server: ScriptedServer) -> None:
+    fake = answer()
+
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        responses = fake.stream(request)
+        for response in responses[:2]:
+            yield response
+        if len(server.requests) == 1:
+            server.cancelled.clear()
+            await unavailable(context)
+        await forever(context)
+
+    server.script = script
+    async with quire.AsyncClient(server.address) as client:
+        async with client.generate("p", n=2) as events:
+            for _ in range(3):
+                await anext(events)
+            server.cancelled.clear()
+        assert await asyncio.to_thread(server.saw_cancellation)

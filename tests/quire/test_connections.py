@@ -4,15 +4,16 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
 import quire
 from quire.addresses import with_port
 from quire.channel import CHANNEL_OPTIONS
-from quire.v1.generation_pb2 import GenerateResponse
+from quire.v1.generation_pb2 import GenerateRequest, GenerateResponse
 from scheduler.servers import grpc_server
 from tests.support.client.calls import KINDS, SyncCalls
 from tests.support.client.scripted_server import ScriptedServer, delta, finished, replies, started
@@ -91,24 +92,12 @@ def test_clients_wait_for_a_server_that_accepts_slowly(
     assert len(kind(slow_server).events("hello")) == 3
 
 
-@pytest.fixture
-def network(server: ScriptedServer) -> Iterator[Proxy]:
-    proxy = Proxy(server.address)
-    proxy.start()
-    yield proxy
-    proxy.close()
-
-
 @KINDS
 def test_a_stream_of_a_server_that_falls_silent_ends_as_unavailable(
-    server: ScriptedServer, network: Proxy, kind: type[SyncCalls], monkeypatch: pytest.MonkeyPatch
+    server: ScriptedServer, network: Proxy, kind: type[SyncCalls], set_keepalive: Callable[[int], None]
 ) -> None:
     """The connection stays open, and nothing arrives any more: the server is stopped, or its machine is gone."""
-    shorter = {"grpc.keepalive_time_ms": 200, "grpc.keepalive_timeout_ms": 200, "grpc.http2.ping_timeout_ms": 200}
-    options = tuple((name, shorter.get(name, value)) for name, value in CHANNEL_OPTIONS)
-    assert {name for name, _ in options} >= shorter.keys()
-    for module in (quire.channel, quire.client, quire.async_client):
-        monkeypatch.setattr(module, "CHANNEL_OPTIONS", options, raising=False)
+    set_keepalive(200)
 
     async def silenced(request: object, context: object) -> AsyncIterator[GenerateResponse]:
         yield started()
@@ -117,7 +106,7 @@ def test_a_stream_of_a_server_that_falls_silent_ends_as_unavailable(
 
     server.script = silenced
     with pytest.raises(quire.UnavailableError):
-        kind(network.address).events("p")
+        kind(network.address, resume_timeout_s=0).events("p")
 
 
 def test_clients_send_no_more_pings_than_a_server_permits() -> None:
@@ -125,3 +114,31 @@ def test_clients_send_no_more_pings_than_a_server_permits() -> None:
     assert client["grpc.keepalive_time_ms"] >= 2 * server["grpc.http2.min_ping_interval_without_data_ms"]
     assert client["grpc.http2.max_pings_without_data"] == 0
     assert server["grpc.keepalive_permit_without_calls"] == 1
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("permitted_ms", "is_permitted"), [(500, True), (10_000, False)])
+async def test_pings_in_a_quiet_stream(
+    set_keepalive: Callable[[int], None], permitted_ms: int, is_permitted: bool
+) -> None:
+    """The intervals have the ratio of the real ones. The third ping that comes too early would end the connection."""
+    set_keepalive(1000)  # gRPC sends no more than one in a second
+    server = ScriptedServer((("grpc.http2.min_ping_interval_without_data_ms", permitted_ms),))
+
+    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
+        yield started()
+        yield delta(0, "a", 1)
+        await asyncio.sleep(6)
+        yield finished(0)
+
+    server.script = script
+    server.start()
+    try:
+        async with quire.AsyncClient(server.address) as client:
+            if is_permitted:
+                assert (await client.complete("p")).text == "a"
+            else:
+                with pytest.raises(quire.UnavailableError, match="Too many pings"):
+                    await client.complete("p")
+    finally:
+        server.stop()

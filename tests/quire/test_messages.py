@@ -33,15 +33,20 @@ EVERY_OPTION: dict[str, Any] = {
     "include_stop": False,
     "logprobs": 2,
     "prompt_logprobs": 0,
+    "token_bytes": True,
+    "special_tokens": True,
     "request_id": "me",
     "priority": -3,
     "cache_salt": "salt",
 }
 
 
+GRAMMARS = set(generation_pb2.StructuredOutput.DESCRIPTOR.fields_by_name)
+
+
 def test_every_option_reaches_its_field() -> None:
     request = generate_request("p", EVERY_OPTION)
-    assert set(EVERY_OPTION) == set(GenerateOptions.__annotations__)
+    assert set(EVERY_OPTION) | GRAMMARS == set(GenerateOptions.__annotations__)
     for name, value in EVERY_OPTION.items():
         holders = [part for part in (request, request.sampling, request.stopping, request.output) if _has(part, name)]
         assert len(holders) == 1, name
@@ -55,7 +60,7 @@ def test_every_parameter_of_the_protocol_is_an_option() -> None:
     parameters = set()
     for message in (generation_pb2.SamplingParams, generation_pb2.StoppingParams, generation_pb2.OutputParams):
         parameters |= set(message.DESCRIPTOR.fields_by_name)
-    assert parameters | {"request_id", "priority", "cache_salt"} == set(GenerateOptions.__annotations__)
+    assert parameters | GRAMMARS | {"request_id", "priority", "cache_salt"} == set(GenerateOptions.__annotations__)
 
 
 def test_absent_options_and_none_are_not_sent() -> None:
@@ -101,6 +106,32 @@ def test_other_types_of_prompts_are_type_errors(prompt: Any) -> None:
         generate_request(prompt, {})
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"json_schema": {"type": "integer", "title": "é"}},
+            {"json_schema": '{"type": "integer", "title": "\\u00e9"}'},
+        ),
+        ({"json_schema": '{"type":"null"}'}, {"json_schema": '{"type":"null"}'}),
+        ({"json_object": True}, {"json_object": True}),
+        ({"regex": "a+"}, {"regex": "a+"}),
+        ({"choice": ["yes", ""]}, {"choice": generation_pb2.StructuredOutput.Choices(texts=["yes", ""])}),
+        ({"choice": []}, {"choice": generation_pb2.StructuredOutput.Choices()}),
+        ({"lark": 'start: "a"'}, {"lark": 'start: "a"'}),
+        ({"json_object": False, "regex": "a"}, {"regex": "a"}),
+    ],
+)
+def test_grammars(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    output = generation_pb2.StructuredOutput(**expected)
+    assert generate_request("p", options) == generation_pb2.GenerateRequest(text="p", structured_output=output)
+
+
+def test_no_grammar_is_sent_unless_one_is_given() -> None:
+    options = {"json_object": False, "json_schema": None, "regex": None, "choice": None}
+    assert not generate_request("p", options).HasField("structured_output")
+
+
 def test_an_unknown_option_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="no option 'temprature'; did you mean 'temperature'"):
         generate_request("p", {"temprature": 1.0})
@@ -130,6 +161,13 @@ def test_an_unknown_option_is_a_type_error() -> None:
         ("p", {"logit_bias": 1.0}, "sampling.logit_bias"),
         ("p", {"logit_bias": [(5, 1.0)]}, "sampling.logit_bias"),
         ([{"role": "user", "content": ["x"]}], {}, "chat.messages[0].content"),
+        ("p", {"regex": "a", "lark": "start: x"}, "structured_output"),
+        ("p", {"json_schema": {"enum": {1, 2}}}, "structured_output.json_schema"),
+        ("p", {"json_schema": ["a"]}, "structured_output.json_schema"),
+        ("p", {"json_object": "yes"}, "structured_output.json_object"),
+        ("p", {"regex": "\ud800"}, "structured_output.regex"),
+        ("p", {"choice": ["a", 5]}, "structured_output.choice.texts"),
+        ("p", {"choice": 5}, "structured_output.choice.texts"),
     ],
 )
 def test_values_that_cannot_be_sent_are_violations_by_field(prompt: Any, options: dict[str, Any], field: str) -> None:

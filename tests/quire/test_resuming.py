@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,78 +10,18 @@ import grpc
 import pytest
 
 import quire
-from quire import messages, tries
-from quire.channel import CHANNEL_OPTIONS
+from quire import tries
 from quire.v1.generation_pb2 import GenerateRequest, GenerateResponse
+from tests.support.client.breaks import answer, breaking, dropped, expected, forever, unavailable
 from tests.support.client.calls import KINDS, SyncCalls
-from tests.support.client.fake_generation import FakeGeneration
-from tests.support.client.scripted_server import Script, ScriptedServer, delta, finished, refusal, started
+from tests.support.client.scripted_server import Script, ScriptedServer, delta, refusal, started
 from tests.support.e2e.proxy import Proxy
-from tests.support.waiting import until, wait_until
-
-SEQUENCES = [[11, 12, 13, 14, 15, 16], [21, 22, 23]]
-SEED = 5
 
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tries, "FIRST_PAUSE_S", 0.005)
     monkeypatch.setattr(tries, "LONGEST_PAUSE_S", 0.05)
-
-
-@pytest.fixture
-def endless_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only a wake-up ends a pause."""
-    monkeypatch.setattr(tries, "FIRST_PAUSE_S", 3600.0)
-
-
-@pytest.fixture
-def network(server: ScriptedServer) -> Iterator[Proxy]:
-    proxy = Proxy(server.address)
-    proxy.start()
-    yield proxy
-    proxy.close()
-
-
-def answer() -> FakeGeneration:
-    return FakeGeneration(SEQUENCES, num_prompt_logprobs=4, seed=SEED)
-
-
-def expected() -> quire.Completion:
-    assembler = messages.CompletionAssembler()
-    fake = answer()
-    request = fake.request()
-    request.resumable = True
-    for message in fake.stream(request):
-        event = messages.event(message)
-        assert event is not None
-        assembler.add(event)
-    return assembler.completion()
-
-
-def breaking(num_breaks: int, num_messages: int, end: Any) -> Script:
-    """Returns a script whose first streams end with `await end(context)` after this many messages."""
-    fake, num_streams = answer(), 0
-
-    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
-        nonlocal num_streams
-        num_streams += 1
-        is_last = num_streams > num_breaks
-        responses = fake.stream(request)
-        for response in responses if is_last else responses[:num_messages]:
-            yield response
-        if not is_last:
-            await end(context)
-
-    return script
-
-
-async def unavailable(context: Any) -> None:
-    await context.abort(grpc.StatusCode.UNAVAILABLE, "the server is draining")
-
-
-async def forever(context: Any) -> None:
-    await asyncio.Event().wait()
 
 
 @contextmanager
@@ -97,11 +37,12 @@ def restarted(server: ScriptedServer, script: Script) -> Iterator[ScriptedServer
 
 @KINDS
 @pytest.mark.parametrize("num_messages", [0, 1, 2, 3])
+@pytest.mark.parametrize("end", [unavailable, dropped])
 def test_streams_that_break_again_and_again_give_the_whole_answer(
-    server: ScriptedServer, kind: type[SyncCalls], num_messages: int
+    server: ScriptedServer, kind: type[SyncCalls], num_messages: int, end: Any
 ) -> None:
     """With one message there is only a Started in each stream, with two there is progress."""
-    server.script = breaking(6, num_messages, unavailable)
+    server.script = breaking(6, num_messages, end)
     calls = kind(server.address, wait_for_ready=True)
     assert calls.call("complete", "p", n=2) == expected()
     first, *others = [request.HasField("resume") for request in server.requests]
@@ -159,8 +100,10 @@ def test_streams_survive_a_restart_of_the_server(kind: type[SyncCalls]) -> None:
 
 @KINDS
 def test_streams_survive_a_server_that_falls_silent(
-    server: ScriptedServer, network: Proxy, kind: type[SyncCalls], quick_keepalive: None
+    server: ScriptedServer, network: Proxy, kind: type[SyncCalls], set_keepalive: Callable[[int], None]
 ) -> None:
+    set_keepalive(100)
+
     async def stall(context: Any) -> None:
         network.stall()
         threading.Timer(1.0, network.resume).start()
@@ -168,17 +111,6 @@ def test_streams_survive_a_server_that_falls_silent(
 
     server.script = breaking(1, 4, stall)
     assert kind(network.address).call("complete", "p", n=2) == expected()
-
-
-@pytest.fixture
-def quick_keepalive(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_keepalive(monkeypatch, 100)
-
-
-def set_keepalive(monkeypatch: pytest.MonkeyPatch, interval_ms: int) -> None:
-    names = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
-    options = tuple((name, interval_ms if name in names else value) for name, value in CHANNEL_OPTIONS)
-    monkeypatch.setattr(quire.channel, "CHANNEL_OPTIONS", options)
 
 
 @KINDS
@@ -281,7 +213,12 @@ def test_the_deadline_counts_all_tries(server: ScriptedServer, kind: type[SyncCa
 
 
 @KINDS
-def test_a_client_that_must_not_resume_asks_for_no_continuation(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+@pytest.mark.parametrize("resume_timeout_s", [0, 60])
+def test_a_client_that_must_not_resume_or_cannot_ends_the_stream_at_a_break(
+    server: ScriptedServer, kind: type[SyncCalls], resume_timeout_s: float
+) -> None:
+    """It may resume with the time of 60 s, but the server is older: its Started has no continuation."""
+
     async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
         yield started()
         yield delta(0, "a", 1)
@@ -289,21 +226,8 @@ def test_a_client_that_must_not_resume_asks_for_no_continuation(server: Scripted
 
     server.script = script
     with pytest.raises(quire.UnavailableError, match=r"^the server is draining$"):
-        kind(server.address, resume_timeout_s=0).events("p")
-    assert [request.resumable for request in server.requests] == [False]
-
-
-@KINDS
-def test_a_server_that_is_older_breaks_the_stream_for_good(server: ScriptedServer, kind: type[SyncCalls]) -> None:
-    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
-        yield started()
-        yield delta(0, "a", 1)
-        await unavailable(context)
-
-    server.script = script
-    with pytest.raises(quire.UnavailableError, match=r"^the server is draining$"):
-        kind(server.address).events("p")
-    assert len(server.requests) == 1
+        kind(server.address, resume_timeout_s=resume_timeout_s).events("p")
+    assert [request.resumable for request in server.requests] == [resume_timeout_s > 0]
 
 
 @pytest.mark.parametrize("timeout_s", [-1.0, float("nan")])
@@ -342,111 +266,3 @@ async def test_an_async_client_waits_for_a_server_that_it_knows(server: Scripted
         server.script = breaking(3, 3, unavailable)
         assert await client.complete("p", n=2) == expected()
         assert client.num_resumptions == 3
-
-
-def test_closing_a_stream_ends_its_pause(server: ScriptedServer, endless_pauses: None) -> None:
-    server.script = breaking(1000, 2, unavailable)
-    with quire.Client(server.address) as client:
-        events = client.generate("p", n=2)
-        closer = threading.Thread(target=lambda: (wait_until(lambda: paused(client)), events.close()))
-        closer.start()
-        assert len(list(events)) == 2
-        closer.join()
-        assert not paused(client)
-    assert len(server.requests) == 1
-
-
-def test_closing_the_client_ends_the_pauses_of_its_streams(server: ScriptedServer, endless_pauses: None) -> None:
-    server.script = breaking(1000, 2, unavailable)
-    client = quire.Client(server.address)
-    closer = threading.Thread(target=lambda: (wait_until(lambda: paused(client)), client.close()))
-    closer.start()
-    with pytest.raises(quire.RequestCancelledError):
-        list(client.generate("p", n=2))
-    closer.join()
-    with pytest.raises(quire.RequestCancelledError):
-        client.generate("p")
-    assert len(server.requests) == 1
-
-
-def paused(client: Any) -> set[Any]:
-    return set(client._contact._paused)
-
-
-@pytest.mark.parametrize("how", ["close", "cancel", "client"])
-async def test_whatever_ends_an_async_stream_ends_its_pause(
-    server: ScriptedServer, endless_pauses: None, how: str
-) -> None:
-    server.script = breaking(1000, 2, unavailable)
-    before = asyncio.all_tasks()
-    client = quire.AsyncClient(server.address)
-    events = client.generate("p", n=2)
-
-    async def read() -> int:
-        return len([event async for event in events])
-
-    task = asyncio.create_task(read())
-    await until(lambda: paused(client))
-    if how == "close":
-        events.close()
-        assert await task == 2
-    elif how == "cancel":
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert [event async for event in events] == []
-    else:
-        await client.close()
-        with pytest.raises(quire.RequestCancelledError):
-            await task
-    assert not paused(client)
-    await client.close()
-    await until(lambda: asyncio.all_tasks() == before)
-    assert len(server.requests) == 1
-
-
-async def test_closing_a_continued_stream_cancels_its_request(server: ScriptedServer) -> None:
-    fake = answer()
-
-    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
-        responses = fake.stream(request)
-        for response in responses[:2]:
-            yield response
-        if len(server.requests) == 1:
-            server.cancelled.clear()
-            await unavailable(context)
-        await forever(context)
-
-    server.script = script
-    async with quire.AsyncClient(server.address) as client:
-        async with client.generate("p", n=2) as events:
-            for _ in range(3):
-                await anext(events)
-            server.cancelled.clear()
-        assert await asyncio.to_thread(server.saw_cancellation)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("permitted_ms", "is_permitted"), [(500, True), (10_000, False)])
-async def test_pings_in_a_quiet_stream(monkeypatch: pytest.MonkeyPatch, permitted_ms: int, is_permitted: bool) -> None:
-    """The intervals have the ratio of the real ones. The third ping that comes too early would end the connection."""
-    set_keepalive(monkeypatch, 1000)  # gRPC sends no more than one in a second
-    server = ScriptedServer((("grpc.http2.min_ping_interval_without_data_ms", permitted_ms),))
-
-    async def script(request: GenerateRequest, context: Any) -> AsyncIterator[GenerateResponse]:
-        yield started()
-        yield delta(0, "a", 1)
-        await asyncio.sleep(6)
-        yield finished(0)
-
-    server.script = script
-    server.start()
-    try:
-        async with quire.AsyncClient(server.address) as client:
-            if is_permitted:
-                assert (await client.complete("p")).text == "a"
-            else:
-                with pytest.raises(quire.UnavailableError, match="Too many pings"):
-                    await client.complete("p")
-    finally:
-        server.stop()

@@ -6,7 +6,7 @@ import logging
 import socket
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -72,6 +72,8 @@ async def asyncio_server(files: TlsFiles, require_client: bool = False) -> Async
 
 
 Served = Callable[..., "asynccontextmanager[int]"]
+Ask = Callable[[int, "TlsFiles | str | None"], Awaitable[str]]
+REFUSED = (grpc.aio.AioRpcError, ssl.SSLError, ConnectionError)
 both = pytest.mark.parametrize("served", [grpc_server, asyncio_server], ids=["grpc", "asyncio"])
 
 
@@ -81,9 +83,10 @@ async def call(port: int, tls: TlsFiles | str | None) -> str:
         return answer.decode()
 
 
-async def read_line(port: int, client: TlsFiles) -> str:
-    context = ssl.create_default_context(cafile=client.ca)
-    context.load_cert_chain(client.certificate, client.key)
+async def read_line(port: int, client: TlsFiles | str | None) -> str:
+    context = ssl.create_default_context(cafile=client.ca if isinstance(client, TlsFiles) else client)
+    if isinstance(client, TlsFiles):
+        context.load_cert_chain(client.certificate, client.key)
     reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
     line = await reader.readline()
     writer.close()
@@ -118,28 +121,26 @@ async def test_a_client_connects_with_the_authoritys_certificate_only(files: Tls
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+@pytest.mark.parametrize(
+    ("served", "ask", "san", "name"),
+    [
+        (grpc_server, call, "URI:spiffe://example/billing", "spiffe://example/billing"),
+        (asyncio_server, read_line, "IP:10.0.0.1", "10.0.0.1"),
+    ],
+    ids=["grpc", "asyncio"],
+)
 async def test_a_required_client_certificate_is_checked_and_its_names_are_known(
-    authority: Authority, files: TlsFiles, tmp_path: Path
+    served: Served, ask: Ask, san: str, name: str, authority: Authority, files: TlsFiles, tmp_path: Path
 ) -> None:
-    client = authority.issue("client", "DNS:billing.example", "URI:spiffe://example/billing")
+    client = authority.issue("client", "DNS:billing.example", san)
     forged = Authority.create(tmp_path, "stranger").issue("client", "DNS:billing.example")
-    async with grpc_server(files, require_client=True) as port:
-        assert await call(port, client) == "billing.example,spiffe://example/billing"
+    async with served(files, require_client=True) as port:
+        assert await ask(port, client) == f"billing.example,{name}"
         for other in (files.ca, TlsFiles(forged.certificate, forged.key, files.ca)):
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await call(port, other)
-            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
-
-
-async def test_the_asyncio_context_checks_client_certificates_too(
-    authority: Authority, files: TlsFiles, tmp_path: Path
-) -> None:
-    client = authority.issue("client", "DNS:billing.example", "IP:10.0.0.1")
-    forged = Authority.create(tmp_path, "stranger").issue("client", "DNS:billing.example")
-    async with asyncio_server(files, require_client=True) as port:
-        assert await read_line(port, client) == "billing.example,10.0.0.1"
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            await read_line(port, TlsFiles(forged.certificate, forged.key, files.ca))
+            with pytest.raises(REFUSED) as error:
+                await ask(port, other)
+            if isinstance(error.value, grpc.aio.AioRpcError):
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
 @both
@@ -190,7 +191,7 @@ async def test_changed_authorities_decide_about_new_clients(
         assert await name(old) == "old"
         trusted.write_text(Path(authority.ca).read_text())
         assert await name(new) == "new"
-        with pytest.raises((grpc.aio.AioRpcError, ssl.SSLError, ConnectionError)):
+        with pytest.raises(REFUSED):
             await name(old)
 
 

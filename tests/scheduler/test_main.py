@@ -17,10 +17,11 @@ import grpc.aio
 import pytest
 
 from quire.addresses import with_port
+from quire.signals import EndSignals
 from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationStub
 from scheduler.engine.engine import Engine
-from scheduler.main import EXIT_UNFINISHED, _shorten_pauses, _Signals, _until_done
+from scheduler.main import EXIT_UNFINISHED, _shorten_pauses, _until_done
 from scheduler.text.checkpoint import Checkpoint
 from tests.support.paths import ROOT
 from tests.support.scheduler.engine_rig import engine_options
@@ -88,7 +89,7 @@ async def test_drain_has_a_time_limit(launcher: Launcher) -> None:
 async def test_an_engine_that_was_cancelled_from_elsewhere_has_failed(caplog: pytest.LogCaptureFixture) -> None:
     running = asyncio.create_task(asyncio.Event().wait())
     running.cancel()
-    exit_code = await _until_done(Engine(FakeClient(), engine_options()), running, _Signals(), drain_timeout_s=1.0)  # type: ignore[arg-type]
+    exit_code = await _until_done(Engine(FakeClient(), engine_options()), running, EndSignals(), drain_timeout_s=1.0)  # type: ignore[arg-type]
     assert exit_code == EXIT_UNFINISHED
     assert "the engine has failed" in caplog.text
 

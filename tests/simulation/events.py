@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
-import grpc
-
-from quire.executor.v1 import executor_pb2 as pb
-from quire.plan_stream import FEATURES, PROTOCOL_VERSION
-from scheduler.core import ExecutorLost, ExecutorNotOurs
+from tests.simulation.rivals import attacker, foreign_publisher, rival
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -24,7 +19,7 @@ async def kill(world: World) -> None:
     """The executor dies, and another process starts, perhaps with another pool."""
     host, random = world.host, world.random
     host.next_num_blocks = max(2, world.num_blocks - random.choice((0, 0, 3, 8))) if random.random() < 0.3 else None
-    host.restart_s = random.choice((0.05, 0.5, 3.0))
+    host.load_s = random.choice((0.0, 0.3, 3.0))
     host.lose_process("the executor is killed")
 
 
@@ -34,10 +29,49 @@ async def bring_other_weights(world: World) -> None:
 
 
 async def kill_often(world: World) -> None:
+    """Executors die young: as soon as each serves, or even before."""
     for _ in range(world.random.randint(3, 9)):
         await kill(world)
-        world.host.restart_s = 0.05
+        world.host.load_s = 0.0
         await asyncio.sleep(world.random.uniform(0.05, 0.4))
+        while world.host.process is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
+async def kill_scheduler(world: World) -> None:
+    """The scheduler dies, and another process takes the executor with the blocks that it has retained."""
+    world.schedulers.load_s = world.random.choice((0.0, 0.1, 2.0))
+    world.schedulers.lose_process("the scheduler is killed")
+
+
+async def kill_scheduler_often(world: World) -> None:
+    for _ in range(world.random.randint(2, 5)):
+        await kill_scheduler(world)
+        await asyncio.sleep(world.random.uniform(0.0, 0.6))
+
+
+async def kill_both(world: World) -> None:
+    await asyncio.gather(kill(world), kill_scheduler(world))
+
+
+async def stop_scheduler(world: World) -> None:
+    """The scheduler is stopped for a while, or for ever; its supervisor may lose its patience."""
+    duration_s = world.random.choice((0.1, 1.0, 5.0, 1e6))
+    if (process := world.scheduler) is not None:
+        world.log(f"the scheduler is stopped for {duration_s} s")
+        process.is_stopped = world.oracles.has_stopped_schedulers = True
+        await asyncio.sleep(min(duration_s, 30.0))
+        if duration_s < 1e6 and process.is_alive:
+            world.log("the scheduler goes on")
+            process.go_on()
+
+
+async def break_client(world: World) -> None:
+    """The connection of a client breaks, and the server notices it later than the client."""
+    if (process := world.scheduler) is not None and process.calls:
+        call = world.random.choice(list(process.calls))
+        world.log(f"the connection of {call.peer()} breaks")
+        call.break_off(world.notices_s())
 
 
 async def hang(world: World) -> None:
@@ -50,22 +84,25 @@ async def hang(world: World) -> None:
 
 async def stall(world: World) -> None:
     duration_s = world.random.choice((0.05, 0.5, 3.0))
-    world.log(f"the connection stalls for {duration_s} s")
-    world.wire.stall(duration_s)
+    if (process := world.scheduler) is not None:
+        world.log(f"the connection stalls for {duration_s} s")
+        process.wire.stall(duration_s)
 
 
 async def break_connection(world: World) -> None:
-    world.log("the connection breaks")
-    world.wire.break_calls(world.notices_s(), world.notices_s())
+    if (process := world.scheduler) is not None:
+        world.log("the connection breaks")
+        process.wire.break_calls(world.notices_s(), world.notices_s())
 
 
 async def cut(world: World) -> None:
     """No connection is possible for a while; EMFILE looks like this too."""
-    world.log("the connection is cut")
-    world.wire.is_cut = True
-    world.wire.break_calls(world.notices_s(), world.notices_s())
-    await asyncio.sleep(world.random.choice((0.05, 1.0, 3.0)))
-    world.wire.is_cut = False
+    if (process := world.scheduler) is not None:
+        world.log("the connection is cut")
+        process.wire.is_cut = True
+        process.wire.break_calls(world.notices_s(), world.notices_s())
+        await asyncio.sleep(world.random.choice((0.05, 1.0, 3.0)))
+        process.wire.is_cut = not process.is_alive
 
 
 async def jump(world: World) -> None:
@@ -74,53 +111,21 @@ async def jump(world: World) -> None:
 
 
 async def forget_prefixes(world: World) -> None:
-    if world.engine.core is not None:
-        world.engine.reset_prefix_cache()
+    if (process := world.scheduler) is not None and not process.is_stopped:
+        world.log("the prefix cache is reset")
+        world.oracles.cache.reset(process.engine)
 
 
 async def drain_and_resume(world: World) -> None:
+    if (process := world.scheduler) is None or process.is_stopped:
+        return
     number, since_s = len(world.oracles.drains_s), world.now_s
     world.oracles.drains_s.append((since_s, since_s + 1e6))
-    draining = asyncio.create_task(world.engine.drain(), name="drain")
+    draining = asyncio.create_task(process.engine.drain(), name="drain")
     await asyncio.wait([draining], timeout=0.3)
-    world.engine.resume()
+    process.engine.resume()
     draining.cancel()
     world.oracles.drains_s[number] = (since_s, world.now_s)
-
-
-async def rival(world: World) -> None:
-    """Another scheduler wants the executor, takes it perhaps, and ends."""
-    takes_over, holds_s = world.random.random() < 0.5, world.random.choice((0.0, 0.3, 2.0))
-    wire = world.new_wire("rival")
-    client = world.new_client(wire, "rival", takes_over=takes_over)
-    for _ in range(3):
-        with suppress(ExecutorLost, ExecutorNotOurs):
-            description = await client.describe(1.0)
-            stream = await client.open_stream(lambda: None, 1, description.incarnation, 1.0)
-            await asyncio.sleep(holds_s)
-            await stream.close()
-            break
-        await asyncio.sleep(0.1)
-    world.wires.remove(wire)
-
-
-async def attacker(world: World) -> None:
-    """A peer that keeps no rule: it takes the executor, and sends plans of its own choice."""
-    random = world.random
-    wire = world.new_wire("attacker")
-    call = wire.begin_stream()
-    opening = pb.Opening(protocol_version=PROTOCOL_VERSION, features=FEATURES, holder="attacker", takes_over=True)
-    epochs = [0, 1, 2, 2**32, 2**63, 2**64 - 1]
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, asyncio.CancelledError):
-        if random.random() < 0.9:
-            await call.write(pb.RunRequest(opening=opening))
-        for step_id in range(1, random.randint(2, 4)):
-            plan = pb.StepPlan(epoch=random.choice(epochs), step_id=step_id)
-            world.log(f"the attacker sends a plan of epoch {plan.epoch}")
-            await call.write(pb.RunRequest(plan=plan))
-        await asyncio.sleep(random.choice((0.01, 0.3)))
-    call.cancel()
-    world.wires.remove(wire)
 
 
 EVENTS = (
@@ -135,9 +140,18 @@ EVENTS = (
     cut,
     jump,
     forget_prefixes,
+    kill_scheduler,
+    kill_scheduler,
+    kill_scheduler_often,
+    kill_both,
+    stop_scheduler,
+    break_client,
+    break_client,
     drain_and_resume,
     rival,
     attacker,
+    foreign_publisher,
+    foreign_publisher,
 )
 
 

@@ -1,12 +1,13 @@
 """The machine of the executor: runs one executor process after another, each with the real servicer and device thread.
 
 The two threads of a process are tasks that take one piece of work after the other from the real queues' stand-ins and
-pass it to the real handlers. The model is a fake that computes a hash (`tests.support.core.fake_executor`).
+pass it to the real handlers. `runner.py` has the model.
 """
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -14,28 +15,22 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
-import numpy as np
-
 from executor.device import device_thread, results_thread
 from executor.device.device_thread import DeviceThread
 from executor.device.results_thread import ResultsThread, Unfinished
 from executor.device.work import Step
-from executor.errors import PlanRejected
 from executor.plans import plan_wire
 from executor.plans.limits import PlanLimits
-from executor.plans.plan import Publication, Reports, StepOutput, StepPlan, StepTimings
 from executor.server import Server
 from executor.stream.servicer import ExecutorServicer
-from scheduler.core import FinishReason
-from tests.simulation.translation import core_plan, publication, reported
-from tests.support.core.fake_executor import FakeExecutor, PlanError
+from tests.simulation.runner import SimulatedRunner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from executor.plans.plan import StepOutput
+    from tests.simulation.quire_serve import ChildProcess
     from tests.simulation.world import World
-
-_REASONS = {None: 0, FinishReason.EOS: 1, FinishReason.LENGTH: 2, FinishReason.STOP: 3, FinishReason.NOT_FINITE: 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,76 +168,8 @@ class SimulatedServer(Server):
         pass
 
 
-class SimulatedRunner:
-    """Computes a plan with the fake executor of the core's tests, which checks the plan and the KV that it reads."""
-
-    def __init__(self, process: Process) -> None:
-        self._process, self._world = process, process.world
-        self._executor = self._empty_executor()
-        self._digest_scheme = ""
-
-    def is_sane(self) -> bool:
-        self._world.faults.may_raise("executor: is sane")
-        return True
-
-    def reset(self, digest_scheme: str = "", *, is_trusted: bool = True) -> Publication:
-        self._world.faults.may_raise("executor: reset")
-        keeps = is_trusted and digest_scheme == self._digest_scheme != ""
-        self._executor = self._executor.next_epoch(0) if keeps else self._empty_executor()
-        self._executor.retains = bool(digest_scheme)
-        self._digest_scheme = digest_scheme
-        return publication(self._executor.digests)
-
-    def _empty_executor(self) -> FakeExecutor:
-        machine = self._world.machine
-        sizes = machine.block_size, machine.max_num_seqs, machine.max_num_batched_tokens, machine.vocab_size
-        return FakeExecutor(self._process.num_blocks, *sizes, epoch=0)
-
-    def execute(self, plan: StepPlan, computing: Callable[[], None]) -> StepOutput | Launched:
-        self._world.faults.may_raise("executor: execute")
-        machine = self._world.machine
-        if not self._executor.epoch:
-            self._executor.epoch, self._executor.step_id = plan.epoch, plan.step_id - 1
-        computing()
-        try:
-            result = self._executor.execute(core_plan(plan, self._process.digest))
-        except PlanError as error:
-            self._world.oracles.plan_refused(self._process, plan.epoch, str(error))
-            raise PlanRejected(str(error)) from None
-        if self._world.faults.poisons(
-            slot.token_ids[slot.num_prompt_tokens - 1] for slot in self._executor.slots.values()
-        ):
-            raise RuntimeError("the step of this sequence fails")
-        reasons = list(result.end_reasons or [None] * len(result.token_ids))
-        for place, index in enumerate(sorted(self._executor.sampled_slots)):
-            slot = self._executor.slots[index]
-            if self._world.faults.spoils(slot.token_ids[slot.num_prompt_tokens - 1], len(slot.token_ids)):
-                reasons[place], slot.has_ended = FinishReason.NOT_FINITE, True
-        output = StepOutput(
-            plan.epoch,
-            plan.step_id,
-            np.array(result.token_ids, np.int32),
-            np.array([_REASONS[reason] for reason in reasons], np.uint8),
-            StepTimings(1_000, int(machine.step_s * 1e9), 1_000),
-            Reports(reported(result.logprobs), None, reported(result.candidates)),
-        )
-        return Launched(self._world, output) if machine.launches else output
-
-
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step on a device that computes while the thread goes on."""
-
-    world: World
-    output: StepOutput
-
-    def finish(self) -> StepOutput:
-        self.world.faults.may_raise("executor: finish")
-        return self.output
-
-
 class Host:
-    """Starts the next process when one has ended, after a pause."""
+    """Starts an executor when `quire serve` asks for it."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -250,26 +177,45 @@ class Host:
         self.num_processes = 0
         self.next_num_blocks: int | None = None
         self.next_digest: str | None = None
-        self.restart_s = 0.2
-        self.is_stopped = False
+        self.load_s = 0.0
+        self._child: ChildProcess | None = None
+        self._loading: asyncio.TimerHandle | None = None
+        self._ending: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        world = self._world
-        if self.is_stopped:
-            return
+    def begin(self, child: ChildProcess) -> None:
+        self._child = child
+        self._loading = asyncio.get_running_loop().call_later(self.load_s, self._listen)
+
+    def _listen(self) -> None:
         self.num_processes += 1
-        num_blocks = self.next_num_blocks or world.num_blocks
-        self.process = Process(world, self.num_processes, num_blocks, self.next_digest or "0")
-        world.oracles.executor_started(self.process)
+        num_blocks = self.next_num_blocks or self._world.num_blocks
+        self.process = Process(self._world, self.num_processes, num_blocks, self.next_digest or "0")
+        self._world.oracles.executor_started(self.process)
         self.process.start_watching()
+        if self._child is not None:
+            self._child.say_ready()
 
-    def lose_process(self, why: str) -> None:
-        """Ends the process, and with it all its connections."""
-        if (process := self.process) is None:
+    def lose_process(self, why: str, return_code: int = -signal.SIGKILL) -> None:
+        """Ends the process, also one that loads, and with it all its connections."""
+        if self._child is None or self._child.returncode is not None:
             return
         self._world.log(why)
-        self.process = None
-        process.end()
-        for wire in self._world.wires:
-            wire.break_calls(self._world.notices_s())
-        asyncio.get_running_loop().call_later(self.restart_s, self.start)
+        if self._loading is not None:
+            self._loading.cancel()
+        process, self.process = self.process, None
+        if process is not None:
+            process.end()
+            for wire in self._world.wires:
+                wire.break_calls(self._world.notices_s())
+        self._child.exit(return_code)
+
+    def signalled(self, number: int) -> None:
+        if number == signal.SIGTERM:
+            self._ending = asyncio.create_task(self._end(), name="executor's end")
+        else:
+            self.lose_process("the executor is killed by its supervisor", -number)
+
+    async def _end(self) -> None:
+        if self.process is not None and self.process.servicer._streams:
+            self._world.oracles.violated("the executor keeps the stream of a scheduler that has ended")
+        self.lose_process("the executor has ended", 0)

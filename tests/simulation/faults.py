@@ -22,7 +22,8 @@ from scheduler.requests.validation import RequestChecker
 from scheduler.requests.write_queue import WriteQueue
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.telemetry.request_metrics import RequestMetrics
-from tests.simulation.clients import FIRST_OWN_TOKEN
+from tests.simulation.processes import CURRENT
+from tests.simulation.requests import FIRST_OWN_TOKEN
 from tests.simulation.transport import Wire
 
 if TYPE_CHECKING:
@@ -137,6 +138,8 @@ class Faults:
 
     def may_raise(self, place: str, who: Callable[[], str] | None = None) -> None:
         """Raises the drawn error, if there is one for this call."""
+        if (process := CURRENT.get()) is not None and not process.is_alive:
+            return
         self._num_calls[place] += 1
         error = self.errors.get((place, self._num_calls[place]))
         if error is not None and not self.is_over:
@@ -191,7 +194,7 @@ class Faults:
             self.leaver -= 1
             if not self.leaver and not self.is_over:
                 name = next((stream.log_fields["request_id"] for stream in self._streams if stream._turn is turn), "")
-                next(call for call in self.world.calls if call.name == name).leave()
+                next(client for client in self.world.clients if client.name == name).leave()
 
         finished = ResponseStream.finished
 

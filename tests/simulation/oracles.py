@@ -11,13 +11,17 @@ import grpc
 from scheduler.core import check_invariants
 from scheduler.engine.engine import ServerState
 from scheduler.engine.failures import MAX_FAILURES
+from scheduler.requests.response_stream import ResponseStream
+from tests.simulation.cache_oracle import CacheOracle
 from tests.simulation.faults import ALL, SCOPES
 
 if TYPE_CHECKING:
-    from quire.v1 import generation_pb2 as pb
+    from quire.events import Finished
     from scheduler.core import Scheduler, StepPlan
-    from tests.simulation.clients import Call
+    from scheduler.engine.engine import Engine
+    from tests.simulation.clients import Client
     from tests.simulation.executor_host import Process
+    from tests.simulation.scheduler_host import SchedulerProcess
     from tests.simulation.world import World
 
 Code = grpc.StatusCode
@@ -38,7 +42,10 @@ class Oracles:
         self._world = world
         self.violations: list[str] = []
         self._losses: list[tuple[float, bool]] = []  # the times, and whether the poison was the cause
+        self._scheduler_losses_s: list[float] = []
         self._is_poisoned = False
+        self.has_stopped_schedulers = False
+        self.cache = CacheOracle(world)
         self.leases: dict[int, set[int]] = {}
         self.processes: list[tuple[float, Process]] = []
         self._could_serve_s = 0.0
@@ -52,6 +59,8 @@ class Oracles:
 
     def executor_started(self, process: Process) -> None:
         self.processes.append((self._world.now_s, process))
+        self._could_serve_s = self._world.now_s
+        self.cache.executor_started()
 
     def plan_refused(self, process: Process, epoch: int, problem: str) -> None:
         """An executor has found a fault in a plan, which only a scheduler that means harm may send."""
@@ -67,22 +76,31 @@ class Oracles:
             self.violated("a healthy executor is lost")
         self._is_poisoned = False
 
-    def planned(self, core: Scheduler, plan: StepPlan) -> None:
+    def scheduler_lost(self, process: SchedulerProcess) -> None:
+        self._scheduler_losses_s.append(self._world.now_s)
+        self.cache.scheduler_lost()
+        if not process.is_ending and self._world.now_s > self._world.healed_s + SETTLED_S:
+            self.violated("a healthy scheduler is lost")
+
+    def planned(self, engine: Engine, core: Scheduler, plan: StepPlan) -> None:
         """A sequence whose text has ended must not be computed further."""
-        sinks = self._world.engine._dispatcher._sinks
+        self.cache.planned(engine, plan)
+        sinks = engine._dispatcher._sinks
         for active in core.state.requests.values():
             sink = sinks.get(active.request.request_id)
             for sequence in active.sequences:
-                if sink is not None and not sequence.is_finished and sink._completions[sequence.index].has_stopped:  # type: ignore[attr-defined]
+                if not isinstance(sink, ResponseStream) or sequence.is_finished:
+                    continue
+                if sink._completions[sequence.index].has_stopped:
                     self.violated(f"{sequence!r} goes on after its stop string")
 
     # --- ends of calls --------------------------------------------------------------------------------------------
 
-    def usage(self, call: Call, finished: pb.Finished) -> None:
+    def usage(self, call: Client, finished: Finished) -> None:
         if finished.usage.completion_tokens != len(call.token_ids.get(finished.index, [])):
             self.violated(f"{call.name} is charged for {finished.usage.completion_tokens} tokens, and received others")
 
-    def call_ended(self, call: Call) -> None:
+    def call_ended(self, call: Client) -> None:
         if call.code is None:
             return self.violated(f"{call.name} ended without a status")
         self._check_output(call)
@@ -92,7 +110,7 @@ class Oracles:
             self._world.log(f"{call.name} may fail: {excuse}")
         return None
 
-    def _check_output(self, call: Call) -> None:
+    def _check_output(self, call: Client) -> None:
         """The output is that of one model, all of it if the call ended well, or else its beginning."""
         problems = []
         for digest in dict.fromkeys(process.digest for _, process in self.processes):
@@ -103,19 +121,27 @@ class Oracles:
         if problems:
             self.violated(f"{call.name}: {problems[0]}")
 
-    def _difference(self, call: Call, digest: str) -> str | None:
+    def _difference(self, call: Client, digest: str) -> str | None:
         is_ok = call.code is Code.OK
+        prompt_logprobs = call.asked.expected_prompt_logprobs(self._world.machine.vocab_size)
+        if call.prompt_logprobs != (prompt_logprobs if is_ok else prompt_logprobs[: len(call.prompt_logprobs)]):
+            return f"the prompt has {call.prompt_logprobs}, not {prompt_logprobs}"
         for index in range(call.asked.num_sequences) if is_ok else sorted(call.token_ids):
-            expected = call.asked.expected(index, digest, self._world.machine.vocab_size)
-            received, text = call.token_ids.get(index, []), call.texts.get(index, "")
+            right = call.asked.expected(index, digest, self._world.machine.vocab_size)
+            token_ids, logprobs = call.token_ids.get(index, []), call.logprobs.get(index, [])
+            text, number = call.texts.get(index, ""), len(call.token_ids.get(index, []))
+            ending = f"{text!r} {call.reasons.get(index)} {call.scores.get(index)}"
             if is_ok or index in call.reasons:
-                if (received, text, call.reasons.get(index)) != (expected.token_ids, expected.text, expected.reason):
-                    return f"sequence {index} is {received} {text!r} {call.reasons.get(index)}, not {expected}"
-            elif received != expected.token_ids[: len(received)] or not expected.text.startswith(text):
-                return f"sequence {index} begins {received} {text!r}, not {expected}"
+                wrong = (token_ids, text, call.reasons.get(index)) != (right.token_ids, right.text, right.reason)
+                if wrong or logprobs != right.logprobs or call.scores.get(index) != right.score:
+                    return f"sequence {index} is {token_ids} {ending} {logprobs}, not {right}"
+            elif token_ids != right.token_ids[:number] or not right.text.startswith(text):
+                return f"sequence {index} begins {token_ids} {ending}, not {right}"
+            elif logprobs != right.logprobs[:number]:
+                return f"sequence {index} begins with {logprobs}, not {right}"
         return None
 
-    def _excuse(self, call: Call) -> str:
+    def _excuse(self, call: Client) -> str:
         """Returns why a call may have ended with its status; nothing if it may not."""
         faults, began_s, ended_s = self._world.faults, call.began_s, call.ended_s or 0.0
         own = next((fired.place for fired in faults.fired if fired.who == call.name), "")
@@ -126,12 +152,14 @@ class Oracles:
             case Code.DEADLINE_EXCEEDED:
                 return "its time is over" * (timeout_s is not None and ended_s >= began_s + timeout_s - 1e-6)
             case Code.UNAVAILABLE:
-                is_drained = any(since_s <= ended_s and began_s <= until_s for since_s, until_s in self.drains_s)
-                return "there is no core" * call.saw_no_core or "the server drains" * is_drained
+                return self._excuse_of_absence(call, began_s, ended_s)
+            case Code.FAILED_PRECONDITION:
+                return "other weights" * self._saw_other_weights(began_s, ended_s)
             case Code.OUT_OF_RANGE:
                 return "a pool was smaller" * self._was_too_large(call)
             case Code.RESOURCE_EXHAUSTED:
                 stalled = call.longest_stall_s >= self._world.stalled_reader_timeout_s
+                stalled |= self.has_stopped_schedulers  # its clients seem to stall when it goes on
                 return "its client stalled" * stalled or "it would be late" * (timeout_s is not None)
             case Code.INTERNAL:
                 if own:
@@ -145,6 +173,15 @@ class Oracles:
                 )
         return ""
 
+    def _excuse_of_absence(self, call: Client, began_s: float, ended_s: float) -> str:
+        """Only a client that does not resume may see that the server is absent, or one that has never seen it."""
+        is_drained = any(since_s <= ended_s and began_s <= until_s for since_s, until_s in self.drains_s)
+        is_lost = call.is_cut_off or any(began_s <= time_s <= ended_s for time_s in self._scheduler_losses_s)
+        asked = call.asked
+        if asked.resume_timeout_s and (asked.knows_server or asked.waits or call.num_calls > 1):
+            return ""
+        return "there is no core" * call.saw_no_core or "the server drains" * is_drained or "it is lost" * is_lost
+
     def _excuse_of_all(self, began_s: float, failed_s: float) -> str:
         late_s = self._world.step_timeout_s + SLACK_S
         for fired in self._world.faults.fired:
@@ -156,7 +193,7 @@ class Oracles:
                 return fired.place
         return ""
 
-    def _excuse_of_losses(self, call: Call) -> str:
+    def _excuse_of_losses(self, call: Client) -> str:
         is_poison = call.asked.number == self._world.faults.poison
         num_losses = sum(
             call.began_s <= time_s <= (call.ended_s or 0.0) and (is_poison or not is_poisoned)
@@ -164,10 +201,9 @@ class Oracles:
         )
         return f"{num_losses} executors were lost" * (num_losses > MAX_LOSSES)
 
-    def _was_too_large(self, call: Call) -> bool:
-        num_tokens = len(call.asked.message.token_ids.ids) + call.asked.message.stopping.max_tokens
+    def _was_too_large(self, call: Client) -> bool:
         least = min(process.num_blocks for _, process in self.processes) - 1
-        return num_tokens > least * self._world.machine.block_size
+        return call.asked.most_blocks(self._world.machine.block_size) > least
 
     def _saw_other_weights(self, began_s: float, ended_s: float) -> bool:
         digests = [(time_s, process.digest) for time_s, process in self.processes]
@@ -179,13 +215,16 @@ class Oracles:
 
     def check_readiness(self) -> None:
         """SERVING must not be reported for long while no executor can serve. Called at intervals."""
-        world, process = self._world, self._world.host.process
+        world, process, scheduler = self._world, self._world.host.process, self._world.scheduler
+        if scheduler is None or scheduler.is_stopped:
+            self._could_serve_s = world.now_s
+            return
         is_hung = process is not None and process.hung_until_s > world.now_s
-        is_stalled = world.wire.stalled_until_s > world.now_s or world.wire.is_cut
+        is_stalled = scheduler.wire.stalled_until_s > world.now_s or scheduler.wire.is_cut
         if process is not None and not is_hung and not is_stalled:
             self._could_serve_s = world.now_s
         bound_s = 3 * world.step_timeout_s + 2 * world.notice_s + SLACK_S
-        if world.engine.state is ServerState.SERVING and world.now_s > self._could_serve_s + bound_s:
+        if scheduler.engine.state is ServerState.SERVING and world.now_s > self._could_serve_s + bound_s:
             self.violated(f"readiness says SERVING for {world.now_s - self._could_serve_s:.1f} s without an executor")
 
     def engine_ended(self, error: BaseException | None) -> None:
@@ -194,10 +233,10 @@ class Oracles:
         if num_failures < MAX_FAILURES:
             self.violated(f"the engine ended after {num_failures} failures: {error!r}")
 
-    def check_idle(self) -> None:
+    def check_idle(self, scheduler: SchedulerProcess) -> None:
         """Nothing is left of requests that have ended."""
-        world = self._world
-        core, intake, queue = world.engine.core, world.intake, world.intake._write_queue
+        world, engine, intake = self._world, scheduler.engine, scheduler.intake
+        core, queue = engine.core, scheduler.intake._write_queue
         if core is not None:
             check_invariants(core)
         used = [] if core is None else [block for block in core.state.cache.pool.ref_counts if block]
@@ -206,10 +245,10 @@ class Oracles:
             "requests in the core": core is not None and core.num_unfinished_requests,
             "blocks": len(used),
             "slots": core is not None and core.state.limits.max_num_seqs - core.state.batch.num_free_slots,
-            "sinks": len(world.engine._dispatcher),
+            "sinks": len(engine._dispatcher),
             "open streams": len(intake.open_streams),
             "client request ids": len(intake._client_request_ids),
-            "measured requests": 0 if could_not_forget else len(world.metrics._queued),
+            "measured requests": 0 if could_not_forget else len(scheduler.metrics._queued),
             "streams that write": queue._num_writing,
             "streams that wait to write": sum(not turn.done() for turn in queue._waiting),
             "turns of the executor's streams": max(0, len(world.streams_of_executor()) - 1),
@@ -217,7 +256,7 @@ class Oracles:
         for what, number in left.items():
             if number:
                 self.violated(f"{number} {what} are left at the end")
-        if not world.engine._idle.is_set():
+        if not engine._idle.is_set():
             self.violated("the engine is not idle at the end")
 
     def check_tasks(self) -> None:

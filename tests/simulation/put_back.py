@@ -1,6 +1,6 @@
 """Faults that the shell once had, or could have. Each is put back by a patch, and the simulation must find it.
 
-FAULTS holds with each fault how many seeds a search from 0 needs, as `python -m tests.simulation --put-back all` says.
+These are faults of the services' loops and of their supervisor; `put_back_streams.py` has those of what outlives them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from executor.errors import EpochRefused
 from executor.server import Server
 from executor.stream.leases import Leases
 from executor.stream.plan_session import PlanSession
+from quire.cli.restarts import Backoff
 from scheduler.core import Events, FinishReason
 from scheduler.engine.dispatcher import EventDispatcher, FollowUps
 from scheduler.engine.engine import Engine
@@ -22,7 +23,7 @@ from scheduler.engine.watchdog import ExecutorWatchdog
 from scheduler.requests import intake
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.write_queue import WriteQueue
-from tests.simulation.executor_host import Host
+from tests.simulation import quire_serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,15 +62,23 @@ def client_chooses_the_epoch(patch: pytest.MonkeyPatch) -> None:
 
 
 def few_restarts(patch: pytest.MonkeyPatch) -> None:
-    """H6: the supervisor gives up after the sixth restart. Its real policy is `quire.cli.restarts`."""
-    lose_process = Host.lose_process
+    """H6: the supervisor gives up after the sixth restart in a row."""
+    next_delay_s = Backoff.next_delay_s
 
-    def lose(host: Host, why: str) -> None:
-        if host.num_processes == 7:
-            host.restart_s = 1e9
-        lose_process(host, why)
+    def delay_s(backoff: Backoff, ran_s: float) -> float:
+        delay_s = next_delay_s(backoff, ran_s)
+        return delay_s if backoff.num_in_a_row <= 6 else 1e9
 
-    patch.setattr(Host, "lose_process", lose)
+    patch.setattr(Backoff, "next_delay_s", delay_s)
+
+
+def stopped_scheduler_not_replaced(patch: pytest.MonkeyPatch) -> None:
+    """H7: a scheduler that is stopped is not replaced."""
+
+    async def watch(*arguments: object) -> None:
+        await asyncio.Event().wait()
+
+    patch.setattr(quire_serve, "replace_when_hung", watch)
 
 
 def lost_event(patch: pytest.MonkeyPatch) -> None:
@@ -206,24 +215,3 @@ def requests_fail_with_their_executor(patch: pytest.MonkeyPatch) -> None:
         detach(engine, trouble)
 
     patch.setattr(Engine, "_detach", failing)
-
-
-FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
-    hang_unnoticed: 72,
-    unlisted_exception_ends_the_engine: 1,
-    client_chooses_the_epoch: 35,
-    few_restarts: 175,
-    lost_event: 1,
-    lost_token: 1,
-    stop_not_carried_out: 5,
-    sink_kept_after_cancel: 1,
-    request_kept_after_cancel: 28,
-    turn_lost_when_cancelled: 12,
-    turn_never_left: 1,
-    broken_sink_not_told: 1,
-    half_cleaned: 5,
-    unreadable_result_ends_the_reader: 16,
-    lease_never_released: 4,
-    ready_without_an_executor: 1,
-    requests_fail_with_their_executor: 3,
-}

@@ -39,6 +39,10 @@ def core_plan(plan: StepPlan, digest: str) -> CorePlan:
                     eos_token_ids=tuple(each.params.eos_token_ids.tolist()),
                     stop_token_ids=tuple(each.params.stop_token_ids.tolist()),
                     num_logprobs=each.params.num_logprobs,
+                    repetition_penalty=each.params.repetition_penalty,
+                    frequency_penalty=each.params.frequency_penalty,
+                    presence_penalty=each.params.presence_penalty,
+                    num_prompt_logprobs=each.params.num_prompt_logprobs,
                     num_candidates=each.params.num_candidates,
                 ),
             )
@@ -60,10 +64,6 @@ def published(publication: Publication) -> dict[int, bytes]:
         block: digests[place * DIGEST_BYTES : (place + 1) * DIGEST_BYTES]
         for place, block in enumerate(publication.blocks.tolist())
     }
-
-
-def publication(digests: dict[int, bytes]) -> Publication:
-    return Publication(np.array(list(digests), np.int32), b"".join(digests.values()))
 
 
 def reported(logprobs: CoreLogprobs | None) -> Logprobs | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from quire.executor.v1 import executor_pb2 as pb
+from tests.simulation.processes import OUTSIDE
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
 
     from executor.stream.servicer import ExecutorServicer
 
-WINDOW = 4
-"""Messages of one direction that may be unread before the sender waits."""
+WINDOW = 4  # messages of one direction that may be unread before the sender waits
 Status = tuple[grpc.StatusCode, str]
 BROKEN: Status = (grpc.StatusCode.UNAVAILABLE, "the connection broke")
 
@@ -46,7 +46,8 @@ class Pipe:
     async def send(self, data: bytes) -> None:
         """Raises Closed if the pipe was closed, also while the sender waits."""
         while not self.is_closed and len(self._sent) + len(self._arrived) >= WINDOW:
-            await self._change()
+            self._changed.clear()
+            await self._changed.wait()
         if self.is_closed:
             raise Closed
         self._put(data)
@@ -61,10 +62,11 @@ class Pipe:
         while not self._arrived:
             if self.is_closed:
                 raise Closed
-            await self._change()
+            self._changed.clear()
+            await self._changed.wait()
         if isinstance(item := self._arrived[0], bytes):
             self._arrived.popleft()
-            self._wake()
+            self._changed.set()
         return item
 
     def close(self, status: Status | None = None) -> None:
@@ -75,33 +77,26 @@ class Pipe:
             if status is not None:
                 self._arrived.append(status)
                 self._ended(status)
-            self._wake()
+            self._changed.set()
 
     def _put(self, item: bytes | Status) -> None:
         now_s = asyncio.get_running_loop().time()
         self._last_s = max(self._last_s, now_s + self._wire.delay_s())
         self._sent.append((self._last_s, item))
-        asyncio.get_running_loop().call_at(self._last_s, self._arrive)
+        asyncio.get_running_loop().call_at(self._last_s, self._arrive, context=OUTSIDE)
 
     def _arrive(self) -> None:
         loop = asyncio.get_running_loop()
         if self._wire.stalled_until_s > loop.time():
-            loop.call_at(self._wire.stalled_until_s, self._arrive)
+            loop.call_at(self._wire.stalled_until_s, self._arrive, context=OUTSIDE)
             return
         while self._sent and self._sent[0][0] <= loop.time() + 1e-9:
             item = self._sent.popleft()[1]
             if isinstance(item, bytes):
                 self._arrived.append(item)
-                self._wake()
+                self._changed.set()
             else:
                 self.close(item)
-
-    async def _change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()
-
-    def _wake(self) -> None:
-        self._changed.set()
 
 
 class Wire:
@@ -127,10 +122,10 @@ class Wire:
         loop = asyncio.get_running_loop()
         for call in list(self.calls):
             call.up.is_closed = call.down.is_closed = True
-            loop.call_later(client_notices_s, call.lose_server)
-            loop.call_later(server_notices_s, call.lose_client)
+            loop.call_later(client_notices_s, call.lose_server, context=OUTSIDE)
+            loop.call_later(server_notices_s, call.lose_client, context=OUTSIDE)
 
-    # --- the part of grpc.aio.Channel that stubs use --------------------------------------------------------------
+    # --- the part of grpc.aio.Channel that stubs use
 
     def unary_unary(self, path: str, **codecs: Any) -> Callable[..., Any]:
         return self._describe
@@ -186,7 +181,8 @@ class Call:
         self.up, self.down = Pipe(wire), Pipe(wire, self._end)
         self._server: asyncio.Task[None] | None = None
         wire.calls[self] = None
-        self._starting: asyncio.TimerHandle | None = asyncio.get_running_loop().call_later(wire.delay_s(), self._start)
+        later = asyncio.get_running_loop().call_later(wire.delay_s(), self._start, context=OUTSIDE)
+        self._starting: asyncio.TimerHandle | None = later
 
     # --- the client's end -----------------------------------------------------------------------------------------
 
@@ -212,6 +208,10 @@ class Call:
         except Closed:  # broken, and not noticed yet; or cancelled
             await self._has_status.wait()
             item = self._status or BROKEN
+        except asyncio.CancelledError:  # grpc.aio cancels a call whose reader is cancelled
+            if not self._wire.is_cut:
+                self.cancel()
+            raise
         if isinstance(item, bytes):
             try:
                 return pb.RunResponse.FromString(item)
@@ -226,7 +226,7 @@ class Call:
     def cancel(self) -> bool:
         if self._status is not None:
             return False
-        asyncio.get_running_loop().call_later(self._wire.delay_s(), self.lose_client)
+        asyncio.get_running_loop().call_later(self._wire.delay_s(), self.lose_client, context=OUTSIDE)
         self.down.close((grpc.StatusCode.CANCELLED, "Locally cancelled by application!"))
         self.lose_server()
         return True

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import logging
 import random as random_module
 import uuid
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from random import Random
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import grpc
 
-from executor import server as executor_server
-from scheduler.config import SchedulerConfig
-from scheduler.engine.engine import Engine, ServerState
+from scheduler.engine.engine import ServerState
 from scheduler.engine.executor_client import ExecutorClient
-from scheduler.engine.options import EngineOptions, from_fields
-from scheduler.requests.generation_defaults import GenerationDefaults
-from scheduler.requests.intake import Intake, ServedModel
-from scheduler.servers.generation_server import GenerationServer
-from scheduler.telemetry.metrics import SchedulerMetrics
-from tests.simulation import clients
+from tests.simulation.clients import Client
 from tests.simulation.events import draw_events
 from tests.simulation.executor_host import Host, Machine
 from tests.simulation.faults import Faults
+from tests.simulation.model import rank_tokens
 from tests.simulation.oracles import Oracles
+from tests.simulation.processes import ProcessLoop, SimulatedProcess
+from tests.simulation.quire_serve import QuireServe
+from tests.simulation.requests import draw, tokenizer
+from tests.simulation.scheduler_host import SchedulerHost, SchedulerProcess, chats_in_place
 from tests.simulation.transport import Wire
-from tests.support.virtual_time import SimulatedLoop, Stuck, TooManyTurns, clocks_of
+from tests.support.core import fake_executor
+from tests.support.virtual_time import Stuck, TooManyTurns, clocks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from quire.executor.v1 import executor_pb2 as pb
-    from scheduler.core import Scheduler, StepPlan
 
 MAX_TURNS = 300_000
 HEALED_S = 4.0
@@ -64,14 +62,16 @@ class World:
             max_num_batched_tokens=random.choice((8, 32, 64)),
             max_model_len=48,
             block_size=random.choice((2, 4)),
-            vocab_size=clients.tokenizer()._tokenizer.get_vocab_size(),
+            vocab_size=tokenizer()._tokenizer.get_vocab_size(),
         )
-        self.host = Host(self)
+        self.host, self.schedulers = Host(self), SchedulerHost(self)
+        self.serve = QuireServe(self, {"scheduler": self.schedulers, "executor": self.host})
         self.oracles = Oracles(self)
         self.faults = Faults(self)
         self.mean_delay_s = random.choice((0.0002, 0.002, 0.02))
         self.wires: list[Wire] = []
-        self.wire = self.new_wire("primary")
+        self.num_steps = self.num_resumptions = 0
+        self.lived_s = 0.0
         self.options = random.random() < 0.8, random.choice((1, 2, 2, 3)), random.choice((1.0, 5.0))
         self.events = draw_events(self)
 
@@ -80,6 +80,15 @@ class World:
     @property
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
+
+    @property
+    def scheduler(self) -> SchedulerProcess | None:
+        """The process that listens for clients."""
+        return self.schedulers.process
+
+    @property
+    def has_no_core(self) -> bool:
+        return self.scheduler is None or self.scheduler.engine.core is None
 
     @property
     def max_tokens_per_sequence(self) -> int:
@@ -104,6 +113,7 @@ class World:
             if response.HasField("lease") and process is not None:
                 self.log(f"{owner} gets lease {response.lease.epoch} of executor {process.number}")
                 if owner == "primary":
+                    self.oracles.cache.adopted(process, response.lease)
                     self.oracles.leases.setdefault(process.number, set()).add(response.lease.epoch)
             return self.faults.encode(response)
 
@@ -122,66 +132,46 @@ class World:
     # --- one run --------------------------------------------------------------------------------------------------
 
     async def live(self) -> None:
-        self._begin()
-        running = asyncio.create_task(self.engine.run(), name="engine")
+        with ExitStack() as patches:
+            patches.enter_context(self.serve.in_place())
+            patches.enter_context(chats_in_place(self))
+            patches.enter_context(patch.object(fake_executor, "rank_tokens", rank_tokens))
+            patches.enter_context(self.faults.in_place())
+            await self._live()
+
+    async def _live(self) -> None:
+        asked = [draw(self.random, number, self) for number in range(self.num_clients)]
+        self.clients = [Client(self, each) for each in asked]
+        await self.serve.start()
         watching = asyncio.create_task(self._watch(), name="oracles")
-        happening = [asyncio.create_task(self._happen(at_s, event), name="event") for at_s, event in self.events]
-        calls = self.calls = [
-            clients.Call(self, clients.draw(self.random, number, self)) for number in range(self.num_clients)
+        outside = SimulatedProcess()
+        outside.is_alive = False  # no error is drawn for what happens outside
+        happening = [
+            asyncio.create_task(self._happen(at_s, event), name="event", context=outside.context.copy())
+            for at_s, event in self.events
         ]
         if self.random.random() < 0.9:
-            await self.engine.described()
-        tasks = [asyncio.create_task(call.run(), name=call.name) for call in calls]
+            await self._until(lambda: not self.has_no_core, HEALED_S)
+        tasks = [asyncio.create_task(client.run(), name=client.name) for client in self.clients]
         _, unfinished = await asyncio.wait([*tasks, *happening], timeout=HEALED_S)
+        if events := [task for task in happening if not task.done()]:
+            await asyncio.wait(events, timeout=PATIENCE_S)
         self.faults.is_over, self.healed_s = True, self.now_s
         self.log("nothing goes wrong from now on")
         if unfinished:
             _, unfinished = await asyncio.wait(unfinished, timeout=PATIENCE_S)
         for task in sorted(task.get_name() for task in unfinished):
             self.oracles.violated(f"{task} does not end")
-        if not running.done() and not unfinished:
+        if not unfinished:
             await self._check_serving()
-            until_s = self.now_s + PATIENCE_S  # steps in flight hold blocks of requests that were cancelled
-            while (core := self.engine.core) is not None and core.num_in_flight and self.now_s < until_s:  # noqa: ASYNC110
-                await asyncio.sleep(0.1)
-            await asyncio.sleep(0.1)
-            self.oracles.check_idle()
-        if running.done():
-            self.oracles.engine_ended(None if running.cancelled() else running.exception())
-        await self._stop([running, watching, *unfinished])
-
-    def _begin(self) -> None:
-        prefix_caching, in_flight, describe_timeout_s = self.options
-        config = SchedulerConfig(model="unused", step_timeout_s=self.step_timeout_s)
-        options = replace(
-            from_fields(EngineOptions, config),
-            enable_prefix_caching=prefix_caching,
-            max_in_flight=in_flight,
-            describe_timeout_s=describe_timeout_s,
-        )
-        self.client = self.new_client(self.wire, "primary")
-        self.engine = Engine(self.client, options, self._planned)
-        self.engine.on_state_change(self._state_changed)
-        self.metrics = SchedulerMetrics(clock=asyncio.get_running_loop().time)
-        self.metrics.engine = self.engine
-        model = ServedModel(clients.tokenizer(), None, GenerationDefaults(eos_token_ids=(clients.eos_token_id(),)))
-        self.intake = Intake(self.engine, model, self.metrics)
-        self.server = GenerationServer(self.engine, self.intake, "fcfs", self.stalled_reader_timeout_s)
-        self.host.start()
-
-    def _planned(self, core: Scheduler, plan: StepPlan, duration_s: float) -> None:
-        self.log(f"plan {plan.epoch}.{plan.step_id}: {plan.num_tokens} tokens of {plan.num_sequences} sequences")
-        self.metrics.planned(plan, 0.0)
-        self.oracles.planned(core, plan)
-        self.faults.may_raise("engine: observer of plans")
-
-    def _state_changed(self, state: ServerState) -> None:
-        self.log(f"state: {state.value}")
-        self.faults.may_raise("engine: observer of the state")
+        await self._stop([watching, *unfinished])
 
     async def _happen(self, at_s: float, event: Any) -> None:
         await asyncio.sleep(at_s)
-        await event(self)
+        try:
+            await event(self)
+        except Exception as error:  # noqa: BLE001  # a fault of the simulation, which must not go unnoticed
+            self.oracles.violated(f"{event.__name__} fails: {error!r}")
 
     async def _watch(self) -> None:
         while True:
@@ -189,12 +179,28 @@ class World:
             await asyncio.sleep(0.05)
 
     async def _check_serving(self) -> None:
-        """With a healthy executor for long enough, the server says that it serves."""
-        until_s = self.now_s + PATIENCE_S
-        while self.engine.state is not ServerState.SERVING and self.now_s < until_s:  # noqa: ASYNC110
-            await asyncio.sleep(0.5)
-        if self.engine.state is not ServerState.SERVING:
-            self.oracles.violated(f"a healthy executor, and the server is {self.engine.readiness}")
+        """With healthy services for long enough, the server says that it serves, and nothing is left of requests."""
+
+        def serves() -> bool:
+            return self.scheduler is not None and self.scheduler.engine.state is ServerState.SERVING
+
+        if not await self._until(serves, PATIENCE_S) or self.scheduler is None:
+            self.oracles.violated("there is no scheduler, or it does not serve, although nothing goes wrong")
+            return
+        await asyncio.sleep(self.notice_s)  # connections of clients that broke
+        core = self.scheduler.engine.core  # steps in flight hold blocks of requests that were cancelled
+        await self._until(lambda: core is None or not core.num_in_flight, PATIENCE_S)
+        await asyncio.sleep(0.1)
+        self.oracles.check_idle(self.scheduler)
+
+    async def _until(self, condition: Callable[[], bool], patience_s: float) -> bool:
+        until_s = self.now_s + patience_s
+        while not condition() and self.now_s < until_s:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+        return condition()
+
+    async def pass_time_for_messages(self) -> None:
+        await asyncio.sleep(2 * self.mean_delay_s + self.notice_s + 1.0)
 
     async def _stop(self, tasks: list[asyncio.Task[Any]]) -> None:
         for task in tasks:
@@ -202,15 +208,9 @@ class World:
         for task in tasks:
             with suppress(asyncio.CancelledError, Exception):
                 await task
-        if self.engine.state is ServerState.SERVING:
-            self.oracles.violated("an engine that has ended says that it serves")
-        await asyncio.sleep(2 * self.mean_delay_s + self.notice_s + 1.0)
-        self.host.is_stopped = True
-        if process := self.host.process:
-            if process.servicer._streams:
-                self.oracles.violated("the executor keeps the stream of a scheduler that has ended")
-            process.end()
-        await asyncio.sleep(0.1)
+        await self.serve.stop()
+        await asyncio.sleep(self.notice_s + 0.1)
+        self.lived_s = self.now_s - 1000.0  # the loop's first reading
         self.oracles.check_tasks()
 
 
@@ -245,19 +245,19 @@ def _logged(world: World) -> Iterator[None]:
 def simulate(seed: int) -> World:
     """Runs the world of a seed. Its violations are in `oracles.violations`."""
     with ExitStack() as stack:
-        loop = SimulatedLoop(MAX_TURNS)
+        loop = ProcessLoop(MAX_TURNS)
         runner = stack.enter_context(asyncio.Runner(loop_factory=lambda: loop))
         world_of: list[World] = []
         stack.enter_context(clocks_of(loop, lambda: 1.7e9 + loop.time() + (world_of[0].wall_jump_s if world_of else 0)))
         ids = Random(seed)
         stack.enter_context(patch.object(uuid, "uuid4", lambda: uuid.UUID(int=ids.getrandbits(128))))
-        stack.enter_context(patch.object(executor_server.faulthandler, "dump_traceback", lambda: None))
+        stack.enter_context(patch.object(faulthandler, "dump_traceback", lambda: None))
         random_module.seed(seed)
 
         async def live() -> None:
             world = World(seed)
             world_of.append(world)
-            with _logged(world), world.faults.in_place():
+            with _logged(world):
                 await world.live()
 
         try:

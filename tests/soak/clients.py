@@ -30,24 +30,27 @@ class Clients:
         self.longest_silence_s = 0.0
 
     async def run(self, address: str, num_clients: int, ended: asyncio.Event, timeout_s: float) -> None:
-        """Runs that many clients, each with one request at a time, until `ended` is set and their requests end."""
+        """Runs that many clients, each with one request at a time, until `ended` is set and their requests end.
+
+        When `ended` is set, slow readers read fast, because their streams would otherwise take up to a minute.
+        """
 
         async def one(number: int) -> None:
             random = Random(f"client {self._seed} {number}")
             async with AsyncClient(address, timeout_s=timeout_s, wait_for_ready=True) as client:
                 while not ended.is_set():
-                    await self._request(client, random)
+                    await self._request(client, random, ended)
 
         await asyncio.gather(*map(one, range(num_clients)))
 
-    async def _request(self, client: AsyncClient, random: Random) -> None:
+    async def _request(self, client: AsyncClient, random: Random, ended: asyncio.Event) -> None:
         number, way = random.randrange(len(self._jobs)), random.choice(_WAYS)
         self.counts[way] += 1
         job, expected = self._jobs[number], self._expected[number]
         received = Outcome([Output() for _ in range(job.num_sequences)])
         problem = ""
         try:
-            await self._read(client, job, way, random, received)
+            await self._read(client, job, way, random, received, ended)
         except InvalidRequestError as error:
             problem = "" if way == "invalid" else f"{error}"
         except (DeadlineExceededError, QueueFullError) as error:  # QueueFullError: it would miss its deadline
@@ -63,7 +66,9 @@ class Clients:
         if problem:
             self.failures.append(f"job {number}, {way}: {problem}")
 
-    async def _read(self, client: AsyncClient, job: Job, way: str, random: Random, received: Outcome) -> None:
+    async def _read(
+        self, client: AsyncClient, job: Job, way: str, random: Random, received: Outcome, ended: asyncio.Event
+    ) -> None:
         options = job.options | ({"top_p": 7.0} if way == "invalid" else {})
         if way == "past its deadline":
             options["timeout_s"] = random.uniform(0.01, 2.0)
@@ -75,7 +80,7 @@ class Clients:
                 if way == "fast":
                     now_s = time.monotonic()
                     self.longest_silence_s, last_s = max(self.longest_silence_s, now_s - last_s), now_s
-                elif way == "slowly":
+                elif way == "slowly" and not ended.is_set():
                     await asyncio.sleep(random.uniform(0, _SLOW_S))
                 elif most_tokens is not None and received.num_tokens >= most_tokens:
                     return

@@ -51,11 +51,12 @@ def test_durations(text: str, expected: float) -> None:
 
 
 @pytest.mark.exhaustive
-async def test_twenty_seconds_of_load_and_faults_leave_nothing_wrong() -> None:
-    report = await soak(Settings(duration_s=20, seed=3, faults=NAMES, pause_s=4, num_clients=8))
+async def test_a_short_soak_leaves_nothing_wrong() -> None:
+    """Among the faults that the seed draws are kills of both services, an upgrade, and clients that are stalled."""
+    report = await soak(Settings(duration_s=12, seed=1684, faults=NAMES, pause_s=2, num_clients=8))
     assert report.problems == []
     assert report.num_tokens > 0
     assert report.faults
     assert report.left == {"running requests": 0, "waiting requests": 0, "active blocks": 0, "tasks": 0}
-    assert json.loads(json.dumps(report.as_json()))["seed"] == 3
+    assert json.loads(json.dumps(report.as_json()))["seed"] == 1684
     assert str(report).endswith("passed")

@@ -48,19 +48,41 @@ class Accounts:
             del self.active[account]
 
     def charge_admission(self, sequence: Sequence) -> None:
-        """Charges the given tokens that an admitted sequence computes. What is computed again is not charged again."""
+        """Charges the given tokens that an admitted sequence computes.
+
+        What is computed again is charged to the tenant that displaced the sequence, if one did, or else to none.
+        """
         account = sequence.account
-        if not sequence.num_preemptions and not sequence.num_losses:
+        if (claimant := self.settle(sequence)) is not None:
+            claimant.cost += (sequence.num_tokens - sequence.num_computed_tokens) * PROMPT_TOKEN_COST
+        elif not sequence.num_preemptions and not sequence.num_losses:
             has_reports = sequence.params.num_prompt_logprobs > 0
             num_tokens = sequence.num_given_tokens - sequence.num_computed_tokens
             account.cost += num_tokens * (PROMPT_TOKEN_COST + PROMPT_LOGPROBS_COST * has_reports)
         account.mark = account.level
+
+    def displace(self, sequence: Sequence, claimant: Account) -> None:
+        """Called when a sequence was preempted to give another tenant a slot or blocks."""
+        sequence.displaced_by = claimant
+        claimant.num_displaced += 1
+
+    def settle(self, sequence: Sequence) -> Account | None:
+        """Called when a sequence leaves the queue. Returns the tenant that displaced it, if one did."""
+        claimant, sequence.displaced_by = sequence.displaced_by, None
+        if claimant is not None:
+            claimant.num_displaced -= 1
+        return claimant
 
     def charge_tokens(self, sequences: Iterable[Sequence], num_tokens: int = 1) -> None:
         """Charges the generated tokens of sequences or beams: `num_tokens` for each."""
         cost = GENERATED_TOKEN_COST * num_tokens
         for sequence in sequences:
             sequence.account.cost += cost
+
+    def highest_level(self, priority: int) -> float:
+        """Returns the largest counter of all tenants of a priority."""
+        levels = (account.level for account in self if account.terms.priority == priority)
+        return max(levels, default=0.0)
 
     def share(self, account: Account) -> float:
         """Returns the part of the service that a tenant with requests is entitled to, between 0 and 1."""

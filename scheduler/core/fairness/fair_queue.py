@@ -27,8 +27,9 @@ class FairQueue:
     the KV cache.
 
     A tenant saves no service for later: when it has nothing in the queue and adds a sequence, its counter is lifted to
-    the smallest of the tenants in the queue or, if the queue is empty, to that of the last tenant to leave it. The
-    counter of a tenant that is passed over is lifted to that of the tenant that is next.
+    the smallest of the tenants in the queue or, if there are none, to the largest of all tenants. The counter of a
+    tenant that is passed over is lifted to that of the tenant that is next or, if that is of another priority, to the
+    largest of those that are passed over. Tenants are compared with tenants of the same priority only.
     """
 
     due_s: float | None = None
@@ -49,7 +50,6 @@ class FairQueue:
         self._heap: list[_Entry] = []  # of each queue the entry that `_entries` names, and older ones
         self._entries: dict[Account, int] = {}
         self._num_entries = 0
-        self._last_to_leave = Account()
         self._num_waiting = 0
         self.num_prompt_tokens = 0
         self.left_behind: Sequence | None = None
@@ -80,9 +80,9 @@ class FairQueue:
                 best = head
             else:
                 passed_over.append(heappop(heap))
+        if passed_over:
+            self._lift_passed_over([account for _, _, account in passed_over], best)
         for entry in passed_over:
-            if best is not None:
-                entry[2].raise_to(best.account.level)
             heappush(heap, entry)
         return best
 
@@ -105,7 +105,6 @@ class FairQueue:
         queue.remove(sequence)
         if not queue:
             del self._queues[sequence.account], self._entries[sequence.account]
-            self._last_to_leave = sequence.account
         self._num_waiting -= 1
         self.num_prompt_tokens -= sequence.num_given_tokens
 
@@ -116,7 +115,7 @@ class FairQueue:
             return victim_of_shortage(batch.running, cache, self._policy)
         if self.left_behind is None or len(self._accounts.active) == 1 or self.left_behind is not self.first():
             return None
-        return victim_of_shares(batch, cache, self.left_behind, self._limits.max_ahead, self._policy)
+        return victim_of_shares(batch, cache, self.left_behind, self._limits, self._accounts, self._policy)
 
     def of(self, account: Account) -> WaitingQueue:
         """Returns the queue of one tenant, which may be empty."""
@@ -162,8 +161,20 @@ class FairQueue:
         return (account.terms.priority, account.level, self._head(account).arrival)
 
     def _lift(self, account: Account) -> None:
-        levels = [other.level for other in self._queues]
-        account.raise_to(min(levels, default=self._last_to_leave.level))
+        priority = account.terms.priority
+        waiting = [other.level for other in self._queues if other.terms.priority == priority]
+        account.raise_to(min(waiting) if waiting else self._accounts.highest_level(priority))
+
+    def _lift_passed_over(self, accounts: list[Account], best: Sequence | None) -> None:
+        """Lifts tenants at a cap. All waiting tenants of a priority above that of `best` are among them."""
+        for priority in {account.terms.priority for account in accounts}:
+            peers = [account for account in accounts if account.terms.priority == priority]
+            if best is not None and best.account.terms.priority == priority:
+                level = best.account.level
+            else:
+                level = max(account.level for account in peers)
+            for account in peers:
+                account.raise_to(level)
 
     def may_enter(self, head: Sequence) -> bool:
         """Returns whether the caps of its tenant let a sequence into the batch.

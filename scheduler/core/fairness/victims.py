@@ -5,7 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from scheduler.core.errors import InvariantViolation
+from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.kv_cache import KVCache
+from scheduler.core.limits import SchedulerLimits
 from scheduler.core.policy import Policy
 from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import Sequence
@@ -26,25 +28,72 @@ def victim_of_shortage(running: Iterable[Sequence], cache: KVCache, policy: Poli
 
 
 def victim_of_shares(
-    batch: RunningBatch, cache: KVCache, left_behind: Sequence, max_ahead: float, policy: Policy
+    batch: RunningBatch,
+    cache: KVCache,
+    left_behind: Sequence,
+    limits: SchedulerLimits,
+    accounts: Accounts,
+    policy: Policy,
 ) -> Sequence | None:
     """Returns the sequence to preempt so that a tenant that waits gets its share; None if there is no need.
 
-    `left_behind` is first in the queue, and the last plan had no place for it. There is a need if another tenant has
-    received more than `max_ahead` since its last admission by which it is ahead, and still generates more tokens a
-    step, in relation to its weight. For a tenant of a lower priority (a higher number) only the first part counts.
+    `left_behind` is first in the queue, and the last plan had no place for it. There is a need if another tenant is
+    far ahead, or if slots or blocks are short and the tenant that waits holds less than its part of them.
     """
-    account = left_behind.account
+    if left_behind.account.num_displaced >= limits.max_num_seqs:
+        return None
+    over = _far_ahead(batch, left_behind.account, limits.max_ahead)
+    lacks_blocks = cache.num_available_blocks() < cache.num_blocks_for(left_behind.num_tokens)
+    if lacks_blocks or batch.num_free_slots < left_behind.request.num_slots:
+        over |= _beyond_their_parts(batch, cache, left_behind, limits.max_num_seqs, accounts)
+    candidates = [s for s in batch.running if s.account in over and not s.is_guaranteed]
+    return _choose(candidates, cache, policy) if candidates else None
+
+
+def _far_ahead(batch: RunningBatch, account: Account, max_ahead: float) -> set[Account]:
+    """Returns the tenants that are too far ahead of a tenant that waits.
+
+    They have received more than `max_ahead` since their last admission by which they are ahead, and still generate more
+    tokens a step, in relation to their weight. For a tenant of a lower priority (a higher number) only the first part
+    counts.
+    """
     generating = Counter(sequence.account for sequence in batch.running)
     generating.subtract(sequence.account for sequence in batch.prefilling)
-    over = {
+    return {
         other
         for other in generating
         if _ahead(other, account) > max_ahead
         and (other.terms.priority > account.terms.priority or _rate(other, generating) > _rate(account, generating))
     }
-    candidates = [s for s in batch.running if s.account in over and not s.is_guaranteed]
-    return _choose(candidates, cache, policy) if candidates else None
+
+
+def _beyond_their_parts(
+    batch: RunningBatch, cache: KVCache, left_behind: Sequence, most_slots: int, accounts: Accounts
+) -> set[Account]:
+    """Returns the tenants that hold more than their part of the slots or blocks, and are not behind one that waits.
+
+    There are none if the tenant that waits would hold more than its own part, or if as many sequences as its part were
+    preempted for it and still wait: so it never displaces more than it is entitled to.
+    """
+    num_slots = Counter(sequence.account for sequence in batch.running)
+    num_blocks: Counter[Account] = Counter()
+    for sequence in batch.running:
+        num_blocks[sequence.account] += len(sequence.block_table)
+
+    def is_beyond(account: Account, num_slots: int, num_blocks: int) -> bool:
+        share = accounts.share(account)
+        return num_slots > share * most_slots or num_blocks > share * cache.pool.num_usable_blocks
+
+    account = left_behind.account
+    most_held = max(num_slots[account], account.num_displaced) + left_behind.request.num_slots
+    if is_beyond(account, most_held, num_blocks[account] + cache.num_blocks_for(left_behind.num_tokens)):
+        return set()
+    standing = (account.terms.priority, account.level)
+    return {
+        other
+        for other in num_slots
+        if (other.terms.priority, other.level) > standing and is_beyond(other, num_slots[other], num_blocks[other])
+    }
 
 
 def _choose(candidates: list[Sequence], cache: KVCache, policy: Policy) -> Sequence:

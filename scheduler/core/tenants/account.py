@@ -53,9 +53,10 @@ class Account:
     cost          service in tokens, weighted by their costs; it only grows
     mark          the level at the tenant's last admission, its prompt included
     num_requests  requests that have not ended
+    num_displaced sequences of other tenants that were preempted to give this one a slot, and wait to be admitted again
     """
 
-    __slots__ = ("cost", "lift", "mark", "name", "num_requests", "terms")
+    __slots__ = ("cost", "lift", "mark", "name", "num_displaced", "num_requests", "terms")
 
     def __init__(self, name: str = DEFAULT_TENANT, terms: TenantTerms | None = None) -> None:
         self.name = name
@@ -64,6 +65,7 @@ class Account:
         self.lift = 0.0
         self.mark = 0.0
         self.num_requests = 0
+        self.num_displaced = 0
 
     @property
     def level(self) -> float:

@@ -1,6 +1,9 @@
 // The prompt box: streams one request at a time. Cancelling closes the connection, which ends the request.
 
+import { completion } from "./resumption.js";
+
 const NUMBERS = ["stopping.max_tokens", "sampling.temperature", "sampling.n"];
+const BROKEN_OFF = "the stream broke off; trying to continue it";
 
 export class Prompt {
   #form = document.getElementById("prompt");
@@ -11,6 +14,7 @@ export class Prompt {
   #output = document.getElementById("prompt-output");
   #chat = document.getElementById("prompt-chat");
   #abort = null;
+  #started = ""; // the status while the stream goes on
   #samples = []; // by index: {words, unpainted}
   #frame = 0; // id of the animation frame that will show new text, or 0
 
@@ -46,17 +50,11 @@ export class Prompt {
     this.#abort = new AbortController();
     this.#setBusy(true);
     try {
-      const response = await fetch("/live/completions", {
-        method: "POST",
-        headers: { "Content-Type": "application/json" },
-        body: JSON.stringify(this.#request()),
-        signal: this.#abort.signal,
-      });
-      if (!response.ok) this.#refuse((await response.json()).error);
-      else for await (const message of lines(response.body)) this.#take(message);
+      const breaks = () => (this.#status.textContent = BROKEN_OFF);
+      for await (const message of completion(this.#request(), this.#abort.signal, breaks)) this.#take(message);
     } catch (error) {
       if (error.name === "AbortError") this.#status.textContent = "cancelled; its blocks are free";
-      else this.#refuse({ message: "the server cannot be reached", violations: [] });
+      else throw error;
     } finally {
       this.#paint();
       this.#abort = null;
@@ -80,8 +78,10 @@ export class Prompt {
   #take({ started, delta, finished, error }) {
     if (started) {
       const cached = started.cached_tokens ? `, ${started.cached_tokens} of them from the prefix cache` : "";
-      this.#status.textContent = `${started.request_id}: ${started.prompt_tokens} prompt tokens${cached}`;
+      this.#started = `${started.request_id}: ${started.prompt_tokens} prompt tokens${cached}`;
+      this.#status.textContent = this.#started;
     } else if (delta) {
+      if (this.#status.textContent === BROKEN_OFF) this.#status.textContent = this.#started;
       this.#sample(delta.index).unpainted += delta.text;
       this.#frame ||= requestAnimationFrame(() => this.#paint());
     } else if (finished) {
@@ -164,18 +164,5 @@ export class Prompt {
 
   #field(path) {
     return this.#form.querySelector(`[data-field="${path}"]`);
-  }
-}
-
-/** Yields the JSON values of a body with one value on each line. */
-async function* lines(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n");
-    rest = parts.pop();
-    for (const part of parts) yield JSON.parse(part);
   }
 }

@@ -33,6 +33,15 @@ async def test_streams_are_complete_at_any_number_of_clients() -> None:
     assert len(table(costs).splitlines()) == 3
 
 
+@pytest.mark.parametrize("num_calls", [1, 3])
+async def test_streams_that_share_calls_are_complete(num_calls: int) -> None:
+    costs = await measure([2, 40], num_tokens=30, num_calls=num_calls)
+    assert [cost.num_clients for cost in costs] == [2, 40]
+    for cost in costs:
+        assert cost.num_checked_tokens >= cost.num_clients * 2 * 30
+        assert 0 < cost.num_deltas <= cost.num_tokens <= cost.num_checked_tokens
+
+
 async def test_without_load_every_token_has_its_own_message() -> None:
     async with harness(step_ms=20) as running:
         cost = await running.measure(Load(num_clients=2, num_tokens=20, num_requests=1))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.commands import run
-from bench.overhead.survival import Survival, lines
+from bench.overhead.survival import Survival, complaints, table
 from bench.overhead.survival_jobs import KINDS, comparable, differences, jobs
 from quire import CompletedSequence, Completion, FinishReason, TokenLogprob, TokenLogprobs, Usage
 
@@ -50,23 +50,38 @@ def test_every_difference_is_found() -> None:
 
 
 def test_a_failure_and_a_difference_are_shown() -> None:
-    survival = Survival(longest_silence_s={"SIGKILL": 2.5})
+    survival = Survival(num_signals=20, num_resumptions=7, longest_silence_s=2.54, longest_beam_silence_s=31.0)
+    survival.num_served["greedy"] += 5
     assert survival.is_complete
     survival.failures["greedy: UnavailableError: gone"] += 1
     assert not survival.is_complete
-    survival.wrong.append("beams: sequence 0: score")
-    assert json.loads(json.dumps(survival.as_json()))["failures"] == {"greedy: UnavailableError: gone": 1}
-    assert list(lines(survival))[-3:] == [
-        "longest silence     2.50 s (SIGKILL)",
-        "failed: greedy: UnavailableError: gone (1)",
-        "differs: beams: sequence 0: score",
+    survival.num_differing += 1
+    survival.wrong += ["beams: sequence 0: score", "beams: sequence 1: text"]
+    found = json.loads(json.dumps(survival.as_json()))
+    assert found["failures"] == {"greedy: UnavailableError: gone": 1}
+    assert found["num_requests"] == 7
+    assert list(complaints({"scheduler-SIGKILL": survival})) == [
+        "scheduler-SIGKILL: failed: greedy: UnavailableError: gone (1)",
+        "scheduler-SIGKILL: differs: beams: sequence 0: score",
+        "scheduler-SIGKILL: differs: beams: sequence 1: text",
     ]
+    row = [next(iter(column.cells)) for column in table({"scheduler-SIGKILL": survival}).columns]
+    assert row == ["scheduler-SIGKILL", "20", "7", "1", "1", "7", "2.5 s", "31.0 s", "0.0 s"]
+
+
+def test_a_difference_alone_is_not_complete() -> None:
+    assert not Survival(num_differing=1).is_complete
 
 
 @pytest.mark.exhaustive
 def test_a_short_run(tmp_path: Path) -> None:
     path = tmp_path / "survival.json"
-    assert (
-        run("survival", ["--streams", "14", "--kills", "3", "--stops", "1", "--tokens", "80", "--json", str(path)]) == 0
-    )
-    assert '"SIGSTOP"' in path.read_text()
+    short = ["--streams", "14", "--requests", "20", "--kills", "1", "--stops", "1", "--tokens", "40"]
+    faults = ["executor-SIGKILL", "scheduler-SIGSTOP", "both-SIGKILL"]
+    assert run("survival", [*short, "--faults", *faults, "--json", str(path)]) == 0
+    found = json.loads(path.read_text())["survival"]
+    assert list(found) == ["undisturbed", *faults]
+    for name in faults:
+        assert found[name]["num_signals"] == 1
+        assert found[name]["num_requests"] >= 20
+    assert found["both-SIGKILL"]["num_resumptions"] > 0

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 IN_THE_INTERPRETER = [
     "test_runner.py",
     "test_reports.py",
+    "test_followed_grammars.py",
     "test_device_sampler.py",
     "test_rows.py",
     "test_late_failures.py",

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.exhaustive
     "names",
     [
         "runner rows",
-        "not_finite",
+        "not_finite followed_grammars",
         "reports device_sampler late_failures",
         "loading out_of_memory",
         "repeats sanitizer_subset written_marks",

@@ -107,7 +107,8 @@ def test_graphs_are_captured_between_steps_without_effect(pair, checkpoint) -> N
 
 
 def test_the_rehearsal_changes_no_state(pair, checkpoint) -> None:
-    both, source = pair("llama"), checkpoint("llama")
+    # Its steps are as large as the limits allow, so small limits make it fast in the interpreter.
+    both, source = pair("llama", max_num_seqs=3, max_num_batched_tokens=12), checkpoint("llama")
     rehearse(both.cuda)
     prompts = [source.prompt(length) for length in (5, 2)]
     assert generate(FinishingRunner(both.cuda), prompts, 4) == generate(both.reference, prompts, 4)

@@ -16,7 +16,7 @@ from tests.support.executor.fake_runner import FakeRunner
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from executor.device.work import Outcome
 
@@ -44,7 +44,9 @@ def check_serving(harness: Harness, epoch: int) -> None:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_an_error_in_a_step_ends_its_epoch(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_a_step_ends_its_epoch(
+    error: Exception, caplog: pytest.LogCaptureFixture, counted: Callable[[], dict[str, int]]
+) -> None:
     harness = Harness()
     harness.runner.errors[1] = error
     harness.put(1, 1)
@@ -53,11 +55,15 @@ def test_an_error_in_a_step_ends_its_epoch(error: Exception, caplog: pytest.LogC
     assert "Traceback" in caplog.text
     harness.runner.errors.clear()
     check_serving(harness, 2)
+    assert counted() == {"step": 1}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_an_error_while_the_slots_are_emptied_ends_the_epoch(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    counted: Callable[[], dict[str, int]],
 ) -> None:
     harness = Harness()
     with monkeypatch.context() as patch:
@@ -66,9 +72,12 @@ def test_an_error_while_the_slots_are_emptied_ends_the_epoch(
         assert [outcome.kind for outcome in harness.flush()] == [FailureKind.INTERNAL]
     assert "Traceback" in caplog.text
     check_serving(harness, 2)
+    assert counted() == {"step": 1}
 
 
-def test_an_error_while_the_thread_is_prepared_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_while_the_thread_is_prepared_is_logged(
+    caplog: pytest.LogCaptureFixture, counted: Callable[[], dict[str, int]]
+) -> None:
     """A container may forbid to change priorities."""
 
     class Unprepared(list[object]):
@@ -86,9 +95,12 @@ def test_an_error_while_the_thread_is_prepared_is_logged(caplog: pytest.LogCaptu
 
     check_serving(UnpreparedHarness(), 1)
     assert "could not be prepared" in caplog.text
+    assert counted() == {"preparation": 1}
 
 
-def test_an_error_in_idle_work_ends_only_the_idle_work(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_in_idle_work_ends_only_the_idle_work(
+    caplog: pytest.LogCaptureFixture, counted: Callable[[], dict[str, int]]
+) -> None:
     def capture() -> Iterator[None]:
         yield
         raise MemoryError
@@ -96,11 +108,12 @@ def test_an_error_in_idle_work_ends_only_the_idle_work(caplog: pytest.LogCapture
     harness = Harness(idle_work=capture())
     wait_until(lambda: "idle work failed" in caplog.text)
     check_serving(harness, 1)
+    assert counted() == {"idle_work": 1}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_an_error_in_the_delivery_of_an_outcome_loses_that_outcome(
-    error: Exception, caplog: pytest.LogCaptureFixture
+    error: Exception, caplog: pytest.LogCaptureFixture, counted: Callable[[], dict[str, int]]
 ) -> None:
     harness = Harness()
     harness.thread.put(Step(StepPlan(1, 1), 0, Broken(error)))
@@ -108,10 +121,13 @@ def test_an_error_in_the_delivery_of_an_outcome_loses_that_outcome(
     harness.thread.put(LivenessProbe(Broken(error)))
     wait_until(lambda: caplog.text.count("could not be delivered") == 3)
     check_serving(harness, 2)
+    assert counted() == {"delivery": 3}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
-def test_an_error_in_the_check_of_the_device_is_no_answer(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_the_check_of_the_device_is_no_answer(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, counted: Callable[[], dict[str, int]]
+) -> None:
     """Memory can be short for the check too. The next step fails, or does not."""
     harness = Harness()
     harness.runner.errors[1] = RuntimeError("shapes")
@@ -120,9 +136,10 @@ def test_an_error_in_the_check_of_the_device_is_no_answer(error: Exception, monk
     assert [outcome.kind for outcome in harness.flush()] == [FailureKind.INTERNAL]
     harness.runner.errors.clear()
     check_serving(harness, 2)
+    assert counted() == {"step": 1, "between_steps": 1}
 
 
-def test_a_late_step_whose_result_cannot_be_made_fails() -> None:
+def test_a_late_step_whose_result_cannot_be_made_fails(counted: Callable[[], dict[str, int]]) -> None:
     harness = Harness(LateRunner())
     for gate in harness.runner.gates.values():  # type: ignore[attr-defined]
         gate.set()
@@ -137,6 +154,7 @@ def test_a_late_step_whose_result_cannot_be_made_fails() -> None:
     wait_until(lambda: len(outcomes) == 1)
     assert outcomes[0].kind is FailureKind.INTERNAL
     check_serving(harness, 2)
+    assert counted() == {"step": 1}
 
 
 def test_a_jump_of_the_wall_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

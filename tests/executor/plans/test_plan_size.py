@@ -13,6 +13,7 @@ from executor.plans.limits import PlanLimits
 from executor.plans.plan import Admission, Fork, Publication, SequenceParams, StepPlan
 from executor.plans.plan_size import MAX_LISTED_TOKENS, check_size, max_message_bytes
 from quire.executor.v1 import executor_pb2 as pb
+from quire.grammars import MAX_GRAMMAR_BYTES
 from quire.plan_stream import DIGEST_BYTES
 from scheduler.requests.limits import RequestLimits
 from tests.support.executor.fake_runner import LIMITS
@@ -37,6 +38,7 @@ def test_the_largest_plan_is_accepted_and_no_larger_one_makes_sense(limits: Plan
         *(2**32 - 1, 2**32 - 1, 1.5, 2**32 - 1, 0.5, 0.5, 2**64 - 1),
         *(listed, listed, full(min(limits.vocab_size, 65_536)), listed, listed.astype(np.float32)),
         *(1.5, 1.5, 1.5, 2**32 - 1, 2**32 - 1, 2**32 - 1, 2**32 - 1),
+        grammar="é" * (MAX_GRAMMAR_BYTES // 2),
     )
     admission = Admission(2**32 - 1, full(limits.max_model_len), 2**32 - 1, full(num_blocks), params)
     largest = StepPlan(
@@ -81,6 +83,10 @@ def test_the_largest_plan_is_accepted_and_no_larger_one_makes_sense(limits: Plan
         (
             pb.StepPlan(admissions=[pb.Admission(params=pb.SequenceParams(stop_token_ids=bytes(4097)))]),
             "stop_token_ids: 1025 entries",
+        ),
+        (
+            pb.StepPlan(admissions=[pb.Admission(params=pb.SequenceParams(grammar="é" * (128 << 10) + "a"))]),
+            "params.grammar: more than 262144 bytes",
         ),
     ],
 )

@@ -50,6 +50,7 @@ params = st.builds(
     uint32s,
     uint32s,
     uint32s,
+    st.text(max_size=5),
 )
 admissions = st.builds(Admission, uint32s, arrays(), uint32s, arrays(), params)
 plans = st.builds(

@@ -127,7 +127,7 @@ async def test_plans_beyond_the_window_are_not_lost(stub, fake_runner) -> None:
     call.cancel()
 
 
-async def test_a_plan_that_memory_is_too_short_for_ends_its_stream_only(stub, monkeypatch, caplog) -> None:
+async def test_a_plan_that_memory_is_too_short_for_ends_its_stream_only(stub, monkeypatch, caplog, counted) -> None:
     def too_large(message: pb.StepPlan) -> None:
         raise MemoryError
 
@@ -137,6 +137,7 @@ async def test_a_plan_that_memory_is_too_short_for_ends_its_stream_only(stub, mo
         await call.write(plan(epoch, 1))
         assert await status(call) == (grpc.StatusCode.INTERNAL, "a plan could not be read: MemoryError()")
     assert "Traceback" in caplog.text
+    assert counted() == {"plan": 1}
     call, epoch = await open_stream(stub)
     await call.write(plan(epoch, 1))
     assert (await read(call)).step_id == 1

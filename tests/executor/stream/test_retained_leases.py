@@ -51,13 +51,20 @@ async def test_a_lease_without_a_scheme_names_no_blocks(stub, fake_runner) -> No
     call.cancel()
 
 
-async def test_a_lease_with_retained_blocks_waits_for_the_plans_of_the_one_before(stub, fake_runner) -> None:
+async def taken_over_during_a_step(stub, fake_runner, instance: str):
+    """Returns the stream of a scheduler that took over while a plan of the one before is computed, until the gate
+    opens."""
     old, epoch = await open_stream(stub, "old")
     fake_runner.gate.clear()
     await old.write(plan(epoch, 1))
     await asyncio.to_thread(fake_runner.entered.wait, 10)
-    new = await opened(stub, instance="new", takes_over=True, digest_scheme=SCHEME)
+    new = await opened(stub, instance=instance, takes_over=True, digest_scheme=SCHEME)
     assert (await status(old))[0] is grpc.StatusCode.ABORTED
+    return new
+
+
+async def test_a_lease_with_retained_blocks_waits_for_the_plans_of_the_one_before(stub, fake_runner) -> None:
+    new = await taken_over_during_a_step(stub, fake_runner, "new")
     reading = asyncio.create_task(lease_of(new))
     await asyncio.sleep(0.2)
     assert not reading.done()
@@ -68,12 +75,7 @@ async def test_a_lease_with_retained_blocks_waits_for_the_plans_of_the_one_befor
 
 
 async def test_a_stream_that_is_taken_over_before_its_lease_ends(stub, fake_runner) -> None:
-    old, epoch = await open_stream(stub, "old")
-    fake_runner.gate.clear()
-    await old.write(plan(epoch, 1))
-    await asyncio.to_thread(fake_runner.entered.wait, 10)
-    second = await opened(stub, instance="second", takes_over=True, digest_scheme=SCHEME)
-    assert (await status(old))[0] is grpc.StatusCode.ABORTED
+    second = await taken_over_during_a_step(stub, fake_runner, "second")
     third = await opened(stub, instance="third", takes_over=True, digest_scheme=SCHEME)
     assert await status(second) == (grpc.StatusCode.ABORTED, "scheduler third took over")
     fake_runner.gate.set()

@@ -18,7 +18,7 @@ from quire.v1 import admin_pb2, generation_pb2
 from tests.support.client.fake_generation import FakeGeneration
 from tests.support.client.scripted_server import ScriptedServer, delta, finished, refusal, replies, started
 
-COMMANDS = ["serve", "scheduler", "executor", "generate", "kv", "demo", "plan", "simulate"]
+COMMANDS = ["serve", "scheduler", "executor", "gateway", "generate", "kv", "demo", "plan", "simulate"]
 COMMANDS += ["bench", "bench serve", "bench sharing", "bench prediction"]
 
 
@@ -257,3 +257,37 @@ def test_a_peer_needs_both_its_address_and_its_model_name(words: list[str]) -> N
     result = invoke("bench", "serve", *words)
     assert result.exit_code == 2
     assert "go together" in result.stderr
+
+
+def test_a_grammar_comes_from_a_file_or_a_flag(server: ScriptedServer, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "null"}')
+    for words in (
+        ["--json-schema", str(schema)],
+        ["--json-object"],
+        ["--regex", "a+"],
+        ["--choice", "a", "--choice", "b"],
+    ):
+        invoke("generate", "p", "--address", server.address, *words)
+    sent = [request.structured_output for request in server.requests]
+    choices = generation_pb2.StructuredOutput.Choices(texts=["a", "b"])
+    assert sent == [
+        generation_pb2.StructuredOutput(json_schema='{"type": "null"}'),
+        generation_pb2.StructuredOutput(json_object=True),
+        generation_pb2.StructuredOutput(regex="a+"),
+        generation_pb2.StructuredOutput(choice=choices),
+    ]
+
+
+def test_a_schema_that_cannot_be_read_ends_the_command(server: ScriptedServer, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    for name in ("absent", "binary"):
+        result = invoke("generate", "p", "--address", server.address, "--json-schema", str(tmp_path / name))
+        assert (result.exit_code, name in result.stderr) == (2, True)
+    assert not server.requests
+
+
+def test_two_grammars_are_a_violation(server: ScriptedServer) -> None:
+    result = invoke("generate", "p", "--address", server.address, "--regex", "a", "--json-object")
+    assert "structured_output" in result.stderr
+    assert not server.requests

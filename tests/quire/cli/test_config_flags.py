@@ -11,13 +11,14 @@ from typer.testing import CliRunner
 
 import quire.cli.main
 from executor.config import ExecutorConfig
+from gateway.config import GatewayConfig
 from quire.cli.config_flags import arguments, flag_parameters, given, with_flags
 from quire.cli.option_flags import option_parameters
 from quire.cli.services import EXECUTOR_HOP, SCHEDULER_HOP, ConfigError, on_free_ports, service_pair
 from quire.options import GenerateOptions, field_texts
 from scheduler.config import SchedulerConfig
 
-CONFIGS = pytest.mark.parametrize("config", [SchedulerConfig, ExecutorConfig])
+CONFIGS = pytest.mark.parametrize("config", [SchedulerConfig, ExecutorConfig, GatewayConfig])
 MODEL = str(Path(__file__).parent)
 
 
@@ -132,6 +133,7 @@ def other_value(name: str, default: Any) -> Any:
         "tls_certificate": "server.pem",
         "tls_key": "server.key",
         "tls_client_ca": "clients.pem",
+        "local_listen": "unix:/tmp/local.sock",
         **dict.fromkeys(("executor", "listen_address"), "127.0.0.1:7"),
         **dict.fromkeys((*EXECUTOR_HOP, *SCHEDULER_HOP - {"takeover"}), "x"),
     }
@@ -212,3 +214,63 @@ def test_every_option_of_a_request_has_a_text_and_a_flag() -> None:
 def test_a_wrong_value_is_an_error_that_names_its_field(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         service_pair(on_free_ports({"model": MODEL}) | wrong)
+
+
+def test_the_gateway_stands_before_the_scheduler_and_ends_first() -> None:
+    values = {"model": MODEL, "gateway": True, "gateway_listen": "127.0.0.1:0", "drain_timeout_s": 50.0}
+    pair = service_pair(on_free_ports(values))
+    gateway, scheduler, executor = pair.children()
+    assert (gateway.name, scheduler.name, executor.name) == ("gateway", "scheduler", "executor")
+    assert gateway.grace_s > 50.0
+    assert pair.gateway is not None
+    assert pair.gateway.scheduler == pair.scheduler.local_listen
+    assert pair.ready_line().endswith(f" openai={pair.gateway.listen}")
+    assert not pair.gateway.listen.endswith(":0")
+
+
+def test_two_gateways_of_one_user_call_two_schedulers() -> None:
+    values = {"model": MODEL, "gateway": True, "gateway_listen": "127.0.0.1:0"}
+    sockets = {service_pair(on_free_ports(values)).scheduler.local_listen for _ in range(2)}
+    assert len(sockets) == 2
+    assert service_pair(on_free_ports({"model": MODEL})).scheduler.local_listen is None
+
+
+def test_settings_of_the_scheduler_hold_for_its_gateway() -> None:
+    values = {"model": MODEL, "gateway": True, "gateway_listen": "127.0.0.1:0", "api_keys": "keys.json"}
+    shared = {"tls_certificate": "c.pem", "tls_key": "k.pem", "tls_client_ca": "ca.pem", "allow_anonymous": True}
+    plain = service_pair(on_free_ports(values))
+    assert plain.gateway is not None
+    assert plain.gateway.live_page == f"http://{plain.scheduler.http_listen}"
+    pair = service_pair(on_free_ports(values) | shared | {"http_allowed_hosts": "quire.example.org"})
+    assert pair.gateway is not None
+    assert {name: getattr(pair.gateway, name) for name in shared} == shared
+    assert pair.gateway.hosts == ["quire.example.org"]
+    assert pair.gateway.live_page == f"https://{pair.scheduler.http_listen}"
+
+
+def test_the_gateway_gets_no_key_of_a_person() -> None:
+    values = {"model": MODEL, "gateway": True, "gateway_listen": "127.0.0.1:0", "api_keys": "keys.json"}
+    gateway, *others = service_pair(on_free_ports(values)).children()
+    assert gateway.without == ("QUIRE_API_KEY",)
+    assert {other.without for other in others} == {()}
+
+
+def test_every_setting_of_the_gateway_has_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(quire.cli.main, "run_gateway", lambda config: seen.append(config) or 5)
+    values: dict[str, Any] = {field.name: other_value(field.name, field.default) for field in fields(GatewayConfig)} | {
+        "served_model_name": "a",
+        "tool_format": "hermes",
+        "live_page": "http://h",
+        "scheduler_ca": "ca.pem",
+        "scheduler_tls_certificate": "c",
+        "scheduler_tls_key": "k",
+    }
+    words = arguments({name: value for name, value in values.items() if name != "scheduler"})
+    result = CliRunner().invoke(quire.cli.main.app, ["gateway", "--scheduler", "a:1", "--scheduler", "b:2", *words])
+    assert result.exit_code == 5, result.output
+    assert seen == [GatewayConfig(**values | {"scheduler": "a:1,b:2"})]
+    for field in fields(GatewayConfig):
+        assert getattr(seen[0], field.name) != field.default
+    CliRunner().invoke(quire.cli.main.app, ["gateway"])
+    assert seen[1] == GatewayConfig()

@@ -90,6 +90,15 @@ def test_beams_have_a_heading_with_their_score() -> None:
     assert out.getvalue() == "\n--- 0, score -0.2500 ---\nbest\n\n--- 1, score -1.5000 ---\nnext\n"
 
 
+def test_logprobs_show_the_bytes_of_tokens() -> None:
+    out = io.StringIO()
+    token = TokenLogprob(7, -1.0, 1, b"\xe2\x80")
+    write_text(
+        [Started("r", 3, 0), Delta(0, "a", (7,), (TokenLogprobs(token, (token,)),)), end(0, FinishReason.EOS, 1)], out
+    )
+    assert out.getvalue().count(r"b'\xe2\x80'") == 2
+
+
 def test_logprobs_are_a_small_table() -> None:
     def entry(token_id: int, *top: int) -> TokenLogprobs:
         return TokenLogprobs(

@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,9 @@ from quire.addresses import with_port
 from quire.cli.child import Child, ChildSpec
 from quire.cli.restarts import RestartPolicy
 from quire.cli.supervisor import Supervisor
-from quire.cli.watch import health_probe, liveness_probe, replace_when_hung
+from quire.cli.watch import handshake_probe, health_probe, liveness_probe, replace_when_hung
+from quire.tls import ssl_context
+from tests.support.certificates import Authority
 from tests.support.client.children import SLEEP, Log, child, yes
 from tests.support.waiting import until
 
@@ -192,3 +195,39 @@ async def test_a_process_that_was_alive_without_saying_ready_is_replaced() -> No
         it.is_serving = False
         await until(lambda: len(it.lines) >= 3)
         assert it.lines[1] == "executor has not served for 0.02 s: killed"
+
+
+@pytest.mark.parametrize("needs_certificate", [False, True])
+async def test_a_server_with_tls_is_alive_if_it_takes_part_in_the_handshake(
+    needs_certificate: bool, tmp_path: Path
+) -> None:
+    context = ssl_context(Authority.create(tmp_path).issue_for_loopback(), needs_certificate)
+
+    async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with await asyncio.start_server(nothing, "127.0.0.1", 0, ssl=context) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await handshake_probe(address)(30.0)
+    assert not await handshake_probe(address)(30.0)
+
+
+async def test_a_server_that_begins_no_handshake_is_not_alive() -> None:
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
+        address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert not await handshake_probe(address)(0.2)
+
+
+async def test_a_child_does_not_get_the_variables_that_it_must_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SECRET", "PUBLIC"):
+        monkeypatch.setenv(name, "x")
+    log = Log()
+    program = "import os; print([name for name in ('SECRET', 'PUBLIC') if name in os.environ])"
+    started = Child(ChildSpec("gateway", (sys.executable, "-c", program), without=("SECRET",)), log)
+    await started.start()
+    await started.wait()
+    assert log.of("gateway") == ["['PUBLIC']"]

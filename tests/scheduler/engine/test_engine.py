@@ -1,6 +1,7 @@
 """Tests the events that the engine sends to clients, and how it accepts, cancels and drains requests."""
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
 from typing import ClassVar
@@ -253,7 +254,9 @@ async def test_the_observer_is_called_for_each_plan() -> None:
     assert all(duration_s > 0 for _, duration_s in plans)
 
 
-async def test_an_observer_that_raises_does_not_stop_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_observer_that_raises_does_not_stop_the_engine(
+    caplog: pytest.LogCaptureFixture, counted: Callable[[], dict[str, int]]
+) -> None:
     calls = count()
     engine = Engine(FakeClient(), engine_options(), on_plan=lambda *_: {}[next(calls)])
     task = asyncio.create_task(engine.run())
@@ -263,6 +266,7 @@ async def test_an_observer_that_raises_does_not_stop_the_engine(caplog: pytest.L
     assert next(calls) == 4
     messages = [record.message for record in caplog.records]
     assert messages.count("an observer of plans failed") == 1, "four failures in a row are logged once"
+    assert counted() == {"plan_observer": 4}
 
 
 async def test_resume_undoes_a_drain_unless_the_process_is_about_to_end() -> None:

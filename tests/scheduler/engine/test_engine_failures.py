@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,6 @@ from tests.support.core.fake_executor import expected_output
 from tests.support.scheduler.engine_rig import RecordingSink, engine_options, running_engine, submit
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient, FakeStream
 from tests.support.waiting import until
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ERRORS = [MemoryError(), OSError(errno.EMFILE, "too many open files"), RuntimeError("on purpose")]
 PLACES: list[tuple[type, str]] = [
@@ -89,7 +87,9 @@ async def test_an_error_in_a_call_of_a_client_fails_all_requests(monkeypatch: py
         await submit(engine, [1, 2, 3]).check()
 
 
-async def test_an_observer_of_the_state_that_raises_does_not_end_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_observer_of_the_state_that_raises_does_not_end_the_engine(
+    caplog: pytest.LogCaptureFixture, counted: Callable[[], dict[str, int]]
+) -> None:
     """The line `ready …` is printed by such an observer, perhaps to a pipe without a reader."""
 
     def broken(state: ServerState) -> None:
@@ -102,6 +102,7 @@ async def test_an_observer_of_the_state_that_raises_does_not_end_the_engine(capl
     await submit(engine, [1, 2, 3]).check()
     assert "an observer of the server's state failed" in caplog.text
     task.cancel()
+    assert counted() == {"state_observer": 1}
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
@@ -264,7 +265,7 @@ async def test_a_prompt_without_finite_logits_fails_its_request_and_no_other() -
 
 @pytest.mark.parametrize("event", ["started", "tokens", "finished"])
 async def test_the_request_of_a_broken_sink_fails_and_its_sink_is_told(
-    event: str, monkeypatch: pytest.MonkeyPatch
+    event: str, monkeypatch: pytest.MonkeyPatch, counted: Callable[[], dict[str, int]]
 ) -> None:
     """Its client waits for the sink, so it would wait for ever if only the core knew."""
     async with running_engine(FakeClient()) as engine:
@@ -275,6 +276,7 @@ async def test_the_request_of_a_broken_sink_fails_and_its_sink_is_told(
         assert broken.has_failed
         await other.check()
         assert engine.failures.num_failures == 0
+    assert counted() == {"sink": 1}
 
 
 async def test_a_jump_of_the_wall_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

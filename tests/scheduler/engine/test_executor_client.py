@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
 import grpc
@@ -107,7 +107,7 @@ async def test_a_writer_that_is_cancelled_ends_with_its_cancellation() -> None:
 
 
 async def test_a_result_that_memory_is_too_short_for_ends_its_stream_only(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, counted: Callable[[], dict[str, int]]
 ) -> None:
     def too_large(message: pb.StepResult, epoch: int) -> StepResult:
         raise MemoryError
@@ -119,3 +119,4 @@ async def test_a_result_that_memory_is_too_short_for_ends_its_stream_only(
         with pytest.raises(ExecutorLost, match="a result could not be read: MemoryError"):
             stream.take()
     assert "Traceback" in caplog.text
+    assert counted() == {"result": 1}

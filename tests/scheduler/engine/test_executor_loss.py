@@ -7,12 +7,14 @@ from itertools import count
 import pytest
 
 from scheduler.core import (
+    ExecutorLost,
     FinishReason,
+    StepPlan,
     StepResult,
 )
 from scheduler.engine.engine import ServerState
 from tests.support.scheduler.engine_rig import running_engine, submit
-from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
+from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient, FakeStream
 from tests.support.waiting import until
 
 
@@ -141,3 +143,24 @@ async def test_queued_requests_expire_while_there_is_no_executor() -> None:
         sink = submit(engine, [1], deadline_s=0.0)
         await asyncio.wait_for(sink.done.wait(), 10)
         assert sink.reasons == {0: FinishReason.DEADLINE}
+
+
+async def test_a_request_that_kills_every_executor_fails_at_its_sixth_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison, num_deaths = [9, 9, 9], 0
+    send = FakeStream.send
+
+    async def die_of_poison(stream: FakeStream, plan: StepPlan) -> None:
+        nonlocal num_deaths
+        await send(stream, plan)
+        if any(admission.token_ids[:3] == poison for admission in plan.admissions):
+            num_deaths += 1
+            stream.end(ExecutorLost("killed"))
+
+    monkeypatch.setattr(FakeStream, "send", die_of_poison)
+    async with running_engine(FakeClient()) as engine:
+        others = [submit(engine, [i, 2, 3], 30) for i in range(3)]
+        killer = submit(engine, poison)
+        await asyncio.wait_for(killer.done.wait(), 20)
+        assert (killer.reasons, killer.outputs, num_deaths) == ({0: FinishReason.EXECUTORS_LOST}, {}, 6)
+        for other in others:
+            await other.check()

@@ -19,6 +19,7 @@ PARAMS = SequenceParams(
     num_logprobs=3,
     num_prompt_logprobs=2,
     num_candidates=8,
+    grammar='{"grammars": []}',
 )
 
 
@@ -31,6 +32,7 @@ def test_an_admission_carries_every_parameter() -> None:
     assert (unpack(params.allowed_token_ids), unpack(params.bias_token_ids)) == ([4, 5], [7, 8])
     assert array("f", params.bias_values).tolist() == [-1.5, 100.0]
     assert (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) == (1.25, 0.5, -0.5)
+    assert params.grammar == '{"grammars": []}'
     assert (params.num_logprobs, params.num_prompt_logprobs, params.num_candidates) == (3, 2, 8)
 
 

@@ -1,5 +1,6 @@
 """Requests that cannot meet their deadline are refused at once. Time is that of a virtual clock."""
 
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -18,18 +19,23 @@ from scheduler.engine.wait_prediction import WaitPrediction
 
 STEP_S = 0.01
 
+StepTime = Callable[[float], float]
+"""Returns how long a step takes that begins at a time."""
+
 
 class Server:
-    """A core whose steps take STEP_S each, and that refuses by prediction if `predicts`."""
+    """A core whose steps take `step_s`, and that refuses by prediction if `predicts`."""
 
-    def __init__(self, *, predicts: bool) -> None:
+    def __init__(self, *, predicts: bool, step_s: StepTime = lambda now_s: STEP_S) -> None:
         limits = SchedulerLimits(8, 64, 400, max_in_flight=1)
         self.core = Scheduler(limits, num_blocks=1000, block_size=4)
         self.core.executor_attached(1, 1000)
         self.waits = WaitPrediction()
         self.predicts = predicts
+        self.step_s = step_s
         self.now_s = 0.0
         self.num_good_tokens = 0
+        self.num_lost_tokens = 0
         self.num_refused = 0
         self.num_requests = 0
         self.random = Random(0)
@@ -41,31 +47,40 @@ class Server:
         request = Request(self.num_requests, prompt, params, deadline_s=deadline_s, tenant=tenant)
         try:
             if self.predicts:
-                self.waits.check(self.core, request, self.now_s)
+                self.waits.check(self.core, tenant, deadline_s, request.max_tokens, self.now_s)
             self.core.add(request, self.now_s)
         except QueueFull:
             self.num_refused += 1
 
     def step(self) -> None:
-        self.waits.committed(self.core, self.core.expire(self.now_s), self.now_s)
+        self.tell(self.core.expire(self.now_s))
         plan = self.core.schedule()
-        self.now_s += STEP_S
+        self.now_s += self.step_s(self.now_s)
         if plan is None:
             return
         num_sampled = len(self.core.state.in_flight[-1].sampled)
-        events = self.core.commit(StepResult(plan.epoch, plan.step_id, [7] * num_sampled))
-        self.waits.committed(self.core, events, self.now_s)
+        self.tell(self.core.commit(StepResult(plan.epoch, plan.step_id, [7] * num_sampled)))
+
+    def tell(self, events: Events) -> None:
+        if self.predicts:
+            self.waits.committed(self.core, events, self.now_s)
         for sequence, reason in events.finished:
+            num_tokens = sequence.num_tokens - sequence.num_prompt_tokens
             if reason is FinishReason.LENGTH:
-                self.num_good_tokens += sequence.num_tokens - sequence.num_prompt_tokens
+                self.num_good_tokens += num_tokens
+            else:
+                self.num_lost_tokens += num_tokens
 
 
-def good_tokens(load: float, deadline_s: float | None, *, predicts: bool) -> Server:
+def good_tokens(
+    load: float, deadline_s: float | None, *, predicts: bool, step_s: StepTime = lambda now_s: STEP_S
+) -> Server:
     """Returns a server after 60 s with `load` times as many requests as it can serve, about 22 a second."""
-    server = Server(predicts=predicts)
-    due = 0.0
+    server = Server(predicts=predicts, step_s=step_s)
+    due, last_s = 0.0, 0.0
     while server.now_s < 60:
-        due += 22 * load * STEP_S
+        due += 22 * load * (server.now_s - last_s)
+        last_s = server.now_s
         while due >= 1:
             due -= 1
             server.arrive(None if deadline_s is None else server.now_s + deadline_s)
@@ -73,10 +88,22 @@ def good_tokens(load: float, deadline_s: float | None, *, predicts: bool) -> Ser
     return server
 
 
-def test_under_three_times_overload_nine_tenths_of_the_capacity_are_good() -> None:
-    capacity = good_tokens(3, None, predicts=False).num_good_tokens
-    served = good_tokens(3, 2.0, predicts=True)
+SPEEDS: dict[str, StepTime] = {
+    "steady": lambda now_s: STEP_S,
+    "slower from the middle on": lambda now_s: STEP_S * (1.0 if now_s < 30 else 2.0),
+    "slow every other second": lambda now_s: STEP_S * (1.0 + int(now_s) % 2),
+    "stalls": lambda now_s: 0.3 if int(now_s * 100) % 150 == 0 else STEP_S,
+}
+
+
+@pytest.mark.parametrize("deadline_s", [2.0, 4.0])
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_under_three_times_overload_nine_tenths_of_the_capacity_are_good(speed: str, deadline_s: float) -> None:
+    """The longest request needs 0.6 s on the faster server."""
+    capacity = good_tokens(3, None, predicts=False, step_s=SPEEDS[speed]).num_good_tokens
+    served = good_tokens(3, deadline_s, predicts=True, step_s=SPEEDS[speed])
     assert served.num_good_tokens >= 0.9 * capacity
+    assert served.num_lost_tokens <= 0.1 * capacity
     assert served.num_refused > served.num_requests / 2
 
 
@@ -100,7 +127,7 @@ def test_a_pause_without_requests_does_not_count_as_slow_service() -> None:
     server.arrive(server.now_s + 2)
     for _ in range(20):
         server.arrive(server.now_s + 2)
-    assert server.waits.predicted_s(server.core, Request(9999, [1], SequenceParams(max_total_tokens=20))) < 2
+    assert server.waits.predicted_s(server.core, "default", 19) < 2
 
 
 def test_a_time_without_an_executor_does_not_count_as_slow_service() -> None:
@@ -118,14 +145,11 @@ def test_a_time_without_an_executor_does_not_count_as_slow_service() -> None:
 
 
 def test_a_tenant_waits_for_its_own_queue_and_not_for_that_of_another() -> None:
-    server = good_tokens(3, None, predicts=False)
-    greedy, modest = (
-        Request(99999, [1], SequenceParams(max_total_tokens=20), tenant=tenant) for tenant in ("default", "modest")
-    )
-    assert server.waits.predicted_s(server.core, greedy) > 10 * server.waits.predicted_s(server.core, modest) > 0
-    request = Request(99999, [1], SequenceParams(max_total_tokens=20), deadline_s=server.now_s + 1)
+    server = good_tokens(3, None, predicts=True)
+    greedy, modest = (server.waits.predicted_s(server.core, tenant, 19) for tenant in ("default", "modest"))
+    assert greedy > 10 * modest > 0
     with pytest.raises(QueueFull, match="miss its deadline") as refusal:
-        server.waits.check(server.core, request, server.now_s)
+        server.waits.check(server.core, "default", server.now_s + 1, 19, server.now_s)
     assert refusal.value.retry_after_s > 1
 
 

@@ -91,6 +91,10 @@ async def test_closing_the_connection_takes_a_request_out_of_the_queue(
         (body(stopping={"stop": "x", "ignore_eos": 1}), {"stopping.stop", "stopping.ignore_eos"}),
         (body(sampling={"logit_bias": {"1": 2}}), {"sampling.logit_bias"}),
         (body(request_id="\n"), {"request_id"}),
+        (body(structured_output={"regex": "a"}), {"structured_output", "stopping.ignore_eos"}),  # it follows none
+        (body(structured_output={"choice": ["a"]}), {"structured_output.choice"}),
+        (body(structured_output={"regexp": "a"}), {"structured_output.regexp"}),
+        (body(structured_output="a"), {"structured_output"}),
         (chat([{"role": "user", "content": "hello"}]), {"chat"}),  # this model has no template
         (chat("hello"), {"chat.messages"}),
         (chat(["hello"]), {"chat.messages"}),

@@ -112,3 +112,16 @@ def test_long_prose_is_accepted() -> None:
     prose = b"One, two, three: this is a sentence [with brackets], as it is found in books. " * 12_000
     assert len(whole(prose)) > 900_000
     assert parse_json(whole(prose))
+
+
+async def test_the_loop_runs_between_parsing_and_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the two takes milliseconds for a body at its bounds."""
+    ran: list[str] = []
+
+    def parse(data: bytes) -> object:
+        asyncio.get_running_loop().call_soon(ran.append, "another task")
+        return parse_json(data)
+
+    monkeypatch.setattr(request_body, "parse_json", parse)
+    assert await RequestBodies().read_json(Request(b"{}")) == {}
+    assert ran == ["another task"]

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.v1 import generation_pb2 as pb
-from scheduler.core import CapacityExceeded, FinishReason
-from scheduler.requests.status import DeadlineExceeded, RequestCancelled, RequestFailed
+from scheduler.core import CapacityExceeded, FinishReason, QueueFull
+from scheduler.requests.status import DeadlineExceeded, GrammarFailed, RequestCancelled, RequestFailed
 from scheduler.requests.write_queue import MIN_GROUP, WriteQueue
 from tests.support.scheduler.stream_rig import (
     EOS,
@@ -29,7 +29,7 @@ async def test_messages_are_in_order() -> None:
     rig.stream.finished(0, FinishReason.LENGTH, num_preemptions=2)
     started, delta, finished = await rig.messages()
     assert started.started == pb.Started(request_id="client's", prompt_tokens=10, cached_tokens=4)
-    assert delta.delta == pb.Delta(index=0, text="hello", token_ids=ids("hello"))
+    assert delta.delta == pb.Delta(index=0, text="hello", token_ids=ids("hello"), last=True)
     usage = pb.Usage(prompt_tokens=10, completion_tokens=len(ids("hello")), cached_tokens=4, num_preemptions=2)
     assert finished.finished == pb.Finished(index=0, reason=pb.FINISH_REASON_LENGTH, usage=usage)
 
@@ -193,9 +193,10 @@ async def test_incomplete_character_becomes_a_replacement_character() -> None:
     [
         (FinishReason.CANCELLED, RequestCancelled),
         (FinishReason.DEADLINE, DeadlineExceeded),
+        (FinishReason.TOO_LATE, QueueFull),
         (FinishReason.CAPACITY, CapacityExceeded),
-        (FinishReason.ERROR, RequestFailed),
         (FinishReason.NOT_FINITE, RequestFailed),
+        (FinishReason.GRAMMAR, GrammarFailed),
         (FinishReason.EXECUTORS_LOST, RequestFailed),
     ],
 )
@@ -206,6 +207,15 @@ async def test_failures_follow_the_output_that_was_ready(reason: FinishReason, e
         await rig.messages(received)
     assert text_of(received) == "hello"
     assert not any(m.HasField("finished") for m in received)
+
+
+async def test_a_bug_keeps_back_output_because_the_end_of_a_sequence_may_not_have_been_told() -> None:
+    """A client that had the last token without the last text could not resume: it would never get that text."""
+    rig = started_rig().run(ids("🦊")[:-1], FinishReason.ERROR)
+    received: list[pb.GenerateResponse] = []
+    with pytest.raises(RequestFailed):
+        await rig.messages(received)
+    assert [message.WhichOneof("event") for message in received] == ["started"]
 
 
 async def test_request_that_fails_before_it_starts() -> None:

@@ -163,6 +163,7 @@ async def test_a_stream_of_which_everything_was_received_consists_of_started(mod
         for sequence in asked.resume.sequences:
             del sequence.token_ids[:]  # nothing depends on them
         assert await scheduler.messages(asked) == messages[:1]
+        assert not scheduler.metrics._queued  # such a request is never queued, so no plan would remove it
 
 
 async def test_a_request_without_resumable_gets_no_continuation(models: Models) -> None:

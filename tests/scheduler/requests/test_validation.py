@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from scheduler.core import BeamParams, CapacityExceeded, InvalidRequest
-from scheduler.text.chat import ChatMessage
+from scheduler.text.chat_messages import ChatMessage
 from tests.support.scheduler.validator_rig import BOUNDS, Unread, V, admit, check, request, violations
 
 NAN, INF = float("nan"), float("inf")

@@ -23,6 +23,7 @@ from scheduler.servers.access import Access
 from scheduler.servers.admin_server import AdminServer
 from scheduler.servers.generation_server import GenerationServer
 from scheduler.servers.grpc_server import GrpcServer
+from scheduler.servers.tokenization_server import TokenizationServer
 from scheduler.tenants.settings import Tenants, TenantSettings
 from tests.support.live.serving import serve_page
 from tests.support.scheduler.generation_calls import collect, details
@@ -102,7 +103,9 @@ async def doors(checkpoint: Checkpoint, folder: Path, busy: TenantSettings) -> A
     async with serve_page(checkpoint, access, tenants) as served, aiohttp.ClientSession() as http:
         generation = GenerationServer(served.engine, served.intake, "fcfs")
         admin = AdminServer(served.engine, served.intake)
-        server = GrpcServer(served.engine, generation, admin, "127.0.0.1:0", f"unix:{folder}/admin", access)
+        tokenization = TokenizationServer(served.intake)
+        listen = ("127.0.0.1:0", f"unix:{folder}/admin")
+        server = GrpcServer(served.engine, generation, tokenization, admin, *listen, access)
         await server.start()
         async with grpc.aio.insecure_channel(server.address) as channel:
             yield Doors(served, keys, GenerationStub(channel), http)
@@ -178,14 +181,14 @@ async def test_waiting_requests_and_their_tokens(
 
 
 async def test_a_request_that_would_miss_its_deadline(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """HTTP requests have no deadline. The prediction itself is tested in tests/scheduler/engine."""
+    """HTTP requests have no deadline, so none is refused. The prediction is tested in tests/scheduler/engine."""
     terms = TenantTerms(max_num_seqs=1)
     async with doors(checkpoint, tmp_path, TenantSettings(terms)) as both_doors:
         served = both_doors.served
         core = served.engine.core
         assert core is not None
         served.engine._waits.predicted_s = (  # type: ignore[method-assign]
-            lambda core, request: 600.0 if request.tenant == "busy" else 0.0
+            lambda core, tenant, max_tokens: 600.0 if tenant == "busy" else 0.0
         )
         async with both_doors.in_the_queue("grpc", "busy", 2):
             was_served, retry_s = await both_doors.ask_grpc("busy", timeout_s=60)
@@ -193,5 +196,6 @@ async def test_a_request_that_would_miss_its_deadline(checkpoint: Checkpoint, tm
             assert 700 < retry_s < 800, "1.4 times the predicted time, without the time that it has"
             others = [("busy", None), ("busy", 6000.0), ("quiet", 60.0)]
             asking = [asyncio.create_task(both_doors.ask_grpc(each, timeout_s=time_s)) for each, time_s in others]
-            await until(lambda: core.num_unfinished_requests == 5)
-        assert await asyncio.gather(*asking) == [OK] * 3
+            asking.append(asyncio.create_task(both_doors.ask("http", "busy")))
+            await until(lambda: core.num_unfinished_requests == 6)
+        assert await asyncio.gather(*asking) == [OK] * 4

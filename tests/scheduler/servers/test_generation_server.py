@@ -276,8 +276,10 @@ async def test_requests_wait_without_an_executor(servers: Servers) -> None:
     [
         (FinishReason.CANCELLED, Code.CANCELLED),
         (FinishReason.DEADLINE, Code.DEADLINE_EXCEEDED),
+        (FinishReason.TOO_LATE, Code.RESOURCE_EXHAUSTED),
         (FinishReason.CAPACITY, Code.OUT_OF_RANGE),
-        (FinishReason.ERROR, Code.INTERNAL),
+        (FinishReason.NOT_FINITE, Code.INTERNAL),
+        (FinishReason.GRAMMAR, Code.INVALID_ARGUMENT),
     ],
 )
 async def test_failures_follow_the_output(servers: Servers, reason: FinishReason, code: Code) -> None:
@@ -309,8 +311,9 @@ async def test_pathological_messages_are_refused(servers: Servers) -> None:
     assert (await failure(served, too_many)).code() is Code.RESOURCE_EXHAUSTED  # gRPC's own limit
 
 
-async def test_many_token_ids_are_checked_in_a_thread(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a million ids would hold the event loop for 70 ms."""
+@pytest.fixture
+def checker_threads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads in which requests were checked."""
     threads: list[str] = []
 
     class Checker(RequestChecker):
@@ -319,6 +322,11 @@ async def test_many_token_ids_are_checked_in_a_thread(servers: Servers, monkeypa
             super().__init__(*arguments)
 
     monkeypatch.setattr("scheduler.requests.intake.RequestChecker", Checker)
+    return threads
+
+
+async def test_many_token_ids_are_checked_in_a_thread(servers: Servers, checker_threads: list[str]) -> None:
+    """Otherwise a million ids would hold the event loop for 70 ms."""
     served = await servers.start()
     for ids, bad in (([1] * 3, "[2]"), ([1] * 50_000, "[49999]")):
         call = served.generation.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids)))
@@ -328,7 +336,17 @@ async def test_many_token_ids_are_checked_in_a_thread(servers: Servers, monkeypa
         await collect(call)
         error = await failure(served, pb.GenerateRequest(token_ids=pb.TokenIds(ids=[*ids[:-1], 400])))
         assert list(violations(error)) == [f"token_ids.ids{bad}"]
-    assert [name.startswith("quire-tokenize") for name in threads] == [False, False, True, True]
+    assert [name.startswith("quire-tokenize") for name in checker_threads] == [False, False, True, True]
+
+
+async def test_long_chats_are_checked_in_a_thread(servers: Servers, checker_threads: list[str]) -> None:
+    """The checks of 1,024 messages would hold the event loop for as long as parsing them does."""
+    served = await servers.start()
+    for number in (3, 1024):
+        messages = [pb.ChatMessage(role="user", content="x")] * (number - 1) + [pb.ChatMessage(content="x")]
+        error = await failure(served, pb.GenerateRequest(chat=pb.ChatPrompt(messages=messages)))
+        assert f"chat.messages[{number - 1}].role" in violations(error)
+    assert [name.startswith("quire-tokenize") for name in checker_threads] == [False, True]
 
 
 async def test_prompt_limit_applies_before_tokenisation(servers: Servers) -> None:

@@ -30,10 +30,14 @@ UNKNOWN_CALLER = grpc.StatusCode.UNAUTHENTICATED
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 
 CALLERS = ("none", "wrong", "generate", "observe", "admin")
-# An empty request is what each method gets; Generate refuses it after the caller was let in.
+# An empty request is what each method gets; Generate and GenerateMany refuse it after the caller was let in.
 PUBLIC = {
     "/quire.v1.Generation/Generate": (UNKNOWN_CALLER, UNKNOWN_CALLER, INVALID, DENIED, INVALID),
+    "/quire.v1.Generation/GenerateMany": (UNKNOWN_CALLER, UNKNOWN_CALLER, INVALID, DENIED, INVALID),
     "/quire.v1.Generation/GetServerInfo": (UNKNOWN_CALLER, UNKNOWN_CALLER, OK, OK, OK),
+    "/quire.v1.Tokenization/Tokenize": (UNKNOWN_CALLER, UNKNOWN_CALLER, INVALID, DENIED, INVALID),
+    "/quire.v1.Tokenization/Detokenize": (UNKNOWN_CALLER, UNKNOWN_CALLER, OK, DENIED, OK),
+    "/quire.v1.Tokenization/GetTokenizerInfo": (UNKNOWN_CALLER, UNKNOWN_CALLER, OK, OK, OK),
     "/grpc.health.v1.Health/Check": (OK,) * 5,
     "/grpc.health.v1.Health/List": (UNKNOWN_CALLER, UNKNOWN_CALLER, DENIED, DENIED, DENIED),  # has no row
     "/grpc.health.v1.Health/Watch": (OK,) * 5,

@@ -279,3 +279,30 @@ async def test_address_in_use_is_refused(engine: FakeEngine) -> None:
         with pytest.raises(AddressInUse):
             await server.start(f"127.0.0.1:{taken.getsockname()[1]}")
     await server.stop()
+
+
+@pytest.mark.parametrize(("is_last", "pause_s"), [(False, 3600.0), (True, 0.0)])
+async def test_the_rest_of_a_body_is_read_slowly(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, is_last: bool, pause_s: float
+) -> None:
+    """A body that is too large was read to its end, as fast as it came. Its client sees the answer at once."""
+    monkeypatch.setattr("scheduler.servers.http_server.DISCARD_PAUSE_S", pause_s)
+    monkeypatch.setattr("scheduler.servers.http_server.DISCARD_S", 3600.0 if is_last else 30.0)
+    num_bytes = 64 << 20
+    host, port = server.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(f"GET /readyz HTTP/1.1\r\nHost: localhost\r\nContent-Length: {num_bytes}\r\n\r\n".encode())
+        writer.write(b"a" * num_bytes)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        assert b"Connection: close" in head
+        if is_last:
+            await writer.drain()
+            assert await reader.read() == b"serving\n", "and the connection is closed"
+            return
+        for _ in range(200):
+            assert (await get(server, "/readyz"))[0] == 200
+        assert writer.transport.get_write_buffer_size() > num_bytes // 2, "the server has read a part only"
+    finally:
+        writer.transport.abort()

@@ -14,7 +14,10 @@ from scheduler.servers.generation_server import read_fields
         (pb.GenerateRequest(), {}),
         (pb.GenerateRequest(text=""), {"text": ""}),
         (pb.GenerateRequest(token_ids=pb.TokenIds()), {"token_ids.ids": []}),
-        (pb.GenerateRequest(chat=pb.ChatPrompt()), {"chat.messages": []}),
+        (
+            pb.GenerateRequest(chat=pb.ChatPrompt()),
+            {"chat.messages": [], "chat.tools": [], "chat.template_arguments": {}},
+        ),
         (
             pb.GenerateRequest(priority=0, cache_salt="", request_id="a"),
             {"priority": 0, "cache_salt": "", "request_id": "a"},

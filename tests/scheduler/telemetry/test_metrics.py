@@ -124,7 +124,8 @@ def test_buckets_are_cumulative() -> None:
 async def test_metrics_of_the_process_exist_before_there_is_a_model() -> None:
     metrics = SchedulerMetrics()
     names = ["quire_build_info", "quire_ready", *["quire_calls_refused_total"] * 2]
-    names += [*["quire_limited_total"] * len(NUM_LIMITED), "quire_open_files"]
+    names += [*["quire_limited_total"] * len(NUM_LIMITED)]
+    names += [*["quire_unexpected_errors_total"] * 6, "quire_open_files"]
     assert [name.split("/")[0] for name in samples(metrics)] == names
     engine = FakeEngine(model=None)
     engine.become(ServerState.WAITING_FOR_EXECUTOR)

@@ -3,7 +3,7 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -151,7 +151,9 @@ def test_request_id_that_is_not_a_string_is_not_logged(log: Log) -> None:
     assert "request_id" not in log.of("request refused")[0]
 
 
-async def test_bug_is_logged_with_the_request(servers: Servers, log: Log) -> None:
+async def test_bug_is_logged_with_the_request(
+    servers: Servers, log: Log, counted: Callable[[], dict[str, int]]
+) -> None:
     served = await servers.start()
     served.engine.refusal = RuntimeError("boom")
     request = pb.GenerateRequest(request_id="mine", text="x")
@@ -160,6 +162,8 @@ async def test_bug_is_logged_with_the_request(servers: Servers, log: Log) -> Non
     (record,) = log.of("a request failed because of a bug")
     assert (record["request_id"], record["trace_id"]) == ("mine", TRACE_ID)
     assert "boom" in record["exception"]
+    assert counted() == {"request": 1}
+    assert 'quire_unexpected_errors_total{model_name="",where="request"}' in SchedulerMetrics().render().decode()
 
 
 async def test_exemplars_have_ids_of_requests(servers: Servers) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from scheduler.core import InvalidRequest, QueueFull, Unavailable
-from scheduler.text.chat import ChatLimits, ChatMessage, ChatRenderer, load_template
+from scheduler.text.chat import ChatLimits, ChatRenderer, load_template
+from scheduler.text.chat_messages import Chat, ChatMessage
 from scheduler.text.checkpoint import Checkpoint
 from tests.support.scheduler.small_tokenizers import CHAT_TEMPLATE
 
@@ -21,7 +22,7 @@ MakeRenderer = Callable[..., ChatRenderer]
 async def render(template: str, messages: list[ChatMessage] = CHAT, **limits: float) -> str:
     renderer = ChatRenderer(template, VARIABLES, ChatLimits(**limits))  # type: ignore[arg-type]
     try:
-        return await renderer.render(messages)
+        return await renderer.render(Chat(messages))
     finally:
         await renderer.close()
 
@@ -54,7 +55,7 @@ async def test_templates_get_functions_and_filters_that_they_expect() -> None:
 
 
 async def test_rendered_texts_are_not_json_that_the_event_loop_would_parse(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scheduler.text.chat.json.loads", None)
+    monkeypatch.setattr("scheduler.text.workers.json.loads", None)
     text = "".join(map(chr, range(0x1000))) + "🦊\u2028"
     assert await render("{{ messages[0]['content'] }}", [ChatMessage("user", text)]) == text
     assert "bad \x01" in await refusal("{{ raise_exception('bad \x01') }}")
@@ -99,8 +100,8 @@ async def test_chat_after_an_endless_one_is_rendered() -> None:
     endless_power = "{{ 7 ** (9 ** (messages | length + 8)) }}"
     template = "{% if messages[0].content == 'loop' %}" + endless_power + "{% endif %}{{ messages[0].content }}"
     renderer = ChatRenderer(template, {}, ChatLimits(max_render_s=0.2))
-    endless = asyncio.create_task(renderer.render([ChatMessage("user", "loop")]))
-    next_chat = asyncio.create_task(renderer.render([ChatMessage("user", "a")]))
+    endless = asyncio.create_task(renderer.render(Chat([ChatMessage("user", "loop")])))
+    next_chat = asyncio.create_task(renderer.render(Chat([ChatMessage("user", "a")])))
     assert await next_chat == "a"
     with pytest.raises(InvalidRequest):
         await endless
@@ -132,12 +133,12 @@ async def test_large_chat_is_rendered() -> None:
 
 async def test_waiting_chats_are_limited() -> None:
     renderer = ChatRenderer("{{ messages[0].content }}", {}, ChatLimits(max_pending_characters=200))
-    tasks = [asyncio.create_task(renderer.render([ChatMessage("user", "x" * 10)])) for _ in range(2)]
+    tasks = [asyncio.create_task(renderer.render(Chat([ChatMessage("user", "x" * 10)]))) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(QueueFull):
-        await renderer.render([ChatMessage("user", "x" * 10)])
+        await renderer.render(Chat([ChatMessage("user", "x" * 10)]))
     assert await asyncio.gather(*tasks) == ["x" * 10] * 2
-    assert await renderer.render([ChatMessage("user", "y" * 300)]) == "y" * 300
+    assert await renderer.render(Chat([ChatMessage("user", "y" * 300)])) == "y" * 300
     await renderer.close()
 
 
@@ -145,18 +146,18 @@ async def test_cancelled_callers_do_not_affect_others() -> None:
     renderer = ChatRenderer("{{ messages[0].content }}", {})
     await renderer.start()
     for i in range(20):
-        cancelled = asyncio.create_task(renderer.render([ChatMessage("user", f"cancelled {i}")]))
+        cancelled = asyncio.create_task(renderer.render(Chat([ChatMessage("user", f"cancelled {i}")])))
         for _ in range(i % 5):
             await asyncio.sleep(0)
         cancelled.cancel()
-        assert await renderer.render([ChatMessage("user", f"waiting {i}")]) == f"waiting {i}"
+        assert await renderer.render(Chat([ChatMessage("user", f"waiting {i}")])) == f"waiting {i}"
     await renderer.close()
 
 
 @pytest.mark.parametrize("has_started", [False, True])
 async def test_close_does_not_wait_for_an_endless_template(has_started: bool) -> None:
     renderer = ChatRenderer("{{ 7 ** (9 ** 9) }}", {}, ChatLimits(max_render_s=1000))
-    tasks = [asyncio.create_task(renderer.render(CHAT)) for _ in range(2)]
+    tasks = [asyncio.create_task(renderer.render(Chat(CHAT))) for _ in range(2)]
     await asyncio.sleep(0.3 if has_started else 0)
     await renderer.close()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -167,3 +167,16 @@ def test_window_does_not_grow() -> None:
     special = [id_of(WORDPIECE, "[CLS]")] * 100
     detokenizer.decode(special)
     assert len(detokenizer._anchor) + len(detokenizer._unsent) <= 2  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "wordpiece"])
+def test_tokens_have_bytes(name: str) -> None:
+    tokenizer = getattr(small_tokenizers, name)()
+    vocabulary = Vocabulary(tokenizer)
+    ids = tokenizer.encode("the fox é", add_special_tokens=False).ids
+    if name != "wordpiece":  # which has no bytes of its own, and drops accents
+        assert b"".join(map(vocabulary.token_bytes, ids)).decode().strip() == "the fox é"
+    for token_id, token in tokenizer.get_added_tokens_decoder().items():
+        if token.special:
+            assert vocabulary.token_bytes(token_id) == token.content.encode()
+    assert vocabulary.token_bytes(tokenizer.get_vocab_size() + 7) == b""

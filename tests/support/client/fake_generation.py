@@ -70,6 +70,7 @@ class FakeGeneration:
     def _rest(self, index: int, sequence: FakeSequence, begun: pb.ResumedSequence) -> list[pb.GenerateResponse]:
         first = len(begun.token_ids)
         assert tuple(begun.token_ids) == sequence.token_ids[:first]
+        assert begun.has_last == (bool(first) and first == len(sequence.token_ids))
         if begun.finished:
             assert first == len(sequence.token_ids)
             return []
@@ -80,6 +81,7 @@ class FakeGeneration:
             text = sequence.text_at(end).removeprefix(sequence.text_at(first))
             logprobs = [_logprobs(token_id) for token_id in token_ids]
             delta = pb.Delta(index=index, text=text, token_ids=token_ids, logprobs=logprobs)
+            delta.last = end == len(sequence.token_ids)
             responses.append(pb.GenerateResponse(delta=delta))
             first = end
         usage = pb.Usage(prompt_tokens=3, completion_tokens=len(sequence.token_ids), cached_tokens=1)

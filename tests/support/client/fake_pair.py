@@ -20,6 +20,8 @@ class FakePair:
         names = ("scheduler", "executor")
         self._specs = [ChildSpec(name, command) for name, command in zip(names, children, strict=True)]
 
+    gateway = None
+
     @property
     def scheduler(self) -> Any:
         return self._pair.scheduler

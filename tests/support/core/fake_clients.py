@@ -10,7 +10,7 @@ Key = tuple[int, int]
 """The (request_id, index) of a sequence, as a client knows it."""
 
 ENDED_BY_EXECUTOR = (FinishReason.EOS, FinishReason.LENGTH)
-FAILED = (FinishReason.DEADLINE, FinishReason.EXECUTORS_LOST, FinishReason.CAPACITY)
+FAILED = (FinishReason.DEADLINE, FinishReason.TOO_LATE, FinishReason.EXECUTORS_LOST, FinishReason.CAPACITY)
 
 
 @dataclass
@@ -52,7 +52,7 @@ class FakeClients:
         """Returns the number of ended sequences by reason, including reasons that did not occur."""
         num_ended = Counter(self.ended.values())
         # These worlds do not have their causes.
-        from_outside = {FinishReason.ERROR, FinishReason.MODEL_CHANGED, FinishReason.NOT_FINITE}
+        from_outside = {FinishReason.ERROR, FinishReason.GRAMMAR, FinishReason.MODEL_CHANGED, FinishReason.NOT_FINITE}
         return {f"finished: {reason.value}": num_ended[reason] for reason in FinishReason if reason not in from_outside}
 
     def narrow(self, most_tokens: int) -> int:

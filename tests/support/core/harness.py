@@ -4,6 +4,7 @@ from scheduler.core import (
     Events,
     FinishReason,
     Request,
+    Sequence,
     StepPlan,
 )
 from scheduler.core.baselines.batching import batch_members
@@ -38,13 +39,24 @@ class Harness(CheckedScheduler):
         events = self.scheduler.expire(now_s)
         for sequence, reason in events.finished:
             deadline_s = sequence.request.deadline_s
-            assert reason is FinishReason.DEADLINE
             assert deadline_s is not None
+            if reason is FinishReason.TOO_LATE:
+                assert sequence.queued_s + self.run_s(sequence) <= deadline_s, f"{sequence!r} has not waited"
+                assert deadline_s < now_s + self.run_s(sequence), f"{sequence!r} could end before {deadline_s}"
+                assert not self.clients.received[sequence.request.request_id, sequence.index], (
+                    f"{sequence!r} has output"
+                )
+                continue
+            assert reason is FinishReason.DEADLINE
             assert deadline_s <= now_s, f"{sequence!r} was due at {deadline_s}, not at {now_s}"
         self._hear(events)
         next_s = self.scheduler.state.deadlines.next_s
         assert next_s is None or next_s > now_s
         return events
+
+    def run_s(self, sequence: Sequence) -> float:
+        """Returns the time that a sequence takes at the pace that the scheduler was told."""
+        return self.scheduler.state.pace.run_s(sequence.request.max_tokens)
 
     def reset_prefix_cache(self) -> int:
         num_forgotten = self.scheduler.reset_prefix_cache()

@@ -16,6 +16,7 @@ from scheduler.core import (
     Request,
     Scheduler,
     SchedulerLimits,
+    Sequence,
     SequenceParams,
     StepPlan,
     StepResult,
@@ -39,39 +40,59 @@ KINDS: dict[str, Draw] = {
 
 
 def gap_bound(limits: SchedulerLimits, weight: float, *, has_guarantees: bool) -> float:
-    """Returns the most normalised service by which a tenant of this weight can get ahead of a backlogged one (I22)."""
-    num_seqs, num_plans = limits.max_num_seqs, 2 * limits.max_num_seqs + limits.max_in_flight
-    num_late = num_seqs * num_plans + (num_seqs * limits.max_model_len if has_guarantees else 0)
-    return limits.max_ahead + (PROMPT_TOKEN_COST * limits.max_model_len + GENERATED_TOKEN_COST * num_late) / weight
+    """Returns the most normalised service by which a tenant of this weight can get ahead of a backlogged one (I22).
+
+    Without guaranteed sequences it is the smaller bound for tenants that lose sequences to those that wait.
+    """
+    num_seqs, length = limits.max_num_seqs, limits.max_model_len
+    admission = PROMPT_TOKEN_COST * length * (1 + num_seqs)
+    bound = (admission + GENERATED_TOKEN_COST * num_seqs * length) / weight
+    if has_guarantees:
+        return bound
+    num_late = num_seqs * (2 * num_seqs + limits.max_in_flight)
+    return min(bound, limits.max_ahead + (admission + GENERATED_TOKEN_COST * num_late) / weight)
 
 
 class GapWatch:
-    """Watches the service of each pair of tenants while both are backlogged. `most` is the largest gap seen."""
+    """Watches the service of each pair of tenants while both are backlogged. `most` is the largest gap seen.
+
+    It has to `look` whenever a tenant may have stopped to be backlogged.
+    """
 
     def __init__(self, scheduler: Scheduler, *, has_guarantees: bool) -> None:
         self._scheduler = scheduler
         self._has_guarantees = has_guarantees
         self._since: dict[tuple[str, str], float] = {}  # the difference of service when both had become backlogged
+        self._displaced_by: dict[Sequence, str] = {}
         self.service: Counter[str] = Counter()
         self.most = 0.0
+        _record_displacements(scheduler, self._displaced_by)
 
     def planned(self, plan: StepPlan) -> None:
-        """Counts the prompts that a plan admits for the first time, and checks all gaps."""
+        """Counts the prompts that a plan admits for the first time, and what a tenant made others compute again.
+
+        Checks all gaps.
+        """
         for sequence, num_cached in self._scheduler.state.in_flight[-1].admitted:
-            if not sequence.num_preemptions and (sequence.index == 0 or sequence.request.outputs):
+            is_again = sequence.num_preemptions or sequence.num_losses
+            if (claimant := self._displaced_by.pop(sequence, None)) is not None:
+                self.service[claimant] += PROMPT_TOKEN_COST * (sequence.num_tokens - num_cached)
+            elif not is_again and (sequence.index == 0 or sequence.request.outputs):
                 self.service[sequence.request.tenant] += PROMPT_TOKEN_COST * (sequence.num_given_tokens - num_cached)
-        self._check()
+        self.look()
 
     def committed(self, events: Events) -> None:
         for sequence in events.sequences:
             self.service[sequence.request.tenant] += GENERATED_TOKEN_COST
 
-    def _check(self) -> None:
+    def look(self) -> None:
         state = self._scheduler.state
         heads = [(account, state.waiting.of(account).first()) for account in state.accounts]
         backlogged = [account for account, head in heads if head is not None and state.waiting.may_enter(head)]
         pairs = {}
         for first, second in combinations(backlogged, 2):
+            if first.terms.priority != second.terms.priority:
+                continue
             pair = first.name, second.name
             served = (self.service[account.name] / account.terms.weight for account in (first, second))
             difference = next(served) - next(served)
@@ -84,6 +105,21 @@ class GapWatch:
             self.most = max(self.most, gap)
             assert gap <= bound, f"I22: the gap of {pair} is {gap:.0f}, the bound is {bound:.0f}"
         self._since = pairs
+
+
+def _record_displacements(scheduler: Scheduler, displaced_by: dict[Sequence, str]) -> None:
+    """Records each sequence that is preempted for a tenant that waits, and the tenant."""
+    state = scheduler.state
+    choose_victim = state.waiting.choose_victim
+
+    def choose(*, is_short: bool) -> Sequence | None:
+        left_behind = state.waiting.left_behind
+        victim = choose_victim(is_short=is_short)
+        if victim is not None and not is_short and left_behind is not None and not state.in_flight:
+            displaced_by[victim.leader] = left_behind.request.tenant
+        return victim
+
+    state.waiting.choose_victim = choose  # type: ignore[method-assign]
 
 
 class ShareWorld:
@@ -128,6 +164,7 @@ class ShareWorld:
         while (plan := self.scheduler.schedule()) is not None:
             self.watch.planned(plan)
             self._sampled.append((plan, len(self.scheduler.state.in_flight[-1].sampled)))
+        self.watch.look()  # also if there is no plan: the queue was asked for the next sequence
         if self._sampled:
             plan, num_sampled = self._sampled.pop(0)
             token_ids = [self.random.randrange(100) for _ in range(num_sampled)]
@@ -141,22 +178,36 @@ class ShareWorld:
             if number % 50 == 0:
                 check_invariants(self.scheduler)
 
+    def lose_executor(self) -> None:
+        """Loses the executor, with the plans in flight, and attaches another one."""
+        state = self.scheduler.state
+        self.scheduler.executor_lost()
+        self._sampled.clear()
+        self.scheduler.executor_attached(state.epoch + 1, state.cache.pool.num_blocks)
+        self.watch.look()
+
+    def cancel_one(self) -> None:
+        """Cancels a request, if there is one."""
+        if self.scheduler.state.requests:
+            self.scheduler.cancel(self.random.choice(list(self.scheduler.state.requests)))
+            self.watch.look()
+
     def fill(self, tenant: str) -> None:
-        waiting = self.scheduler.state.waiting
-        while len(waiting.of(self.scheduler.state.accounts.of(tenant))) < self.backlog[tenant]:
+        waiting, account = self.scheduler.state.waiting, self.scheduler.state.accounts.of(tenant)
+        while len(waiting.of(account)) < self.backlog[tenant]:
             try:
-                self.scheduler.add(self._draw_request(tenant))
+                self.scheduler.add(self._draw_request(tenant, account.terms.max_num_seqs))
             except QueueFull:
                 return
 
-    def _draw_request(self, tenant: str) -> Request:
+    def _draw_request(self, tenant: str, most_samples: int | None) -> Request:
         self._num_requests += 1
         most = self.scheduler.max_tokens_per_sequence
         num_prompt, num_output, num_samples = KINDS[self.kinds[tenant]](self.random)
         num_prompt = min(num_prompt, most - 1)
         total = min(num_prompt + num_output, most)
         prompt = [self.random.randrange(2) for _ in range(num_prompt)]
-        num_samples = min(num_samples, self.scheduler.state.limits.max_num_seqs)
+        num_samples = min(num_samples, self.scheduler.state.limits.max_num_seqs, most_samples or num_samples)
         params = SequenceParams(max_total_tokens=total)
         seeds = tuple(range(num_samples))
         outputs: tuple[ReceivedOutput, ...] = ()
@@ -183,10 +234,18 @@ def draw_world(seed: int) -> ShareWorld:
     tenants = "abcd"[: random.randint(2, 4)]
     block_size = random.randint(1, 8)
     least = -(-limits.max_model_len // block_size) * max_num_seqs
+    caps, priorities = random.choice(((None,), (None, 1, 2))), random.choice(((0,), (0,), (0, 1)))
     return ShareWorld(
         limits,
         {tenant: random.choice(list(KINDS)) for tenant in tenants},
-        terms={tenant: TenantTerms(weight=random.choice((1, 1, 2, 0.5))) for tenant in tenants},
+        terms={
+            tenant: TenantTerms(
+                weight=random.choice((1, 1, 2, 0.5)),
+                priority=random.choice(priorities),
+                max_num_seqs=random.choice(caps),
+            )
+            for tenant in tenants
+        },
         backlog={tenant: random.choice((1, 3, 100)) for tenant in tenants},
         num_blocks=random.choice((least + 2, max(4, least // 2))),
         block_size=block_size,
@@ -196,12 +255,20 @@ def draw_world(seed: int) -> ShareWorld:
 
 
 def run_world(seed: int, num_steps: int = 1500) -> float:
-    """Runs a world in which some tenants leave and come back; returns the largest gap. Raises if I22 is broken."""
+    """Runs a world in which tenants may leave and come back, requests be cancelled, and executors be lost.
+
+    Returns the largest gap. Raises if I22 is broken.
+    """
     world = draw_world(seed)
-    is_bursty = world.random.random() < 0.5
+    random = Random(seed)
+    is_bursty, loss_rate, cancel_rate = random.random() < 0.5, random.choice((0, 0.01)), random.choice((0, 0.02))
     for number in range(num_steps):
         if is_bursty and number % 200 == 0:
             world.absent = set(world.random.sample(sorted(world.kinds), world.random.randint(0, len(world.kinds) - 1)))
+        if random.random() < loss_rate:
+            world.lose_executor()
+        if random.random() < cancel_rate:
+            world.cancel_one()
         world.step()
         if number % 100 == 0:
             check_invariants(world.scheduler)

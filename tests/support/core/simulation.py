@@ -27,6 +27,7 @@ from scheduler.core import (
     BeamParams,
     CapacityExceeded,
     KVAllocation,
+    Pace,
     Policy,
     QueueFull,
     Request,
@@ -167,6 +168,9 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             enable_prefix_caching=world.enable_prefix_caching,
         )
+        pace = Random(f"pace {seed}")  # one of its own, too
+        if world.batching is CONTINUOUS and pace.random() < 0.5:  # the baselines form batches before they look
+            self.harness.scheduler.set_pace(Pace(pace.uniform(0.0, 0.004), pace.uniform(1.0, 10.0)))
         self.num_requests = self.world.num_requests
         self.busy_until_ms = 0.0  # the executor runs steps one after the other
         self.wakes_s = inf  # the earliest scheduled wake-up

@@ -88,7 +88,8 @@ def make_pair(
     """Makes two runners of a checkpoint. captures: captures all graphs first, which takes long in the interpreter."""
     values = {"block_size": 4, "num_blocks": 100, "max_num_seqs": 6, "max_num_batched_tokens": 48, **settings}
     config = ExecutorConfig(model=str(directory), device=str(device), kernels="reference", **values)
-    reference = load_model(config, lambda line: None).runner
+    loaded = load_model(config, lambda line: None)
+    reference = loaded.runner
     own, limits = reference.model.decoder.config, reference.limits
     model = Decoder(own, reference.model.decoder.weights, home, limits.max_model_len)
     shape = AttentionShape(model.dtype, own.num_heads, own.num_kv_heads, own.head_dim, limits.block_size)
@@ -98,7 +99,7 @@ def make_pair(
     buffers.on_device.block_tables[-1] = 1 << 30
     buffers.on_device.end_kinds[-1] = 1
     settle()
-    cuda = CudaRunner(model, shape, buffers, pool, limits, accelerator or accelerator_for(device))
+    cuda = CudaRunner(model, shape, buffers, pool, limits, accelerator or accelerator_for(device), loaded.grammars)
     if captures:
         cuda.capture_graphs(no_progress)
     return Pair(reference, cuda)

@@ -35,6 +35,7 @@ _DEFAULTS: dict[str, Any] = {
     "num_threads": 1,
     "listen": "127.0.0.1:0",
     "http_listen": "127.0.0.1:0",
+    "gateway": False,
 }
 
 
@@ -61,6 +62,7 @@ class Stack:
         self.flags = _DEFAULTS | flags
         self.grpc = ""
         self.http = ""
+        self.openai = ""
         self.executor_address = ""
         self.processes: list[Process] = []
         self.proxy: Proxy | None = None
@@ -118,6 +120,11 @@ class Stack:
         self.flags |= flags
         await self.ended(self.scheduler, signal.SIGTERM)
         await asyncio.to_thread(self._await_ready_line, self.launch_scheduler())
+
+    async def restart_executor(self) -> None:
+        """Ends the executor (apart only) and starts another one at the same address; returns when it is ready."""
+        await self.ended(self.executor, signal.SIGTERM)
+        await asyncio.to_thread(self._await_executor, self._launch_executor())
 
     # --- for tests ------------------------------------------------------------------------------------------------
 
@@ -267,6 +274,7 @@ class Stack:
         words = dict(word.split("=", 1) for word in process.line("ready ").split() if "=" in word)
         self.grpc, self.http = words["grpc"], words["http"]
         self.executor_address = words.get("executor", self.executor_address)
+        self.openai = words.get("openai", "")
 
     def _flags_of(self, names: set[str]) -> dict[str, Any]:
         return {name: value for name, value in self.flags.items() if name in names}

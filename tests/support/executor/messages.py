@@ -46,6 +46,7 @@ def plan_message(plan: StepPlan) -> pb.StepPlan:
                     num_logprobs=admission.params.num_logprobs,
                     num_prompt_logprobs=admission.params.num_prompt_logprobs,
                     num_candidates=admission.params.num_candidates,
+                    grammar=admission.params.grammar,
                 ),
             )
             for admission in plan.admissions

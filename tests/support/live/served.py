@@ -6,8 +6,8 @@ from typing import Any
 
 import aiohttp
 
+from quire.static_files import HEADERS
 from scheduler.engine.engine import Engine
-from scheduler.live.browser_safety import HEADERS
 from scheduler.live.feed import LiveFeed
 from scheduler.live.plan_log import PlanLog
 from scheduler.requests.intake import Intake

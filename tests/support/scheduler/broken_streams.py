@@ -98,6 +98,7 @@ def resumption(request: pb.GenerateRequest, received: Messages) -> pb.GenerateRe
             sequence = sequences.setdefault(part.index, pb.ResumedSequence(index=part.index))
             if isinstance(part, pb.Delta):
                 sequence.token_ids.extend(part.token_ids)
+                sequence.has_last = part.last
             else:
                 sequence.finished = True
     resumed.resume.sequences.extend(sequences.values())

@@ -18,6 +18,7 @@ from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
 WHOLE_REQUEST = (
     FinishReason.ERROR,
     FinishReason.EXECUTORS_LOST,
+    FinishReason.GRAMMAR,
     FinishReason.MODEL_CHANGED,
     FinishReason.NOT_FINITE,
 )

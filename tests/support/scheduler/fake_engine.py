@@ -91,7 +91,8 @@ def made_up_logprobs(token_id: int, num_logprobs: int) -> TokenLogprobs:
 
 
 class FakeEngine:
-    """A fake engine. `submitted` has all requests; `refusal`, if set, is raised instead of accepting one."""
+    """A fake engine. `submitted` has all requests; `refusal`, if set, is raised instead of accepting one, and
+    `lateness` before it is read."""
 
     def __init__(self, model: ModelDescription | None = MODEL) -> None:
         self._model = model
@@ -103,6 +104,8 @@ class FakeEngine:
         self._num_requests = 0
         self._arrived: asyncio.Queue[Submitted] = asyncio.Queue()
         self.refusal: Exception | None = None
+        self.lateness: Exception | None = None
+        self.checked_deadlines: list[tuple[str, float | None, float]] = []
         self.num_cancels = 0
         self.trouble = ""
         self.traces: tuple[()] = ()
@@ -134,6 +137,12 @@ class FakeEngine:
     def new_request_id(self) -> int:
         self._num_requests += 1
         return self._num_requests
+
+    def check_deadline(self, tenant: str, deadline_s: float | None, max_tokens: float) -> None:
+        """Raises `lateness` if it is set."""
+        self.checked_deadlines.append((tenant, deadline_s, max_tokens))
+        if self.lateness is not None:
+            raise self.lateness
 
     def submit(self, request: Request, sink: Sink) -> None:
         if self._state is ServerState.DRAINING:

@@ -14,9 +14,11 @@ from scheduler.servers.access import Access
 from scheduler.servers.admin_server import AdminServer
 from scheduler.servers.generation_server import GenerationServer
 from scheduler.servers.grpc_server import GrpcServer
+from scheduler.servers.tokenization_server import TokenizationServer
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.text.chat import ChatRenderer, load_template
 from scheduler.text.checkpoint import Checkpoint
+from scheduler.text.grammars import GrammarCompiler
 from scheduler.text.tokenizer import Tokenizer
 from tests.support.scheduler.fake_engine import FakeEngine
 from tests.support.waiting import until
@@ -67,6 +69,8 @@ class Servers:
         listen: str = "127.0.0.1:0",
         admin_listen: str | None = None,
         access: Access | None = None,
+        local_listen: str | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> Served:
         engine = engine or FakeEngine()
         tokenizer = Tokenizer.load(self._checkpoint)
@@ -76,16 +80,21 @@ class Servers:
             tokenizer=tokenizer,
             chat=ChatRenderer(template, variables, tokens=tokens) if template else None,
             defaults=GenerationDefaults.load(self._checkpoint),
+            grammars=grammars,
         )
         real_engine = cast("Engine", engine)
         self.metrics.engine = real_engine
         intake = Intake(real_engine, model, self.metrics, limits, max_streams=max_streams)
-        generation = GenerationServer(real_engine, intake, "fcfs", stalled_reader_timeout_s)
-        server = GrpcServer(real_engine, generation, AdminServer(real_engine, intake), listen, admin_listen, access)
+        generation = GenerationServer(real_engine, intake, "fcfs", stalled_reader_timeout_s, access)
+        admin, tokenization = AdminServer(real_engine, intake), TokenizationServer(intake)
+        addresses = (listen, admin_listen)
+        server = GrpcServer(real_engine, generation, tokenization, admin, *addresses, access, local_listen)
         await server.start()
         channel = grpc.aio.insecure_channel(server.address, options=channel_options)
         admin_channel = grpc.aio.insecure_channel(server.admin_address)
         self._stack.callback(tokenizer.close)
+        if grammars is not None:
+            self._stack.push_async_callback(grammars.close)
         if model.chat is not None:
             self._stack.push_async_callback(model.chat.close)
         self._stack.push_async_callback(server.stop, 0)

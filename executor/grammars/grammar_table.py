@@ -1,0 +1,105 @@
+"""The grammars of slots. Most slots have none, and cost no more than a flag.
+
+The state of a slot depends on its grammar and its output alone. Two slots share it after a fork, until each has a token
+of its own: what is shared is copied and never changed.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from executor.grammars.grammar_cache import Grammars, eos_key
+from executor.grammars.masks import GrammarCounts, Masks
+from executor.grammars.workers import Pending, refused
+from executor.plans.plan import Ints, SequenceParams
+
+
+@dataclass(frozen=True, slots=True)
+class _Followed:
+    """The grammar of a slot. is_own: no other slot and no cache has this state."""
+
+    pending: Pending
+    is_own: bool = False
+
+
+class GrammarTable:
+    """The state of the grammar of each slot."""
+
+    def __init__(self, vocab_size: int, grammars: Grammars | None) -> None:
+        """Without grammars, a sequence that has one ends at its first token."""
+        self._refused = refused(vocab_size)
+        self._grammars = grammars
+        self._counts = GrammarCounts() if grammars is None else grammars.counts
+        self._by_slot: dict[int, _Followed] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._by_slot)
+
+    def set(self, slot: int, params: SequenceParams, token_ids: Ints) -> None:
+        """Sets the grammar of a slot. token_ids are all tokens of its sequence, prompt and output."""
+        self.drop((slot,))
+        if not params.grammar:
+            return
+        if self._grammars is None:
+            self._by_slot[slot] = _Followed(self._refused)
+            return
+        pending = self._grammars.start(params.grammar, eos_key(params.eos_token_ids))
+        if output := token_ids[params.num_prompt_tokens :].tolist():
+            pending = self._grammars.replay(pending, output)
+        self._by_slot[slot] = _Followed(pending)
+
+    def drop(self, slots: Ints | tuple[int, ...]) -> None:
+        if self._by_slot:
+            for slot in slots:
+                self._by_slot.pop(int(slot), None)
+
+    def clear(self) -> None:
+        self._by_slot.clear()
+
+    def copy_slots(self, sources: Ints, destinations: Ints) -> None:
+        """Copies all slots at once: a slot may be both a source and a destination."""
+        if not self._by_slot:
+            return
+        pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
+        copies = {to: self._shared(source) for source, to in pairs if source in self._by_slot}
+        self.drop(destinations)
+        self._by_slot |= copies
+
+    def masks(self, slots: Ints) -> Masks | None:
+        """Returns the masks of those slots that have a grammar, by their place in `slots`; None if there are none."""
+        if not self._by_slot:
+            return None
+        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._by_slot]
+        if not rows:
+            return None
+        pending = tuple(self._by_slot[int(slots[row])].pending for row in rows)
+        return Masks(np.array(rows, dtype=np.int64), pending, self._counts)
+
+    def forbid(self, slots: Ints, token_ids: Ints) -> NDArray[np.bool_]:
+        """Returns which of these tokens their slots may not append.
+
+        They are sampled only where the grammar cannot be followed: the mask had no token with a finite logit, or there
+        was no mask.
+        """
+        is_forbidden = np.zeros(len(slots), dtype=np.bool_)
+        if self._by_slot:
+            for row, (slot, token_id) in enumerate(zip(slots.tolist(), token_ids.tolist(), strict=True)):
+                own = self._by_slot.get(slot)
+                is_forbidden[row] = own is not None and not own.pending.result().allows(token_id)
+        return is_forbidden
+
+    def consume(self, slots: Ints, token_ids: Ints) -> None:
+        """Follows tokens that were appended. The masks after them are computed from now on, in other threads."""
+        if not self._by_slot or self._grammars is None:
+            return
+        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+            if (own := self._by_slot.get(slot)) is not None:
+                pending = self._grammars.advance(own.pending, token_id, is_own=own.is_own)
+                self._by_slot[slot] = _Followed(pending, is_own=True)
+
+    def _shared(self, slot: int) -> _Followed:
+        """Returns the state of a slot for another one to have too."""
+        own = self._by_slot[slot]
+        self._by_slot[slot] = _Followed(own.pending)
+        return self._by_slot[slot]

@@ -1,0 +1,72 @@
+"""The masks of the rows of a step. They are computed beside the model, and waited for when they are needed."""
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from executor.grammars.workers import Pending
+
+
+@dataclass(slots=True)
+class GrammarCounts:
+    """Counts for the metrics: grammars that were compiled, and nanoseconds for which steps waited for masks.
+
+    num_compiled is changed under the lock, waited_ns by the device thread alone.
+    """
+
+    num_compiled: int = 0
+    waited_ns: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Masks for some rows: rows[m] ascending, and the state of each."""
+
+    rows: NDArray[np.int64]
+    pending: tuple[Pending, ...]
+    counts: GrammarCounts
+
+    def forbid(self, logits: Tensor) -> None:
+        """Sets the logits of all tokens that may not come next to -inf. Waits for the masks.
+
+        Mutates the rows of logits[num_rows, vocab_size].
+        """
+        if not self.pending:
+            return
+        if logits.device.type == "cpu":
+            self._forbid_on_cpu(logits.numpy())
+            return
+        packed = torch.from_numpy(self._packed()).to(logits.device)
+        powers = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8, device=logits.device)
+        is_forbidden = (packed.unsqueeze(2) & powers) == 0
+        own = is_forbidden.flatten(1)[:, : logits.shape[1]]
+        rows = torch.from_numpy(self.rows).to(logits.device)
+        logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(own, -torch.inf))
+
+    def _forbid_on_cpu(self, logits: NDArray[np.float32]) -> None:
+        """Does the same without torch, whose threads would have to wait for a core for each of its operations."""
+        is_allowed = np.unpackbits(self._packed(), axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
+        for row, own in zip(self.rows.tolist(), ~is_allowed, strict=True):
+            np.copyto(logits[row], -np.inf, where=own)
+
+    def failed(self) -> NDArray[np.int64]:
+        """Returns the rows whose grammar cannot be followed. All their tokens are allowed, for one to be sampled."""
+        has_failed = [each.result().run is None for each in self.pending]
+        return self.rows[has_failed]
+
+    def between(self, first: int, last: int) -> "Masks":
+        """Returns the masks of the rows [first, last), numbered from 0."""
+        start, stop = np.searchsorted(self.rows, (first, last)).tolist()
+        return Masks(self.rows[start:stop] - first, self.pending[start:stop], self.counts)
+
+    def _packed(self) -> NDArray[np.uint8]:
+        started_ns = time.monotonic_ns()
+        packed = np.stack([each.result().mask for each in self.pending])
+        self.counts.waited_ns += time.monotonic_ns() - started_ns
+        return packed

@@ -1,0 +1,140 @@
+"""POST /v1/messages, Anthropic's API: the body as a request to a scheduler."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.api.anthropic_answer import MessageChunks, MessageCollector
+from gateway.api.anthropic_calls import CallMessageChunks, CallMessageCollector
+from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
+from gateway.api.fields import Fields, shown
+from gateway.api.messages import MAX_TOOLS, add_plain_tool, each_message
+from gateway.api.sampling import NAMES, plain_request
+from gateway.api.structured_output import add_output_format
+from gateway.api.tool_calls import GRAMMAR_NAMES
+from gateway.api.tool_choice import anthropic_tool_use
+from gateway.tools.tool_use import ToolUse
+from quire.v1 import generation_pb2 as pb
+
+KNOWN = {
+    "model", "messages", "max_tokens", "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
+    "tool_choice", "output_config", "output_format",
+}  # fmt: skip
+IGNORED = {"metadata", "service_tier", "inference_geo"}
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "thinking": ({"type": "disabled"},),
+    "container": (),
+    "mcp_servers": ([],),
+    "context_management": (),
+}
+
+_CACHE_CONTROL: dict[str, tuple[Any, ...]] = {"cache_control": ({"type": "ephemeral"},)}
+_NEUTRAL_IN_TEXT = _CACHE_CONTROL | {"citations": ([],)}
+_NAMES = (
+    NAMES
+    | GRAMMAR_NAMES
+    | {
+        "prompt": "messages",
+        "chat": "messages",
+        "chat.messages": "messages",
+        "chat.tools": "tools",
+        "stopping.stop": "stop_sequences",
+    }
+)
+
+
+def parse_message(body: object) -> ParsedRequest:
+    """Returns the request. Raises ApiError that names every bad field."""
+    fields = Fields(body)
+    fields.raise_problems()
+    fields.check_names(KNOWN | IGNORED, NEUTRAL)
+    request = plain_request(fields, "max_tokens")
+    if (top_k := fields.integer("top_k")) is not None:
+        request.sampling.top_k = top_k
+    if "max_tokens" not in fields:
+        fields.add_problem("max_tokens", "must be given")
+    names = _NAMES | add_output_format(fields, request)
+    stop = [fields.check_text(f"stop_sequences[{i}]", each) for i, each in enumerate(fields.items("stop_sequences"))]
+    request.stopping.stop.extend(stop)
+    request.stopping.include_stop = True  # the answer says which one it was; it is cut off again there
+    if "system" in fields:
+        request.chat.messages.add(role="system", content=_text_of(fields, "system"))
+    _add_messages(fields, request.chat)
+    tools = _add_tools(fields, request.chat)
+    is_streamed = fields.flag("stream")
+    fields.raise_problems()
+
+    def chunks(head: Head, _: Sequence[EchoedPrompt]) -> Chunks:
+        if head.tools is not None:
+            return CallMessageChunks(head, stop, head.tools)
+        return MessageChunks(head, stop)
+
+    def collector(head: Head, _: Sequence[EchoedPrompt]) -> Collector:
+        if head.tools is not None:
+            return CallMessageCollector(head, stop, head.tools)
+        return MessageCollector(head, stop)
+
+    model = fields.text("model", "") or ""
+    return ParsedRequest(model, [request], names, "msg_", is_streamed, chunks, collector, tools=tools)
+
+
+def _add_messages(fields: Fields, chat: pb.ChatPrompt) -> None:
+    for message in each_message(fields):
+        message.check_names({"role", "content"})
+        role = message.get("role")
+        if role not in ("user", "assistant"):
+            message.add_problem("role", f"must be user or assistant, not {shown(role)}")
+        elif isinstance(message.get("content"), list):
+            _add_blocks(message, role, chat)
+        else:
+            chat.messages.add(role=role, content=_text_of(message, "content"))
+    if chat.messages and chat.messages[-1].role == "assistant":
+        chat.continue_final_message = True  # in this API, an answer begins with the last message
+
+
+def _add_blocks(message: Fields, role: str, chat: pb.ChatPrompt) -> None:
+    """Adds the blocks of one message. Results of tools become messages of their own, before the text."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[pb.ToolCall] = []
+    for i, value in enumerate(message.items("content")):
+        block = Fields(value, f"{message.path}content[{i}].", message.problems)
+        match block.get("type"), role:
+            case "text", _:
+                block.check_names({"type", "text"}, _NEUTRAL_IN_TEXT)
+                texts.append(block.required("text"))
+            case "tool_use", "assistant":
+                block.check_names({"type", "id", "name", "input"}, _CACHE_CONTROL)
+                given = block.nested("input")
+                arguments = json.dumps({} if given is None else given.values)
+                call_id, name = block.required("id"), block.required("name")
+                calls.append(pb.ToolCall(id=call_id, name=name, arguments=arguments))
+            case "tool_result", "user":
+                block.check_names({"type", "tool_use_id", "content", "is_error"}, _CACHE_CONTROL)
+                block.flag("is_error")
+                result = _text_of(block, "content") if "content" in block else ""
+                chat.messages.add(role="tool", content=result, tool_call_id=block.required("tool_use_id"))
+            case "thinking", "assistant":
+                block.check_names({"type", "thinking", "signature"})
+                thoughts.append(block.required("thinking"))
+            case kind, _:
+                block.add_problem("type", f"must be text or a tool's block of this role, not {shown(kind)}")
+    if texts or calls or role == "assistant":
+        added = chat.messages.add(role=role, content="\n".join(texts), tool_calls=calls)
+        if thoughts:
+            added.reasoning_content = "\n".join(thoughts)
+
+
+def _text_of(fields: Fields, name: str) -> str:
+    return fields.joined_text(name, ("text",), _NEUTRAL_IN_TEXT)
+
+
+def _add_tools(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
+    tools = []
+    for i, value in enumerate(fields.few_items("tools", MAX_TOOLS)):
+        tool = Fields(value, f"tools[{i}].", fields.problems)
+        tool.check_names({"name", "description", "input_schema", "type", "strict"}, _CACHE_CONTROL)
+        if tool.get("type") not in (None, "custom"):
+            tool.add_problem("type", f'must be "custom", not {shown(tool.get("type"))}')
+        tools.append(add_plain_tool(tool, "input_schema", chat))
+    return anthropic_tool_use(fields, tools)

@@ -1,0 +1,177 @@
+"""The answer of a completion, streamed or in one piece. Its choices are those of the first prompt, then of the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from json.encoder import encode_basestring
+from typing import TYPE_CHECKING, Any
+
+from gateway.api.chat_answer import DONE, error_event, to_json
+from gateway.api.logprobs import LegacyLogprobs, prompt_logprobs
+from gateway.api.usage import FINISH_REASONS, UsageCounter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gateway.api.endpoint import EchoedPrompt, Head
+    from gateway.api.errors import ApiError
+    from gateway.api.sampling import StreamOptions
+    from quire.v1 import generation_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOptions:
+    """The parts of an answer that a request wants.
+
+    num_choices   sequences of each prompt
+    num_returned  with `best_of`: the best sequences of each prompt that are returned; None: all of them
+    has_text      False: no generated token is shown, only the prompt
+    """
+
+    num_choices: int
+    num_returned: int | None
+    has_logprobs: bool
+    has_prompt_logprobs: bool
+    has_text: bool
+    stream: StreamOptions
+
+
+@dataclass(slots=True)
+class _Choice:
+    """One sequence while it arrives."""
+
+    logprobs: LegacyLogprobs
+    texts: list[str] = field(default_factory=list)
+    reason: str = "stop"
+    num_tokens: int = 0
+    sum_logprobs: float = 0.0
+
+    @property
+    def mean_logprob(self) -> float:
+        return self.sum_logprobs / max(1, self.num_tokens)
+
+
+class _Answer:
+    """The choices of an answer in either form, each with its prompt at the beginning if that is echoed."""
+
+    def __init__(self, head: Head, options: CompletionOptions, prompts: Sequence[EchoedPrompt]) -> None:
+        self._head = head
+        self._options = options
+        self._prompts = prompts
+        self._usage = UsageCounter()
+        self._choices: dict[tuple[int, int], _Choice] = {}
+        self._prompt_logprobs: dict[int, list[pb.TokenLogprobs]] = {}
+
+    def _choice(self, prompt: int, index: int) -> _Choice:
+        """Returns a choice; a new one begins with the echo of its prompt."""
+        choice = self._choices.get((prompt, index))
+        if choice is None:
+            choice = self._choices[prompt, index] = _Choice(LegacyLogprobs())
+            if self._prompts:
+                echoed = self._prompts[prompt]
+                choice.texts.append(echoed.text)
+                if self._options.has_logprobs and echoed.first_token is not None:
+                    is_shown = echoed.text.startswith(echoed.first_token)
+                    choice.logprobs.add_first(echoed.first_token, is_shown=is_shown)
+                    choice.logprobs.add(self._prompt_logprobs.get(prompt, ()))
+        return choice
+
+    def _take(self, prompt: int, message: pb.GenerateResponse) -> _Choice | None:
+        """Adds a message; returns the choice that it is about, if any."""
+        match message.WhichOneof("event"):
+            case "delta":
+                delta = message.delta
+                choice = self._choice(prompt, delta.index)
+                if self._options.has_text:
+                    choice.texts.append(delta.text)
+                    choice.num_tokens += len(delta.token_ids)
+                    self._usage.generated(len(delta.token_ids))
+                    choice.sum_logprobs += sum(each.chosen.logprob for each in delta.logprobs)
+                    if self._options.has_logprobs:
+                        choice.logprobs.add(delta.logprobs)
+                return choice
+            case "finished":
+                choice = self._choice(prompt, message.finished.index)
+                choice.reason = (
+                    FINISH_REASONS.get(message.finished.reason, "stop") if self._options.has_text else "length"
+                )
+                return choice
+            case "started":
+                self._usage.started(message.started)
+            case "prompt_logprobs":
+                self._prompt_logprobs.setdefault(prompt, []).extend(message.prompt_logprobs.tokens)
+        return None
+
+
+class CompletionChunks(_Answer):
+    """The events of one stream."""
+
+    def __init__(self, head: Head, options: CompletionOptions, prompts: Sequence[EchoedPrompt]) -> None:
+        super().__init__(head, options, prompts)
+        chunk = {"id": head.id, "object": "text_completion", "created": head.created, "model": head.model}
+        self._start = "data: " + to_json(chunk)[:-1] + ',"choices":['
+        self._end = '],"usage":null}\n\n' if options.stream.has_usage else "]}\n\n"
+
+    def encode(self, prompt: int, message: pb.GenerateResponse) -> str:
+        choice = self._take(prompt, message)
+        if choice is None:
+            return ""
+        is_end = message.HasField("finished")
+        text, choice.texts = "".join(choice.texts), []
+        taken = choice.logprobs.take() if self._options.has_logprobs else None
+        if not (text or is_end or (taken and taken["tokens"])):
+            return ""
+        index = prompt * self._options.num_choices + (message.finished.index if is_end else message.delta.index)
+        return (
+            f'{self._start}{{"index":{index},"text":{encode_basestring(text)},"logprobs":{to_json(taken)},'
+            f'"finish_reason":{to_json(choice.reason if is_end else None)}}}{self._tail()}'
+        )
+
+    def end(self) -> str:
+        if not self._options.stream.has_usage:
+            return DONE
+        return f'{self._start}],"usage":{to_json(self._usage.as_json())}}}\n\n{DONE}'
+
+    def failure(self, error: ApiError) -> str:
+        return error_event(error)
+
+    def _tail(self) -> str:
+        if not self._options.stream.has_usage_always:
+            return self._end
+        return f'],"usage":{to_json(self._usage.as_json())}}}\n\n'
+
+
+class CompletionCollector(_Answer):
+    """The response in one piece."""
+
+    def add(self, prompt: int, message: pb.GenerateResponse) -> None:
+        self._take(prompt, message)
+
+    def body(self) -> dict[str, Any]:
+        choices: list[dict[str, Any]] = []
+        for prompt in sorted({prompt for prompt, _ in self._choices}):
+            found = [(i, choice) for (number, i), choice in sorted(self._choices.items()) if number == prompt]
+            if self._options.num_returned is not None:
+                found.sort(key=lambda each: -each[1].mean_logprob)
+                found = found[: self._options.num_returned]
+            choices += [self._as_json(len(choices) + i, prompt, choice) for i, (_, choice) in enumerate(found)]
+        return {
+            "id": self._head.id,
+            "object": "text_completion",
+            "created": self._head.created,
+            "model": self._head.model,
+            "choices": choices,
+            "usage": self._usage.as_json(),
+            "system_fingerprint": None,
+        }
+
+    def _as_json(self, index: int, prompt: int, choice: _Choice) -> dict[str, Any]:
+        body = {
+            "index": index,
+            "text": "".join(choice.texts),
+            "logprobs": choice.logprobs.take() if self._options.has_logprobs else None,
+            "finish_reason": choice.reason,
+        }
+        if self._options.has_prompt_logprobs:
+            body["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs.get(prompt, ()))
+        return body

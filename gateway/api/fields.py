@@ -1,0 +1,217 @@
+"""Reads the fields of a JSON object, and collects every problem. A null counts as an absent field.
+
+Only what the messages of quire.v1 cannot hold is refused here: wrong types, and numbers beyond 32 or 64 bits. The
+scheduler checks ranges.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from itertools import islice
+from typing import Any
+
+from gateway.api.errors import ApiError
+
+MAX_PROBLEMS = 16
+MAX_SHOWN = 60
+MAX_UINT32 = 2**32 - 1
+
+
+class Fields:
+    """The fields of one object. `raise_problems` raises an ApiError that names all of those with a problem.
+
+    path  of the object in the request, with a dot at the end: "stream_options."
+    """
+
+    def __init__(self, value: object, path: str = "", problems: dict[str, str] | None = None) -> None:
+        self.path = path
+        self.problems: dict[str, str] = {} if problems is None else problems
+        self.values: dict[str, Any] = {}
+        if isinstance(value, dict):
+            self.values = value
+        else:
+            self.problems[path.rstrip(".")] = "must be a JSON object"
+
+    def __contains__(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        return self.values.get(name)
+
+    def add_problem(self, name: str, problem: str) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.setdefault(f"{self.path}{name}", problem)
+
+    def raise_problems(self) -> None:
+        """Raises ApiError if a field has a problem."""
+        if self.problems:
+            message = "; ".join(f"{name}: {problem}" if name else problem for name, problem in self.problems.items())
+            raise ApiError(message, param=next(iter(self.problems)) or None)
+
+    def nested(self, name: str) -> "Fields | None":
+        """Returns the fields of an object in this one; None if it is absent or no object."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        inner = Fields(value, f"{self.path}{name}.", self.problems)
+        return inner if isinstance(value, dict) else None
+
+    def check_names(self, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]] | None = None) -> None:
+        """Adds a problem for each field that is not known.
+
+        neutral  fields that are not supported, with the values that mean the same as leaving them out
+        """
+        neutral = neutral or {}
+        num_most = len(known) + len(neutral) + MAX_PROBLEMS
+        for name in islice(self.values, num_most):
+            if name in known or self.values[name] is None:
+                continue
+            if name not in neutral:
+                self.add_problem(name[:MAX_SHOWN], "is not a field of this API")
+            elif not any(_is_same(self.values[name], value) for value in neutral[name]):
+                self.add_problem(
+                    name, "is not supported" + (f", except {_list(neutral[name])}" if neutral[name] else "")
+                )
+
+    def text(self, name: str, default: str | None = None) -> str | None:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        return self.check_text(name, value)
+
+    def check_text(self, name: str, value: object) -> str:
+        """Returns a string that is part of a list; an empty one after a problem."""
+        if not isinstance(value, str):
+            self.add_problem(name, f"must be a string, not {shown(value)}")
+            return ""
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            self.add_problem(name, "must be Unicode text, without lone surrogates")
+            return ""
+        return value
+
+    def required(self, name: str) -> str:
+        """Returns a string that must be present; an empty one after a problem."""
+        if name not in self:
+            self.add_problem(name, "must be given")
+        return self.text(name) or ""
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            self.add_problem(name, f"must be true or false, not {shown(value)}")
+            return default
+        return value
+
+    def number(self, name: str) -> float | None:
+        value = self.values.get(name)
+        return None if value is None else self.check_number(name, value)
+
+    def check_number(self, name: str, value: object) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+            self.add_problem(name, f"must be a number, not {shown(value)}")
+            return 0.0
+        return float(value)
+
+    def integer(self, name: str, minimum: int = 0, maximum: int = MAX_UINT32) -> int | None:
+        value = self.values.get(name)
+        return None if value is None else self.check_integer(name, value, minimum, maximum)
+
+    def check_integer(self, name: str, value: object, minimum: int = 0, maximum: int = MAX_UINT32) -> int:
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+            value = int(value)  # JavaScript's numbers
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            self.add_problem(name, f"must be an integer from {minimum} to {maximum}, not {shown(value)}")
+            return minimum
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        """Returns the list with unchecked items; an empty one if it is absent or no list."""
+        value = self.values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list):
+            self.add_problem(name, f"must be a list, not {shown(value)}")
+            return []
+        return value
+
+    def few_items(self, name: str, most: int) -> list[Any]:
+        """Returns the list of `items`; an empty one if it has more than `most`."""
+        items = self.items(name)
+        if len(items) <= most:
+            return items
+        self.add_problem(name, f"must be at most {most}, not {len(items)}")
+        return []
+
+    def joined_text(
+        self,
+        name: str,
+        kinds: Collection[str],
+        neutral: Mapping[str, tuple[Any, ...]] | None = None,
+        ignored: Collection[str] = (),
+    ) -> str:
+        """Returns a string, or the texts of a list of parts joined with line feeds, as vLLM does.
+
+        kinds    the types that a part may have; all of them are text
+        neutral  further fields of a part, as in `check_names`
+        ignored  further fields of a part that may have any value
+        """
+        value = self.get(name)
+        if isinstance(value, str):
+            return self.check_text(name, value)
+        if not isinstance(value, list):
+            self.add_problem(name, f"must be a string or a list of text parts, not {shown(value)}")
+            return ""
+        texts = []
+        for i, each in enumerate(value):
+            part = Fields(each, f"{self.path}{name}[{i}].", self.problems)
+            kind = part.get("type")
+            if not isinstance(kind, str) or kind not in kinds:
+                part.add_problem("type", f"must be {' or '.join(kinds)}, not {shown(kind)}: this model takes text only")
+                continue
+            part.check_names({"type", "text", *ignored}, neutral)
+            texts.append(part.required("text"))
+        return "\n".join(texts)
+
+    def token_ids(self, name: str) -> list[int]:
+        return self.check_token_ids(name, self.items(name))
+
+    def check_token_ids(self, name: str, values: list[Any]) -> list[int]:
+        """Returns the ids; only the first bad one is a problem."""
+        if values and not (set(map(type, values)) == {int} and min(values) >= 0 and max(values) <= MAX_UINT32):
+            for i, value in enumerate(values):
+                if type(value) is not int or not 0 <= value <= MAX_UINT32:
+                    self.add_problem(f"{name}[{i}]", f"must be a token id, not {shown(value)}")
+                    return []
+        return values
+
+
+def shown(value: object) -> str:
+    """Returns a short form of a value for a message."""
+    if isinstance(value, dict | list):
+        return f"a {'list' if isinstance(value, list) else 'JSON object'}"
+    try:
+        text = repr(value[:MAX_SHOWN] if isinstance(value, str) else value)
+    except ValueError:  # Python does not convert integers of more than 4300 digits
+        return "a number beyond all bounds"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 3]}…"
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    """True and 1 are equal in Python, but not here."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def _list(values: tuple[Any, ...]) -> str:
+    import json
+
+    return " or ".join(json.dumps(value) for value in values)

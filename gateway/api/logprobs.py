@@ -1,0 +1,92 @@
+"""Log-probabilities in the forms of chat completions, of completions, and of vLLM's `prompt_logprobs`."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from quire.v1 import generation_pb2 as pb
+
+LOWEST = -9999.0
+"""Stands for minus infinity, which JSON cannot express; OpenAI's API and vLLM's use the same number."""
+
+
+def token_text(data: bytes) -> str:
+    """Returns the text of a token. Parts of characters become "bytes:\\xe2\\x80", as in OpenAI's API."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def chat_logprobs(tokens: Iterable[pb.TokenLogprobs]) -> list[dict[str, Any]]:
+    """Returns the entries of `logprobs.content` of a chat completion."""
+    return [_entry(each.chosen) | {"top_logprobs": [_entry(top) for top in each.top]} for each in tokens]
+
+
+def prompt_logprobs(tokens: Iterable[pb.TokenLogprobs]) -> list[dict[str, Any] | None]:
+    """Returns vLLM's `prompt_logprobs`: null for the first token, then an object by token id for each."""
+    entries = [{str(token.token_id): _vllm_entry(token) for token in (each.chosen, *each.top)} for each in tokens]
+    return [None, *entries]
+
+
+class LegacyLogprobs:
+    """The `logprobs` of one choice of a completion: four lists with an entry for each token.
+
+    offset  characters of the choice before its first entry
+    """
+
+    def __init__(self, offset: int = 0) -> None:
+        self._offset = offset
+        self._start()
+
+    def _start(self) -> None:
+        self._tokens: list[str] = []
+        self._logprobs: list[float | None] = []
+        self._top: list[dict[str, float] | None] = []
+        self._offsets: list[int] = []
+
+    def add_first(self, text: str, *, is_shown: bool) -> None:
+        """Adds the first token of a prompt, which has no log-probability.
+
+        is_shown  the text of the choice begins with it; False for a special token that the tokenizer has added
+        """
+        self._add(text, None, None)
+        if not is_shown:
+            self._offset -= len(text)
+
+    def add(self, tokens: Iterable[pb.TokenLogprobs]) -> None:
+        for each in tokens:
+            top = {token_text(token.bytes): _finite(token.logprob) for token in each.top}
+            text = token_text(each.chosen.bytes)
+            top.setdefault(text, _finite(each.chosen.logprob))
+            self._add(text, _finite(each.chosen.logprob), top)
+
+    def take(self) -> dict[str, Any]:
+        """Returns the entries that were added since the last call."""
+        taken = {
+            "tokens": self._tokens,
+            "token_logprobs": self._logprobs,
+            "top_logprobs": self._top,
+            "text_offset": self._offsets,
+        }
+        self._start()
+        return taken
+
+    def _add(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        self._tokens.append(text)
+        self._logprobs.append(logprob)
+        self._top.append(top)
+        self._offsets.append(self._offset)
+        self._offset += len(text)
+
+
+def _entry(token: pb.TokenLogprob) -> dict[str, Any]:
+    return {"token": token_text(token.bytes), "logprob": _finite(token.logprob), "bytes": list(token.bytes)}
+
+
+def _vllm_entry(token: pb.TokenLogprob) -> dict[str, Any]:
+    return {"logprob": _finite(token.logprob), "rank": token.rank, "decoded_token": token_text(token.bytes)}
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LOWEST

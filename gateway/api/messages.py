@@ -1,0 +1,152 @@
+"""The messages and the tools of a chat, as `quire.v1.ChatPrompt`."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from gateway.api.fields import Fields, shown
+from gateway.api.tool_choice import chat_tool_use
+from gateway.tools.tool_use import Tool, ToolUse
+from quire.v1 import generation_pb2 as pb
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+MAX_MESSAGES = 1024
+MAX_TOOLS = 128
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+_NEUTRAL_IN_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],), "cache_control": ({"type": "ephemeral"},)}
+
+_KNOWN = {
+    "system": {"role", "content", "name"},
+    "developer": {"role", "content", "name"},
+    "user": {"role", "content", "name"},
+    "assistant": {"role", "content", "name", "tool_calls", "reasoning_content", "reasoning"},
+    "tool": {"role", "content", "name", "tool_call_id"},
+}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)}
+"""Fields that an answer of this API has, and that clients send back with it."""
+
+
+def add_messages(fields: Fields, chat: pb.ChatPrompt) -> None:
+    """Adds the messages of the field `messages`."""
+    for message in each_message(fields):
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
+            message.add_problem("role", f"must be one of {', '.join(ROLES)}, not {shown(role)}")
+            continue
+        message.check_names(_KNOWN[role], _NEUTRAL)
+        _add_message(message, role, chat.messages.add())
+
+
+def each_message(fields: Fields) -> Iterator[Fields]:
+    """Yields the objects of the field `messages`, which must have at least one."""
+    messages = fields.few_items("messages", MAX_MESSAGES)
+    if not messages:
+        fields.add_problem("messages", "must have at least one message")
+    for i, value in enumerate(messages):
+        yield Fields(value, f"{fields.path}messages[{i}].", fields.problems)
+
+
+def _add_message(message: Fields, role: str, added: pb.ChatMessage) -> None:
+    added.role = "system" if role == "developer" else role  # few templates know developers; OpenAI treats them alike
+    calls = message.items("tool_calls") if role == "assistant" else []
+    if "content" in message:
+        added.content = message.joined_text("content", TEXT_PARTS, _NEUTRAL_IN_PARTS)
+    elif role != "assistant" or not (calls or "reasoning_content" in message or "reasoning" in message):
+        message.add_problem("content", "must be given")
+    for i, value in enumerate(calls):
+        _add_call(Fields(value, f"{message.path}tool_calls[{i}].", message.problems), added.tool_calls.add())
+    if role == "tool":
+        if "tool_call_id" not in message:
+            message.add_problem("tool_call_id", "must be given: it names the call that the message answers")
+        added.tool_call_id = message.text("tool_call_id") or ""
+    if (name := message.text("name")) is not None:
+        added.name = name
+    for key in ("reasoning_content", "reasoning"):
+        if role == "assistant" and (thought := message.text(key)) is not None:
+            added.reasoning_content = thought
+
+
+def _add_call(call: Fields, added: pb.ToolCall) -> None:
+    call.check_names({"id", "type", "function", "index"})
+    if call.get("type") not in (None, "function"):
+        call.add_problem("type", f'must be "function", not {shown(call.get("type"))}')
+    function = call.nested("function")
+    if function is None:
+        call.add_problem("function", "must be given")
+        return
+    function.check_names({"name", "arguments"})
+    added.id = call.text("id") or ""
+    added.name = function.text("name") or ""
+    if not added.name:
+        function.add_problem("name", "must be given")
+    arguments = function.text("arguments") or "{}"
+    if not _is_object(arguments):
+        function.add_problem("arguments", "must be a JSON object, as a string")
+    added.arguments = arguments
+
+
+def add_tools(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
+    """Adds the field `tools`. Returns which of them may be called; None without tools."""
+    tools = []
+    for i, value in enumerate(fields.few_items("tools", MAX_TOOLS)):
+        tools.append(_tool(Fields(value, f"{fields.path}tools[{i}].", fields.problems)))
+        chat.tools.append(json.dumps(value))
+    return chat_tool_use(fields, tools)
+
+
+def add_plain_tool(tool: Fields, parameters: str, chat: pb.ChatPrompt) -> Tool:
+    """Adds a tool of an API without nesting, in the form that templates expect.
+
+    parameters  the field of its schema
+    """
+    schema = tool.nested(parameters)
+    name = tool.required("name")
+    function = {
+        "name": name,
+        "description": tool.text("description") or "",
+        "parameters": {} if schema is None else schema.values,
+    }
+    chat.tools.append(json.dumps({"type": "function", "function": function}))
+    return Tool(name, None if schema is None else schema.values, tool.flag("strict"))
+
+
+def _tool(tool: Fields) -> Tool:
+    tool.check_names({"type", "function"})
+    if tool.get("type") != "function":
+        tool.add_problem("type", f'must be "function", not {shown(tool.get("type"))}')
+    function = tool.nested("function")
+    if function is None:
+        tool.add_problem("function", "must be given")
+        return Tool("")
+    function.check_names({"name", "description", "parameters", "strict"})
+    name = function.text("name") or ""
+    if not name:
+        function.add_problem("name", "must be given")
+    function.text("description")
+    schema = function.nested("parameters")
+    return Tool(name, None if schema is None else schema.values, function.flag("strict"))
+
+
+def add_template_options(fields: Fields, chat: pb.ChatPrompt) -> None:
+    """Adds `chat_template_kwargs`, `reasoning_effort`, `continue_final_message` and `add_generation_prompt`."""
+    arguments = fields.nested("chat_template_kwargs")
+    for name, value in ({} if arguments is None else arguments.values).items():
+        chat.template_arguments[fields.check_text("chat_template_kwargs", name)] = json.dumps(value)
+    if (effort := fields.text("reasoning_effort")) is not None:
+        chat.template_arguments["reasoning_effort"] = json.dumps(effort)  # templates without it do not change
+    is_continued = fields.flag("continue_final_message")
+    begins_answer = fields.flag("add_generation_prompt", default=not is_continued)
+    if is_continued and begins_answer:
+        fields.add_problem("add_generation_prompt", "must be false with continue_final_message")
+    if not is_continued and not begins_answer:
+        chat.template_arguments["add_generation_prompt"] = "false"
+    if is_continued:
+        chat.continue_final_message = True
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

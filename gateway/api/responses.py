@@ -1,0 +1,187 @@
+"""POST /v1/responses, without stored state: the body as a request to a scheduler."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
+from gateway.api.fields import Fields, shown
+from gateway.api.messages import MAX_MESSAGES, MAX_TOOLS, TEXT_PARTS, add_plain_tool
+from gateway.api.responses_answer import ResponseChunks, ResponseCollector, Settings
+from gateway.api.responses_calls import CallResponseChunks, CallResponseCollector
+from gateway.api.sampling import NAMES, plain_request
+from gateway.api.structured_output import add_text_format
+from gateway.api.tool_calls import GRAMMAR_NAMES
+from gateway.api.tool_choice import chat_tool_use
+from gateway.tools.tool_use import ToolUse
+from quire.v1 import generation_pb2 as pb
+
+KNOWN = {
+    "model", "input", "instructions", "max_output_tokens", "temperature", "top_p", "stream", "stream_options", "tools",
+    "tool_choice", "parallel_tool_calls", "metadata", "top_logprobs", "include", "text", "store",
+}  # fmt: skip
+IGNORED = {
+    "user", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options",
+}  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "truncation": ("disabled",),
+    "reasoning": ({}, {"effort": None, "summary": None}),
+    "previous_response_id": (),
+    "conversation": (),
+    "prompt": (),
+    "max_tool_calls": (),
+    "context_management": (),
+}
+LOGPROBS = "message.output_text.logprobs"
+IGNORED_INCLUDES = {"reasoning.encrypted_content"}
+
+_ROLES = ("system", "developer", "user", "assistant")
+_STATUS: dict[str, tuple[Any, ...]] = {"status": ("completed", "incomplete", "in_progress")}
+_NAMES = (
+    NAMES
+    | GRAMMAR_NAMES
+    | {
+        "prompt": "input",
+        "chat": "input",
+        "chat.messages": "input",
+        "chat.tools": "tools",
+        "stopping.max_tokens": "max_output_tokens",
+        "output.logprobs": "top_logprobs",
+    }
+)
+
+
+def parse_response(body: object) -> ParsedRequest:
+    """Returns the request. Raises ApiError that names every bad field."""
+    fields = Fields(body)
+    fields.raise_problems()
+    fields.check_names(KNOWN | IGNORED, NEUTRAL)
+    request = plain_request(fields, "max_output_tokens")
+    has_logprobs = _add_logprobs(fields, request)
+    names = _NAMES | _add_text(fields, request)
+    fields.flag("store")  # nothing is stored, whatever it says
+    if (instructions := fields.text("instructions")) is not None:
+        request.chat.messages.add(role="system", content=instructions)
+    _add_input(fields, request.chat)
+    tools = _add_tools(fields, request.chat)
+    is_streamed = fields.flag("stream")
+    if (options := fields.nested("stream_options")) is not None:
+        options.check_names({"include_obfuscation"})
+        options.flag("include_obfuscation")
+    metadata = fields.nested("metadata")
+    settings = Settings(
+        has_logprobs=has_logprobs,
+        repeated={
+            "instructions": instructions,
+            "max_output_tokens": fields.get("max_output_tokens"),
+            "metadata": {} if metadata is None else metadata.values,
+            "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
+            "temperature": fields.number("temperature"),
+            "text": {"format": _format_of(fields)},
+            "tool_choice": fields.get("tool_choice") or "auto",
+            "tools": fields.get("tools") or [],
+            "top_p": fields.number("top_p"),
+            "top_logprobs": fields.get("top_logprobs") or 0,
+        },
+    )
+    fields.raise_problems()
+
+    def chunks(head: Head, _: Sequence[EchoedPrompt]) -> Chunks:
+        if head.tools is not None:
+            return CallResponseChunks(head, settings, head.tools)
+        return ResponseChunks(head, settings)
+
+    def collector(head: Head, _: Sequence[EchoedPrompt]) -> Collector:
+        if head.tools is not None:
+            return CallResponseCollector(head, settings, head.tools)
+        return ResponseCollector(head, settings)
+
+    model = fields.text("model", "") or ""
+    return ParsedRequest(model, [request], names, "resp_", is_streamed, chunks, collector, tools=tools)
+
+
+def _add_logprobs(fields: Fields, request: pb.GenerateRequest) -> bool:
+    """Reads `include` and `top_logprobs`. Returns whether the answer has log-probabilities."""
+    included = fields.items("include")
+    for i, each in enumerate(included):
+        if each != LOGPROBS and each not in IGNORED_INCLUDES:
+            fields.add_problem(f"include[{i}]", f"is not supported: {shown(each)}")
+    num_top = fields.integer("top_logprobs")
+    has_logprobs = LOGPROBS in included
+    if has_logprobs:
+        request.output.logprobs = num_top or 0
+        request.output.token_bytes = True
+    elif num_top:
+        fields.add_problem("top_logprobs", f"is allowed only if include has {LOGPROBS}")
+    return has_logprobs
+
+
+def _add_text(fields: Fields, request: pb.GenerateRequest) -> dict[str, str]:
+    """Reads `text`. Returns the names of what it adds, for errors."""
+    text = fields.nested("text")
+    if text is None:
+        return {}
+    text.check_names({"format"}, {"verbosity": ("medium",)})
+    return add_text_format(text, request)
+
+
+def _format_of(fields: Fields) -> Any:
+    """Returns the format of the answer as the client wrote it."""
+    text = fields.nested("text")
+    return (None if text is None else text.get("format")) or {"type": "text"}
+
+
+def _add_input(fields: Fields, chat: pb.ChatPrompt) -> None:
+    given = fields.get("input")
+    if isinstance(given, str):
+        chat.messages.add(role="user", content=fields.check_text("input", given))
+        return
+    items = fields.few_items("input", MAX_MESSAGES)
+    if not items:
+        fields.add_problem("input", "must be a string, or a list with at least one item")
+    for i, value in enumerate(items):
+        item = Fields(value, f"input[{i}].", fields.problems)
+        if isinstance(value, dict):
+            _add_item(item, chat)
+
+
+def _add_item(item: Fields, chat: pb.ChatPrompt) -> None:
+    match item.get("type"):
+        case None | "message":
+            item.check_names({"type", "role", "content", "id"}, _STATUS)
+            role = item.get("role")
+            if role not in _ROLES:
+                item.add_problem("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")
+                return
+            chat.messages.add(role="system" if role == "developer" else role, content=_content(item, "content"))
+        case "function_call":
+            item.check_names({"type", "call_id", "name", "arguments", "id"}, _STATUS)
+            call = pb.ToolCall(
+                id=item.required("call_id"), name=item.required("name"), arguments=item.text("arguments") or "{}"
+            )
+            if not (chat.messages and chat.messages[-1].role == "assistant"):
+                chat.messages.add(role="assistant")
+            chat.messages[-1].tool_calls.append(call)
+        case "function_call_output":
+            item.check_names({"type", "call_id", "output", "id"}, _STATUS)
+            chat.messages.add(role="tool", content=_content(item, "output"), tool_call_id=item.required("call_id"))
+        case "reasoning":
+            pass  # an earlier answer's, which templates leave out of later turns
+        case kind:
+            item.add_problem("type", f"is not supported: {shown(kind)}")
+
+
+def _content(item: Fields, name: str) -> str:
+    return item.joined_text(name, TEXT_PARTS, ignored=("annotations", "logprobs"))
+
+
+def _add_tools(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
+    """Adds the tools. Templates receive them in the form of chat completions."""
+    tools = []
+    for i, value in enumerate(fields.few_items("tools", MAX_TOOLS)):
+        tool = Fields(value, f"tools[{i}].", fields.problems)
+        tool.check_names({"type", "name", "description", "parameters", "strict"})
+        if tool.get("type") != "function":
+            tool.add_problem("type", f'must be "function", not {shown(tool.get("type"))}')
+        tools.append(add_plain_tool(tool, "parameters", chat))
+    return chat_tool_use(fields, tools)

@@ -1,0 +1,66 @@
+"""Reads calls of tools from the texts of one answer, in the format of the served model."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+
+from gateway.tools.events import CallStarted, Event, Markup
+from gateway.tools.formats import ToolFormat
+from gateway.tools.reader import Reader
+from gateway.tools.tool_use import ToolUse
+
+GRAMMAR_NAMES = {f"structured_output{field}": "tools" for field in ("", ".lark")}
+"""The JSON field to which the scheduler's complaints about a grammar belong."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTools:
+    """The format of a model, and the ids of its markers that are one token of the vocabulary."""
+
+    format: ToolFormat
+    tokens: Mapping[str, int]
+
+
+class ToolReading:
+    """Makes the readers of one answer."""
+
+    def __init__(self, tools: ModelTools, use: ToolUse | None, request_id: str) -> None:
+        self._format = tools.format
+        self._use = use
+        self._request_id = request_id
+
+    def reader(self) -> "ChoiceReader":
+        reader = self._format.reader(self._use)
+        if reader is None:
+            raise ValueError("the text of this answer has no structure")
+        return ChoiceReader(reader)
+
+    def call_id(self, prefix: str, choice: int, call: int) -> str:
+        """Returns the id of a call. Templates of Mistral accept only ids of nine letters and digits."""
+        digest = sha256(f"{self._request_id}/{choice}/{call}".encode()).hexdigest()
+        return digest[:9] if self._format.name == "mistral" else f"{prefix}{digest[:24]}"
+
+
+class ChoiceReader:
+    """Reads one choice. Returned events have no markup.
+
+    has_calls  a call has begun
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.has_calls = False
+
+    def feed(self, text: str) -> list[Event]:
+        return self._shown(self._reader.feed(text))
+
+    def end(self) -> list[Event]:
+        return self._shown(self._reader.end())
+
+    def whole(self, text: str) -> list[Event]:
+        """Returns the events of a text that is complete. Neighbours of one kind can occur."""
+        return [*self.feed(text), *self.end()]
+
+    def _shown(self, events: list[Event]) -> list[Event]:
+        self.has_calls = self.has_calls or any(isinstance(event, CallStarted) for event in events)
+        return [event for event in events if not isinstance(event, Markup)]

@@ -1,0 +1,80 @@
+"""The fields of a body about tools, in the forms of the three APIs, as a `ToolUse`."""
+
+import re
+from collections.abc import Sequence
+
+from gateway.api.fields import Fields, shown
+from gateway.tools.tool_use import Tool, ToolUse
+
+_WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
+"""Names that every format can write."""
+
+
+def chat_tool_use(fields: Fields, tools: Sequence[Tool]) -> ToolUse | None:
+    """Reads `tool_choice` and `parallel_tool_calls` of OpenAI's APIs. Returns None without tools."""
+    several = fields.flag("parallel_tool_calls", default=True)
+    choice = fields.get("tool_choice")
+    if isinstance(choice, dict):
+        named = Fields(choice, f"{fields.path}tool_choice.", fields.problems)
+        return _named_use(named, tools)
+    if choice not in (None, "none", "auto", "required"):
+        fields.add_problem("tool_choice", f"must be none, auto, required or a tool, not {shown(choice)}")
+    elif choice in ("auto", "required") and not tools:
+        fields.add_problem("tool_choice", "is allowed only with tools")
+    use = ToolUse(tuple(tools), choice != "none", choice == "required", None, several)
+    return _checked(fields, use) if tools else None
+
+
+def _named_use(choice: Fields, tools: Sequence[Tool]) -> ToolUse | None:
+    """Reads a choice of one tool: within `function` in chat completions, at the top in responses."""
+    choice.check_names({"type", "name", "function"})
+    if choice.get("type") != "function":
+        choice.add_problem("type", f'must be "function", not {shown(choice.get("type"))}')
+        return None
+    holder = choice.nested("function") if "function" in choice else choice
+    if holder is None:
+        return None
+    if holder is not choice:
+        holder.check_names({"name"})
+    return _forced(choice, holder, tools)
+
+
+def _forced(fields: Fields, holder: Fields, tools: Sequence[Tool]) -> ToolUse | None:
+    """Returns the use of one tool, which the field `name` names."""
+    name = holder.required("name")
+    if name and name not in {tool.name for tool in tools}:
+        holder.add_problem("name", f"is none of the tools: {shown(name)}")
+    use = ToolUse(tuple(tools), is_forced=True, name=name, allows_several=False)
+    return _checked(fields, use)
+
+
+def anthropic_tool_use(fields: Fields, tools: Sequence[Tool]) -> ToolUse | None:
+    """Reads Anthropic's `tool_choice`. Returns None without tools."""
+    choice = fields.nested("tool_choice")
+    if choice is None:
+        return ToolUse(tuple(tools)) if tools else None
+    choice.check_names({"type", "name", "disable_parallel_tool_use"})
+    several = not choice.flag("disable_parallel_tool_use")
+    kind = choice.get("type")
+    if kind not in ("auto", "any", "tool", "none"):
+        choice.add_problem("type", f"must be auto, any, tool or none, not {shown(kind)}")
+    elif kind in ("any", "tool") and not tools:
+        choice.add_problem("type", "is allowed only with tools")
+    elif kind == "tool":
+        return _forced(fields, choice, tools)
+    use = ToolUse(tuple(tools), kind != "none", kind == "any", None, several)
+    return _checked(fields, use) if tools else None
+
+
+def _checked(fields: Fields, use: ToolUse) -> ToolUse:
+    """Adds a problem if a grammar could not write the name of a tool, or could not tell two tools apart."""
+    if use.needs_grammar:
+        names = [tool.name for tool in use.callable_tools]
+        if not all(map(_WRITABLE.fullmatch, names)):
+            problem = (
+                "must be of letters, digits, _, - and . for tools that are forced, strict or without parallel calls"
+            )
+            fields.add_problem("tools", f"names {problem}")
+        elif len(set(names)) < len(names):
+            fields.add_problem("tools", "must have different names")
+    return use

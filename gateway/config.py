@@ -1,0 +1,171 @@
+"""The gateway's configuration: one frozen value, which is complete when the process starts.
+
+`quire.cli.config_flags` makes the flags from this declaration.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, get_args, get_type_hints
+from urllib.parse import urlsplit
+
+from gateway.tools.formats import FORMATS
+from quire import logs
+from quire.addresses import UNIX, AddressError, HostPort, is_local
+from quire.channel import DEFAULT_ADDRESS, Connection
+from quire.tls import TlsFiles
+from quire.tries import DEFAULT_RESUME_TIMEOUT_S
+
+MAX_BODY_BYTES = 3 * 2**20
+"""Upper bound of max_body_bytes: a scheduler accepts messages of 4 MiB."""
+
+
+class ConfigError(Exception):
+    """The configuration is contradictory or has a bad value. The message names the field."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """The settings of one gateway process:
+
+    scheduler                  address of a scheduler: host:port, or unix:path; several, separated by commas, must serve
+                               the same model
+    listen                     host:port of the HTTP server. Port 0: any free one
+    allow_anonymous            listen at addresses that are not loopback also if schedulers accept calls without a key:
+                               a proxy or a network must keep strangers away
+    served_model_name          names of the model for clients, separated by commas; None: the one that schedulers report
+    tool_format                how the model writes calls of tools: hermes, llama3, mistral, harmony or json; None: as
+                               its chat template shows
+    allowed_hosts              names, separated by commas, under which browsers may use the API in addition to localhost
+                               and addresses; for a reverse proxy. "*": any
+    live_page                  URL of a scheduler's live page, to which the chat page links; None: it has no link
+    tls_certificate            PEM file of the certificate of the HTTP server. It is read again when it changes
+    tls_key                    PEM file of its private key
+    tls_client_ca              PEM file of authorities. Clients then need a certificate signed by them
+    scheduler_tls              connect to schedulers with TLS
+    scheduler_ca               PEM file of the authorities that sign their certificates; implies scheduler_tls
+    scheduler_tls_certificate  PEM file with the certificate that this gateway shows schedulers
+    scheduler_tls_key          PEM file with its private key
+    max_body_bytes             size of a request's body, at most 3 MiB
+    max_connections            connections open at once; more are closed
+    max_requests               requests that generate text at once; more are refused
+    stalled_reader_timeout_s   a client that reads nothing for this time, while output waits for it, is dropped
+    resume_timeout_s           time for which a stream is tried to continue after its scheduler was lost
+    drain_timeout_s            time that open requests get to end after SIGTERM
+    log_level                  "debug", "info", "warning", "error"
+    log_format                 "console": for people; "json": one JSON object on each line
+    """
+
+    scheduler: str = DEFAULT_ADDRESS
+    listen: str = "127.0.0.1:8000"
+    allow_anonymous: bool = False
+    served_model_name: str | None = None
+    tool_format: str | None = None
+    allowed_hosts: str = ""
+    live_page: str | None = None
+    tls_certificate: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    scheduler_tls: bool = False
+    scheduler_ca: str | None = None
+    scheduler_tls_certificate: str | None = None
+    scheduler_tls_key: str | None = None
+    max_body_bytes: int = 2**20
+    max_connections: int = 4096
+    max_requests: int = 4096
+    stalled_reader_timeout_s: float = 60.0
+    resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S
+    drain_timeout_s: float = 600.0
+    log_level: str = "info"
+    log_format: str = "console"
+
+    def __post_init__(self) -> None:
+        """Checks every field. Raises ConfigError."""
+        types = get_type_hints(type(self))
+        for each in fields(self):
+            _check_type(each.name, getattr(self, each.name), get_args(types[each.name]) or (types[each.name],))
+        for name, choices in (("log_level", logs.LEVELS), ("log_format", logs.FORMATS)):
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
+        if self.tool_format is not None and self.tool_format not in FORMATS:
+            raise ConfigError(f"tool_format must be one of {', '.join(FORMATS)}, not {self.tool_format!r}")
+        _check_address("listen", self.listen)
+        for address in self.schedulers:
+            if not address.startswith(UNIX):
+                _check_address("scheduler", address)
+        if not self.schedulers or len(set(self.schedulers)) < len(self.schedulers):
+            raise ConfigError("scheduler must be different addresses, at least one")
+        for first, second in (("tls_certificate", "tls_key"), ("scheduler_tls_certificate", "scheduler_tls_key")):
+            if (getattr(self, first) is None) != (getattr(self, second) is None):
+                raise ConfigError(f"{first} and {second} must be given together")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ConfigError("tls_client_ca needs tls_certificate and tls_key")
+        if self.live_page is not None and not _is_url(self.live_page):
+            raise ConfigError(f"live_page must be a URL with http or https, not {self.live_page!r}")
+        if self.max_body_bytes > MAX_BODY_BYTES:
+            raise ConfigError(f"max_body_bytes must be at most {MAX_BODY_BYTES}, not {self.max_body_bytes}")
+
+    @property
+    def schedulers(self) -> list[str]:
+        """The addresses in `scheduler`."""
+        return _names(self.scheduler)
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names in `served_model_name`."""
+        return _names(self.served_model_name or "")
+
+    @property
+    def hosts(self) -> list[str]:
+        """The names in `allowed_hosts`."""
+        return _names(self.allowed_hosts)
+
+    @property
+    def must_know_callers(self) -> bool:
+        """True if other machines can reach this gateway, so that schedulers have to ask callers for a key."""
+        return not (self.allow_anonymous or is_local(self.listen) or self.tls_client_ca is not None)
+
+    def connections(self, api_key: str | None) -> list[Connection]:
+        """Returns how to reach each scheduler. `api_key` is that of this gateway. Raises ConfigError."""
+        tls: bool | TlsFiles = self.scheduler_tls
+        if self.scheduler_tls_certificate is not None and self.scheduler_tls_key is not None:
+            tls = TlsFiles(self.scheduler_tls_certificate, self.scheduler_tls_key, self.scheduler_ca)
+        try:
+            return [Connection(each, api_key, tls, self.scheduler_ca, None) for each in self.schedulers]
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "GatewayConfig":
+        """Makes a configuration from plain values. Raises ConfigError for unknown keys and for bad values."""
+        unknown = sorted(set(values) - {each.name for each in fields(cls)})
+        if unknown:
+            raise ConfigError(f"unknown keys: {', '.join(unknown)}")
+        return cls(**values)
+
+
+def _names(text: str) -> list[str]:
+    return text.replace(",", " ").split()
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
+
+
+def _check_address(name: str, address: str) -> None:
+    try:
+        HostPort.parse(address)
+    except AddressError:
+        raise ConfigError(f"{name} must be host:port, not {address!r}") from None
+
+
+def _check_type(name: str, value: object, types: tuple[type, ...]) -> None:
+    """Raises ConfigError unless the value has one of `types`. An int is also a float; numbers must be positive."""
+    if not (type(value) in types or (type(value) is int and float in types)):
+        words = " or ".join("absent" if kind is type(None) else kind.__name__ for kind in types)
+        raise ConfigError(f"{name} must be {words}, not {value!r}")
+    if isinstance(value, int | float) and not isinstance(value, bool) and not 0 < value < float("inf"):
+        raise ConfigError(f"{name} must be positive and finite, not {value!r}")

@@ -1,0 +1,259 @@
+"""Answers the requests that generate text, whatever their endpoint: opens the streams, and writes what they say."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from gateway.api.chat_answer import to_json
+from gateway.api.endpoint import EchoedPrompt, Head, ParsedRequest
+from gateway.api.errors import ApiError, from_quire_error
+from gateway.api.tokens import NAMES
+from gateway.http.model_tools import prepare
+from gateway.http.readers import Reader, SlowReaders
+from gateway.schedulers.stream import Caller, GenerationStream
+from quire.errors import InternalError, QuireError
+from quire.v1 import tokenization_pb2
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+
+    from gateway.http.bodies import RequestBodies
+    from gateway.http.metrics import GatewayMetrics
+    from gateway.http.model_tools import ServedModelTools
+    from gateway.http.served_models import ServedModels
+    from gateway.schedulers.schedulers import Schedulers
+    from quire.v1 import generation_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+EVENT_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",  # a reverse proxy must not collect the chunks
+}
+
+
+class GenerationHandler:
+    """Serves every endpoint that generates text. A connection that closes cancels its requests.
+
+    max_open  requests that generate text at the same time; more are refused
+    """
+
+    def __init__(
+        self,
+        schedulers: Schedulers,
+        models: ServedModels,
+        tools: ServedModelTools,
+        bodies: RequestBodies,
+        metrics: GatewayMetrics,
+        readers: SlowReaders,
+        max_open: int,
+    ) -> None:
+        self._schedulers = schedulers
+        self._models = models
+        self._tools = tools
+        self._bodies = bodies
+        self._metrics = metrics
+        self._readers = readers
+        self._max_open = max_open
+        self._num_open = 0
+        self._is_draining = False
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Refuses new requests, and waits until the open ones have ended. Returns False if they have not in time."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._is_idle.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    @property
+    def is_draining(self) -> bool:
+        return self._is_draining
+
+    async def serve(self, request: web.Request, parse: Callable[[object], ParsedRequest]) -> web.StreamResponse:
+        """Answers one request. Raises ApiError if it fails before the answer has begun."""
+        began_s = time.monotonic()
+        with self._counted():
+            parsed = parse(await self._bodies.read_json(request))
+            caller = caller_of(request)
+            try:
+                return await self._answer(request, parsed, caller, began_s)
+            except QuireError as error:
+                raise from_quire_error(error, parsed.names) from None
+
+    async def _answer(
+        self, request: web.Request, parsed: ParsedRequest, caller: Caller, began_s: float
+    ) -> web.StreamResponse:
+        """Raises ApiError and QuireError, unless the answer has begun."""
+        model = await self._models.checked(parsed.model, caller.authorization)
+        answer_id = f"{parsed.id_prefix}{uuid.uuid4().hex}"
+        tools = await self._tools.of(parsed, caller.authorization)
+        reading = None if tools is None else prepare(parsed, tools, answer_id)
+        head = Head(answer_id, model, int(time.time()), reading)
+        echoes = await self._echoes(parsed, caller) if parsed.echo else ()
+        streams: list[GenerationStream] = []
+        try:
+            for i, each in enumerate(parsed.requests):
+                if not each.request_id:
+                    each.request_id = head.id if len(parsed.requests) == 1 else f"{head.id}-{i}"
+                streams.append(self._schedulers.open(each, caller))
+            if parsed.is_streamed:
+                return await self._stream(request, parsed, head, echoes, streams, began_s)
+            collector = parsed.collector(head, echoes)
+            async for i, messages in _merged(streams):
+                for message in messages:
+                    collector.add(i, message)
+            return web.json_response(text=to_json(collector.body()), headers={"X-Request-Id": head.id})
+        finally:
+            for stream in streams:
+                stream.close()
+
+    async def _stream(
+        self,
+        request: web.Request,
+        parsed: ParsedRequest,
+        head: Head,
+        echoes: Sequence[EchoedPrompt],
+        streams: list[GenerationStream],
+        began_s: float,
+    ) -> web.StreamResponse:
+        """Writes the events. Errors before the first message are raised; later ones become an event."""
+        chunks = parsed.chunks(head, echoes)
+        response = web.StreamResponse(headers=EVENT_HEADERS | {"X-Request-Id": head.id})
+        reader = Reader(request, response)
+        has_text = False
+        self._readers.add(reader)
+        try:
+            async for i, messages in _merged(streams):
+                if not response.prepared:
+                    await response.prepare(request)
+                if text := "".join([chunks.encode(i, message) for message in messages]):
+                    if not has_text and messages[-1].HasField("delta"):
+                        has_text = True
+                        self._metrics.first_token.observe(time.monotonic() - began_s)
+                    await reader.write(text)
+            await reader.write(chunks.end())
+        except (QuireError, ApiError) as error:
+            if not response.prepared:
+                raise
+            failure = from_quire_error(error, parsed.names) if isinstance(error, QuireError) else error
+            await reader.write(chunks.failure(failure))
+        except ConnectionError:
+            self._metrics.disconnects.inc()
+        except Exception:
+            if not response.prepared:
+                raise
+            log.exception("a stream failed because of a bug")
+            failure = from_quire_error(InternalError("internal error; see the gateway's log"), {})
+            await reader.write(chunks.failure(failure))
+        finally:
+            self._readers.remove(reader)
+        return response
+
+    async def _echoes(self, parsed: ParsedRequest, caller: Caller) -> list[EchoedPrompt]:
+        return await asyncio.gather(*(self._echo(parsed, each, caller) for each in parsed.requests))
+
+    async def _echo(self, parsed: ParsedRequest, request: pb.GenerateRequest, caller: Caller) -> EchoedPrompt:
+        """Returns the text of a prompt. With log-probabilities, a text is replaced by its token ids.
+
+        Log-probabilities begin with the second token, so the text of the first one is asked for.
+        """
+        text = request.text if request.HasField("text") else None
+        if text is not None and not parsed.echo_logprobs:
+            return EchoedPrompt(text)
+        if text is not None:
+            wanted = tokenization_pb2.TokenizeRequest(text=text)
+            tokenized = await self._tokenization("Tokenize", wanted, caller)
+            request.token_ids.ids.extend(tokenized.token_ids)
+        ids = list(request.token_ids.ids)
+        if text is None:
+            wanted_text = tokenization_pb2.DetokenizeRequest(token_ids=ids)
+            text = (await self._tokenization("Detokenize", wanted_text, caller)).text
+        if not parsed.echo_logprobs or not ids:
+            return EchoedPrompt(text)
+        first = tokenization_pb2.DetokenizeRequest(token_ids=ids[:1])
+        return EchoedPrompt(text, (await self._tokenization("Detokenize", first, caller)).text)
+
+    async def _tokenization(self, method: str, request: Any, caller: Caller) -> Any:
+        try:
+            return await self._schedulers.tokenization(method, request, caller.authorization)
+        except QuireError as error:
+            raise from_quire_error(error, NAMES | {"token_ids": "prompt"}) from None
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a request while it is open. Raises ApiError if it cannot be served now."""
+        if self._is_draining:
+            raise ApiError("the gateway is ending", status=503, kind="service_unavailable_error", retry_after_s=1)
+        if self._num_open >= self._max_open:
+            message = f"{self._max_open} requests are open"
+            raise ApiError(message, status=429, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_s=1)
+        self._num_open += 1
+        self._is_idle.clear()
+        self._metrics.open_requests.inc()
+        try:
+            yield
+        except asyncio.CancelledError:
+            self._metrics.disconnects.inc()
+            raise
+        finally:
+            self._metrics.open_requests.dec()
+            self._num_open -= 1
+            if not self._num_open:
+                self._is_idle.set()
+
+
+def caller_of(request: web.Request) -> Caller:
+    """Returns the client of a request. Its credentials are passed on; the scheduler verifies them."""
+    headers = request.headers
+    return Caller(
+        authorization=authorization_of(request),
+        address=(request.remote or "")[:256],
+        traceparent=headers.get("traceparent", "")[:256],
+        tracestate=headers.get("tracestate", "")[:512],
+    )
+
+
+def authorization_of(request: web.Request) -> str:
+    """Returns the `Authorization` header; empty if there is none. Raises ApiError if gRPC could not carry it.
+
+    Anthropic's clients send the key in a header of its own.
+    """
+    authorization = request.headers.get("Authorization", "")
+    if not authorization and (key := request.headers.get("X-Api-Key")):
+        authorization = f"Bearer {key}"
+    if not (authorization.isascii() and (authorization.isprintable() or not authorization)):
+        raise ApiError("the Authorization header must be printable ASCII", status=401, code="invalid_api_key")
+    return authorization
+
+
+async def _merged(streams: Sequence[GenerationStream]) -> AsyncIterator[tuple[int, list[pb.GenerateResponse]]]:
+    """Yields the index of a stream and its messages, whichever arrive first. Raises the error of the first failure."""
+    if len(streams) == 1:
+        while (messages := await streams[0].next()) is not None:
+            yield 0, messages
+        return
+    reading = {asyncio.ensure_future(stream.next()): i for i, stream in enumerate(streams)}
+    try:
+        while reading:
+            done, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                i = reading.pop(task)
+                if (messages := task.result()) is not None:
+                    reading[asyncio.ensure_future(streams[i].next())] = i
+                    yield i, messages
+    finally:
+        for task in reading:
+            task.cancel()

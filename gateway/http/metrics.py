@@ -1,0 +1,76 @@
+"""Prometheus metrics of the gateway."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from quire.version import build_version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gateway.schedulers.schedulers import Schedulers
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class GatewayMetrics:
+    """The metrics of one gateway. Used on the event loop's thread."""
+
+    def __init__(self, schedulers: Schedulers) -> None:
+        self._registry = registry = CollectorRegistry()
+        self.requests = Counter(
+            "quire_gateway_requests", "Requests that have been answered, by path and status.", ("path", "status"),
+            registry=registry,
+        )  # fmt: skip
+        self.open_requests = Gauge("quire_gateway_open_requests", "Requests that generate text now.", registry=registry)
+        self.disconnects = Counter(
+            "quire_gateway_disconnects", "Clients that went away before their answer ended.", registry=registry
+        )
+        self.slow_readers = Counter(
+            "quire_gateway_slow_readers", "Clients dropped because they read too slowly.", registry=registry
+        )
+        self.refused_connections = Counter(
+            "quire_gateway_refused_connections", "Connections beyond --max-connections.", registry=registry
+        )
+        self.first_token = Histogram(
+            "quire_gateway_time_to_first_token_seconds",
+            "Time from the end of a request's header to the first text of its stream.",
+            buckets=_TTFT_S,
+            registry=registry,
+        )
+        Gauge("quire_gateway_build_info", "1, with the version.", ("version",), registry=registry).labels(
+            build_version()
+        ).set(1)
+        registry.register(_SchedulerFamilies(schedulers))
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _SchedulerFamilies(Collector):
+    def __init__(self, schedulers: Schedulers) -> None:
+        self._schedulers = schedulers
+
+    def collect(self) -> Iterator[Metric]:
+        ready = GaugeMetricFamily(
+            "quire_gateway_scheduler_ready", "1 if the scheduler serves requests, otherwise 0.", labels=("scheduler",)
+        )
+        streams = GaugeMetricFamily(
+            "quire_gateway_scheduler_streams", "Open streams of this gateway.", labels=("scheduler",)
+        )
+        for scheduler in self._schedulers.all:
+            ready.add_metric((scheduler.address,), float(scheduler.is_ready))
+            streams.add_metric((scheduler.address,), scheduler.call.num_streams)
+        yield ready
+        yield streams
+        yield CounterMetricFamily(
+            "quire_gateway_resumptions",
+            "Streams that were continued after a break, and requests that were sent again.",
+            value=self._schedulers.num_resumptions,
+        )

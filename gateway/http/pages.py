@@ -1,0 +1,102 @@
+"""The endpoints that generate no text: models, tokens, health, version and metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from gateway.api.errors import from_quire_error
+from gateway.api.tokens import NAMES, parse_detokenize, parse_tokenize, tokenized, tokenizer_info
+from gateway.http.generation import authorization_of
+from gateway.http.metrics import CONTENT_TYPE
+from quire.errors import QuireError
+from quire.v1 import tokenization_pb2
+from quire.version import build_version
+
+if TYPE_CHECKING:
+    from gateway.http.bodies import RequestBodies
+    from gateway.http.generation import GenerationHandler
+    from gateway.http.metrics import GatewayMetrics
+    from gateway.http.served_models import ServedModels
+    from gateway.schedulers.schedulers import Schedulers
+
+
+class Pages:
+    """Calls a scheduler on behalf of the client, so that its credentials decide."""
+
+    def __init__(
+        self,
+        schedulers: Schedulers,
+        models: ServedModels,
+        bodies: RequestBodies,
+        metrics: GatewayMetrics,
+        generation: GenerationHandler,
+    ) -> None:
+        self._schedulers = schedulers
+        self._models = models
+        self._bodies = bodies
+        self._metrics = metrics
+        self._generation = generation
+
+    async def list_models(self, request: web.Request) -> web.Response:
+        try:
+            cards = await self._models.cards(authorization_of(request))
+        except QuireError as error:
+            raise from_quire_error(error, {}) from None
+        return web.json_response({"object": "list", "data": cards})
+
+    async def show_model(self, request: web.Request) -> web.Response:
+        try:
+            card = await self._models.card(request.match_info["model"], authorization_of(request))
+        except QuireError as error:
+            raise from_quire_error(error, {}) from None
+        return web.json_response(card)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        model, wanted = parse_tokenize(await self._bodies.read_json(request))
+        response = await self._tokenization(request, model, "Tokenize", wanted)
+        return web.json_response(tokenized(response, has_strings=wanted.return_bytes))
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        model, wanted = parse_detokenize(await self._bodies.read_json(request))
+        response = await self._tokenization(request, model, "Detokenize", wanted)
+        return web.json_response({"prompt": response.text})
+
+    async def show_tokenizer(self, request: web.Request) -> web.Response:
+        wanted = tokenization_pb2.GetTokenizerInfoRequest()
+        response = await self._tokenization(request, "", "GetTokenizerInfo", wanted)
+        info = self._schedulers.info
+        return web.json_response(tokenizer_info(response, 0 if info is None else info.max_model_len))
+
+    async def show_health(self, request: web.Request) -> web.Response:
+        """Answers 200 if a request would be served now. Needs no identity."""
+        if self._generation.is_draining:
+            return web.Response(status=503, text="draining\n")
+        is_ready = self._schedulers.is_ready
+        return web.Response(status=200 if is_ready else 503, text="ok\n" if is_ready else "no scheduler is ready\n")
+
+    async def show_liveness(self, request: web.Request) -> web.Response:
+        """Answers 200 while this process runs. Needs no identity."""
+        return web.Response(text="ok\n")
+
+    async def show_version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": build_version()})
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        """Shows the metrics to a client that a scheduler would tell its state."""
+        try:
+            await self._schedulers.info_for(authorization_of(request))
+        except QuireError as error:
+            failure = from_quire_error(error, {})
+            if failure.status in (401, 403):
+                raise failure from None
+        return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
+
+    async def _tokenization(self, request: web.Request, model: str, method: str, wanted: Any) -> Any:
+        authorization = authorization_of(request)
+        try:
+            await self._models.checked(model, authorization)
+            return await self._schedulers.tokenization(method, wanted, authorization)
+        except QuireError as error:
+            raise from_quire_error(error, NAMES) from None

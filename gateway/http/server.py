@@ -1,0 +1,190 @@
+"""The gateway's HTTP server: routes, bounds of connections, the form of errors, and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+from aiohttp import web
+
+from gateway.api.anthropic import parse_message
+from gateway.api.anthropic_answer import error_body as anthropic_error
+from gateway.api.chat import parse_chat
+from gateway.api.completions import parse_completion
+from gateway.api.errors import ApiError, from_quire_error
+from gateway.api.responses import parse_response
+from gateway.http.bodies import RequestBodies
+from gateway.http.browsers import refused_page
+from gateway.http.chat_page import ChatPage
+from gateway.http.generation import GenerationHandler
+from gateway.http.metrics import GatewayMetrics
+from gateway.http.model_tools import ServedModelTools
+from gateway.http.pages import Pages
+from gateway.http.readers import SlowReaders
+from gateway.http.served_models import ServedModels
+from quire.addresses import HostPort, at_port, listen_error
+from quire.errors import InternalError
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Awaitable, Callable
+
+    from gateway.config import GatewayConfig
+    from gateway.schedulers.schedulers import Schedulers
+
+    Handler: TypeAlias = "Callable[[web.Request], Awaitable[web.StreamResponse]]"
+
+log = logging.getLogger(__name__)
+
+MESSAGES = "/v1/messages"
+"""The path of Anthropic's API, whose errors have another form."""
+
+FIRST_REQUEST_S = 10.0
+"""Time in which a connection has to send the header of its first request."""
+
+KEEPALIVE_S = 75.0
+"""Time in which it has to send the header of a further request."""
+
+SHUTDOWN_TIMEOUT_S = 0.01
+"""Time that open requests get when draining has ended. aiohttp takes 0 as no limit, so it cannot be 0."""
+
+
+class GatewayServer:
+    """Serves the API of OpenAI, vLLM's additions to it, and the chat page."""
+
+    def __init__(self, schedulers: Schedulers, config: GatewayConfig, tls: ssl.SSLContext | None = None) -> None:
+        self._config = config
+        self._tls = tls
+        self.metrics = GatewayMetrics(schedulers)
+        bodies = RequestBodies(config.max_body_bytes)
+        models = ServedModels(schedulers, config.model_names)
+        tools = ServedModelTools(schedulers, config.tool_format)
+        self._readers = SlowReaders(config.stalled_reader_timeout_s, self.metrics.slow_readers.inc)
+        self.generation = GenerationHandler(
+            schedulers, models, tools, bodies, self.metrics, self._readers, config.max_requests
+        )
+        self._pages = Pages(schedulers, models, bodies, self.metrics, self.generation)
+        self._silent: set[asyncio.BaseProtocol] = set()  # new connections that have sent no request
+        self._listening: asyncio.Server | None = None
+        self.address = ""
+        app = web.Application(middlewares=[self._middleware()])
+        self._add_routes(app)
+        ChatPage(config.live_page, config.hosts).add_to(app)
+        # Handlers of disconnected clients are cancelled, so that no text is generated without a reader.
+        self._runner = web.AppRunner(
+            app,
+            access_log=None,
+            handler_cancellation=True,
+            keepalive_timeout=KEEPALIVE_S,
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        )
+
+    def _add_routes(self, app: web.Application) -> None:
+        pages, serve = self._pages, self.generation.serve
+        app.add_routes(
+            [
+                web.post("/v1/chat/completions", partial(serve, parse=parse_chat)),
+                web.post("/v1/completions", partial(serve, parse=parse_completion)),
+                web.post("/v1/responses", partial(serve, parse=parse_response)),
+                web.post(MESSAGES, partial(serve, parse=parse_message)),
+                web.get("/v1/models", pages.list_models),
+                web.get("/v1/models/{model:.+}", pages.show_model),
+                web.post("/tokenize", pages.tokenize),
+                web.post("/detokenize", pages.detokenize),
+                web.get("/tokenizer_info", pages.show_tokenizer),
+                web.get("/health", pages.show_health),
+                web.get("/healthz", pages.show_liveness),
+                web.get("/version", pages.show_version),
+                web.get("/metrics", pages.show_metrics),
+            ]
+        )
+
+    async def start(self) -> None:
+        """Listens and serves. Raises AddressInUse or AddressUnusable."""
+        await self._runner.setup()
+        server = self._runner.server
+        if server is None:
+            raise RuntimeError("the runner was set up without a server")
+        wanted = HostPort.parse(self._config.listen)
+        try:
+            self._listening = await asyncio.get_running_loop().create_server(
+                lambda: self._protocol(server), wanted.host, wanted.port, ssl=self._tls, reuse_address=True
+            )
+        except OSError as error:
+            raise listen_error(self._config.listen, error) from error
+        self.address = at_port(self._config.listen, self._listening.sockets[0].getsockname()[1])
+        self._readers.start()
+
+    async def stop(self, drain_timeout_s: float = 0.0) -> bool:
+        """Refuses new requests, and waits for the open ones. Returns False if some had to be cancelled."""
+        if self._listening is not None:
+            self._listening.close()
+        has_drained = await self.generation.drain(drain_timeout_s)
+        self._readers.stop()
+        await self._runner.cleanup()
+        return has_drained
+
+    def _protocol(self, server: web.Server) -> asyncio.Protocol:
+        """Returns the protocol of a new connection."""
+        if len(server.connections) >= self._config.max_connections:
+            self.metrics.refused_connections.inc()
+            return _Refusal()
+        protocol = server()
+        self._silent.add(protocol)
+        asyncio.get_running_loop().call_later(FIRST_REQUEST_S, self._close_if_silent, protocol)
+        return protocol
+
+    def _close_if_silent(self, protocol: asyncio.BaseProtocol) -> None:
+        """Closes a connection that has not sent the header of a request. aiohttp would wait for it for ever."""
+        if protocol not in self._silent:
+            return
+        self._silent.remove(protocol)
+        transport: asyncio.Transport | None = getattr(protocol, "transport", None)
+        if transport is not None and not transport.is_closing():
+            transport.close()
+
+    def _middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
+        @web.middleware
+        async def in_form(request: web.Request, handler: Handler) -> web.StreamResponse:
+            self._silent.discard(request.protocol)
+            resource = request.match_info.route.resource
+            path = "unknown" if resource is None else resource.canonical
+            try:
+                response = await self._guarded(request, handler)
+            except ApiError as error:
+                response = _error_response(error, path)
+            except ConnectionError:
+                raise
+            except Exception:
+                log.exception("a request failed because of a bug")
+                bug = from_quire_error(InternalError("internal error; see the gateway's log"), {})
+                response = _error_response(bug, path)
+            self.metrics.requests.labels(path, str(response.status)).inc()
+            return response
+
+        return in_form
+
+    async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Raises ApiError, also for unknown paths and for pages of other sites."""
+        if (why := refused_page(request, self._config.hosts)) is not None:
+            raise ApiError(why, status=403, kind="permission_error", code="permission_denied")
+        try:
+            return await handler(request)
+        except web.HTTPException as error:
+            message = f"{error.reason} ({request.method} {request.path[:200]})"
+            raise ApiError(message, status=error.status) from None
+
+
+class _Refusal(asyncio.Protocol):
+    """Closes a connection at once."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if isinstance(transport, asyncio.Transport):
+            transport.abort()
+
+
+def _error_response(error: ApiError, path: str) -> web.Response:
+    body = anthropic_error(error) if path == MESSAGES else error.body
+    return web.json_response(body, status=error.status, headers=error.headers)

@@ -1,0 +1,69 @@
+// One question and its answer. Text of the model enters the page as text, never as HTML.
+
+export class Turn {
+  #answer = "";
+  #unpainted = "";
+  #frame = 0; // id of the animation frame that will show new text, or 0
+  #words = document.createTextNode("");
+  #log;
+
+  constructor(question, log) {
+    this.question = question;
+    this.#log = log;
+    this.element = document.getElementById("turn").content.firstElementChild.cloneNode(true);
+    this.#part("question").textContent = question;
+    this.#part("answer").append(this.#words);
+  }
+
+  /** The messages that later requests repeat: none if the answer failed before its first word. */
+  get messages() {
+    if (!this.#answer) return [];
+    return [{ role: "user", content: this.question }, { role: "assistant", content: this.#answer }];
+  }
+
+  /** Removes the answer, before another try. */
+  begin() {
+    this.#answer = this.#unpainted = this.#words.data = "";
+    this.#part("error").textContent = this.#part("usage").textContent = "";
+    this.#log.scrollTop = this.#log.scrollHeight;
+  }
+
+  append(text) {
+    this.#answer += text;
+    this.#unpainted += text;
+    // A fast server sends more chunks than a browser can lay out, so an animation frame shows those that have arrived.
+    if (text) this.#frame ||= requestAnimationFrame(() => this.#paint());
+  }
+
+  /** Ends the answer with a line about it, or with an error. */
+  end({ note = "", error = "" }) {
+    this.#paint();
+    this.#change(() => {
+      this.#part("usage").textContent = note;
+      this.#part("error").textContent = error;
+    });
+  }
+
+  focus() {
+    this.element.querySelector("[data-action=regenerate]").focus();
+  }
+
+  #part(name) {
+    return this.element.querySelector(`.${name}`);
+  }
+
+  #paint() {
+    cancelAnimationFrame(this.#frame);
+    this.#frame = 0;
+    this.#change(() => this.#words.appendData(this.#unpainted));
+    this.#unpainted = "";
+  }
+
+  /** Keeps the end of the conversation in view, unless the reader has scrolled up. */
+  #change(apply) {
+    const { scrollTop, clientHeight, scrollHeight } = this.#log;
+    const isAtEnd = scrollTop + clientHeight >= scrollHeight - 8;
+    apply();
+    if (isAtEnd) this.#log.scrollTop = this.#log.scrollHeight;
+  }
+}

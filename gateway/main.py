@@ -1,0 +1,120 @@
+"""The gateway process: connects to the schedulers, serves, drains and stops.
+
+Exit codes: 0 drained after a signal · 1 stopped with unfinished requests · 2 bad configuration · 3 an address is in
+use.
+"""
+
+import asyncio
+import gc
+import logging
+import ssl
+import sys
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+
+from gateway.config import ConfigError, GatewayConfig
+from gateway.http.server import GatewayServer
+from gateway.schedulers.schedulers import Schedulers
+from quire import logs, tries
+from quire.addresses import AddressInUse, AddressUnusable, is_local
+from quire.log_rate import RateLimit
+from quire.log_writer import put_line
+from quire.signals import EndSignals
+from quire.tls import TlsError, TlsFiles, ssl_context
+
+EXIT_DRAINED = 0
+EXIT_UNFINISHED = 1
+EXIT_BAD_CONFIG = 2
+EXIT_ADDRESS_IN_USE = 3
+
+log = logging.getLogger(__name__)
+
+
+def run(config: GatewayConfig, api_key: str | None = None) -> int:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal stops it at once. Returns the exit code.
+
+    Prints one line on standard output when it listens: `ready openai=…`. Everything else goes to the log, on standard
+    error.
+
+    api_key  the gateway's own key, with which it calls schedulers; clients' keys are passed on beside it
+    """
+    logs.configure("gateway", config.log_level, config.log_format)
+    # Each stream writes these lines when its scheduler dies and comes back.
+    for message in (tries.BROKE_OFF, tries.CONTINUES):
+        tries.log.addFilter(RateLimit(message, per_second=5))
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(serve(config, api_key))
+    except AddressInUse as error:
+        return _give_up(error, EXIT_ADDRESS_IN_USE)
+    except (ConfigError, AddressUnusable, TlsError) as error:
+        return _give_up(error, EXIT_BAD_CONFIG)
+
+
+async def serve(config: GatewayConfig, api_key: str | None) -> int:
+    """Does what `run` does, on the main thread's event loop. Raises ConfigError, TlsError, AddressInUse and
+    AddressUnusable."""
+    signals = EndSignals()
+    async with AsyncExitStack() as cleanup:
+        schedulers = Schedulers(config.connections(api_key), config.resume_timeout_s)
+        cleanup.push_async_callback(schedulers.close)
+        await schedulers.start()
+        if config.must_know_callers and not await _refuse_strangers(schedulers, signals):
+            raise ConfigError(
+                f"listen {config.listen} can be reached from other machines, and everyone could call, because a "
+                "scheduler accepts calls without a key: give the schedulers --api-keys, listen on loopback, or give "
+                "--allow-anonymous"
+            )
+        server = GatewayServer(schedulers, config, _tls(config))
+        await server.start()
+        gc.collect()
+        gc.freeze()  # a full collection of garbage would visit all objects that stay
+        log.info("listening: %s, schedulers: %s", server.address, ", ".join(config.schedulers))
+        put_line(sys.stdout, f"ready openai={server.address}")
+        await signals.first.wait()
+        log.info("draining: new requests are refused, open ones continue; a second signal stops at once")
+        stopping = asyncio.create_task(server.stop(config.drain_timeout_s))
+        second = asyncio.create_task(signals.second.wait())
+        await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)
+        has_drained = stopping.done() and stopping.result()
+        stopping.cancel()
+        second.cancel()
+        if not has_drained:
+            log.warning("stopped with unfinished requests")
+            await server.stop()
+    return EXIT_DRAINED if has_drained else EXIT_UNFINISHED
+
+
+async def _refuse_strangers(schedulers: Schedulers, signals: EndSignals) -> bool:
+    """Returns whether all schedulers refuse strangers. A signal ends the wait for schedulers that do not answer."""
+    asking = asyncio.create_task(schedulers.refuse_strangers())
+    stopping = asyncio.create_task(signals.first.wait())
+    await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    asking.cancel()
+    return asking.done() and not asking.cancelled() and asking.result()
+
+
+def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
+    """Raises TlsError."""
+    if config.tls_certificate is None or config.tls_key is None:
+        if not is_local(config.listen):
+            log.warning("keys and prompts cross the network in clear text: give --tls-certificate and --tls-key")
+        return None
+    files = TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+    return ssl_context(files, config.tls_client_ca is not None)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Returns the event loop of uvloop where it is installed, otherwise that of asyncio."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _give_up(error: Exception, exit_code: int) -> int:
+    put_line(sys.stderr, f"quire gateway: {error}")
+    return exit_code

@@ -1,0 +1,172 @@
+"""One call of GenerateMany that carries the streams of many requests to and from one scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any, Protocol
+
+import grpc
+import grpc.aio
+
+from quire.errors import (
+    InternalError,
+    LimitExceededError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
+from quire.status import from_rpc_error, from_status
+from quire.status_details import TRAILER
+from quire.v1 import generation_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from quire.errors import QuireError
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 4 * 2**20 - 2**16
+"""Most bytes of one request. A scheduler accepts messages of 4 MiB; a larger one would end the call and all its
+streams."""
+
+_STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class Receiver(Protocol):
+    """The receiving side of one stream. The methods are called on the event loop, and must return soon."""
+
+    def received(self, response: pb.GenerateResponse) -> None:
+        """Called for each message of the stream."""
+
+    def ended(self, error: QuireError | None) -> None:
+        """Called once, when no message follows. The error is None if the request has ended well."""
+
+
+class SharedCall:
+    """Makes the call when the first stream needs it, and again after it broke.
+
+    method    `GenerateMany` of a stub of grpc.aio
+    metadata  credentials of this process
+    on_break  called when the call has ended with an error
+    """
+
+    def __init__(
+        self, method: Any, metadata: tuple[tuple[str, str], ...], on_break: Callable[[QuireError], None]
+    ) -> None:
+        self._method = method
+        self._metadata = metadata
+        self._on_break = on_break
+        self._receivers: dict[int, Receiver] = {}
+        self._unsent: deque[pb.GenerateManyRequest] = deque()
+        self._has_unsent = asyncio.Event()
+        self._last_id = 0
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def num_streams(self) -> int:
+        """The number of open streams."""
+        return len(self._receivers)
+
+    def open(self, opening: pb.OpenStream, receiver: Receiver) -> int:
+        """Sends a request, and returns the number of its stream. Raises LimitExceededError for one that is too long."""
+        if opening.ByteSize() > MAX_REQUEST_BYTES:
+            raise LimitExceededError(f"the request is longer than {MAX_REQUEST_BYTES} bytes")
+        if self._task is None or self._task.done():
+            self._unsent.clear()
+            self._task = asyncio.create_task(self._run(), name="GenerateMany")
+        self._last_id += 1
+        self._receivers[self._last_id] = receiver
+        self._send(pb.GenerateManyRequest(stream_id=self._last_id, open=opening))
+        return self._last_id
+
+    def pause(self, stream_id: int) -> None:
+        """Stops the messages of a stream, because its reader is slow."""
+        if stream_id in self._receivers:
+            self._send(pb.GenerateManyRequest(stream_id=stream_id, pause=pb.PauseStream()))
+
+    def proceed(self, stream_id: int) -> None:
+        """Undoes `pause`."""
+        if stream_id in self._receivers:
+            message = pb.GenerateManyRequest(stream_id=stream_id)
+            getattr(message, "continue").SetInParent()  # the field has the name of a keyword
+            self._send(message)
+
+    def cancel(self, stream_id: int) -> None:
+        """Ends a stream that has not ended. Its receiver is not called any more."""
+        if self._receivers.pop(stream_id, None) is not None:
+            self._send(pb.GenerateManyRequest(stream_id=stream_id, cancel=pb.CancelStream()))
+
+    async def close(self) -> None:
+        """Ends the call, and with it all streams."""
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task})
+
+    def _send(self, message: pb.GenerateManyRequest) -> None:
+        self._unsent.append(message)
+        self._has_unsent.set()
+
+    async def _run(self) -> None:
+        """Makes one call, and ends its streams when it has ended."""
+        error: QuireError = UnavailableError("the connection was closed")
+        writing: asyncio.Task[None] | None = None
+        call = self._method(metadata=self._metadata)
+        try:
+            writing = asyncio.create_task(self._write(call))
+            await self._read(call)
+            error = UnavailableError("stream removed: the scheduler has ended the call")
+        except grpc.RpcError as rpc_error:
+            error = from_rpc_error(rpc_error)
+            if isinstance(error, UnauthenticatedError | PermissionDeniedError):
+                # The scheduler means this process, and none of its clients.
+                log.error("the scheduler refuses this gateway's own key, QUIRE_API_KEY: %s", error.message)
+                error = InternalError("the gateway is not allowed to call the scheduler; see its log")
+        except asyncio.CancelledError:  # `close`, or the channel was closed
+            pass
+        except Exception:
+            log.exception("the call failed because of a bug")
+        finally:
+            call.cancel()
+            if writing is not None:
+                writing.cancel()
+            self._on_break(error)
+            receivers, self._receivers = self._receivers, {}
+            self._task = None  # so that the next stream begins a new call
+            for receiver in receivers.values():
+                receiver.ended(error)
+
+    async def _read(self, call: Any) -> None:
+        receivers = self._receivers
+        while True:
+            response = await call.read()
+            if response is grpc.aio.EOF:
+                return
+            for message in response.messages:
+                receiver = receivers.get(message.stream_id)
+                if receiver is None:  # the stream was cancelled
+                    continue
+                if message.HasField("response"):
+                    receiver.received(message.response)
+                elif message.HasField("ended"):
+                    del receivers[message.stream_id]
+                    receiver.ended(_error_of(message.ended))
+
+    async def _write(self, call: Any) -> None:
+        try:
+            while True:
+                while self._unsent:
+                    await call.write(self._unsent.popleft())
+                self._has_unsent.clear()
+                await self._has_unsent.wait()
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the reader gets the status of the call
+
+
+def _error_of(ended: pb.Ended) -> QuireError | None:
+    code = _STATUS_CODES.get(ended.code, grpc.StatusCode.UNKNOWN)
+    if code is grpc.StatusCode.OK:
+        return None
+    return from_status(code, ended.message, ((TRAILER, ended.status_details),) if ended.status_details else None)

@@ -1,0 +1,1 @@
+"""Calls of tools in the texts of models: reads them, and writes the grammars that force them. It does no I/O."""

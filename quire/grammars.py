@@ -1,0 +1,42 @@
+"""Reads grammars of structured output. The scheduler and the executor both use it, so that they agree on each grammar.
+
+Grammars are in the JSON form of llguidance (https://github.com/guidance-ai/llguidance), which follows a grammar by an
+Earley parser over lexemes and computes masks by a walk through the trie of the vocabulary.
+"""
+
+from collections.abc import Sequence
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+MAX_GRAMMAR_BYTES = 256 << 10
+"""Maximum size of a grammar in llguidance's JSON form."""
+
+FEATURE = "grammars"
+"""The name of the optional part of the plan stream that carries grammars."""
+
+_LIMITS = LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,  # 1 to 2 KB each
+    max_grammar_size=200_000,
+    verbose_errors=False,  # an error names the problem, and no text of the client
+)
+
+
+def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """Returns the vocabulary as matchers need it, for logits of this width.
+
+    tokenizer_json  the contents of the checkpoint's tokenizer.json
+    Raises ValueError if llguidance cannot use this tokenizer.
+    """
+    return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None)
+
+
+def matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Returns a matcher at the start of the grammar. It never raises: `get_error()` is not empty if it cannot be used.
+
+    The same grammar passes or fails everywhere, because its limits count work and not time.
+    """
+    return LLMatcher(tokenizer, grammar, limits=_LIMITS, log_level=0)

@@ -1,0 +1,121 @@
+"""Opens the requests of one call of GenerateMany, each on behalf of the client that it names."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import grpc
+
+from quire.logs import printable
+from scheduler.core import InvalidRequest
+from scheduler.identity.identity import CALLER, Identity, Unauthenticated
+from scheduler.identity.permissions import METHODS
+from scheduler.requests.status import DeadlineExceeded, RpcStatus
+from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED
+from scheduler.telemetry.request_observer import Caller
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from quire.v1 import generation_pb2 as pb
+    from scheduler.requests.intake import Intake
+    from scheduler.requests.request_fields import RequestFields
+    from scheduler.servers.access import Access
+    from scheduler.servers.stream_of_many import StreamOfMany
+
+METHOD = "/quire.v1.Generation/GenerateMany"
+_ALLOWED = METHODS["/quire.v1.Generation/Generate"]
+
+MAX_CLIENT_BYTES = 256
+MAX_AUTHORIZATION_BYTES = 8192
+"""Size of the credentials, as gRPC limits metadata."""
+
+_AFTER_DEADLINE_S = 1.0
+"""The engine ends a request at its deadline, with the output until then. Time after which the stream ends if that
+output was not sent, because the stream is paused or its client reads slowly."""
+
+
+class CallerRefused(Exception):
+    """The client may not make requests."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class StreamOpener:
+    """Opens the streams of one call.
+
+    read    returns the fields of a request
+    caller  makes the call; requests without credentials are its own
+    peer    the network address of the caller
+    """
+
+    intake: Intake
+    access: Access
+    read: Callable[[pb.GenerateRequest], RequestFields]
+    caller: Identity
+    peer: str
+
+    async def run(self, stream: StreamOfMany, opening: pb.OpenStream) -> None:
+        """Runs a request until its stream is done. Raises the errors of `Intake.open`, and DeadlineExceeded."""
+        timeout_s = opening.timeout_ms / 1e3 if opening.HasField("timeout_ms") else None
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                caller = await self._caller(opening)
+                fields = self._fields(opening, caller)
+                async with self.intake.open(fields, caller, deadline_s) as output:
+                    if (ends_s := limit.when()) is not None:
+                        limit.reschedule(ends_s + _AFTER_DEADLINE_S)
+                    stream.follow(output)
+                    await stream.done
+        except CallerRefused as error:
+            client = printable(opening.client[:MAX_CLIENT_BYTES]) or self.peer
+            self.access.refusals.refused(error.reason, METHOD, client, str(error))
+            stream.end(RpcStatus(error.code, str(error), ()))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise DeadlineExceeded("the request's deadline passed") from None
+
+    async def _caller(self, opening: pb.OpenStream) -> Caller:
+        """Returns the client, and makes it the caller of this task. Raises CallerRefused."""
+        identity = await self._identify(opening.authorization) if opening.HasField("authorization") else self.caller
+        CALLER.set(identity)
+        return Caller(
+            printable(opening.client[:MAX_CLIENT_BYTES]) or self.peer,
+            opening.traceparent or None,
+            opening.tracestate or None,
+            identity.tenant,
+        )
+
+    async def _identify(self, authorization: str) -> Identity:
+        verifier = self.access.verifier
+        code = grpc.StatusCode.UNAUTHENTICATED
+        if len(authorization) > MAX_AUTHORIZATION_BYTES:
+            raise CallerRefused(code, UNAUTHENTICATED, f"credentials have at most {MAX_AUTHORIZATION_BYTES} bytes")
+        try:
+            identity = await verifier.identify(authorization or None) or verifier.stranger
+        except Unauthenticated as error:
+            raise CallerRefused(code, UNAUTHENTICATED, str(error)) from None
+        if identity is None:
+            raise CallerRefused(code, UNAUTHENTICATED, "the request has no credentials")
+        if not identity.may(_ALLOWED):
+            why = f"{identity.name} may not make this call"
+            raise CallerRefused(grpc.StatusCode.PERMISSION_DENIED, PERMISSION_DENIED, why)
+        return identity
+
+    def _fields(self, opening: pb.OpenStream, caller: Caller) -> RequestFields:
+        """Raises InvalidRequest if the address of the client is too long."""
+        fields = self.read(opening.request)
+        if len(opening.client.encode()) > MAX_CLIENT_BYTES:
+            error = InvalidRequest({"client": f"must have at most {MAX_CLIENT_BYTES} bytes"})
+            self.intake.refused(fields, caller, error)
+            raise error
+        return fields

@@ -1,0 +1,119 @@
+"""The process that compiles grammars. `scheduler.text.grammars` starts it; it imports `quire.grammars` and its
+neighbour `worker_pipe`.
+
+A client's schema is an untrusted program for the compiler of llguidance. SIGPROF ends this process after `max_s` of
+processor time for one grammar, and it may take `max_memory_bytes` of address space in addition to the vocabulary. A
+schema refers to nothing outside itself: llguidance opens no file and no connection.
+
+The messages, which `worker_pipe` reads and writes:
+
+    in    {"tokenizer", "eos_token_ids", "max_s", "max_memory_bytes"}    once; the first is the path of tokenizer.json
+    in    {"kind", "text", "vocab_size"}                                 for each grammar
+    out   g and the grammar in llguidance's form; e and an error; or m   for each grammar; m means a lack of memory
+"""
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from quire.grammar_options import JSON_OPTIONS
+from quire.grammars import MAX_GRAMMAR_BYTES, grammar_tokenizer, matcher
+
+from .worker_pipe import read_message, write_answer
+
+MAX_ERROR_CHARACTERS = 400
+
+NOTHING_FITS = "NoExtension"
+"""Begins llguidance's error if no token may come next."""
+
+
+class BadGrammar(Exception):
+    """The definition is not a grammar that can be followed. The text says why."""
+
+
+def grammar_of(kind: str, text: str) -> str:
+    """Returns a grammar in llguidance's JSON form. Raises BadGrammar, also for what is no JSON.
+
+    kind  "json_schema", "regex", "lark", or "choice" with a JSON list of texts
+    """
+    if kind == "json_schema":
+        try:
+            return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise BadGrammar(f"must be a JSON schema that is an object: {error}") from None
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if kind == "choice":
+        text = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
+    return json.dumps({"grammars": [{"lark_grammar": text}]}, ensure_ascii=False)
+
+
+def checked_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:
+    """Returns the grammar, of which the executor makes the same matcher. Raises BadGrammar."""
+    grammar = grammar_of(kind, text)
+    num_bytes = len(grammar.encode())
+    if num_bytes > MAX_GRAMMAR_BYTES:
+        raise BadGrammar(f"has {num_bytes} bytes in llguidance's form, more than {MAX_GRAMMAR_BYTES}")
+    followed = matcher(tokenizer, grammar)
+    if not followed.is_error():
+        followed.compute_bitmask()  # some grammars fail at the first token only
+    if followed.is_error():
+        error = followed.get_error().removesuffix("<non-verbose/>").strip()
+        raise BadGrammar("no text fits it" if error.startswith(NOTHING_FITS) else error)
+    return grammar
+
+
+class Vocabulary:
+    """The tokenizer of the checkpoint, as matchers need it. It is read at the first grammar."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._path = Path(settings["tokenizer"])
+        self._eos_token_ids = settings["eos_token_ids"]
+        self._max_memory_bytes = settings["max_memory_bytes"]
+        self._tokenizer: LLTokenizer | None = None
+
+    def tokenizer(self, vocab_size: int) -> LLTokenizer:
+        """Returns the tokenizer. From then on the memory of this process is limited."""
+        if self._tokenizer is None:
+            self._tokenizer = grammar_tokenizer(self._path.read_text(encoding="utf-8"), vocab_size, self._eos_token_ids)
+            resource.setrlimit(resource.RLIMIT_AS, (_address_space() + self._max_memory_bytes,) * 2)
+        return self._tokenizer
+
+
+def _address_space() -> int:
+    """Returns the size of this process in bytes, or a generous guess where the system does not say."""
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return 4 * 2**30
+    return num_pages * resource.getpagesize()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the parent; this process ends when its input is closed
+    # Rust's last words can quote a client's grammar, and this is the scheduler's log.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    settings = read_message()
+    if settings is None:
+        return
+    vocabulary = Vocabulary(settings)
+    while (message := read_message()) is not None:
+        try:
+            tokenizer = vocabulary.tokenizer(message["vocab_size"])
+        except Exception as error:  # noqa: BLE001  (llguidance raises different ones; the parent reports it)
+            write_answer(b"e", f"cannot be followed with this model's tokenizer: {error}"[:MAX_ERROR_CHARACTERS])
+            continue
+        signal.setitimer(signal.ITIMER_PROF, settings["max_s"])
+        try:
+            answer = b"g", checked_grammar(tokenizer, message["kind"], message["text"])
+        except BadGrammar as error:
+            answer = b"e", str(error)[:MAX_ERROR_CHARACTERS]
+        except MemoryError:
+            answer = b"m", ""
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        write_answer(*answer)

@@ -1,0 +1,76 @@
+"""OpenAI's API in front of real services: the same text as over gRPC, also when services are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.support.e2e.stack import Stack
+from tests.support.e2e.waiting import until
+from tests.support.gateway.rig import content, parsed_events
+
+PROMPTS = [f"Once upon a time there was a {animal}" for animal in ("cat", "dog", "fox", "owl")]
+NUM_TOKENS = 200
+
+
+def served(**flags: Any) -> Stack:
+    return Stack(gateway=True, gateway_listen="127.0.0.1:0", num_blocks=512, **flags)
+
+
+async def streamed(http: aiohttp.ClientSession, prompt: str, **fields: Any) -> list[Any]:
+    body = {"prompt": prompt, "stream": True, "max_tokens": NUM_TOKENS, "seed": 7, "ignore_eos": True} | fields
+    async with http.post("/v1/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        return parsed_events(await response.text())
+
+
+@pytest.mark.timeout(600)
+async def test_streams_survive_the_death_of_each_service() -> None:
+    async with served() as stack, aiohttp.ClientSession(f"http://{stack.openai}") as http, stack.client() as client:
+        expected = []
+        for prompt in PROMPTS:
+            completion = await client.complete(prompt, max_tokens=NUM_TOKENS, seed=7, ignore_eos=True)
+            expected.append(completion.text)
+        assert [content(await streamed(http, prompt)) for prompt in PROMPTS] == expected
+        for service in ("executor", "scheduler"):
+            answers = asyncio.gather(*(streamed(http, prompt) for prompt in PROMPTS))
+            await until(lambda: _is_running(stack, len(PROMPTS)), "all requests run")
+            stack.send(service, signal.SIGKILL)
+            for events, text in zip(await answers, expected, strict=True):
+                assert content(events) == text, service
+                assert events[-1] == "[DONE]"
+        async with http.get("/metrics") as response:
+            assert "quire_gateway_resumptions_total 4.0" in (await response.text()).splitlines()
+
+
+@pytest.mark.timeout(600)
+async def test_answers_over_http() -> None:
+    async with served() as stack, aiohttp.ClientSession(f"http://{stack.openai}") as http, stack.client() as client:
+        messages = [{"role": "user", "content": "Tell me about a cat."}]
+        expected = await client.complete(messages, max_tokens=24, temperature=0)
+        body = {"messages": messages, "max_tokens": 24, "temperature": 0}
+        async with http.post("/v1/chat/completions", json=body) as response:
+            answer = await response.json()
+        assert answer["choices"][0]["message"]["content"] == expected.text
+        assert answer["usage"]["prompt_tokens"] == expected.prompt_tokens
+        async with http.post("/v1/completions", json={"prompt": "Once", "temperature": -1}) as response:
+            assert (response.status, (await response.json())["error"]["param"]) == (400, "temperature")
+        async with http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 10**6}) as response:
+            assert (response.status, (await response.json())["error"]["code"]) == (400, "context_length_exceeded")
+
+        async with http.post(
+            "/v1/completions", json={"prompt": "Once", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+        ) as response:
+            await response.content.readline()
+        await until(lambda: _is_running(stack, 0), "the blocks of the client that went away are free")
+        assert await stack.stop() == 0
+
+
+async def _is_running(stack: Stack, num_requests: int) -> bool:
+    async with stack.client() as client:
+        summary = await client.pool_summary()
+    return summary.num_running + summary.num_waiting == num_requests

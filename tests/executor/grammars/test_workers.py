@@ -1,0 +1,132 @@
+"""Workers: grammars that take too long are given up, and nothing else is."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from llguidance import LLMatcher
+
+from executor.grammars import grammar_cache, workers
+from executor.grammars.followed import FollowedGrammar, Vocabulary, begin, follow
+from executor.grammars.grammar_cache import Grammars, load_grammars
+from executor.grammars.workers import MAX_STUCK, Workers
+from quire.grammars import grammar_tokenizer
+from tests.support.executor.letters import EOS, VOCAB_SIZE, tokenizer_json
+
+FAILED = FollowedGrammar.failed(VOCAB_SIZE)
+
+
+def known() -> FollowedGrammar:
+    return FollowedGrammar(None, FAILED.mask.copy())
+
+
+class Spinning:
+    """Work that takes CPU time until it is released."""
+
+    def __init__(self) -> None:
+        self.is_released = threading.Event()
+
+    def __call__(self) -> FollowedGrammar:
+        while not self.is_released.is_set():
+            pass
+        return known()
+
+
+def test_work_that_takes_too_long_is_given_up_and_another_thread_takes_its_place(monkeypatch) -> None:
+    monkeypatch.setattr(workers, "LIMIT_S", 0.05)
+    own, state = Workers(1, "test", FAILED), known()
+    start = own.submit(lambda: state)
+    assert start.result() is state
+    spinning = Spinning()
+    stuck, behind = own.submit(spinning, start), own.submit(lambda: state)
+    assert stuck.result() is FAILED
+    assert behind.result() is state
+    assert start.result() is FAILED, "the grammar is not begun again"
+    spinning.is_released.set()
+    deadline_s = time.monotonic() + 30
+    while own._num_stuck and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert own._num_stuck == 0
+    assert stuck.result() is FAILED, "a late result changes nothing"
+    assert own.submit(lambda: state).result() is state
+
+
+def test_waiting_for_others_is_not_given_up(monkeypatch) -> None:
+    """CPU time counts: work that waits, like a process that was suspended, has used none."""
+    monkeypatch.setattr(workers, "LIMIT_S", 0.05)
+    monkeypatch.setattr(workers, "_POLL_S", 0.01)
+    own, state = Workers(1, "test", FAILED), known()
+    gate = threading.Event()
+    pending = own.submit(lambda: state if gate.wait(30) else FAILED)
+    threading.Timer(0.5, gate.set).start()
+    assert pending.result() is state
+
+
+def test_while_too_many_threads_are_given_up_no_grammar_is_followed(monkeypatch) -> None:
+    monkeypatch.setattr(workers, "LIMIT_S", 0.01)
+    own, spinning = Workers(1, "test", FAILED), Spinning()
+    try:
+        for _ in range(MAX_STUCK):
+            assert own.submit(spinning).result() is FAILED
+        assert own.submit(known).result() is FAILED
+    finally:
+        spinning.is_released.set()
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(3)])
+def test_an_error_ends_its_own_grammar_only(error) -> None:
+    own, state = Workers(1, "test", FAILED), known()
+
+    def fails() -> FollowedGrammar:
+        raise error
+
+    first, second = own.submit(fails), own.submit(lambda: state)
+    assert first.result() is FAILED
+    assert second.result() is state
+
+
+def test_a_grammar_that_exceeds_a_limit_of_its_work_cannot_be_followed() -> None:
+    """It compiles, and the limit on the states of its lexer is reached later."""
+    vocabulary = Vocabulary.of(grammar_tokenizer(tokenizer_json(), VOCAB_SIZE, (EOS,)), VOCAB_SIZE, (EOS,))
+    state = begin(vocabulary, LLMatcher.grammar_from_regex("((((a?){30}){30}){30}){3}"))
+    assert state.run is not None
+    for _ in range(500):
+        state = follow(state, (2,), is_own=True)
+        if state.run is None:
+            break
+    else:
+        pytest.fail("no limit was reached")
+
+
+def test_compiled_grammars_are_kept_within_bounds(monkeypatch) -> None:
+    monkeypatch.setattr(grammar_cache, "MAX_CACHED_GRAMMARS", 3)
+    grammars = Grammars(tokenizer_json(), VOCAB_SIZE, (EOS,))
+    texts = [LLMatcher.grammar_from_regex("a" * length) for length in range(1, 6)]
+    first = grammars.start(texts[0], (EOS,))
+    assert grammars.start(texts[0], (EOS,)) is first
+    assert grammars.counts.num_compiled == 1
+    assert grammars.start(texts[0], ()) is not first, "EOS ids are part of it"
+    for text in texts:
+        assert grammars.start(text, (EOS,)).result().run is not None
+    assert len(grammars._started) == 3
+    assert grammars.start(texts[0], (EOS,)) is not first
+    monkeypatch.setattr(grammar_cache, "MAX_CACHED_CHARACTERS", 10)
+    grammars.start(texts[1], (EOS,))
+    assert (len(grammars._started), grammars._num_characters) == (0, 0)
+
+
+def test_eos_ids_that_the_tokenizer_does_not_have_cannot_be_followed() -> None:
+    grammars = Grammars(tokenizer_json(), VOCAB_SIZE, (EOS,))
+    assert grammars.start(LLMatcher.grammar_from_regex("a"), (VOCAB_SIZE + 5,)).result().run is None
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", "no json", b"\xff\xfe"])
+def test_a_checkpoint_without_a_usable_tokenizer_has_no_grammars(text, tmp_path) -> None:
+    if text is not None:
+        (tmp_path / "tokenizer.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert load_grammars(tmp_path, VOCAB_SIZE) is None
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    assert load_grammars(tmp_path, VOCAB_SIZE) is not None
+    assert load_grammars(tmp_path, 5) is None, "the model has fewer tokens"

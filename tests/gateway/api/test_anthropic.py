@@ -1,0 +1,140 @@
+"""The fields of Anthropic's API: what they become, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.api.anthropic import NEUTRAL, parse_message
+from gateway.api.anthropic_answer import MessageCollector
+from gateway.api.endpoint import Head
+from gateway.api.errors import ApiError
+from quire.v1 import generation_pb2 as pb
+
+TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
+EPHEMERAL = {"cache_control": {"type": "ephemeral"}}
+
+
+def parse(**fields: Any) -> pb.GenerateRequest:
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
+    (request,) = parse_message(body | fields).requests
+    return request
+
+
+def test_scalar_fields_reach_the_scheduler() -> None:
+    request = parse(temperature=0.5, top_p=0.25, top_k=7, stop_sequences=["x", "y"], metadata={"user_id": "u"})
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.5, 0.25, 7)
+    assert (list(request.stopping.stop), request.stopping.max_tokens) == (["x", "y"], 5)
+
+
+def test_blocks_become_messages() -> None:
+    request = parse(
+        system=[{"type": "text", "text": "Be"}, {"type": "text", "text": "brief.", **EPHEMERAL}],
+        messages=[
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "s"},
+                    {"type": "text", "text": "c"},
+                    {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "one"}]},
+                    {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+                    {"type": "text", "text": "d"},
+                ],
+            },
+        ],
+        tools=[TOOL | EPHEMERAL],
+    )
+    chat = request.chat
+    assert [(m.role, m.content, m.tool_call_id) for m in chat.messages] == [
+        ("system", "Be\nbrief.", ""), ("user", "a\nb", ""), ("assistant", "c", ""), ("tool", "one", "t1"),
+        ("tool", "", "t2"), ("user", "d", ""),
+    ]  # fmt: skip
+    assert chat.messages[2].reasoning_content == "hm"
+    assert [(c.id, c.name, json.loads(c.arguments)) for c in chat.messages[2].tool_calls] == [("t1", "f", {"x": 1})]
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert [json.loads(tool) for tool in chat.tools] == [{"type": "function", "function": function}]
+    assert not chat.continue_final_message
+    assert parse(tools=[TOOL], tool_choice={"type": "none"}).chat.tools
+
+
+def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}]
+    assert parse(messages=messages).chat.continue_final_message
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}] * 1025}, "messages"),
+        ({"messages": [{"role": "system", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        ({"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": "x", "name": "n"}]}, "messages[0].name"),
+        ({"system": 5}, "system"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"stop_sequences": [5]}, "stop_sequences[0]"),
+        ({"tools": [{"type": "bash_20250124", "name": "b"}]}, "tools[0].type"),
+        ({"tools": [{}]}, "tools[0].name"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "tool", "name": "f"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse(**fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    for name, values in NEUTRAL.items():
+        for value in values:
+            assert parse(**{name: value}) == parse()
+
+
+def answered(stop: list[str], texts: list[str], reason: pb.FinishReason) -> dict[str, Any]:
+    collector = MessageCollector(Head("msg_1", "m", 0), stop)
+    for text in texts:
+        collector.add(0, pb.GenerateResponse(delta=pb.Delta(text=text, token_ids=[1])))
+    collector.add(0, pb.GenerateResponse(finished=pb.Finished(reason=reason)))
+    return collector.body()
+
+
+@pytest.mark.parametrize(
+    ("stop", "texts", "text", "found"),
+    [
+        (["END"], ["a ", "b END"], "a b ", "END"),
+        (["b", "ab"], ["x", "ab"], "x", "ab"),
+        (["b"], ["b"], "", "b"),
+        ([], ["a"], "a", None),
+        (["END"], ["a"], "a", None),
+    ],
+)
+def test_the_answer_names_the_stop_sequence_without_containing_it(
+    stop: list[str], texts: list[str], text: str, found: str | None
+) -> None:
+    body = answered(stop, texts, pb.FINISH_REASON_STOP if found else pb.FINISH_REASON_EOS)
+    assert body["content"] == [{"type": "text", "text": text}]
+    assert body["stop_sequence"] == found
+    assert body["stop_reason"] == ("stop_sequence" if found else "end_turn")
+
+
+def test_an_answer_of_full_length_says_so() -> None:
+    assert answered([], ["a"], pb.FINISH_REASON_LENGTH)["stop_reason"] == "max_tokens"

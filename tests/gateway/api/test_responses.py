@@ -1,0 +1,109 @@
+"""The fields of the Responses API: what they become, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+
+from gateway.api.errors import ApiError
+from gateway.api.responses import LOGPROBS, NEUTRAL, parse_response
+from quire.v1 import generation_pb2 as pb
+
+TOOL = {"type": "function", "name": "f", "description": "d", "parameters": {"type": "object"}, "strict": False}
+
+
+def parse(**fields: Any) -> pb.GenerateRequest:
+    (request,) = parse_response({"input": "hi"} | fields).requests
+    return request
+
+
+def refused(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        parse(**fields)
+    return caught.value
+
+
+def test_scalar_fields_reach_the_scheduler() -> None:
+    request = parse(temperature=0.5, top_p=0.25, max_output_tokens=7, include=[LOGPROBS], top_logprobs=3)
+    assert (request.sampling.temperature, request.sampling.top_p, request.sampling.n) == (0.5, 0.25, 1)
+    assert request.stopping.max_tokens == 7
+    assert (request.output.logprobs, request.output.token_bytes) == (3, True)
+
+
+def test_a_conversation_becomes_a_chat() -> None:
+    request = parse(
+        instructions="Be brief.",
+        input=[
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+            {"type": "reasoning", "id": "r", "summary": []},
+            {"type": "function_call", "id": "fc", "call_id": "c1", "name": "f", "arguments": '{"x": 1}'},
+            {"type": "function_call", "call_id": "c2", "name": "g", "arguments": ""},
+            {"type": "function_call_output", "call_id": "c1", "output": "one"},
+            {
+                "type": "message",
+                "role": "assistant",
+                "id": "msg_1",
+                "status": "completed",
+                "content": [{"type": "output_text", "text": "c", "annotations": [], "logprobs": []}],
+            },
+            {"type": "message", "role": "developer", "content": "d"},
+        ],
+        tools=[TOOL],
+    )
+    messages = request.chat.messages
+    assert [(m.role, m.content) for m in messages] == [
+        ("system", "Be brief."), ("user", "a\nb"), ("assistant", ""), ("tool", "one"), ("assistant", "c"),
+        ("system", "d"),
+    ]  # fmt: skip
+    assert [(c.id, c.name, c.arguments) for c in messages[2].tool_calls] == [("c1", "f", '{"x": 1}'), ("c2", "g", "{}")]
+    assert messages[3].tool_call_id == "c1"
+    function = {"name": "f", "description": "d", "parameters": {"type": "object"}}
+    assert [json.loads(tool) for tool in request.chat.tools] == [{"type": "function", "function": function}]
+    assert parse(tools=[TOOL], tool_choice="none").chat.tools
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [5]}, "input[0]"),
+        ({"input": "\ud800"}, "input"),
+        ({"input": [{"role": "king", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id"),
+        ({"input": [{"role": "user", "content": "x", "mood": 1}]}, "input[0].mood"),
+        ({"input": [{"role": "user", "content": "x"}] * 1025}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL | {"strict": 1}]}, "tools[0].strict"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"metadata": 5}, "metadata"),
+        ({"stream_options": {"x": 1}}, "stream_options.x"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_bad_fields_are_named(fields: dict[str, Any], param: str) -> None:
+    error = refused(**fields)
+    assert (error.status, error.param) == (400, param)
+
+
+def test_values_that_change_nothing_are_accepted() -> None:
+    for name, values in NEUTRAL.items():
+        for value in values:
+            assert parse(**{name: value}) == parse()
+    assert parse(user="me", store=True, service_tier="auto", include=["reasoning.encrypted_content"]) == parse()

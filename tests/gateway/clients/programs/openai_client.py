@@ -1,0 +1,86 @@
+"""The package `openai`."""
+
+from typing import Any
+
+from common import (
+    CHAT,
+    EXTRA,
+    KEY,
+    MODEL,
+    NAMED,
+    NUM_SCHEMA_TOKENS,
+    NUM_TOKENS,
+    OTHER,
+    PROMPT,
+    STOP,
+    TOOL_CHAT,
+    TOOLS,
+    URL,
+    WEATHER,
+    Animal,
+    cancelled,
+    joined_call,
+    one_call,
+    run,
+)
+from openai import OpenAI
+
+client = OpenAI(base_url=URL, api_key=KEY, max_retries=0)
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": NUM_TOKENS}
+
+
+def chat(**fields: Any) -> Any:
+    return client.chat.completions.create(**{"messages": CHAT} | GREEDY | fields)
+
+
+def text(**fields: Any) -> Any:
+    return chat(**fields).choices[0].message.content
+
+
+def parsed() -> object:
+    fields = GREEDY | {"max_tokens": NUM_SCHEMA_TOKENS}
+    answer = client.chat.completions.parse(messages=CHAT, response_format=Animal, **fields)
+    return answer.choices[0].message.parsed.model_dump()
+
+
+FORCED: dict[str, Any] = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 200}
+
+
+def usage() -> list[int]:
+    *_, last = chat(stream=True, stream_options={"include_usage": True})
+    return [last.usage.prompt_tokens, last.usage.completion_tokens]
+
+
+def leave() -> None:
+    with chat(stream=True, max_tokens=1900, extra_body={"ignore_eos": True}) as stream:
+        next(iter(stream))
+
+
+run(
+    {
+        "chat": text,
+        "chat, streamed": lambda: [chunk.choices[0].delta.content for chunk in chat(stream=True)],
+        "completion": lambda: client.completions.create(prompt=PROMPT, **GREEDY).choices[0].text,
+        "completion, streamed": lambda: [
+            chunk.choices[0].text for chunk in client.completions.create(prompt=PROMPT, stream=True, **GREEDY)
+        ],
+        "several choices": lambda: [choice.message.content for choice in chat(n=3, seed=3, temperature=1).choices],
+        "seed": lambda: text(seed=5, temperature=1),
+        "stop": lambda: text(stop=[STOP]),
+        "log-probabilities": lambda: [
+            entry.bytes for entry in chat(logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        ],
+        "usage of a stream": usage,
+        "tools and results": lambda: text(messages=TOOL_CHAT, tools=TOOLS),
+        "tool call": lambda: one_call(chat(**FORCED).choices[0]),
+        "tool call, streamed": lambda: joined_call(chat(stream=True, **FORCED)),
+        "named tool": lambda: one_call(chat(**FORCED | {"tools": [OTHER, WEATHER], "tool_choice": NAMED}).choices[0]),
+        "fields of vLLM": lambda: text(extra_body=EXTRA),
+        "models": lambda: [model.id for model in client.models.list()],
+        "structured output": parsed,
+        "bad request": lambda: text(temperature=-1),
+        "too long": lambda: text(max_tokens=4000),
+        "unknown model": lambda: text(model="gpt-9"),
+        "cancelled stream": lambda: cancelled(leave),
+    }
+)

@@ -1,0 +1,226 @@
+"""Clients that go away, read slowly, or send what they should not."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+
+import pytest
+
+from gateway.http import bodies as body_bounds
+from gateway.http import server as server_bounds
+from quire.v1 import generation_pb2 as pb
+from tests.support.gateway.fake_scheduler import MODEL, Answer, delta, finished, started
+from tests.support.gateway.rig import CHAT, Rig, content
+from tests.support.waiting import until
+
+
+async def endless(request: pb.GenerateRequest) -> Answer:
+    yield started()
+    while True:
+        yield delta(0, "x" * 2000, 1)
+        await asyncio.sleep(0)
+
+
+async def silent(request: pb.GenerateRequest) -> Answer:
+    yield started()
+    await asyncio.sleep(600)
+
+
+async def raw(rig: Rig, head: str, body: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = rig.server.address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=2**16)
+    writer.write(head.replace("\n", "\r\n").encode() + b"\r\n\r\n" + body)
+    return reader, writer
+
+
+async def raw_chat(rig: Rig, **fields: object) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    body = json.dumps(CHAT | fields).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\nHost: x\nContent-Type: application/json\n"
+    return await raw(rig, f"{head}Content-Length: {len(body)}", body)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_client_that_goes_away_cancels_its_stream(is_streamed: bool) -> None:
+    async with Rig() as rig:
+        rig.fake.answer = silent
+        _, writer = await raw_chat(rig, stream=is_streamed)
+        await until(lambda: rig.fake.opened)
+        writer.close()
+        await until(lambda: rig.fake.cancelled == [1])
+        await until(lambda: not rig.schedulers.all[0].call.num_streams)
+
+
+async def test_a_slow_reader_is_paused_and_others_do_not_wait() -> None:
+    async with Rig() as rig:
+        rig.fake.answer = endless
+        reader, writer = await raw_chat(rig, stream=True)
+        await until(lambda: rig.fake.paused == [1])
+        rig.fake.answer = rig.fake.words
+        events = await rig.events("/v1/chat/completions", CHAT)  # on the same call
+        assert content(events) == "w0 w1 w2 "
+        assert rig.fake.num_calls == 1
+        while not rig.fake.continued:
+            assert await reader.read(2**16)
+        writer.close()
+        await until(lambda: rig.fake.cancelled == [1])
+
+
+async def test_a_reader_that_stands_still_is_dropped() -> None:
+    async with Rig(stalled_reader_timeout_s=0.2) as rig:
+        rig.fake.answer = endless
+        _, writer = await raw_chat(rig, stream=True)
+        await until(lambda: rig.fake.cancelled == [1])
+        _, page = await rig.get("/metrics")
+        assert "quire_gateway_slow_readers_total 1.0" in page
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"nonsense", 400),
+        (b"\xff\xfe", 400),
+        (b"[" * 100_000, 400),
+        (b'{"messages": NaN}', 400),
+        (b"[]", 400),
+        (b"null", 400),
+        (b"5", 400),
+        (b'{"messages": "\\ud800"}', 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"n": ' + b"9" * 5000 + b"}", 400),
+        (b"[" + b"{}," * 400_000 + b"{}]", 413),
+        (b'"' + b"x" * 2**20 + b'"', 413),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
+async def test_bad_bodies(path: str, body: bytes, status: int) -> None:
+    async with Rig() as rig:
+        async with rig.http.post(path, data=body, headers={"Content-Type": "application/json"}) as response:
+            assert response.status == status
+            assert set((await response.json())["error"]) == {"message", "type", "param", "code"}
+        assert not rig.fake.opened
+
+
+async def test_a_body_of_unknown_length_is_bounded_too() -> None:
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(40):
+            yield b" " * 2**16
+
+    async with Rig() as rig:
+        async with rig.http.post(
+            "/v1/completions", data=parts(), headers={"Content-Type": "application/json"}
+        ) as response:
+            assert response.status == 413
+
+
+async def test_other_content_types_are_refused() -> None:
+    async with Rig() as rig:
+        async with rig.http.post("/v1/chat/completions", data=json.dumps(CHAT)) as response:
+            assert response.status == 415
+
+
+async def test_a_body_has_to_arrive_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_bounds, "MAX_BODY_S", 0.1)
+    async with Rig() as rig:
+        head = "POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\nContent-Length: 50"
+        reader, writer = await raw(rig, head, b"{")
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+
+
+async def test_bodies_that_never_end_keep_ordinary_ones_from_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_bounds, "MAX_HELD_BYTES", 2**18)
+    async with Rig() as rig:
+        head = "POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\nContent-Length: 1000000"
+        writers = [(await raw(rig, head, b" " * 200_000))[1] for _ in range(6)]
+        await until(lambda: rig.server.generation._num_open <= 2)  # the others were refused
+        assert (await rig.complete())[0] == 200
+        for writer in writers:
+            writer.close()
+
+
+async def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_bounds, "FIRST_REQUEST_S", 0.1)
+    async with Rig() as rig:
+        host, port = rig.server.address.split(":")
+        for start in (b"", b"GET /health HTTP/1.1\r\nHost"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(start)
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+            writer.close()
+        assert (await rig.get("/health"))[0] == 200
+
+
+async def test_connections_beyond_the_limit_are_closed() -> None:
+    async with Rig(max_connections=2) as rig:
+        assert (await rig.get("/health"))[0] == 200  # keeps its connection
+        _, second = await raw_chat(rig, stream=True)
+        await until(lambda: rig.fake.opened)
+        host, port = rig.server.address.split(":")
+        reader, third = await asyncio.open_connection(host, int(port))
+        with suppress(ConnectionResetError):
+            assert await asyncio.wait_for(reader.read(), 20) == b""
+        assert len(rig.server._runner.server.connections) == 2
+        second.close()
+        third.close()
+
+
+async def test_requests_beyond_the_limit_are_refused() -> None:
+    async with Rig(max_requests=1) as rig:
+        rig.fake.answer = silent
+        _, writer = await raw_chat(rig, stream=True)
+        await until(lambda: rig.fake.opened)
+        async with rig.http.post("/v1/chat/completions", json=CHAT) as response:
+            assert (response.status, response.headers["Retry-After"]) == (429, "1")
+        writer.close()
+        rig.fake.answer = rig.fake.words
+        await until(lambda: rig.fake.cancelled)
+        assert (await rig.chat())[0] == 200
+
+
+async def test_draining_lets_open_streams_end_and_refuses_new_ones() -> None:
+    go_on = asyncio.Event()
+
+    async def answer(request: pb.GenerateRequest) -> Answer:
+        yield started()
+        yield delta(0, "a", 1)
+        await go_on.wait()
+        yield delta(0, "b", 2)
+        yield finished(0, 2)
+
+    async with Rig() as rig:
+        rig.fake.answer = answer
+        assert (await rig.get("/health"))[0] == 200  # opens a connection, which stays open
+        reader, writer = await raw_chat(rig, stream=True)
+        await until(lambda: rig.fake.opened)
+        stopping = asyncio.create_task(rig.server.stop(30))
+        await until(lambda: rig.server.generation.is_draining)
+        assert (await rig.chat())[0] == 503
+        assert (await rig.get("/health"))[0] == 503
+        go_on.set()
+        text = (await asyncio.wait_for(reader.read(), 30)).decode()
+        assert await stopping is True
+        assert '"content":"b"' in text
+        assert "data: [DONE]" in text
+        writer.close()
+
+
+async def test_a_drain_that_takes_too_long_cancels() -> None:
+    async with Rig() as rig:
+        rig.fake.answer = silent
+        _, writer = await raw_chat(rig, stream=True)
+        await until(lambda: rig.fake.opened)
+        assert await rig.server.stop(0.1) is False
+        await until(lambda: rig.fake.cancelled)
+        writer.close()
+
+
+async def test_what_is_not_http_is_refused() -> None:
+    async with Rig() as rig:
+        reader, writer = await raw(rig, "\x00\x01 garbage")
+        assert b" 400 " in await asyncio.wait_for(reader.readline(), 20)
+        writer.close()
+        assert (await rig.complete(model=MODEL))[0] == 200

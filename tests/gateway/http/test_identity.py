@@ -1,0 +1,65 @@
+"""The gateway passes on the keys of its clients. Schedulers decide about them."""
+
+from tests.support.gateway.fake_scheduler import MODEL
+from tests.support.gateway.rig import CHAT, Rig
+
+KEY = "quire-secret"
+AUTHORIZATION = f"Bearer {KEY}"
+
+
+async def test_streams_carry_the_clients_credentials() -> None:
+    async with Rig(key=KEY, own_key=KEY) as rig:
+        status, _ = await rig.post("/v1/chat/completions", CHAT, Authorization=AUTHORIZATION)
+        assert status == 200
+        assert rig.fake.opened[0].authorization == AUTHORIZATION
+        assert rig.fake.opened[0].client == "127.0.0.1"
+
+
+async def test_a_client_without_a_key_never_uses_that_of_the_gateway() -> None:
+    async with Rig(key=KEY, own_key=KEY) as rig:
+        for headers in ({}, {"Authorization": "Bearer wrong"}):
+            for path in ("/v1/models", f"/v1/models/{MODEL}", "/metrics"):
+                async with rig.http.get(path, headers=headers) as response:
+                    body = await response.json()
+                    assert (response.status, body["error"]["code"]) == (401, "invalid_api_key"), path
+                    assert response.headers["WWW-Authenticate"] == "Bearer"
+            status, body = await rig.post("/v1/chat/completions", CHAT, **headers)
+            assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+        assert [opened.HasField("authorization") for opened in rig.fake.opened] == [True, True]
+        assert rig.fake.opened[0].authorization == ""
+
+
+async def test_probes_need_no_key() -> None:
+    async with Rig(key=KEY, own_key=KEY) as rig:
+        assert (await rig.get("/health"))[0] == 200
+        assert (await rig.get("/healthz"))[0] == 200
+        assert (await rig.get("/version"))[0] == 200
+        assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 200
+
+
+async def test_headers_that_grpc_cannot_carry_are_refused() -> None:
+    async with Rig() as rig:
+        status, body = await rig.post("/v1/chat/completions", CHAT, Authorization="Bearer schlüssel")
+    assert (status, body["error"]["code"]) == (401, "invalid_api_key")
+
+
+async def test_trace_context_is_passed_on() -> None:
+    async with Rig() as rig:
+        trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+        await rig.post("/v1/chat/completions", CHAT, traceparent=trace, tracestate="a=1")
+    assert (rig.fake.opened[0].traceparent, rig.fake.opened[0].tracestate) == (trace, "a=1")
+
+
+async def test_pages_of_other_sites_are_refused() -> None:
+    async with Rig(allowed_hosts="chat.example") as rig:
+        own = rig.server.address
+        for headers, status in (
+            ({"Origin": f"http://{own}"}, 200),
+            ({"Origin": "http://evil.example"}, 403),
+            ({"Sec-Fetch-Site": "cross-site"}, 403),
+            ({"Sec-Fetch-Site": "same-origin", "Host": "evil.example:8000"}, 403),
+            ({"Origin": "http://evil.example:8000", "Host": "evil.example:8000"}, 403),
+            ({"Origin": "https://chat.example", "Host": "chat.example"}, 200),
+            ({"Host": "evil.example:8000"}, 200),  # not a browser
+        ):
+            assert (await rig.post("/v1/chat/completions", CHAT, **headers))[0] == status, headers

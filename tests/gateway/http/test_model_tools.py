@@ -1,0 +1,93 @@
+"""The gateway asks a scheduler for the format of the model, once."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway.api.chat import parse_chat
+from gateway.api.errors import ApiError
+from gateway.api.tool_calls import ModelTools
+from gateway.http.model_tools import prepare
+from gateway.tools.formats import FORMATS
+from quire.v1 import tokenization_pb2 as tokens_pb
+from tests.gateway.http.test_tool_calls import TOOLS, says
+from tests.gateway.tools.texts import one_call
+from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.rig import CHAT, Rig
+
+MARKERS = {"<tool_call>": 300, "</tool_call>": 301}
+
+
+class Qwen(FakeScheduler):
+    """Has the markers of Qwen as tokens, and a template that writes them."""
+
+    num_asked = 0
+    code: grpc.StatusCode | None = None
+
+    async def GetTokenizerInfo(  # noqa: N802
+        self, request: tokens_pb.GetTokenizerInfoRequest, context: Any
+    ) -> tokens_pb.GetTokenizerInfoResponse:
+        self.num_asked += 1
+        if self.code is not None:
+            await context.abort(self.code, "not now")
+        return tokens_pb.GetTokenizerInfoResponse(eos_token_ids=[0], chat_template="<tool_call>")
+
+    async def Tokenize(self, request: tokens_pb.TokenizeRequest, context: Any) -> tokens_pb.TokenizeResponse:  # noqa: N802
+        if request.text in MARKERS:
+            return tokens_pb.TokenizeResponse(token_ids=[MARKERS[request.text]], tokens=[request.text.encode()])
+        return await super().Tokenize(request, context)
+
+
+def rig_of(qwen: Qwen) -> Rig:
+    rig = Rig()
+    rig.fakes = [qwen]
+    return rig
+
+
+async def test_markers_become_tokens_of_the_grammar() -> None:
+    async with rig_of(Qwen()) as rig:
+        rig.fake.answer = says(one_call("hermes"))
+        _, body = await rig.chat(tools=TOOLS, tool_choice="required")
+        await rig.chat(tools=TOOLS)
+        first, second = rig.fake.requests
+    assert "<[300]>" in first.structured_output.lark
+    assert "<[301]>" in first.structured_output.lark
+    assert first.output.special_tokens
+    assert second.output.special_tokens
+    assert body["choices"][0]["finish_reason"] == "tool_calls"
+    assert rig.fake.num_asked == 1  # type: ignore[attr-defined]
+
+
+async def test_chats_without_tools_need_no_format() -> None:
+    """A scheduler that cannot tell it still answers them; the format is asked for again later."""
+    qwen = Qwen()
+    qwen.code = grpc.StatusCode.UNAVAILABLE
+    async with rig_of(qwen) as rig:
+        assert (await rig.chat())[0] == 200
+        assert (await rig.chat(tools=TOOLS))[0] == 503
+        qwen.code = None
+        assert (await rig.chat(tools=TOOLS))[0] == 200
+
+
+async def test_the_flag_replaces_the_template() -> None:
+    async with Rig(tool_format="llama3") as rig:
+        rig.fake.answer = says(one_call("llama3"))
+        events = await rig.events("/v1/chat/completions", CHAT | {"tools": TOOLS})
+    assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_forced_calls_exclude_a_response_format(name: str) -> None:
+    parsed = parse_chat(CHAT | {"tools": TOOLS, "tool_choice": "required"})
+    parsed.requests[0].structured_output.json_object = True
+    with pytest.raises(ApiError) as raised:
+        prepare(parsed, ModelTools(FORMATS[name], {}), "id")
+    assert raised.value.param == "tools"
+
+
+def test_a_response_format_stays_where_the_model_chooses() -> None:
+    parsed = parse_chat(CHAT | {"tools": TOOLS})
+    parsed.requests[0].structured_output.json_object = True
+    prepare(parsed, ModelTools(FORMATS["hermes"], {}), "id")
+    assert parsed.requests[0].structured_output.json_object

@@ -1,0 +1,123 @@
+"""The Responses API and Anthropic's API over HTTP, from the body to the events."""
+
+import json
+from typing import Any
+
+import grpc
+import pytest
+
+from quire.v1 import generation_pb2 as pb
+from tests.support.gateway.fake_scheduler import MODEL, Answer, Failure, delta, started
+from tests.support.gateway.rig import Rig
+
+RESPONSE = {"model": MODEL, "input": "hi"}
+MESSAGE = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def named_events(rig: Rig, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the data of the events, which repeat the name of their event."""
+    async with rig.http.post(path, json=body | {"stream": True}) as response:
+        assert response.status == 200, await response.text()
+        assert response.content_type == "text/event-stream"
+        text = await response.text()
+    events = []
+    for event in text.removesuffix("\n\n").split("\n\n"):
+        name, data = event.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+async def breaking(_: pb.GenerateRequest) -> Answer:
+    yield started()
+    yield delta(0, "w0 ", 10)
+    raise Failure(grpc.StatusCode.INTERNAL, "it broke")
+
+
+async def test_a_response_in_one_piece() -> None:
+    async with Rig() as rig:
+        status, body = await rig.post("/v1/responses", RESPONSE | {"instructions": "x", "metadata": {"a": "b"}})
+    assert status == 200
+    assert (body["object"], body["status"], body["model"]) == ("response", "completed", MODEL)
+    assert (body["instructions"], body["metadata"], body["store"]) == ("x", {"a": "b"}, False)
+    (item,) = body["output"]
+    assert item["content"] == [{"type": "output_text", "text": "w0 w1 w2 ", "annotations": [], "logprobs": []}]
+    assert body["usage"]["total_tokens"] == 6
+    assert body["usage"]["input_tokens_details"] == {"cached_tokens": 1}
+
+
+async def test_a_streamed_response() -> None:
+    async with Rig() as rig:
+        events = await named_events(rig, "/v1/responses", RESPONSE)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    names = [event["type"].removeprefix("response.") for event in events]
+    assert names[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(names[4:-4]) == {"output_text.delta"}
+    assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert "".join(event["delta"] for event in events[4:-4]) == events[-4]["text"] == "w0 w1 w2 "
+    assert events[0]["response"]["status"] == "in_progress"
+    final = events[-1]["response"]
+    assert final["output"][0]["content"][0]["text"] == "w0 w1 w2 "
+    assert final["output"][0]["id"] == events[4]["item_id"] == events[2]["item"]["id"]
+    assert final["usage"]["output_tokens"] == 3
+
+
+async def test_a_response_that_is_cut_off_is_incomplete() -> None:
+    async def cut_off(_: pb.GenerateRequest) -> Answer:
+        yield started()
+        yield delta(0, "w0 ", 10)
+        yield pb.GenerateResponse(finished=pb.Finished(index=0, reason=pb.FINISH_REASON_LENGTH))
+
+    async with Rig() as rig:
+        rig.fake.answer = cut_off
+        _, body = await rig.post("/v1/responses", RESPONSE)
+        events = await named_events(rig, "/v1/responses", RESPONSE)
+    assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert events[-1]["type"] == "response.incomplete"
+
+
+async def test_a_message_in_one_piece() -> None:
+    async with Rig() as rig:
+        status, body = await rig.post("/v1/messages", MESSAGE)
+    assert status == 200
+    assert (body["type"], body["role"], body["model"]) == ("message", "assistant", MODEL)
+    assert body["content"] == [{"type": "text", "text": "w0 w1 w2 "}]
+    assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
+    usage = {"input_tokens": 2, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 1, "output_tokens": 3}
+    assert body["usage"] == usage
+
+
+async def test_a_streamed_message() -> None:
+    async with Rig() as rig:
+        events = await named_events(rig, "/v1/messages", MESSAGE)
+    names = [event["type"] for event in events]
+    assert names[:2] == ["message_start", "content_block_start"]
+    assert set(names[2:-3]) == {"content_block_delta"}
+    assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert "".join(event["delta"]["text"] for event in events[2:-3]) == "w0 w1 w2 "
+    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == 3
+
+
+async def test_errors_have_the_form_of_their_api() -> None:
+    async with Rig(key="right") as rig:
+        status, body = await rig.post("/v1/messages", MESSAGE | {"max_tokens": "x"})
+        assert (status, body["type"], body["error"]["type"]) == (400, "error", "invalid_request_error")
+        assert "max_tokens" in body["error"]["message"]
+        status, body = await rig.post("/v1/messages", MESSAGE)
+        assert (status, body["error"]["type"]) == (401, "authentication_error")
+        status, _ = await rig.post("/v1/messages", MESSAGE, **{"X-Api-Key": "right"})
+        assert status == 200
+        status, body = await rig.post("/v1/responses", RESPONSE | {"top_p": "x"}, Authorization="Bearer right")
+        assert (status, body["error"]["param"]) == (400, "top_p")
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/responses", RESPONSE), ("/v1/messages", MESSAGE)])
+async def test_an_error_after_the_beginning_is_the_last_event(path: str, body: dict[str, Any]) -> None:
+    async with Rig() as rig:
+        rig.fake.answer = breaking
+        events = await named_events(rig, path, body)
+    last = events[-1]
+    assert last["type"] == ("error" if path == "/v1/messages" else "response.failed")
+    error = last["error"] if path == "/v1/messages" else last["response"]["error"]
+    assert "it broke" in error["message"]

@@ -1,0 +1,124 @@
+"""The gateway as a process: its ready line, its exit codes, and its end."""
+
+import asyncio
+import json
+import signal
+import sys
+from typing import Any
+
+import aiohttp
+import pytest
+
+from quire.addresses import with_port
+from tests.support.gateway.fake_scheduler import MODEL, FakeScheduler
+from tests.support.gateway.rig import content, parsed_events
+from tests.support.paths import ROOT
+from tests.support.waiting import until
+
+SCRIPT = """
+import json, sys
+from gateway.config import GatewayConfig
+from gateway.main import run
+code = run(GatewayConfig.from_dict(json.loads(sys.argv[1])))
+assert not {"torch", "scheduler", "executor", "tokenizers"} & set(sys.modules)
+sys.exit(code)
+"""
+
+
+class Gateway:
+    """A gateway process, which is killed at the end of the context."""
+
+    def __init__(self, **config: Any) -> None:
+        self._config = {"listen": "127.0.0.1:0"} | config
+
+    async def __aenter__(self) -> "Gateway":
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SCRIPT, json.dumps(self._config), cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+
+    async def ready(self) -> str:
+        """Returns the address in the ready line."""
+        assert self.process.stdout is not None
+        line = (await asyncio.wait_for(self.process.stdout.readline(), 60)).decode()
+        assert line.startswith("ready openai="), line
+        return line.strip().partition("=")[2]
+
+    async def ended(self) -> tuple[int, str]:
+        """Returns the exit code and the log."""
+        _, log = await asyncio.wait_for(self.process.communicate(), 60)
+        assert self.process.returncode is not None
+        return self.process.returncode, log.decode()
+
+
+async def answer(address: str) -> list[Any]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    async with aiohttp.ClientSession(f"http://{address}") as http:
+        async with http.post("/v1/chat/completions", json=body) as response:
+            return parsed_events(await response.text())
+
+
+async def test_sigterm_drains() -> None:
+    fake = FakeScheduler()
+    await fake.start()
+    fake.words_each, fake.step_s = 50, 0.01
+    async with Gateway(scheduler=fake.address) as gateway:
+        answering = asyncio.create_task(answer(await gateway.ready()))
+        await until(lambda: fake.opened)
+        gateway.process.send_signal(signal.SIGTERM)
+        assert content(await answering).endswith("w49 ")
+        assert (await gateway.ended())[0] == 0
+    await fake.stop()
+
+
+async def test_a_second_signal_breaks_streams_off() -> None:
+    fake = FakeScheduler()
+    await fake.start()
+    fake.words_each, fake.step_s = 100_000, 0.01
+    async with Gateway(scheduler=fake.address) as gateway:
+        answering = asyncio.create_task(answer(await gateway.ready()))
+        await until(lambda: fake.opened)
+        gateway.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.3)
+        gateway.process.send_signal(signal.SIGTERM)
+        code, log = await gateway.ended()
+        assert code == 1
+        assert "unfinished" in log
+        with pytest.raises(aiohttp.ClientError):
+            await answering
+    await fake.stop()
+
+
+async def test_a_taken_address_is_exit_code_3() -> None:
+    fake = FakeScheduler()
+    await fake.start()
+    async with Gateway(listen=fake.address, scheduler=fake.address) as gateway:
+        code, log = await gateway.ended()
+    assert code == 3
+    assert fake.address in log
+    await fake.stop()
+
+
+@pytest.mark.parametrize(("key", "code"), [(None, 2), ("quire-key", None)])
+async def test_other_machines_may_call_only_if_schedulers_ask_for_keys(key: str | None, code: int | None) -> None:
+    fake = FakeScheduler(key)
+    await fake.start()
+    async with Gateway(listen=with_port("0.0.0.0:0"), scheduler=fake.address) as gateway:
+        if code is None:
+            await gateway.ready()
+        else:
+            assert (await gateway.ended())[0] == code
+    await fake.stop()
+
+
+async def test_missing_tls_files_are_exit_code_2() -> None:
+    async with Gateway(tls_certificate="/nowhere.pem", tls_key="/nowhere.key", scheduler="127.0.0.1:9") as gateway:
+        code, log = await gateway.ended()
+    assert code == 2
+    assert "/nowhere.pem" in log

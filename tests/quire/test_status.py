@@ -1,0 +1,68 @@
+"""The exceptions for the statuses of calls that really end that way."""
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from quire.errors import InternalError, UnavailableError
+from quire.status import from_rpc_error, is_lost_connection
+from quire.v1 import generation_pb2 as pb
+from quire.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
+
+
+class Reader(GenerationServicer):
+    """Reads all requests of a call and answers none."""
+
+    async def GenerateMany(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]  # noqa: N802
+        async for request in request_iterator:
+            if request.stream_id:
+                await context.abort(grpc.StatusCode.INTERNAL, "a bug of the server")
+
+
+async def end_of_call(call: Any) -> grpc.RpcError:
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.RpcError as error:
+        return error
+    raise AssertionError("the call has ended well")
+
+
+async def test_a_server_that_ends_while_requests_are_sent_is_a_lost_connection() -> None:
+    for _ in range(10):
+        server = grpc.aio.server()
+        add_GenerationServicer_to_server(Reader(), server)
+        address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = GenerationStub(channel).GenerateMany()
+
+            async def write(call: Any = call) -> None:
+                with suppress(grpc.RpcError, asyncio.InvalidStateError):
+                    while True:
+                        await call.write(pb.GenerateManyRequest())
+
+            writing, reading = asyncio.create_task(write()), asyncio.create_task(end_of_call(call))
+            await asyncio.sleep(0.02)
+            await server.stop(0)
+            error = from_rpc_error(await reading)
+            await writing
+        assert isinstance(error, UnavailableError), error
+        assert is_lost_connection(error)
+
+
+async def test_a_bug_of_the_server_is_none() -> None:
+    server = grpc.aio.server()
+    add_GenerationServicer_to_server(Reader(), server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with grpc.aio.insecure_channel(address) as channel:
+        call = GenerationStub(channel).GenerateMany()
+        await call.write(pb.GenerateManyRequest(stream_id=1))
+        error = from_rpc_error(await end_of_call(call))
+    await server.stop(0)
+    assert isinstance(error, InternalError)
+    assert error.message == "a bug of the server"
