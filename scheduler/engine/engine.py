@@ -17,23 +17,22 @@ from typing import TYPE_CHECKING, TypeVar
 
 from scheduler.core import ExecutorLost, ExecutorNotOurs, QueueFull, Unavailable, block_map, kv_usage, oldest_waiting_s
 from scheduler.engine.attachment import attach, fail_stranded_requests
-from scheduler.engine.dispatcher import EventDispatcher, FollowUps
+from scheduler.engine.dispatcher import EventDispatcher, FollowUps, Sink
 from scheduler.engine.failures import Failures
 from scheduler.engine.loop_signal import LoopSignal
 from scheduler.engine.readiness import Readiness, ServerState
-from scheduler.engine.session import Session, log_exceptions
+from scheduler.engine.session import PlanObserver, Session, log_exceptions
 from scheduler.engine.step_trace import StepTraces
 from scheduler.engine.wait_prediction import WaitPrediction
+from scheduler.engine.withdrawals import Withdrawals
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from scheduler.core import BlockMap, Events, KVUsage, Request, Scheduler
-    from scheduler.engine.dispatcher import Sink
     from scheduler.engine.executor_client import ExecutorClient
     from scheduler.engine.model_description import ModelDescription
     from scheduler.engine.options import EngineOptions
-    from scheduler.engine.session import PlanObserver
 
 __all__ = ["Engine", "ServerState"]
 
@@ -70,6 +69,7 @@ class Engine:
         self._request_ids = count(1)
         self.traces = StepTraces()
         self.failures = Failures()
+        self.withdrawals = Withdrawals()
 
     # --- state ------------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> int:
         num_blocks = self._core.reset_prefix_cache()
-        self._signal.set()  # the next plan tells the executor
+        self._signal.set()  # the next plan tells the executor, see `withdrawals`
         return num_blocks
 
     async def drain(self, *, is_final: bool = False) -> None:
@@ -271,6 +271,7 @@ class Engine:
         if self._scheduler is not None:
             self._waits.committed(self._scheduler, events, time.monotonic())
         self._carry_out(self._dispatcher.dispatch(events))
+        self.withdrawals.check(self._scheduler)
 
     def _carry_out(self, follow_ups: FollowUps) -> None:
         """Carries out what a dispatch has collected. Stops come before ends, because they can end requests."""

@@ -114,6 +114,7 @@ class AdminServer(AdminServicer):
     ) -> pb.ResetPrefixCacheResponse:
         try:
             num_blocks = self._engine.reset_prefix_cache()
+            await self._engine.withdrawals.executed()
         except QuireError as error:
             await abort(context, error)
         return pb.ResetPrefixCacheResponse(num_blocks=num_blocks)

@@ -143,3 +143,15 @@ async def test_a_bug_shows_no_details(monkeypatch: pytest.MonkeyPatch) -> None:
         status, body = await rig.chat()
     assert (status, body["error"]["type"]) == (500, "server_error")
     assert "secret" not in body["error"]["message"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_an_answer_that_ignores_the_grammar_is_an_error(is_streamed: bool) -> None:
+    async with Rig() as rig:
+        rig.fake.knows_grammars = False
+        body = CHAT | {"response_format": {"type": "json_object"}, "stream": is_streamed}
+        status, text = await rig.post("/v1/chat/completions", body)
+        ordinary, _ = await rig.post("/v1/chat/completions", CHAT)
+    assert status == 500
+    assert "too old for structured output" in str(text)
+    assert ordinary == 200

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,8 @@ from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
 from tests.support.waiting import until
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from scheduler.engine.options import EngineOptions
     from scheduler.engine.plan_wire import ExecutorDescription
 
@@ -74,3 +76,47 @@ async def test_a_core_that_replaces_a_wrong_one_takes_none_of_its_blocks() -> No
     engine.core.executor_attached(2, 101, [(3, b"a" * 32), (4, b"b" * 32)])
     assert not len(engine.core.state.cache.index)
     assert engine.core.state.cache.index.withdrawn
+
+
+@asynccontextmanager
+async def engine_with_a_cached_block(step_s: float = 0.0) -> AsyncIterator[tuple[Engine, FakeClient]]:
+    """Runs an engine whose executor has retained one block and takes `step_s` for each plan."""
+    client = FakeClient(RETAINING)
+    client.retained, client.step_s = [(3, b"a" * 32)], step_s
+    engine = Engine(client, engine_options())  # type: ignore[arg-type]
+    running = asyncio.create_task(engine.run())
+    try:
+        await until(lambda: engine.is_ready)
+        yield engine, client
+    finally:
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+
+async def test_a_reset_is_complete_when_the_executor_has_withdrawn_the_blocks() -> None:
+    async with engine_with_a_cached_block(step_s=0.05) as (engine, client):
+        assert engine.reset_prefix_cache() == 1
+        assert client.stream is not None
+        assert not client.stream.plans
+        await engine.withdrawals.executed()
+        assert engine.core is not None
+        assert engine.core.num_in_flight == 0
+        assert [plan.withdrawn_blocks for plan in client.stream.plans] == [[3]]
+        assert engine.reset_prefix_cache() == 0
+        await engine.withdrawals.executed()  # there is nothing to wait for
+        assert len(client.stream.plans) == 1
+
+
+async def test_a_reset_does_not_wait_for_a_lost_executor() -> None:
+    async with engine_with_a_cached_block() as (engine, client):
+        client.is_hanging = True
+        engine.reset_prefix_cache()
+        waiting = asyncio.create_task(engine.withdrawals.executed())
+        await until(lambda: engine.core is not None and engine.core.num_in_flight == 1)
+        assert not waiting.done()
+        client.is_up = False
+        client.lose()
+        await asyncio.wait_for(waiting, 10)
+        assert engine.core is not None
+        assert engine.core.state.must_forget

@@ -56,14 +56,16 @@ class Failure(Exception):
 class FakeScheduler(GenerationServicer, TokenizationServicer):
     """Serves one token a step of "one two three …", resumed at the right place, unless `answer` is replaced.
 
-    opened     every OpenStream, in order
-    cancelled  numbers of the streams that the gateway cancelled
-    paused     numbers of the streams that it paused
-    key        the only key that is accepted; None: no identity is configured
+    opened          every OpenStream, in order
+    cancelled       numbers of the streams that the gateway cancelled
+    paused          numbers of the streams that it paused
+    key             the only key that is accepted; None: no identity is configured
+    knows_grammars  False: it ignores them, as a scheduler of before structured output
     """
 
     def __init__(self, key: str | None = None) -> None:
         self.key = key
+        self.knows_grammars = True
         self.answer: Callable[[pb.GenerateRequest], Answer] = self.words
         self.step_s = 0.001
         self.words_each = 3
@@ -162,6 +164,8 @@ class FakeScheduler(GenerationServicer, TokenizationServicer):
                 await self._running[number].wait()
                 if response.HasField("started"):
                     response.started.request_id = opened.request.request_id
+                    has_grammar = opened.request.HasField("structured_output")
+                    response.started.follows_grammar = has_grammar and self.knows_grammars
                 ready.put_nowait(pb.StreamMessage(stream_id=number, response=response))
         except Failure as failure:
             ended = failure.ended

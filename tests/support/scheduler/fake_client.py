@@ -34,6 +34,7 @@ class FakeClient:
     step_s      seconds that each step takes, one after the other
     num_probes  how often the executor was asked to describe itself
     retention   the digest scheme and the size of the pool with which the last stream was opened
+    retained    what the executor has retained; None: it retains nothing
     """
 
     def __init__(self, description: ExecutorDescription = DESCRIPTION) -> None:
@@ -47,6 +48,7 @@ class FakeClient:
         self.num_probes = 0
         self.stream: FakeStream | None = None
         self.retention: dict[str, object] = {}
+        self.retained: list[tuple[int, bytes]] | None = None
 
     async def describe(self, timeout_s: float) -> ExecutorDescription:
         await asyncio.sleep(0)
@@ -81,7 +83,7 @@ class FakeStream:
     def __init__(self, client: FakeClient, on_arrival: Callable[[], None], epoch: int, lease: int) -> None:
         description = client.description
         self.lease = lease
-        self.retained: list[tuple[int, bytes]] | None = None
+        self.retained = client.retained
         self._client = client
         self._on_arrival = on_arrival
         self._results: deque[Arrival] = deque()
@@ -95,6 +97,7 @@ class FakeStream:
             description.max_num_batched_tokens,
             description.vocab_size,
             epoch,
+            retains=self.retained is not None,
         )
 
     async def send(self, plan: StepPlan) -> None:

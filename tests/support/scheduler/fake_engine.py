@@ -22,6 +22,7 @@ from scheduler.engine.dispatcher import Sink
 from scheduler.engine.engine import ServerState
 from scheduler.engine.failures import Failures
 from scheduler.engine.model_description import ModelDescription
+from scheduler.engine.withdrawals import Withdrawals
 
 MODEL = ModelDescription(
     model_name="tiny",
@@ -109,6 +110,7 @@ class FakeEngine:
         self.num_cancels = 0
         self.trouble = ""
         self.traces: tuple[()] = ()
+        self.withdrawals = Withdrawals()
         self.failures = Failures()
         self.oldest_waiting_s = 0.0
         limits = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64)
