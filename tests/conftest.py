@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,6 +19,12 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def pytest_configure() -> None:
+    keep_grpc_threads()
+    if find_spec("hypothesis"):  # a GPU machine does not have it
+        choose_examples()
+
+
+def keep_grpc_threads() -> None:
     """Keeps the threads of grpc.aio until the process ends.
 
     Otherwise the end of the last channel ends them. If the garbage collector finds that channel during another test,
@@ -26,6 +33,15 @@ def pytest_configure() -> None:
     import grpc.aio
 
     grpc.aio.init_grpc_aio()
+
+
+def choose_examples() -> None:
+    """Lets Hypothesis try the same examples in every run, and judge none by its time: other processes use the cores."""
+    from hypothesis import HealthCheck, settings
+
+    slow = [HealthCheck.too_slow]
+    settings.register_profile("suite", deadline=None, derandomize=True, database=None, suppress_health_check=slow)
+    settings.load_profile("suite")
 
 
 @pytest.hookimpl(trylast=True)

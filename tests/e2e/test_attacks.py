@@ -245,7 +245,7 @@ async def test_a_stop_token_ends_requests_with_logprobs_while_the_next_plan_is_i
     )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(batch=st.lists(REQUESTS, min_size=1, max_size=6))
 def test_random_requests_are_served_or_refused(small_server: Stack, batch: list[pb.GenerateRequest]) -> None:
     """No request fails with INTERNAL, crashes a service, or leaves blocks in the pool.

@@ -244,8 +244,12 @@ async def test_a_passed_deadline_removes_a_request_from_the_queue(stack: Stack, 
 
 async def test_a_passed_deadline_releases_the_blocks_of_a_running_request(stack: Stack, observer: AsyncClient) -> None:
     async with streaming(observer, NEIGHBOUR):
-        with pytest.raises(DeadlineExceededError):
-            await observer.complete("A fox", timeout_s=0.5, **(ENDLESS | {"n": 3}))
+        for timeout_s in (0.5, 2.0, 8.0):
+            with pytest.raises((DeadlineExceededError, QueueFullError)) as failure:
+                await observer.complete("A fox", timeout_s=timeout_s, **(ENDLESS | {"n": 3}))
+            if failure.type is DeadlineExceededError:
+                break  # before, the server saw on a busy machine that the request would begin too late
+        assert failure.type is DeadlineExceededError
         gone = await until_map(observer, lambda found: not other_sequences(found))
         later = await until_map(observer, lambda found: found.step_id >= gone.step_id + MAX_IN_FLIGHT)
         assert orphans(later) == set()

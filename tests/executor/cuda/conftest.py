@@ -57,6 +57,7 @@ def pair(checkpoint) -> Callable[..., Pair]:
 
 
 if IS_INTERPRETED:
-    from tests.support.triton.indices import repair_indices
+    from tests.support.triton.patches import patch_once, repair_indices
 
     repair_indices()
+    patch_once()

@@ -26,6 +26,8 @@ from tests.support.executor.plan_driver import PlanDriver, generate
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="uses a simulated device with little memory")
 GIB = 1 << 30
+NUM_GRAPHS = 6
+"""Two kinds of them for each of the buckets 1, 2 and 3."""
 
 
 class Memory:
@@ -85,7 +87,8 @@ def start_on(memory: Memory, both: Pair, shown: list[str]) -> CudaStart:
 
 @pytest.fixture
 def both(pair) -> Pair:
-    return pair("llama")
+    """Returns two runners with small limits: the largest steps, which most of these tests run, are fast then."""
+    return pair("llama", max_num_seqs=3, max_num_batched_tokens=12)
 
 
 def test_the_pool_leaves_room_for_graphs_and_the_largest_step(both, checkpoint) -> None:
@@ -94,9 +97,9 @@ def test_the_pool_leaves_room_for_graphs_and_the_largest_step(both, checkpoint) 
     start = start_on(memory, both, shown)
     assert list(start.memory_bytes) == ["step_buffers"]
     free_bytes = start.free_for_pool()
-    assert start.memory_bytes["graphs"] == 8 * (20 << 20)
+    assert start.memory_bytes["graphs"] == NUM_GRAPHS * (20 << 20)
     assert start.memory_bytes["activations"] == 1229 << 20
-    assert free_bytes == 7 * GIB - (1229 << 20) - 8 * (20 << 20)
+    assert free_bytes == 7 * GIB - (1229 << 20) - NUM_GRAPHS * (20 << 20)
     assert not memory.graphs, "those of the rehearsal are gone"
     config = both.cuda._forward.model.config
     num_blocks = fitting_blocks(
@@ -105,9 +108,9 @@ def test_the_pool_leaves_room_for_graphs_and_the_largest_step(both, checkpoint) 
     block_bytes = 16 * both.reference.model.pool[:, 0].nbytes // 4
     assert num_blocks == int(free_bytes * 0.9) // block_bytes
     runner = start.make_runner(allocate_pool(config, 100, 4, torch.float32, DEVICE), both.reference.limits)
-    assert len(runner.graphs) == len(memory.graphs) == 8
-    assert Counter(shown) == {"kernels": shown.count("kernels"), "graphs": 16}
-    prompts = [checkpoint("llama").prompt(length) for length in (3, 20)]
+    assert len(runner.graphs) == len(memory.graphs) == NUM_GRAPHS
+    assert Counter(shown) == {"kernels": shown.count("kernels"), "graphs": 2 * NUM_GRAPHS}
+    prompts = [checkpoint("llama").prompt(length) for length in (3, 9)]
     assert generate(FinishingRunner(runner), prompts, 4) == generate(both.reference, prompts, 4)
 
 
@@ -115,17 +118,17 @@ def test_a_device_that_is_too_small_for_a_step_says_what_to_lower(both) -> None:
     start = start_on(Memory(free_bytes=GIB), both, [])
     with pytest.raises(OutOfMemory) as caught:
         start.free_for_pool()
-    assert str(caught.value).startswith("a step of 48 tokens and 6 sequences, with 1,073,741,824 bytes free beside")
+    assert str(caught.value).startswith("a step of 12 tokens and 3 sequences, with 1,073,741,824 bytes free beside")
     assert "lower --max-num-batched-tokens" in str(caught.value)
 
 
 def test_a_device_without_room_for_two_blocks_names_what_takes_it(both) -> None:
-    start = start_on(Memory(free_bytes=(1229 << 20) + 8 * (20 << 20) + 100), both, [])
+    start = start_on(Memory(free_bytes=(1229 << 20) + NUM_GRAPHS * (20 << 20) + 100), both, [])
     free_bytes = start.free_for_pool()
     assert free_bytes == 100
     config = both.cuda._forward.model.config
     taken = {"weights": 16 * GIB} | start.memory_bytes
-    with pytest.raises(OutOfMemory, match=r"weights 17,179,869,184, step buffers .*, graphs 167,772,160, activations"):
+    with pytest.raises(OutOfMemory, match=r"weights 17,179,869,184, step buffers .*, graphs 125,829,120, activations"):
         fitting_blocks(ExecutorConfig(model="m"), config, torch.float32, torch.device("cuda:0"), free_bytes, taken)
 
 

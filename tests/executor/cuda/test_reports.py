@@ -144,7 +144,7 @@ def test_prompt_reports_in_pieces_equal_the_reference(pair, checkpoint, monkeypa
 
 
 def test_the_rehearsal_includes_reports(pair, monkeypatch) -> None:
-    both, reports = pair("llama"), []
+    both, reports = pair("llama", max_num_seqs=2, max_num_batched_tokens=6), []
     execute = both.cuda.execute
     monkeypatch.setattr(both.cuda, "execute", lambda plan: reports.append(execute(plan)) or reports[-1])
     rehearse(both.cuda)

@@ -72,7 +72,7 @@ def test_each_beginning_of_a_call_keeps_its_text(name: str) -> None:
         assert r'{"city": "R\"{\\o\u006de"}'.startswith(arguments)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(text=TEXTS, positions=st.lists(st.integers(0, 400), max_size=12))
 @pytest.mark.parametrize("name", NAMES)
 def test_no_cut_changes_the_events(name: str, text: str, positions: list[int]) -> None:
@@ -82,7 +82,7 @@ def test_no_cut_changes_the_events(name: str, text: str, positions: list[int]) -
     assert read(name, list(text)) == events
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=200))
 @pytest.mark.parametrize("name", NAMES)
 def test_any_text_is_read(name: str, text: str) -> None:
@@ -91,7 +91,7 @@ def test_any_text_is_read(name: str, text: str) -> None:
     assert written(read(name, one_call(name, "{" + text))) == one_call(name, "{" + text)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     arguments=st.dictionaries(st.text(), st.recursive(st.text() | st.integers() | st.none(), st.lists)), data=st.data()
 )

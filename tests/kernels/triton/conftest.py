@@ -24,6 +24,7 @@ elif not torch.cuda.is_available():
     ]
 
 if IS_INTERPRETED:
-    from tests.support.triton.indices import repair_indices
+    from tests.support.triton.patches import patch_once, repair_indices
 
     repair_indices()
+    patch_once()

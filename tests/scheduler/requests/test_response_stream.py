@@ -281,7 +281,7 @@ async def test_min_tokens_applies_to_stop_strings() -> None:
     assert tokens_of(messages) == token_ids
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     token_ids=st.lists(st.integers(4, TOKENIZER.get_vocab_size() - 1), max_size=30),
     stops=st.lists(st.text(st.sampled_from("ab he\ufffd"), min_size=1, max_size=3), max_size=2),

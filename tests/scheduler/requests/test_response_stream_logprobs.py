@@ -158,7 +158,7 @@ async def test_beams_are_sent_best_first_with_their_scores() -> None:
     assert not sampled[-1].finished.HasField("score")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     token_ids=st.lists(st.integers(4, TOKENIZER.get_vocab_size() - 1), max_size=30),
     stops=st.lists(st.text(st.sampled_from("ab he\ufffd"), min_size=1, max_size=3), max_size=2),

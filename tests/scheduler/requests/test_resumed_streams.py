@@ -167,7 +167,7 @@ async def test_stop_strings_across_the_cut(
     assert is_stopped == (variant in (0, 1, 3))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(
     name=st.sampled_from(sorted(REQUESTS)),
     seed=st.integers(0, 2**64 - 1),

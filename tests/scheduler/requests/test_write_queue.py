@@ -128,7 +128,7 @@ def test_queue_of_closed_streams_does_not_block_the_next() -> None:
     assert rig.enter().done()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(num_streams=st.integers(1, 5000), stalls=st.booleans())
 def test_wait_is_bounded_under_endless_overload(num_streams: int, stalls: bool) -> None:
     """Each stream that has written has new messages at once."""

@@ -90,7 +90,7 @@ ACTIONS = st.lists(
 
 
 @given(ACTIONS)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_any_sequence_of_actions_loses_and_repeats_nothing(
     models: Models, expected: dict[str, Messages], actions: Any
 ) -> None:

@@ -50,7 +50,7 @@ def all_text(detokenizer: Detokenizer, ids: list[int], sizes: list[int]) -> str:
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_text_equals_decode(name: str, data: st.DataObject) -> None:
     ids = ALL[name].encode(data.draw(texts), add_special_tokens=False).ids
@@ -58,14 +58,14 @@ def test_text_equals_decode(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", ["byte_level", "metaspace", "metaspace_never"])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_text_of_random_ids_equals_decode(name: str, data: st.DataObject) -> None:
     ids = data.draw(token_ids(ALL[name]))
     assert all_text(VOCABULARIES[name].detokenizer(), ids, data.draw(cuts)) == ALL[name].decode(ids)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ids=st.lists(st.sampled_from(range(WORDPIECE.get_vocab_size())), max_size=24), sizes=cuts)
 def test_text_over_a_window_equals_decode(ids: list[int], sizes: list[int]) -> None:
     assert all_text(VOCABULARIES["wordpiece"].detokenizer(), ids, sizes) == WORDPIECE.decode(ids)
@@ -86,7 +86,7 @@ def is_well_defined(tokenizer: Tokenizer, ids: list[int]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["sentencepiece", "gemma"])
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data())
 def test_byte_fallback_of_random_ids_equals_decode(name: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]
@@ -100,7 +100,7 @@ def test_byte_fallback_of_random_ids_equals_decode(name: str, data: st.DataObjec
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "gemma", "metaspace", "metaspace_never"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompt=texts, output=texts, data=st.data())
 def test_output_that_continues_a_text_joins_it(name: str, prompt: str, output: str, data: st.DataObject) -> None:
     tokenizer = ALL[name]
@@ -111,7 +111,7 @@ def test_output_that_continues_a_text_joins_it(name: str, prompt: str, output: s
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=texts)
 @example(text="😀你👩‍")
 def test_characters_are_never_cut(name: str, text: str) -> None:

@@ -28,7 +28,7 @@ def cut(text: str, sizes: list[int]) -> list[str]:
     return [*pieces, text]
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 @given(text=letters, stops=stop_lists, sizes=cuts, include_stop=st.booleans())
 def test_matches_equal_a_search_of_the_text(text: str, stops: list[str], sizes: list[int], include_stop: bool) -> None:
     matcher = StopMatcher(stops, include_stop=include_stop)
@@ -52,7 +52,7 @@ def test_matches_equal_a_search_of_the_text(text: str, stops: list[str], sizes: 
         assert matcher.num_tokens == num_fed
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(text=letters, stops=stop_lists, sizes=cuts)
 def test_only_text_that_may_become_a_stop_string_is_held_back(text: str, stops: list[str], sizes: list[int]) -> None:
     matcher = StopMatcher(stops)

@@ -47,7 +47,7 @@ texts = st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 60)), max_siz
 
 
 @pytest.mark.parametrize("name", BOUNDED)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts=texts)
 def test_texts_have_at_least_as_many_tokens(name: str, texts: list[tuple[str, int]]) -> None:
     text = "".join(piece * times for piece, times in texts)
