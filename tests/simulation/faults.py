@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections import Counter
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from scheduler.core import FinishReason, Scheduler
 from scheduler.engine import plan_wire
 from scheduler.engine.dispatcher import EventDispatcher
 from scheduler.requests.completion import Completion
+from scheduler.requests.intake import Intake
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.validation import RequestChecker
 from scheduler.requests.write_queue import WriteQueue
@@ -31,7 +33,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from random import Random
 
+    from scheduler.requests.intake import CheckedRequest
+    from scheduler.requests.request_fields import RequestFields
     from tests.simulation.world import World
+
+CHECKED: ContextVar[str] = ContextVar("CHECKED", default="")
+"""The name of the request that the current task checks or serves. What a resumption replays has no stream yet."""
 
 ALL, ONE, NONE = "all requests may fail", "its own request may fail", "no request may fail"
 
@@ -203,7 +210,14 @@ class Faults:
                 self.failed_s.setdefault(stream.log_fields["request_id"], self.world.now_s)
             finished(stream, index, reason, *arguments)
 
+        check = Intake._check
+
+        async def check_noted(intake: Intake, fields: RequestFields, *arguments: Any) -> CheckedRequest:
+            CHECKED.set(fields.get("request_id"))
+            return await check(intake, fields, *arguments)
+
         with ExitStack() as patches:
+            patches.enter_context(patch.object(Intake, "_check", check_noted))
             patches.enter_context(patch.object(ResponseStream, "finished", finished_noted))
             patches.enter_context(patch.object(WriteQueue, "_admit", admit_and_cancel))
             patches.enter_context(patch.object(Scheduler, "executor_lost", lose_noted))
@@ -233,9 +247,10 @@ class Faults:
             case RequestMetrics():
                 return owner.exemplar.get("request_id", "")
             case Completion():
-                return next(
+                names = (
                     str(stream.log_fields["request_id"]) for stream in self._streams if owner in stream._completions
                 )
+                return next(names, CHECKED.get())
         return str(owner.log_fields["request_id"])
 
 
