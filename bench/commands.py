@@ -35,6 +35,7 @@ COMMANDS: dict[str, Command] = {
     "kernels": Command("bench.kernels.command", "Time and rate of every kernel, against the machine's ceilings."),
     "scheduler-cost": Command("bench.overhead.scheduler_cost", "Cost of one step in the scheduler core."),
     "shell-cost": Command("bench.overhead.shell_cost", "Cost of a streamed token in the scheduler process."),
+    "gateway-cost": Command("bench.overhead.gateway_cost", "Cost of OpenAI's API, beside that of streams over gRPC."),
     "structured-cost": Command(
         "bench.overhead.structured_cost", "Throughput when every request follows a grammar, beside that without."
     ),
