@@ -90,10 +90,17 @@ class Grammars:
         # The threads take their work in order, so `start` is done or under way when this one waits for it.
         return self._compiling.submit(replayed, start)
 
-    def advance(self, before: Pending, token_id: int, *, is_own: bool) -> Pending:
-        """Returns the state after one more token. is_own: nothing else uses the state before."""
-        work = partial(follow, before.result(), (token_id,), is_own=is_own)
-        return self._following.submit(work, before.origin)
+    def advance(self, steps: Sequence[tuple[Pending, int, bool]]) -> list[Pending]:
+        """Returns the states after one more token each.
+
+        A step is a state, the token that follows, and whether nothing else uses that state.
+        """
+        after = [
+            Pending(self._following, partial(follow, before.result(), (token_id,), is_own=is_own), before.origin)
+            for before, token_id, is_own in steps
+        ]
+        self._following.begin(after)
+        return after
 
     def _begin(self, grammar: str, eos_token_ids: tuple[int, ...]) -> FollowedGrammar:
         try:

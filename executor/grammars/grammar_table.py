@@ -93,10 +93,10 @@ class GrammarTable:
         """Follows tokens that were appended. The masks after them are computed from now on, in other threads."""
         if not self._by_slot or self._grammars is None:
             return
-        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
-            if (own := self._by_slot.get(slot)) is not None:
-                pending = self._grammars.advance(own.pending, token_id, is_own=own.is_own)
-                self._by_slot[slot] = _Followed(pending, is_own=True)
+        appended = [each for each in zip(slots.tolist(), token_ids.tolist(), strict=True) if each[0] in self._by_slot]
+        steps = [(self._by_slot[slot].pending, token_id, self._by_slot[slot].is_own) for slot, token_id in appended]
+        for (slot, _), pending in zip(appended, self._grammars.advance(steps), strict=True):
+            self._by_slot[slot] = _Followed(pending, is_own=True)
 
     def _shared(self, slot: int) -> _Followed:
         """Returns the state of a slot for another one to have too."""

@@ -11,7 +11,7 @@ from llguidance import LLMatcher
 from executor.grammars import grammar_cache, workers
 from executor.grammars.followed import FollowedGrammar, Vocabulary, begin, follow
 from executor.grammars.grammar_cache import Grammars, load_grammars
-from executor.grammars.workers import MAX_STUCK, Workers
+from executor.grammars.workers import MAX_STUCK, Pending, Workers
 from quire.grammars import grammar_tokenizer
 from tests.support.executor.letters import EOS, VOCAB_SIZE, tokenizer_json
 
@@ -51,6 +51,43 @@ def test_work_that_takes_too_long_is_given_up_and_another_thread_takes_its_place
     assert own._num_stuck == 0
     assert stuck.result() is FAILED, "a late result changes nothing"
     assert own.submit(lambda: state).result() is state
+
+
+def test_the_rest_of_a_batch_is_computed_by_the_thread_that_takes_over(monkeypatch) -> None:
+    """The states behind the one that takes too long are waited for first, or by nobody else."""
+    monkeypatch.setattr(workers, "LIMIT_S", 0.05)
+    monkeypatch.setattr(workers, "_POLL_S", 0.01)
+    own, state, spinning = Workers(1, "test", FAILED), known(), Spinning()
+    batch = [Pending(own, work) for work in (lambda: state, spinning, lambda: state, lambda: state)]
+    own.begin(batch)
+    try:
+        assert batch[3].result() is state
+        assert [each.result() is state for each in batch] == [True, False, True, True]
+        assert batch[1].result() is FAILED
+        assert own.submit(lambda: state).result() is state
+    finally:
+        spinning.is_released.set()
+
+
+def test_a_state_that_nobody_waits_for_is_given_up_too(monkeypatch) -> None:
+    """Its sequence was cancelled. Its thread is missing to all others."""
+    monkeypatch.setattr(workers, "LIMIT_S", 0.05)
+    monkeypatch.setattr(workers, "_POLL_S", 0.01)
+    own, state, spinning = Workers(1, "test", FAILED), known(), Spinning()
+    try:
+        own.submit(spinning)
+        assert own.submit(lambda: state).result() is state
+    finally:
+        spinning.is_released.set()
+
+
+@pytest.mark.parametrize("num_states", [0, 1, 2, 7, 300])
+def test_all_states_of_a_batch_are_computed(num_states, monkeypatch) -> None:
+    monkeypatch.setattr(workers, "_TOKENS_OF_A_BATCH", 3 * 8 * len(FAILED.mask))
+    own, states = Workers(2, "test", FAILED), [known() for _ in range(num_states)]
+    batch = [Pending(own, lambda each=each: each) for each in states]
+    own.begin(batch)
+    assert all(each.result() is state for each, state in zip(batch, states, strict=True))
 
 
 def test_waiting_for_others_is_not_given_up(monkeypatch) -> None:
