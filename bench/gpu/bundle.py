@@ -116,14 +116,25 @@ def unpack(folder: Path, target: Path) -> tuple[Path, dict[str, str]]:
 
 def use(folder: Path, command: Sequence[str]) -> int:
     """Runs a command with a bundle and returns its exit status. Raises BenchError if the bundle does not fit."""
-    with tempfile.TemporaryDirectory(prefix="quire-gpu-") as directory:
-        tree, variables = unpack(folder, Path(directory))
-        process = subprocess.Popen(command, cwd=tree, env=variables)
-        before = signal.signal(signal.SIGTERM, lambda number, frame: process.terminate())
-        try:
-            return process.wait()
-        finally:
-            signal.signal(signal.SIGTERM, before)
+    received: list[int] = []
+    started: list[subprocess.Popen[bytes]] = []
+
+    def end(number: int, frame: object) -> None:
+        """Ends the command, now or as soon as it has started, so that the folder is removed."""
+        received.append(number)
+        for process in started:
+            process.terminate()
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with tempfile.TemporaryDirectory(prefix="quire-gpu-") as directory:
+            tree, variables = unpack(folder, Path(directory))
+            started.append(subprocess.Popen(command, cwd=tree, env=variables))
+            if received:
+                started[0].terminate()
+            return started[0].wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _carried(python: str) -> list[str]:
