@@ -108,7 +108,7 @@ def prepare(
         if use is None or not use.needs_grammar:
             continue
         if request.HasField("structured_output"):
-            message = "cannot be combined with a response format: calls are forced, strict or limited to one"
+            message = "cannot be combined with a response format: calls are forced, strict or limited"
             raise ApiError(f"tools: {message}", param="tools")
         request.structured_output.lark = tools.format.grammar(use, tools.tokens)
     return ToolReading(tools, use, request_id, thoughts, is_within=begins_in_thought)
