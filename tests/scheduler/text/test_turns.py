@@ -62,7 +62,7 @@ async def test_large_tasks_use_a_single_slot() -> None:
 
 @pytest.mark.parametrize(("size", "num_held"), [(1, 2), (11, 1)])
 async def test_a_tenant_leaves_a_slot_to_others(size: int, num_held: int) -> None:
-    """Of three slots, large tasks can have two; of these, too, a tenant leaves one."""
+    """Large tasks can have two of three slots, and a tenant leaves one of these, too."""
     turns = turns_of(3, spares_slots=True)
     asked = [asyncio.create_task(turns.take("a", size)) for _ in range(5)]
     await asyncio.sleep(0)
