@@ -46,16 +46,18 @@ class CapacityExceededError(QuireError):
 
 
 class QueueFullError(QuireError):
-    """RESOURCE_EXHAUSTED with a time to retry: the queue is full.
+    """RESOURCE_EXHAUSTED with a time to retry: the queue is full, or a limit of the caller's tenant is reached.
 
     retry_after_s  the delay that the server suggests before the next try
+    is_of_tenant   it is a limit of the tenant, so another server of the same operator need not be tried
     """
 
     code = "RESOURCE_EXHAUSTED"
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
+    def __init__(self, message: str, retry_after_s: float, *, is_of_tenant: bool = False) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.is_of_tenant = is_of_tenant
 
 
 class LimitExceededError(QuireError):

@@ -69,7 +69,7 @@ def from_status(
     if code is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidRequestError(message, details.violations)
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and details.retry_after_s is not None:
-        return QueueFullError(message, details.retry_after_s)
+        return QueueFullError(message, details.retry_after_s, is_of_tenant=details.is_quota)
     if code in _PLAIN:
         return _PLAIN[code](message)
     return InternalError(f"unexpected status {code.name}: {message}", code.name)

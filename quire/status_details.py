@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
-from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
 TRAILER = "grpc-status-details-bin"
@@ -15,16 +15,19 @@ class StatusDetails:
 
     violations     field → problem, from BadRequest
     retry_after_s  from RetryInfo; None if there is none
+    is_quota       it has a QuotaFailure: the limit is one of the caller's tenant
     """
 
     violations: dict[str, str] = field(default_factory=dict)
     retry_after_s: float | None = None
+    is_quota: bool = False
 
 
 def status_details(trailer: bytes) -> StatusDetails:
     """Parses the trailer. Details that cannot be read, or are of other types, count as absent."""
     violations: dict[str, str] = {}
     retry_after_s: float | None = None
+    is_quota = False
     try:
         for packed in Status.FromString(trailer).details:
             if packed.Is(BadRequest.DESCRIPTOR):
@@ -33,6 +36,8 @@ def status_details(trailer: bytes) -> StatusDetails:
                     violations[found.field] = f"{earlier}; {found.description}" if earlier else found.description
             elif packed.Is(RetryInfo.DESCRIPTOR):
                 retry_after_s = RetryInfo.FromString(packed.value).retry_delay.ToTimedelta().total_seconds()
+            elif packed.Is(QuotaFailure.DESCRIPTOR):
+                is_quota = True
     except DecodeError:
         pass  # details are optional: the caller still receives the status
-    return StatusDetails(violations, retry_after_s)
+    return StatusDetails(violations, retry_after_s, is_quota)

@@ -102,7 +102,7 @@ def _changed(logits: Tensor, draw: Draw) -> Tensor:
         changed[rows] = draw.changes.changed(logits)
         if draw.changes.masks is not None:
             failed = torch.from_numpy(draw.changes.masks.failed()).to(logits.device)
-            changed[rows[failed]] = -torch.inf  # a beam has no reason to end with, so it has no candidates
+            changed[rows[failed]] = -torch.inf  # without candidates, the scheduler ends the search
     for row, token_ids in draw.banned:
         changed[row, torch.from_numpy(token_ids).to(logits.device).long()] = -torch.inf
     return changed

@@ -8,11 +8,11 @@ from gateway.api.anthropic_answer import MessageChunks, MessageCollector
 from gateway.api.anthropic_calls import CallMessageChunks, CallMessageCollector
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import Fields, shown
-from gateway.api.messages import MAX_TOOLS, add_plain_tool, each_message
+from gateway.api.messages import add_plain_tool, each_message
 from gateway.api.sampling import NAMES, plain_request
 from gateway.api.structured_output import add_output_format
 from gateway.api.tool_calls import GRAMMAR_NAMES
-from gateway.api.tool_choice import anthropic_tool_use
+from gateway.api.tool_choice import MAX_TOOLS, anthropic_tool_use
 from gateway.tools.tool_use import ToolUse
 from quire.v1 import generation_pb2 as pb
 

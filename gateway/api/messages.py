@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from gateway.api.fields import Fields, shown
-from gateway.api.tool_choice import chat_tool_use
+from gateway.api.tool_choice import MAX_TOOLS, chat_tool_use
 from gateway.tools.tool_use import Tool, ToolUse
 from quire.v1 import generation_pb2 as pb
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1024
-MAX_TOOLS = 128
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 _NEUTRAL_IN_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],), "cache_control": ({"type": "ephemeral"},)}

@@ -5,13 +5,13 @@ from typing import Any
 
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import Fields, shown
-from gateway.api.messages import MAX_MESSAGES, MAX_TOOLS, TEXT_PARTS, add_plain_tool
+from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_plain_tool
 from gateway.api.responses_answer import ResponseChunks, ResponseCollector, Settings
 from gateway.api.responses_calls import CallResponseChunks, CallResponseCollector
 from gateway.api.sampling import NAMES, plain_request
 from gateway.api.structured_output import add_text_format
 from gateway.api.tool_calls import GRAMMAR_NAMES
-from gateway.api.tool_choice import chat_tool_use
+from gateway.api.tool_choice import MAX_TOOLS, chat_tool_use
 from gateway.tools.tool_use import ToolUse
 from quire.v1 import generation_pb2 as pb
 

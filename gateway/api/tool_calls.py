@@ -1,4 +1,4 @@
-"""Reads calls of tools from the texts of one answer, in the format of the served model."""
+"""Reads calls of tools and thoughts from the texts of one answer, in the format of the served model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from hashlib import sha256
 from gateway.tools.events import CallStarted, Event, Markup
 from gateway.tools.formats import ToolFormat
 from gateway.tools.reader import Reader
+from gateway.tools.thoughts import ThoughtReader, ThoughtTags
 from gateway.tools.tool_use import ToolUse
 
 GRAMMAR_NAMES = {f"structured_output{field}": "tools" for field in ("", ".lark")}
@@ -15,22 +16,43 @@ GRAMMAR_NAMES = {f"structured_output{field}": "tools" for field in ("", ".lark")
 
 @dataclass(frozen=True, slots=True)
 class ModelTools:
-    """The format of a model, and the ids of its markers that are one token of the vocabulary."""
+    """The format of a model.
+
+    tokens    the ids of its markers that are one token of the vocabulary
+    thoughts  the tags of its thoughts; None if its template shows none
+    """
 
     format: ToolFormat
     tokens: Mapping[str, int]
+    thoughts: ThoughtTags | None = None
 
 
 class ToolReading:
-    """Makes the readers of one answer."""
+    """Makes the readers of one answer.
 
-    def __init__(self, tools: ModelTools, use: ToolUse | None, request_id: str) -> None:
+    thoughts   tags of the thought that the answer can begin with; None if it cannot
+    is_within  the prompt has opened the thought
+    """
+
+    def __init__(
+        self,
+        tools: ModelTools,
+        use: ToolUse | None,
+        request_id: str,
+        thoughts: ThoughtTags | None = None,
+        *,
+        is_within: bool = False,
+    ) -> None:
         self._format = tools.format
         self._use = use
         self._request_id = request_id
+        self._thoughts = thoughts
+        self._is_within = is_within
 
     def reader(self) -> "ChoiceReader":
         reader = self._format.reader(self._use)
+        if self._thoughts is not None:
+            reader = ThoughtReader(self._thoughts, reader, is_within=self._is_within)
         if reader is None:
             raise ValueError("the text of this answer has no structure")
         return ChoiceReader(reader)

@@ -1,10 +1,12 @@
 """The fields of a body about tools, in the forms of the three APIs, as a `ToolUse`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from gateway.api.fields import Fields, shown
 from gateway.tools.tool_use import Tool, ToolUse
+
+MAX_TOOLS = 128
 
 _WRITABLE = re.compile(r"[A-Za-z0-9_.-]{1,256}")
 """Names that every format can write."""
@@ -16,6 +18,8 @@ def chat_tool_use(fields: Fields, tools: Sequence[Tool]) -> ToolUse | None:
     choice = fields.get("tool_choice")
     if isinstance(choice, dict):
         named = Fields(choice, f"{fields.path}tool_choice.", fields.problems)
+        if named.get("type") == "allowed_tools":
+            return _allowed_use(named, tools, several)
         return _named_use(named, tools)
     if choice not in (None, "none", "auto", "required"):
         fields.add_problem("tool_choice", f"must be none, auto, required or a tool, not {shown(choice)}")
@@ -29,7 +33,7 @@ def _named_use(choice: Fields, tools: Sequence[Tool]) -> ToolUse | None:
     """Reads a choice of one tool: within `function` in chat completions, at the top in responses."""
     choice.check_names({"type", "name", "function"})
     if choice.get("type") != "function":
-        choice.add_problem("type", f'must be "function", not {shown(choice.get("type"))}')
+        choice.add_problem("type", f'must be "function" or "allowed_tools", not {shown(choice.get("type"))}')
         return None
     holder = choice.nested("function") if "function" in choice else choice
     if holder is None:
@@ -39,12 +43,56 @@ def _named_use(choice: Fields, tools: Sequence[Tool]) -> ToolUse | None:
     return _forced(choice, holder, tools)
 
 
+def _allowed_use(choice: Fields, tools: Sequence[Tool], several: bool) -> ToolUse | None:
+    """Reads a choice of several tools: within `allowed_tools` in chat completions, at the top in responses."""
+    choice.check_names({"type", "mode", "tools", "allowed_tools"})
+    holder = choice.nested("allowed_tools") if "allowed_tools" in choice else choice
+    if holder is None:
+        return None
+    if holder is not choice:
+        choice.check_names({"type", "allowed_tools"})
+        holder.check_names({"mode", "tools"})
+    mode = holder.get("mode")
+    if mode not in ("auto", "required"):
+        holder.add_problem("mode", f"must be auto or required, not {shown(mode)}")
+    given = holder.few_items("tools", MAX_TOOLS)
+    if not given:
+        holder.add_problem("tools", "must have at least one tool")
+    known = {tool.name for tool in tools}
+    names = [
+        _allowed_name(Fields(value, f"{holder.path}tools[{i}].", holder.problems), known)
+        for i, value in enumerate(given)
+    ]
+    use = ToolUse(tuple(tools), True, mode == "required", frozenset(names), several)
+    return _checked(choice, use) if tools else None
+
+
+def _allowed_name(tool: Fields, known: Collection[str]) -> str:
+    """Returns the name of one of the tools: within `function` in chat completions, at the top in responses."""
+    tool.check_names({"type", "name", "function"})
+    if tool.get("type") != "function":
+        tool.add_problem("type", f'must be "function", not {shown(tool.get("type"))}')
+        return ""
+    holder = tool.nested("function") if "function" in tool else tool
+    if holder is None:
+        return ""
+    if holder is not tool:
+        holder.check_names({"name"})
+    return _known_name(holder, known)
+
+
+def _known_name(holder: Fields, known: Collection[str]) -> str:
+    """Returns the field `name`, which must be that of a tool."""
+    name = holder.required("name")
+    if name and name not in known:
+        holder.add_problem("name", f"is none of the tools: {shown(name)}")
+    return name
+
+
 def _forced(fields: Fields, holder: Fields, tools: Sequence[Tool]) -> ToolUse | None:
     """Returns the use of one tool, which the field `name` names."""
-    name = holder.required("name")
-    if name and name not in {tool.name for tool in tools}:
-        holder.add_problem("name", f"is none of the tools: {shown(name)}")
-    use = ToolUse(tuple(tools), is_forced=True, name=name, allows_several=False)
+    name = _known_name(holder, {tool.name for tool in tools})
+    use = ToolUse(tuple(tools), is_forced=True, allowed=frozenset({name}), allows_several=False)
     return _checked(fields, use)
 
 
@@ -72,7 +120,8 @@ def _checked(fields: Fields, use: ToolUse) -> ToolUse:
         names = [tool.name for tool in use.callable_tools]
         if not all(map(_WRITABLE.fullmatch, names)):
             problem = (
-                "must be of letters, digits, _, - and . for tools that are forced, strict or without parallel calls"
+                "must be of letters, digits, _, - and . for tools that are forced, strict, allowed by name or without "
+                "parallel calls"
             )
             fields.add_problem("tools", f"names {problem}")
         elif len(set(names)) < len(names):

@@ -100,7 +100,10 @@ class GenerationHandler:
         model = await self._models.checked(parsed.model, caller.authorization)
         answer_id = f"{parsed.id_prefix}{uuid.uuid4().hex}"
         tools = await self._tools.of(parsed, caller.authorization)
-        reading = None if tools is None else prepare(parsed, tools, answer_id)
+        reading = None
+        if tools is not None:
+            is_within = await self._tools.begins_in_thought(parsed, tools, caller.authorization)
+            reading = prepare(parsed, tools, answer_id, begins_in_thought=is_within)
         head = Head(answer_id, model, int(time.time()), reading)
         echoes = await self._echoes(parsed, caller) if parsed.echo else ()
         streams: list[GenerationStream] = []

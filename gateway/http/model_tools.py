@@ -1,4 +1,4 @@
-"""Asks a scheduler how the served model writes calls of tools."""
+"""Asks a scheduler how the served model writes calls of tools and thoughts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from gateway.api.errors import ApiError
 from gateway.api.tool_calls import ModelTools, ToolReading
 from gateway.tools.formats import FORMATS, format_of
+from gateway.tools.thoughts import tags_of
 from quire.errors import QuireError
+from quire.v1 import generation_pb2
 from quire.v1 import tokenization_pb2 as pb
 
 if TYPE_CHECKING:
@@ -15,13 +17,20 @@ if TYPE_CHECKING:
     from gateway.schedulers.schedulers import Schedulers
 
 
+MAX_PROMPTS = 64
+"""Combinations of template arguments whose prompts are remembered."""
+
+MAX_REMEMBERED_CHARACTERS = 1024
+
+
 class ServedModelTools:
-    """Remembers the answer. The name of a format replaces the choice by the chat template."""
+    """Remembers the answers. The name of a format replaces the choice by the chat template."""
 
     def __init__(self, schedulers: Schedulers, format_name: str | None) -> None:
         self._schedulers = schedulers
         self._format_name = format_name
         self._found: tuple[str, ModelTools] | None = None
+        self._opened: dict[tuple[tuple[str, str], ...], bool] = {}  # by template arguments
 
     async def of(self, parsed: ParsedRequest, authorization: str) -> ModelTools | None:
         """Returns the format for a chat; None for other requests. Raises QuireError if a chat with tools needs it."""
@@ -32,43 +41,74 @@ class ServedModelTools:
         if self._found is None or self._found[0] != model:
             try:
                 self._found = (model, await self._ask(authorization))
+                self._opened.clear()
             except QuireError:
                 if parsed.tools is None:
                     return None
                 raise
         return self._found[1]
 
+    async def begins_in_thought(self, parsed: ParsedRequest, tools: ModelTools, authorization: str) -> bool:
+        """Returns whether the prompt ends within a thought, as some templates let it.
+
+        The template is asked with a chat of its own, so that what users write does not count.
+        """
+        if tools.thoughts is None:
+            return False
+        chat = parsed.requests[0].chat
+        if chat.continue_final_message:
+            return bool(chat.messages) and tools.thoughts.is_open(chat.messages[-1].content)
+        key = tuple(sorted(chat.template_arguments.items()))
+        if key not in self._opened:
+            probe = generation_pb2.ChatPrompt(template_arguments=chat.template_arguments)
+            probe.messages.add(role="user", content="?")
+            request = pb.TokenizeRequest(chat=probe, return_bytes=True)
+            try:
+                response = await self._schedulers.tokenization("Tokenize", request, authorization)
+            except QuireError:
+                return False  # the request fails too, or succeeds at another scheduler
+            is_open = tools.thoughts.is_open(b"".join(response.tokens).decode(errors="replace"))
+            if len(str(key)) > MAX_REMEMBERED_CHARACTERS:
+                return is_open
+            if len(self._opened) >= MAX_PROMPTS:
+                self._opened.clear()
+            self._opened[key] = is_open
+        return self._opened[key]
+
     async def _ask(self, authorization: str) -> ModelTools:
         """Raises QuireError."""
-        if self._format_name is None:
-            wanted = pb.GetTokenizerInfoRequest()
-            info = await self._schedulers.tokenization("GetTokenizerInfo", wanted, authorization)
-            tool_format = format_of(info.chat_template)
-        else:
-            tool_format = FORMATS[self._format_name]
+        wanted = pb.GetTokenizerInfoRequest()
+        info = await self._schedulers.tokenization("GetTokenizerInfo", wanted, authorization)
+        template = info.chat_template
+        tool_format = format_of(template) if self._format_name is None else FORMATS[self._format_name]
         tokens = {}
         for text in (*tool_format.markers, *tool_format.passed):
             request = pb.TokenizeRequest(text=text, add_special_tokens=False, return_bytes=True)
             response = await self._schedulers.tokenization("Tokenize", request, authorization)
             if list(response.tokens) == [text.encode()]:
                 tokens[text] = response.token_ids[0]
-        return ModelTools(tool_format, tokens)
+        return ModelTools(tool_format, tokens, None if tool_format.name == "harmony" else tags_of(template))
 
 
-def prepare(parsed: ParsedRequest, tools: ModelTools, request_id: str) -> ToolReading | None:
+def prepare(
+    parsed: ParsedRequest, tools: ModelTools, request_id: str, *, begins_in_thought: bool = False
+) -> ToolReading | None:
     """Lets the requests of a chat write calls in the format of the model. Returns None if their text has no structure.
 
     Raises ApiError if forced calls contradict another field.
     """
     use = parsed.tools
-    if tools.format.reader(use) is None:
+    # Under a grammar that begins with the answer itself, the model cannot think.
+    is_bound = any(request.HasField("structured_output") for request in parsed.requests)
+    thoughts = None if is_bound or (use is not None and use.is_forced) else tools.thoughts
+    if thoughts is None and tools.format.reader(use) is None:
         return None
     for request in parsed.requests:
-        request.output.special_tokens = bool(tools.format.markers)
+        request.output.special_tokens = bool(tools.format.markers) or thoughts is not None
         if use is None or not use.needs_grammar:
             continue
         if request.HasField("structured_output"):
-            message = "cannot be combined with a response format: calls are forced, strict or limited to one"
+            message = "cannot be combined with a response format: calls are forced, strict or limited"
             raise ApiError(f"tools: {message}", param="tools")
         request.structured_output.lark = tools.format.grammar(use, tools.tokens)
-    return ToolReading(tools, use, request_id)
+    return ToolReading(tools, use, request_id, thoughts, is_within=begins_in_thought)

@@ -12,9 +12,10 @@ from quire.errors import UnavailableError
 from quire.tries import ServerContact
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from gateway.schedulers.shared_call import SharedCall
+    from gateway.schedulers.stream import Line
     from quire.channel import Connection
     from quire.v1 import generation_pb2 as pb
 
@@ -64,8 +65,15 @@ class Schedulers:
         """Returns the call for a request. If no scheduler is ready, the attempt says why."""
         if len(self.all) == 1:
             return self.all[0].call
-        ready = [scheduler for scheduler in self.all if scheduler.is_ready] or self.all
-        name = self._ring.choose(affinity_key(request), {each.address: each.load for each in ready})
+        return self._nearest(request, [scheduler for scheduler in self.all if scheduler.is_ready] or self.all)
+
+    def other(self, request: pb.GenerateRequest, refused: Collection[Line]) -> SharedCall | None:
+        """Returns the call to a scheduler that is ready and none of those that have refused; None if there is none."""
+        ready = [scheduler for scheduler in self.all if scheduler.is_ready and scheduler.call not in refused]
+        return self._nearest(request, ready) if ready else None
+
+    def _nearest(self, request: pb.GenerateRequest, candidates: Sequence[Scheduler]) -> SharedCall:
+        name = self._ring.choose(affinity_key(request), {each.address: each.load for each in candidates})
         return self._by_address[name].call
 
     async def info_for(self, authorization: str | None) -> pb.GetServerInfoResponse:

@@ -1,4 +1,9 @@
-"""The messages of one request. The stream continues by itself after its scheduler has died."""
+"""The messages of one request. The stream continues by itself after its scheduler has died.
+
+A scheduler that refuses a request because of its own state, because it is full or draining, is passed over: the request
+goes to the others that are ready, once to each, before its client gets an error. Refusals that concern the request or a
+limit of its tenant are final, and so is every refusal after the first message.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,14 @@ import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quire.errors import QueueFullError, UnavailableError
+from quire.status import is_lost_connection
 from quire.tries import ServerContact, Tries
 from quire.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from gateway.schedulers.shared_call import Receiver
     from quire.errors import QuireError
 
@@ -42,9 +51,10 @@ class Line(Protocol):
 
 
 class Lines(Protocol):
-    """Chooses the scheduler of a stream, again after each break."""
+    """Chooses the scheduler of a stream, again after each break, and another one after a refusal."""
 
     def choose(self, request: pb.GenerateRequest) -> Line: ...
+    def other(self, request: pb.GenerateRequest, refused: Collection[Line]) -> Line | None: ...
 
 
 class GenerationStream:
@@ -60,7 +70,9 @@ class GenerationStream:
         self._is_paused = False
         self._is_open = False
         self._error: QuireError | None = None
-        self._begin()
+        self._has_begun = False  # a message has arrived
+        self._refusals: list[tuple[Line, QuireError]] = []  # since the last pause
+        self._begin(lines.choose(request))
 
     async def next(self) -> list[pb.GenerateResponse] | None:
         """Returns the messages that have arrived, at least one; None after the last one. Raises a QuireError."""
@@ -78,9 +90,12 @@ class GenerationStream:
                 await self._reading
             elif self._error is None:
                 return None
+            elif (line := self._other_line(self._error)) is not None:
+                self._begin(line)
             else:
-                await asyncio.sleep(self._tries.pause_s(self._error))
-                self._begin()
+                await asyncio.sleep(self._tries.pause_s(self._final_error(self._error)))
+                self._refusals.clear()
+                self._begin(self._lines.choose(self._request))
 
     def close(self) -> None:
         """Cancels the request unless it has ended. May be called more than once."""
@@ -89,6 +104,7 @@ class GenerationStream:
             self._line.cancel(self._stream_id)
 
     def received(self, response: pb.GenerateResponse) -> None:
+        self._has_begun = True
         self._unread.append(response)
         if len(self._unread) >= MAX_UNREAD and not self._is_paused:
             self._is_paused = True
@@ -104,7 +120,19 @@ class GenerationStream:
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
 
-    def _begin(self) -> None:
+    def _other_line(self, error: QuireError) -> Line | None:
+        """Returns the next scheduler for a request that was refused; None if it is not to be sent to another one."""
+        if self._has_begun or not _is_of_scheduler(error):
+            return None
+        self._refusals.append((self._line, error))
+        return self._lines.other(self._request, [line for line, _ in self._refusals])
+
+    def _final_error(self, error: QuireError) -> QuireError:
+        """Returns the error for the client: of several refusals that of the queue that has room first."""
+        full = [each for _, each in self._refusals if isinstance(each, QueueFullError)]
+        return min(full, key=lambda each: each.retry_after_s) if full and _is_of_scheduler(error) else error
+
+    def _begin(self, line: Line) -> None:
         request, _ = self._tries.next_call()
         caller = self._caller
         opening = pb.OpenStream(
@@ -114,7 +142,17 @@ class GenerationStream:
             traceparent=caller.traceparent,
             tracestate=caller.tracestate,
         )
-        self._line = self._lines.choose(self._request)
+        self._line = line
         self._stream_id = self._line.open(opening, self)
         self._is_open = True
         self._error = None
+
+
+def _is_of_scheduler(error: QuireError) -> bool:
+    """Returns whether a refusal is due to the state of the scheduler, so that another one may accept the request.
+
+    After a lost connection, the request may be what has ended the scheduler: the rules of breaks bound its tries.
+    """
+    if isinstance(error, UnavailableError):
+        return not is_lost_connection(error)
+    return isinstance(error, QueueFullError) and not error.is_of_tenant

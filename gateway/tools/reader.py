@@ -109,27 +109,30 @@ class Reader(ABC):
 
     # --- steps that formats share ---
 
-    def _find(self, markers: Collection[str], plain: re.Pattern[str]) -> Steps[str]:
-        """Sends content up to a marker, which stays held with the white space before it. Returns the marker; at the end
-        of the text, the empty string.
+    def _find(
+        self, markers: Collection[str], plain: re.Pattern[str], kind: Callable[[str], Event] = Content
+    ) -> Steps[str]:
+        """Sends text up to a marker, which stays held with the white space before it. Returns the marker; at the end of
+        the text, the empty string.
 
         plain  matches runs of characters that are neither white space nor the first one of a marker
+        kind   makes the event of the text
         """
         firsts = {marker[0] for marker in markers}
         while True:
             piece = yield plain
             if piece == END:
                 is_between = self._is_after_call and self.separators.issuperset(self._held())
-                self._send(Markup if is_between else Content)
+                self._send(Markup if is_between else kind)
                 return END
             if piece in firsts:
                 num_held = self._num_held
                 if marker := (yield from self._rest_of(markers, piece)):
                     return marker
                 self._rewind(num_held)
-                self._send(Content)
+                self._send(kind)
             elif piece not in WHITE or self._num_held > MAX_HELD:
-                self._send(Content)
+                self._send(kind)
 
     def _rest_of(self, texts: Collection[str], begun: str) -> Steps[str | None]:
         """Receives the rest of one of the texts. Returns the text; None if something else has arrived."""

@@ -23,19 +23,19 @@ class ToolUse:
 
     is_read         calls are read from the text; False for the choice `none`
     is_forced       the whole output is calls
-    name            the only tool that may be called; None: all
+    allowed         the names of the tools that may be called; None: all
     allows_several  more than one call
     """
 
     tools: tuple[Tool, ...]
     is_read: bool = True
     is_forced: bool = False
-    name: str | None = None
+    allowed: frozenset[str] | None = None
     allows_several: bool = True
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
-        return tuple(tool for tool in self.tools if self.name in (None, tool.name))
+        return tuple(tool for tool in self.tools if self.allowed is None or tool.name in self.allowed)
 
     @property
     def names(self) -> frozenset[str]:
@@ -43,6 +43,5 @@ class ToolUse:
 
     @property
     def needs_grammar(self) -> bool:
-        return self.is_read and (
-            self.is_forced or not self.allows_several or any(tool.is_strict for tool in self.callable_tools)
-        )
+        is_restricted = not self.allows_several or len(self.callable_tools) < len(self.tools)
+        return self.is_read and (self.is_forced or is_restricted or any(tool.is_strict for tool in self.callable_tools))

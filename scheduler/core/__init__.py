@@ -50,6 +50,7 @@ from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
 from scheduler.core.state import Counters, SchedulerState
 from scheduler.core.tenants.account import DEFAULT_TENANT, Account, TenantTerms, TermsOf
+from scheduler.core.tenants.errors import TenantLimitReached
 
 __all__ = [
     "BATCHING",
@@ -103,6 +104,7 @@ __all__ = [
     "State",
     "StepPlan",
     "StepResult",
+    "TenantLimitReached",
     "TenantTerms",
     "TermsOf",
     "TokenLogprobs",

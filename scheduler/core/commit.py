@@ -1,6 +1,6 @@
 """Commits the result of a plan: appends tokens, continues beams, ends sequences, and releases deferred blocks."""
 
-from math import isnan
+from math import inf, isnan
 
 from scheduler.core import reports
 from scheduler.core.active_request import ActiveRequest
@@ -108,8 +108,9 @@ def _decide_beams(state: SchedulerState, active: ActiveRequest, candidates: Beam
     if group is None:
         raise InvariantViolation(f"request {active.request.request_id} reported candidates, and is no beam search")
     leader = group.leader
-    if any(isnan(candidates[beam][1][0]) for beam in group.beams or (leader,)):
-        _end(state, leader, FinishReason.NOT_FINITE, events)
+    best = [candidates[beam][1][0] for beam in group.beams or (leader,)]
+    if any(map(isnan, best)) or (leader.params.grammar and -inf in best):  # a grammar leaves a token, or it failed
+        _end(state, leader, FinishReason.NOT_FINITE if any(map(isnan, best)) else FinishReason.GRAMMAR, events)
         return
     is_first = not group.beams
     dropped = group.decide(candidates)
@@ -129,10 +130,9 @@ def _decide_beams(state: SchedulerState, active: ActiveRequest, candidates: Beam
 
 
 def _end_sequences(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
-    if result.end_reasons is not None:
-        for sequence, reason in zip(step.sampled, result.end_reasons, strict=True):
-            if reason is not None:
-                _end(state, sequence, reason, events)
+    for sequence, reason in zip(step.sampled, result.end_reasons or (), strict=False):  # the lengths were checked
+        if reason is not None:
+            _end(state, sequence, reason, events)
     for sequence in step.ending:
         _end(state, sequence, FinishReason.LENGTH, events)
 

@@ -141,7 +141,7 @@ class Engine:
             with self._signal.report_bugs():
                 self._core.add(request, now_s)
         except QueueFull as error:
-            raise QueueFull(str(error), self._dispatcher.retry_after_s) from error
+            raise type(error)(str(error), self._dispatcher.retry_after_s) from error
         if self._session is not None:
             self._session.add_arrival(now_s)
         self._dispatcher.add(request.request_id, sink)

@@ -1,7 +1,8 @@
 """Maps errors to gRPC statuses, with details that clients can act upon.
 
 Details follow google.rpc (AIP-193): a serialised google.rpc.Status in the trailer `grpc-status-details-bin`, with
-BadRequest for an invalid request and RetryInfo for a full queue.
+BadRequest for an invalid request and RetryInfo for a full queue. QuotaFailure beside RetryInfo says that the limit is
+one of the client's tenant.
 """
 
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import grpc
 import grpc.aio
 from google.protobuf.any_pb2 import Any
 from google.protobuf.duration_pb2 import Duration
-from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from scheduler.core import (
@@ -21,6 +22,7 @@ from scheduler.core import (
     InvariantViolation,
     QueueFull,
     QuireError,
+    TenantLimitReached,
     Unavailable,
 )
 
@@ -63,6 +65,7 @@ CODES: dict[type[BaseException], grpc.StatusCode] = {
     GrammarFailed: grpc.StatusCode.INVALID_ARGUMENT,
     CapacityExceeded: grpc.StatusCode.OUT_OF_RANGE,
     QueueFull: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    TenantLimitReached: grpc.StatusCode.RESOURCE_EXHAUSTED,
     ReaderStalled: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
     RequestCancelled: grpc.StatusCode.CANCELLED,
@@ -117,8 +120,14 @@ def _details(error: BaseException) -> list[Any]:
     if isinstance(error, QueueFull):
         delay = Duration()
         delay.FromNanoseconds(int(error.retry_after_s * 1e9))
-        return [_packed(RetryInfo(retry_delay=delay))]
+        retry = _packed(RetryInfo(retry_delay=delay))
+        return [retry, _packed(_quota_failure(error))] if isinstance(error, TenantLimitReached) else [retry]
     return []
+
+
+def _quota_failure(error: TenantLimitReached) -> QuotaFailure:
+    description = _shortened(str(error), MAX_MESSAGE_BYTES)
+    return QuotaFailure(violations=[QuotaFailure.Violation(subject="tenant", description=description)])
 
 
 def _bad_request(violations: dict[str, str]) -> BadRequest:
@@ -132,7 +141,7 @@ def _bad_request(violations: dict[str, str]) -> BadRequest:
     return bad_request
 
 
-def _packed(message: BadRequest | RetryInfo) -> Any:
+def _packed(message: BadRequest | QuotaFailure | RetryInfo) -> Any:
     packed = Any()
     packed.Pack(message)
     return packed

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from scheduler.core import QueueFull
+from scheduler.core import TenantLimitReached
 from scheduler.tenants.settings import Tenants
 
 MAX_BUCKETS = 4096
@@ -41,11 +41,11 @@ class RateLimits:
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
     def take_request(self, tenant: str) -> None:
-        """Counts a request. Raises QueueFull, with the time to wait, if there were too many in the last minute."""
+        """Counts a request. Raises TenantLimitReached, with the time to wait, if a minute had too many."""
         self._take(tenant, "requests", 1)
 
     def take_tokens(self, tenant: str, num_tokens: int) -> None:
-        """Counts the tokens of a prompt. Raises QueueFull, with the time to wait, if there were too many."""
+        """Counts the tokens of a prompt. Raises TenantLimitReached, with the time to wait, if there were too many."""
         self._take(tenant, "tokens", num_tokens)
 
     def add_tokens(self, tenant: str, num_tokens: int) -> None:
@@ -58,7 +58,7 @@ class RateLimits:
         if bucket is None:
             return
         if wait_s := bucket.wait_s(amount):
-            raise QueueFull(f"more than {bucket.capacity} {kind} a minute", wait_s)
+            raise TenantLimitReached(f"more than {bucket.capacity} {kind} a minute", wait_s)
         bucket.balance -= amount
 
     def _bucket(self, tenant: str, kind: str) -> Bucket | None:

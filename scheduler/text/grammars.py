@@ -3,8 +3,8 @@
     GrammarDefinition ──► cache ──► WorkerPool (grammar_worker) ──► CompiledGrammar
 
 A grammar is compiled before its request is queued: what the executor receives has passed the same compiler with the
-same limits. The cache also has grammars that were refused. Tenants take turns, and none learns from the cache what
-others have sent.
+same limits. The cache also has grammars that were refused. Tenants take turns, none holds all processes, and none
+learns from the cache what others have sent.
 """
 
 import asyncio
@@ -20,7 +20,8 @@ from pathlib import Path
 from scheduler.text.turns import Turns
 from scheduler.text.workers import Answer, WorkerPool
 
-NUM_WORKERS = 2
+NUM_WORKERS = 3
+"""Most processes. They are started when they are needed, and a tenant has at most two of them."""
 
 TIME, MEMORY = "grammar_time", "grammar_memory"
 """The limits that a compilation can reach."""
@@ -109,6 +110,7 @@ class GrammarCompiler:
             large=self._limits.large_characters,
             max_size=self._limits.max_pending_characters,
             max_size_of_a_tenant=self._limits.max_tenant_pending_characters,
+            spares_slots=True,
         )
         self._workers = WorkerPool("grammar_worker", settings, turns, NUM_WORKERS)
         self._cache = GrammarCache(self._limits.max_cache_bytes)

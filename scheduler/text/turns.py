@@ -16,13 +16,20 @@ class Turns:
     large                  tasks of more than this size are large
     max_size               size of all tasks that run or wait; more is refused with QueueFull
     max_size_of_a_tenant   the same for each tenant, so that no tenant takes all of `max_size`
+    spares_slots           no tenant takes all slots, or all that large tasks can have, unless there is only one of
+                           them: the tasks of others find one free
 
     A single task may exceed the sizes if nothing else (of its tenant) runs or waits.
     """
 
-    def __init__(self, num_slots: int, *, large: int, max_size: int, max_size_of_a_tenant: int) -> None:
+    def __init__(
+        self, num_slots: int, *, large: int, max_size: int, max_size_of_a_tenant: int, spares_slots: bool = False
+    ) -> None:
         self._num_free = num_slots
-        self._num_free_for_large = max(1, num_slots - 1)
+        self._num_free_for_large = num_for_large = max(1, num_slots - 1)
+        self._most_of_a_tenant = max(1, num_slots - spares_slots)
+        self._most_large_of_a_tenant = max(1, num_for_large - spares_slots)
+        self._num_held: Counter[tuple[str, bool]] = Counter()  # by tenant, of small and of large tasks
         self._large = large
         self._max_size = max_size
         self._max_size_of_a_tenant = max_size_of_a_tenant
@@ -55,7 +62,7 @@ class Turns:
 
     def _serve(self) -> None:
         while self._num_free > 0:
-            key = next((key for key in self._queues if not key[1] or self._num_free_for_large > 0), None)
+            key = next((key for key in self._queues if self._may_serve(*key)), None)
             if key is None:
                 return
             queue = self._queues.pop(key)
@@ -65,11 +72,22 @@ class Turns:
             if not may_run.done():  # its caller was not cancelled
                 self._num_free -= 1
                 self._num_free_for_large -= key[1]
+                self._num_held[key] += 1
                 may_run.set_result(None)
+
+    def _may_serve(self, tenant: str, is_large: bool) -> bool:
+        if is_large and not (
+            self._num_free_for_large > 0 and self._num_held[tenant, True] < self._most_large_of_a_tenant
+        ):
+            return False
+        return self._num_held[tenant, False] + self._num_held[tenant, True] < self._most_of_a_tenant
 
     def _give_back(self, tenant: str, size: int, is_large: bool) -> None:
         self._num_free += 1
         self._num_free_for_large += is_large
+        self._num_held[tenant, is_large] -= 1
+        if not self._num_held[tenant, is_large]:
+            del self._num_held[tenant, is_large]
         self._add_size(tenant, -size)
         self._serve()
 

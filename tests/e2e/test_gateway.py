@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.support.gateway.rig import content, parsed_events
 
 PROMPTS = [f"Once upon a time there was a {animal}" for animal in ("cat", "dog", "fox", "owl")]
 NUM_TOKENS = 200
+NUM_STREAMS = int(os.environ.get("NUM_STREAMS", str(len(PROMPTS))))
+"""Streams that are open when a service dies."""
 
 
 def served(**flags: Any) -> Stack:
@@ -30,21 +33,24 @@ async def streamed(http: aiohttp.ClientSession, prompt: str, **fields: Any) -> l
 
 @pytest.mark.timeout(600)
 async def test_streams_survive_the_death_of_each_service() -> None:
+    """Streams of one prompt differ by their seed, which makes each of them a text of its own."""
+    asked = [(PROMPTS[i % len(PROMPTS)], 7 + i // len(PROMPTS)) for i in range(NUM_STREAMS)]
     async with served() as stack, aiohttp.ClientSession(f"http://{stack.openai}") as http, stack.client() as client:
         expected = []
-        for prompt in PROMPTS:
-            completion = await client.complete(prompt, max_tokens=NUM_TOKENS, seed=7, ignore_eos=True)
+        for prompt, seed in asked:
+            completion = await client.complete(prompt, max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True)
             expected.append(completion.text)
-        assert [content(await streamed(http, prompt)) for prompt in PROMPTS] == expected
+        undisturbed = [content(await streamed(http, prompt)) for prompt, _ in asked[: len(PROMPTS)]]
+        assert undisturbed == expected[: len(PROMPTS)]
         for service in ("executor", "scheduler"):
-            answers = asyncio.gather(*(streamed(http, prompt) for prompt in PROMPTS))
-            await until(lambda: _is_running(stack, len(PROMPTS)), "all requests run")
+            answers = asyncio.gather(*(streamed(http, prompt, seed=seed) for prompt, seed in asked))
+            await until(lambda: _is_running(stack, NUM_STREAMS), "all requests run")
             stack.send(service, signal.SIGKILL)
             for events, text in zip(await answers, expected, strict=True):
                 assert content(events) == text, service
                 assert events[-1] == "[DONE]"
         async with http.get("/metrics") as response:
-            assert "quire_gateway_resumptions_total 4.0" in (await response.text()).splitlines()
+            assert f"quire_gateway_resumptions_total {NUM_STREAMS}.0" in (await response.text()).splitlines()
 
 
 @pytest.mark.timeout(600)

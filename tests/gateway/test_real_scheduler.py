@@ -1,11 +1,14 @@
 """The gateway in front of a scheduler's real servers, with an engine whose tokens the tests write."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer as FastTokenizer
 
+from scheduler.text.checkpoint import Checkpoint
 from tests.support.gateway.rig import Rig, content, parsed_events
 from tests.support.scheduler.callers import Callers
 from tests.support.scheduler.servers import Served, Servers
@@ -130,6 +133,25 @@ async def test_what_the_scheduler_refuses_has_the_name_of_the_json_field(
     async with rig_for(served) as rig:
         status, body = await rig.post("/v1/completions", BODY | fields)
     assert (status, body["error"]["type"], body["error"]["param"]) == (400, "invalid_request_error", param)
+
+
+@pytest.mark.parametrize("opening", ["", "<think>\n"])
+async def test_thoughts_of_a_template_that_opens_them_and_of_one_that_does_not(
+    checkpoint: Checkpoint, byte_level: FastTokenizer, servers: Servers, opening: str
+) -> None:
+    template = "{% for m in messages %}{{ m.content }}</think>{% endfor %}" + opening
+    config = checkpoint.directory / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": template}))
+    served = await servers.start()
+    async with rig_for(served) as rig:
+        body = {"messages": [{"role": "user", "content": "hello <think>"}], "max_tokens": 50}
+        answering = asyncio.create_task(rig.post("/v1/chat/completions", body))
+        await answered(served, byte_level.encode("Hm.</think>Yes.", add_special_tokens=False).ids)
+        status, answer = await answering
+    assert status == 200, answer
+    message = answer["choices"][0]["message"]
+    expected = ("Hm.", "Yes.") if opening else (None, "Hm.</think>Yes.")
+    assert (message.get("reasoning_content"), message["content"]) == expected
 
 
 async def test_a_slow_reader_does_not_hold_up_others(servers: Servers) -> None:

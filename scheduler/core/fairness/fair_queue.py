@@ -13,6 +13,7 @@ from scheduler.core.request import Request
 from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import Sequence
 from scheduler.core.tenants.account import Account
+from scheduler.core.tenants.errors import TenantLimitReached
 from scheduler.core.waiting_queue import WaitingQueue
 
 _Entry = tuple[tuple[int, float, int], int, Account]
@@ -143,7 +144,7 @@ class FairQueue:
             part = (limits.max_waiting_requests // num_parts, limits.max_waiting_prompt_tokens // num_parts)
             _check_takes(own, request, *part, " of yours")
         most_requests, most_tokens = terms.max_waiting_requests, terms.max_waiting_prompt_tokens
-        _check_takes(own, request, most_requests, most_tokens, " of yours")
+        _check_takes(own, request, most_requests, most_tokens, " of yours", TenantLimitReached)
 
     def _enter(self, account: Account) -> None:
         """Adds an entry that replaces the tenant's older one, and removes replaced entries if most are."""
@@ -205,10 +206,15 @@ class FairQueue:
 
 
 def _check_takes(
-    queue: "FairQueue | WaitingQueue", request: Request, most_requests: int | None, most_tokens: int | None, whose: str
+    queue: "FairQueue | WaitingQueue",
+    request: Request,
+    most_requests: int | None,
+    most_tokens: int | None,
+    whose: str,
+    error: type[QueueFull] = QueueFull,
 ) -> None:
     if most_requests is not None and len(queue) >= most_requests:
-        raise QueueFull(f"{len(queue)} requests{whose} are waiting")
+        raise error(f"{len(queue)} requests{whose} are waiting")
     num_tokens = queue.num_prompt_tokens + request.num_given_tokens
     if most_tokens is not None and len(queue) and num_tokens > most_tokens:
-        raise QueueFull(f"{queue.num_prompt_tokens} prompt tokens{whose} are waiting")
+        raise error(f"{queue.num_prompt_tokens} prompt tokens{whose} are waiting")

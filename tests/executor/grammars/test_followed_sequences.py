@@ -168,6 +168,16 @@ def test_candidates_of_beams_are_allowed_and_branches_follow_them(runner, letter
     assert possible(output, 2) == [set(), {EOS}]
 
 
+@pytest.mark.parametrize("grammar", ["x", LLMatcher.grammar_from_regex("d"), LLMatcher.grammar_from_lark("(")])
+def test_a_beam_whose_grammar_cannot_be_followed_has_no_candidates(grammar, runner, lettered) -> None:
+    """That is how the scheduler learns of it: beams have no reason to end with."""
+    driver = PlanDriver(runner)
+    driver.admit(lettered.prompt(5), 30, num_candidates=8, grammar=grammar, eos_token_ids=EOS_IDS)
+    driver.admit(lettered.prompt(5), 30, num_candidates=8, **following("(a|b)b"))
+    a, b, ab, bb = 2, 3, 5, 11
+    assert possible(driver.step(), 2) == [set(), {a, b, ab, bb}]
+
+
 def test_a_reused_slot_follows_its_own_grammar_or_none(runner, lettered) -> None:
     prompt = lettered.prompt(6)
     plain, other = run_alone(runner, prompt).output, run_alone(runner, prompt, **following("c+")).output

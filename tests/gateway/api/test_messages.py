@@ -131,7 +131,7 @@ def test_tools_reach_the_template_as_they_are() -> None:
         ),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": 5}}, "tool_choice.function"),
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "custom"}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "x": 1}}, "tool_choice.x"),
         ({"tools": [TOOL, TOOL], "tool_choice": "required"}, "tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, "tools"),

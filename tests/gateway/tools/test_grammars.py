@@ -19,7 +19,9 @@ NAMES = sorted(FORMATS)
 STRICT = Tool("weather", WEATHER.parameters, is_strict=True)
 FORCED = ToolUse((WEATHER, TIME), is_forced=True)
 ONE = ToolUse((WEATHER, TIME), is_forced=True, allows_several=False)
-NAMED = ToolUse((WEATHER, TIME), is_forced=True, name="weather", allows_several=False)
+NAMED = ToolUse((WEATHER, TIME), is_forced=True, allowed=frozenset({"weather"}), allows_several=False)
+ALLOWED = ToolUse((WEATHER, TIME), allowed=frozenset({"weather"}))
+ALLOWED_FORCED = ToolUse((WEATHER, TIME), is_forced=True, allowed=frozenset({"weather"}))
 FREE = ToolUse((STRICT, TIME))
 FREE_ONE = ToolUse((WEATHER, TIME), allows_several=False)
 TOKENS = sorted({token for each in FORMATS.values() for token in (*each.markers, *each.passed)})
@@ -129,6 +131,20 @@ def test_exactly_one_call(name: str, has_tokens: bool) -> None:
 def test_a_named_tool(name: str, has_tokens: bool) -> None:
     assert accepts(name, NAMED, output(name, one_call(name)), has_tokens=has_tokens)
     assert not accepts(name, NAMED, output(name, one_call(name, "{}", "get_time")), has_tokens=has_tokens)
+
+
+@both
+@each
+def test_allowed_tools(name: str, has_tokens: bool) -> None:
+    """Calls of other tools cannot be written, or in formats without a marker, they are text."""
+    rome, other = output(name, one_call(name), one_call(name)), output(name, one_call(name, "{}", "get_time"))
+    for use in (ALLOWED, ALLOWED_FORCED):
+        assert accepts(name, use, rome, has_tokens=has_tokens)
+        if not use.is_forced:
+            assert accepts(name, use, text_before(name, "Hi."), has_tokens=has_tokens)
+        if accepts(name, use, other, has_tokens=has_tokens):
+            assert not use.is_forced
+            assert calls(read(name, other, use)) == []
 
 
 def text_before(name: str, text: str) -> str:

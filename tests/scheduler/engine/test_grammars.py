@@ -1,12 +1,15 @@
 """Grammars travel with admissions only, and their failures end one request."""
 
 import asyncio
+import math
+from array import array
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from quire.plan_stream import FEATURES
-from scheduler.core import FinishReason, Request, SequenceParams, StepResult
+from scheduler.core import BeamParams, FinishReason, Request, SequenceParams, StepResult, check_invariants
 from scheduler.engine.engine import Engine, ServerState
 from tests.support.scheduler.engine_rig import RecordingSink, running_engine, submit
 from tests.support.scheduler.fake_client import DESCRIPTION, FakeClient
@@ -77,6 +80,53 @@ async def test_a_grammar_that_cannot_be_followed_fails_its_request_and_no_other(
         await until(lambda: engine.core is not None and not engine.core.num_unfinished_requests)
         assert engine.failures.num_failures == 0
         assert client.num_streams == 1
+
+
+@pytest.mark.parametrize("step", [1, 3])
+async def test_a_beam_whose_grammar_cannot_be_followed_fails_its_search_and_no_other_request(step: int) -> None:
+    """No token of it is possible. It may be the first beam, or one of several."""
+    client = FakeClient(ABLE)
+    client.alter = impossible_at(step)
+    async with running_engine(client) as engine:
+        failing = submit_with_grammar(engine, [1, 2, 3], 30, beam=BeamParams(4, 2))
+        others = [submit(engine, [i, 5], 20) for i in range(3)]
+        await asyncio.wait_for(failing.done.wait(), 10)
+        assert (failing.reasons, failing.outputs) == ({0: FinishReason.GRAMMAR}, {})
+        for other in others:
+            await other.check()
+        await until(lambda: engine.core is not None and not engine.core.num_unfinished_requests)
+        assert engine.core is not None
+        pool = engine.core.state.cache.pool
+        check_invariants(engine.core)
+        await until(lambda: pool.num_free_blocks == pool.num_usable_blocks)
+        assert engine.failures.num_failures == 0
+        assert client.num_streams == 1
+
+
+async def test_without_a_grammar_a_search_without_tokens_has_an_empty_result() -> None:
+    client = FakeClient(ABLE)
+    client.alter = impossible_at(1)
+    async with running_engine(client) as engine:
+        sink = submit(engine, [1, 2, 3], 30, beam=BeamParams(4, 2))
+        await asyncio.wait_for(sink.done.wait(), 10)
+        assert sink.reasons == {0: FinishReason.LENGTH, 1: FinishReason.LENGTH}
+        assert sink.scores == {0: -math.inf, 1: -math.inf}
+
+
+def impossible_at(step: int) -> Callable[[StepResult], StepResult]:
+    """Returns a function that forbids all candidates of the last beam in one of the steps that report candidates."""
+    num_steps = 0
+
+    def alter(result: StepResult) -> StepResult:
+        nonlocal num_steps
+        num_steps += result.candidates is not None
+        if num_steps != step or result.candidates is None:
+            return result
+        values = array("f", result.candidates.values)
+        values[-8:] = array("f", [-math.inf] * 8)
+        return replace(result, candidates=replace(result.candidates, values=values))
+
+    return alter
 
 
 @pytest.mark.parametrize("is_able", [True, False])

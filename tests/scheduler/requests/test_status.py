@@ -5,15 +5,18 @@ from urllib.parse import quote
 
 import grpc
 import pytest
-from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
+from quire.errors import QueueFullError
+from quire.status import from_status
 from scheduler import core
 from scheduler.core import (
     CapacityExceeded,
     InvalidRequest,
     InvariantViolation,
     QueueFull,
+    TenantLimitReached,
 )
 from scheduler.requests import status
 from scheduler.requests.status import DETAILS_KEY, code_of, status_of
@@ -72,3 +75,19 @@ def test_messages_of_bugs_are_not_sent(error: Exception) -> None:
     found = status_of(error)
     assert found.message == "internal error; see the server's log"
     assert found.trailers == ()
+
+
+def test_a_limit_of_a_tenant_has_a_quota_failure() -> None:
+    details = details_of(TenantLimitReached("more than 5 requests a minute", retry_after_s=2.5))
+    retry, quota = RetryInfo(), QuotaFailure()
+    assert details.details[0].Unpack(retry)
+    assert details.details[1].Unpack(quota)
+    assert [(v.subject, v.description) for v in quota.violations] == [("tenant", "more than 5 requests a minute")]
+
+
+@pytest.mark.parametrize(("error", "is_of_tenant"), [(QueueFull("full"), False), (TenantLimitReached("full"), True)])
+def test_clients_tell_a_full_queue_from_a_limit_of_their_tenant(error: QueueFull, is_of_tenant: bool) -> None:
+    found = status_of(error)
+    known = from_status(found.code, found.message, found.trailers)
+    assert isinstance(known, QueueFullError)
+    assert (known.retry_after_s, known.is_of_tenant) == (1.0, is_of_tenant)

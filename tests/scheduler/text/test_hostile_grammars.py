@@ -48,6 +48,21 @@ async def test_a_grammar_that_takes_too_long_ends_its_process_only(make_compiler
     assert set(before) <= set(worker_pids())
 
 
+async def test_slow_grammars_of_a_tenant_keep_no_other_waiting(make_compiler: MakeCompiler) -> None:
+    """The slow ones would need half a minute, and the others are ready before any of them ends."""
+    compiler = make_compiler(max_s=30)
+    slow = [
+        asyncio.create_task(compile_text(compiler, "json_schema", SLOW + " " * i, tenant="hostile")) for i in range(4)
+    ]
+    await asyncio.sleep(0.1)
+    for text in ("a", "b"):
+        assert (await compile_text(compiler, "regex", text, tenant="other")).text
+    assert not any(each.done() for each in slow)
+    assert len(worker_pids()) == 3
+    await compiler.close()
+    assert [type(each) for each in await asyncio.gather(*slow, return_exceptions=True)] == [Unavailable] * 4
+
+
 async def test_a_grammar_that_takes_too_much_memory_is_refused(make_compiler: MakeCompiler) -> None:
     compiler = make_compiler(max_memory_bytes=4 << 20, max_s=30)
     large = json.dumps({"enum": [f"value {i}" for i in range(15_000)]})

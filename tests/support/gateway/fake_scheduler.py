@@ -10,7 +10,7 @@ import grpc
 import grpc.aio
 from google.protobuf.any_pb2 import Any as AnyMessage
 from google.protobuf.duration_pb2 import Duration
-from google.rpc.error_details_pb2 import BadRequest, RetryInfo
+from google.rpc.error_details_pb2 import BadRequest, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from quire.v1 import generation_pb2 as pb
@@ -32,6 +32,7 @@ class Failure(Exception):
         *,
         violations: dict[str, str] | None = None,
         retry_after_s: float | None = None,
+        is_of_tenant: bool = False,
     ) -> None:
         super().__init__(message)
         status = Status(code=code.value[0], message=message)
@@ -44,6 +45,8 @@ class Failure(Exception):
             delay = Duration()
             delay.FromNanoseconds(int(retry_after_s * 1e9))
             details.append(RetryInfo(retry_delay=delay))
+        if is_of_tenant:
+            details.append(QuotaFailure(violations=[QuotaFailure.Violation(subject="tenant", description=message)]))
         for detail in details:
             packed = AnyMessage()
             packed.Pack(detail)

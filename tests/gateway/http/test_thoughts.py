@@ -1,0 +1,189 @@
+"""Thoughts of a reasoning model in the three APIs."""
+
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway.api.chat import parse_chat
+from gateway.http.model_tools import ServedModelTools
+from quire.v1 import tokenization_pb2 as tokens_pb
+from tests.gateway.http.test_other_apis import MESSAGE, RESPONSE, named_events
+from tests.gateway.http.test_tool_calls import MESSAGE_TOOLS, PLAIN_TOOLS, TOOLS, says
+from tests.gateway.tools.texts import one_call
+from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.rig import CHAT, Rig, content
+
+TEXT = "<think>\nHm, a < b.\n</think>\n\nYes."
+CALL = f"<think>\nHm.\n</think>\n\n{one_call('hermes')}"
+
+
+class Thinker(FakeScheduler):
+    """Its template shows thoughts; `generation_prompt` is what it adds to a chat.
+
+    num_probes  chats that were tokenised
+    """
+
+    generation_prompt = "<|im_start|>assistant\n"
+    num_probes = 0
+    fails = False
+
+    async def GetTokenizerInfo(  # noqa: N802
+        self, request: tokens_pb.GetTokenizerInfoRequest, context: Any
+    ) -> tokens_pb.GetTokenizerInfoResponse:
+        return tokens_pb.GetTokenizerInfoResponse(eos_token_ids=[0], chat_template="<tool_call> </think>")
+
+    async def Tokenize(self, request: tokens_pb.TokenizeRequest, context: Any) -> tokens_pb.TokenizeResponse:  # noqa: N802
+        if request.HasField("chat"):
+            self.num_probes += 1
+            if self.fails:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+            text = request.chat.messages[-1].content + self.generation_prompt
+            if request.chat.template_arguments.get("enable_thinking") == "false":
+                text += "<think>\n\n</think>\n\n"
+            return await super().Tokenize(tokens_pb.TokenizeRequest(text=text, return_bytes=True), context)
+        return await super().Tokenize(request, context)
+
+
+def thinking_rig(text: str = TEXT, *, is_opened: bool = False) -> Rig:
+    """The scheduler says the text; with `is_opened`, the prompt has its opening tag."""
+    thinker = Thinker()
+    rig = Rig()
+    rig.fakes = [thinker]
+    if is_opened:
+        thinker.generation_prompt += "<think>\n"
+        text = text.removeprefix("<think>\n")
+    thinker.answer = says(text)
+    return rig
+
+
+def thoughts(events: list[Any]) -> str:
+    deltas = [choice["delta"] for event in events if event != "[DONE]" for choice in event["choices"]]
+    return "".join(delta.get("reasoning_content", "") for delta in deltas)
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+async def test_chats(is_opened: bool) -> None:
+    async with thinking_rig(is_opened=is_opened) as rig:
+        _, body = await rig.chat()
+        message = body["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("Hm, a < b.", "Yes.")
+        events = await rig.events("/v1/chat/completions", CHAT)
+        assert (thoughts(events), content(events)) == ("Hm, a < b.", "Yes.")
+        assert events[-2]["choices"][0]["finish_reason"] == "stop"
+        assert rig.fake.requests[0].output.special_tokens  # the tags can be special tokens
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+async def test_responses_have_a_reasoning_item(is_opened: bool) -> None:
+    async with thinking_rig(is_opened=is_opened) as rig:
+        _, body = await rig.post("/v1/responses", RESPONSE)
+        events = await named_events(rig, "/v1/responses", RESPONSE)
+    for output in (body["output"], events[-1]["response"]["output"]):
+        thought, message = output
+        assert (thought["type"], thought["summary"]) == ("reasoning", [])
+        assert thought["content"] == [{"type": "reasoning_text", "text": "Hm, a < b."}]
+        assert message["content"][0]["text"] == "Yes."
+    names = [event["type"] for event in events]
+    assert names.index("response.reasoning_text.done") < names.index("response.output_text.delta")
+
+
+@pytest.mark.parametrize("is_opened", [False, True])
+async def test_messages_have_a_thinking_block(is_opened: bool) -> None:
+    async with thinking_rig(is_opened=is_opened) as rig:
+        _, body = await rig.post("/v1/messages", MESSAGE)
+        events = await named_events(rig, "/v1/messages", MESSAGE)
+    assert body["content"] == [
+        {"type": "thinking", "thinking": "Hm, a < b.", "signature": ""},
+        {"type": "text", "text": "Yes."},
+    ]
+    started = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert started == ["thinking", "text"]
+
+
+async def test_calls_follow_a_thought_in_all_apis() -> None:
+    async with thinking_rig(CALL) as rig:
+        _, chat = await rig.chat(tools=TOOLS)
+        _, response = await rig.post("/v1/responses", RESPONSE | {"tools": PLAIN_TOOLS})
+        _, message = await rig.post("/v1/messages", MESSAGE | {"tools": MESSAGE_TOOLS})
+    answer = chat["choices"][0]["message"]
+    assert (answer["reasoning_content"], answer["content"]) == ("Hm.", None)
+    assert answer["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
+    assert [item["type"] for item in response["output"]] == ["reasoning", "function_call"]
+    assert [block["type"] for block in message["content"]] == ["thinking", "tool_use"]
+
+
+async def test_template_arguments_decide_whether_the_prompt_opens_the_thought() -> None:
+    async with thinking_rig("Yes.", is_opened=True) as rig:
+        for _ in range(3):
+            _, body = await rig.chat()
+            assert body["choices"][0]["message"]["reasoning_content"] == "Yes."
+            _, body = await rig.chat(chat_template_kwargs={"enable_thinking": False})
+            assert body["choices"][0]["message"] == {"role": "assistant", "content": "Yes.", "refusal": None}
+        assert rig.fake.num_probes == 2  # type: ignore[attr-defined]
+
+
+async def test_what_users_write_does_not_count() -> None:
+    async with thinking_rig("Yes.") as rig:
+        _, body = await rig.chat(messages=[{"role": "user", "content": "Open <think>"}])
+    assert body["choices"][0]["message"]["content"] == "Yes."
+
+
+async def test_a_continued_message_can_be_within_a_thought() -> None:
+    async with thinking_rig(".</think>Yes.") as rig:
+        messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>Hm"}]
+        _, body = await rig.chat(messages=messages, continue_final_message=True)
+    message = body["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == (".", "Yes.")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": ".*"}},
+    ],
+)
+async def test_an_answer_under_a_grammar_has_no_thought(fields: dict[str, Any]) -> None:
+    async with thinking_rig('{"tag": "<think>"}', is_opened=True) as rig:
+        _, body = await rig.chat(**fields)
+    assert body["choices"][0]["message"]["content"] == '{"tag": "<think>"}'
+
+
+async def test_forced_calls_have_no_thought() -> None:
+    async with thinking_rig(one_call("hermes"), is_opened=True) as rig:
+        _, body = await rig.chat(tools=TOOLS, tool_choice="required")
+    message = body["choices"][0]["message"]
+    assert message["tool_calls"][0]["function"]["name"] == "weather"
+    assert "reasoning_content" not in message
+
+
+async def test_log_probabilities_stay_complete() -> None:
+    async with thinking_rig() as rig:
+        events = await rig.events("/v1/chat/completions", CHAT | {"logprobs": True})
+        _, body = await rig.chat(logprobs=True)
+    choices = [event["choices"][0] for event in events[:-1]]
+    found = [each for choice in choices if choice["logprobs"] for each in choice["logprobs"]["content"]]
+    assert "".join(each["token"] for each in found) == TEXT
+    assert found == body["choices"][0]["logprobs"]["content"]
+
+
+async def test_a_scheduler_that_does_not_tell_is_asked_again() -> None:
+    async with thinking_rig(is_opened=True) as rig:
+        rig.fake.fails = True  # type: ignore[attr-defined]
+        assert (await rig.chat())[0] == 200
+        rig.fake.fails = False  # type: ignore[attr-defined]
+        _, body = await rig.chat()
+    assert body["choices"][0]["message"]["reasoning_content"] == "Hm, a < b."
+
+
+async def test_many_template_arguments_are_not_remembered_for_ever() -> None:
+    async with thinking_rig(is_opened=True) as rig:
+        tools = ServedModelTools(rig.schedulers, None)
+        for value in (*range(200), "y" * 2000):
+            parsed = parse_chat(CHAT | {"chat_template_kwargs": {"x": value}})
+            found = await tools.of(parsed, "")
+            assert found is not None
+            assert await tools.begins_in_thought(parsed, found, "")
+            assert len(tools._opened) <= 64
+            assert all(len(str(key)) < 2000 for key in tools._opened)
