@@ -31,7 +31,7 @@ FLAGS = ("--no-enable-prefix-caching", "--gateway", "--gateway-listen", "127.0.0
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the clients of one turn have seen.
+    """The rates of one turn, as the clients measure them.
 
     tokens_per_s  output tokens a second of all clients
     ttft_ms       median time to the first token

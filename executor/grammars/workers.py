@@ -150,7 +150,7 @@ class Workers:
             self._batches.put(_Batch(deque(pending[first : first + self._batch_size])))
 
     def give_up_late_ones(self) -> None:
-        """Gives up the states that take too long, whoever waits for them, and starts threads in place of theirs."""
+        """Gives up the states that take too long, and starts threads in place of theirs."""
         for thread, batch in list(self._running.items()):
             with self._lock:  # until its batch has left `_running`, the thread is alive
                 late = batch.current if self._running.get(thread) is batch else None

@@ -54,7 +54,7 @@ def test_work_that_takes_too_long_is_given_up_and_another_thread_takes_its_place
 
 
 def test_the_rest_of_a_batch_is_computed_by_the_thread_that_takes_over(monkeypatch) -> None:
-    """The states behind the one that takes too long are waited for first, or by nobody else."""
+    """The test waits for the last state first, not for the one that takes too long."""
     monkeypatch.setattr(workers, "LIMIT_S", 0.05)
     monkeypatch.setattr(workers, "_POLL_S", 0.01)
     own, state, spinning = Workers(1, "test", FAILED), known(), Spinning()
@@ -69,7 +69,7 @@ def test_the_rest_of_a_batch_is_computed_by_the_thread_that_takes_over(monkeypat
         spinning.is_released.set()
 
 
-def test_a_state_that_nobody_waits_for_is_given_up_too(monkeypatch) -> None:
+def test_a_late_state_is_given_up_without_a_wait_for_it(monkeypatch) -> None:
     """Its sequence was cancelled. Its thread is missing to all others."""
     monkeypatch.setattr(workers, "LIMIT_S", 0.05)
     monkeypatch.setattr(workers, "_POLL_S", 0.01)
