@@ -37,6 +37,19 @@ def command_of(program: str, directory: Path) -> list[str]:
     return [python, str(PROGRAMS / program)]
 
 
+def python_tool(module: str) -> list[str]:
+    """Returns the command of a module of a package in requirements.txt. Raises NotInstalled."""
+    return [str(_python_packages() / "bin" / "python"), "-m", module]
+
+
+def node_tool(script: str) -> list[str]:
+    """Returns the command of a script of a package in package-lock.json. Raises NotInstalled.
+
+    script  its path within node_modules
+    """
+    return ["node", str(_node_packages() / "node_modules" / script)]
+
+
 def _python_packages() -> Path:
     """Returns an environment with requirements.txt."""
     requirements = PROGRAMS / "requirements.txt"
