@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -48,6 +49,28 @@ def node_tool(script: str) -> list[str]:
     script  its path within node_modules
     """
     return ["node", str(_node_packages() / "node_modules" / script)]
+
+
+def evaluation_python() -> str:
+    """Returns the Python of an environment with requirements-evaluation.txt. Raises NotInstalled.
+
+    Torch and transformers are those of the project's environment, so that no other build of torch is downloaded.
+    """
+    requirements = PROGRAMS / "requirements-evaluation.txt"
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise NotInstalled("there is no torch")
+    shared = str(Path(torch.origin).parent.parent)
+
+    def install(directory: Path) -> None:
+        venv.create(directory, with_pip=True)
+        (site_packages,) = directory.glob("lib/python*/site-packages")
+        (site_packages / "shared.pth").write_text(shared)
+        pip = (directory / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps")
+        _run(*pip, "--requirement", requirements, directory=directory)
+
+    versions = requirements.read_bytes() + shared.encode()
+    return str(_installed(f"evaluation-{sys.version.split()[0]}", versions, install) / "bin" / "python")
 
 
 def _python_packages() -> Path:
