@@ -1,4 +1,4 @@
-"""lm-eval and guidellm, from their packages against `quire serve`.
+"""Tests with lm-eval and guidellm, from their packages, against `quire serve`.
 
 Their packages take minutes to install, and need 700 MB: EVALUATION=1 in the environment asks for these tests.
 """
@@ -76,7 +76,7 @@ def write_task(directory: Path) -> None:
     rng = random.Random(0)
     documents = []
     for i in range(NUM_DOCUMENTS):
-        text = f"Once upon a time there was a {rng.choice(ANIMALS)} named {rng.choice(NAMES)} who lived in the"
+        text = f"Once upon a time there was a {rng.choice(ANIMALS)} named {rng.choice(NAMES)} in the"
         choices = rng.sample(PLACES, 4)
         documents.append(json.dumps({"text": f"{i}. {text}", "choices": choices, "answer": rng.randrange(4)}))
     file = directory / "documents.jsonl"
