@@ -26,6 +26,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (),
     "mcp_servers": ([],),
     "context_management": (),
+    "cache_control": ({"type": "ephemeral"},),
+    "speed": ("standard",),
 }
 
 _CACHE_CONTROL: dict[str, tuple[Any, ...]] = {"cache_control": ({"type": "ephemeral"},)}

@@ -24,6 +24,9 @@ _ERROR_KINDS = {
     504: "timeout_error",
 }
 
+_ABSENT_USAGE = dict.fromkeys(("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use"))
+"""Fields that the schema of this API requires, about what this server does not have or does not count."""
+
 
 def error_body(error: ApiError) -> dict[str, Any]:
     """Returns an error in the form of this API."""
@@ -67,7 +70,12 @@ class End:
             self._reason = "end_turn" if self._stop_sequence is None else "stop_sequence"
 
     def as_json(self) -> dict[str, Any]:
-        return {"stop_reason": self._reason, "stop_sequence": self._stop_sequence}
+        return {
+            "stop_reason": self._reason,
+            "stop_sequence": self._stop_sequence,
+            "stop_details": None,
+            "container": None,
+        }
 
     def usage(self) -> dict[str, Any]:
         return {
@@ -75,6 +83,8 @@ class End:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": self._num_cached_tokens,
             "output_tokens": self.num_output_tokens,
+            "service_tier": "standard",
+            **_ABSENT_USAGE,
         }
 
 
@@ -98,9 +108,8 @@ class MessageChunks:
                 self._answer.finished(message.finished)
             case "started":
                 self._answer.started(message.started)
-                block = {"type": "text", "text": ""}
                 return event_text("message_start", message=message_body(self._head, [], self._answer)) + event_text(
-                    "content_block_start", index=0, content_block=block
+                    "content_block_start", index=0, content_block=text_block("")
                 )
         return ""
 
@@ -133,7 +142,11 @@ class MessageCollector:
                 self._answer.started(message.started)
 
     def body(self) -> dict[str, Any]:
-        return message_body(self._head, [{"type": "text", "text": "".join(self._texts)}], self._answer)
+        return message_body(self._head, [text_block("".join(self._texts))], self._answer)
+
+
+def text_block(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text, "citations": None}
 
 
 def message_body(head: Head, content: list[dict[str, Any]], answer: End) -> dict[str, Any]:

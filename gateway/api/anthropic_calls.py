@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from gateway.api.anthropic_answer import End, error_body, event_text, message_body
+from gateway.api.anthropic_answer import End, error_body, event_text, message_body, text_block
 from gateway.api.chat_answer import to_json
 from gateway.api.endpoint import Head
 from gateway.api.errors import ApiError
@@ -30,11 +30,11 @@ class _Block:
     def start(self) -> dict[str, Any]:
         match self.kind:
             case "tool_use":
-                return {"type": "tool_use", **self.call, "input": {}}
+                return {"type": "tool_use", **self.call, "input": {}, "caller": {"type": "direct"}}
             case "thinking":
                 return {"type": "thinking", "thinking": "", "signature": ""}
             case _:
-                return {"type": "text", "text": ""}
+                return text_block("")
 
     def delta(self, text: str) -> dict[str, Any]:
         if self.kind == "tool_use":

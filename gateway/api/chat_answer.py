@@ -31,7 +31,6 @@ class ChatChunks:
             "object": "chat.completion.chunk",
             "created": head.created,
             "model": head.model,
-            "system_fingerprint": None,
         }
         self._start = "data: " + to_json(chunk)[:-1] + ',"choices":['
         # With `include_usage`, all chunks have the field; it is null until the last one.
@@ -134,7 +133,6 @@ class ChatCollector:
             "model": self._head.model,
             "choices": [self._choice(index, choice) for index, choice in sorted(self._choices.items())],
             "usage": self._usage.as_json(),
-            "system_fingerprint": None,
         }
         if self._has_prompt_logprobs:
             body["prompt_logprobs"] = prompt_logprobs(self._prompt_logprobs)
@@ -143,7 +141,12 @@ class ChatCollector:
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         return {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(choice.texts), "refusal": None},
+            "message": {
+                "role": "assistant",
+                "content": "".join(choice.texts),
+                "refusal": None,
+                "annotations": [],
+            },
             "logprobs": {"content": choice.logprobs, "refusal": None} if self._has_logprobs else None,
             "finish_reason": choice.reason,
         }

@@ -162,7 +162,6 @@ class CompletionCollector(_Answer):
             "model": self._head.model,
             "choices": choices,
             "usage": self._usage.as_json(),
-            "system_fingerprint": None,
         }
 
     def _as_json(self, index: int, prompt: int, choice: _Choice) -> dict[str, Any]:

@@ -32,11 +32,13 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "context_management": (),
 }
+_ABSENT_OF_TOOL = {"description": None, "parameters": None, "strict": None}
 LOGPROBS = "message.output_text.logprobs"
 IGNORED_INCLUDES = {"reasoning.encrypted_content"}
 
 _ROLES = ("system", "developer", "user", "assistant")
 _STATUS: dict[str, tuple[Any, ...]] = {"status": ("completed", "incomplete", "in_progress")}
+_PHASE: dict[str, tuple[Any, ...]] = {"phase": ("commentary", "final_answer")}
 _NAMES = (
     NAMES
     | GRAMMAR_NAMES
@@ -75,11 +77,13 @@ def parse_response(body: object) -> ParsedRequest:
             "instructions": instructions,
             "max_output_tokens": fields.get("max_output_tokens"),
             "metadata": {} if metadata is None else metadata.values,
+            "safety_identifier": fields.text("safety_identifier"),
+            "prompt_cache_key": fields.text("prompt_cache_key"),
             "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
             "temperature": fields.number("temperature"),
             "text": {"format": _format_of(fields)},
             "tool_choice": fields.get("tool_choice") or "auto",
-            "tools": fields.get("tools") or [],
+            "tools": [_ABSENT_OF_TOOL | tool for tool in fields.items("tools") if isinstance(tool, dict)],
             "top_p": fields.number("top_p"),
             "top_logprobs": fields.get("top_logprobs") or 0,
         },
@@ -148,7 +152,7 @@ def _add_input(fields: Fields, chat: pb.ChatPrompt) -> None:
 def _add_item(item: Fields, chat: pb.ChatPrompt) -> None:
     match item.get("type"):
         case None | "message":
-            item.check_names({"type", "role", "content", "id"}, _STATUS)
+            item.check_names({"type", "role", "content", "id"}, _STATUS | _PHASE)
             role = item.get("role")
             if role not in _ROLES:
                 item.add_problem("role", f"must be one of {', '.join(_ROLES)}, not {shown(role)}")

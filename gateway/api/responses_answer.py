@@ -3,6 +3,7 @@
 A stream is a sequence of numbered events about one response, its one message, and the message's one part.
 """
 
+import time
 from dataclasses import dataclass
 from json.encoder import encode_basestring
 from typing import Any
@@ -33,6 +34,7 @@ class Answer:
         self._logprobs: list[dict[str, Any]] = []
         self._num_input_tokens = self._num_cached_tokens = self._num_output_tokens = 0
         self._is_cut_off = False
+        self._completed_at: int | None = None
 
     def started(self, started: pb.Started) -> None:
         self._num_input_tokens = started.prompt_tokens
@@ -48,6 +50,7 @@ class Answer:
 
     def finished(self, finished: pb.Finished) -> None:
         self._is_cut_off = finished.reason == pb.FINISH_REASON_LENGTH
+        self._completed_at = None if self._is_cut_off else int(time.time())
 
     @property
     def status(self) -> str:
@@ -70,8 +73,13 @@ class Answer:
             "id": self.head.id,
             "object": "response",
             "created_at": self.head.created,
+            "completed_at": self._completed_at if status == "completed" else None,
             "status": status,
             "background": False,
+            "service_tier": "default",
+            "presence_penalty": 0,
+            "frequency_penalty": 0,
+            "max_tool_calls": None,
             "error": None if error is None else {"code": error.code or "server_error", "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "model": self.head.model,

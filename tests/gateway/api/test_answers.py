@@ -35,7 +35,7 @@ def test_any_text_survives_in_chunks(text: str) -> None:
 
 def test_chunks_are_those_of_the_template() -> None:
     _, chunk, end, done = events(chat(), started(), delta(0, "a", 1), finished(0, 1))
-    head = {"id": "id-1", "object": "chat.completion.chunk", "created": 5, "model": "m", "system_fingerprint": None}
+    head = {"id": "id-1", "object": "chat.completion.chunk", "created": 5, "model": "m"}
     choice = {"index": 0, "delta": {"content": "a"}, "logprobs": None, "finish_reason": None}
     assert chunk == head | {"choices": [choice]}
     assert end == head | {"choices": [choice | {"delta": {}, "finish_reason": "stop"}]}

@@ -94,6 +94,8 @@ def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"cache_control": {"type": "forever"}}, "cache_control"),
+        ({"speed": "fast"}, "speed"),
         ({"colour": "red"}, "colour"),
     ],
 )
@@ -131,7 +133,7 @@ def test_the_answer_names_the_stop_sequence_without_containing_it(
     stop: list[str], texts: list[str], text: str, found: str | None
 ) -> None:
     body = answered(stop, texts, pb.FINISH_REASON_STOP if found else pb.FINISH_REASON_EOS)
-    assert body["content"] == [{"type": "text", "text": text}]
+    assert body["content"] == [{"type": "text", "text": text, "citations": None}]
     assert body["stop_sequence"] == found
     assert body["stop_reason"] == ("stop_sequence" if found else "end_turn")
 

@@ -70,6 +70,7 @@ CLIENTS = {
     "langchain-openai": "langchain_client.py",
     "instructor": "instructor_client.py",
     "llm": "llm_client.py",
+    "anthropic": "anthropic_client.py",
     "openai (npm)": "openai_client.mjs",
     "ai (npm)": "ai_client.mjs",
 }

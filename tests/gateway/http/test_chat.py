@@ -13,7 +13,7 @@ async def test_an_answer_in_one_piece() -> None:
     assert body["choices"] == [
         {
             "index": 0,
-            "message": {"role": "assistant", "content": "w0 w1 w2 ", "refusal": None},
+            "message": {"role": "assistant", "content": "w0 w1 w2 ", "refusal": None, "annotations": []},
             "logprobs": None,
             "finish_reason": "stop",
         }

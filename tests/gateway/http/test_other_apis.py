@@ -13,6 +13,8 @@ from tests.support.gateway.rig import Rig
 RESPONSE = {"model": MODEL, "input": "hi"}
 MESSAGE = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}
 
+END = {"stop_reason": "end_turn", "stop_sequence": None, "stop_details": None, "container": None}
+
 
 async def named_events(rig: Rig, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns the data of the events, which repeat the name of their event."""
@@ -44,6 +46,17 @@ async def test_a_response_in_one_piece() -> None:
     assert item["content"] == [{"type": "output_text", "text": "w0 w1 w2 ", "annotations": [], "logprobs": []}]
     assert body["usage"]["total_tokens"] == 6
     assert body["usage"]["input_tokens_details"] == {"cached_tokens": 1}
+    assert body["completed_at"] >= body["created_at"]
+
+
+async def test_a_response_has_all_fields_of_its_schema() -> None:
+    tool = {"type": "function", "name": "f"}
+    given = {"safety_identifier": "me", "prompt_cache_key": "k", "tools": [tool], "tool_choice": "none"}
+    async with Rig() as rig:
+        _, body = await rig.post("/v1/responses", RESPONSE | given)
+    settings = {"service_tier": "default", "presence_penalty": 0, "frequency_penalty": 0, "max_tool_calls": None}
+    expected = given | settings | {"tools": [tool | {"description": None, "parameters": None, "strict": None}]}
+    assert {name: body[name] for name in expected} == expected
 
 
 async def test_a_streamed_response() -> None:
@@ -55,7 +68,7 @@ async def test_a_streamed_response() -> None:
     assert set(names[4:-4]) == {"output_text.delta"}
     assert names[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
     assert "".join(event["delta"] for event in events[4:-4]) == events[-4]["text"] == "w0 w1 w2 "
-    assert events[0]["response"]["status"] == "in_progress"
+    assert (events[0]["response"]["status"], events[0]["response"]["completed_at"]) == ("in_progress", None)
     final = events[-1]["response"]
     assert final["output"][0]["content"][0]["text"] == "w0 w1 w2 "
     assert final["output"][0]["id"] == events[4]["item_id"] == events[2]["item"]["id"]
@@ -73,6 +86,7 @@ async def test_a_response_that_is_cut_off_is_incomplete() -> None:
         _, body = await rig.post("/v1/responses", RESPONSE)
         events = await named_events(rig, "/v1/responses", RESPONSE)
     assert (body["status"], body["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert body["completed_at"] is None
     assert events[-1]["type"] == "response.incomplete"
 
 
@@ -81,10 +95,11 @@ async def test_a_message_in_one_piece() -> None:
         status, body = await rig.post("/v1/messages", MESSAGE)
     assert status == 200
     assert (body["type"], body["role"], body["model"]) == ("message", "assistant", MODEL)
-    assert body["content"] == [{"type": "text", "text": "w0 w1 w2 "}]
-    assert (body["stop_reason"], body["stop_sequence"]) == ("end_turn", None)
-    usage = {"input_tokens": 2, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 1, "output_tokens": 3}
-    assert body["usage"] == usage
+    assert body["content"] == [{"type": "text", "text": "w0 w1 w2 ", "citations": None}]
+    assert {name: body[name] for name in END} == END
+    counts = {"input_tokens": 2, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 1, "output_tokens": 3}
+    absent = dict.fromkeys(("cache_creation", "inference_geo", "output_tokens_details", "server_tool_use"))
+    assert body["usage"] == counts | absent | {"service_tier": "standard"}
 
 
 async def test_a_streamed_message() -> None:
@@ -95,7 +110,8 @@ async def test_a_streamed_message() -> None:
     assert set(names[2:-3]) == {"content_block_delta"}
     assert names[-3:] == ["content_block_stop", "message_delta", "message_stop"]
     assert "".join(event["delta"]["text"] for event in events[2:-3]) == "w0 w1 w2 "
-    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[1]["content_block"] == {"type": "text", "text": "", "citations": None}
+    assert events[-2]["delta"] == END
     assert events[-2]["usage"]["output_tokens"] == 3
 
 

@@ -66,7 +66,7 @@ async def test_calls_in_one_piece() -> None:
     ids = [call["id"] for message in (first, second) for call in message["tool_calls"]]
     assert len(set(ids)) == 3
     assert all(each.startswith("call_") for each in ids)
-    assert third == {"role": "assistant", "content": "Hi.", "refusal": None}
+    assert third == {"role": "assistant", "content": "Hi.", "refusal": None, "annotations": []}
     assert [choice["finish_reason"] for choice in body["choices"]] == ["tool_calls", "tool_calls", "stop"]
 
 
@@ -142,8 +142,9 @@ async def test_tool_use_of_anthropic() -> None:
         _, body = await rig.post("/v1/messages", MESSAGE | {"tools": MESSAGE_TOOLS, "stop_sequences": ["x"]})
         events = await named_events(rig, "/v1/messages", MESSAGE | {"tools": MESSAGE_TOOLS})
     text, weather, time = body["content"]
-    assert text == {"type": "text", "text": "I look."}
+    assert text == {"type": "text", "text": "I look.", "citations": None}
     assert (weather["type"], weather["name"], weather["input"]) == ("tool_use", "weather", {"city": "Rome"})
+    assert weather["caller"] == {"type": "direct"}
     assert weather["id"].startswith("toolu_")
     assert time["input"] == {}
     assert body["stop_reason"] == "tool_use"
@@ -203,7 +204,8 @@ async def test_the_choice_none_leaves_the_text_alone(text: str) -> None:
         rig.fake.answer = says(text)
         _, body = await rig.chat(tools=TOOLS, tool_choice="none")
         (request,) = rig.fake.requests
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": text, "refusal": None}
+    assert body["choices"][0]["message"]["content"] == text
+    assert "tool_calls" not in body["choices"][0]["message"]
     assert len(request.chat.tools) == 1
     assert not request.output.special_tokens
 

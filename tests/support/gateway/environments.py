@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -35,6 +36,41 @@ def command_of(program: str, directory: Path) -> list[str]:
     # The project's own environment has the package openai.
     python = sys.executable if program.startswith("openai") else str(_python_packages() / "bin" / "python")
     return [python, str(PROGRAMS / program)]
+
+
+def python_tool(module: str) -> list[str]:
+    """Returns the command of a module of a package in requirements.txt. Raises NotInstalled."""
+    return [str(_python_packages() / "bin" / "python"), "-m", module]
+
+
+def node_tool(script: str) -> list[str]:
+    """Returns the command of a script of a package in package-lock.json. Raises NotInstalled.
+
+    script  its path within node_modules
+    """
+    return ["node", str(_node_packages() / "node_modules" / script)]
+
+
+def evaluation_python() -> str:
+    """Returns the Python of an environment with requirements-evaluation.txt. Raises NotInstalled.
+
+    Torch and transformers are those of the project's environment, so that no other build of torch is downloaded.
+    """
+    requirements = PROGRAMS / "requirements-evaluation.txt"
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise NotInstalled("there is no torch")
+    shared = str(Path(torch.origin).parent.parent)
+
+    def install(directory: Path) -> None:
+        venv.create(directory, with_pip=True)
+        (site_packages,) = directory.glob("lib/python*/site-packages")
+        (site_packages / "shared.pth").write_text(shared)
+        pip = (directory / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps")
+        _run(*pip, "--requirement", requirements, directory=directory)
+
+    versions = requirements.read_bytes() + shared.encode()
+    return str(_installed(f"evaluation-{sys.version.split()[0]}", versions, install) / "bin" / "python")
 
 
 def _python_packages() -> Path:

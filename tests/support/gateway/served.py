@@ -22,20 +22,30 @@ _TEMPLATE = (
 """The template of the embedded model knows no system messages and no tools; this one writes all of them."""
 
 
-def model_with_tools(directory: Path) -> str:
-    """Makes the embedded model with the template above in `directory`; returns its path."""
+def model_with_tools(directory: Path, **defaults: Any) -> str:
+    """Makes the embedded model with the template above in `directory`; returns its path.
+
+    defaults  sampling parameters of requests that do not give them
+    """
     for file in Path(TINY).iterdir():
         if file.suffix in (".json", ".safetensors"):
             (directory / file.name).symlink_to(file)
     settings = json.loads((Path(TINY) / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").unlink()
     (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": _TEMPLATE}))
+    if defaults:
+        settings = json.loads((Path(TINY) / "generation_config.json").read_text())
+        (directory / "generation_config.json").unlink()
+        (directory / "generation_config.json").write_text(json.dumps(settings | defaults))
     return str(directory)
 
 
 @contextmanager
-def served(directory: Path, **flags: Any) -> Iterator[Stack]:
-    """Serves the model with its gateway on free ports; the gateway's address is `stack.openai`."""
-    model = model_with_tools(directory)
+def served(directory: Path, *, defaults: dict[str, Any] | None = None, **flags: Any) -> Iterator[Stack]:
+    """Serves the model with its gateway on free ports; the gateway's address is `stack.openai`.
+
+    defaults  sampling parameters of requests that do not give them, as of a checkpoint
+    """
+    model = model_with_tools(directory, **(defaults or {}))
     with Stack(gateway=True, gateway_listen="127.0.0.1:0", model=model, model_name=MODEL, **flags) as stack:
         yield stack
