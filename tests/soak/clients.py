@@ -32,12 +32,15 @@ class Clients:
     async def run(self, address: str, num_clients: int, ended: asyncio.Event, timeout_s: float) -> None:
         """Runs that many clients, each with one request at a time, until `ended` is set and their requests end.
 
-        When `ended` is set, slow readers read fast, because their streams would otherwise take up to a minute.
+        A client waits for a server that is absent until its request's deadline, `timeout_s`. When `ended` is set, slow
+        readers read fast, because their streams would otherwise take up to a minute.
         """
 
         async def one(number: int) -> None:
             random = Random(f"client {self._seed} {number}")
-            async with AsyncClient(address, timeout_s=timeout_s, wait_for_ready=True) as client:
+            async with AsyncClient(
+                address, timeout_s=timeout_s, resume_timeout_s=timeout_s, wait_for_ready=True
+            ) as client:
                 while not ended.is_set():
                     await self._request(client, random, ended)
 
