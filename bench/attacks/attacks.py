@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from bench.attacks import http2
+from bench.attacks.busy_cores import compute_on_every_core
 from bench.command_line import BenchError
 from quire.addresses import HostPort
 from quire.async_client import AsyncClient
@@ -213,6 +214,11 @@ async def slow_readers(target: Target) -> None:
     await _in_parallel(400, lambda: _again_and_again(start))
 
 
+async def busy_cores(target: Target) -> None:
+    """Sends nothing, and computes on every core: what this costs a victim is no fault of the server."""
+    await compute_on_every_core()
+
+
 ATTACKS: dict[str, Attack] = {
     attack.__name__.replace("_", "-"): attack
     for attack in (
@@ -226,6 +232,7 @@ ATTACKS: dict[str, Attack] = {
         prompt_logprobs,
         silent_connections,
         slow_readers,
+        busy_cores,
     )
 }
 

@@ -4,8 +4,10 @@
     python -m bench attacks --only rapid-reset,huge-texts --json bench/results/attacks.json
 
 The victim runs alone first, in the same services, then beside the attack. Attackers have the lowest priority, so that
-the server is measured and not the cores. The bound of a time to the first token beside an attack is twice that of the
-victim alone and a step, each the 99th percentile. All other flags are those of `quire serve`.
+the server is measured and not the cores. Processes of that priority still cost a victim time where they share its
+cores, so as many of them as there are cores compute beside the victim that is alone. The bound of a time to the first
+token beside an attack is twice that of the victim alone and a step, each the 99th percentile. The first seconds of an
+attack are reported on their own. All other flags are those of `quire serve`.
 """
 
 import asyncio
@@ -33,18 +35,23 @@ from quire.async_client import AsyncClient
 _MIB = 1 << 20
 _RSS_INTERVAL_S = 0.1
 _WARM_UP_S = 1.0
+_CONTROL = "busy-cores"
+_ONSET_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """One attack: the victim alone, beside it and after it, and the largest memory of the scheduler in MiB.
 
+    alone        beside processes that compute at the attacker's priority, and send nothing
+    onset        during the first seconds of the attack
     step_p99_ms  the time that the device spent on a step beside the attack; None without a step
     error        the reason why there is nothing to report beside the attack, such as services that have died
     """
 
     attack: str
     alone: Experience
+    onset: Experience | None
     beside: Experience | None
     after: Experience | None
     scheduler_rss_mib: float
@@ -59,8 +66,14 @@ class Row:
         return 2 * self.alone.ttft_p99_ms + self.step_p99_ms
 
 
-async def measure(attacks: Sequence[str], flags: Sequence[str], duration_s: float, keep: Callable[[Row], None]) -> None:
-    """Runs the attacks one after the other. `keep` takes each row. Victim and attacker are different tenants."""
+async def measure(
+    attacks: Sequence[str], flags: Sequence[str], duration_s: float, num_requests: int, keep: Callable[[Row], None]
+) -> None:
+    """Runs the attacks one after the other. `keep` takes each row. Victim and attacker are different tenants.
+
+    Alone and beside an attack, the victim sends requests for `duration_s`, and on until it has sent `num_requests`, but
+    for ten times `duration_s` at most.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "keys.json"
         key = make_key("victim", path, "generate", "observe")
@@ -68,20 +81,24 @@ async def measure(attacks: Sequence[str], flags: Sequence[str], duration_s: floa
         for attack in attacks:
             async with quire_server(["--api-keys", str(path), *flags]) as server:
                 async with AsyncClient(server.addresses["grpc"], api_key=key, resume_timeout_s=0) as client:
-                    keep(await _beside(attack, server.pid, server.addresses, client, duration_s))
+                    keep(await _beside(attack, server.pid, server.addresses, client, duration_s, num_requests))
 
 
-async def _beside(attack: str, pid: int, addresses: dict[str, str], client: AsyncClient, duration_s: float) -> Row:
+async def _beside(
+    attack: str, pid: int, addresses: dict[str, str], client: AsyncClient, duration_s: float, num_requests: int
+) -> Row:
+    where = ("--grpc", addresses["grpc"], "--http", addresses["http"], "--duration-s", str(11 * duration_s + 60))
     await live(client, _WARM_UP_S)
-    alone = await live(client, duration_s)
-    where = ("--grpc", addresses["grpc"], "--http", addresses["http"], "--duration-s", str(duration_s + 60))
+    async with child_process("bench", "attacker", _CONTROL, *where, ready="ready"):
+        alone = await live(client, duration_s, num_requests=num_requests)
     async with _largest_rss(pid) as rss:
         async with child_process("bench", "attacker", attack, *where, ready="ready"):
-            await asyncio.sleep(_WARM_UP_S)
+            onset = await live(client, _ONSET_S, seed=1)
             async with StepRecorder(client) as recorder:
-                beside = await live(client, duration_s, seed=1)
-        after = await live(client, _WARM_UP_S, seed=2)
-    return Row(attack, alone, beside, after, rss() / _MIB, percentile_99([s.busy_ns / 1e6 for s in recorder.steps]))
+                beside = await live(client, duration_s, num_requests=num_requests, seed=2)
+        after = await live(client, _WARM_UP_S, seed=3)
+    steps_ms = [step.busy_ns / 1e6 for step in recorder.steps]
+    return Row(attack, alone, onset, beside, after, rss() / _MIB, percentile_99(steps_ms))
 
 
 @contextlib.asynccontextmanager
@@ -123,6 +140,7 @@ def render(rows: Sequence[Row]) -> Table:
         "TTFT p99 alone",
         "beside",
         "bound",
+        "onset",
         "RSS MiB",
         "after",
     ):
@@ -140,6 +158,7 @@ def render(rows: Sequence[Row]) -> Table:
             _ms(row.alone.ttft_p99_ms),
             _ms(beside and beside.ttft_p99_ms),
             _ms(row.bound_ms),
+            _ms(row.onset and row.onset.ttft_p99_ms),
             f"{row.scheduler_rss_mib:.0f}",
             "-" if after is None else f"{after.served_ratio:.0%}",
         )
@@ -153,7 +172,8 @@ def _ms(value: Any) -> str:
 def main(arguments: Sequence[str]) -> None:
     parser = Parser("attacks", __doc__)
     parser.add_argument("--only", default="", help="names of attacks, separated by commas")
-    parser.add_argument("--duration-s", type=float, default=6.0, help="seconds of each measurement")
+    parser.add_argument("--duration-s", type=float, default=6.0, help="seconds of each measurement, at least")
+    parser.add_argument("--num-requests", type=int, default=200, help="requests of each measurement, at least")
     parser.add_argument("--json", type=Path, help="file of results")
     given, flags = parser.parse_known_args(arguments)
     wanted = [name for name in given.only.split(",") if name] or list(ATTACKS)
@@ -170,5 +190,5 @@ def main(arguments: Sequence[str]) -> None:
         if given.json is not None:
             save(given.json, {"machine": machine, "flags": flags, "rows": [asdict(each) for each in rows]})
 
-    asyncio.run(measure(wanted, flags, given.duration_s, keep))
+    asyncio.run(measure(wanted, flags, given.duration_s, given.num_requests, keep))
     open_console().print(render(rows))

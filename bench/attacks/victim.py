@@ -33,14 +33,24 @@ class Experience:
         return self.num_served / total if total else 0.0
 
 
-async def live(client: AsyncClient, duration_s: float, num_clients: int = 1, *, seed: int = 0) -> Experience:
-    """Sends one request after the other from each of `num_clients` clients for a time, and waits for the last ones."""
+async def live(
+    client: AsyncClient, duration_s: float, num_clients: int = 1, *, num_requests: int = 0, seed: int = 0
+) -> Experience:
+    """Sends one request after the other from each of `num_clients` clients for a time, and waits for the last ones.
+
+    After `duration_s` they go on until there were `num_requests`, but for ten times `duration_s` at most.
+    """
     ttfts_s: list[float] = []
     failures: Counter[str] = Counter()
-    end_s = time.monotonic() + duration_s
+    begin_s = time.monotonic()
+
+    def goes_on() -> bool:
+        passed_s = time.monotonic() - begin_s
+        is_short = len(ttfts_s) + failures.total() < num_requests
+        return passed_s < (10 * duration_s if is_short else duration_s)
 
     async def loop(rng: random.Random) -> None:
-        while time.monotonic() < end_s:
+        while goes_on():
             try:
                 ttfts_s.append(await _ttft_s(client, rng))
             except (QuireError, TimeoutError) as error:

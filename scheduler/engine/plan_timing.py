@@ -10,8 +10,9 @@ a long prompt. The plan is therefore delayed until a *lead* before the expected 
 the step's time and at least 10 ms; it covers the transfer to the executor, the preparation there, and estimation
 errors. If a step is shorter than its lead, the next plan is made at once.
 
-A plan is delayed only for requests that may still arrive, and is sent as soon as one has arrived. It is not delayed if
-every slot is taken, or if arrivals are so rare that most delays would be useless: each delay wakes the scheduler once
+A plan is delayed only for requests that may still arrive and join it. If a slot is free, it is sent as soon as one has
+arrived. If every slot is taken, only a tenant without waiting requests can join, by displacing a sequence of another
+one. No plan is delayed if arrivals are so rare that most delays would be useless: each delay wakes the scheduler once
 more per step, which takes processor time from other work, including the executor's on a CPU.
 """
 
@@ -43,8 +44,13 @@ def lead_s(expected_s: float) -> float:
 
 
 def could_join(core: Scheduler) -> bool:
-    """Returns whether a delay can help: no sequence is waiting, and a slot is free for one that arrives."""
-    return core.num_waiting == 0 and core.state.batch.num_free_slots > 0
+    """Returns whether a request that arrives can join the next plan.
+
+    If a slot is free, it can if no sequence is waiting. If none is, it can if its tenant has no other one waiting.
+    """
+    if core.state.batch.num_free_slots:
+        return core.num_waiting == 0
+    return core.state.waiting.lacks_a_tenant()
 
 
 class Arrivals:

@@ -26,6 +26,9 @@ class Accounts:
     def __iter__(self) -> Iterator[Account]:
         return iter(self._accounts.values())
 
+    def __len__(self) -> int:
+        return len(self._accounts)
+
     def of(self, tenant: str) -> Account:
         """Returns the account of a tenant, and opens it if there is none."""
         account = self._accounts.get(tenant)

@@ -54,7 +54,7 @@ class FairQueue:
         self._num_waiting = 0
         self.num_prompt_tokens = 0
         self.left_behind: Sequence | None = None
-        """The sequence that was first after the last plan had admitted all it could; None after a preemption."""
+        """The first sequence, if the last plan had no place for it or all slots are taken; None after a preemption."""
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -114,9 +114,20 @@ class FairQueue:
         batch, cache = self._holdings()
         if is_short:
             return victim_of_shortage(batch.running, cache, self._policy)
-        if self.left_behind is None or len(self._accounts.active) == 1 or self.left_behind is not self.first():
+        if len(self._accounts.active) == 1:
             return None
+        first = self.first()
+        if first is None or (first is not self.left_behind and batch.num_free_slots):
+            return None
+        self.left_behind = first
         return victim_of_shares(batch, cache, self.left_behind, self._limits, self._accounts, self._policy)
+
+    def lacks_a_tenant(self) -> bool:
+        """Returns whether a known tenant has no sequence in the queue, and is not the only one that is known.
+
+        If it sends a request, a running sequence of another tenant may have to leave its slot to it.
+        """
+        return len(self._accounts) > max(1, len(self._queues))
 
     def of(self, account: Account) -> WaitingQueue:
         """Returns the queue of one tenant, which may be empty."""

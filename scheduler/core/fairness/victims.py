@@ -37,8 +37,9 @@ def victim_of_shares(
 ) -> Sequence | None:
     """Returns the sequence to preempt so that a tenant that waits gets its share; None if there is no need.
 
-    `left_behind` is first in the queue, and the last plan had no place for it. There is a need if another tenant is
-    far ahead, or if slots or blocks are short and the tenant that waits holds less than its part of them.
+    `left_behind` is first in the queue, and either the last plan had no place for it or all slots are taken. There is a
+    need if another tenant is far ahead, or if slots or blocks are short and the tenant that waits holds less than its
+    part of them.
     """
     if left_behind.account.num_displaced >= limits.max_num_seqs:
         return None

@@ -53,7 +53,7 @@ def test_an_unknown_attack_is_refused() -> None:
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_the_services_outlive_each_attack(attack: str, tmp_path: Path) -> None:
     path = tmp_path / "attacks.json"
-    command.main(["--only", attack, "--duration-s", "1", "--json", str(path), *SMALL])
+    command.main(["--only", attack, "--duration-s", "1", "--num-requests", "5", "--json", str(path), *SMALL])
     (row,) = json.loads(path.read_text())["rows"]
     assert row["attack"] == attack
     assert row["alone"]["num_served"] > 0

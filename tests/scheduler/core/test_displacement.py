@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler.core import Scheduler, Sequence, TenantTerms
+from scheduler.core import Scheduler, Sequence, StepResult, TenantTerms
 from scheduler.core.fairness import victims
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.tenants.account import Account
@@ -50,9 +50,20 @@ def test_each_request_of_a_tenant_that_sends_one_at_a_time_starts_at_once() -> N
     for number in range(20):
         add(scheduler, 100 + number, "modest", output=3)
         num_steps = next(count for count in range(1, 100) if "modest" in step(scheduler))
-        assert num_steps <= 3
+        assert num_steps <= 2
         while 100 + number in scheduler.state.requests:
             step(scheduler)
+
+
+def test_a_request_that_arrives_during_a_step_is_in_the_plan_after_those_in_flight() -> None:
+    scheduler = full_of("greedy")
+    sent = [scheduler.schedule(), scheduler.schedule()]
+    add(scheduler, 100, "modest")
+    for plan in sent:
+        assert plan is not None
+        assert scheduler.schedule() is None  # no sequence is preempted while plans are in flight
+        scheduler.commit(StepResult(plan.epoch, plan.step_id, [7] * len(scheduler.state.in_flight[0].sampled)))
+    assert "modest" in step(scheduler)
 
 
 def test_a_tenant_displaces_others_up_to_its_part_only() -> None:

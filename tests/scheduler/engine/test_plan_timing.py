@@ -141,6 +141,21 @@ def test_no_plan_is_delayed_if_all_slots_are_taken_or_a_request_is_waiting() -> 
     assert timing.delayed_until_s(scheduler, traces) is None
 
 
+def test_with_all_slots_taken_a_plan_is_delayed_for_tenants_that_have_nothing_in_the_queue() -> None:
+    scheduler = core(max_num_seqs=1)
+
+    def add(number: int, tenant: str) -> None:
+        scheduler.add(Request(number, [1, 2, 3], SequenceParams(max_total_tokens=9), tenant=tenant))
+
+    add(1, "one")
+    assert scheduler.schedule() is not None
+    assert not could_join(scheduler)  # no other tenant is known
+    add(2, "other")
+    assert could_join(scheduler)
+    add(3, "one")
+    assert not could_join(scheduler)
+
+
 def test_no_plan_is_delayed_if_arrivals_are_rare() -> None:
     arrivals = Arrivals()
     assert not arrivals.are_likely(0.0, 1000.0)

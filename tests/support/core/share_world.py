@@ -113,8 +113,8 @@ def _record_displacements(scheduler: Scheduler, displaced_by: dict[Sequence, str
     choose_victim = state.waiting.choose_victim
 
     def choose(*, is_short: bool) -> Sequence | None:
-        left_behind = state.waiting.left_behind
         victim = choose_victim(is_short=is_short)
+        left_behind = state.waiting.left_behind
         if victim is not None and not is_short and left_behind is not None and not state.in_flight:
             displaced_by[victim.leader] = left_behind.request.tenant
         return victim
