@@ -49,6 +49,7 @@ from scheduler.core.request import BeamParams, ReceivedOutput, Request, Sequence
 from scheduler.core.scheduler import Scheduler
 from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
 from scheduler.core.state import Counters, SchedulerState
+from scheduler.core.step_budget import StepCosts
 from scheduler.core.tenants.account import DEFAULT_TENANT, Account, TenantTerms, TermsOf
 from scheduler.core.tenants.errors import TenantLimitReached
 
@@ -102,6 +103,7 @@ __all__ = [
     "SequenceParams",
     "SequenceView",
     "State",
+    "StepCosts",
     "StepPlan",
     "StepResult",
     "TenantLimitReached",

@@ -27,6 +27,7 @@ from scheduler.core.request import Request
 from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import FinishReason, Sequence, State
 from scheduler.core.step import Step
+from scheduler.core.step_budget import UNKNOWN_COSTS, StepBudget
 from scheduler.core.tenants.account import TermsOf
 from scheduler.core.waiting_queue import AdmissionQueue
 
@@ -51,6 +52,7 @@ class SchedulerState:
 
     epoch    number of the current executor's epoch
     step_id  step id of the newest plan in this epoch; 0 before the first
+    costs    what steps have cost, as the engine has measured it
     now_s    the latest time that was passed to the scheduler
     missed   sequences that the last plans have ended, because they would have started too late
 
@@ -77,6 +79,7 @@ class SchedulerState:
         self.must_forget = False
         self.accounts = Accounts(terms_of)
         self.pace = Pace()
+        self.costs = UNKNOWN_COSTS
         self.missed: Ends = []
         self.waiting = FairQueue(policy, limits, self.accounts, lambda: (self.batch, self.cache))
         self.admission_queue = build_queue(self)
@@ -91,6 +94,10 @@ class SchedulerState:
         self.cache = self._build_cache(num_blocks)
         self.in_flight = deque[Step]()
         self.batch = RunningBatch(self.limits.max_num_seqs)
+
+    def new_budget(self) -> StepBudget:
+        """Returns the budget of a step to which nothing was added."""
+        return StepBudget(self.limits, self.costs)
 
     def active(self, sequence: Sequence) -> ActiveRequest:
         return self.requests[sequence.request.request_id]
