@@ -1,10 +1,10 @@
 """Plans the next step in several passes over the state, which fill a StepBuilder.
 
 The batch is rebuilt at every step (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative
-Models", OSDI 2022), under a budget (step_budget.py). Sequences with one token to compute (decodes) come first, then admitted
-sequences with more (prefills, in chunks if necessary), then the head of the waiting queue. Long prompts therefore never
-delay decodes. Nor do they block other prompts: the first partly computed prompt gets half of the budget that decodes
-leave, and shorter ones and newly admitted sequences get the rest.
+Models", OSDI 2022), under a budget of tokens and time (timing/). Sequences with one token to compute (decodes) come
+first, then admitted sequences with more (prefills, in chunks if necessary), then the head of the waiting queue. Long
+prompts therefore never delay decodes. Nor do they block other prompts: the first partly computed prompt gets half of
+the budget that decodes leave, and shorter ones and newly admitted sequences get the rest.
 
 No sequence is preempted while plans are in flight. If blocks are short, the planner first waits for the results of
 these plans, which may end sequences.

@@ -34,8 +34,8 @@ from scheduler.core.policy import FCFS, Policy
 from scheduler.core.request import Request
 from scheduler.core.sequence import FinishReason
 from scheduler.core.state import SchedulerState
-from scheduler.core.step_budget import StepCosts
 from scheduler.core.tenants.account import TermsOf, equal_terms
+from scheduler.core.timing.step_costs import StepCosts
 
 
 class Scheduler:

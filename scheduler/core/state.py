@@ -15,7 +15,6 @@ from math import inf
 
 from scheduler.core.active_request import ActiveRequest
 from scheduler.core.beam_group import BeamGroup
-from scheduler.core.deadlines import Deadlines
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.fairness.fair_queue import FairQueue
@@ -27,8 +26,10 @@ from scheduler.core.request import Request
 from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import FinishReason, Sequence, State
 from scheduler.core.step import Step
-from scheduler.core.step_budget import UNKNOWN_COSTS, StepBudget
 from scheduler.core.tenants.account import TermsOf
+from scheduler.core.timing.deadlines import Deadlines
+from scheduler.core.timing.step_budget import StepBudget
+from scheduler.core.timing.step_costs import UNKNOWN_COSTS
 from scheduler.core.waiting_queue import AdmissionQueue
 
 Ends = list[tuple[Sequence, FinishReason]]

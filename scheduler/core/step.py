@@ -6,7 +6,7 @@ from scheduler.core.kv_cache import Allocation
 from scheduler.core.plan import StepPlan
 from scheduler.core.running_batch import by_slot
 from scheduler.core.sequence import Sequence
-from scheduler.core.step_budget import StepBudget
+from scheduler.core.timing.step_budget import StepBudget
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from scheduler.core.block_pool import BlockPool
 from scheduler.core.fairness.fair_queue import FairQueue
 from scheduler.core.kv_cache import Allocation, KVCache
 from scheduler.core.step import Step, StepBuilder
-from scheduler.core.step_budget import StepBudget
+from scheduler.core.timing.step_budget import StepBudget
 from scheduler.core.waiting_queue import WaitingQueue
 from tests.support.core import beam_mutations, mode_mutations
 from tests.support.core.fake_executor import PlanError
