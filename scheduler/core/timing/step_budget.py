@@ -2,7 +2,8 @@
 
     step without decodes   up to max_num_batched_tokens: no client waits for its next token
     step with decodes      what the target leaves          ├─ step, decodes ─┼─── prompt tokens ───┤ target
-                           but at least min_prompt_tokens, so that prompts progress if decodes alone take that long
+                           but at least as long as the decodes, and min_prompt_tokens: prompts progress, and do not
+                           starve where decodes alone take about as long as the target
 
 The core has no clock: the engine measures the costs, and tells the core. While it has not, only max_num_batched_tokens
 bounds a step. Tokens do not depend on how prompts are divided into steps (I11), so costs change nothing but the time.
@@ -14,6 +15,10 @@ from math import inf
 from scheduler.core.limits import SchedulerLimits
 from scheduler.core.sequence import Sequence
 from scheduler.core.timing.step_costs import StepCosts
+
+MIN_PROMPT_TIME = 1.0
+"""Least time for prompts beside decodes, in relation to that of the decodes. In simulations of a slow server with many
+clients 0.5 costs 19 % of the throughput, 1.0 costs 5 %."""
 
 
 class StepBudget:
@@ -62,7 +67,8 @@ class StepBudget:
     def _time_left_s(self) -> float:
         if self._decodes:
             num_pairs = sum(sequence.num_planned_tokens for sequence in self._decodes)
-            self._left_s = self._target_s - self._costs.decodes_s(len(self._decodes), num_pairs)
+            decodes_s = self._costs.decodes_s(len(self._decodes), num_pairs)
+            self._left_s = max(self._target_s - decodes_s, MIN_PROMPT_TIME * decodes_s)
             self._decodes = []
         return self._left_s
 

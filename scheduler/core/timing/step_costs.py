@@ -1,4 +1,4 @@
-"""What steps cost, as the engine has measured it. The core has no clock."""
+"""The costs of a step, as the engine has measured them. The core has no clock."""
 
 from dataclasses import dataclass
 from math import inf, sqrt

@@ -80,11 +80,11 @@ def test_beside_decodes_a_step_takes_what_the_target_leaves() -> None:
 
 
 def test_every_decode_and_its_context_take_time_from_prompts() -> None:
-    costs = replace(COSTS, decode_pair_s=0.01)
+    costs = replace(COSTS, decode_s=0.05, decode_pair_s=0.003)
     harness = build(*[make_request(i, "abc"[i] * 10, 300) for i in range(3)], costs=costs)
     prompt_tokens(harness)
     harness.add(make_request(9, LONG, 1))
-    assert prompt_tokens(harness) == {9: 16}, "1.0 s - 0.2 s - 3 of 0.1 s and of 11 pairs, in two halves"
+    assert prompt_tokens(harness) == {9: 55}, "1.0 s - 0.2 s - 3 of 0.05 s and of 11 pairs"
 
 
 def test_later_tokens_of_a_long_prompt_are_fewer_to_a_step() -> None:
@@ -97,8 +97,17 @@ def test_later_tokens_of_a_long_prompt_are_fewer_to_a_step() -> None:
     harness.run()
 
 
-def test_prompts_progress_beside_decodes_that_take_longer_than_the_target() -> None:
-    harness = with_a_decode(costs=replace(COSTS, decode_s=3.0))
+@pytest.mark.parametrize(("decode_s", "num_tokens"), [(0.205, 59), (0.405, 60), (0.605, 80), (1.8, 99)])
+def test_prompts_take_as_long_as_decodes_that_take_more_than_half_of_the_target(
+    decode_s: float, num_tokens: int
+) -> None:
+    harness = with_a_decode(costs=replace(COSTS, decode_s=decode_s))
+    harness.add(make_request(2, LONG, 1))
+    assert prompt_tokens(harness) == {2: num_tokens}
+
+
+def test_prompts_progress_if_each_of_their_tokens_takes_longer_than_there_is() -> None:
+    harness = with_a_decode(costs=replace(COSTS, token_s=9.0))
     harness.add(make_request(2, LONG, 1))
     harness.add(make_request(3, "xyz", 1))
     assert prompt_tokens(harness) == {2: 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler.core.inspect.step_load import LoadTracker
+from scheduler.core.timing.step_budget import MIN_PROMPT_TIME
 
 if TYPE_CHECKING:
     from scheduler.core import SchedulerState, Sequence, StepPlan
@@ -38,7 +39,8 @@ class BudgetCheck:
         if load.num_decodes:
             decodes_s = costs.decodes_s(load.num_decodes, load.num_decode_pairs)
             prompts_s = costs.token_s * load.num_prefill_tokens + costs.pair_s * load.num_prefill_pairs
-            left_s = limits.target_inter_token_latency_s - decodes_s - prompts_s - costs.report_s * load.num_reported
+            allowed_s = max(limits.target_inter_token_latency_s - decodes_s, MIN_PROMPT_TIME * decodes_s)
+            left_s = allowed_s - prompts_s - costs.report_s * load.num_reported
             one_s = max(_token_s(state, sequence) for sequence in step.prefills)
             assert left_s > -one_s - _ROUNDING or is_least, f"I25: the plan takes {-left_s} s too long"
         for sequence in state.batch.prefilling:
