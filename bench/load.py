@@ -23,6 +23,7 @@ class RequestRecord:
 
     sent_s      when the request was handed to the transport
     arrivals_s  when each message with tokens arrived, ascending, at least one
+    samples     the sample of each message, where a request has several
     token_ids   of the output, where the client kept them
     """
 
@@ -32,6 +33,7 @@ class RequestRecord:
     num_output_tokens: int
     num_cached_tokens: int = 0
     token_ids: tuple[int, ...] = ()
+    samples: tuple[int, ...] = ()
 
     @property
     def ttft_s(self) -> float:
@@ -40,15 +42,22 @@ class RequestRecord:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None for a single token."""
-        if self.num_output_tokens < 2:
+        """Time per output token of a sample after the first; None for a single token."""
+        num_tokens = self.num_output_tokens / max(1, len(set(self.samples)))
+        if num_tokens < 2:
             return None
-        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (self.num_output_tokens - 1)
+        return (self.arrivals_s[-1] - self.arrivals_s[0]) / (num_tokens - 1)
 
     @property
     def itl_s(self) -> list[float]:
-        """Inter-token latencies: the pauses between messages. A message may carry several tokens."""
-        return [later - earlier for earlier, later in zip(self.arrivals_s, self.arrivals_s[1:], strict=False)]
+        """Inter-token latencies: the pauses between messages of a sample. A message may carry several tokens."""
+        last_s: dict[int, float] = {}
+        pauses = []
+        for sample, arrival_s in zip(self.samples or (0,) * len(self.arrivals_s), self.arrivals_s, strict=True):
+            if sample in last_s:
+                pauses.append(arrival_s - last_s[sample])
+            last_s[sample] = arrival_s
+        return pauses
 
     @property
     def latency_s(self) -> float:
@@ -89,7 +98,7 @@ async def _client(send: Send, remaining: Iterable[TraceRequest], records: list[R
 
 
 def quire_sender(client: AsyncClient, schema: dict[str, Any] | None = None) -> Send:
-    """Sends greedy requests that ignore EOS, so that every server does the same work.
+    """Sends requests that ignore EOS, so that every server does the same work.
 
     schema  restricts the outputs; none of its texts may be shorter than a request's `max_tokens`
     """
@@ -97,9 +106,10 @@ def quire_sender(client: AsyncClient, schema: dict[str, Any] | None = None) -> S
     async def send(request: TraceRequest) -> RequestRecord:
         arrivals_s: list[float] = []
         token_ids: list[int] = []
+        samples: list[int] = []
         num_cached = 0
         sent_s = time.perf_counter()
-        options = GenerateOptions(max_tokens=request.max_tokens, temperature=0.0)
+        options = GenerateOptions(max_tokens=request.max_tokens, **request.sampling)  # type: ignore[typeddict-item]
         options |= {"ignore_eos": True} if schema is None else {"json_schema": schema}
         events = client.generate(request.prompt_token_ids, **options)
         async with events:
@@ -107,10 +117,11 @@ def quire_sender(client: AsyncClient, schema: dict[str, Any] | None = None) -> S
                 if isinstance(event, Delta) and event.token_ids:
                     arrivals_s.append(time.perf_counter())
                     token_ids += event.token_ids
+                    samples.append(event.index)
                 elif isinstance(event, Finished):
                     num_cached = event.usage.cached_tokens
         record = checked_record(request, sent_s, arrivals_s, len(token_ids), num_cached)
-        return replace(record, token_ids=tuple(token_ids))
+        return replace(record, token_ids=tuple(token_ids), samples=tuple(samples))
 
     return send
 
@@ -119,6 +130,7 @@ def checked_record(
     request: TraceRequest, sent_s: float, arrivals_s: Sequence[float], num_tokens: int, num_cached: int = 0
 ) -> RequestRecord:
     """Returns the record of a request. Raises LoadError if the answer is not complete."""
-    if num_tokens != request.max_tokens or not arrivals_s:
-        raise LoadError(f"asked for {request.max_tokens} tokens, got {num_tokens}")
+    num_wanted = request.max_tokens * request.num_samples
+    if num_tokens != num_wanted or not arrivals_s:
+        raise LoadError(f"asked for {num_wanted} tokens, got {num_tokens}")
     return RequestRecord(sent_s, tuple(arrivals_s), len(request.prompt_token_ids), num_tokens, num_cached)

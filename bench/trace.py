@@ -2,9 +2,9 @@
 
 Prompt and output lengths are log-normal, as in served traffic. `mixed` has prompts of 8 … 512 tokens with a mean of
 about 130, and outputs of 4 … 384 with a mean of about 90. `sharegpt` has means of about 215 and 197, as ShareGPT
-conversations in benchmarks, and at most 1,024 tokens each. Prompts are random token ids, so that no result depends on
-a tokenizer and no two prompts share a prefix by accident. If the model's context is shorter than the longest request,
-one factor scales all lengths, so that the mix keeps its shape.
+conversations in benchmarks, and at most 1,024 tokens each. The others belong to profiles (bench/profiles.py). Prompts
+are random token ids, so that no result depends on a tokenizer and no two prompts share a prefix by accident. If the
+model's context is shorter than the longest request, one factor scales all lengths, so that the mix keeps its shape.
 """
 
 import math
@@ -22,10 +22,17 @@ class LengthDistribution:
     most: int
 
 
-# Distributions of prompts and of outputs, by name.
+def _fixed(length: int) -> LengthDistribution:
+    return LengthDistribution(math.log(length), 0.0, length, length)
+
+
+# Distributions of prompts and of outputs, by name. A mix with several pairs uses them in turn, one for each request.
 LENGTHS = {
-    "mixed": (LengthDistribution(4.6, 0.8, 8, 512), LengthDistribution(4.2, 0.9, 4, 384)),
-    "sharegpt": (LengthDistribution(5.0, 0.9, 8, 1024), LengthDistribution(4.9, 0.9, 4, 1024)),
+    "mixed": [(LengthDistribution(4.6, 0.8, 8, 512), LengthDistribution(4.2, 0.9, 4, 384))],
+    "sharegpt": [(LengthDistribution(5.0, 0.9, 8, 1024), LengthDistribution(4.9, 0.9, 4, 1024))],
+    "rag": [(LengthDistribution(math.log(3500), 0.1, 3000, 4000), _fixed(64))],
+    "long": [(_fixed(12_000), _fixed(64))],
+    "mixed-long": [(_fixed(8_000), _fixed(200)), *[(_fixed(50), _fixed(200))] * 5],
 }
 # Low ids are special tokens in most vocabularies.
 _NUM_RESERVED_IDS = 10
@@ -33,10 +40,23 @@ _NUM_RESERVED_IDS = 10
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request: a prompt, and the exact number of tokens to generate."""
+    """One request: a prompt, and the exact number of tokens to generate for each sample."""
 
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
+    num_samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The options of sampling under the names that Quire and OpenAI's API share; defaults are left out."""
+        options: dict[str, float] = {"temperature": self.temperature}
+        if self.top_p < 1:
+            options["top_p"] = self.top_p
+        if self.num_samples > 1:
+            options["n"] = self.num_samples
+        return options
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +67,8 @@ class TraceSettings:
     max_model_len      maximum length of a request, prompt and output together
     num_shared_tokens  tokens that all prompts begin with, before their own (to measure prefix caching)
     lengths            a name of LENGTHS
+    num_samples        samples of each request
+    temperature        0: greedy
     """
 
     num_requests: int
@@ -55,11 +77,14 @@ class TraceSettings:
     seed: int = 7
     num_shared_tokens: int = 0
     lengths: str = "mixed"
+    num_samples: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
 
     @property
     def scale(self) -> float:
         """Factor on all lengths; 1 if the longest possible request fits."""
-        longest = sum(lengths.most for lengths in LENGTHS[self.lengths])
+        longest = max(prompts.most + outputs.most for prompts, outputs in LENGTHS[self.lengths])
         return min(1.0, (self.max_model_len - self.num_shared_tokens) / longest)
 
 
@@ -72,15 +97,16 @@ def make_trace(settings: TraceSettings) -> list[TraceRequest]:
         raise ValueError(
             f"max_model_len {settings.max_model_len} leaves no room after {settings.num_shared_tokens} shared tokens"
         )
-    prompts, outputs = LENGTHS[settings.lengths]
+    kinds = LENGTHS[settings.lengths]
     rng = random.Random(settings.seed)
     shared = tuple(rng.randrange(lowest_id, settings.vocab_size) for _ in range(settings.num_shared_tokens))
     trace = []
-    for _ in range(settings.num_requests):
+    for i in range(settings.num_requests):
+        prompts, outputs = kinds[i % len(kinds)]
         num_prompt_tokens = _length(rng, prompts, settings.scale)
         max_tokens = _length(rng, outputs, settings.scale)
         own = tuple(rng.randrange(lowest_id, settings.vocab_size) for _ in range(num_prompt_tokens))
-        trace.append(TraceRequest(shared + own, max_tokens))
+        trace.append(TraceRequest(shared + own, max_tokens, settings.num_samples, settings.temperature, settings.top_p))
     return trace
 
 

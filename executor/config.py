@@ -32,8 +32,8 @@ class ExecutorConfig:
                             beside the largest step and the graphs; None: 0.9 on a GPU; 0.4 on the CPU, but at most
                             2 GiB
     max_num_seqs            number of slots; None: 256 on a GPU, 64 on the CPU
-    max_num_batched_tokens  maximum number of tokens in one step; None: 8192 on a GPU, 512 on the CPU, where short steps
-                            keep decodes smooth while long prompts are computed
+    max_num_batched_tokens  maximum number of tokens in one step; None: 8192 on a GPU, 512 on the CPU, where larger ones
+                            are no faster
     max_model_len           maximum number of tokens of one sequence; None: what the checkpoint was made for
     listen_address          address of the gRPC server: "unix:/path", a socket file that only this user can use, or
                             "host:port" (port 0: any free one); default: a socket file in the user's private directory.

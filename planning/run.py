@@ -63,6 +63,7 @@ def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             max_model_len=deployment.max_model_len,
             max_in_flight=settings.max_in_flight,
+            target_inter_token_latency_s=settings.target_inter_token_latency_ms / 1e3,
             max_waiting_requests=1 << 40,  # no limit, so that the result shows how long the queue gets
             max_waiting_prompt_tokens=1 << 60,
         )

@@ -47,6 +47,7 @@ class SimulateSettings(DeploymentSettings):
                             cost model to; absent: a roofline model of the device
     max_num_seqs            maximum number of sequences that run at once
     max_num_batched_tokens  maximum number of tokens of one step
+    target_inter_token_latency_ms  time that a step with decodes should take at most; it bounds their prompt tokens
     max_in_flight           maximum number of plans that are sent and not yet answered
     policy                  order of the queue: fcfs, priority
     batching                continuous; for measurement: dynamic, static
@@ -71,6 +72,7 @@ class SimulateSettings(DeploymentSettings):
     fit: str | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    target_inter_token_latency_ms: float = 25.0
     max_in_flight: int = 2
     policy: str = "fcfs"
     batching: str = "continuous"

@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
 
-from planning.cost import CostModel
+from planning.cost import CostModel, step_costs
 from planning.records import Records
 from planning.series import Series
 from planning.server import Server
@@ -90,6 +90,7 @@ class Simulation:
         leaps: bool = True,
     ) -> None:
         self.scheduler = server.scheduler(has_shared_prefixes=has_shared_prefixes)
+        self.scheduler.set_costs(step_costs(cost))
         self.records = Records(server.num_blocks - 1, horizon.duration_s)
         self.now_s = 0.0
         self._cost = cost

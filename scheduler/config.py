@@ -71,6 +71,8 @@ class SchedulerConfig:
                                "contiguous-exact"
     max_num_seqs               sequences that run at once; None: as many as the executor has slots
     max_num_batched_tokens     tokens of one step; None: the executor's
+    target_inter_token_latency_ms  time that a step with decodes should take at most: it bounds the prompt tokens of the
+                               step, by what steps have cost. None: 100 on a CPU, 25 on a GPU
     max_in_flight              plans sent and not yet answered; 2 hides the round trip
     max_waiting_requests       bound of the queue, in requests
     max_waiting_prompt_tokens  bound of the queue, in prompt tokens
@@ -117,6 +119,7 @@ class SchedulerConfig:
     memory: str = "paged"
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    target_inter_token_latency_ms: float | None = None
     max_in_flight: int = 2
     max_waiting_requests: int = 4096
     max_waiting_prompt_tokens: int = 4_000_000

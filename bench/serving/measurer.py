@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from bench.profiles import PROFILES, Profile
 from bench.report import RunSummary, summarize
 from bench.serving.engines import Engine, Observed, all_stopped
 from bench.trace import TraceRequest, TraceSettings, make_trace
@@ -33,6 +34,7 @@ class LoadSettings:
     num_shared_tokens  tokens that all prompts begin with
     lengths            lengths of prompts and outputs: a name of `bench.trace.LENGTHS`
     num_rounds         rounds of turns
+    profiles           names of PROFILES to run, instead of the mixed trace with these numbers of clients
     """
 
     concurrencies: tuple[int, ...]
@@ -41,6 +43,7 @@ class LoadSettings:
     num_shared_tokens: int = 0
     lengths: str = "mixed"
     num_rounds: int = 1
+    profiles: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,12 @@ class Turn:
     round_index: int
     concurrency: int
     trace: TraceSettings
+    profile: str = ""
+
+    @property
+    def label(self) -> int | str:
+        """The name of the turn's load in reports: its profile, or its number of clients."""
+        return self.profile or self.concurrency
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +72,28 @@ class Run:
 
 def plan_turns(settings: LoadSettings, info: ServerInfo) -> list[Turn]:
     """Returns all turns of all rounds and numbers of clients. Each turn draws its own trace."""
-    return [
-        Turn(index, concurrency, trace_settings(replace(settings, seed=settings.seed + index), info, concurrency))
-        for index in range(settings.num_rounds)
-        for concurrency in settings.concurrencies
-    ]
+    turns = []
+    for index in range(settings.num_rounds):
+        of_round = replace(settings, seed=settings.seed + index)
+        if not settings.profiles:
+            turns += [Turn(index, each, trace_settings(of_round, info, each)) for each in settings.concurrencies]
+        for name in settings.profiles:
+            profile = PROFILES[name]
+            turns.append(Turn(index, profile.num_clients, profile_trace_settings(profile, of_round, info), name))
+    return turns
+
+
+def profile_trace_settings(profile: Profile, settings: LoadSettings, info: ServerInfo) -> TraceSettings:
+    """Returns the trace settings of one turn of a profile."""
+    return replace(
+        trace_settings(settings, info, profile.num_clients),
+        num_requests=settings.num_requests or profile.num_requests,
+        num_shared_tokens=profile.num_shared_tokens,
+        lengths=profile.lengths,
+        num_samples=profile.num_samples,
+        temperature=profile.temperature,
+        top_p=profile.top_p,
+    )
 
 
 def trace_settings(settings: LoadSettings, info: ServerInfo, concurrency: int) -> TraceSettings:
@@ -119,22 +145,21 @@ async def measure(
     return runs
 
 
-def ratios_by_round(runs: Sequence[Run]) -> dict[str, dict[int, list[float]]]:
-    """Returns Quire's output tokens/s over the other engine's, by other engine, concurrency and round that both ran."""
+def ratios_by_round(runs: Sequence[Run]) -> dict[str, dict[int | str, list[float]]]:
+    """Returns Quire's output tokens/s over the other engine's, by other engine, label and round that both ran."""
     rates = {
-        (run.summary.engine, run.turn.concurrency, run.turn.round_index): run.summary.output_tokens_per_s
-        for run in runs
+        (run.summary.engine, run.turn.label, run.turn.round_index): run.summary.output_tokens_per_s for run in runs
     }
-    found: dict[str, dict[int, list[float]]] = {}
-    for (engine, concurrency, index), rate in rates.items():
-        if engine != "quire" and (own := rates.get(("quire", concurrency, index))) is not None:
-            found.setdefault(engine, {}).setdefault(concurrency, []).append(own / rate)
+    found: dict[str, dict[int | str, list[float]]] = {}
+    for (engine, label, index), rate in rates.items():
+        if engine != "quire" and (own := rates.get(("quire", label, index))) is not None:
+            found.setdefault(engine, {}).setdefault(label, []).append(own / rate)
     return found
 
 
-def ratios(runs: Sequence[Run]) -> dict[str, dict[int, float]]:
-    """Returns the median ratio over the rounds, by other engine and concurrency."""
+def ratios(runs: Sequence[Run]) -> dict[str, dict[int | str, float]]:
+    """Returns the median ratio over the rounds, by other engine, and by number of clients or profile."""
     return {
-        engine: {concurrency: median(own) for concurrency, own in by_concurrency.items()}
-        for engine, by_concurrency in ratios_by_round(runs).items()
+        engine: {label: median(own) for label, own in by_label.items()}
+        for engine, by_label in ratios_by_round(runs).items()
     }

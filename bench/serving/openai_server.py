@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -80,12 +81,13 @@ def openai_sender(session: aiohttp.ClientSession, url: str, model: str) -> Send:
             "model": model,
             "prompt": list(request.prompt_token_ids),
             "max_tokens": request.max_tokens,
-            "temperature": 0,
+            **request.sampling,
             "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         arrivals_s: list[float] = []
+        samples: list[int] = []
         num_tokens = 0
         sent_s = time.perf_counter()
         try:
@@ -93,13 +95,14 @@ def openai_sender(session: aiohttp.ClientSession, url: str, model: str) -> Send:
                 if reply.status != 200:
                     raise LoadError(f"{endpoint} answered {reply.status}: {(await reply.text())[:500]}")
                 async for event in server_sent_events(reply.content):
-                    if event.get("choices"):
+                    for choice in event.get("choices") or ():
                         arrivals_s.append(time.perf_counter())
+                        samples.append(choice.get("index", 0))
                     if event.get("usage"):
                         num_tokens = event["usage"]["completion_tokens"]
         except aiohttp.ClientError as error:
             raise LoadError(f"{endpoint}: {error}") from error
-        return checked_record(request, sent_s, arrivals_s, num_tokens)
+        return replace(checked_record(request, sent_s, arrivals_s, num_tokens), samples=tuple(samples))
 
     return send
 

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from bench.command_line import SERVICE_FLAGS, BenchError, Parser, at_least, open_console, parse_concurrencies
 from bench.load import LoadResult
+from bench.machine import local_device
 from bench.report import save
 from bench.server_process import quire_server
 from bench.serving.engines import quire_engine
@@ -35,6 +36,7 @@ from planning.workload import Job, ListedJobs
 from quire.async_client import AsyncClient
 from quire.block_map import ServerInfo, StepTrace
 from scheduler.core import SchedulerLimits
+from scheduler.engine.options import TARGET_ON_CPU_MS, TARGET_ON_GPU_MS
 
 _MIN_REQUESTS = 24
 _REQUESTS_PER_CLIENT = 6
@@ -168,7 +170,12 @@ def _compare(number: int, run: MeasuredRun, is_fitted: bool, info: ServerInfo, f
 def simulate_trace(info: ServerInfo, trace: Sequence[TraceRequest], fit: Fit, clients: ClosedLoop) -> Records:
     """Simulates the trace on a server with the limits of `info`."""
     server = Server(
-        SchedulerLimits(info.max_num_seqs, info.max_num_batched_tokens, info.max_model_len),
+        SchedulerLimits(
+            info.max_num_seqs,
+            info.max_num_batched_tokens,
+            info.max_model_len,
+            target_inter_token_latency_s=(TARGET_ON_GPU_MS if local_device() else TARGET_ON_CPU_MS) / 1e3,
+        ),
         num_blocks=info.num_blocks + 1,
         block_size=info.block_size,
     )

@@ -22,14 +22,14 @@ def render_table(runs: Sequence[Run]) -> Table:
     """
     multiples = ratios_by_round(runs)
     table = Table(title="closed loop; latencies in ms, p50/p99", box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("c", justify="right", no_wrap=True)
+    table.add_column("c", justify="left" if any(run.turn.profile for run in runs) else "right", no_wrap=True)
     table.add_column("engine", no_wrap=True)
     for heading in ("tokens/s", "req/s", "TTFT", "TPOT", "ITL", "waste", "preempt", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for (concurrency, engine), own in _by_row(runs).items():
+    for (label, engine), own in _by_row(runs).items():
         pools = [summary.pool for summary in own if summary.pool is not None]
         table.add_row(
-            str(concurrency),
+            str(label),
             engine,
             f"{median(summary.output_tokens_per_s for summary in own):.1f}",
             f"{median(summary.requests_per_s for summary in own):.2f}",
@@ -38,7 +38,7 @@ def render_table(runs: Sequence[Run]) -> Table:
             _pair(summary.itl_ms for summary in own),
             f"{median(pool.mean_waste_ratio for pool in pools):.1%}" if pools else "",
             f"{median(pool.num_preemptions for pool in pools):.0f}" if pools else "",
-            _ratio(multiples.get(engine, {}).get(concurrency, [])),
+            _ratio(multiples.get(engine, {}).get(label, [])),
         )
     return table
 
@@ -46,7 +46,8 @@ def render_table(runs: Sequence[Run]) -> Table:
 def describe_run(run: Run) -> str:
     """Returns one line about a finished run."""
     summary, idle = run.summary, run.summary.executor_idle_ratio
-    line = f"{summary.engine} c={summary.concurrency}: {summary.output_tokens_per_s:.1f} output tokens/s"
+    load = f"{run.turn.profile} c={summary.concurrency}".lstrip()
+    line = f"{summary.engine} {load}: {summary.output_tokens_per_s:.1f} output tokens/s"
     return line if idle is None else f"{line}, executor idle {idle:.1%}"
 
 
@@ -61,12 +62,13 @@ def report(runs: Sequence[Run], info: ServerInfo) -> dict[str, Any]:
     turns = list(dict.fromkeys(run.turn for run in runs))
     return {
         "traces": [
-            {"concurrency": turn.concurrency, "round": turn.round_index} | describe(turn.trace, make_trace(turn.trace))
+            {"concurrency": turn.concurrency, "round": turn.round_index, "profile": turn.profile}
+            | describe(turn.trace, make_trace(turn.trace))
             for turn in turns
         ],
         "server": asdict(info),
         "machine": describe_machine(local_device()),
-        "runs": [asdict(run.summary) | {"round": run.turn.round_index} for run in runs],
+        "runs": [asdict(run.summary) | {"round": run.turn.round_index, "profile": run.turn.profile} for run in runs],
         "quire_tokens_per_s_ratio_to": medians,
         "ratios": next(iter(medians.values())) if len(medians) == 1 else {},
         "pairs": _pairs(runs),
@@ -86,11 +88,11 @@ def _pairs(runs: Sequence[Run]) -> list[dict[str, Any]]:
     ]
 
 
-def _by_row(runs: Sequence[Run]) -> dict[tuple[int, str], list[RunSummary]]:
-    """Groups the summaries of all rounds by concurrency and engine, in the order of concurrency."""
-    found: dict[tuple[int, str], list[RunSummary]] = {}
-    for run in sorted(runs, key=lambda run: run.turn.concurrency):
-        found.setdefault((run.turn.concurrency, run.summary.engine), []).append(run.summary)
+def _by_row(runs: Sequence[Run]) -> dict[tuple[int | str, str], list[RunSummary]]:
+    """Groups the summaries of all rounds by label and engine, in the order of profiles or of concurrency."""
+    found: dict[tuple[int | str, str], list[RunSummary]] = {}
+    for run in sorted(runs, key=lambda run: 0 if run.turn.profile else run.turn.concurrency):
+        found.setdefault((run.turn.label, run.summary.engine), []).append(run.summary)
     return found
 
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from bench.command_line import SERVICE_FLAGS, Parser, at_least, open_console, parse_concurrencies
 from bench.load import LoadError
 from bench.machine import local_device
+from bench.profiles import PROFILES
 from bench.report import save
 from bench.server_process import quire_server
 from bench.serving.engines import Engine, in_process_engine, openai_engine, quire_engine
@@ -125,8 +126,9 @@ async def _other_engines(
 def _save_steps(settings: ServeSettings, run: Run) -> None:
     if (path := settings.chrome_trace) is None or not run.observed.steps:
         return
+    name = run.turn.profile or f"c{run.turn.concurrency}"
     round_suffix = f"-r{run.turn.round_index}" if run.turn.round_index else ""
-    save_chrome_trace(path.with_stem(f"{path.stem}-c{run.turn.concurrency}{round_suffix}"), run.observed.steps)
+    save_chrome_trace(path.with_stem(f"{path.stem}-{name}{round_suffix}"), run.observed.steps)
 
 
 def _measure_ceilings() -> "Ceilings":
@@ -149,6 +151,9 @@ def parser() -> Parser:
     flags.add_argument("--seed", type=int, default=7, help="seed of the traces (default: %(default)s)")
     flags.add_argument("--num-shared-tokens", type=at_least(0), default=0, help="tokens that all prompts begin with")
     flags.add_argument("--lengths", choices=sorted(LENGTHS), default="mixed", help="lengths of prompts and outputs")
+    flags.add_argument(
+        "--profile", help=f"other loads, with commas between them, in place of --concurrency: {', '.join(PROFILES)}"
+    )
     flags.add_argument("--peer-url", help="root of an OpenAI-compatible server to compare with")
     flags.add_argument("--peer-model", help="the peer's name for the model")
     flags.add_argument("--peer-command", help="command that starts the peer; it is ended after the measurement")
@@ -183,9 +188,12 @@ def parse(arguments: Sequence[str]) -> tuple["argparse.Namespace", ServeSettings
     peer = None
     if given.peer_url:
         peer = Peer(given.peer_url, given.peer_model, tuple(shlex.split(given.peer_command or "")))
+    profiles = tuple(filter(None, (given.profile or "").split(",")))
+    if unknown := set(profiles) - set(PROFILES):
+        flags.error(f"--profile: no profile is called {', '.join(sorted(unknown))}; there are {', '.join(PROFILES)}")
     load = LoadSettings(
         parse_concurrencies(given.concurrency), given.num_requests, given.seed, given.num_shared_tokens,
-        given.lengths, given.rounds,
+        given.lengths, given.rounds, profiles,
     )  # fmt: skip
     return given, ServeSettings(
         load,

@@ -2,6 +2,7 @@
 
     scheduler/core/*.py         the decision kernel
     scheduler/core/tenants/     a tenant: its terms and its account
+    scheduler/core/timing/      deadlines, and the budget of a step by what steps have cost
     scheduler/core/fairness/    the shares of tenants: accounts, the queue of all tenants, the choice of victims
     scheduler/core/baselines/   static and dynamic batching, contiguous KV allocation: for measurement only
     scheduler/core/inspect/     views, invariants, step loads, and the leap of simulators
@@ -51,6 +52,7 @@ from scheduler.core.sequence import TRANSITIONS, FinishReason, Sequence, State
 from scheduler.core.state import Counters, SchedulerState
 from scheduler.core.tenants.account import DEFAULT_TENANT, Account, TenantTerms, TermsOf
 from scheduler.core.tenants.errors import TenantLimitReached
+from scheduler.core.timing.step_costs import StepCosts
 
 __all__ = [
     "BATCHING",
@@ -102,6 +104,7 @@ __all__ = [
     "SequenceParams",
     "SequenceView",
     "State",
+    "StepCosts",
     "StepPlan",
     "StepResult",
     "TenantLimitReached",

@@ -14,7 +14,7 @@ def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence
     Ends requests before it that start too late for their deadline; the next `expire` returns their sequences. Those
     that have started go on: the plan that is being made may have rows of other sequences of the same request.
     """
-    sequence = state.admission_queue.first() if builder.budget > 0 else None
+    sequence = state.admission_queue.first() if not builder.budget.is_exhausted else None
     while (
         sequence is not None
         and not state.active(sequence).has_started

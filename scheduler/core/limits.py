@@ -1,6 +1,7 @@
 """The limits of the batch and the queue."""
 
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -10,6 +11,9 @@ class SchedulerLimits:
     max_num_seqs               sequences that have a slot at the same time
     max_num_batched_tokens     tokens that one step computes, over all sequences; at least max_num_seqs, so that every
                                decode fits
+    target_inter_token_latency_s
+                               time that a step with decodes should take at most (I25)
+    min_prompt_tokens          prompt tokens that such a step takes, whatever they cost
     max_model_len              tokens of one sequence, prompt and output
     max_in_flight              plans sent and not yet answered; 2 hides the round trip
     max_waiting_requests       waiting requests; a request beyond it is refused
@@ -33,11 +37,15 @@ class SchedulerLimits:
     max_preemptions: int = 3
     max_losses: int = 5
     watermark_ratio: float = 0.01
+    target_inter_token_latency_s: float = inf
+    min_prompt_tokens: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len", "max_in_flight", "max_waiting_requests"):
+        for name in ("max_num_seqs", "max_model_len", "max_in_flight", "max_waiting_requests", "min_prompt_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not self.target_inter_token_latency_s > 0:
+            raise ValueError(f"target_inter_token_latency_s must be above 0, not {self.target_inter_token_latency_s}")
         if self.max_losses < 2:
             raise ValueError(f"max_losses must be at least 2, not {self.max_losses}")
         if self.max_num_batched_tokens < self.max_num_seqs:

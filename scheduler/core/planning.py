@@ -1,10 +1,10 @@
 """Plans the next step in several passes over the state, which fill a StepBuilder.
 
 The batch is rebuilt at every step (Yu et al., "Orca: A Distributed Serving System for Transformer-Based Generative
-Models", OSDI 2022), under a budget of tokens. Sequences with one token to compute (decodes) come first, then admitted
-sequences with more (prefills, in chunks if necessary), then the head of the waiting queue. Long prompts therefore never
-delay decodes. Nor do they block other prompts: a partly computed prompt gets half of the budget that decodes leave, and
-newly admitted sequences get the rest.
+Models", OSDI 2022), under a budget of tokens and time (timing/). Sequences with one token to compute (decodes) come
+first, then admitted sequences with more (prefills, in chunks if necessary), then the head of the waiting queue. Long
+prompts therefore never delay decodes. Nor do they block other prompts: the first partly computed prompt gets half of
+the budget that decodes leave, and shorter ones and newly admitted sequences get the rest.
 
 No sequence is preempted while plans are in flight. If blocks are short, the planner first waits for the results of
 these plans, which may end sequences.
@@ -27,7 +27,7 @@ def plan_step(state: SchedulerState) -> StepPlan | None:
     growing = _make_room_for_decodes(state)
     if growing is None:
         return None
-    builder = StepBuilder(state.epoch, state.step_id + 1, state.limits.max_num_batched_tokens)
+    builder = StepBuilder(state.epoch, state.step_id + 1, state.new_budget())
     _plan_decodes(state, builder, growing)
     _plan_beams(state, builder)
     _plan_prefills(state, builder)
@@ -92,26 +92,34 @@ def _plan_beams(state: SchedulerState, builder: StepBuilder) -> None:
 
 
 def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
-    """Gives half of the remaining budget to the first running prompt, then admits waiting sequences.
+    """Gives half of the remaining budget to the first running prompt, and half of the rest to each with less left.
 
-    Short prompts therefore do not wait for a long one, which takes at most twice as many steps as it would alone. The
-    rest of the budget goes to running prompts, in order. If the first of them has no room, no sequence is admitted.
+    Then admits waiting sequences. Short prompts therefore do not wait for a long one, which takes at most twice as many
+    steps as it would alone. The rest of the budget goes to running prompts, to those with the least left first. If the
+    first in order has no room, no sequence is admitted.
     """
     prefilling = sorted(state.batch.prefilling, key=state.policy.order)
     for first in prefilling[:1]:
-        _continue_prefill(state, builder, first, -(-builder.budget // 2))
+        _continue_prefill(state, builder, first, builder.budget.room_for(first, share=2))
+    by_length = sorted(prefilling, key=_num_uncomputed_tokens)
+    for sequence in by_length[: by_length.index(prefilling[0]) if prefilling else 0]:
+        _continue_prefill(state, builder, sequence, builder.budget.room_for(sequence, share=2))
     if not prefilling or prefilling[0] in builder.step.prefills:
         while (entry := next_to_admit(state, builder)) is not None:
             _start_prefill(state, builder, *entry)
     state.waiting.left_behind = state.admission_queue.first()
-    for sequence in prefilling:
-        _continue_prefill(state, builder, sequence, builder.budget)
+    for sequence in by_length:
+        _continue_prefill(state, builder, sequence, builder.budget.room_for(sequence))
+
+
+def _num_uncomputed_tokens(sequence: Sequence) -> int:
+    return sequence.num_uncomputed_tokens
 
 
 def _start_prefill(state: SchedulerState, builder: StepBuilder, sequence: Sequence, prefix: list[int]) -> None:
     admit(state, sequence, prefix)
     num_cached = sequence.num_computed_tokens
-    num_tokens = min(sequence.num_uncomputed_tokens, builder.budget)
+    num_tokens = min(sequence.num_uncomputed_tokens, builder.budget.room_for(sequence))
     _allocate(state, sequence, num_tokens)
     builder.plan.admissions.append(
         Admission(

@@ -35,6 +35,7 @@ from scheduler.core.request import Request
 from scheduler.core.sequence import FinishReason
 from scheduler.core.state import SchedulerState
 from scheduler.core.tenants.account import TermsOf, equal_terms
+from scheduler.core.timing.step_costs import StepCosts
 
 
 class Scheduler:
@@ -130,6 +131,10 @@ class Scheduler:
     def set_pace(self, pace: Pace) -> None:
         """Sets the pace by which later plans end waiting requests that can no longer meet their deadline."""
         self.state.pace = pace
+
+    def set_costs(self, costs: StepCosts) -> None:
+        """Sets what steps cost, by which later plans take as many prompt tokens as the target of the limits allows."""
+        self.state.costs = costs
 
     @property
     def next_wake_s(self) -> float | None:

@@ -15,7 +15,6 @@ from math import inf
 
 from scheduler.core.active_request import ActiveRequest
 from scheduler.core.beam_group import BeamGroup
-from scheduler.core.deadlines import Deadlines
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.fairness.fair_queue import FairQueue
@@ -28,6 +27,9 @@ from scheduler.core.running_batch import RunningBatch
 from scheduler.core.sequence import FinishReason, Sequence, State
 from scheduler.core.step import Step
 from scheduler.core.tenants.account import TermsOf
+from scheduler.core.timing.deadlines import Deadlines
+from scheduler.core.timing.step_budget import StepBudget
+from scheduler.core.timing.step_costs import UNKNOWN_COSTS
 from scheduler.core.waiting_queue import AdmissionQueue
 
 Ends = list[tuple[Sequence, FinishReason]]
@@ -51,6 +53,7 @@ class SchedulerState:
 
     epoch    number of the current executor's epoch
     step_id  step id of the newest plan in this epoch; 0 before the first
+    costs    what steps have cost, as the engine has measured it
     now_s    the latest time that was passed to the scheduler
     missed   sequences that the last plans have ended, because they would have started too late
 
@@ -77,6 +80,7 @@ class SchedulerState:
         self.must_forget = False
         self.accounts = Accounts(terms_of)
         self.pace = Pace()
+        self.costs = UNKNOWN_COSTS
         self.missed: Ends = []
         self.waiting = FairQueue(policy, limits, self.accounts, lambda: (self.batch, self.cache))
         self.admission_queue = build_queue(self)
@@ -91,6 +95,10 @@ class SchedulerState:
         self.cache = self._build_cache(num_blocks)
         self.in_flight = deque[Step]()
         self.batch = RunningBatch(self.limits.max_num_seqs)
+
+    def new_budget(self) -> StepBudget:
+        """Returns the budget of a step to which nothing was added."""
+        return StepBudget(self.limits, self.costs)
 
     def active(self, sequence: Sequence) -> ActiveRequest:
         return self.requests[sequence.request.request_id]

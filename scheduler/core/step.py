@@ -6,6 +6,7 @@ from scheduler.core.kv_cache import Allocation
 from scheduler.core.plan import StepPlan
 from scheduler.core.running_batch import by_slot
 from scheduler.core.sequence import Sequence
+from scheduler.core.timing.step_budget import StepBudget
 
 
 @dataclass(slots=True)
@@ -38,13 +39,12 @@ class Step:
 class StepBuilder:
     """Fills a plan for the executor and, beside it, the step that its result will be committed to.
 
-    `budget` is the number of tokens that may still be added. A builder without rows has changed nothing, and is
-    dropped.
+    `budget` says how many tokens may still be added. A builder without rows has changed nothing, and is dropped.
     """
 
     __slots__ = ("budget", "plan", "step")
 
-    def __init__(self, epoch: int, step_id: int, budget: int) -> None:
+    def __init__(self, epoch: int, step_id: int, budget: StepBudget) -> None:
         self.budget = budget
         self.plan = StepPlan(epoch, step_id)
         self.step = Step(step_id)
@@ -53,6 +53,7 @@ class StepBuilder:
         """Adds a row of one token for each sequence."""
         self.step.sampled = sequences.copy()
         self._add_rows(len(sequences), len(sequences))
+        self.budget.take_decodes(sequences)
         for sequence in sequences:
             sequence.num_planned_tokens += 1
             if sequence.num_planned_tokens + 1 >= sequence.params.max_total_tokens:
@@ -63,6 +64,7 @@ class StepBuilder:
         self.step.beams.append(beam)
         self.plan.branches += (beam.slot, parent.slot, token_id)
         self._add_rows(1, 1)
+        self.budget.take_decodes((beam,))
         beam.num_planned_tokens += 1
 
     def add_prefill(self, sequence: Sequence, num_tokens: int) -> None:
@@ -74,6 +76,7 @@ class StepBuilder:
                 self.step.prompt_reports.append((sequence, first, num_rows))
         prefills = self.step.prefills
         self._add_rows(sequence not in prefills, num_tokens)
+        self.budget.take_prompt(sequence, num_tokens)
         prefills[sequence] = prefills.get(sequence, 0) + num_tokens
         sequence.num_planned_tokens += num_tokens
 
@@ -113,4 +116,3 @@ class StepBuilder:
     def _add_rows(self, num_sequences: int, num_tokens: int) -> None:
         self.plan.num_sequences += num_sequences
         self.plan.num_tokens += num_tokens
-        self.budget -= num_tokens

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TARGET_ON_CPU_MS = 100.0
+TARGET_ON_GPU_MS = 25.0
+"""Default targets for the time of a step with decodes. At 100 ms a token, text comes faster than people read."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -33,6 +37,7 @@ class EngineOptions:
     memory: str
     max_num_seqs: int | None
     max_num_batched_tokens: int | None
+    target_inter_token_latency_ms: float | None
     max_in_flight: int
     max_waiting_requests: int
     max_waiting_prompt_tokens: int
@@ -48,7 +53,9 @@ class EngineOptions:
 
     def new_core(self, model: ModelDescription) -> Scheduler:
         return Scheduler(
-            from_fields(SchedulerLimits, self, model),
+            replace(
+                from_fields(SchedulerLimits, self, model), target_inter_token_latency_s=self._target_ms(model) / 1e3
+            ),
             num_blocks=model.num_blocks + 1,  # the null block
             block_size=model.block_size,
             terms_of=self.terms_of,
@@ -64,6 +71,9 @@ class EngineOptions:
     def keeps_prefixes(self) -> bool:
         """True if computed blocks are published for later requests, so that it helps if the executor retains them."""
         return self.enable_prefix_caching and self.memory == PAGED.name
+
+    def _target_ms(self, model: ModelDescription) -> float:
+        return self.target_inter_token_latency_ms or (TARGET_ON_CPU_MS if model.device == "cpu" else TARGET_ON_GPU_MS)
 
     def _batching(self) -> Batching:
         """Returns the batching mode. Only dynamic batching has a timeout; the other modes do not wait for requests."""

@@ -20,6 +20,7 @@ from quire.unexpected import unexpected
 from scheduler.core import ExecutorLost, Scheduler, StepPlan, check_invariants
 from scheduler.core.inspect.step_load import LoadTracker
 from scheduler.engine.plan_timing import PlanTiming
+from scheduler.engine.step_costs import CostEstimate
 from scheduler.engine.step_trace import StepTrace
 from scheduler.engine.watchdog import ExecutorWatchdog
 
@@ -68,6 +69,7 @@ class Session:
         self._watchdog = ExecutorWatchdog(lambda: client.describe(timeout_s), signal.set, timeout_s)
         self._loads = LoadTracker()
         self._timing = PlanTiming()
+        self._estimate = CostEstimate()
         self._delayed_until_s: float | None = None  # None: the next plan is not delayed
         self._checked_at_s = 0.0
 
@@ -95,6 +97,8 @@ class Session:
         events = self._core.commit(arrival.result)
         trace = self._traces.commit_oldest(arrival.received_ns, time.monotonic_ns(), arrival.timings)
         self._timing.learn(trace)
+        self._estimate.learn(trace)
+        self._core.set_costs(self._estimate.costs)
         self._watchdog.reset()
         return events
 

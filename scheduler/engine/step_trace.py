@@ -57,6 +57,7 @@ class StepTrace:
     num_decodes: int = 0
     num_decode_pairs: int = 0
     num_prefill_pairs: int = 0
+    num_reported: int = 0
     timings: ExecutorTimings = ExecutorTimings()
 
     @classmethod
@@ -71,6 +72,7 @@ class StepTrace:
             num_decodes=load.num_decodes,
             num_decode_pairs=load.num_decode_pairs,
             num_prefill_pairs=load.num_prefill_pairs,
+            num_reported=load.num_reported,
         )
 
 

@@ -1,13 +1,14 @@
 """The core on a virtual clock, compared with figures by hand and with a core in a plain loop."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import inf
 from random import Random
 
 import pytest
 
 from planning.arrivals import Bursts, ClosedLoop, Poisson
+from planning.cost import CostModel, step_costs
 from planning.lengths import SHAREGPT, FixedLengths
 from planning.server import Server
 from planning.simulation import Horizon
@@ -24,8 +25,9 @@ from scheduler.core import (
     SequenceParams,
     StepResult,
 )
+from scheduler.core.inspect.step_load import StepLoad
 from scheduler.engine.plan_timing import Arrivals, could_join, lead_s
-from tests.support.planning.simulations import SERVER, SMALL, Steady, draw, run, summary
+from tests.support.planning.simulations import COST, SERVER, SMALL, Steady, draw, run, summary
 
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
@@ -174,10 +176,10 @@ def test_leaps_do_not_change_the_result(
     assert leaping.num_leapt_steps > 0
     assert stepping.num_leapt_steps == 0
     assert asdict(leaping.counters) == asdict(stepping.counters)
-    for field in ("arrival_s", "planned_s", "first_token_s", "end_s"):
-        assert list(getattr(leaping.requests, field)) == pytest.approx(list(getattr(stepping.requests, field)))
-    for field in ("busy_s", "sequence_steps_s", "waiting_s", "virtual_s"):
-        assert getattr(leaping, field) == pytest.approx(getattr(stepping, field))
+    for name in ("arrival_s", "planned_s", "first_token_s", "end_s"):
+        assert list(getattr(leaping.requests, name)) == pytest.approx(list(getattr(stepping.requests, name)))
+    for name in ("busy_s", "sequence_steps_s", "waiting_s", "virtual_s"):
+        assert getattr(leaping, name) == pytest.approx(getattr(stepping, name))
 
 
 # --- properties of every run ------------------------------------------------------------------------------------------
@@ -270,3 +272,41 @@ def test_baseline_modes_give_the_same_output_and_are_slower() -> None:
     assert static.output_tokens_per_s < 0.8 * continuous.output_tokens_per_s
     assert contiguous.max_batch == 199 // (512 // 16) == 6
     assert contiguous.waste_ratio > 0.5 > 0.2 > continuous.waste_ratio
+
+
+# --- the target of a step ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Recorded:
+    """A cost model that keeps the loads of all steps with decodes and long prompts."""
+
+    cost: CostModel
+    full_s: list[float] = field(default_factory=list)
+
+    def step_s(self, load: StepLoad) -> float:
+        step_s = self.cost.step_s(load)
+        if load.num_decodes and load.num_prefill_tokens > 100:
+            self.full_s.append(step_s)
+        return step_s
+
+
+@pytest.mark.parametrize("target_s", [0.02, 0.04, inf])
+def test_steps_with_decodes_keep_to_the_target(target_s: float) -> None:
+    limits = replace(SERVER.limits, target_inter_token_latency_s=target_s)
+    cost = Recorded(COST)
+    jobs = [Job(0.0, 0, 100, 200)] + [Job(0.1 * i, 0, 3000, 4) for i in range(1, 5)]
+    run(jobs, cost, replace(SERVER, limits=limits))
+    assert cost.full_s
+    longest_s = 5e-3 + 1e-4 * 2 + 2048 * 2e-5
+    if target_s == inf:
+        assert max(cost.full_s) > longest_s * 0.95
+    else:
+        assert target_s * 0.95 < max(cost.full_s) < target_s * 1.05
+
+
+def test_costs_for_the_core_are_those_of_the_model() -> None:
+    costs = step_costs(COST)
+    assert (costs.step_s, costs.decode_s, costs.decode_pair_s) == pytest.approx((5e-3, 1e-5, 4e-8))
+    assert costs.token_s == pytest.approx(2e-5, rel=0.01)
+    assert costs.pair_s == pytest.approx(1e-10, rel=0.01)

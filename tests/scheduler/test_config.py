@@ -107,6 +107,15 @@ def test_defaults_of_the_limits_are_those_of_the_core() -> None:
         assert settings[name] == limits[name], name
 
 
+@pytest.mark.parametrize(
+    ("device", "target_ms", "expected_s"), [("cpu", None, 0.1), ("cuda", None, 0.025), ("cuda:1", 40.0, 0.04)]
+)
+def test_the_target_of_a_step_depends_on_the_device(device: str, target_ms: float | None, expected_s: float) -> None:
+    options = from_fields(EngineOptions, SchedulerConfig(model="m", target_inter_token_latency_ms=target_ms))
+    core = options.new_core(ModelDescription("m", "float32", device, 50, 100, 4, 20, 3, 64))
+    assert core.state.limits.target_inter_token_latency_s == expected_s
+
+
 @pytest.mark.parametrize(("batching", "timeout_s"), [("continuous", 0.0), ("static", 0.0), ("dynamic", 0.2)])
 def test_only_dynamic_batching_has_the_batch_timeout(batching: str, timeout_s: float) -> None:
     options = from_fields(EngineOptions, SchedulerConfig(model="m", batching=batching, batch_timeout_s=0.2))

@@ -99,7 +99,8 @@ def _may_admit(state: SchedulerState) -> bool:
         return False
     if any(step.releases for step in state.in_flight):
         return True
-    budget = state.limits.max_num_batched_tokens - len(state.batch.decoding)
+    budget = state.new_budget()
+    budget.take_decodes(state.batch.decoding)
     if next_to_admit(state, StepBuilder(state.epoch, state.step_id + 1, budget)) is not None:
         return True
     return state.cache.reads_prefixes(first) and any(_begins_like(first, other) for other in state.batch.decoding)

@@ -23,6 +23,7 @@ class StepLoad(NamedTuple):
     num_prefill_tokens  tokens that they compute
     num_prefill_pairs   sum of the tokens that each of these tokens attends to
     num_sampled         tokens that are sampled; beams sample none
+    num_reported        prompt tokens of requests for their log-probabilities
     """
 
     num_decodes: int
@@ -31,6 +32,7 @@ class StepLoad(NamedTuple):
     num_prefill_tokens: int = 0
     num_prefill_pairs: int = 0
     num_sampled: int = 0
+    num_reported: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -45,6 +47,7 @@ class _Slot:
     num_known_tokens: int
     num_row_tokens: int
     is_beam: bool
+    is_reported: bool = False
 
 
 class LoadTracker:
@@ -70,7 +73,7 @@ class LoadTracker:
         num_decodes = self.num_decodes
         self.skip(1)
         num_decode_pairs = self.num_decode_context
-        prefills = self._prefill() if self._others else (0, 0, 0, 0)
+        prefills = self._prefill() if self._others else (0, 0, 0, 0, 0)
         for fork in plan.forks:
             self._join(fork.child_slot, self._context(fork.parent_slot))
         return StepLoad(
@@ -78,6 +81,7 @@ class LoadTracker:
             num_decode_pairs + num_beam_pairs,
             *prefills[:3],
             num_decodes + prefills[3] + len(plan.forks),
+            prefills[4],
         )
 
     @property
@@ -90,26 +94,33 @@ class LoadTracker:
         self._num_steps += num_steps
         self.num_decode_context += num_steps * self.num_decodes
 
-    def _prefill(self) -> tuple[int, int, int, int]:
-        """Returns the numbers of sequences, tokens, pairs, and sequences that sample because no known token is left."""
-        num_prefills = num_tokens = num_pairs = num_sampled = 0
+    def _prefill(self) -> tuple[int, int, int, int, int]:
+        """Returns the numbers of sequences, tokens, pairs, sequences that sample because no known token is left, and
+        tokens that are reported."""
+        num_prefills = num_tokens = num_pairs = num_sampled = num_reported = 0
         for number, slot in list(self._others.items()):
             num_row_tokens = slot.num_row_tokens
             if not num_row_tokens or slot.num_computed_tokens >= slot.num_known_tokens:
                 continue
             num_prefills += 1
             num_tokens += num_row_tokens
+            num_reported += num_row_tokens * slot.is_reported
             num_pairs += num_row_tokens * slot.num_computed_tokens + num_row_tokens * (num_row_tokens + 1) // 2
             slot.num_computed_tokens += num_row_tokens
             if slot.num_computed_tokens >= slot.num_known_tokens and not slot.is_beam:
                 num_sampled += 1
                 if num_row_tokens == 1:  # it decodes from now on, and no plan will say so
                     self._join(number, self._leave(number))
-        return num_prefills, num_tokens, num_pairs, num_sampled
+        return num_prefills, num_tokens, num_pairs, num_sampled, num_reported
 
     def _admit(self, admission: Admission) -> None:
+        params = admission.params
         self._others[admission.slot] = _Slot(
-            admission.num_computed_tokens, len(admission.token_ids), 0, admission.params.num_candidates > 0
+            admission.num_computed_tokens,
+            len(admission.token_ids),
+            0,
+            is_beam=params.num_candidates > 0,
+            is_reported=params.num_prompt_logprobs > 0,
         )
 
     def _set_row_count(self, number: int, num_tokens: int) -> None:

@@ -3,7 +3,7 @@
 from random import Random
 
 from scheduler.core import Request, SequenceParams
-from scheduler.core.deadlines import SPARE_ENTRIES, Deadlines
+from scheduler.core.timing.deadlines import SPARE_ENTRIES, Deadlines
 
 
 def request(request_id: int, deadline_s: float | None) -> Request:

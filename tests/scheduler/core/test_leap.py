@@ -3,6 +3,7 @@
 from collections import Counter
 from copy import deepcopy
 from dataclasses import asdict
+from math import inf
 from random import Random
 
 from scheduler.core import (
@@ -24,6 +25,7 @@ from scheduler.core.baselines.batching import batch_members
 from scheduler.core.inspect.views import unfinished_sequences
 from scheduler.core.policy import POLICIES
 from tests.support.core.letter_tokens import make_request
+from tests.support.core.simulation import draw_costs
 from tests.support.core.snapshot import take_snapshot
 
 TOKEN = 1
@@ -88,6 +90,8 @@ def draw_scheduler(random: Random) -> Scheduler:
         max_in_flight=random.choice((1, 2, 2, 3)),
         max_preemptions=random.randint(0, 2),
         watermark_ratio=random.choice((0.0, 0.1)),
+        target_inter_token_latency_s=random.choice((inf, 1.0)),
+        min_prompt_tokens=2,
     )
     scheduler = Scheduler(
         limits,
@@ -98,6 +102,7 @@ def draw_scheduler(random: Random) -> Scheduler:
         kv_allocation=random.choice(list(KV_ALLOCATIONS.values())),
         enable_prefix_caching=random.random() < 0.7,
     )
+    scheduler.set_costs(draw_costs(random))
     scheduler.executor_attached(1, scheduler.state.cache.pool.num_blocks)
     return scheduler
 

@@ -46,13 +46,22 @@ def test_a_long_prompt_gets_the_budget_that_short_ones_leave_and_at_least_half()
     assert chunks(harness) == {1: 13, 2: 3}
     harness.add(make_request(3, "b" * 30, 1))
     assert chunks(harness) == {1: 8, 3: 8}
-    assert chunks(harness) == {1: 16}, "the second long prompt is admitted, and waits for the first"
+    assert chunks(harness) == {1: 8, 3: 8}, "the second one has less left, and does not wait for the first"
     harness.add(make_request(4, "uvw", 1))
-    assert chunks(harness) == {1: 13, 4: 3}, "a short prompt behind it does not wait"
+    assert chunks(harness) == {1: 8, 3: 5, 4: 3}, "a short prompt behind both does not wait either"
     harness.run()
     assert harness.scheduler.state.counters.num_steps == -(-(90 + 3 + 30 + 3) // BUDGET), (
         "all steps but the last are full"
     )
+
+
+def test_a_prompt_that_has_more_left_than_the_first_waits_for_it() -> None:
+    harness = build(make_request(1, LONG, 1))
+    chunks(harness)
+    harness.add(make_request(2, "b" * 98, 1))
+    assert chunks(harness) == {1: 8, 2: 8}, "its length counts only once it is admitted"
+    assert chunks(harness) == {1: 16}
+    harness.run()
 
 
 def test_a_long_prompt_takes_at_most_twice_the_steps_whatever_arrives() -> None:

@@ -4,6 +4,7 @@ A mutation replaces one function or method of the core. Simulations that pass wi
 """
 
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from scheduler.core.block_pool import BlockPool
 from scheduler.core.fairness.fair_queue import FairQueue
 from scheduler.core.kv_cache import Allocation, KVCache
 from scheduler.core.step import Step, StepBuilder
+from scheduler.core.timing.step_budget import StepBudget
 from scheduler.core.waiting_queue import WaitingQueue
 from tests.support.core import beam_mutations, mode_mutations
 from tests.support.core.fake_executor import PlanError
@@ -199,6 +201,21 @@ def leave_bounds_as_they_were(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SchedulerState, "narrow", lambda state, active, max_total_tokens: [])
 
 
+def take_no_time_for_decodes(patch: pytest.MonkeyPatch) -> None:
+    take_decodes = StepBudget.take_decodes
+
+    def mutant(budget: StepBudget, sequences: SequenceOf[Sequence]) -> None:
+        take_decodes(budget, sequences)
+        budget._decodes = budget._decodes[:1]
+
+    patch.setattr(StepBudget, "take_decodes", mutant)
+
+
+def let_the_first_prompt_take_no_more_than_half(patch: pytest.MonkeyPatch) -> None:
+    room_for = StepBudget.room_for
+    patch.setattr(StepBudget, "room_for", lambda budget, sequence, share=1: room_for(budget, sequence, 2))
+
+
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (skip_one_ref_count_decrement, "I2: block"),
     (publish_blocks_when_they_are_planned, "I5: block .* is published, its KV is not computed"),
@@ -219,6 +236,8 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (read_prefixes_that_are_to_be_reported_on, "I18: (wrong log-probabilities|.* got .* prompt tokens)"),
     (wait_for_prefixes_that_no_plan_computes, "I12: .* never ended|I12: nothing is in flight"),
     (leave_bounds_as_they_were, "would fit"),
+    (take_no_time_for_decodes, "I25: the plan takes"),
+    (let_the_first_prompt_take_no_more_than_half, "I25: .* could compute more"),
     *beam_mutations.MUTATIONS,
     *mode_mutations.MUTATIONS,
 ]

@@ -6,6 +6,7 @@ with the one that its sequence must generate in every schedule.
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import ClassVar, TypeVar
 
 import pytest
@@ -38,6 +39,7 @@ from scheduler.core import (
     Scheduler,
     SchedulerLimits,
     SequenceParams,
+    StepCosts,
     StepResult,
 )
 from tests.support.core.harness import Harness
@@ -67,6 +69,8 @@ def limits(draw: st.DrawFn) -> SchedulerLimits:
         max_preemptions=draw(st.sampled_from((1, 2, 0))),
         max_losses=draw(st.sampled_from((3, 1000))),
         watermark_ratio=draw(st.sampled_from((0.0, 0.1))),
+        target_inter_token_latency_s=draw(st.sampled_from((inf, 1.0))),
+        min_prompt_tokens=draw(st.integers(1, 3)),
     )
 
 
@@ -235,6 +239,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def schedule(self, num_plans: int) -> None:
         for _ in range(num_plans):
             self.harness.schedule()
+
+    @rule(costs=st.builds(StepCosts, *[st.sampled_from((0.0, 0.05, 0.4))] * 6))
+    def measure(self, costs: StepCosts) -> None:
+        self.harness.scheduler.set_costs(costs)
 
     @precondition(lambda self: self.harness.in_flight)
     @rule()

@@ -26,6 +26,7 @@ def counted(scheduler: Scheduler, before: set[Sequence]) -> StepLoad:
             sum(range(s.num_planned_tokens - n + 1, s.num_planned_tokens + 1)) for s, n in prefills.items()
         ),
         num_sampled=len(step.sampled),
+        num_reported=sum(n for s, n in prefills.items() if s.params.num_prompt_logprobs),
     )
 
 

@@ -27,6 +27,7 @@ from scheduler.core import (
 from scheduler.core.baselines.batching import ClosedBatch, batch_members
 from scheduler.core.baselines.contiguous import ContiguousKVCache, run_length
 from scheduler.core.inspect.views import deferred_releases, unfinished_sequences
+from tests.support.core.budget_check import BudgetCheck
 from tests.support.core.fake_clients import FakeClients
 from tests.support.core.step_bound import StepBound, most_blocks, most_preemptions
 from tests.support.core.victim_check import check_victims
@@ -70,6 +71,7 @@ class Coverage:
     num_external: int = 0  # results after which free runs were too short for the head of the queue
     num_batches: int = 0  # closed batches
     num_waits_for_batch: int = 0  # calls that planned nothing while a batch was filling
+    num_shortened: int = 0  # plans that leave prompt tokens to later ones because of the target
     num_news: int = 0  # plans that compute nothing, and only publish or withdraw blocks
     num_retained_blocks: int = 0  # blocks that an epoch began with
 
@@ -111,6 +113,7 @@ class CheckedScheduler:
         self.num_lost_plans = 0  # that were in flight when the last executor was lost
         self.lost: list[Flight] = []  # sent to lost executors; their results may still arrive
         self.coverage = Coverage()
+        self.budget_check = BudgetCheck()
         self.bound = StepBound(limits.max_preemptions)
         self.now_s = 0.0
         self.arrivals_s: dict[int, float] = {}

@@ -142,6 +142,7 @@ class Harness(CheckedScheduler):
         self.in_flight.append(Flight(plan, result, self.executor.touched_blocks))
         self._check_order(waiting)
         self._check_decodes(plan, sampling)
+        self.coverage.num_shortened += self.budget_check.follow(scheduler.state, plan)
         self._observe(waiting)
         self._check_beams(plan)
         self.check()

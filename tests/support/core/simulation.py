@@ -34,6 +34,7 @@ from scheduler.core import (
     ResultMismatch,
     SchedulerLimits,
     SequenceParams,
+    StepCosts,
 )
 from tests.support.core.checked_scheduler import Flight
 from tests.support.core.harness import Harness
@@ -87,6 +88,11 @@ class World:
     broken_share: float  # share of streams that break off; their clients resume them later
     deadline_share: float
     beam_share: float
+
+
+def draw_costs(random: Random) -> StepCosts:
+    """Returns costs of which some are 0, for a target of 1 s."""
+    return StepCosts(*(random.choice((0.0, 0.05, 0.2, random.random())) for _ in range(6)))
 
 
 def draw_world(random: Random) -> World:
@@ -155,6 +161,10 @@ class Simulation:
         self.random = Random(seed)
         self.retention = Random(~seed)  # one of its own, so that the worlds stay the same without it
         self.world = world = draw_world(self.random)
+        costs = Random(f"costs {seed}")  # one of its own, too
+        if has_costs := costs.random() < 0.5:
+            limits = replace(world.limits, target_inter_token_latency_s=1.0, min_prompt_tokens=costs.randint(1, 3))
+            self.world = world = replace(world, limits=limits)
         self.clock = Clock()
         self.happened: Counter[str] = Counter(dict.fromkeys(HAPPENINGS, 0))
         self.harness = Harness(
@@ -171,6 +181,8 @@ class Simulation:
         pace = Random(f"pace {seed}")  # one of its own, too
         if world.batching is CONTINUOUS and pace.random() < 0.5:  # the baselines form batches before they look
             self.harness.scheduler.set_pace(Pace(pace.uniform(0.0, 0.004), pace.uniform(1.0, 10.0)))
+        if has_costs:
+            self.harness.scheduler.set_costs(draw_costs(costs))
         self.num_requests = self.world.num_requests
         self.busy_until_ms = 0.0  # the executor runs steps one after the other
         self.wakes_s = inf  # the earliest scheduled wake-up

@@ -16,6 +16,7 @@ from scheduler.core import (
     QuireError,
     SchedulerLimits,
     Sequence,
+    StepCosts,
     StepPlan,
 )
 from scheduler.core.baselines.batching import batch_members
@@ -36,6 +37,7 @@ class Transcript:
             "cancel": self._cancel,
             "stop": self._stop,
             "clock": self._clock,
+            "costs": self._costs,
             "schedule": self._schedule,
             "commit": self._commit,
             "step": self._step,
@@ -66,7 +68,7 @@ class Transcript:
         """Starts a scheduler and attaches an executor.
 
         start blocks= block_size= seqs= budget= [in_flight=1] [max_preemptions=3] [policy=fcfs] [max_len=1000]
-              [batching=continuous] [timeout_s=] [memory=paged] [max_ahead=4096]
+              [batching=continuous] [timeout_s=] [memory=paged] [max_ahead=4096] [target_s=inf] [min_prompt=32]
         """
         num_usable_blocks, block_size = int(options.pop("blocks")), int(options.pop("block_size"))
         policy = POLICIES[options.pop("policy", "fcfs")]
@@ -80,6 +82,8 @@ class Transcript:
             max_in_flight=int(options.pop("in_flight", "1")),
             max_preemptions=int(options.pop("max_preemptions", "3")),
             max_ahead=int(options.pop("max_ahead", "4096")),
+            target_inter_token_latency_s=float(options.pop("target_s", "inf")),
+            min_prompt_tokens=int(options.pop("min_prompt", "32")),
         )
         _refuse_leftovers(options)
         self._harness = Harness(
@@ -128,6 +132,11 @@ class Transcript:
 
     def _clock(self, arguments: list[str], _: dict[str, str]) -> Iterator[str]:
         yield from _event_lines(self.harness.expire(float(arguments[0])))
+        yield from self._state()
+
+    def _costs(self, _: list[str], options: dict[str, str]) -> Iterator[str]:
+        """Sets what steps cost, in seconds: costs [step_s=0] [decode_s=0] [token_s=0] …"""
+        self.harness.scheduler.set_costs(StepCosts(**{name: float(value) for name, value in options.items()}))
         yield from self._state()
 
     def _schedule(self, _: list[str], __: dict[str, str]) -> Iterator[str]:
