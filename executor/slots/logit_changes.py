@@ -60,7 +60,8 @@ class LogitChanges:
         def on_device(array: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
             return torch.from_numpy(array).to(device)
 
-        copies = logits[on_device(self.rows).long()].float()
+        # On the CPU, indexing with a tensor would start all threads for a few rows, and wait until each has a core.
+        copies = logits.index_select(0, on_device(self.rows)).float()
         numbers = copies.view(-1)
         if self.restricted.size:
             allowed = on_device(self.allowed)
