@@ -57,7 +57,7 @@ async def test_streams_survive_the_death_of_each_service() -> None:
 
 @pytest.mark.timeout(600)
 async def test_streams_of_one_gateway_survive_the_death_of_another() -> None:
-    """Two gateways share a scheduler. What the killed one has opened is freed; the other one's streams notice nothing."""
+    """Two gateways share a scheduler. The requests of the killed one are freed, and the other one's streams go on."""
     asked = [(prompt, seed) for prompt in PROMPTS[:3] for seed in (7, 8)]
     with ExitStack() as ending:
         async with Stack(num_blocks=1024) as stack, stack.client() as client:

@@ -112,9 +112,7 @@ async def test_a_tenant_with_slow_chats_leaves_a_process_to_others() -> None:
     endless_power = "{{ 7 ** (9 ** (messages | length + 8)) }}"
     template = "{% if messages[0].content == 'loop' %}" + endless_power + "{% endif %}{{ messages[0].content }}"
     renderer = ChatRenderer(template, {}, ChatLimits(max_render_s=1000))
-    slow = [
-        asyncio.create_task(renderer.render(Chat([ChatMessage("user", "loop")]), tenant="slow")) for _ in range(3)
-    ]
+    slow = [asyncio.create_task(renderer.render(Chat([ChatMessage("user", "loop")]), tenant="slow")) for _ in range(3)]
     await asyncio.sleep(0)
     async with asyncio.timeout(60):
         assert await renderer.render(Chat([ChatMessage("user", "a")]), tenant="other") == "a"
