@@ -107,6 +107,7 @@ class CudaRunner:
             launched = self._launch(launch)
             if launch.step.is_synchronous:
                 launched.end(self.slots.append(launch.step.sampling, launched.sampled()) == EndReason.GRAMMAR)
+                self.slots.begin_masks()
         self._launched.append(launched)
         return launched
 
@@ -150,9 +151,8 @@ class CudaRunner:
                 raise
             self._learn_ends(most_unknown=0)
             self.slots.apply(plan)
-        begun = [*plan.retired_slots.tolist()]
-        begun += [admission.slot for admission in plan.admissions] + [fork.child_slot for fork in plan.forks]
-        self._generations[begun] += 1
+        admitted, forked = [each.slot for each in plan.admissions], [fork.child_slot for fork in plan.forks]
+        self._generations[plan.retired_slots.tolist() + admitted + forked] += 1
         self._generations[plan.branches[:, 0]] += 1
         if self._launched and self.slots.is_synchronous:
             self._learn_ends(most_unknown=0)

@@ -65,6 +65,7 @@ class ModelRunner:
         rows = token_rows(step, self.slots)
         prepared_ns = time.monotonic_ns()
         computing()
+        self.slots.begin_masks()  # now, because the model computes without the interpreter
         if plan.block_copies.size:
             self.model.copy_blocks(plan.block_copies)
         logits = self.model.forward(step, rows, self.slots.block_tables) if step.num_rows else None

@@ -9,7 +9,6 @@ from typing import Self
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from numpy.typing import NDArray
 
 from quire.grammars import matcher
@@ -92,8 +91,9 @@ class FollowedGrammar:
 
     def allows(self, token_id: int) -> bool:
         """Returns whether a token may come next. No token may once the grammar cannot be followed."""
-        is_known = self.run is not None and 0 <= token_id < 8 * len(self.mask)
-        return is_known and bool(self.mask[token_id >> 3] >> (token_id & 7) & 1)
+        if self.run is None or not 0 <= token_id < 8 * len(self.mask):
+            return False
+        return bool(self.mask.item(token_id >> 3) >> (token_id & 7) & 1)
 
 
 def begin(vocabulary: Vocabulary, grammar: str) -> FollowedGrammar:
@@ -129,12 +129,12 @@ def _look(run: _Run) -> FollowedGrammar:
     vocab_size = 8 * len(vocabulary.texts)
     if own.is_error():
         return FollowedGrammar.failed(vocab_size)
-    packed = allocate_token_bitmask(1, vocab_size)
-    fill_next_token_bitmask(own, packed)
-    mask = packed.view(np.uint8).reshape(-1) & vocabulary.texts
+    mask = np.zeros(len(vocabulary.texts), dtype=np.uint8)
+    own.unsafe_compute_mask_ptr(mask.__array_interface__["data"][0], len(mask))  # `mask.ctypes` is slower
+    mask &= vocabulary.texts
     if own.is_accepting():
         mask |= vocabulary.ends
-    if own.is_error() or not mask.any():
+    if own.is_error() or not np.count_nonzero(mask):
         return FollowedGrammar.failed(vocab_size)
     return FollowedGrammar(run, mask)
 

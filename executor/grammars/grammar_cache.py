@@ -90,17 +90,17 @@ class Grammars:
         # The threads take their work in order, so `start` is done or under way when this one waits for it.
         return self._compiling.submit(replayed, start)
 
-    def advance(self, steps: Sequence[tuple[Pending, int, bool]]) -> list[Pending]:
-        """Returns the states after one more token each.
+    def after(self, before: Pending, token_id: int, *, is_own: bool) -> Pending:
+        """Returns the state after one more token, which is computed once `begin` is called with it.
 
-        A step is a state, the token that follows, and whether nothing else uses that state.
+        is_own  nothing else uses the state before
         """
-        after = [
-            Pending(self._following, partial(follow, before.result(), (token_id,), is_own=is_own), before.origin)
-            for before, token_id, is_own in steps
-        ]
+        work = partial(follow, before.result(), (token_id,), is_own=is_own)
+        return Pending(self._following, work, before.origin)
+
+    def begin(self, after: Sequence[Pending]) -> None:
+        """Lets the threads compute states of `after`."""
         self._following.begin(after)
-        return after
 
     def _begin(self, grammar: str, eos_token_ids: tuple[int, ...]) -> FollowedGrammar:
         try:

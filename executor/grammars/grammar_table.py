@@ -4,7 +4,7 @@ The state of a slot depends on its grammar and its output alone. Two slots share
 of its own: what is shared is copied and never changed.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,7 @@ from executor.grammars.workers import Pending, refused
 from executor.plans.plan import Ints, SequenceParams
 
 
-@dataclass(frozen=True, slots=True)
-class _Followed:
+class _Followed(NamedTuple):
     """The grammar of a slot. is_own: no other slot and no cache has this state."""
 
     pending: Pending
@@ -32,6 +31,7 @@ class GrammarTable:
         self._grammars = grammars
         self._counts = GrammarCounts() if grammars is None else grammars.counts
         self._by_slot: dict[int, _Followed] = {}
+        self._not_begun: list[Pending] = []
 
     def __bool__(self) -> bool:
         return bool(self._by_slot)
@@ -56,6 +56,7 @@ class GrammarTable:
 
     def clear(self) -> None:
         self._by_slot.clear()
+        self._not_begun.clear()
 
     def copy_slots(self, sources: Ints, destinations: Ints) -> None:
         """Copies all slots at once: a slot may be both a source and a destination."""
@@ -70,11 +71,8 @@ class GrammarTable:
         """Returns the masks of those slots that have a grammar, by their place in `slots`; None if there are none."""
         if not self._by_slot:
             return None
-        rows = [row for row, slot in enumerate(slots.tolist()) if slot in self._by_slot]
-        if not rows:
-            return None
-        pending = tuple(self._by_slot[int(slots[row])].pending for row in rows)
-        return Masks(np.array(rows, dtype=np.int64), pending, self._counts)
+        own = {row: self._by_slot[slot].pending for row, slot in enumerate(slots.tolist()) if slot in self._by_slot}
+        return Masks(np.array(list(own), dtype=np.int64), tuple(own.values()), self._counts) if own else None
 
     def forbid(self, slots: Ints, token_ids: Ints) -> NDArray[np.bool_]:
         """Returns which of these tokens their slots may not append.
@@ -90,13 +88,24 @@ class GrammarTable:
         return is_forbidden
 
     def consume(self, slots: Ints, token_ids: Ints) -> None:
-        """Follows tokens that were appended. The masks after them are computed from now on, in other threads."""
+        """Follows tokens that were appended. The masks after them are computed once `begin_masks` is called."""
         if not self._by_slot or self._grammars is None:
             return
-        appended = [each for each in zip(slots.tolist(), token_ids.tolist(), strict=True) if each[0] in self._by_slot]
-        steps = [(self._by_slot[slot].pending, token_id, self._by_slot[slot].is_own) for slot, token_id in appended]
-        for (slot, _), pending in zip(appended, self._grammars.advance(steps), strict=True):
-            self._by_slot[slot] = _Followed(pending, is_own=True)
+        self.begin_masks()  # those that still have to begin: the next states wait for them
+        for slot, token_id in zip(slots.tolist(), token_ids.tolist(), strict=True):
+            if (own := self._by_slot.get(slot)) is not None:
+                pending = self._grammars.after(own.pending, token_id, is_own=own.is_own)
+                self._not_begun.append(pending)
+                self._by_slot[slot] = _Followed(pending, is_own=True)
+
+    def begin_masks(self) -> None:
+        """Lets other threads compute the masks after the tokens that were consumed. `masks` needs that.
+
+        Those threads take turns with this one at the interpreter, so that this one had better be about to leave it.
+        """
+        if self._not_begun and self._grammars is not None:
+            self._grammars.begin(self._not_begun)
+            self._not_begun = []
 
     def _shared(self, slot: int) -> _Followed:
         """Returns the state of a slot for another one to have too."""

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from executor.grammars.workers import Pending
 
+_BOUNDS = np.where(np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf)
+_BOUNDS = _BOUNDS.astype(np.float32)
+"""For each byte of a mask, the bounds of the logits of its eight tokens: infinity if the token may come next."""
+
 
 @dataclass(slots=True)
 class GrammarCounts:
@@ -50,10 +54,15 @@ class Masks:
         logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(own, -torch.inf))
 
     def _forbid_on_cpu(self, logits: NDArray[np.float32]) -> None:
-        """Does the same without torch, whose threads would have to wait for a core for each of its operations."""
-        is_allowed = np.unpackbits(self._packed(), axis=1, count=logits.shape[1], bitorder="little").view(np.bool_)
-        for row, own in zip(self.rows.tolist(), ~is_allowed, strict=True):
-            np.copyto(logits[row], -np.inf, where=own)
+        """Does the same without torch, whose threads would have to wait for a core for each of its operations.
+
+        The smaller one of a logit and its bound is the logit, or -inf.
+        """
+        bounds = _BOUNDS.take(self._packed(), axis=0).reshape(len(self.rows), -1)[:, : logits.shape[1]]
+        if len(self.rows) == len(logits):
+            np.minimum(logits, bounds, out=logits)
+        else:
+            logits[self.rows] = np.minimum(logits[self.rows], bounds)
 
     def failed(self) -> NDArray[np.int64]:
         """Returns the rows whose grammar cannot be followed. All their tokens are allowed, for one to be sampled."""
@@ -68,6 +77,7 @@ class Masks:
     def _packed(self) -> NDArray[np.uint8]:
         started_ns = time.monotonic_ns()
         # The last one first: once it is there, no other wait gives up this thread's turn with the interpreter.
-        packed = np.stack([each.result().mask for each in reversed(self.pending)][::-1])
+        masks = [each.result().mask for each in reversed(self.pending)][::-1]
+        packed = np.concatenate(masks).reshape(len(masks), -1)
         self.counts.waited_ns += time.monotonic_ns() - started_ns
         return packed

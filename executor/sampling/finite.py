@@ -30,7 +30,9 @@ def finite_rows(logits: Tensor) -> NDArray[np.bool_]:
     """Returns which rows of logits[n, vocab_size] can be sampled from. The maximum of a row propagates NaN."""
     if not len(logits):
         return np.ones(0, dtype=np.bool_)
-    greatest = logits.amax(dim=-1).float().cpu().numpy()
+    # On the CPU, torch's maximum would start all threads for a few rows, and wait until each has a core.
+    on_cpu = logits.device.type == "cpu"
+    greatest = logits.float().numpy().max(axis=-1) if on_cpu else logits.amax(dim=-1).float().cpu().numpy()
     is_finite: NDArray[np.bool_] = np.isfinite(greatest)
     return is_finite
 

@@ -60,7 +60,10 @@ class LogitChanges:
         def on_device(array: NDArray[np.int64] | NDArray[np.int32] | NDArray[np.float32]) -> Tensor:
             return torch.from_numpy(array).to(device)
 
-        copies = logits[on_device(self.rows).long()].float()
+        if device.type == "cpu":  # torch's copy would start all threads for a few rows, and wait until each has a core
+            copies = torch.from_numpy(logits.float().numpy()[self.rows])
+        else:
+            copies = logits.index_select(0, on_device(self.rows)).float()
         numbers = copies.view(-1)
         if self.restricted.size:
             allowed = on_device(self.allowed)
@@ -85,6 +88,9 @@ class LogitChanges:
     def parts(self, max_numbers: int) -> Iterator["LogitChanges"]:
         """Yields the same changes in pieces of at least one row and, if possible, at most max_numbers logits."""
         size = max(1, max_numbers // self.vocab_size)
+        if len(self.rows) <= size:
+            yield self
+            return
         for first in range(0, len(self.rows), size):
             yield self._part(first, min(first + size, len(self.rows)))
 
@@ -133,7 +139,7 @@ class _Changes:
 class ChangeTable:
     """The changes of each slot. Most slots have none, and cost no more than a flag.
 
-    A slot with a grammar has changes too; its masks are in `executor.grammars.grammar_table`.
+    A slot with a grammar has that flag too; its masks are in `executor.grammars.grammar_table`.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -145,9 +151,10 @@ class ChangeTable:
         """Sets the changes of a slot. token_ids are all tokens of its sequence, prompt and output."""
         self.drop([slot])
         has_lists = params.allowed_token_ids.size or params.bias_token_ids.size
-        if not (params.has_penalties or has_lists or params.grammar):
+        has_changes = bool(params.has_penalties or has_lists)
+        self._changes_any[slot] = has_changes or bool(params.grammar)
+        if not has_changes:
             return
-        self._changes_any[slot] = True
         self._by_slot[slot] = _Changes(
             allowed=np.unique(params.allowed_token_ids).astype(np.int64) if params.allowed_token_ids.size else None,
             biased=params.bias_token_ids.astype(np.int64),
@@ -165,13 +172,12 @@ class ChangeTable:
 
     def copy_slots(self, sources: Ints, destinations: Ints) -> None:
         """Copies all slots at once: a slot may be both a source and a destination."""
-        if not self._by_slot:
-            return
         pairs = zip(sources.tolist(), destinations.tolist(), strict=True)
         copies = {destination: self._by_slot[source].copy() for source, destination in pairs if source in self._by_slot}
+        flags = self._changes_any[sources]
         self.drop(destinations.tolist())
         self._by_slot |= copies
-        self._changes_any[list(copies)] = True
+        self._changes_any[destinations] = flags
 
     def count(self, slots: Ints, token_ids: Ints) -> None:
         """Counts tokens that were appended to the sequences of these slots."""
@@ -187,17 +193,20 @@ class ChangeTable:
 
     def change_any(self, slots: Ints) -> bool:
         """Returns whether any of these slots changes its logits."""
-        return bool(self._by_slot) and bool(self._changes_any[slots].any())
+        return bool(self._changes_any[slots].any())
 
     def of(self, slots: Ints) -> LogitChanges | None:
         """Returns the changes to the logits of these slots, one row each; None if there are none."""
         if not self.change_any(slots):
             return None
         rows = np.flatnonzero(self._changes_any[slots]).astype(np.int32)
-        changes = [self._by_slot[slot] for slot in slots[rows].tolist()]
-        bases = [row * self._vocab_size for row in range(len(rows))]
-        restricted = [row for row, own in enumerate(changes) if own.allowed is not None]
-        with_bases = list(zip(bases, changes, strict=True))
+        by_slot = self._by_slot
+        numbered = [(row, by_slot[slot]) for row, slot in enumerate(slots[rows].tolist()) if slot in by_slot]
+        if not numbered:
+            return _grammars_only(self._vocab_size, rows)
+        changes = [own for _, own in numbered]
+        restricted = [row for row, own in numbered if own.allowed is not None]
+        with_bases = [(row * self._vocab_size, own) for row, own in numbered]
         counted = [(base, own, own.counts) for base, own in with_bases if own.counts is not None]
         lengths = [len(counts.ids) for _, _, counts in counted]
 
@@ -217,6 +226,15 @@ class ChangeTable:
             frequency=spread([own.frequency for _, own, _ in counted]),
             presence=spread([own.presence for _, own, _ in counted]),
         )
+
+
+def _grammars_only(vocab_size: int, rows: Ints) -> LogitChanges:
+    """Returns the changes to rows that have none but masks, which their caller adds."""
+    places, numbers = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.float32)
+    return LogitChanges(
+        vocab_size, rows, restricted=places, allowed=places, biased=places, biases=numbers, seen=places,
+        num_output=numbers, repetition=numbers, frequency=numbers, presence=numbers,
+    )  # fmt: skip
 
 
 def _joined(places: list[Places]) -> Places:

@@ -115,6 +115,7 @@ class Slots:
         self.token_ids[slots, self.counters.num_tokens[slots] - 1] = token_ids
         self._changes.count(slots, token_ids)
         self._grammars.consume(slots, token_ids)
+        self._grammars.begin_masks()
 
     def _copy_slots(self, sources: Ints, destinations: Ints) -> None:
         """Copies everything but the counters, which have been copied already."""
@@ -181,6 +182,10 @@ class Slots:
         if changes is not None:
             changes = replace(changes, masks=self._grammars.masks(slots[changes.rows]))
         return self._sampling.draw(slots, self.counters.num_tokens[slots], changes)
+
+    def begin_masks(self) -> None:
+        """Lets other threads compute the masks after the appended tokens. Called before logits are changed again."""
+        self._grammars.begin_masks()
 
     def append(self, slots: Ints, token_ids: Ints, failed: NDArray[np.bool_] | None = None) -> NDArray[np.uint8]:
         """Appends sampled tokens. Returns the end reason of each, EndReason.GOES_ON for most.

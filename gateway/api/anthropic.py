@@ -1,4 +1,4 @@
-"""POST /v1/messages, Anthropic's API: the body as a request to a scheduler."""
+"""POST /v1/messages and /v1/messages/count_tokens, Anthropic's API: the bodies as requests to a scheduler."""
 
 import json
 from collections.abc import Sequence
@@ -9,20 +9,21 @@ from gateway.api.anthropic_calls import CallMessageChunks, CallMessageCollector
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import Fields, shown
 from gateway.api.messages import add_plain_tool, each_message
-from gateway.api.sampling import NAMES, plain_request
+from gateway.api.sampling import NAMES as SAMPLING_NAMES
+from gateway.api.sampling import plain_request
 from gateway.api.structured_output import add_output_format
 from gateway.api.tool_calls import GRAMMAR_NAMES
 from gateway.api.tool_choice import MAX_TOOLS, anthropic_tool_use
 from gateway.tools.tool_use import ToolUse
 from quire.v1 import generation_pb2 as pb
+from quire.v1 import tokenization_pb2
 
-KNOWN = {
-    "model", "messages", "max_tokens", "system", "stop_sequences", "stream", "temperature", "top_p", "top_k", "tools",
-    "tool_choice", "output_config", "output_format",
-}  # fmt: skip
+COUNTED = {"model", "messages", "system", "tools", "tool_choice", "thinking", "output_config", "output_format"}
+"""The fields of requests to count tokens."""
+
+KNOWN = COUNTED | {"max_tokens", "stop_sequences", "stream", "temperature", "top_p", "top_k"}
 IGNORED = {"metadata", "service_tier", "inference_geo"}
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "thinking": ({"type": "disabled"},),
     "container": (),
     "mcp_servers": ([],),
     "context_management": (),
@@ -32,14 +33,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 _CACHE_CONTROL: dict[str, tuple[Any, ...]] = {"cache_control": ({"type": "ephemeral"},)}
 _NEUTRAL_IN_TEXT = _CACHE_CONTROL | {"citations": ([],)}
-_NAMES = (
-    NAMES
+NAMES = (
+    SAMPLING_NAMES
     | GRAMMAR_NAMES
     | {
         "prompt": "messages",
         "chat": "messages",
         "chat.messages": "messages",
         "chat.tools": "tools",
+        "chat.template_arguments": "thinking",
         "stopping.stop": "stop_sequences",
     }
 )
@@ -55,14 +57,11 @@ def parse_message(body: object) -> ParsedRequest:
         request.sampling.top_k = top_k
     if "max_tokens" not in fields:
         fields.add_problem("max_tokens", "must be given")
-    names = _NAMES | add_output_format(fields, request)
+    names = NAMES | add_output_format(fields, request)
     stop = [fields.check_text(f"stop_sequences[{i}]", each) for i, each in enumerate(fields.items("stop_sequences"))]
     request.stopping.stop.extend(stop)
     request.stopping.include_stop = True  # the answer says which one it was; it is cut off again there
-    if "system" in fields:
-        request.chat.messages.add(role="system", content=_text_of(fields, "system"))
-    _add_messages(fields, request.chat)
-    tools = _add_tools(fields, request.chat)
+    tools = _add_prompt(fields, request.chat)
     is_streamed = fields.flag("stream")
     fields.raise_problems()
 
@@ -78,6 +77,46 @@ def parse_message(body: object) -> ParsedRequest:
 
     model = fields.text("model", "") or ""
     return ParsedRequest(model, [request], names, "msg_", is_streamed, chunks, collector, tools=tools)
+
+
+def parse_count(body: object) -> tuple[str, tokenization_pb2.TokenizeRequest]:
+    """Returns the model and the chat whose tokens are to be counted. Raises ApiError that names every bad field."""
+    fields = Fields(body)
+    fields.raise_problems()
+    fields.check_names(COUNTED, NEUTRAL)
+    add_output_format(fields, pb.GenerateRequest())  # is checked, and changes no prompt
+    request = tokenization_pb2.TokenizeRequest()
+    _add_prompt(fields, request.chat)
+    model = fields.text("model", "") or ""
+    fields.raise_problems()
+    return model, request
+
+
+def token_count(response: tokenization_pb2.TokenizeResponse) -> dict[str, Any]:
+    return {"input_tokens": len(response.token_ids)}
+
+
+def _add_prompt(fields: Fields, chat: pb.ChatPrompt) -> ToolUse | None:
+    """Adds all that the prompt is rendered from."""
+    if "system" in fields:
+        chat.messages.add(role="system", content=_text_of(fields, "system"))
+    _add_messages(fields, chat)
+    _add_thinking(fields, chat)
+    return _add_tools(fields, chat)
+
+
+def _add_thinking(fields: Fields, chat: pb.ChatPrompt) -> None:
+    """Adds `thinking`. Nothing bounds the length of a thought alone, so a budget is refused."""
+    if (thinking := fields.nested("thinking")) is None:
+        return
+    match thinking.get("type"):
+        case "disabled":
+            thinking.check_names({"type"})
+            chat.template_arguments["enable_thinking"] = "false"  # templates without it do not change
+        case "adaptive":
+            thinking.check_names({"type"})  # the model thinks as it has learned
+        case kind:
+            thinking.add_problem("type", f"must be disabled or adaptive, not {shown(kind)}: thoughts have no budget")
 
 
 def _add_messages(fields: Fields, chat: pb.ChatPrompt) -> None:

@@ -74,3 +74,8 @@ class _SchedulerFamilies(Collector):
             "Streams that were continued after a break, and requests that were sent again.",
             value=self._schedulers.num_resumptions,
         )
+        yield CounterMetricFamily(
+            "quire_gateway_second_tries",
+            "Requests that went to another scheduler because one has refused them; each further one counts.",
+            value=self._schedulers.num_second_tries,
+        )

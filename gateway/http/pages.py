@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
+from gateway.api import anthropic
 from gateway.api.errors import from_quire_error
 from gateway.api.tokens import NAMES, parse_detokenize, parse_tokenize, tokenized, tokenizer_info
 from gateway.http.generation import authorization_of
@@ -15,6 +16,8 @@ from quire.v1 import tokenization_pb2
 from quire.version import build_version
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from gateway.http.bodies import RequestBodies
     from gateway.http.generation import GenerationHandler
     from gateway.http.metrics import GatewayMetrics
@@ -58,6 +61,11 @@ class Pages:
         response = await self._tokenization(request, model, "Tokenize", wanted)
         return web.json_response(tokenized(response, has_strings=wanted.return_bytes))
 
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        model, wanted = anthropic.parse_count(await self._bodies.read_json(request))
+        response = await self._tokenization(request, model, "Tokenize", wanted, anthropic.NAMES)
+        return web.json_response(anthropic.token_count(response))
+
     async def detokenize(self, request: web.Request) -> web.Response:
         model, wanted = parse_detokenize(await self._bodies.read_json(request))
         response = await self._tokenization(request, model, "Detokenize", wanted)
@@ -93,10 +101,12 @@ class Pages:
                 raise failure from None
         return web.Response(body=self._metrics.page(), headers={"Content-Type": CONTENT_TYPE})
 
-    async def _tokenization(self, request: web.Request, model: str, method: str, wanted: Any) -> Any:
+    async def _tokenization(
+        self, request: web.Request, model: str, method: str, wanted: Any, names: Mapping[str, str] = NAMES
+    ) -> Any:
         authorization = authorization_of(request)
         try:
             await self._models.checked(model, authorization)
             return await self._schedulers.tokenization(method, wanted, authorization)
         except QuireError as error:
-            raise from_quire_error(error, NAMES) from None
+            raise from_quire_error(error, names) from None

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MESSAGES = "/v1/messages"
-"""The path of Anthropic's API, whose errors have another form."""
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+"""The paths of Anthropic's API, whose errors have another form."""
 
 FIRST_REQUEST_S = 10.0
 """Time in which a connection has to send the header of its first request."""
@@ -89,6 +90,7 @@ class GatewayServer:
                 web.post("/v1/completions", partial(serve, parse=parse_completion)),
                 web.post("/v1/responses", partial(serve, parse=parse_response)),
                 web.post(MESSAGES, partial(serve, parse=parse_message)),
+                web.post(COUNT_TOKENS, pages.count_tokens),
                 web.get("/v1/models", pages.list_models),
                 web.get("/v1/models/{model:.+}", pages.show_model),
                 web.post("/tokenize", pages.tokenize),
@@ -186,5 +188,5 @@ class _Refusal(asyncio.Protocol):
 
 
 def _error_response(error: ApiError, path: str) -> web.Response:
-    body = anthropic_error(error) if path == MESSAGES else error.body
+    body = anthropic_error(error) if path in (MESSAGES, COUNT_TOKENS) else error.body
     return web.json_response(body, status=error.status, headers=error.headers)

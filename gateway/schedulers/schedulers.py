@@ -24,6 +24,7 @@ class Schedulers:
     """Opens streams. All schedulers must serve the same model.
 
     resume_timeout_s  time for which a stream that broke off is tried to continue
+    num_second_tries  number of times that a request was sent to another scheduler after a refusal
     """
 
     def __init__(self, connections: Sequence[Connection], resume_timeout_s: float) -> None:
@@ -32,6 +33,7 @@ class Schedulers:
         self._by_address = {scheduler.address: scheduler for scheduler in self.all}
         self._ring = Ring(list(self._by_address))
         self._contact = ServerContact(resume_timeout_s)
+        self.num_second_tries = 0
 
     @property
     def num_resumptions(self) -> int:
@@ -68,8 +70,12 @@ class Schedulers:
         return self._nearest(request, [scheduler for scheduler in self.all if scheduler.is_ready] or self.all)
 
     def other(self, request: pb.GenerateRequest, refused: Collection[Line]) -> SharedCall | None:
-        """Returns the call to a scheduler that is ready and none of those that have refused; None if there is none."""
+        """Returns the call to a scheduler that is ready and none of those that have refused; None if there is none.
+
+        It counts as a second try.
+        """
         ready = [scheduler for scheduler in self.all if scheduler.is_ready and scheduler.call not in refused]
+        self.num_second_tries += bool(ready)
         return self._nearest(request, ready) if ready else None
 
     def _nearest(self, request: pb.GenerateRequest, candidates: Sequence[Scheduler]) -> SharedCall:

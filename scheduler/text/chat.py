@@ -1,7 +1,8 @@
 """Renders chat messages to one text with the checkpoint's chat template, in a separate process.
 
 `scheduler.text.chat_worker` explains the sandbox, and how clients' text is kept apart from control tokens. There are
-two processes (`scheduler.text.workers`); the second is started when two chats are rendered at once.
+two processes (`scheduler.text.workers`), and a tenant has at most one of them: another tenant's chat never waits for
+slow renders. The second is started when two tenants' chats are rendered at once.
 """
 
 import signal
@@ -82,6 +83,7 @@ class ChatRenderer:
             large=self._limits.large_characters,
             max_size=self._limits.max_pending_characters,
             max_size_of_a_tenant=self._limits.max_tenant_pending_characters,
+            spares_slots=True,
         )
         self._workers = WorkerPool("chat_worker", settings, turns, NUM_WORKERS)
 

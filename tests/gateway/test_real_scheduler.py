@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as FastTokenizer
 
+from scheduler.requests.limits import RequestLimits
 from scheduler.text.checkpoint import Checkpoint
 from tests.support.gateway.rig import Rig, content, parsed_events
 from tests.support.scheduler.callers import Callers
@@ -45,6 +46,18 @@ async def test_text_and_usage(servers: Servers) -> None:
     assert body["usage"]["completion_tokens"] == 3
     assert body["usage"]["prompt_tokens"] == len(submitted.request.prompt_token_ids)
     await served.idle()
+
+
+async def test_counted_tokens_are_those_of_the_prompt(servers: Servers) -> None:
+    chat = {"system": "Be brief.", "messages": [{"role": "user", "content": "hello"}], "thinking": {"type": "disabled"}}
+    served = await servers.start(limits=RequestLimits(template_arguments=frozenset({"enable_thinking"})))
+    async with rig_for(served) as rig:
+        status, counted = await rig.post("/v1/messages/count_tokens", chat)
+        answering = asyncio.create_task(rig.post("/v1/messages", chat | {"max_tokens": 3}))
+        submitted = await answered(served, [60])
+        _, body = await answering
+    assert (status, counted["input_tokens"]) == (200, len(submitted.request.prompt_token_ids))
+    assert body["usage"]["input_tokens"] == counted["input_tokens"]
 
 
 async def test_a_client_that_goes_away_cancels_its_request(servers: Servers) -> None:

@@ -288,3 +288,23 @@ def test_extreme_penalties_stay_finite() -> None:
     for temperature in (0.0, 1.0, 1e-30):
         plain = draw(1, temperature=temperature)
         assert sample(torch.ones(1, 8), replace(plain, changes=changes))[0] in (1, 2)
+
+
+def test_a_row_with_a_grammar_alone_is_a_changed_row_and_its_copies_are_too() -> None:
+    """Its masks come later. Rows beside it get their own changes."""
+    history = [5, 6, 7, 5]
+    logits = random_rows(6)
+    table, params = changes_of(6, history)
+    with_grammar = replace(params[0], grammar="a grammar")
+    for slot in (0, 3):
+        table.set(slot, with_grammar, ints(*history))
+    table.copy_slots(ints(3, 1), ints(5, 4))
+    assert table.of(ints(0, 3, 5)).rows.tolist() == [0, 1, 2]
+    assert torch.equal(table.of(ints(0, 3, 5)).changed(logits[[0, 3, 5]]), logits[[0, 3, 5]])
+    changes = table.of(np.arange(6, dtype=np.int32))
+    assert changes.rows.tolist() == list(range(6))
+    own = [with_grammar, params[1], params[2], with_grammar, params[1], with_grammar]
+    for row, found in enumerate(changes.changed(logits)):
+        torch.testing.assert_close(found, oracle.changed_logits(logits[row], history, own[row]), rtol=1e-6, atol=1e-6)
+    table.drop([0, 3, 5])
+    assert table.of(ints(0, 3, 5)) is None

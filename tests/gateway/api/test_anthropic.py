@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.anthropic import NEUTRAL, parse_message
+from gateway.api.anthropic import NEUTRAL, parse_count, parse_message
 from gateway.api.anthropic_answer import MessageCollector
 from gateway.api.endpoint import Head
 from gateway.api.errors import ApiError
@@ -93,7 +93,11 @@ def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
         ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+        ({"thinking": {}}, "thinking.type"),
+        ({"thinking": True}, "thinking"),
         ({"cache_control": {"type": "forever"}}, "cache_control"),
         ({"speed": "fast"}, "speed"),
         ({"colour": "red"}, "colour"),
@@ -109,6 +113,43 @@ def test_values_that_change_nothing_are_accepted() -> None:
     for name, values in NEUTRAL.items():
         for value in values:
             assert parse(**{name: value}) == parse()
+
+
+def test_thinking_is_a_variable_of_the_template() -> None:
+    assert parse(thinking={"type": "adaptive"}) == parse()
+    assert parse(thinking={"type": "disabled"}).chat.template_arguments == {"enable_thinking": "false"}
+
+
+def test_tokens_are_counted_of_the_chat_that_an_answer_would_have() -> None:
+    prompt = {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I"}],
+        "system": "Be brief.",
+        "tools": [TOOL],
+        "tool_choice": {"type": "any"},
+        "thinking": {"type": "disabled"},
+        "output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}},
+    }
+    model, counted = parse_count(prompt | {"model": "m"})
+    assert model == "m"
+    answered_too = {name: value for name, value in prompt.items() if name != "output_config"}
+    assert counted.chat == parse(**answered_too).chat
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"stream": True}, "stream"),
+        ({"messages": []}, "messages"),
+        ({"tools": [{}]}, "tools[0].name"),
+        ({"thinking": {"type": "enabled"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
+    ],
+)
+def test_bad_fields_of_a_count_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        parse_count({"messages": [{"role": "user", "content": "hi"}]} | fields)
+    assert (caught.value.status, caught.value.param) == (400, param)
 
 
 def answered(stop: list[str], texts: list[str], reason: pb.FinishReason) -> dict[str, Any]:

@@ -137,3 +137,15 @@ async def test_an_error_after_the_beginning_is_the_last_event(path: str, body: d
     assert last["type"] == ("error" if path == "/v1/messages" else "response.failed")
     error = last["error"] if path == "/v1/messages" else last["response"]["error"]
     assert "it broke" in error["message"]
+
+
+async def test_tokens_of_a_message_are_counted() -> None:
+    counted = {name: value for name, value in MESSAGE.items() if name != "max_tokens"}
+    async with Rig() as rig:
+        assert await rig.post("/v1/messages/count_tokens", counted) == (200, {"input_tokens": 3})
+        for body, status, kind in (
+            (counted | {"model": "x"}, 404, "not_found_error"),
+            (MESSAGE, 400, "invalid_request_error"),
+        ):
+            answer = await rig.post("/v1/messages/count_tokens", body)
+            assert (answer[0], answer[1]["type"], answer[1]["error"]["type"]) == (status, "error", kind)

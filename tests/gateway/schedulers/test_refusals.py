@@ -50,6 +50,7 @@ async def test_another_scheduler_answers(failure: Failure, is_streamed: bool) ->
         assert sorted(len(fake.opened) for fake in rig.fakes) == [0, 1, 1]
         assert len(first.opened) == 1
         assert rig.schedulers.num_resumptions == 0  # nothing had begun
+        assert rig.schedulers.num_second_tries == 1
 
 
 async def test_each_prompt_of_a_request_finds_its_own_scheduler() -> None:
@@ -68,6 +69,9 @@ async def test_the_client_gets_the_shortest_delay_of_full_schedulers() -> None:
         async with rig.http.post("/v1/chat/completions", json=CHAT) as response:
             assert (response.status, response.headers["Retry-After"]) == (429, "2")
         assert [len(fake.opened) for fake in rig.fakes] == [1, 1, 1]
+        assert rig.schedulers.num_second_tries == 2
+        async with rig.http.get("/metrics") as response:
+            assert "quire_gateway_second_tries_total 2.0" in (await response.text()).splitlines()
 
 
 async def test_one_full_and_one_draining_scheduler_are_a_full_service() -> None:

@@ -108,6 +108,19 @@ async def test_chat_after_an_endless_one_is_rendered() -> None:
     await renderer.close()
 
 
+async def test_a_tenant_with_slow_chats_leaves_a_process_to_others() -> None:
+    endless_power = "{{ 7 ** (9 ** (messages | length + 8)) }}"
+    template = "{% if messages[0].content == 'loop' %}" + endless_power + "{% endif %}{{ messages[0].content }}"
+    renderer = ChatRenderer(template, {}, ChatLimits(max_render_s=1000))
+    slow = [asyncio.create_task(renderer.render(Chat([ChatMessage("user", "loop")]), tenant="slow")) for _ in range(3)]
+    await asyncio.sleep(0)
+    async with asyncio.timeout(60):
+        assert await renderer.render(Chat([ChatMessage("user", "a")]), tenant="other") == "a"
+    await renderer.close()
+    for outcome in await asyncio.gather(*slow, return_exceptions=True):
+        assert isinstance(outcome, Unavailable)
+
+
 async def test_length_of_the_text_is_limited() -> None:
     assert len(await render("{{ 'x' * 1000 }}", max_text_bytes=1000)) == 1000
     assert "more than 1000 bytes" in await refusal("{{ 'é' * 501 }}", max_text_bytes=1000)
