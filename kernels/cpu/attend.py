@@ -39,18 +39,22 @@ from kernels.cpu.native import (
 from kernels.cpu.team import Kernel, job_dtype
 from kernels.cpu.tiles import CHUNK, MAX_TOKENS_AHEAD, SCORE_LANES, SCORE_STRIDE, SPAN, STRIP, padded_size, soften_row
 
-# Query rows of one tile: enough to make good use of a block in the cache, few enough that the scores stay in it too.
+# Query rows of one tile: enough that copying keys and values costs little, few enough that the scores of a chunk stay
+# in a second-level cache of 1 MiB. A multiple of MAX_ROWS.
 _TILE_ROWS = 192
+# A short prompt of few kv heads is cut into smaller tiles, so that every thread gets some of these units.
+_MIN_UNITS, _MIN_TILE_ROWS = 8, 48
 
 
-# Fields named after tensors hold their addresses. score_rows, weigh_rows: the two functions of `tiles_kernel`. group: query heads per kv head. table_width: entries from one row of the block tables to the next.
-# table_rows: the row of each sequence, null if sequence s uses row s. query_starts: null if every sequence has one
-# query. parts: float32 [sequence, kv head, chunk, group * (padded_size + 2)]. arrivals: int64 [sequence, kv head], zero
-# between calls.
+# Fields named after tensors hold their addresses. score_rows, weigh_rows: the two functions of `tiles_kernel`.
+# takes_pairs: 1 if products take pairs of bfloat16. padded_size, tokens_ahead: see `kernels.cpu.tiles`. group: query
+# heads per kv head. table_width: entries from one row of the block tables to the next. table_rows: the row of each
+# sequence, null if sequence s uses row s. query_starts: null if every sequence has one query. parts: float32
+# [sequence, kv head, chunk, part_numbers]. arrivals: int64 [sequence, kv head], zero between calls.
 ATTENTION_JOB = job_dtype(
-    """score_rows weigh_rows takes_pairs padded_size tokens_ahead query query_token_bytes query_head_bytes out out_token_bytes out_head_bytes
-    kv kv_block_bytes storage number_bytes num_kv_heads group head_dim block_size block_tables table_width
-    table_rows context_lens query_starts num_sequences window parts arrivals max_chunks""",
+    """score_rows weigh_rows takes_pairs padded_size tokens_ahead query query_token_bytes query_head_bytes
+    out out_token_bytes out_head_bytes kv kv_block_bytes storage number_bytes num_kv_heads group head_dim block_size
+    block_tables table_width table_rows context_lens query_starts num_sequences window parts arrivals max_chunks""",
     "scale",
 )
 
@@ -84,9 +88,11 @@ def _chunks(job: Any, first_position: int, last_position: int) -> tuple[int, int
 
 
 @inlined
-def _tile_queries(group: int) -> int:
-    """Returns the number of queries of a tile: _TILE_ROWS rows with all heads of the group, and at least one query."""
-    return max(1, _TILE_ROWS // group)
+def _tile_queries(job: Any, num_queries: int) -> int:
+    """Returns the number of queries of a tile: at most _TILE_ROWS rows of all heads of the group, or one query."""
+    num_tiles = (_MIN_UNITS + job.num_kv_heads - 1) // job.num_kv_heads
+    wanted = max((num_queries + num_tiles - 1) // num_tiles, _MIN_TILE_ROWS // job.group)
+    return int(max(1, min(_TILE_ROWS // job.group, wanted)))
 
 
 @inlined
@@ -96,7 +102,7 @@ def _num_units(job: Any, s: int) -> int:
         return 0
     _, num_queries, context_len = _queries(job, s)
     if num_queries != 1:
-        tile = _tile_queries(job.group)
+        tile = _tile_queries(job, num_queries)
         num_units = (num_queries + tile - 1) // tile
     else:
         num_units = max(1, _chunks(job, context_len - 1, context_len - 1)[1])
@@ -105,9 +111,9 @@ def _num_units(job: Any, s: int) -> int:
 
 @inlined
 def _load_rows(job: Any, first_query: int, kv_head: int, num_rows: int, rows: int) -> None:
-    """Copies query rows as the products take them. Row r is head r % group of the group, of query first_query + r // group.
+    """Copies query rows in the format of the products; row r is head r % group, of query first_query + r // group.
 
-    The softmax applies the scale, because the product of a bfloat16 and the scale is no bfloat16; here it gives the sign.
+    Only the sign of the scale is applied. The softmax applies the rest: its product with a bfloat16 is no bfloat16.
     """
     sign = np.float32(1 if job.scale >= 0 else -1)
     for row in range(num_rows):
@@ -284,7 +290,7 @@ def _attend_one(job: Any, s: int, kv_head: int, index: int, buffers: Any, part: 
 def _attend_tile(job: Any, s: int, kv_head: int, index: int, buffers: Any, part: int, state: int) -> None:
     """Processes the unit of a tile of queries. The last tile of a prompt sees most tokens and has index 0."""
     first_query, num_queries, context_len = _queries(job, s)
-    tile = _tile_queries(job.group)
+    tile = _tile_queries(job, num_queries)
     skipped = ((num_queries + tile - 1) // tile - 1 - index) * tile
     num_rows = min(tile, num_queries - skipped) * job.group
     position = context_len - num_queries + skipped
@@ -309,11 +315,12 @@ def attend_kernel() -> Kernel:
     def attend(address: int) -> None:
         _ = sources
         job = array(address, 1, ATTENTION_JOB)[0]
-        max_rows = _tile_queries(job.group) * job.group
+        max_rows = max(1, _TILE_ROWS // job.group) * job.group
         num_scores, num_rows = max_rows * SCORE_STRIDE, max_rows * job.head_dim
         num_places, num_sums = 2 * (CHUNK + MAX_TOKENS_AHEAD), max_rows * (job.padded_size + 2)
         num_panels = job.padded_size * SPAN
-        scratch = np.empty(num_scores + num_panels + 2 * num_places + num_rows + job.padded_size + 2 * num_sums + 16, np.float32)
+        num_numbers = num_scores + num_panels + 2 * num_places + num_rows + job.padded_size + 2 * num_sums
+        scratch = np.empty(num_numbers + 16, np.float32)
         scores = (scratch.ctypes.data + 63) // 64 * 64
         panels = scores + num_scores * 4
         places = panels + num_panels * 4

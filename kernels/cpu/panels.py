@@ -159,9 +159,7 @@ def multiply_rows(
         starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(count)]
         held = {at: codegen.alloca_once_value(builder, constant(_F32, 0.0, LANES)) for at in places}
         totals = [builder.add(sums, builder.mul(sum_bytes, ir.Constant(_I64, row))) for row in range(count)]
-        addresses = {
-            (row, part): builder.add(totals[row], ir.Constant(_I64, part * LANES * 4)) for row, part in places
-        }
+        addresses = {(row, part): builder.add(totals[row], ir.Constant(_I64, part * LANES * 4)) for row, part in places}
         for at in places if added else []:
             builder.store(emit_load(builder, addresses[at], FLOAT32, LANES), held[at])
         with codegen.for_range(builder, num_steps) as loop:

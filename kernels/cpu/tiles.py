@@ -1,22 +1,23 @@
 """The products and the softmax of attention, for a chunk of tokens and a tile of rows.
 
 A *row* is one query of one head; a *token* is one key or value of one kv head. Keys and values are copied into panels,
-which `kernels.cpu.panels` multiplies as it does the weights of a linear layer, one panel for all rows of the tile::
+which `kernels.cpu.panels` multiplies as it does the weights of a linear layer; all rows of a tile share the copy::
 
-    score_rows   scores[row, token]  = rows[row] · keys[token]              a panel of keys: its outputs are tokens
-    soften_row   scores[row, token]  = 2 ** (scale * scores[row, token] - greatest)
-    weigh_rows   sums[row, :]        = Σ scores[row, token] values[token]   a panel of values: its inputs are tokens
+    score    scores[row, token]  = rows[row] · keys[token]                    a panel of keys: its outputs are tokens
+    soften   scores[row, token]  = 2 ** (scale * scores[row, token] - greatest)
+    weigh    sums[row, :]        = Σ scores[row, token] * values[token]       panels of values: their inputs are tokens
 
-A tile takes part in a product with at most MAX_ROWS rows × PANEL numbers at a time, which stay in registers, and a panel
-of PANEL tokens stays in the nearest caches. If the processor multiplies bfloat16, rows, keys and values of that dtype
-stay as they are, in pairs of inputs, and the weights of the values are rounded to it; everything else is float32.
+A product keeps MAX_ROWS rows × PANEL sums in registers; a panel of 64 tokens stays in the nearest caches. A few rows,
+as in decode, multiply keys and values in registers, without a panel in memory. If the processor multiplies bfloat16,
+rows, keys and values of that dtype stay as they are, in pairs of inputs, and the weights of the values are rounded to
+it; otherwise everything is float32.
 
-Every score is one running sum over the head, and every weighted sum one over the tokens, from the start of the chunk.
-So the bits of a row do not depend on the rows computed with it, nor on where its prompt was cut. No instruction has a
+Every score is one running sum over the head, and every weighted sum one over the tokens from the start of the chunk. So
+the bits of a row do not depend on the rows computed with it, nor on where its prompt was cut. No instruction has a
 fast-math flag.
 
-Few rows are done with a token before memory delivers the next one. Copying therefore prefetches the tokens that it will
-copy later. Spread out, the prefetches complete during the computation; issued all at once, they would stall the thread.
+Few rows are done with a token before memory delivers the next one. Reading a token therefore prefetches a later one.
+Spread out, the prefetches complete during the computation; issued all at once, they would stall the thread.
 """
 
 from __future__ import annotations
@@ -198,9 +199,7 @@ def _emit_value(builder: Builder, kind: int, tokens: list[Value], offset: int, l
     if len(places) == 1:
         return emit_load(builder, places[0], kind, lanes)
     wide, pointer = shaped(_I32, lanes), shaped(_I16, lanes).as_pointer()
-    first, second = (
-        builder.zext(builder.load(builder.inttoptr(place, pointer), align=2), wide) for place in places
-    )
+    first, second = (builder.zext(builder.load(builder.inttoptr(place, pointer), align=2), wide) for place in places)
     return builder.or_(first, builder.shl(second, ir.Constant(wide, [ir.Constant(_I32, 16)] * lanes)))
 
 
@@ -220,17 +219,15 @@ def pack_keys(typingctx: Any, head_dim: Any, storage: Any, places: Any, panel: A
             target = _at(builder, panel, loop.index, width * PANEL * 4)
             for i, vector in enumerate(_emit_columns(builder, dim, kind, places, tokens, loop.index)):
                 row, column = divmod(i * width, LANES)
-                pointer = builder.inttoptr(_after(builder, target, (row * PANEL + column) * 4), vector.type.as_pointer())
-                builder.store(vector, pointer, align=4)
+                place = _after(builder, target, (row * PANEL + column) * 4)
+                builder.store(vector, builder.inttoptr(place, vector.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.none(head_dim, storage, types.int64, types.int64), generate
 
 
 @instruction
-def score_few(
-    typingctx: Any, head_dim: Any, storage: Any, num_rows: Any, rows: Any, places: Any, scores: Any
-) -> Any:
+def score_few(typingctx: Any, head_dim: Any, storage: Any, num_rows: Any, rows: Any, places: Any, scores: Any) -> Any:
     """Computes the scores of LANES tokens as `pack_keys` and `multiply_rows` do, without a panel in memory.
 
     head_dim, a multiple of LANES, storage and num_rows are literals.
@@ -297,10 +294,9 @@ def weigh_few(
                 if first == 0:
                     ahead = ir.Constant(_I64, tokens_ahead(dim, kind))
                     _emit_ahead(builder, own, ahead, width, dim * number_bytes)
-                numbers = [
-                    emit_numbers(builder, _at(builder, _after(builder, scores, row * SCORE_STRIDE * 4), loop.index, 4), row_kind, 1)
-                    for row in range(count)
-                ]
+                weights = _at(builder, scores, loop.index, 4)
+                places_of = [_after(builder, weights, row * SCORE_STRIDE * 4) for row in range(count)]
+                numbers = [emit_numbers(builder, place, row_kind, 1) for place in places_of]
                 for part in parts:
                     value = _emit_value(builder, kind, tokens, part * LANES * number_bytes, LANES)
                     for row in range(count):
@@ -318,7 +314,7 @@ def weigh_few(
 def pack_values(typingctx: Any, head_dim: Any, storage: Any, places: Any, num_tokens: Any, panels: Any) -> Any:
     """Copies the values at the addresses places[num_tokens] into panels[padded_size / PANEL, SPAN inputs, PANEL].
 
-    head_dim and storage are literals; num_tokens is even. Also prefetches the tokens `tokens_ahead` further in `places`.
+    head_dim and storage are literals; num_tokens is even. Also prefetches the tokens `tokens_ahead` further.
     """
     dim, kind = head_dim.literal_value, storage.literal_value
     width, lanes = inputs_at_once(panel_storage(kind)), gcd(LANES, dim)
@@ -350,7 +346,7 @@ _POWERS = {
 
 
 def _emit_weights(builder: Builder, x: Value, kind: int) -> Value:
-    """Computes 2 ** x of float32 for x up to 0, as precisely as weights of this kind need; 2 ** -126 for less than -126.
+    """Computes 2 ** x of float32 for x up to 0, as precisely as weights of this kind need; 2 ** -126 for lesser x.
 
     `emit_exp2` takes half as long again, because it handles all x.
     """
@@ -400,7 +396,8 @@ def soften_row(
 
         def each(emit: Callable[[Value, Callable[[Value, Value], Value]], None]) -> None:
             """Emits loops over the scores: emit(index of the vector, function that replaces what is not seen)."""
-            for first, last, is_whole in ((begin, whole_from, False), (whole_from, whole_to, True), (whole_to, end, False)):
+            ranges = (begin, whole_from, False), (whole_from, whole_to, True), (whole_to, end, False)
+            for first, last, is_whole in ranges:
                 with codegen.for_range_slice(builder, first, last, step, inc=True) as (index, _):
 
                     def seen(value: Value, other: Value, index: Value = index, is_whole: bool = is_whole) -> Value:
@@ -470,10 +467,12 @@ _variants: list[Any] = []  # own the machine code
 def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     """Returns the addresses of `score` and `weigh` as C functions for one head_dim and one storage.
 
-    score(rows, num_rows, places, num_tokens, scores, panels, to_first, group) computes scores[num_rows, SCORE_STRIDE] float32 of
-    rows[num_rows, head_dim] with the keys at places[num_tokens]; weigh(scores, num_rows, places, num_tokens, sums,
-    panels, to_first, group) the weighted sums[num_rows, padded_size] float32 of the values at places[num_tokens], by the softened
-    scores. num_tokens is a multiple of SCORE_LANES; scores beyond it are overwritten too, up to a multiple of PANEL.
+    score(rows, num_rows, places, num_tokens, scores, panels, to_first, group) computes scores[num_rows, SCORE_STRIDE]
+    float32 of rows[num_rows, head_dim] with the keys at places[num_tokens]. weigh(scores, num_rows, places, num_tokens,
+    sums, panels, to_first, group) computes sums[num_rows, padded_size] float32 of the values at places[num_tokens] with
+    the softened scores. num_tokens is a multiple of SCORE_LANES; scores beyond it are overwritten too, up to a multiple
+    of PANEL. Row r sees the tokens up to to_first + r // group; the scores of others may be left as they were. panels
+    is scratch memory, padded_size * SPAN float32.
     """
     if head_dim % 4:
         raise ValueError(f"head_dim must be a multiple of 4, not {head_dim}")
