@@ -37,13 +37,26 @@ from kernels.cpu.native import (
     write,
 )
 from kernels.cpu.team import Kernel, job_dtype
-from kernels.cpu.tiles import CHUNK, MAX_TOKENS_AHEAD, SCORE_LANES, SCORE_STRIDE, SPAN, STRIP, padded_size, soften_row
+from kernels.cpu.tiles import (
+    CHUNK,
+    MAX_TOKENS_AHEAD,
+    SCORE_LANES,
+    SCORE_STRIDE,
+    SPAN,
+    STRIP,
+    padded_size,
+    panel_storage,
+    soften_row,
+)
 
 # Query rows of one tile: enough that copying keys and values costs little, few enough that the scores of a chunk stay
 # in a second-level cache of 1 MiB. A multiple of MAX_ROWS.
 _TILE_ROWS = 192
 # A short prompt of few kv heads is cut into smaller tiles, so that every thread gets some of these units.
 _MIN_UNITS, _MIN_TILE_ROWS = 8, 48
+
+# The storage of weights if `takes_pairs`. Where that is never so, no instruction for it may be compiled.
+_PAIRED = panel_storage(BFLOAT16)
 
 
 # Fields named after tensors hold their addresses. score_rows, weigh_rows: the two functions of `tiles_kernel`.
@@ -249,7 +262,7 @@ def _attend_chunk(
         seen_from, seen_to = max(start, _first_seen(job, position)) - first, min(stop, position + 1) - first
         own = scores + row * SCORE_STRIDE * 4
         if job.takes_pairs:
-            greatest[row], totals[row] = soften_row(BFLOAT16, own, 0, seen_from, seen_to, end, scale)
+            greatest[row], totals[row] = soften_row(_PAIRED, own, 0, seen_from, seen_to, end, scale)
         else:
             greatest[row], totals[row] = soften_row(FLOAT32, own, 0, seen_from, seen_to, end, scale)
     sums = part + num_rows * 8
