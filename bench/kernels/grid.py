@@ -8,6 +8,8 @@ from bench.kernels.attention_cases import decode, mixed_contexts, prefill
 from bench.kernels.cases import LARGE, LARGE_D64, LARGE_D256, SMALL, Case, ModelShape
 from bench.kernels.layer_cases import copy, greedy, linear, norm, projection, projections, rotate, sampling, silu
 
+_LONG_CONTEXTS = (4096, 12288, 16384)
+
 
 def gpu_cases() -> list[Case]:
     """Returns all cases: first those that targets name, then the rest."""
@@ -47,6 +49,9 @@ def cpu_cases(dtype: torch.dtype, *, is_quick: bool) -> list[Case]:
         cases.append(decode(model, dtype, mixed_contexts(16, 16, 512), f"{name} b=16 mixed 16-512"))
         cases.append(prefill(model, dtype, 256, 256, f"{name} 256"))
         cases.append(prefill(model, dtype, 64, 512, f"{name} 64 of 512"))
+        if not is_quick:
+            cases.append(decode(model, dtype, [16384], f"{name} b=1 16384"))
+            cases += [prefill(model, dtype, 512, context, f"{name} 512 of {context}") for context in _LONG_CONTEXTS]
         cases += _elementwise(model, dtype, 64)
         cases += [linear(model, dtype, num_tokens) for num_tokens in ((1, 64) if is_quick else (1, 8, 64, 512))]
         cases.append(copy(model if model is SMALL else replace(model, num_layers=4), dtype, 4))

@@ -24,7 +24,7 @@ from executor.models.weights import LayerWeights
 from executor.plans.plan import Ints
 from executor.slots.step_inputs import StepInputs, TokenRows
 from kernels import Linear, cpu
-from kernels.cpu.attend import ATTENTION_JOB, attend_kernel
+from kernels.cpu.attend import ATTENTION_JOB, attend_kernel, part_numbers
 from kernels.cpu.attention import attention_fields
 from kernels.cpu.elementwise import (
     NORM_JOB,
@@ -130,7 +130,7 @@ class _Buffers:
         self.kept_attended = zeros((max_num_rows, num_heads, head_dim), dtype)
         self.logits = zeros((max_num_rows, config.vocab_size), dtype)
         self.inputs = _Inputs(max_num_rows, max_num_seqs)
-        self._part_shape = (num_kv_heads, num_heads // num_kv_heads * (head_dim + 2))
+        self._part_shape = (num_kv_heads, part_numbers(num_heads // num_kv_heads, head_dim))
         self.parts = zeros((0,), torch.float32)
         self.arrivals = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int64)
 

@@ -37,28 +37,44 @@ from kernels.cpu.native import (
     write,
 )
 from kernels.cpu.team import Kernel, job_dtype
-from kernels.cpu.tiles import CHUNK, SCORE_LANES, soften_row
+from kernels.cpu.tiles import (
+    CHUNK,
+    MAX_TOKENS_AHEAD,
+    SCORE_LANES,
+    SCORE_STRIDE,
+    SPAN,
+    STRIP,
+    padded_size,
+    panel_storage,
+    soften_row,
+)
 
-# Query rows of one tile: enough to make good use of a block in the cache, few enough that the scores stay in it too.
-_TILE_ROWS = 32
+# Query rows of one tile: enough that copying keys and values costs little, few enough that the scores of a chunk stay
+# in a second-level cache of 1 MiB. A multiple of MAX_ROWS.
+_TILE_ROWS = 192
+# A short prompt of few kv heads is cut into smaller tiles, so that every thread gets some of these units.
+_MIN_UNITS, _MIN_TILE_ROWS = 8, 48
 
-# With more rows than this, computing with a block takes longer than loading it.
-_STREAMING_ROWS = 8
-# Bytes that tiles with few rows prefetch ahead: a little more than memory delivers within its latency.
-_BYTES_AHEAD = 8192
+# The storage of weights if `takes_pairs`. Where that is never so, no instruction for it may be compiled.
+_PAIRED = panel_storage(BFLOAT16)
 
 
-# Fields named after tensors hold their addresses. score_rows, weigh_rows: the two functions of a variant, with tiles of
-# `columns` tokens. group: query heads per kv head. table_width: entries from one row of the block tables to the next.
-# table_rows: the row of each sequence, null if sequence s uses row s. query_starts: null if every sequence has one
-# query. parts: float32 [sequence, kv head, chunk, group * (head_dim + 2)]. arrivals: int64 [sequence, kv head], zero
-# between calls.
+# Fields named after tensors hold their addresses. score_rows, weigh_rows: the two functions of `tiles_kernel`.
+# takes_pairs: 1 if products take pairs of bfloat16. padded_size, tokens_ahead: see `kernels.cpu.tiles`. group: query
+# heads per kv head. table_width: entries from one row of the block tables to the next. table_rows: the row of each
+# sequence, null if sequence s uses row s. query_starts: null if every sequence has one query. parts: float32
+# [sequence, kv head, chunk, part_numbers]. arrivals: int64 [sequence, kv head], zero between calls.
 ATTENTION_JOB = job_dtype(
-    """score_rows weigh_rows columns query query_token_bytes query_head_bytes out out_token_bytes out_head_bytes
-    kv kv_block_bytes storage number_bytes num_kv_heads group head_dim block_size block_tables table_width
-    table_rows context_lens query_starts num_sequences window parts arrivals max_chunks""",
+    """score_rows weigh_rows takes_pairs padded_size tokens_ahead query query_token_bytes query_head_bytes
+    out out_token_bytes out_head_bytes kv kv_block_bytes storage number_bytes num_kv_heads group head_dim block_size
+    block_tables table_width table_rows context_lens query_starts num_sequences window parts arrivals max_chunks""",
     "scale",
 )
+
+
+def part_numbers(group: int, head_dim: int) -> int:
+    """Returns the size of a part of `group` rows, in float32."""
+    return group * (padded_size(head_dim) + 2)
 
 
 @inlined
@@ -85,9 +101,11 @@ def _chunks(job: Any, first_position: int, last_position: int) -> tuple[int, int
 
 
 @inlined
-def _tile_queries(group: int) -> int:
-    """Returns the number of queries of a tile: _TILE_ROWS rows with all heads of the group, and at least one query."""
-    return max(1, _TILE_ROWS // group)
+def _tile_queries(job: Any, num_queries: int) -> int:
+    """Returns the number of queries of a tile: at most _TILE_ROWS rows of all heads of the group, or one query."""
+    num_tiles = (_MIN_UNITS + job.num_kv_heads - 1) // job.num_kv_heads
+    wanted = max((num_queries + num_tiles - 1) // num_tiles, _MIN_TILE_ROWS // job.group)
+    return int(max(1, min(_TILE_ROWS // job.group, wanted)))
 
 
 @inlined
@@ -97,7 +115,7 @@ def _num_units(job: Any, s: int) -> int:
         return 0
     _, num_queries, context_len = _queries(job, s)
     if num_queries != 1:
-        tile = _tile_queries(job.group)
+        tile = _tile_queries(job, num_queries)
         num_units = (num_queries + tile - 1) // tile
     else:
         num_units = max(1, _chunks(job, context_len - 1, context_len - 1)[1])
@@ -106,11 +124,19 @@ def _num_units(job: Any, s: int) -> int:
 
 @inlined
 def _load_rows(job: Any, first_query: int, kv_head: int, num_rows: int, rows: int) -> None:
-    """Copies query rows as scaled float32. Row r is head r % group of the group, of query first_query + r // group."""
-    scale = np.float32(job.scale)
+    """Copies query rows in the format of the products; row r is head r % group, of query first_query + r // group.
+
+    Only the sign of the scale is applied. The softmax applies the rest: its product with a bfloat16 is no bfloat16.
+    """
+    sign = np.float32(1 if job.scale >= 0 else -1)
     for row in range(num_rows):
         source = job.query + (first_query + row // job.group) * job.query_token_bytes
         source += (kv_head * job.group + row % job.group) * job.query_head_bytes
+        if job.takes_pairs:
+            target = rows + row * job.head_dim * 2
+            for i in range(job.head_dim):
+                write(BFLOAT16, target, i, read(BFLOAT16, source, i) * sign)
+            continue
         target = rows + row * job.head_dim * 4
         for i in range(job.head_dim):
             if job.storage == FLOAT32:
@@ -119,33 +145,38 @@ def _load_rows(job: Any, first_query: int, kv_head: int, num_rows: int, rows: in
                 number = read(BFLOAT16, source, i)
             else:
                 number = read(FLOAT16, source, i)
-            write(FLOAT32, target, i, number * scale)
+            write(FLOAT32, target, i, number * sign)
 
 
 @inlined
-def _part_arrays(job: Any, part: int, num_rows: int) -> tuple[Any, Any, Any]:
-    """Returns the arrays of the part at an address: greatest scores, sums, and head_dim weighted values per row."""
-    greatest = array(part, num_rows, np.float32)
-    totals = array(part + num_rows * 4, num_rows, np.float32)
-    sums = array(part + num_rows * 8, num_rows * job.head_dim, np.float32)
-    return greatest, totals, sums
+def _part_arrays(part: int, num_rows: int) -> tuple[Any, Any]:
+    """Returns the arrays of the part at an address: the greatest score and the sum of each row."""
+    return array(part, num_rows, np.float32), array(part + num_rows * 4, num_rows, np.float32)
+
+
+@inlined
+def _sums(job: Any, part: int, num_rows: int, row: int) -> Any:
+    """Returns the weighted values of a row of a part.
+
+    Loops over such an array become vector instructions; those over an index that could be negative do not.
+    """
+    return array(part + (num_rows * 2 + row * job.padded_size) * 4, job.head_dim, np.float32)
 
 
 @inlined
 def _clear(job: Any, part: int, num_rows: int) -> None:
     """Resets a part to that of rows that have seen no token."""
-    greatest, totals, sums = _part_arrays(job, part, num_rows)
+    greatest, totals = _part_arrays(part, num_rows)
     for row in range(num_rows):
         greatest[row], totals[row] = -np.inf, 0
-    for i in range(num_rows * job.head_dim):
-        sums[i] = 0
+        _sums(job, part, num_rows, row)[:] = 0
 
 
 @inlined
 def _merge(job: Any, state: int, part: int, num_rows: int) -> None:
     """Merges a part into the state, which is the merged part of all chunks before."""
-    state_greatest, state_totals, state_sums = _part_arrays(job, state, num_rows)
-    greatest, totals, sums = _part_arrays(job, part, num_rows)
+    state_greatest, state_totals = _part_arrays(state, num_rows)
+    greatest, totals = _part_arrays(part, num_rows)
     for row in range(num_rows):
         if totals[row] == 0:
             continue
@@ -153,152 +184,93 @@ def _merge(job: Any, state: int, part: int, num_rows: int) -> None:
         kept, added = exp2(state_greatest[row] - top), exp2(greatest[row] - top)
         state_greatest[row] = top
         state_totals[row] = state_totals[row] * kept + totals[row] * added
-        for i in range(row * job.head_dim, (row + 1) * job.head_dim):
+        state_sums, sums = _sums(job, state, num_rows, row), _sums(job, part, num_rows, row)
+        for i in range(job.head_dim):
             state_sums[i] = state_sums[i] * kept + sums[i] * added
 
 
 @inlined
 def _finish(job: Any, first_query: int, kv_head: int, num_rows: int, part: int) -> None:
     """Divides the weighted values of a part by the sums and stores the rows; a row that saw no token becomes zeros."""
-    _, totals, sums = _part_arrays(job, part, num_rows)
+    _, totals = _part_arrays(part, num_rows)
     for row in range(num_rows):
         target = job.out + (first_query + row // job.group) * job.out_token_bytes
         target += (kv_head * job.group + row % job.group) * job.out_head_bytes
         total = np.float32(1) if totals[row] == 0 else totals[row]
-        for i in range(job.head_dim):
-            number = sums[row * job.head_dim + i] / total
-            if job.storage == FLOAT32:
-                write(FLOAT32, target, i, number)
-            elif job.storage == BFLOAT16:
-                write(BFLOAT16, target, i, number)
-            else:
-                write(FLOAT16, target, i, number)
-
-
-@inlined
-def _prefetch(address: int, num_bytes: int) -> None:
-    for line in range(0, num_bytes, LINE_BYTES):
-        prefetch(address + line)
-
-
-@inlined
-def _to_values(job: Any) -> int:
-    """Returns the number of bytes from the keys of a head to its values in the same block."""
-    return int(job.num_kv_heads * job.block_size * job.head_dim * job.number_bytes)
-
-
-@inlined
-def _distance(job: Any, num_rows: int) -> int:
-    """Returns how many blocks ahead to prefetch.
-
-    It is 0 if there are many rows: computing with a block then takes longer than loading the next one, and prefetching
-    block by block costs more than it saves.
-    """
-    if num_rows > _STREAMING_ROWS:
-        return 0
-    return max(1, _BYTES_AHEAD // int(job.block_size * job.head_dim * job.number_bytes))
-
-
-@inlined
-def _stream(job: Any, table: Any, keys: int, first_block: int, num_blocks: int, index: int) -> int:
-    """Returns the address of what a chunk reads at `index`: the keys of all blocks, then the values. 0 past the end."""
-    if index >= 2 * num_blocks:
-        return 0
-    if index < num_blocks:
-        return keys + int(table[first_block + index] * job.kv_block_bytes)
-    return keys + int(table[first_block + index - num_blocks] * job.kv_block_bytes) + _to_values(job)
-
-
-@inlined
-def _walk_keys(
-    job: Any, table: Any, heads: int, first: int, start: int, stop: int, rows: int, num_rows: int, scores: int
-) -> None:
-    """Computes the scores of the tokens [start, stop) for the rows; the scores begin at token `first`.
-
-    Tiles begin at multiples of `columns`, in blocks and in chunks: up to columns - 1 tokens at either end are scored
-    as well, and these scores are never used. The processor does not predict a jump to another block. Tiles with few
-    rows therefore prefetch blocks at a distance; tiles with many rows prefetch the next keys, and the values of this
-    block, which are read after all scores of the chunk.
-    """
-    block, columns, token_bytes = start // job.block_size, job.columns, job.head_dim * job.number_bytes
-    first_block, num_blocks = block, (stop - 1) // job.block_size + 1 - block
-    distance = _distance(job, num_rows)
-    for index in range(min(distance, 2 * num_blocks)):
-        _prefetch(_stream(job, table, heads, first_block, num_blocks, index), job.block_size * token_bytes)
-    token, offset = start, start - block * job.block_size
-    while token < stop:
-        before = offset % columns
-        count = min(job.block_size - offset, stop - token)
-        padded = (before + count + columns - 1) // columns * columns
-        keys = heads + table[block] * job.kv_block_bytes + (offset - before) * token_bytes
-        ahead = 0
-        if distance > 0:
-            ahead = _stream(job, table, heads, first_block, num_blocks, block - first_block + distance)
+        sums = _sums(job, part, num_rows, row)
+        if job.storage == FLOAT32:
+            for i in range(job.head_dim):
+                write(FLOAT32, target, i, sums[i] / total)
+        elif job.storage == BFLOAT16:
+            for i in range(job.head_dim):
+                write(BFLOAT16, target, i, sums[i] / total)
         else:
-            _prefetch(keys + _to_values(job), (before + count) * token_bytes)
-            following = min(job.block_size, stop - token - count)
-            if following > 0:
-                _prefetch(heads + table[block + 1] * job.kv_block_bytes, following * token_bytes)
-        call(job.score_rows, rows, num_rows, keys, padded, scores + (token - before - first) * 4, ahead)
-        token, block, offset = token + count, block + 1, 0
+            for i in range(job.head_dim):
+                write(FLOAT16, target, i, sums[i] / total)
 
 
 @inlined
-def _walk_values(
-    job: Any, table: Any, heads: int, first: int, start: int, stop: int, scores: int, num_rows: int, sums: int
-) -> None:
-    """Adds the values of the tokens [start, stop), weighted by their scores; the scores begin at token `first`."""
-    block, token_bytes = start // job.block_size, job.head_dim * job.number_bytes
-    first_block, num_blocks = block, (stop - 1) // job.block_size + 1 - block
-    distance = _distance(job, num_rows)
+def _place_tokens(job: Any, s: int, kv_head: int, first: int, start: int, stop: int, count: int, buffers: Any) -> None:
+    """Sets places[2 * count] to the addresses of the keys of the tokens [first, first + count), then of the values.
+
+    Tokens outside [start, stop) get the address of a token of zeros, which also follows the last value. Prefetches the
+    first tokens.
+    """
+    _, _, places_at, _, zeros = buffers
+    places = array(places_at, 2 * (count + MAX_TOKENS_AHEAD), np.int64)
+    table_row = s if job.table_rows == 0 else int(array(job.table_rows, job.num_sequences, np.int32)[s])
+    table = array(job.block_tables + table_row * job.table_width * 4, job.table_width, np.int32)
+    token_bytes = job.head_dim * job.number_bytes
+    to_values = job.num_kv_heads * job.block_size * token_bytes
+    for i in range(start - first):
+        places[i] = places[count + i] = zeros
+    block = start // job.block_size
     token, offset = start, start - block * job.block_size
     while token < stop:
-        count = min(job.block_size - offset, stop - token)
-        values = heads + table[block] * job.kv_block_bytes + _to_values(job) + offset * token_bytes
-        ahead = 0
-        if distance > 0:
-            ahead = _stream(job, table, heads, first_block, num_blocks, num_blocks + block - first_block + distance)
-        call(job.weigh_rows, scores + (token - first) * 4, num_rows, values, count, sums, ahead)
-        token, block, offset = token + count, block + 1, 0
+        key = job.kv + table[block] * job.kv_block_bytes + (kv_head * job.block_size + offset) * token_bytes
+        for i in range(token - first, min(stop, token + job.block_size - offset) - first):
+            places[i], places[count + i] = key, key + to_values
+            key += token_bytes
+        token, block, offset = token + job.block_size - offset, block + 1, 0
+    for i in range(stop - first, count):
+        places[i] = places[count + i] = zeros
+    for i in range(2 * MAX_TOKENS_AHEAD):
+        places[2 * count + i] = zeros
+    for i in range(min(count, job.tokens_ahead)):
+        for line in range(0, token_bytes, LINE_BYTES):
+            prefetch(places[i] + line)
 
 
 @inlined
 def _attend_chunk(
-    job: Any,
-    s: int,
-    kv_head: int,
-    chunk: int,
-    first_position: int,
-    num_rows: int,
-    rows: int,
-    scores: int,
-    part: int,
+    job: Any, s: int, kv_head: int, chunk: int, first_position: int, num_rows: int, buffers: Any, part: int
 ) -> None:
     """Computes the part of one chunk for the rows; the first rows are at first_position."""
-    greatest, totals, _ = _part_arrays(job, part, num_rows)
+    rows, scores, places, panels, _ = buffers
+    greatest, totals = _part_arrays(part, num_rows)
     last_position = first_position + (num_rows - 1) // job.group
-    first = chunk * CHUNK
-    start = max(first, _first_seen(job, first_position))
-    stop = min(first + CHUNK, last_position + 1)
-    table_row = s if job.table_rows == 0 else int(array(job.table_rows, job.num_sequences, np.int32)[s])
-    table = array(job.block_tables + table_row * job.table_width * 4, job.table_width, np.int32)
-    head_bytes = job.block_size * job.head_dim * job.number_bytes
-    keys = job.kv + kv_head * head_bytes
-
-    _clear(job, part, num_rows)
-    _walk_keys(job, table, keys, first, start, stop, rows, num_rows, scores)
-    begin = (start - first) // SCORE_LANES * SCORE_LANES
+    start = max(chunk * CHUNK, _first_seen(job, first_position))
+    stop = min((chunk + 1) * CHUNK, last_position + 1)
+    first = start // STRIP * STRIP
     end = (stop - first + SCORE_LANES - 1) // SCORE_LANES * SCORE_LANES
+    _place_tokens(job, s, kv_head, first, start, stop, end, buffers)
+    to_first = first_position - first
+    call(job.score_rows, rows, num_rows, places, end, scores, panels, to_first, job.group)
+    scale = np.float32(abs(job.scale))
     for row in range(num_rows):
         position = first_position + row // job.group
-        seen_from = max(start, _first_seen(job, position)) - first
-        seen_to = min(stop, position + 1) - first
-        greatest[row], totals[row] = soften_row(scores + row * CHUNK * 4, begin, seen_from, seen_to, end)
-    _walk_values(job, table, keys, first, start, stop, scores, num_rows, part + num_rows * 8)
+        seen_from, seen_to = max(start, _first_seen(job, position)) - first, min(stop, position + 1) - first
+        own = scores + row * SCORE_STRIDE * 4
+        if job.takes_pairs:
+            greatest[row], totals[row] = soften_row(_PAIRED, own, 0, seen_from, seen_to, end, scale)
+        else:
+            greatest[row], totals[row] = soften_row(FLOAT32, own, 0, seen_from, seen_to, end, scale)
+    sums = part + num_rows * 8
+    call(job.weigh_rows, scores, num_rows, places + end * 8, end, sums, panels, to_first, job.group)
 
 
 @inlined
-def _attend_one(job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int) -> None:
+def _attend_one(job: Any, s: int, kv_head: int, index: int, buffers: Any, part: int, state: int) -> None:
     """Processes the unit of a sequence with one query: chunk `index` of those the query sees."""
     query, _, context_len = _queries(job, s)
     num_rows, position = job.group, context_len - 1
@@ -306,18 +278,18 @@ def _attend_one(job: Any, s: int, kv_head: int, index: int, rows: int, scores: i
         _clear(job, part, num_rows)
         _finish(job, query, kv_head, num_rows, part)
         return
-    _load_rows(job, query, kv_head, num_rows, rows)
+    _load_rows(job, query, kv_head, num_rows, buffers[0])
     first_chunk, num_chunks = _chunks(job, position, position)
     if num_chunks == 1:
-        _attend_chunk(job, s, kv_head, first_chunk, position, num_rows, rows, scores, part)
+        _attend_chunk(job, s, kv_head, first_chunk, position, num_rows, buffers, part)
         _finish(job, query, kv_head, num_rows, part)
         return
 
     row_of_parts = s * job.num_kv_heads + kv_head
-    part_bytes = num_rows * (job.head_dim + 2) * 4
+    part_bytes = num_rows * (job.padded_size + 2) * 4
     parts = job.parts + row_of_parts * job.max_chunks * part_bytes
     mine = parts + index * part_bytes
-    _attend_chunk(job, s, kv_head, first_chunk + index, position, num_rows, rows, scores, mine)
+    _attend_chunk(job, s, kv_head, first_chunk + index, position, num_rows, buffers, mine)
     arrival = job.arrivals + row_of_parts * 8
     if count_up(arrival) == num_chunks - 1:
         array(arrival, 1, np.int64)[0] = 0
@@ -328,22 +300,22 @@ def _attend_one(job: Any, s: int, kv_head: int, index: int, rows: int, scores: i
 
 
 @inlined
-def _attend_tile(job: Any, s: int, kv_head: int, index: int, rows: int, scores: int, part: int, state: int) -> None:
+def _attend_tile(job: Any, s: int, kv_head: int, index: int, buffers: Any, part: int, state: int) -> None:
     """Processes the unit of a tile of queries. The last tile of a prompt sees most tokens and has index 0."""
     first_query, num_queries, context_len = _queries(job, s)
-    tile = _tile_queries(job.group)
+    tile = _tile_queries(job, num_queries)
     skipped = ((num_queries + tile - 1) // tile - 1 - index) * tile
     num_rows = min(tile, num_queries - skipped) * job.group
     position = context_len - num_queries + skipped
-    _load_rows(job, first_query + skipped, kv_head, num_rows, rows)
+    _load_rows(job, first_query + skipped, kv_head, num_rows, buffers[0])
     first_chunk, num_chunks = _chunks(job, position, position + num_rows // job.group - 1)
     if num_chunks == 1:
-        _attend_chunk(job, s, kv_head, first_chunk, position, num_rows, rows, scores, part)
+        _attend_chunk(job, s, kv_head, first_chunk, position, num_rows, buffers, part)
         _finish(job, first_query + skipped, kv_head, num_rows, part)
         return
     _clear(job, state, num_rows)
     for chunk in range(first_chunk, first_chunk + num_chunks):
-        _attend_chunk(job, s, kv_head, chunk, position, num_rows, rows, scores, part)
+        _attend_chunk(job, s, kv_head, chunk, position, num_rows, buffers, part)
         _merge(job, state, part, num_rows)
     _finish(job, first_query + skipped, kv_head, num_rows, state)
 
@@ -356,12 +328,21 @@ def attend_kernel() -> Kernel:
     def attend(address: int) -> None:
         _ = sources
         job = array(address, 1, ATTENTION_JOB)[0]
-        max_rows = _tile_queries(job.group) * job.group
-        scratch = np.empty(max_rows * (3 * job.head_dim + 4 + CHUNK) + 16, np.float32)
+        max_rows = max(1, _TILE_ROWS // job.group) * job.group
+        num_scores, num_rows = max_rows * SCORE_STRIDE, max_rows * job.head_dim
+        num_places, num_sums = 2 * (CHUNK + MAX_TOKENS_AHEAD), max_rows * (job.padded_size + 2)
+        num_panels = job.padded_size * SPAN
+        num_numbers = num_scores + num_panels + 2 * num_places + num_rows + job.padded_size + 2 * num_sums
+        scratch = np.empty(num_numbers + 16, np.float32)
         scores = (scratch.ctypes.data + 63) // 64 * 64
-        rows = scores + max_rows * CHUNK * 4
-        part = rows + max_rows * job.head_dim * 4
-        state = part + max_rows * (job.head_dim + 2) * 4
+        panels = scores + num_scores * 4
+        places = panels + num_panels * 4
+        rows = places + num_places * 8
+        zeros = rows + num_rows * 4
+        part = zeros + job.padded_size * 4
+        state = part + num_sums * 4
+        array(zeros, job.padded_size, np.float32)[:] = 0
+        buffers = rows, scores, places, panels, zeros
 
         s, first_unit, num_units = 0, 0, _num_units(job, 0)
         while s < job.num_sequences:
@@ -374,9 +355,9 @@ def attend_kernel() -> Kernel:
                 kv_head = (unit - first_unit) % job.num_kv_heads
                 index = (unit - first_unit) // job.num_kv_heads
                 if _queries(job, s)[1] == 1:
-                    _attend_one(job, s, kv_head, index, rows, scores, part, state)
+                    _attend_one(job, s, kv_head, index, buffers, part, state)
                 else:
-                    _attend_tile(job, s, kv_head, index, rows, scores, part, state)
+                    _attend_tile(job, s, kv_head, index, buffers, part, state)
         scratch[0] = 0  # numba frees an array after its last use: this keeps the array alive until here
 
     return Kernel(compiled(attend))

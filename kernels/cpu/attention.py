@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import torch
 
-from kernels.cpu.attend import ATTENTION_JOB, attend_kernel
-from kernels.cpu.native import storage_of, strided
+from kernels.cpu.attend import ATTENTION_JOB, attend_kernel, part_numbers
+from kernels.cpu.native import BFLOAT16, storage_of, strided
 from kernels.cpu.team import Job
-from kernels.cpu.tiles import CHUNK, tile_columns, tiles_kernel
+from kernels.cpu.tiles import CHUNK, padded_size, panel_storage, tiles_kernel, tokens_ahead
 
 _LOG2_E = math.log2(math.e)
 _job = Job(ATTENTION_JOB)
@@ -64,8 +64,8 @@ def _run(
     max_chunks = -(-num_columns * block_size // CHUNK)
     if max_chunks > 1:
         num_arrivals = num_sequences * num_kv_heads
-        rows_of_part = query.shape[1] // num_kv_heads
-        _workspace.reserve(num_arrivals * max_chunks * rows_of_part * (query.shape[2] + 2), num_arrivals)
+        num_numbers = part_numbers(query.shape[1] // num_kv_heads, query.shape[2])
+        _workspace.reserve(num_arrivals * max_chunks * num_numbers, num_arrivals)
     job = _job.fill(
         block_tables=block_tables.data_ptr(),
         table_width=block_tables.stride(0),
@@ -86,12 +86,14 @@ def attention_fields(
 ) -> dict[str, float]:
     """Returns the fields of an ATTENTION_JOB, except those that describe the sequences and the workspace."""
     _, num_kv_heads, block_size, head_dim = kv.shape[1:]
-    storage, columns = storage_of(query.dtype), tile_columns(block_size)
-    score_rows, weigh_rows = tiles_kernel(head_dim, storage, columns)
+    storage = storage_of(query.dtype)
+    score_rows, weigh_rows = tiles_kernel(head_dim, storage)
     return {
         "score_rows": score_rows,
         "weigh_rows": weigh_rows,
-        "columns": columns,
+        "takes_pairs": panel_storage(storage) == BFLOAT16,
+        "padded_size": padded_size(head_dim),
+        "tokens_ahead": tokens_ahead(head_dim, storage),
         **strided("query", query),
         **strided("out", out),
         "kv": kv.data_ptr(),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from kernels.cpu.compiler import SOURCES, compiled, inlined
+from kernels.cpu.compiler import SOURCES, compiled
 from kernels.cpu.native import (
     BFLOAT16,
     FLOAT32,
@@ -21,7 +21,7 @@ from kernels.cpu.native import (
     storage_of,
     write,
 )
-from kernels.cpu.panels import MAX_ROWS, PANEL, Panels, inputs_at_once, multiply_rows
+from kernels.cpu.panels import MAX_ROWS, PANEL, Panels, inputs_at_once, multiply
 from kernels.cpu.team import Job, Kernel, job_dtype
 
 if TYPE_CHECKING:
@@ -37,33 +37,6 @@ SPAN_INPUTS = 1024
 LINEAR_JOB = job_dtype("x x_row_bytes panels panel_bytes bias out out_row_bytes num_rows in_size out_size num_panels")
 
 _job = Job(LINEAR_JOB)
-
-
-@inlined
-def _multiply(
-    num_rows: int,
-    row_storage: Any,
-    storage: Any,
-    rows: int,
-    row_bytes: int,
-    panel: int,
-    num_steps: int,
-    sums: int,
-    ahead: int,
-) -> None:
-    """Multiplies one tile of one to MAX_ROWS rows."""
-    if num_rows == 6:
-        multiply_rows(6, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
-    elif num_rows == 5:
-        multiply_rows(5, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
-    elif num_rows == 4:
-        multiply_rows(4, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
-    elif num_rows == 3:
-        multiply_rows(3, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
-    elif num_rows == 2:
-        multiply_rows(2, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
-    else:
-        multiply_rows(1, row_storage, storage, rows, row_bytes, panel, num_steps, sums, ahead)
 
 
 @cache
@@ -119,7 +92,19 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
                                 write(FLOAT32, widened, row * in_size + i, read(storage, rows + row * row_bytes, i))
                         rows, row_bytes = widened, in_size * 4
                     own_sums = sums_address + (first - start) * PANEL * 4
-                    _multiply(num_rows, row_storage, weight_storage, rows, row_bytes, span, span_steps, own_sums, ahead)
+                    multiply(
+                        num_rows,
+                        row_storage,
+                        weight_storage,
+                        1,
+                        rows,
+                        row_bytes,
+                        span,
+                        span_steps,
+                        own_sums,
+                        PANEL * 4,
+                        ahead,
+                    )
                     ahead = min(ahead + span_steps * LINE_BYTES, ahead_stop)
             first_column = which * PANEL
             num_columns = min(PANEL, job.out_size - first_column)

@@ -144,6 +144,15 @@ def emit_dot_pairs(builder: Builder, a: Value, b: Value, sums: Value) -> Value:
     return builder.asm(kind, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [sums, a, b], side_effect=False)
 
 
+def emit_round_pairs(builder: Builder, a: Value, b: Value) -> Value:
+    """Rounds two vectors of 16 float32 to 32 bfloat16, to nearest even, in the order a, b; only if HAS_BFLOAT16_DOTS.
+
+    Denormals become zero.
+    """
+    kind = ir.FunctionType(shaped(_I16, 32), [a.type, b.type])
+    return builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [a, b], side_effect=False)
+
+
 def emit_load(builder: Builder, address: Value, storage: int, lanes: int) -> Value:
     """Loads `lanes` stored numbers as float32. The address needs only the alignment of one number."""
     scalar = (_F32, _I16, _F16)[storage]
@@ -355,15 +364,15 @@ def call_kernel(typingctx: Any, function: Any, job: Any) -> Any:
 
 
 @instruction
-def call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> Any:
-    """Calls the C function at address `function` with six int64 arguments."""
+def call(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
+    """Calls the C function at address `function` with eight int64 arguments."""
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        kind = ir.FunctionType(ir.VoidType(), [_I64] * 6)
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * 8)
         builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
         return context.get_dummy_value()
 
-    return types.none(*[types.int64] * 7), generate
+    return types.none(*[types.int64] * 9), generate
 
 
 @instruction

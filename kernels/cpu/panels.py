@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
 
-from kernels.cpu.compiler import types
+from kernels.cpu.compiler import inlined, types
 from kernels.cpu.native import (
     BFLOAT16,
     FLOAT32,
@@ -58,9 +58,9 @@ if TYPE_CHECKING:
 # A tile has to leave registers for a vector of weights and one of inputs. 6 × 4 sums of 16 numbers suit the 32
 # registers of AVX-512, 6 × 2 sums of 8 suit the 16 of AVX2; narrower machines have 32 registers of 4 numbers.
 _FEATURES = binding.get_host_cpu_features()
-_LANES, _VECTORS = (16, 4) if _FEATURES.get("avx512f") else (8, 2) if _FEATURES.get("avx2") else (4, 4)
+LANES, _VECTORS = (16, 4) if _FEATURES.get("avx512f") else (8, 2) if _FEATURES.get("avx2") else (4, 4)
 
-PANEL = _LANES * _VECTORS
+PANEL = LANES * _VECTORS
 """Number of outputs in a panel."""
 
 MAX_ROWS = 6
@@ -132,47 +132,50 @@ def multiply_rows(
     num_rows: Any,
     row_storage: Any,
     storage: Any,
+    adds: Any,
     rows: Any,
     row_bytes: Any,
     panel: Any,
     num_steps: Any,
     sums: Any,
+    sum_bytes: Any,
     ahead: Any,
 ) -> Any:
     """Computes sums[row, :] += rows[row] · panel in num_steps steps of `inputs_at_once(storage)` inputs.
 
-    num_rows and the storages are literals. rows[num_rows, inputs], row_bytes apart: float32, or bfloat16 if
-    HAS_BFLOAT16_DOTS and storage is BFLOAT16; panel[num_steps, PANEL, inputs_at_once] stored; sums[num_rows, PANEL]
-    float32. Also prefetches the num_steps cache lines from `ahead` on, which are read soon.
+    num_rows, the storages and `adds` are literals; sums begin at 0 if adds is 0. rows[num_rows, inputs], row_bytes
+    apart: float32, or bfloat16 if HAS_BFLOAT16_DOTS and storage is BFLOAT16; panel[num_steps, PANEL, inputs_at_once]
+    stored; sums[num_rows, PANEL] float32, sum_bytes apart. Also prefetches the num_steps cache lines from `ahead` on,
+    which are read soon, unless it is None.
     """
-    signature = types.none(num_rows, row_storage, storage, *[types.int64] * 6)
-    count, row_kind, kind = (literal.literal_value for literal in (num_rows, row_storage, storage))
+    signature = types.none(num_rows, row_storage, storage, adds, *[types.int64] * 6, ahead)
+    count, row_kind, kind, added = (literal.literal_value for literal in (num_rows, row_storage, storage, adds))
     places = [(row, part) for row in range(count) for part in range(_VECTORS)]
     width = inputs_at_once(kind)
-    vector_bytes, step_bytes = _LANES * width * storage_bytes(kind), width * storage_bytes(row_kind)
+    vector_bytes, step_bytes = LANES * width * storage_bytes(kind), width * storage_bytes(row_kind)
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        rows, row_bytes, panel, num_steps, sums, ahead = arguments[3:]
+        rows, row_bytes, panel, num_steps, sums, sum_bytes, line_ahead = arguments[4:]
         starts = [builder.add(rows, builder.mul(row_bytes, ir.Constant(_I64, row))) for row in range(count)]
-        held = {at: codegen.alloca_once_value(builder, constant(_F32, 0.0, _LANES)) for at in places}
-        addresses = {
-            (row, part): builder.add(sums, ir.Constant(_I64, (row * PANEL + part * _LANES) * 4)) for row, part in places
-        }
-        for at in places:
-            builder.store(emit_load(builder, addresses[at], FLOAT32, _LANES), held[at])
+        held = {at: codegen.alloca_once_value(builder, constant(_F32, 0.0, LANES)) for at in places}
+        totals = [builder.add(sums, builder.mul(sum_bytes, ir.Constant(_I64, row))) for row in range(count)]
+        addresses = {(row, part): builder.add(totals[row], ir.Constant(_I64, part * LANES * 4)) for row, part in places}
+        for at in places if added else []:
+            builder.store(emit_load(builder, addresses[at], FLOAT32, LANES), held[at])
         with codegen.for_range(builder, num_steps) as loop:
             line = builder.add(panel, builder.mul(loop.index, ir.Constant(_I64, _VECTORS * vector_bytes)))
-            emit_prefetch(builder, builder.add(ahead, builder.mul(loop.index, ir.Constant(_I64, LINE_BYTES))))
+            if ahead != types.none:
+                emit_prefetch(builder, builder.add(line_ahead, builder.mul(loop.index, ir.Constant(_I64, LINE_BYTES))))
             offset = builder.mul(loop.index, ir.Constant(_I64, step_bytes))
             weights = [
                 _emit_weights(builder, builder.add(line, ir.Constant(_I64, part * vector_bytes)), row_kind, kind)
                 for part in range(_VECTORS)
             ]
             for row, start in enumerate(starts):
-                numbers = _emit_numbers(builder, builder.add(start, offset), row_kind, width)
+                numbers = emit_numbers(builder, builder.add(start, offset), row_kind, width)
                 for part in range(_VECTORS):
                     total = held[row, part]
-                    builder.store(_emit_sum(builder, numbers, weights[part], builder.load(total)), total)
+                    builder.store(emit_sum(builder, numbers, weights[part], builder.load(total)), total)
         for at in places:
             emit_store(builder, builder.load(held[at]), addresses[at], FLOAT32)
         return context.get_dummy_value()
@@ -181,22 +184,22 @@ def multiply_rows(
 
 
 def _emit_weights(builder: Builder, address: Value, row_kind: int, kind: int) -> list[Value]:
-    """Loads the weights of _LANES outputs for one step: a vector of pairs, or one vector of float32 per input."""
+    """Loads the weights of LANES outputs for one step: a vector of pairs, or one vector of float32 per input."""
     if kind != BFLOAT16:
-        return [emit_load(builder, address, kind, _LANES)]
-    pairs = emit_load_pairs(builder, address, _LANES)
+        return [emit_load(builder, address, kind, LANES)]
+    pairs = emit_load_pairs(builder, address, LANES)
     return [pairs] if row_kind == BFLOAT16 else list(emit_widen_pairs(builder, pairs))
 
 
-def _emit_numbers(builder: Builder, address: Value, row_kind: int, width: int) -> list[Value]:
+def emit_numbers(builder: Builder, address: Value, row_kind: int, width: int) -> list[Value]:
     """Loads the inputs of one step into every lane, in the format of the weights."""
     if row_kind == BFLOAT16:
-        return [emit_splat(builder, emit_load_pairs(builder, address, 1), _LANES)]
+        return [emit_splat(builder, emit_load_pairs(builder, address, 1), LANES)]
     places = [builder.add(address, ir.Constant(_I64, i * 4)) for i in range(width)]
-    return [emit_splat(builder, emit_load(builder, place, FLOAT32, 1), _LANES) for place in places]
+    return [emit_splat(builder, emit_load(builder, place, FLOAT32, 1), LANES) for place in places]
 
 
-def _emit_sum(builder: Builder, numbers: list[Value], weights: list[Value], total: Value) -> Value:
+def emit_sum(builder: Builder, numbers: list[Value], weights: list[Value], total: Value) -> Value:
     """Returns total + numbers · weights."""
     for number, weight in zip(numbers, weights, strict=True):
         if number.type.element == _F32:
@@ -204,3 +207,32 @@ def _emit_sum(builder: Builder, numbers: list[Value], weights: list[Value], tota
         else:
             total = emit_dot_pairs(builder, number, weight, total)
     return total
+
+
+@inlined
+def multiply(
+    num_rows: int,
+    row_storage: Any,
+    storage: Any,
+    adds: Any,
+    rows: int,
+    row_bytes: int,
+    panel: int,
+    num_steps: int,
+    sums: int,
+    sum_bytes: int,
+    ahead: int | None,
+) -> None:
+    """Multiplies one tile of one to MAX_ROWS rows; see `multiply_rows`."""
+    if num_rows == 6:
+        multiply_rows(6, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+    elif num_rows == 5:
+        multiply_rows(5, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+    elif num_rows == 4:
+        multiply_rows(4, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+    elif num_rows == 3:
+        multiply_rows(3, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+    elif num_rows == 2:
+        multiply_rows(2, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+    else:
+        multiply_rows(1, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)

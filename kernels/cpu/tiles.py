@@ -1,19 +1,23 @@
-"""The vectorized inner loops of attention, written as LLVM instructions.
+"""The products and the softmax of attention, for a chunk of tokens and a tile of rows.
 
-A *row* is one query of one head; a *token* is one key or value of one kv head. Rows are float32 in scratch memory,
-tokens are stored numbers of the KV pool, one token after the other::
+A *row* is one query of one head; a *token* is one key or value of one kv head. Keys and values are copied into panels,
+which `kernels.cpu.panels` multiplies as it does the weights of a linear layer; all rows of a tile share the copy::
 
-    score_rows   scores[row, token]  = rows[row] · keys[token]              tiles of 4 rows × 4 tokens
-    weigh_rows   sums[row, :]       += scores[row, token] * values[token]   tiles of 4 rows × a strip of the head
-    soften_row   scores[row, token]  = 2 ** (scores[row, token] - max)
+    score    scores[row, token]  = rows[row] · keys[token]                    a panel of keys: its outputs are tokens
+    soften   scores[row, token]  = 2 ** (scale * scores[row, token] - greatest)
+    weigh    sums[row, :]        = Σ scores[row, token] * values[token]       panels of values: their inputs are tokens
 
-The arithmetic of a result never depends on the tile it falls into: a dot product is `lanes` running sums over the
-head, added up in a fixed tree; a weighted sum runs over the tokens in order. So the bits of a row do not depend on the
-rows computed with it, nor on where its prompt was cut. No instruction has a fast-math flag.
+A product keeps MAX_ROWS rows × PANEL sums in registers; a panel of 64 tokens stays in the nearest caches. A few rows,
+as in decode, multiply keys and values in registers, without a panel in memory. If the processor multiplies bfloat16,
+rows, keys and values of that dtype stay as they are, in pairs of inputs, and the weights of the values are rounded to
+it; otherwise everything is float32.
 
-A few rows are done with a token before memory delivers the next one. Both products therefore prefetch, tile by tile:
-`ahead` is the address of as many tokens that are read later, or 0. Spread out, the prefetches complete during the
-computation; issued all at once, they would stall the thread.
+Every score is one running sum over the head, and every weighted sum one over the tokens from the start of the chunk. So
+the bits of a row do not depend on the rows computed with it, nor on where its prompt was cut. No instruction has a
+fast-math flag.
+
+Few rows are done with a token before memory delivers the next one. Reading a token therefore prefetches a later one.
+Spread out, the prefetches complete during the computation; issued all at once, they would stall the thread.
 """
 
 from __future__ import annotations
@@ -23,48 +27,89 @@ from functools import cache
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
-from llvmlite import binding, ir  # type: ignore[import-untyped]
+from llvmlite import ir  # type: ignore[import-untyped]
 
-from kernels.cpu.compiler import SOURCES, compiled, types
+from kernels.cpu.compiler import SOURCES, compiled, inlined, types
 from kernels.cpu.native import (
+    BFLOAT16,
     FLOAT32,
+    HAS_BFLOAT16_DOTS,
     LINE_BYTES,
     Builder,
     Value,
     call_llvm,
     codegen,
     constant,
-    emit_exp2,
     emit_load,
+    emit_load_pairs,
     emit_prefetch,
+    emit_round_pairs,
     emit_splat,
     emit_store,
     instruction,
+    lanes_of,
     shaped,
     storage_bytes,
 )
+from kernels.cpu.panels import LANES, MAX_ROWS, PANEL, emit_numbers, emit_sum, inputs_at_once, multiply
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
 # Scores of one row that are held at once: a context is cut into chunks of this many tokens, at multiples of it.
-CHUNK = 256
+CHUNK = 512
+
+# Numbers from the scores of one row to the next; a power of two would use few sets of the first-level cache.
+SCORE_STRIDE = CHUNK + 16
 
 # The softmax of a row processes its scores in vectors of this size.
-SCORE_LANES = 16
+SCORE_LANES = 32
 
-# AVX-512 has 32 vector registers of 16 numbers, other machines 16 or more of 8 or 4 (LLVM splits wider vectors).
-_HAS_512_BITS = bool(binding.get_host_cpu_features().get("avx512f", False))
-_LANES = 16 if _HAS_512_BITS else 8
-_MAX_ROWS = 4 if _HAS_512_BITS else 2
-_MAX_ACCUMULATORS = 16 if _HAS_512_BITS else 8
+# The tokens of a chunk that are computed begin at a multiple of this, and are a multiple of SCORE_LANES.
+STRIP = max(PANEL, SCORE_LANES)
 
-_F32, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+# Tokens that the weighted sums take at once.
+SPAN = 64
+
+# Up to so many rows, a panel in memory costs more than it saves. Two vectors of them fill half of the registers.
+_FEW_ROWS = 8 if LANES == 16 else 4
+_MAX_SUMS = 16 if LANES == 16 else 8
+
+# Bytes that are prefetched ahead: a little more than memory delivers within its latency.
+_BYTES_AHEAD = 8192
+MAX_TOKENS_AHEAD = 64
+
+_F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 
-def tile_columns(block_size: int) -> int:
-    """Returns the number of tokens of one score tile: 4, or a divisor of a smaller block size."""
-    return gcd(4, block_size)
+def panel_storage(storage: int) -> int:
+    """Returns how rows, panels and weights of values are stored if KV is stored as `storage`."""
+    return BFLOAT16 if storage == BFLOAT16 and HAS_BFLOAT16_DOTS else FLOAT32
+
+
+def padded_size(head_dim: int) -> int:
+    """Returns head_dim, rounded up to whole panels: the numbers of a weighted sum."""
+    return -(-head_dim // PANEL) * PANEL
+
+
+def _num_inputs(head_dim: int, storage: int) -> int:
+    """Returns the number of inputs of a score, each of 4 bytes: numbers, or pairs of them."""
+    return head_dim // inputs_at_once(panel_storage(storage))
+
+
+def _key_width(head_dim: int, storage: int) -> int:
+    """Returns how many inputs of a key are transposed at once."""
+    return gcd(LANES, _num_inputs(head_dim, storage))
+
+
+def _input_bytes(storage: int) -> int:
+    """Returns the stored bytes of an input."""
+    return storage_bytes(storage) * inputs_at_once(panel_storage(storage))
+
+
+def tokens_ahead(head_dim: int, storage: int) -> int:
+    """Returns how many tokens ahead to prefetch."""
+    return min(MAX_TOKENS_AHEAD, max(LANES, _BYTES_AHEAD // (head_dim * storage_bytes(storage))))
 
 
 def _at(builder: Builder, base: Value, index: Value, num_bytes: int) -> Value:
@@ -90,271 +135,410 @@ def _halves(builder: Builder, vector: Value) -> tuple[Value, Value]:
     return lower, _shuffle(builder, vector, vector, list(range(lanes, 2 * lanes)))
 
 
-def _four_sums(builder: Builder, vectors: list[Value]) -> Value:
-    """Returns the sums of four vectors as a vector of four, always added in the same order.
+def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
+    """Returns the vectors, taken as the rows of a matrix, as its columns one after the other, cut into such vectors.
 
-    It adds neighbours first, within each group of four lanes, then the groups, the upper half to the lower half::
-
-        a b c d → [a0+a1 a2+a3 b0+b1 b2+b3]… [c.. d..]… → [Σa₀₋₃ Σb₀₋₃ Σc₀₋₃ Σd₀₋₃]… → [Σa Σb Σc Σd]
+    Merging the first half of all numbers with the second half, one by one, rotates the bits of a number's place in the
+    matrix. After as many turns as the number of a row has bits, row and column have changed places.
     """
-    lanes = vectors[0].type.count
-    fours = range(0, lanes, 4)
-    even = [lane for g in fours for lane in (g, g + 2, lanes + g, lanes + g + 2)]
-    odd = [lane for g in fours for lane in (g + 1, g + 3, lanes + g + 1, lanes + g + 3)]
-
-    def pairwise(a: Value, b: Value) -> Value:
-        return builder.fadd(_shuffle(builder, a, b, even), _shuffle(builder, a, b, odd))
-
-    total = pairwise(pairwise(vectors[0], vectors[1]), pairwise(vectors[2], vectors[3]))
-    while total.type.count > 4:
-        total = builder.fadd(*_halves(builder, total))
-    return total
+    half, lanes = len(vectors) // 2, vectors[0].type.count
+    merged = [i // 2 + i % 2 * lanes for i in range(2 * lanes)]
+    for _ in range(len(vectors).bit_length() - 1):
+        pairs = list(zip(vectors[:half], vectors[half:], strict=True))
+        vectors = [_shuffle(builder, a, b, part) for a, b in pairs for part in (merged[:lanes], merged[lanes:])]
+    return vectors
 
 
-def _row_tiles(builder: Builder, num_rows: Value) -> Iterator[tuple[Value, int]]:
-    """Loops over the rows in tiles, first of the largest size, then of half of it, and so on: (first row, size)."""
-    start = ir.Constant(_I64, 0)
-    size = _MAX_ROWS
-    while size:
-        stop = builder.and_(num_rows, ir.Constant(_I64, -size))
-        with codegen.for_range_slice(builder, start, stop, ir.Constant(_I64, size), inc=True) as (first, _):
-            yield first, size
-        start = stop
-        size //= 2
+def _joined(builder: Builder, vectors: list[Value]) -> Value:
+    """Returns the vectors one after the other as one."""
+    while len(vectors) > 1:
+        lanes = list(range(2 * vectors[0].type.count))
+        vectors = [_shuffle(builder, a, b, lanes) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
 
 
-def _emit_ahead(builder: Builder, ahead: Value, token: Value, token_bytes: int, num_tokens: int) -> None:
-    """Prefetches the tokens [token, token + num_tokens) from `ahead` on, unless `ahead` is 0."""
-    with builder.if_then(builder.icmp_signed("!=", ahead, ir.Constant(_I64, 0))):
-        place = _at(builder, ahead, token, token_bytes)
-        for line in range(0, num_tokens * token_bytes, LINE_BYTES):
-            emit_prefetch(builder, _after(builder, place, line))
+def _place_of(builder: Builder, places: Value, token: Value | int) -> Value:
+    """Loads the address of a token."""
+    at = _after(builder, places, token * 8) if isinstance(token, int) else _at(builder, places, token, 8)
+    return builder.load(builder.inttoptr(at, _I64.as_pointer()), align=8)
 
 
-def _emit_scores(
-    builder: Builder,
-    head_dim: int,
-    storage: int,
-    shape: tuple[int, int],
-    rows: Value,
-    keys: Value,
-    scores: Value,
-) -> None:
-    """Emits one tile of dot products of shape (rows, tokens), all in registers during one pass over the head."""
-    num_rows, columns = shape
-    lanes, number_bytes = gcd(_LANES, head_dim), storage_bytes(storage)
-    sums: dict[tuple[int, int], Value] = {}
-    for start in range(0, head_dim, lanes):
-        places = [_after(builder, rows, (row * head_dim + start) * 4) for row in range(num_rows)]
-        queries = [emit_load(builder, place, FLOAT32, lanes) for place in places]
-        for column in range(columns):
-            place = _after(builder, keys, (column * head_dim + start) * number_bytes)
-            key = emit_load(builder, place, storage, lanes)
-            for row, query in enumerate(queries):
-                at = (row, column)
-                if start == 0:
-                    sums[at] = builder.fmul(query, key)
-                else:
-                    sums[at] = call_llvm(builder, "llvm.fmuladd", query, key, sums[at])
-    for row in range(num_rows):
-        four = _four_sums(builder, [sums[row, column % columns] for column in range(4)])
-        used = _shuffle(builder, four, four, list(range(columns)))
-        emit_store(builder, used, _after(builder, scores, row * CHUNK * 4), FLOAT32)
+def _emit_ahead(builder: Builder, places: Value, token: Value, count: int, token_bytes: int) -> None:
+    """Prefetches the tokens [token, token + count) of `places`, in the order of their addresses."""
+    for i in range(count):
+        later = _place_of(builder, _after(builder, places, i * 8), token)
+        for line in range(0, token_bytes, LINE_BYTES):
+            emit_prefetch(builder, _after(builder, later, line))
+
+
+def _emit_columns(
+    builder: Builder, dim: int, kind: int, places: Value, tokens: list[Value], index: Value
+) -> list[Value]:
+    """Loads the inputs of _key_width numbered `index` of LANES keys, and returns them as `_transposed` does.
+
+    Also prefetches as much of the tokens `tokens_ahead` further.
+    """
+    width = _key_width(dim, kind)
+    count = -(-LANES * width // _num_inputs(dim, kind))
+    ahead = _after(builder, places, tokens_ahead(dim, kind) * 8)
+    first = builder.mul(index, ir.Constant(_I64, count))
+    _emit_ahead(builder, ahead, first, count, dim * storage_bytes(kind))
+    vectors = []
+    for token in tokens:
+        place = _at(builder, token, index, width * _input_bytes(kind))
+        if panel_storage(kind) == BFLOAT16:
+            vectors.append(emit_load_pairs(builder, place, width))
+        else:
+            vectors.append(emit_load(builder, place, kind, width))
+    return _transposed(builder, vectors)
+
+
+def _emit_value(builder: Builder, kind: int, tokens: list[Value], offset: int, lanes: int) -> Value:
+    """Loads numbers of the values of a step: as float32, or two values as pairs."""
+    places = [_after(builder, token, offset) for token in tokens]
+    if len(places) == 1:
+        return emit_load(builder, places[0], kind, lanes)
+    wide, pointer = shaped(_I32, lanes), shaped(_I16, lanes).as_pointer()
+    first, second = (builder.zext(builder.load(builder.inttoptr(place, pointer), align=2), wide) for place in places)
+    return builder.or_(first, builder.shl(second, ir.Constant(wide, [ir.Constant(_I32, 16)] * lanes)))
 
 
 @instruction
-def score_rows(
-    typingctx: Any,
-    head_dim: Any,
-    storage: Any,
-    columns: Any,
-    rows: Any,
-    num_rows: Any,
-    keys: Any,
-    num_tokens: Any,
-    scores: Any,
-    ahead: Any,
-) -> Any:
-    """Computes scores[row, token] = rows[row] · keys[token]. num_tokens is a multiple of the literal `columns`.
+def pack_keys(typingctx: Any, head_dim: Any, storage: Any, places: Any, panel: Any) -> Any:
+    """Copies the LANES keys at the addresses places[LANES] into one column of vectors of panel[inputs, PANEL].
 
-    Takes the addresses of rows[num_rows, head_dim] float32, keys[num_tokens, head_dim] stored, and
-    scores[num_rows, CHUNK] float32.
+    head_dim and storage are literals. Also prefetches the tokens `tokens_ahead` further in `places`.
     """
-    signature = types.none(head_dim, storage, columns, *[types.int64] * 6)
-    dim, kind, width = (literal.literal_value for literal in (head_dim, storage, columns))
+    dim, kind = head_dim.literal_value, storage.literal_value
+    width = _key_width(dim, kind)
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        rows, num_rows, keys, num_tokens, scores, ahead = arguments[3:]
-        token_bytes = dim * storage_bytes(kind)
-        zero, step = ir.Constant(_I64, 0), ir.Constant(_I64, width)
-        for row, size in _row_tiles(builder, num_rows):
-            tile_rows = _at(builder, rows, row, dim * 4)
-            tile_scores = _at(builder, scores, row, CHUNK * 4)
-            with codegen.for_range_slice(builder, zero, num_tokens, step, inc=True) as (token, _):
-                _emit_ahead(builder, ahead, token, token_bytes, width)
-                tile_keys = _at(builder, keys, token, token_bytes)
-                place = _at(builder, tile_scores, token, 4)
-                _emit_scores(builder, dim, kind, (size, width), tile_rows, tile_keys, place)
+        places, panel = arguments[2:]
+        tokens = [_place_of(builder, places, token) for token in range(LANES)]
+        with codegen.for_range(builder, ir.Constant(_I64, _num_inputs(dim, kind) // width)) as loop:
+            target = _at(builder, panel, loop.index, width * PANEL * 4)
+            for i, vector in enumerate(_emit_columns(builder, dim, kind, places, tokens, loop.index)):
+                row, column = divmod(i * width, LANES)
+                place = _after(builder, target, (row * PANEL + column) * 4)
+                builder.store(vector, builder.inttoptr(place, vector.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
-    return signature, generate
-
-
-def _emit_strip(
-    builder: Builder,
-    head_dim: int,
-    storage: int,
-    shape: tuple[int, int],
-    scores: Value,
-    values: Value,
-    sums: Value,
-    ahead: Value | None,
-) -> Any:
-    """Returns emit(num_tokens), which emits the loop over all tokens for a strip of shape (rows, vectors of the head).
-
-    ahead  see the module; None for all strips but the first
-    """
-    lanes, number_bytes = gcd(_LANES, head_dim), storage_bytes(storage)
-    num_rows, num_parts = shape
-    places = [(row, part) for row in range(num_rows) for part in range(num_parts)]
-    addresses = {at: _after(builder, sums, (at[0] * head_dim + at[1] * lanes) * 4) for at in places}
-
-    def emit(num_tokens: Value) -> None:
-        held = {at: codegen.alloca_once(builder, shaped(_F32, lanes)) for at in places}
-        for at in places:
-            builder.store(emit_load(builder, addresses[at], FLOAT32, lanes), held[at])
-        with codegen.for_range(builder, num_tokens) as loop:
-            if ahead is not None:
-                _emit_ahead(builder, ahead, loop.index, head_dim * number_bytes, 1)
-            token = _at(builder, values, loop.index, head_dim * number_bytes)
-            parts = [
-                emit_load(builder, _after(builder, token, part * lanes * number_bytes), storage, lanes)
-                for part in range(num_parts)
-            ]
-            for row in range(num_rows):
-                place = _at(builder, _after(builder, scores, row * CHUNK * 4), loop.index, 4)
-                weight = emit_splat(builder, emit_load(builder, place, FLOAT32, 1), lanes)
-                for part, value in enumerate(parts):
-                    total = held[row, part]
-                    builder.store(call_llvm(builder, "llvm.fmuladd", weight, value, builder.load(total)), total)
-        for at in places:
-            emit_store(builder, builder.load(held[at]), addresses[at], FLOAT32)
-
-    return emit
+    return types.none(head_dim, storage, types.int64, types.int64), generate
 
 
 @instruction
-def weigh_rows(
+def score_few(typingctx: Any, head_dim: Any, storage: Any, num_rows: Any, rows: Any, places: Any, scores: Any) -> Any:
+    """Computes the scores of LANES tokens as `pack_keys` and `multiply_rows` do, without a panel in memory.
+
+    head_dim, a multiple of LANES, storage and num_rows are literals.
+    """
+    dim, kind, count = (literal.literal_value for literal in (head_dim, storage, num_rows))
+    width, row_kind = _key_width(dim, kind), panel_storage(kind)
+    pieces = LANES // width
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        rows, places, scores = arguments[3:]
+        tokens = [_place_of(builder, places, token) for token in range(LANES)]
+        held = [codegen.alloca_once_value(builder, constant(_F32, 0.0, LANES)) for _ in range(count)]
+        for total in held:
+            builder.store(constant(_F32, 0.0, LANES), total)
+        with codegen.for_range(builder, ir.Constant(_I64, _num_inputs(dim, kind) // width)) as loop:
+            vectors = _emit_columns(builder, dim, kind, places, tokens, loop.index)
+            numbers = _at(builder, rows, loop.index, width * 4)
+            for i in range(width):
+                column = _joined(builder, vectors[i * pieces : (i + 1) * pieces])
+                for row, total in enumerate(held):
+                    place = _after(builder, numbers, (row * _num_inputs(dim, kind) + i) * 4)
+                    number = emit_numbers(builder, place, row_kind, 1)
+                    builder.store(emit_sum(builder, number, [column], builder.load(total)), total)
+        for row, total in enumerate(held):
+            emit_store(builder, builder.load(total), _after(builder, scores, row * SCORE_STRIDE * 4), FLOAT32)
+        return context.get_dummy_value()
+
+    return types.none(head_dim, storage, num_rows, *[types.int64] * 3), generate
+
+
+@instruction
+def weigh_few(
     typingctx: Any,
     head_dim: Any,
     storage: Any,
-    scores: Any,
     num_rows: Any,
-    values: Any,
+    scores: Any,
+    places: Any,
     num_tokens: Any,
     sums: Any,
-    ahead: Any,
 ) -> Any:
-    """Computes sums[row, :] += scores[row, token] * values[token], token by token.
+    """Computes weighted sums as `pack_values` and `multiply_rows` do, without a panel in memory.
 
-    Takes the addresses of scores[num_rows, CHUNK] float32, values[num_tokens, head_dim] stored, and
-    sums[num_rows, head_dim] float32.
+    head_dim, a multiple of LANES, storage and num_rows are literals.
     """
-    signature = types.none(head_dim, storage, *[types.int64] * 6)
-    dim, kind = head_dim.literal_value, storage.literal_value
-    lanes = gcd(_LANES, dim)
+    dim, kind, count = (literal.literal_value for literal in (head_dim, storage, num_rows))
+    row_kind, number_bytes = panel_storage(kind), storage_bytes(kind)
+    width = inputs_at_once(row_kind)
+    num_parts = dim // LANES
+    most = max(1, _MAX_SUMS // count)
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        scores, num_rows, values, num_tokens, sums, ahead = arguments[2:]
-        for row, size in _row_tiles(builder, num_rows):
-            tile_scores = _at(builder, scores, row, CHUNK * 4)
-            tile_sums = _at(builder, sums, row, dim * 4)
-            width = max(1, _MAX_ACCUMULATORS // size)
-            for part in range(0, dim // lanes, width):
-                shape = (size, min(width, dim // lanes - part))
-                strip_values = _after(builder, values, part * lanes * storage_bytes(kind))
-                strip_sums = _after(builder, tile_sums, part * lanes * 4)
-                prefetched = ahead if part == 0 else None
-                _emit_strip(builder, dim, kind, shape, tile_scores, strip_values, strip_sums, prefetched)(num_tokens)
+        scores, places, num_tokens, sums = arguments[3:]
+        num_steps = builder.udiv(num_tokens, ir.Constant(_I64, width))
+        for first in range(0, num_parts, most):
+            parts = range(first, min(first + most, num_parts))
+            zero = constant(_F32, 0.0, LANES)
+            held = {(row, part): codegen.alloca_once_value(builder, zero) for row in range(count) for part in parts}
+            for total in held.values():
+                builder.store(zero, total)
+            with codegen.for_range(builder, num_steps) as loop:
+                own = _at(builder, places, loop.index, width * 8)
+                tokens = [_place_of(builder, own, token) for token in range(width)]
+                if first == 0:
+                    ahead = ir.Constant(_I64, tokens_ahead(dim, kind))
+                    _emit_ahead(builder, own, ahead, width, dim * number_bytes)
+                weights = _at(builder, scores, loop.index, 4)
+                places_of = [_after(builder, weights, row * SCORE_STRIDE * 4) for row in range(count)]
+                numbers = [emit_numbers(builder, place, row_kind, 1) for place in places_of]
+                for part in parts:
+                    value = _emit_value(builder, kind, tokens, part * LANES * number_bytes, LANES)
+                    for row in range(count):
+                        total = held[row, part]
+                        builder.store(emit_sum(builder, numbers[row], [value], builder.load(total)), total)
+            for (row, part), total in held.items():
+                place = _after(builder, sums, (row * padded_size(dim) + part * LANES) * 4)
+                emit_store(builder, builder.load(total), place, FLOAT32)
         return context.get_dummy_value()
 
-    return signature, generate
+    return types.none(head_dim, storage, num_rows, *[types.int64] * 4), generate
 
 
 @instruction
-def soften_row(typingctx: Any, scores: Any, begin: Any, start: Any, stop: Any, end: Any) -> Any:
-    """Computes a softmax without its division: the scores become 2 ** (score - max). Returns (max, sum).
+def pack_values(typingctx: Any, head_dim: Any, storage: Any, places: Any, num_tokens: Any, panels: Any) -> Any:
+    """Copies the values at the addresses places[num_tokens] into panels[padded_size / PANEL, SPAN inputs, PANEL].
 
-    begin and end are multiples of SCORE_LANES. The row sees the scores [start, stop) of [begin, end)::
-
-        begin ── 0 ── start ── 2 ** (score - max) ── stop ── 0 ── end
-
-    A row that sees nothing gets (-inf, 0). NaN among the scores makes the sum NaN.
+    head_dim and storage are literals; num_tokens is even. Also prefetches the tokens `tokens_ahead` further.
     """
+    dim, kind = head_dim.literal_value, storage.literal_value
+    width, lanes = inputs_at_once(panel_storage(kind)), gcd(LANES, dim)
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        scores, begin, start, stop, end = arguments
-        lanes, step = SCORE_LANES, ir.Constant(_I64, SCORE_LANES)
-        lowest = constant(_F32, -math.inf, lanes)
-        lane_ids = ir.Constant(ir.VectorType(_I64, lanes), [ir.Constant(_I64, lane) for lane in range(lanes)])
-        starts, stops = emit_splat(builder, start, lanes), emit_splat(builder, stop, lanes)
+        places, num_tokens, panels = arguments[2:]
+        num_steps = builder.udiv(num_tokens, ir.Constant(_I64, width))
+        with codegen.for_range(builder, num_steps) as loop:
+            own = _at(builder, places, loop.index, width * 8)
+            tokens = [_place_of(builder, own, token) for token in range(width)]
+            ahead = ir.Constant(_I64, tokens_ahead(dim, kind))
+            _emit_ahead(builder, own, ahead, width, dim * storage_bytes(kind))
+            target = _at(builder, panels, loop.index, PANEL * 4)
+            for start in range(0, dim, lanes):
+                strip, column = divmod(start, PANEL)
+                value = _emit_value(builder, kind, tokens, start * storage_bytes(kind), lanes)
+                place = _after(builder, target, (strip * PANEL * SPAN // width + column) * 4)
+                builder.store(value, builder.inttoptr(place, value.type.as_pointer()), align=4)
+        return context.get_dummy_value()
 
-        greatest = codegen.alloca_once(builder, lowest.type)
+    return types.none(head_dim, storage, *[types.int64] * 3), generate
+
+
+# Polynomials for 2 ** f on [-0.5, 0.5] (see native): relative errors of 1e-7, and of 3e-6, a thousandth of bfloat16's.
+_POWERS = {
+    FLOAT32: (1.0, 0.6931469, 0.24022238, 0.05550893, 0.009671698, 0.0013218672),
+    BFLOAT16: (1.0, 0.69312197, 0.24023719, 0.055916894, 0.009600395),
+}
+
+
+def _emit_weights(builder: Builder, x: Value, kind: int) -> Value:
+    """Computes 2 ** x of float32 for x up to 0, as precisely as weights of this kind need; 2 ** -126 for lesser x.
+
+    `emit_exp2` takes half as long again, because it handles all x.
+    """
+    lanes = lanes_of(x)
+    bottom = constant(_F32, -126.0, lanes)
+    x = builder.select(builder.fcmp_ordered("<", x, bottom), bottom, x)
+    whole = call_llvm(builder, "llvm.rint", x)
+    fraction = builder.fsub(x, whole)
+    power = constant(_F32, _POWERS[kind][-1], lanes)
+    for coefficient in reversed(_POWERS[kind][:-1]):
+        power = call_llvm(builder, "llvm.fmuladd", power, fraction, constant(_F32, coefficient, lanes))
+    exponent = builder.shl(builder.fptosi(whole, shaped(_I32, lanes)), constant(_I32, 23, lanes))
+    return builder.bitcast(builder.add(builder.bitcast(power, shaped(_I32, lanes)), exponent), x.type)
+
+
+@instruction
+def soften_row(
+    typingctx: Any, storage: Any, scores: Any, begin: Any, start: Any, stop: Any, end: Any, scale: Any
+) -> Any:
+    """Computes a softmax without its division: the scores become 2 ** (scale * score - greatest).
+
+    begin and end are multiples of SCORE_LANES. The row sees the scores [start, stop) of [begin, end); start is not
+    before begin::
+
+        begin ── 0 ── start ── 2 ** (scale * score - greatest) ── stop ── 0 ── end
+
+    Returns (greatest, sum); a row that sees nothing gets (-inf, 0). NaN among the scores makes the sum NaN. With the
+    literal storage BFLOAT16, the results, not their sum, are rounded and stored without gaps from the first score on.
+    """
+    kind = storage.literal_value
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        scores, begin, start, stop, end, scale = arguments[1:]
+        lanes, step, mask = SCORE_LANES, ir.Constant(_I64, SCORE_LANES), ir.Constant(_I64, -SCORE_LANES)
+        lowest, zero = constant(_F32, -math.inf, lanes), constant(_F32, 0.0, lanes)
+        lane_ids = ir.Constant(ir.VectorType(_I32, lanes), [ir.Constant(_I32, lane) for lane in range(lanes)])
+        starts, stops = (emit_splat(builder, builder.trunc(edge, _I32), lanes) for edge in (start, stop))
+        scales = emit_splat(builder, scale, lanes)
+
+        def at_most(a: Value, b: Value) -> Value:
+            return builder.select(builder.icmp_signed("<", a, b), a, b)
+
+        # Every score of [whole_from, whole_to) is seen.
+        whole_from = at_most(end, builder.and_(builder.add(start, ir.Constant(_I64, lanes - 1)), mask))
+        whole_to = builder.and_(at_most(stop, end), mask)
+        whole_to = builder.select(builder.icmp_signed(">", whole_from, whole_to), whole_from, whole_to)
+
+        def each(emit: Callable[[Value, Callable[[Value, Value], Value]], None]) -> None:
+            """Emits loops over the scores: emit(index of the vector, function that replaces what is not seen)."""
+            ranges = (begin, whole_from, False), (whole_from, whole_to, True), (whole_to, end, False)
+            for first, last, is_whole in ranges:
+                with codegen.for_range_slice(builder, first, last, step, inc=True) as (index, _):
+
+                    def seen(value: Value, other: Value, index: Value = index, is_whole: bool = is_whole) -> Value:
+                        if is_whole:
+                            return value
+                        ids = builder.add(emit_splat(builder, builder.trunc(index, _I32), lanes), lane_ids)
+                        after = builder.icmp_signed(">=", ids, starts)
+                        return builder.select(builder.and_(after, builder.icmp_signed("<", ids, stops)), value, other)
+
+                    emit(index, seen)
+
+        greatest = codegen.alloca_once_value(builder, lowest)
         builder.store(lowest, greatest)
-        with codegen.for_range_slice(builder, begin, end, step, inc=True) as (index, _):
-            place = _at(builder, scores, index, 4)
-            ids = builder.add(emit_splat(builder, index, lanes), lane_ids)
-            after = builder.icmp_signed(">=", ids, starts)
-            seen = builder.and_(after, builder.icmp_signed("<", ids, stops))
-            score = builder.select(seen, emit_load(builder, place, FLOAT32, lanes), lowest)
-            emit_store(builder, score, place, FLOAT32)
+
+        def compare(index: Value, seen: Callable[[Value, Value], Value]) -> None:
+            score = seen(emit_load(builder, _at(builder, scores, index, 4), FLOAT32, lanes), lowest)
             held = builder.load(greatest)
             builder.store(builder.select(builder.fcmp_ordered(">", score, held), score, held), greatest)
 
+        each(compare)
         top = builder.load(greatest)
         while top.type.count > 1:
             lower, upper = _halves(builder, top)
             top = builder.select(builder.fcmp_ordered(">", lower, upper), lower, upper)
         top = builder.extract_element(top, ir.Constant(_I32, 0))
         nothing = builder.fcmp_ordered("==", top, ir.Constant(_F32, -math.inf))
-        base = emit_splat(builder, builder.select(nothing, ir.Constant(_F32, 0.0), top), lanes)
+        base = builder.select(nothing, ir.Constant(_F32, 0.0), builder.fmul(top, scale))
+        offsets = emit_splat(builder, builder.fneg(base), lanes)
 
-        total = codegen.alloca_once(builder, lowest.type)
-        builder.store(constant(_F32, 0.0, lanes), total)
-        with codegen.for_range_slice(builder, begin, end, step, inc=True) as (index, _):
-            place = _at(builder, scores, index, 4)
-            weight = emit_exp2(builder, builder.fsub(emit_load(builder, place, FLOAT32, lanes), base))
-            emit_store(builder, weight, place, FLOAT32)
+        total = codegen.alloca_once_value(builder, zero)
+        builder.store(zero, total)
+
+        def weigh(index: Value, seen: Callable[[Value, Value], Value]) -> None:
+            score = emit_load(builder, _at(builder, scores, index, 4), FLOAT32, lanes)
+            power = call_llvm(builder, "llvm.fmuladd", score, scales, offsets)
+            weight = seen(_emit_weights(builder, power, kind), zero)
             builder.store(builder.fadd(builder.load(total), weight), total)
+            if kind == FLOAT32:
+                emit_store(builder, weight, _at(builder, scores, index, 4), FLOAT32)
+            else:
+                packed = emit_round_pairs(builder, *_halves(builder, weight))
+                pointer = builder.inttoptr(_at(builder, scores, index, 2), packed.type.as_pointer())
+                builder.store(packed, pointer, align=2)
 
+        each(weigh)
         whole = builder.load(total)
         while whole.type.count > 1:
             whole = builder.fadd(*_halves(builder, whole))
         whole = builder.extract_element(whole, ir.Constant(_I32, 0))
-        return context.make_tuple(builder, signature.return_type, [top, whole])
+        base = builder.select(nothing, top, base)
+        return context.make_tuple(builder, signature.return_type, [base, whole])
 
     pair = types.UniTuple(types.float32, 2)
-    return pair(*[types.int64] * 5), generate
+    return pair(storage, *[types.int64] * 5, types.float32), generate
+
+
+@inlined
+def _first_row(token: int, to_first: int, group: int) -> int:
+    """Returns a row that no row before which sees the token or a later one. Rows 0 to group - 1 see up to to_first."""
+    return max(0, token - to_first) * group // MAX_ROWS * MAX_ROWS if token > 0 else 0
 
 
 _variants: list[Any] = []  # own the machine code
 
 
 @cache
-def tiles_kernel(head_dim: int, storage: int, columns: int) -> tuple[int, int]:
-    """Returns the addresses of `score_rows` and `weigh_rows` as C functions for one head_dim and one storage."""
+def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
+    """Returns the addresses of `score` and `weigh` as C functions for one head_dim and one storage.
+
+    score(rows, num_rows, places, num_tokens, scores, panels, to_first, group) computes scores[num_rows, SCORE_STRIDE]
+    float32 of rows[num_rows, head_dim] with the keys at places[num_tokens]. weigh(scores, num_rows, places, num_tokens,
+    sums, panels, to_first, group) computes sums[num_rows, padded_size] float32 of the values at places[num_tokens] with
+    the softened scores. num_tokens is a multiple of SCORE_LANES; scores beyond it are overwritten too, up to a multiple
+    of PANEL. Row r sees the tokens up to to_first + r // group; the scores of others may be left as they were. panels
+    is scratch memory, padded_size * SPAN float32.
+    """
     if head_dim % 4:
         raise ValueError(f"head_dim must be a multiple of 4, not {head_dim}")
-    signature = types.void(*[types.int64] * 6)
+    signature = types.void(*[types.int64] * 8)
     sources = SOURCES
+    kind = panel_storage(storage)
+    number_bytes, width = storage_bytes(kind), inputs_at_once(kind)
+    row_bytes, score_bytes, sum_bytes = head_dim * number_bytes, SCORE_STRIDE * 4, padded_size(head_dim) * 4
+    num_panels, panel_bytes = padded_size(head_dim) // PANEL, PANEL * SPAN // width * 4
+    num_inputs = head_dim // width
 
-    def score(rows: int, num_rows: int, keys: int, num_tokens: int, scores: int, ahead: int) -> None:
-        _ = sources
-        score_rows(head_dim, storage, columns, rows, num_rows, keys, num_tokens, scores, ahead)
+    is_whole = head_dim % LANES == 0
 
-    def weigh(scores: int, num_rows: int, values: int, num_tokens: int, sums: int, ahead: int) -> None:
+    def score(
+        rows: int, num_rows: int, places: int, num_tokens: int, scores: int, panel: int, to_first: int, group: int
+    ) -> None:
         _ = sources
-        weigh_rows(head_dim, storage, scores, num_rows, values, num_tokens, sums, ahead)
+        if is_whole and num_rows <= _FEW_ROWS:
+            for token in range(0, num_tokens, LANES):
+                if num_rows == 1:
+                    score_few(head_dim, storage, 1, rows, places + token * 8, scores + token * 4)
+                elif num_rows == 2:
+                    score_few(head_dim, storage, 2, rows, places + token * 8, scores + token * 4)
+                elif num_rows <= 4:
+                    score_few(head_dim, storage, 4, rows, places + token * 8, scores + token * 4)
+                else:
+                    score_few(head_dim, storage, 8, rows, places + token * 8, scores + token * 4)
+            return
+        for first in range(0, num_tokens, PANEL):
+            for token in range(0, min(PANEL, num_tokens - first), LANES):
+                pack_keys(head_dim, storage, places + (first + token) * 8, panel + token * 4)
+            for row in range(_first_row(first, to_first, group), num_rows, MAX_ROWS):
+                count, target = min(MAX_ROWS, num_rows - row), scores + row * score_bytes + first * 4
+                own = rows + row * row_bytes
+                multiply(count, kind, kind, 0, own, row_bytes, panel, num_inputs, target, score_bytes, None)
+
+    def weigh(
+        scores: int, num_rows: int, places: int, num_tokens: int, sums: int, panels: int, to_first: int, group: int
+    ) -> None:
+        _ = sources
+        if is_whole and num_rows <= _FEW_ROWS:
+            row = 0
+            while row < num_rows:
+                own, target = scores + row * score_bytes, sums + row * sum_bytes
+                if num_rows - row >= 4:
+                    weigh_few(head_dim, storage, 4, own, places, num_tokens, target)
+                    row += 4
+                elif num_rows - row >= 2:
+                    weigh_few(head_dim, storage, 2, own, places, num_tokens, target)
+                    row += 2
+                else:
+                    weigh_few(head_dim, storage, 1, own, places, num_tokens, target)
+                    row += 1
+            return
+        for first in range(0, num_tokens, SPAN):
+            span = min(SPAN, num_tokens - first)
+            pack_values(head_dim, storage, places + first * 8, span, panels)
+            for i in range(num_panels):
+                panel = panels + i * panel_bytes
+                for row in range(_first_row(first, to_first, group), num_rows, MAX_ROWS):
+                    count, target = min(MAX_ROWS, num_rows - row), sums + row * sum_bytes + i * PANEL * 4
+                    own = scores + row * score_bytes + first * number_bytes
+                    if first == 0:
+                        multiply(count, kind, kind, 0, own, score_bytes, panel, span // width, target, sum_bytes, None)
+                    else:
+                        multiply(count, kind, kind, 1, own, score_bytes, panel, span // width, target, sum_bytes, None)
 
     pair = compiled(score, signature), compiled(weigh, signature)
     _variants.extend(pair)

@@ -12,7 +12,7 @@ from kernels.cpu.native import BFLOAT16, FLOAT16, FLOAT32, storage_of
 from kernels.cpu.program import program_kernel
 from kernels.cpu.ranking import rank_kernel
 from kernels.cpu.sampling import sample_kernel
-from kernels.cpu.tiles import tile_columns, tiles_kernel
+from kernels.cpu.tiles import tiles_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +25,7 @@ def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
     storage = storage_of(shape.dtype)
     variants: list[tuple[str, Callable[[], object]]] = [
         ("attention", attend_kernel),
-        ("attention tiles", lambda: tiles_kernel(shape.head_dim, storage, tile_columns(shape.block_size))),
+        ("attention tiles", lambda: tiles_kernel(shape.head_dim, storage)),
         ("rotate and store", lambda: store_kernel(storage)),
         ("copy blocks", copy_kernel),
         ("norms", lambda: norm_kernel(storage)),

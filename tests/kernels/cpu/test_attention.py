@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Lengths around the borders of blocks (8, 16, 32), of vectors of scores (16) and of chunks (256); 0 is a padding row.
-CONTEXTS = (1, 0, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 175, 255, 256, 257, 300, 511, 512, 513, 600)
+# Lengths around the borders of blocks (8, 16, 32), of vectors of scores (32) and of chunks (512); 0 is a padding row.
+CONTEXTS = (1, 0, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 175, 255, 256, 257, 300, 511, 512, 513, 600, 1025)
 
 GRID = pairwise(
     head_dim=(64, 80, 96, 128, 256),
     group=(1, 2, 4, 8),
     block_size=(8, 16, 32),
     dtype=DTYPES,
-    window=(0, 1, 100, 256, 300),
+    window=(0, 1, 100, 300, 512),
     num_kv_heads=(1, 2, 3),
     threads=(1, 2),
 )
@@ -53,6 +53,28 @@ def prefilled(
     return out
 
 
+def magnitudes(pool: Paged) -> Paged:
+    """Returns the pool with the magnitudes of its values."""
+    kv = pool.kv.clone()
+    kv[:, 1] = kv[:, 1].abs()
+    return Paged(kv, pool.block_tables, pool.context_lens)
+
+
+def assert_near(actual: torch.Tensor, expected: torch.Tensor, expected_magnitude: torch.Tensor) -> None:
+    """Checks a result whose weights may have been rounded to bfloat16, as well as the result.
+
+    expected_magnitude is the attention over the magnitudes of the values: the rounding of weights changes a result by
+    at most 2 ** -8 of it. Other dtypes keep float32 weights.
+    """
+    if actual.dtype is not torch.bfloat16:
+        assert_close(actual, expected)
+        return
+    bound = 2**-7 * expected.float().abs() + 2**-8 * 1.02 * expected_magnitude.float() + 2e-5
+    finite = expected.isfinite()
+    assert torch.equal(actual.isfinite(), finite)
+    assert ((actual.float() - expected.float()).abs() <= bound)[finite].all()
+
+
 @pytest.mark.parametrize("case", GRID, ids=name)
 def test_attention_equals_the_reference(case: dict[str, Any]) -> None:
     head_dim, group, block_size, dtype, window, num_kv_heads, threads = case.values()
@@ -66,12 +88,13 @@ def test_attention_equals_the_reference(case: dict[str, Any]) -> None:
     several = torch.randn(sum(num_queries) + 2, num_heads, head_dim).to(dtype)
     expected_decode = decoded(reference, one_each, pool, scale, window)
     expected_prefill = prefilled(reference, several, pool, num_queries, scale, window)
+    sizes = magnitudes(pool)
 
     torch.set_num_threads(threads)
     result = decoded(cpu, one_each, pool, scale, window)
-    assert_close(result, expected_decode)
+    assert_near(result, expected_decode, decoded(reference, one_each, sizes, scale, window))
     result = prefilled(cpu, several, pool, num_queries, scale, window)
-    assert_close(result, expected_prefill)
+    assert_near(result, expected_prefill, prefilled(reference, several, sizes, num_queries, scale, window))
     assert result[-2:].isnan().all()
     assert result[:-2].isfinite().all()
 
@@ -113,7 +136,8 @@ def test_queries_can_be_views_of_a_fused_projection(dtype: torch.dtype) -> None:
     wide_out = poisoned(2, 6, 64, dtype=dtype)
     cpu.attention_decode(query, pool.kv, pool.block_tables, pool.context_lens, wide_out[:, 1:5], 0.125)
     expected = decoded(reference, query.contiguous(), pool, 0.125)
-    assert_close(wide_out[:, 1:5], expected)
+    expected_magnitude = decoded(reference, query.contiguous(), magnitudes(pool), 0.125)
+    assert_near(wide_out[:, 1:5], expected, expected_magnitude)
     assert wide_out[:, [0, 5]].isnan().all()
 
 
@@ -203,14 +227,14 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(dtype: torch.dtype, window
 def test_a_prompt_has_the_same_bits_in_any_split(
     head_dim: int, group: int, block_size: int, window: int, dtype: torch.dtype
 ) -> None:
-    length = 530
+    length = 1030
     pool = paged([length], num_kv_heads=2, block_size=block_size, head_dim=head_dim, dtype=dtype)
     query = torch.randn(length, 2 * group, head_dim).to(dtype)
     whole = prefilled(cpu, query, pool, [length], 0.1, window)
     expected = prefilled(reference, query, pool, [length], 0.1, window)
-    assert_close(whole, expected)
+    assert_near(whole, expected, prefilled(reference, query, magnitudes(pool), [length], 0.1, window))
 
-    cuts = [0, 1, 4, 37, 256, 257, 300, 511, 529, 530]
+    cuts = [0, 1, 4, 37, 256, 257, 300, 511, 513, 700, 1023, 1025, 1029, 1030]
     for start, stop in itertools.pairwise(cuts):
         so_far = Paged(pool.kv, pool.block_tables, torch.tensor([stop], dtype=torch.int32))
         piece = prefilled(cpu, query[start:stop], so_far, [stop - start], 0.1, window)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from llvmlite import binding  # type: ignore[import-untyped]
 
 from kernels import AttentionShape, cpu, reference, select
 from kernels.cpu import team
@@ -22,6 +25,8 @@ from kernels.cpu.sampling import sample_kernel
 from tests.support.kernels.paged import paged, poisoned
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from kernels.cpu.team import Kernel
 
 SHAPE = AttentionShape(torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
@@ -41,6 +46,24 @@ with event.install_recorder("numba:run_pass") as passes:
         kernels.sample(logits, np.zeros(1, np.int64), half, np.ones(1, np.int32), half, half, half)
         kernels.rank(logits, np.zeros(1, np.int32), 3)
 print(len(passes.buffer))
+"""
+
+
+WITHOUT_AVX512 = """
+from llvmlite import binding
+features = binding.get_host_cpu_features()
+features.update({name: False for name in features if name.startswith("avx512")})
+binding.get_host_cpu_features = lambda: features
+import torch
+from kernels import cpu, reference
+from tests.support.kernels.paged import paged, poisoned
+for dtype in (torch.float32, torch.bfloat16):
+    pool = paged([600, 40], num_kv_heads=2, block_size=16, head_dim=64, dtype=dtype)
+    query, starts = torch.randn(60, 4, 64).to(dtype), torch.tensor([0, 59, 60], dtype=torch.int32)
+    outs = [poisoned(60, 4, 64, dtype=dtype) for _ in range(2)]
+    for kernels, out in zip((cpu, reference), outs):
+        kernels.attention_prefill(query, pool.kv, pool.block_tables, starts, pool.context_lens, out, 0.125)
+    torch.testing.assert_close(*outs, rtol=2e-5 if dtype is torch.float32 else 2**-7, atol=2e-5)
 """
 
 
@@ -69,6 +92,14 @@ def test_a_second_start_compiles_nothing(dtype: str) -> None:
     program = SECOND_START.replace("DTYPE", dtype)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["0"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX is of x86-64")
+def test_attention_runs_without_avx512(tmp_path: Path) -> None:
+    if not binding.get_host_cpu_features().get("avx2"):
+        pytest.skip("no AVX2")
+    compiler = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c", "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", WITHOUT_AVX512], env={**os.environ, **compiler}, check=True)
 
 
 @pytest.mark.parametrize(
