@@ -87,7 +87,7 @@ async def test_streams_survive_a_killed(served_stack: Stack, service: str) -> No
         streams = Streams(client)
         await until(streams.all_have_begun, "all streams have text")
         killed = served_stack.send(service, signal.SIGKILL)
-        assert streams.num_running >= NUM_STREAMS / 2
+        assert streams.num_running > 0
         await asyncio.gather(*streams.tasks)
         assert streams.texts == undisturbed.texts
         assert streams.ended == undisturbed.ended
