@@ -133,8 +133,9 @@ async def test_an_executor_killed_while_the_scheduler_drains_is_restarted(served
     stack = served_stack
     async with stack.client() as client:
         expected = await outcomes(client, JOBS)
-        streams = await started_streams(client)
-        stack.send("executor", signal.SIGSTOP)  # so that the streams do not end before
+        stack.send("executor", signal.SIGSTOP)  # so that no stream ends before the scheduler drains
+        streams = StreamGroup(client, JOBS).start()
+        await until_map(client, lambda found: len(found.sequences) + found.num_waiting >= len(JOBS))
         stack.serve.send(signal.SIGTERM)
         await stack.until_health("NOT_SERVING")
         stack.send("executor", signal.SIGKILL)
