@@ -94,13 +94,13 @@ class RequestChecker:
         """
         if not prompt_token_ids:
             raise InvalidRequest({"prompt": "has no tokens"})
+        if (largest := largest_id(prompt_token_ids)) >= bounds.vocab_size:
+            raise InvalidRequest({"prompt": f"has the token {largest}, which the model lacks"})
         if grammar and not bounds.has_grammars:
             raise InvalidRequest({GROUP: NO_GRAMMARS})
         num_prompt_tokens = len(prompt_token_ids)
         num_output_tokens = max(1, self._max_tokens or 0, self._min_tokens)
-        bounds.check_capacity(num_prompt_tokens, num_output_tokens)  # before the ids, which can be a million
-        if (largest := largest_id(prompt_token_ids)) >= bounds.vocab_size:
-            raise InvalidRequest({"prompt": f"has the token {largest}, which the model lacks"})
+        bounds.check_capacity(num_prompt_tokens, num_output_tokens)
         max_total_tokens = bounds.max_tokens_per_sequence
         if self._max_tokens is not None:
             max_total_tokens = num_prompt_tokens + self._max_tokens

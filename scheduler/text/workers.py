@@ -150,13 +150,13 @@ class _Worker:
         )
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("a worker was started without pipes")
-        await _send(process.stdin, settings)
+        process.stdin.write(_framed(settings))
         return cls(process, process.stdin, process.stdout)
 
     async def ask(self, message: dict[str, Any]) -> Answer:
         """Returns the answer to a message. Raises IncompleteReadError or ConnectionError if the process ends."""
         await asyncio.sleep(0)  # the caller has just checked the text: the loop runs before it is framed
-        await _send(self._requests, message)
+        self._requests.write(_framed(message))
         await self._requests.drain()
         kind = await self._answers.readexactly(1)
         size = int.from_bytes(await self._answers.readexactly(4))
@@ -180,11 +180,7 @@ class _Worker:
             return await self._process.wait()
 
 
-async def _send(pipe: asyncio.StreamWriter, message: dict[str, Any]) -> None:
-    """Writes a message, in turns of the event loop of less than 10 ms each."""
+def _framed(message: dict[str, Any]) -> bytes:
     # Twice as fast as with escapes. It is one call, which holds the event loop for 7 ms at worst (control characters).
-    text = json.dumps(message, ensure_ascii=False)
-    await asyncio.sleep(0)
-    body = text.encode()
-    pipe.write(len(body).to_bytes(4))
-    pipe.write(body)
+    body = json.dumps(message, ensure_ascii=False).encode()
+    return len(body).to_bytes(4) + body
