@@ -101,7 +101,7 @@ class GrammarTable:
     def begin_masks(self) -> None:
         """Lets other threads compute the masks after the tokens that were consumed. `masks` needs that.
 
-        Those threads take turns with this one at the interpreter, so that this one had better be about to leave it.
+        Call it before this thread computes without the interpreter, which those threads need.
         """
         if self._not_begun and self._grammars is not None:
             self._grammars.begin(self._not_begun)
