@@ -36,6 +36,12 @@ COMMANDS: dict[str, Command] = {
     "scheduler-cost": Command("bench.overhead.scheduler_cost", "Cost of one step in the scheduler core."),
     "shell-cost": Command("bench.overhead.shell_cost", "Cost of a streamed token in the scheduler process."),
     "gateway-cost": Command("bench.overhead.gateway_cost", "Cost of OpenAI's API, beside that of streams over gRPC."),
+    "router-cost": Command(
+        "bench.overhead.router_cost", "Cost of a request through a gateway that chooses among schedulers."
+    ),
+    "routing": Command(
+        "bench.serving.routing", "Cached prompt tokens and first tokens of several replicas, by routing policy."
+    ),
     "structured-cost": Command(
         "bench.overhead.structured_cost", "Throughput when every request follows a grammar, beside that without."
     ),

@@ -18,7 +18,7 @@ from quire.errors import QuireError
 LogSink = Callable[[str], None]
 
 # Runs the child through this script, so that the kernel kills the child when this process dies.
-_LIFELINE = Path(quire.__file__).with_name("cli") / "lifeline.py"
+_LIFELINE = Path(quire.__file__).with_name("lifeline.py")
 ON_FREE_PORTS = (
     *(
         word

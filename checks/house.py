@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-PACKAGES = ("scheduler", "executor", "gateway", "kernels", "planning", "quire", "bench", "deploy")
+PACKAGES = ("scheduler", "executor", "gateway", "fleet", "kernels", "planning", "quire", "bench", "deploy")
 COMMAND_LINE = "quire.cli"
 GENERATED = re.compile(r"quire/(v1|executor)/|bench/results/")
 SAMPLING_PARAMETER = re.compile(r"\bmin_p\b")

@@ -19,6 +19,7 @@ COPY protos protos
 COPY scheduler scheduler
 COPY executor executor
 COPY gateway gateway
+COPY fleet fleet
 COPY kernels kernels
 COPY quire quire
 COPY planning planning

@@ -16,7 +16,7 @@ LOAD_FORMATS = ("safetensors", "random")
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """The settings of one executor, which serves one model on one device.
+    """The settings of one executor, which serves one model on one device, or divided among several ranks.
 
     model                   directory with config.json and safetensors, or a hub id `namespace/name`
     revision                branch, tag or commit of the hub id; None: the default branch
@@ -28,6 +28,8 @@ class ExecutorConfig:
     kernels                 "auto": the fastest kernels for the device; "reference": plain torch
     block_size              tokens per KV block
     num_blocks              blocks of the KV pool, including the null block; None: as many as memory_fraction allows
+    tensor_parallel_size    number of ranks that share the model: processes of this executor, each with its part of the
+                            weights and of the KV. On the CPU, they divide its threads and its memory
     memory_fraction         share of the memory that is left, for the KV pool: after loading the weights, and on a GPU
                             beside the largest step and the graphs; None: 0.9 on a GPU; 0.4 on the CPU, but at most
                             2 GiB
@@ -62,6 +64,7 @@ class ExecutorConfig:
     kernels: str = "auto"
     block_size: int = 16
     num_blocks: int | None = None
+    tensor_parallel_size: int = 1
     memory_fraction: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -137,6 +140,7 @@ _MAX_TIMEOUT_S = 1e6
 _LEAST = {
     "block_size": 1,
     "num_blocks": 2,
+    "tensor_parallel_size": 1,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "max_model_len": 2,

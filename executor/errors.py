@@ -25,6 +25,10 @@ class ModelBroken(ExecutorError):
     """The model computes nothing usable any more. Only a new process, which loads the weights again, can help."""
 
 
+class RankLost(ModelBroken):
+    """A rank of the group has ended or hangs, so no rank can compute a step any more."""
+
+
 class EpochRefused(ExecutorError):
     """The scheduler sent the epoch of another lease, or left a gap in the step ids."""
 

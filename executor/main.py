@@ -1,7 +1,7 @@
 """The executor process: loads a model, prints `ready`, and serves until SIGTERM or SIGINT.
 
-Exit codes: 0 stopped by a signal · 1 the device is lost or hangs, loading hangs, or a bug · 2 wrong configuration or
-model, or too little memory · 3 an address is in use.
+Exit codes: 0 stopped by a signal · 1 the device or a rank is lost or hangs, loading hangs, or a bug · 2 wrong
+configuration or model, or too little memory · 3 an address is in use.
 """
 
 import asyncio
@@ -18,9 +18,10 @@ from typing import NoReturn
 import numpy.ma  # noqa: F401  # numpy would import it in the first step, when descriptors may be short
 
 from executor.config import ExecutorConfig
-from executor.errors import CheckpointError, ConfigError, OutOfMemory
-from executor.loading import Say, load_model
+from executor.errors import CheckpointError, ConfigError, OutOfMemory, RankLost
+from executor.loading import load_model
 from executor.server import serve
+from executor.share_loading import Say
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, check_free
 from quire.log_writer import put_line
@@ -45,6 +46,9 @@ def run(config: ExecutorConfig) -> int:
     except AddressInUse as error:
         put_line(sys.stderr, f"executor: {error}")
         return EXIT_ADDRESS_IN_USE
+    except RankLost as error:
+        put_line(sys.stderr, f"executor: {error}")
+        return EXIT_DEVICE_LOST
     return EXIT_OK if ended_well else _leave()
 
 
@@ -62,7 +66,10 @@ def _load_and_serve(config: ExecutorConfig) -> bool:
             check_free(address)
     with _ended_if_silent(config.load_timeout_s) as say:
         model = load_model(config, say)
-    return asyncio.run(serve(config, model, _say))
+    try:
+        return asyncio.run(serve(config, model, _say))
+    finally:
+        model.close()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
 _STEP_BUCKETS_S = (
-    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0
+    0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0
 )  # fmt: skip
 _IDLE_WINDOW_S = 10.0
 _PHASES = ("queue", "prepare", "forward", "sample")

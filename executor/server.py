@@ -62,7 +62,7 @@ class Server:
         self._ended = asyncio.Event()
         self._device_lost = False
         loop = asyncio.get_running_loop()
-        num_threads = resolve_num_threads(config.num_threads)
+        num_threads = resolve_num_threads(config.num_threads, config.tensor_parallel_size)
         self._device = DeviceThread(
             model.runner,
             prepare=lambda: prepare_compute_thread(model.device, num_threads),
@@ -70,6 +70,8 @@ class Server:
             device_lost=lambda: _call_soon(loop, self._lose_device),
             idle_work=model.idle_work,
         )
+        if model.group is not None:
+            model.group.watch(lambda: _call_soon(loop, self._lose_device))
         self.metrics = _metrics(model, config.listen_address)
         limits = model.runner.limits
         self._servicer = ExecutorServicer(

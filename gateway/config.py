@@ -3,11 +3,13 @@
 `quire.cli.config_flags` makes the flags from this declaration.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, get_args, get_type_hints
 from urllib.parse import urlsplit
 
+from gateway.routing.choice import POLICIES
+from gateway.schedulers.schedulers import DEFAULT_MAX_WAIT_S, DEFAULT_MAX_WAITING, DEFAULT_POLICY
 from gateway.tools.formats import FORMATS
 from quire import logs
 from quire.addresses import UNIX, AddressError, HostPort, is_local
@@ -29,7 +31,18 @@ class GatewayConfig:
 
     scheduler                  address of a scheduler: host:port, or unix:path; several, separated by commas, must serve
                                the same model
+    schedulers_file            file with these addresses, one on each line, instead of scheduler. Changes count within
+                               a second; streams of a scheduler that is gone from the file continue
     listen                     host:port of the HTTP server. Port 0: any free one
+    grpc_listen                address of a gRPC server, host:port or unix:path: clients of quire.v1 call it as
+                               they call a scheduler, to generate and to tokenize. None: there is none
+    routing                    choice among several schedulers: "cost": the one that is expected to answer first, by its
+                               queue and by what it has cached of the prompt; "ring": by the beginning of the prompt;
+                               "least-loaded"; "round-robin"
+    model                      local directory, or hub id, with tokenizer.json: routing by cost then knows what each
+                               scheduler has cached of a prompt; None: it chooses as "ring" does
+    revision                   branch, tag or commit of the hub id; None: the default branch
+    chat_template_arguments    variables that clients may give the chat template, separated by commas, as for schedulers
     allow_anonymous            listen at addresses that are not loopback also if schedulers accept calls without a key:
                                a proxy or a network must keep strangers away
     served_model_name          names of the model for clients, separated by commas; None: the one that schedulers report
@@ -48,6 +61,9 @@ class GatewayConfig:
     max_body_bytes             size of a request's body, at most 3 MiB
     max_connections            connections open at once; more are closed
     max_requests               requests that generate text at once; more are refused
+    max_waiting                requests that wait here while all of several schedulers have full queues; tenants take
+                               turns, and more requests are refused
+    max_wait_s                 time for which such a request waits before it is refused
     stalled_reader_timeout_s   a client that reads nothing for this time, while output waits for it, is dropped
     resume_timeout_s           time for which a stream is tried to continue after its scheduler was lost
     drain_timeout_s            time that open requests get to end after SIGTERM
@@ -56,7 +72,13 @@ class GatewayConfig:
     """
 
     scheduler: str = DEFAULT_ADDRESS
+    schedulers_file: str | None = None
     listen: str = "127.0.0.1:8000"
+    grpc_listen: str | None = None
+    routing: str = DEFAULT_POLICY
+    model: str | None = None
+    revision: str | None = None
+    chat_template_arguments: str = "add_generation_prompt,enable_thinking,reasoning_effort,thinking"
     allow_anonymous: bool = False
     served_model_name: str | None = None
     tool_format: str | None = None
@@ -72,6 +94,8 @@ class GatewayConfig:
     max_body_bytes: int = 2**20
     max_connections: int = 4096
     max_requests: int = 4096
+    max_waiting: int = DEFAULT_MAX_WAITING
+    max_wait_s: float = DEFAULT_MAX_WAIT_S
     stalled_reader_timeout_s: float = 60.0
     resume_timeout_s: float = DEFAULT_RESUME_TIMEOUT_S
     drain_timeout_s: float = 600.0
@@ -83,17 +107,21 @@ class GatewayConfig:
         types = get_type_hints(type(self))
         for each in fields(self):
             _check_type(each.name, getattr(self, each.name), get_args(types[each.name]) or (types[each.name],))
-        for name, choices in (("log_level", logs.LEVELS), ("log_format", logs.FORMATS)):
+        for name, choices in (("log_level", logs.LEVELS), ("log_format", logs.FORMATS), ("routing", POLICIES)):
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, not {getattr(self, name)!r}")
         if self.tool_format is not None and self.tool_format not in FORMATS:
             raise ConfigError(f"tool_format must be one of {', '.join(FORMATS)}, not {self.tool_format!r}")
         _check_address("listen", self.listen)
+        if self.grpc_listen is not None and not self.grpc_listen.startswith(UNIX):
+            _check_address("grpc_listen", self.grpc_listen)
         for address in self.schedulers:
             if not address.startswith(UNIX):
                 _check_address("scheduler", address)
         if not self.schedulers or len(set(self.schedulers)) < len(self.schedulers):
             raise ConfigError("scheduler must be different addresses, at least one")
+        if self.schedulers_file is not None and self.scheduler != DEFAULT_ADDRESS:
+            raise ConfigError("scheduler and schedulers_file cannot be given together")
         for first, second in (("tls_certificate", "tls_key"), ("scheduler_tls_certificate", "scheduler_tls_key")):
             if (getattr(self, first) is None) != (getattr(self, second) is None):
                 raise ConfigError(f"{first} and {second} must be given together")
@@ -103,6 +131,11 @@ class GatewayConfig:
             raise ConfigError(f"live_page must be a URL with http or https, not {self.live_page!r}")
         if self.max_body_bytes > MAX_BODY_BYTES:
             raise ConfigError(f"max_body_bytes must be at most {MAX_BODY_BYTES}, not {self.max_body_bytes}")
+
+    @property
+    def has_several(self) -> bool:
+        """True if there are several schedulers, or can be."""
+        return self.schedulers_file is not None or len(self.schedulers) > 1
 
     @property
     def schedulers(self) -> list[str]:
@@ -115,6 +148,11 @@ class GatewayConfig:
         return _names(self.served_model_name or "")
 
     @property
+    def template_arguments(self) -> frozenset[str]:
+        """The names in `chat_template_arguments`."""
+        return frozenset(_names(self.chat_template_arguments))
+
+    @property
     def hosts(self) -> list[str]:
         """The names in `allowed_hosts`."""
         return _names(self.allowed_hosts)
@@ -122,15 +160,19 @@ class GatewayConfig:
     @property
     def must_know_callers(self) -> bool:
         """True if other machines can reach this gateway, so that schedulers have to ask callers for a key."""
-        return not (self.allow_anonymous or is_local(self.listen) or self.tls_client_ca is not None)
+        doors = [self.listen, *([self.grpc_listen] if self.grpc_listen is not None else [])]
+        return not (self.allow_anonymous or all(map(is_local, doors)) or self.tls_client_ca is not None)
 
-    def connections(self, api_key: str | None) -> list[Connection]:
-        """Returns how to reach each scheduler. `api_key` is that of this gateway. Raises ConfigError."""
+    def connections(self, api_key: str | None, addresses: Sequence[str] | None = None) -> list[Connection]:
+        """Returns how to reach each scheduler. `api_key` is that of this gateway. Raises ConfigError.
+
+        addresses  None: those in `scheduler`
+        """
         tls: bool | TlsFiles = self.scheduler_tls
         if self.scheduler_tls_certificate is not None and self.scheduler_tls_key is not None:
             tls = TlsFiles(self.scheduler_tls_certificate, self.scheduler_tls_key, self.scheduler_ca)
         try:
-            return [Connection(each, api_key, tls, self.scheduler_ca, None) for each in self.schedulers]
+            return [Connection(each, api_key, tls, self.scheduler_ca, None) for each in addresses or self.schedulers]
         except ValueError as error:
             raise ConfigError(str(error)) from None
 

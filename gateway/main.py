@@ -11,16 +11,23 @@ import ssl
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING
 
 from gateway.config import ConfigError, GatewayConfig
 from gateway.http.server import GatewayServer
 from gateway.schedulers.schedulers import Schedulers
+from gateway.schedulers.schedulers_file import SchedulersFile
 from quire import logs, tries
 from quire.addresses import AddressInUse, AddressUnusable, is_local
+from quire.channel import Connection
 from quire.log_rate import RateLimit
 from quire.log_writer import put_line
 from quire.signals import EndSignals
 from quire.tls import TlsError, TlsFiles, ssl_context
+
+if TYPE_CHECKING:
+    from gateway.prompts.prompts import Prompts
+    from gateway.rpc.server import RpcServer
 
 EXIT_DRAINED = 0
 EXIT_UNFINISHED = 1
@@ -56,24 +63,50 @@ async def serve(config: GatewayConfig, api_key: str | None) -> int:
     AddressUnusable."""
     signals = EndSignals()
     async with AsyncExitStack() as cleanup:
-        schedulers = Schedulers(config.connections(api_key), config.resume_timeout_s)
+        prompts = _prompts(config)
+        if prompts is not None:
+            cleanup.push_async_callback(prompts.close)
+            await prompts.start()
+        file = None if config.schedulers_file is None else _schedulers_file(config.schedulers_file)
+
+        def connections() -> list[Connection]:
+            return config.connections(api_key, None if file is None else file.addresses)
+
+        schedulers = Schedulers(
+            connections(),
+            config.resume_timeout_s,
+            config.routing,
+            config.max_waiting,
+            config.max_wait_s,
+            prompts,
+            can_change=file is not None,
+        )
         cleanup.push_async_callback(schedulers.close)
         await schedulers.start()
         if config.must_know_callers and not await _refuse_strangers(schedulers, signals):
+            doors = " and ".join(each for each in (config.listen, config.grpc_listen) if each and not is_local(each))
             raise ConfigError(
-                f"listen {config.listen} can be reached from other machines, and everyone could call, because a "
-                "scheduler accepts calls without a key: give the schedulers --api-keys, listen on loopback, or give "
+                f"listen {doors} can be reached from other machines, and everyone could call, because a scheduler "
+                "accepts calls without a key: give the schedulers --api-keys, listen on loopback, or give "
                 "--allow-anonymous"
             )
-        server = GatewayServer(schedulers, config, _tls(config))
+        if file is not None:
+            follow = schedulers.follow(connections, must_refuse_strangers=config.must_know_callers)
+            cleanup.callback(asyncio.create_task(follow, name="schedulers file").cancel)
+        tls = _tls(config)
+        server = GatewayServer(schedulers, config, _ssl_context(tls))
         await server.start()
+        rpc = None if config.grpc_listen is None else _rpc_server(schedulers, config, tls)
+        if rpc is not None:
+            cleanup.push_async_callback(rpc.stop)
+            await rpc.start()
         gc.collect()
         gc.freeze()  # a full collection of garbage would visit all objects that stay
-        log.info("listening: %s, schedulers: %s", server.address, ", ".join(config.schedulers))
-        put_line(sys.stdout, f"ready openai={server.address}")
+        log.info("listening: %s, schedulers: %s", server.address, ", ".join(each.address for each in connections()))
+        put_line(sys.stdout, f"ready openai={server.address}" + (f" grpc={rpc.address}" if rpc is not None else ""))
         await signals.first.wait()
         log.info("draining: new requests are refused, open ones continue; a second signal stops at once")
-        stopping = asyncio.create_task(server.stop(config.drain_timeout_s))
+        stopping = asyncio.create_task(_stop(server, rpc, config.drain_timeout_s))
         second = asyncio.create_task(signals.second.wait())
         await asyncio.wait({stopping, second}, return_when=asyncio.FIRST_COMPLETED)
         has_drained = stopping.done() and stopping.result()
@@ -83,6 +116,40 @@ async def serve(config: GatewayConfig, api_key: str | None) -> int:
             log.warning("stopped with unfinished requests")
             await server.stop()
     return EXIT_DRAINED if has_drained else EXIT_UNFINISHED
+
+
+def _prompts(config: GatewayConfig) -> "Prompts | None":
+    """Imports and loads the tokenizer only if choices need it. Raises ConfigError."""
+    if config.model is None or config.routing != "cost" or not config.has_several:
+        return None
+    from gateway.prompts.prompts import Prompts
+    from scheduler.text.checkpoint import CheckpointError
+
+    try:
+        return Prompts.load(config.model, config.revision, config.template_arguments)
+    except CheckpointError as error:
+        raise ConfigError(f"model: {error}") from None
+
+
+def _schedulers_file(path: str) -> SchedulersFile:
+    """Raises ConfigError if the file cannot be used."""
+    try:
+        return SchedulersFile(path)
+    except ValueError as error:
+        raise ConfigError(f"schedulers_file: {error}") from None
+
+
+def _rpc_server(schedulers: Schedulers, config: GatewayConfig, tls: TlsFiles | None) -> "RpcServer":
+    """Imports what only a gRPC server needs. Raises AddressInUse, AddressUnusable and TlsError."""
+    from gateway.rpc.server import RpcServer
+
+    return RpcServer(schedulers, config, tls)
+
+
+async def _stop(server: GatewayServer, rpc: "RpcServer | None", drain_timeout_s: float) -> bool:
+    """Stops both servers. Returns False if requests had to be cancelled."""
+    stops = [server.stop(drain_timeout_s), *([rpc.stop(drain_timeout_s)] if rpc is not None else [])]
+    return all(await asyncio.gather(*stops))
 
 
 async def _refuse_strangers(schedulers: Schedulers, signals: EndSignals) -> bool:
@@ -95,14 +162,17 @@ async def _refuse_strangers(schedulers: Schedulers, signals: EndSignals) -> bool
     return asking.done() and not asking.cancelled() and asking.result()
 
 
-def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
-    """Raises TlsError."""
+def _tls(config: GatewayConfig) -> TlsFiles | None:
     if config.tls_certificate is None or config.tls_key is None:
-        if not is_local(config.listen):
+        if not (is_local(config.listen) and is_local(config.grpc_listen or config.listen)):
             log.warning("keys and prompts cross the network in clear text: give --tls-certificate and --tls-key")
         return None
-    files = TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
-    return ssl_context(files, config.tls_client_ca is not None)
+    return TlsFiles(config.tls_certificate, config.tls_key, config.tls_client_ca)
+
+
+def _ssl_context(files: TlsFiles | None) -> ssl.SSLContext | None:
+    """Raises TlsError."""
+    return None if files is None else ssl_context(files, files.ca is not None)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -11,8 +11,10 @@ from planning import plan_view, simulate_view
 from planning.capacity import find_capacity
 from planning.demand import find_demand
 from planning.deployment import deploy
+from planning.fleet import view
+from planning.fleet.run import FleetOutcome, check_has_no_fleet, simulate_fleet
 from planning.roofline import Efficiencies
-from planning.run import simulate
+from planning.run import Outcome, simulate
 from planning.settings import DeploymentSettings, SimulateSettings
 from planning.summary import timeline
 
@@ -28,7 +30,7 @@ def run_plan(model: str, settings: DeploymentSettings, console: Console, *, as_j
 
 
 def run_simulate(model: str, settings: SimulateSettings, console: Console, *, as_json: bool) -> None:
-    """Simulates a server, with a progress bar on stderr, and prints the outcome. Raises PlanningError."""
+    """Simulates a server or a fleet, with a progress bar on stderr, and prints the outcome. Raises PlanningError."""
     bar = Progress(
         TextColumn("simulating"),
         BarColumn(),
@@ -47,18 +49,24 @@ def run_simulate(model: str, settings: SimulateSettings, console: Console, *, as
             done = now_s if horizon.num_requests is None else num_ended
             bar.update(task, completed=done, description=f"{num_ended:,} requests, {now_s:,.0f} virtual seconds")
 
-        outcome = simulate(model, settings, progress)
+        outcome: Outcome | FleetOutcome
+        if settings.replicas is None:
+            check_has_no_fleet(settings)
+            outcome = simulate(model, settings, progress)
+        else:
+            outcome = simulate_fleet(model, settings, progress)
     if as_json:
-        _print_json(
-            {
-                "model": outcome.deployment.model.name,
-                "settings": asdict(settings),
-                "summary": asdict(outcome.summary),
-                "timeline": timeline(outcome.records),
-            }
-        )
-    else:
+        values = {
+            "model": outcome.deployment.model.name,
+            "is_simulated": True,
+            "settings": asdict(settings),
+            "summary": asdict(outcome.summary),
+        }
+        _print_json(values | ({"timeline": timeline(outcome.records)} if isinstance(outcome, Outcome) else {}))
+    elif isinstance(outcome, Outcome):
         simulate_view.show(outcome, settings, console)
+    else:
+        view.show(outcome, settings, console)
 
 
 def _print_json(values: dict[str, Any]) -> None:

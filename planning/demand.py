@@ -6,6 +6,7 @@ from pathlib import Path
 from planning.arrivals import Arrivals, Bursts, ClosedLoop, Diurnal, Poisson
 from planning.errors import PlanningError
 from planning.lengths import LENGTHS, FixedLengths, LengthSource
+from planning.request_factory import MAX_SYSTEM_PROMPTS
 from planning.request_file import read_jobs, read_tenants
 from planning.settings import SimulateSettings
 from planning.simulation import Horizon, JobSource
@@ -16,12 +17,16 @@ _DEFAULT_NUM_REQUESTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Sources of requests, one for each of the names."""
+    """Sources of requests, one for each of the names.
+
+    is_closed_loop  some requests arrive because others have ended
+    """
 
     names: list[str]
     sources: list[JobSource]
     horizon: Horizon
     has_shared_prefixes: bool
+    is_closed_loop: bool
 
 
 def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
@@ -44,6 +49,7 @@ def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
         [Source(i, tenant, max_model_len, settings.seed) for i, tenant in enumerate(tenants)],
         horizon,
         any(tenant.num_system_tokens for tenant in tenants),
+        any(isinstance(tenant.arrivals, ClosedLoop) for tenant in tenants),
     )
 
 
@@ -52,14 +58,27 @@ def _listed(settings: SimulateSettings, horizon: Horizon) -> Demand:
     if settings.num_requests is None and settings.duration_s is None:
         horizon = Horizon(num_requests=len(jobs))
     loop = None if settings.clients is None else ClosedLoop(settings.clients, settings.turnaround_s)
-    return Demand(["requests"], [ListedJobs(jobs, loop)], horizon, False)
+    return Demand(["requests"], [ListedJobs(jobs, loop)], horizon, False, loop is not None)
 
 
 def _tenant(name: str, priority: int, settings: SimulateSettings, max_model_len: int) -> Tenant:
     if not 0 <= settings.system_tokens <= max_model_len // 2 or not 0 <= settings.system_share <= 1:
         raise PlanningError("system_tokens: from 0 to half of max_model_len; system_share: from 0 to 1")
+    if (
+        type(settings.system_prompts) is not int
+        or not 1 <= settings.system_prompts <= MAX_SYSTEM_PROMPTS
+        or settings.system_skew < 0
+    ):
+        raise PlanningError(f"system_prompts: from 1 to {MAX_SYSTEM_PROMPTS}; system_skew: must not be negative")
     return Tenant(
-        name, _arrivals(settings), _lengths(settings), priority, settings.system_tokens, settings.system_share
+        name,
+        _arrivals(settings),
+        _lengths(settings),
+        priority,
+        settings.system_tokens,
+        settings.system_share,
+        settings.system_prompts,
+        settings.system_skew,
     )
 
 

@@ -11,7 +11,7 @@ from planning.settings import DeploymentSettings
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """The memory of one device. Under tensor parallelism all devices are alike, and each holds a part of every block.
+    """The memory of one device. Under tensor parallelism it is the one with the most; each holds a part of every block.
 
     weight_bytes         all parameters on the device
     read_bytes           parameters that a step reads: without the embedding table, unless it is also the head
@@ -49,7 +49,7 @@ class Deployment:
     @property
     def num_kv_copies(self) -> int:
         """The number of devices that hold the same kv head; above 1 if there are more devices than kv heads."""
-        return max(1, self.tensor_parallel // self.model.num_kv_heads)
+        return -(-self.tensor_parallel // self.model.num_kv_heads)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -28,7 +28,7 @@ def notes(deployment: Deployment, efficiencies: Efficiencies) -> list[str]:
         )
     if parallel > 1:
         lines.append(
-            "All sizes are per device. Quire's executor runs on one device only; the plan describes the layout."
+            "All sizes are per device: those of the device with the most, if the model does not divide evenly."
         )
     if deployment.max_model_len > model.max_position_embeddings:
         lines.append(f"{model.name} was made for {model.max_position_embeddings:,} tokens; this plan exceeds that.")

@@ -22,6 +22,8 @@ _TENANT_FIELDS = {
     "output_tokens",
     "system_tokens",
     "system_share",
+    "system_prompts",
+    "system_skew",
 }
 
 

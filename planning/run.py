@@ -36,13 +36,10 @@ class Outcome:
 
 def simulate(model: str, settings: SimulateSettings, progress: Progress | None = None) -> Outcome:
     """Simulates a server for the requests that the settings describe. Raises PlanningError."""
-    if settings.max_model_len is None:
-        reach = deploy(model, settings).max_model_len
-        settings = replace(settings, max_model_len=min(reach, _DEFAULT_MAX_MODEL_LEN))
-    deployment = deploy(model, settings)
+    deployment = make_deployment(model, settings)
     server = make_server(deployment, settings)
     demand = find_demand(settings, deployment.max_model_len)
-    cost = _cost(deployment, settings)
+    cost = make_cost(deployment, settings)
     simulation = Simulation(
         server, demand.sources, cost, demand.horizon, has_shared_prefixes=demand.has_shared_prefixes
     )
@@ -79,7 +76,16 @@ def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
     )
 
 
-def _cost(deployment: Deployment, settings: SimulateSettings) -> CostModel:
+def make_deployment(model: str, settings: SimulateSettings) -> Deployment:
+    """Returns the deployment, with a limit of the sequences' length that suits simulations. Raises PlanningError."""
+    if settings.max_model_len is None:
+        reach = deploy(model, settings).max_model_len
+        settings = replace(settings, max_model_len=min(reach, _DEFAULT_MAX_MODEL_LEN))
+    return deploy(model, settings)
+
+
+def make_cost(deployment: Deployment, settings: SimulateSettings) -> CostModel:
+    """Returns the cost of steps: fitted to measured ones, or by the data sheet. Raises PlanningError."""
     if settings.fit is not None:
         return fit_cost(*(timed(read_steps(Path(name))) for name in settings.fit.split(","))).cost
     return Roofline(

@@ -62,8 +62,20 @@ class SimulateSettings(DeploymentSettings):
     prompt_tokens           prompt tokens of every request, for lengths fixed
     output_tokens           output tokens of every request, for lengths fixed
     system_tokens           number of tokens of a system prompt
-    system_share            share of the requests that begin with the system prompt
+    system_share            share of the requests that begin with a system prompt
+    system_prompts          number of different system prompts
+    system_skew             how unequally they are used: the k-th has a weight of k ** -system_skew (Zipf); 0: equally
     tenants                 JSON file with several such workloads, instead of the flags from clients to system_share
+    replicas                number of replicas behind routers; absent: one server without a router
+    routing                 choice of the replica: round-robin, least-loaded, ring, cost; for comparison: oracle, which
+                            knows the true state of all replicas
+    routers                 number of routers, each with its own knowledge of the replicas; requests come to them at
+                            random
+    event_delay_ms          time from a change in a replica until routers know it
+    event_loss              share of a replica's reports that do not arrive at a router, 0 to 1
+    failures                replicas that die: REPLICA@SECONDS, separated by commas; replicas are counted from 0
+    mean_failure_s          mean time until a replica dies; absent: only those of failures die
+    repair_s                time from the death of a replica until it is back, with an empty cache
     num_requests            stop after this number of requests; absent: 1000, if no duration is given
     duration_s              stop after arrivals for this number of virtual seconds
     seed                    seed of all random draws
@@ -87,7 +99,17 @@ class SimulateSettings(DeploymentSettings):
     output_tokens: int | None = None
     system_tokens: int = 0
     system_share: float = 1.0
+    system_prompts: int = 1
+    system_skew: float = 0.9
     tenants: str | None = None
+    replicas: int | None = None
+    routing: str = "cost"
+    routers: int = 1
+    event_delay_ms: float = 0.0
+    event_loss: float = 0.0
+    failures: str | None = None
+    mean_failure_s: float | None = None
+    repair_s: float = 10.0
     num_requests: int | None = None
     duration_s: float | None = None
     seed: int = 7

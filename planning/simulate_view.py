@@ -1,25 +1,21 @@
 """Shows the outcome of a simulation as tables."""
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.table import Table
 
+from planning.deployment import Deployment
 from planning.run import Outcome
 from planning.settings import SimulateSettings
-from planning.summary import Distribution
+from planning.summary import Distribution, TenantSummary
 
 
 def show(outcome: Outcome, settings: SimulateSettings, console: Console) -> None:
     """Prints the summary, and the distributions of times for each tenant."""
     summary, deployment = outcome.summary, outcome.deployment
-    where = (
-        f"steps measured in {settings.fit}"
-        if settings.fit
-        else f"{deployment.tensor_parallel} x {deployment.device.name}, roofline"
-    )
-    facts = Table(title=f"{deployment.model.name} on {where}", show_header=False)
-    facts.add_column()
-    facts.add_column(justify="right")
-    for name, value in (
+    title = f"{deployment.model.name} on {described_device(deployment, settings)} (simulated)"
+    facts = (
         ("requests", f"{summary.num_requests:,}"),
         ("refused", f"{summary.num_refused:,}"),
         ("requests/s", f"{summary.requests_per_s:.2f}"),
@@ -35,13 +31,31 @@ def show(outcome: Outcome, settings: SimulateSettings, console: Console) -> None
         ("steps", f"{summary.num_steps:,} ({summary.num_leapt_steps:,} in leaps)"),
         ("virtual time", f"{summary.virtual_s:,.1f} s"),
         ("simulated in", f"{summary.wall_s:,.2f} s: {summary.real_time_factor:,.0f} x real time"),
-    ):
-        facts.add_row(name, value)
-    console.print(facts)
-    times = Table(title="times, ms")
+    )
+    show_tables(title, facts, summary.tenants, console)
+
+
+def described_device(deployment: Deployment, settings: SimulateSettings) -> str:
+    """Returns where the times of steps come from."""
+    if settings.fit:
+        return f"steps measured in {settings.fit}"
+    return f"{deployment.tensor_parallel} x {deployment.device.name}, roofline"
+
+
+def show_tables(
+    title: str, facts: Iterable[tuple[str, str]], tenants: Iterable[TenantSummary], console: Console
+) -> None:
+    """Prints facts, each with its name, and the distributions of times for each tenant."""
+    table = Table(title=title, show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for fact in facts:
+        table.add_row(*fact)
+    console.print(table)
+    times = Table(title="times, ms (simulated)")
     for heading in ("", "", "mean", "p50", "p90", "p95", "p99", "max"):
         times.add_column(heading, justify="right" if heading else "left")
-    for tenant in summary.tenants:
+    for tenant in tenants:
         rows = (
             ("queue", tenant.queue_s),
             ("TTFT", tenant.ttft_s),

@@ -88,38 +88,41 @@ class Summary:
 def summarize(records: Records, names: Sequence[str], num_usable_blocks: int, wall_s: float) -> Summary:
     """Summarizes the records of a run with these tenants; several tenants are preceded by their total, "all"."""
     requests, counters, virtual_s = records.requests, records.counters, records.virtual_s
-    parts = [("all", None), *_indexed(names)] if len(names) > 1 else [(name, None) for name in names]
     num_output = int(np.sum(requests.num_output_tokens)) if records.num_ended else 0
     num_prompt = int(np.sum(requests.num_prompt_tokens)) if records.num_ended else 0
     queried = counters.num_prefix_queried_tokens
     return Summary(
         virtual_s=virtual_s,
         wall_s=wall_s,
-        real_time_factor=_ratio(virtual_s, wall_s),
+        real_time_factor=ratio(virtual_s, wall_s),
         num_requests=records.num_ended,
         num_refused=records.num_too_long + records.num_turned_away,
-        requests_per_s=_ratio(records.num_ended, virtual_s),
-        output_tokens_per_s=_ratio(num_output, virtual_s),
-        total_tokens_per_s=_ratio(num_output + num_prompt, virtual_s),
+        requests_per_s=ratio(records.num_ended, virtual_s),
+        output_tokens_per_s=ratio(num_output, virtual_s),
+        total_tokens_per_s=ratio(num_output + num_prompt, virtual_s),
         num_steps=counters.num_steps,
         num_leapt_steps=records.num_leapt_steps,
-        busy_ratio=_ratio(records.busy_s, virtual_s),
-        mean_batch=_ratio(records.sequence_steps_s, records.busy_s),
+        busy_ratio=ratio(records.busy_s, virtual_s),
+        mean_batch=ratio(records.sequence_steps_s, records.busy_s),
         max_batch=records.max_running,
-        mean_waiting=_ratio(records.waiting_s, virtual_s),
+        mean_waiting=ratio(records.waiting_s, virtual_s),
         max_waiting=records.max_waiting,
-        occupancy_ratio=_ratio(records.block_s, virtual_s * num_usable_blocks),
+        occupancy_ratio=ratio(records.block_s, virtual_s * num_usable_blocks),
         waste_ratio=_waste_ratio(records.samples),
         num_preemptions=counters.num_preemptions,
         num_preempted_tokens=counters.num_preempted_tokens,
-        prefix_hit_ratio=_ratio(counters.num_prefix_hit_tokens, queried),
+        prefix_hit_ratio=ratio(counters.num_prefix_hit_tokens, queried),
         num_blocks=num_usable_blocks,
-        tenants=tuple(_of_tenant(requests, name, index) for name, index in parts),
+        tenants=summarize_tenants(requests, names),
     )
 
 
-def _indexed(names: Sequence[str]) -> list[tuple[str, int | None]]:
-    return [(name, index) for index, name in enumerate(names)]
+def summarize_tenants(requests: Requests, names: Sequence[str]) -> tuple[TenantSummary, ...]:
+    """Summarizes the requests of each tenant; several tenants are preceded by their total, "all"."""
+    parts: list[tuple[str, int | None]] = [(name, index) for index, name in enumerate(names)]
+    if len(names) > 1:
+        parts.insert(0, ("all", None))
+    return tuple(_of_tenant(requests, name, index) for name, index in parts)
 
 
 def timeline(records: Records) -> list[dict[str, Any]]:
@@ -171,5 +174,6 @@ def _waste_ratio(samples: Sequence[Sample]) -> float:
     return sum(usage.waste_ratio for usage in held) / len(held) if held else 0.0
 
 
-def _ratio(number: float, whole: float) -> float:
+def ratio(number: float, whole: float) -> float:
+    """Returns a quotient; 0 if the divisor is 0."""
     return number / whole if whole else 0.0

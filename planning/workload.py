@@ -1,8 +1,10 @@
 """The workload of a simulated server: tenants, each with its arrivals, its lengths and its system prompt."""
 
 import random
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from planning.arrivals import Arrivals, ClosedLoop
 from planning.lengths import LengthSource
@@ -14,7 +16,9 @@ class Tenant:
 
     priority           requests with lower values run earlier, under the priority policy
     num_system_tokens  length of the system prompt, in addition to `lengths`; the prefix cache can find it
-    system_share       share of the requests that begin with the system prompt
+    system_share       share of the requests that begin with a system prompt
+    num_system_prompts number of different system prompts
+    system_skew        the k-th of them is drawn with a weight of k ** -system_skew (Zipf)
     """
 
     name: str
@@ -23,13 +27,16 @@ class Tenant:
     priority: int = 0
     num_system_tokens: int = 0
     system_share: float = 1.0
+    num_system_prompts: int = 1
+    system_skew: float = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """A request that arrives at `arrival_s`.
 
-    num_shared_tokens  number of its prompt tokens that are the tenant's system prompt
+    num_shared_tokens  number of its prompt tokens that are a system prompt of the tenant
+    system_prompt      which one
     """
 
     arrival_s: float
@@ -38,6 +45,7 @@ class Job:
     num_output_tokens: int
     num_shared_tokens: int = 0
     priority: int = 0
+    system_prompt: int = 0
 
 
 class Source:
@@ -51,6 +59,8 @@ class Source:
         self._tenant = tenant
         self._max_model_len = max_model_len - tenant.num_system_tokens
         self._lengths_rng = random.Random(f"{seed} lengths {index}")
+        ranks = range(1, tenant.num_system_prompts + 1)
+        self._system_weights = list(accumulate(rank**-tenant.system_skew for rank in ranks))
         self._times_s: Iterator[float] | None = None
         if not isinstance(tenant.arrivals, ClosedLoop):
             self._times_s = tenant.arrivals.times_s(random.Random(f"{seed} arrivals {index}"))
@@ -75,8 +85,17 @@ class Source:
         tenant, rng = self._tenant, self._lengths_rng
         num_prompt_tokens, num_output_tokens = tenant.lengths.draw(rng, self._max_model_len)
         num_shared = tenant.num_system_tokens if tenant.num_system_tokens and rng.random() < tenant.system_share else 0
+        system_prompt = 0
+        if num_shared and tenant.num_system_prompts > 1:
+            system_prompt = bisect_right(self._system_weights, rng.random() * self._system_weights[-1])
         return Job(
-            arrival_s, self._index, num_prompt_tokens + num_shared, num_output_tokens, num_shared, tenant.priority
+            arrival_s,
+            self._index,
+            num_prompt_tokens + num_shared,
+            num_output_tokens,
+            num_shared,
+            tenant.priority,
+            min(system_prompt, tenant.num_system_prompts - 1),
         )
 
 

@@ -50,6 +50,19 @@ class HostPort:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def is_address(text: str) -> bool:
+    """Returns whether the text is "unix:path", "host:port" or "[host]:port", on one line."""
+    if not text.isprintable():
+        return False
+    if text.startswith(UNIX):
+        return len(text) > len(UNIX)
+    try:
+        HostPort.parse(text)
+    except AddressError:
+        return False
+    return True
+
+
 def with_port(address: str) -> str:
     """Returns the address with a free port in place of port 0. Checks that a server can listen at any other address.
 

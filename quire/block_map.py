@@ -73,6 +73,11 @@ class RunningSequence:
     num_prompt_tokens: int
     block_table: tuple[int, ...]
 
+    @property
+    def prefill_share(self) -> float | None:
+        """The share of its known tokens that is computed, or None if no more than the newest one is missing."""
+        return self.num_computed_tokens / self.num_tokens if self.num_computed_tokens < self.num_tokens - 1 else None
+
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:

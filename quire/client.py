@@ -190,9 +190,12 @@ class Client:
         request = admin_pb2.GetStepTraceRequest(after_ns=after_ns)
         return messages.step_trace(self._admin("GetStepTrace", request, timeout_s))
 
-    def drain(self, *, timeout_s: float | None = None) -> None:
-        """Makes the server refuse new requests; returns when all admitted requests have ended."""
-        self._admin("Drain", admin_pb2.DrainRequest(), timeout_s)
+    def drain(self, *, move_streams: bool = False, timeout_s: float | None = None) -> None:
+        """Makes the server refuse new requests; returns when all admitted requests have ended.
+
+        move_streams  gateways continue their streams at other servers now
+        """
+        self._admin("Drain", admin_pb2.DrainRequest(move_streams=move_streams), timeout_s)
 
     def resume(self, *, timeout_s: float | None = None) -> None:
         """Undoes `drain`: the server accepts requests again."""

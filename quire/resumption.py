@@ -30,7 +30,11 @@ class ResumableRequest:
         self._is_continued = False
         self._continuation: generation_pb2.Continuation | None = None
         self._sequences: dict[int, _Received] = {}
-        self._num_prompt_logprobs = 0
+        # The request itself may continue a stream: of a gateway's client, whose own gateway has died.
+        self._num_prompt_logprobs = request.resume.num_prompt_logprobs
+        for each in request.resume.sequences:
+            token_ids = array("I", each.token_ids)
+            self._sequences[each.index] = _Received(token_ids, has_last=each.has_last, is_finished=each.finished)
 
     @property
     def can_continue(self) -> bool:
@@ -44,6 +48,7 @@ class ResumableRequest:
             return self._request
         request = generation_pb2.GenerateRequest()
         request.CopyFrom(self._request)
+        request.ClearField("resume")
         request.resume.continuation.CopyFrom(self._continuation)
         request.resume.num_prompt_logprobs = self._num_prompt_logprobs
         for index, received in sorted(self._sequences.items()):

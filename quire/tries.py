@@ -108,6 +108,11 @@ class Tries:
         # With wait_for_ready, gRPC would wait without a bound for a server that cannot be reached.
         return request, self._arguments | {"timeout": None if left_s == math.inf else left_s, "wait_for_ready": False}
 
+    @property
+    def can_continue(self) -> bool:
+        """True if another call can continue the stream from what was received."""
+        return self._resumable is not None and self._resumable.can_continue
+
     def event(self, message: generation_pb2.GenerateResponse) -> Event | None:
         """Returns the event of a message, or None if it has nothing for the user. Raises InternalError as `accept`."""
         return messages.event(message) if self.accept(message) else None
@@ -160,7 +165,7 @@ class Tries:
 
         A request fails at once if no server was ever there, unless the caller asked to wait for it.
         """
-        if self._resumable is None or not self._resumable.can_continue:
+        if not self.can_continue:
             return False
         if isinstance(error, QueueFullError):  # after a restart, the streams of all clients come back at once
             return self._last_error is not None

@@ -14,11 +14,15 @@ from urllib.parse import urlsplit
 from quire import logs
 from quire.addresses import UNIX, AddressError, HostPort, is_local, private_socket
 from scheduler.core import BATCHING, KV_ALLOCATIONS, POLICIES, QuireError
+from scheduler.core.timing.step_budget import MAX_PROMPT_TIME
 
 SIGNATURE_ALGORITHMS = frozenset(
     {"RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"}
 )
 """Algorithms of tokens. Those with a shared secret are left out: a server that can check one could also sign it."""
+
+MIN_TARGET_MS = 1.0
+"""Smallest target for a step. Below it, steps would hardly take more than one prompt token."""
 
 
 class ConfigError(QuireError):
@@ -53,7 +57,8 @@ class SchedulerConfig:
     tls_key                    PEM file of its private key
     tls_client_ca              PEM file of authorities. Clients then need a certificate signed by them, which can stand
                                for an identity (`quire keys add`)
-    executor                   address of the executor: unix:path, or host:port. Default: the executor's default, a
+    executor                   address of the executor: unix:path, host:port, or file:path of a file with the address,
+                               which is read each time that the scheduler connects. Default: the executor's default, a
                                socket file in the user's private directory
     executor_tls_ca            PEM file with the authorities that sign the executor's certificate; None: no TLS. The
                                four settings of TLS belong together
@@ -72,7 +77,8 @@ class SchedulerConfig:
     max_num_seqs               sequences that run at once; None: as many as the executor has slots
     max_num_batched_tokens     tokens of one step; None: the executor's
     target_inter_token_latency_ms  time that a step with decodes should take at most: it bounds the prompt tokens of the
-                               step, by what steps have cost. None: 100 on a CPU, 25 on a GPU
+                               step, by what steps have cost; others take ten times as long at most. None: 100 on a CPU,
+                               25 on a GPU
     max_in_flight              plans sent and not yet answered; 2 hides the round trip
     max_waiting_requests       bound of the queue, in requests
     max_waiting_prompt_tokens  bound of the queue, in prompt tokens
@@ -82,6 +88,7 @@ class SchedulerConfig:
     step_timeout_s             an executor that returns no result for this time, or answers no probe while idle, is
                                disconnected; must be longer than the longest step
     drain_timeout_s            time that running requests get to end after SIGTERM
+    move_streams               after SIGTERM, ask gateways to continue their streams at other schedulers at once
     log_level                  "debug", "info", "warning", "error"
     log_format                 "console": for people; "json": one JSON object on each line
     otlp_endpoint              collector of traces, as http://127.0.0.1:4318; None: no traces. Needs the extra `otel`
@@ -128,6 +135,7 @@ class SchedulerConfig:
     stalled_reader_timeout_s: float = 120.0
     step_timeout_s: float = 60.0
     drain_timeout_s: float = 600.0
+    move_streams: bool = False
     log_level: str = "info"
     log_format: str = "console"
     otlp_endpoint: str | None = None
@@ -153,12 +161,22 @@ class SchedulerConfig:
             _check_address("admin_listen", self.admin_listen, "host:port or unix:path")
         if self.local_listen is not None and not self.local_listen.startswith(UNIX):
             raise ConfigError(f"local_listen must be unix:path, not {self.local_listen!r}")
+        self._check_target()
         self._check_identity()
         self._check_strangers()
         tls = {name: getattr(self, name) for name in _EXECUTOR_TLS}
         if any(tls.values()) and not all(tls.values()):
             missing = next(name for name, value in tls.items() if not value)
             raise ConfigError(f"{missing} must be given too: {', '.join(_EXECUTOR_TLS)} belong together")
+
+    def _check_target(self) -> None:
+        """Raises ConfigError if no step could keep to the target, or if steps could take longer than step_timeout_s."""
+        target_ms, most_ms = self.target_inter_token_latency_ms, 1e3 * self.step_timeout_s / MAX_PROMPT_TIME
+        if target_ms is not None and not MIN_TARGET_MS <= target_ms <= most_ms:
+            raise ConfigError(
+                f"target_inter_token_latency_ms must be from {MIN_TARGET_MS:g} to {most_ms:g}, not {target_ms:g}: a "
+                f"step without decodes takes up to {MAX_PROMPT_TIME:g} targets, and must end within step_timeout_s"
+            )
 
     def _check_identity(self) -> None:
         """Raises ConfigError if settings of TLS or of tokens do not fit together."""

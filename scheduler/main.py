@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
@@ -130,6 +131,7 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
             config.admin_listen,
             access,
             config.local_listen,
+            tenants.terms_of,
         )
         cleanup.push_async_callback(grpc_server.stop, 0)
         feed = LiveFeed(engine, plans, intake.client_request_id)
@@ -144,7 +146,8 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
 
         running = asyncio.create_task(engine.run(), name="engine")
         cleanup.push_async_callback(_cancel, running)
-        exit_code = await _until_done(engine, running, signals, config.drain_timeout_s)
+        move = grpc_server.move_streams if config.move_streams else lambda: None
+        exit_code = await _until_done(engine, running, signals, config.drain_timeout_s, move)
         grace_s = GRACE_S if exit_code == EXIT_DRAINED else 0
         await asyncio.gather(grpc_server.stop(grace_s), http_server.stop(grace_s))
     return exit_code
@@ -158,7 +161,13 @@ def _shorten_pauses() -> None:
     gc.freeze()
 
 
-async def _until_done(engine: Engine, running: asyncio.Task[None], signals: EndSignals, drain_timeout_s: float) -> int:
+async def _until_done(
+    engine: Engine,
+    running: asyncio.Task[None],
+    signals: EndSignals,
+    drain_timeout_s: float,
+    on_signal: Callable[[], None],
+) -> int:
     """Waits until the engine has drained after a signal, or has to stop. Returns the exit code."""
     first = asyncio.create_task(signals.first.wait())
     await asyncio.wait({running, first}, return_when=asyncio.FIRST_COMPLETED)
@@ -166,6 +175,7 @@ async def _until_done(engine: Engine, running: asyncio.Task[None], signals: EndS
         log.critical("the engine has failed", exc_info=None if running.cancelled() else running.exception())
         return EXIT_UNFINISHED
     log.info("draining: new requests are refused, running ones continue; a second signal stops at once")
+    on_signal()
     drained = asyncio.create_task(engine.drain(is_final=True))
     second = asyncio.create_task(signals.second.wait())
     await asyncio.wait({running, drained, second}, timeout=drain_timeout_s, return_when=asyncio.FIRST_COMPLETED)

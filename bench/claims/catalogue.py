@@ -7,6 +7,7 @@ from bench.claims import (
     fixed_pool,
     fragmentation,
     kv_arithmetic,
+    routing,
     shared_blocks,
     simulator,
     timeline,
@@ -25,4 +26,5 @@ CLAIMS: tuple[Claim, ...] = (
     beside_transformers.CLAIM,
     kv_arithmetic.CLAIM,
     simulator.CLAIM,
+    routing.CLAIM,
 )

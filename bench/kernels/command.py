@@ -25,7 +25,7 @@ from bench.kernels.grid import cpu_cases, gpu_cases
 from bench.machine import describe_machine
 from bench.report import save
 from bench.stopwatch import time_rounds
-from executor.memory.free_memory import free_memory_bytes
+from executor.device.free_memory import free_memory_bytes
 
 _BUDGET_S, _QUICK_BUDGET_S = 0.3, 0.03
 _FREE_SHARE = 0.9  # the rest is for results, which a round allocates

@@ -14,6 +14,7 @@ from deploy.grafana.panels import (
     percentiles,
     tile,
 )
+from deploy.grafana.routing import with_routing
 
 # Bounds of histogram buckets, as Prometheus writes them; attainment is exact only at these bounds.
 TTFT_BOUNDS_S = ("0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0")
@@ -57,7 +58,7 @@ def overview() -> dashboard.Dashboard:
         ),
     ):  # fmt: skip
         board = board.with_panel(panel)
-    return _refusals(_tenants(_reasons(_objectives(_latency(_throughput(board))))))
+    return with_routing(_refusals(_tenants(_reasons(_objectives(_latency(_throughput(board)))))))
 
 
 def _throughput(board: dashboard.Dashboard) -> dashboard.Dashboard:

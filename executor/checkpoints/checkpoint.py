@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from executor.checkpoints.download import saying_progress
+from executor.checkpoints.shares import Span
 from executor.errors import CheckpointError
 from quire.model_path import ModelNotFound, local_directory
 
@@ -52,6 +53,7 @@ class TensorSource(Protocol):
     @property
     def names(self) -> frozenset[str]: ...
     def tensor(self, name: str) -> Tensor: ...
+    def part(self, name: str, rows: Span | None, columns: Span | None) -> Tensor: ...
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None: ...
 
 
@@ -86,6 +88,10 @@ class Checkpoint:
         """Returns a read-only view of the mapped file, in the dtype of the file."""
         return self._file_of[name].get_tensor(name)
 
+    def part(self, name: str, rows: Span | None, columns: Span | None) -> Tensor:
+        """Returns these rows or these columns of a tensor, in the dtype of the file. Copies nothing else of it."""
+        return of_part(self._file_of[name].get_slice(name), rows, columns)
+
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
         """Raises CheckpointError unless the checkpoint holds exactly these tensors, apart from `ignored` ones."""
         if missing := [name for name in expected if name not in self._file_of]:
@@ -95,6 +101,15 @@ class Checkpoint:
         for name, shape in expected.items():
             if (found := self.shape(name)) != shape:
                 raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, found {found}")
+
+
+def of_part(stored: Any, rows: Span | None, columns: Span | None) -> Tensor:
+    """Returns rows or columns of a tensor, or of a slice of a file that reads what is asked of it."""
+    if columns is None:
+        part: Tensor = stored[:] if rows is None else stored[rows.start : rows.stop]
+    else:
+        part = stored[:, columns.start : columns.stop]
+    return part
 
 
 def weight_files(directory: Path) -> list[Path]:

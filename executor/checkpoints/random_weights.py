@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from executor.checkpoints.checkpoint import of_part
+from executor.checkpoints.shares import Span
 from executor.errors import CheckpointError
 
 # The usual initialisation of models: activations stay in the range of 16-bit floats.
@@ -37,6 +39,10 @@ class RandomCheckpoint:
         generator = torch.Generator(self._device).manual_seed(zlib.crc32(name.encode()))
         drawn = torch.empty(shape, dtype=self._dtype, device=self._device)
         return drawn.normal_(0.0, _STANDARD_DEVIATION, generator=generator)
+
+    def part(self, name: str, rows: Span | None, columns: Span | None) -> Tensor:
+        """Returns a part of the tensor. The whole of it is drawn, so that its numbers do not depend on the part."""
+        return of_part(self.tensor(name), rows, columns).clone()
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
         """See `Checkpoint.check_shapes`. Raises CheckpointError for shapes other than those of its configuration."""

@@ -11,7 +11,7 @@ from enum import Enum
 
 from executor.cuda.accelerator import Accelerator, Body
 from executor.cuda.retry import with_room
-from executor.memory.device_memory import is_out_of_memory
+from executor.device.device_memory import is_out_of_memory
 from kernels import Progress
 
 _log = logging.getLogger(__name__)

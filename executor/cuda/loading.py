@@ -17,7 +17,7 @@ from executor.cuda.accelerator import Accelerator, accelerator_for
 from executor.cuda.buffers import StepBuffers
 from executor.cuda.rehearsal import NUM_BLOCKS, rehearse
 from executor.cuda.runner import CudaRunner
-from executor.memory.device_memory import CudaMemory, DeviceMemory, fitting
+from executor.device.device_memory import CudaMemory, DeviceMemory, fitting
 from kernels.triton import warm_up
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from executor.cuda.accelerator import Accelerator
-from executor.memory.device_memory import is_out_of_memory
+from executor.device.device_memory import is_out_of_memory
 
 _log = logging.getLogger(__name__)
 

@@ -30,17 +30,19 @@ def resolve_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def resolve_num_threads(num_threads: int | None) -> int:
-    """Returns the configured number, else the cores this process may use, less one if there are three or more.
+def resolve_num_threads(num_threads: int | None, num_ranks: int = 1) -> int:
+    """Returns the threads of one rank: its part of the configured number, else of the cores that are free.
+
+    These are the cores that this process may use, less one if there are three or more.
 
     The spare core is for the scheduler and the clients. With two cores, the step gains more from the second core
     than it loses by sharing it, since a step waits for a preempted thread only if that thread holds work (see
     `kernels.cpu.program`).
     """
-    if num_threads is not None:
-        return num_threads
-    num_cores = len(os.sched_getaffinity(0))
-    return num_cores - 1 if num_cores > _MAX_SHARED_CORES else num_cores
+    if num_threads is None:
+        num_cores = len(os.sched_getaffinity(0))
+        num_threads = num_cores - 1 if num_cores > _MAX_SHARED_CORES else num_cores
+    return max(1, num_threads // num_ranks)
 
 
 def prepare_compute_thread(device: torch.device, num_threads: int) -> None:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,31 +9,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from executor.grammars.grammar_cache import Grammars
+from executor.models.model import Model
 from executor.plans.limits import PlanLimits
 from executor.plans.plan import Ints, Logprobs, Publication, Reports, StepOutput, StepPlan, StepTimings
 from executor.sampling.finite import FiniteCheck, finite_rows
 from executor.sampling.reports import report_candidates, report_prompts, report_tokens, with_overrun
 from executor.sampling.sampler import sample
+from executor.slots.launch import launch_of
 from executor.slots.slots import Slots
-from executor.slots.step_inputs import StepInputs, TokenRows, begin_step, token_rows
-
-
-class Model(Protocol):
-    """Weights and the KV pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]."""
-
-    @property
-    def pool(self) -> Tensor: ...
-
-    def forward(self, step: StepInputs, rows: TokenRows, block_tables: Ints) -> Tensor:
-        """Returns logits[len(step.logit_rows), vocab_size], which the caller may use and change until the next call.
-
-        Writes the KV of all rows. block_tables[max_num_seqs, max_blocks_per_seq] int32 are those of all slots.
-        """
-        ...
-
-    def copy_blocks(self, copies: Ints) -> None:
-        """Copies whole blocks of all layers. copies[n, 2]: (source, destination)."""
-        ...
+from executor.slots.step_inputs import StepInputs, begin_step
 
 
 class ModelRunner:
@@ -62,13 +45,13 @@ class ModelRunner:
         started_ns = time.monotonic_ns()
         self.slots.apply(plan)
         step = begin_step(self.slots, plan.forks)
-        rows = token_rows(step, self.slots)
+        launch = launch_of(step, self.slots)
         prepared_ns = time.monotonic_ns()
         computing()
         self.slots.begin_masks()  # now, because the model computes without the interpreter
         if plan.block_copies.size:
             self.model.copy_blocks(plan.block_copies)
-        logits = self.model.forward(step, rows, self.slots.block_tables) if step.num_rows else None
+        logits = self.model.forward(launch) if step.num_rows else None
         forwarded_ns = time.monotonic_ns()
         token_ids, end_reasons, reports = self._sample(step, logits)
         return StepOutput(

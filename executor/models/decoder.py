@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from executor.checkpoints.model_config import ModelConfig
+from executor.models.communicator import Communicator
 from executor.models.weights import DecoderWeights, LayerWeights
 from kernels import Kernels
 
@@ -41,10 +42,21 @@ class Attend(Protocol):
 
 
 class Decoder:
-    """Weights and rotary tables on one device. It has no state between steps: all state is in the KV pool."""
+    """Weights and rotary tables on one device. It has no state between steps: all state is in the KV pool.
 
-    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, max_model_len: int) -> None:
+    communicator  to the other ranks, if this decoder is the share of one rank; `config` is then that of the share
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        kernels: Kernels,
+        max_model_len: int,
+        communicator: Communicator | None = None,
+    ) -> None:
         self.config = config
+        self.communicator = communicator
         self.weights = weights
         self._kernels = kernels
         self._scale = config.head_dim**-0.5
@@ -59,6 +71,16 @@ class Decoder:
     def device(self) -> torch.device:
         return self.weights.embedding.device
 
+    @property
+    def num_own_logits(self) -> int:
+        """The number of logits that the head of this rank makes for a row."""
+        return self.config.vocab_size if self.communicator is None else len(self.communicator.share.vocab)
+
+    @property
+    def gathers_logits(self) -> bool:
+        """True if this rank receives logits of other ranks."""
+        return self.communicator is not None and self.communicator.share.is_leading
+
     def forward(self, rows: Rows, pool: Tensor, attend: Attend) -> Tensor:
         """Returns logits[L, vocab_size] of the logit rows, and writes the KV of all rows to the pool.
 
@@ -67,8 +89,15 @@ class Decoder:
         return self.logits(self.hidden(rows, pool, attend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits[n, vocab_size] of hidden[n, hidden_size]."""
-        return self.weights.head(hidden) if len(hidden) else hidden.new_empty((0, self.config.vocab_size))
+        """Returns logits[n, vocab_size] of hidden[n, hidden_size]. A rank that does not lead returns its own alone."""
+        if not len(hidden):
+            return hidden.new_empty((0, self.config.vocab_size))
+        own = self.weights.head(hidden)
+        if self.communicator is None:
+            return own
+        logits = own.new_empty((len(own), self.config.vocab_size)) if self.gathers_logits else None
+        self.communicator.gather(own, logits)
+        return own if logits is None else logits
 
     def hidden(self, rows: Rows, pool: Tensor, attend: Attend) -> Tensor:
         """Returns the hidden states that logits are made of, [L, hidden_size]. All else is as in `forward`."""
@@ -83,11 +112,17 @@ class Decoder:
                 if not len(rows.logit_rows):
                     return residual[:0]
                 attended, residual = attended[rows.logit_rows], residual[rows.logit_rows]
-            hidden = kernels.add_rms_norm(layer.output(attended), residual, layer.mlp_norm, eps)
-            hidden = layer.down(kernels.silu_multiply(layer.gate_up(hidden)))
+            hidden = kernels.add_rms_norm(self._sum(layer.output(attended)), residual, layer.mlp_norm, eps)
+            hidden = self._sum(layer.down(kernels.silu_multiply(layer.gate_up(hidden))))
             if index + 1 < len(layers):
                 hidden = kernels.add_rms_norm(hidden, residual, layers[index + 1].input_norm, eps)
         return kernels.add_rms_norm(hidden, residual, self.weights.final_norm, eps)
+
+    def _sum(self, partial: Tensor) -> Tensor:
+        """Returns the sum over all ranks, in the memory of this rank's part."""
+        if self.communicator is not None:
+            self.communicator.sum(partial)
+        return partial
 
     def _attention(
         self, hidden: Tensor, layer: LayerWeights, rows: Rows, kv: Tensor, window: int, attend: Attend

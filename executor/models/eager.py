@@ -13,12 +13,12 @@ from torch import Tensor
 
 from executor.models.decoder import Decoder, Rows
 from executor.plans.plan import Ints
-from executor.slots.step_inputs import StepInputs, TokenRows
+from executor.slots.launch import Launch
 from kernels import Kernels
 
 
 class EagerModel:
-    """Implements `executor.device.runner.Model`.
+    """Implements `executor.models.model.Model`.
 
     pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
     """
@@ -28,16 +28,16 @@ class EagerModel:
         self._kernels = kernels
         self.pool = pool
 
-    def forward(self, step: StepInputs, rows: TokenRows, block_tables: Ints) -> Tensor:
-        """Returns logits[len(step.logit_rows), vocab_size]; on a GPU they are complete when this returns."""
+    def forward(self, launch: Launch) -> Tensor:
+        """Returns logits[len(launch.logit_rows), vocab_size]; on a GPU they are complete when this returns."""
         device = self.pool.device
         own = Rows(
-            token_ids=_tensor(rows.token_ids, device),
-            positions=_tensor(rows.positions, device),
-            slot_mapping=_tensor(rows.slot_mapping, device),
-            logit_rows=_tensor(step.logit_rows, device),
+            token_ids=_tensor(launch.token_ids, device),
+            positions=_tensor(launch.positions, device),
+            slot_mapping=_tensor(launch.slot_mapping, device),
+            logit_rows=_tensor(launch.logit_rows, device),
         )
-        attend = _Attention.of(step, block_tables, self.pool.shape[4], self._kernels, device)
+        attend = _Attention.of(launch, self.pool.shape[4], self._kernels, device)
         logits = self.decoder.forward(own, self.pool, attend)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -64,17 +64,15 @@ class _Attention:
     query_starts: Tensor
 
     @classmethod
-    def of(
-        cls, step: StepInputs, block_tables: Ints, block_size: int, kernels: Kernels, device: torch.device
-    ) -> "_Attention":
-        """Returns the attention of a step. block_tables[max_num_seqs, max_blocks_per_seq] are those of all slots."""
-        num_columns = -(-int(step.context_lens.max()) // block_size)
-        starts = step.query_starts[step.num_decodes :]
+    def of(cls, launch: Launch, block_size: int, kernels: Kernels, device: torch.device) -> "_Attention":
+        """Returns the attention of a step."""
+        num_columns = launch.num_table_columns(block_size)
+        starts = launch.query_starts[launch.num_decodes :]
         return cls(
             kernels=kernels,
-            num_decodes=step.num_decodes,
-            block_tables=_tensor(block_tables[step.slots, :num_columns], device),
-            context_lens=_tensor(step.context_lens, device),
+            num_decodes=launch.num_decodes,
+            block_tables=_tensor(launch.block_tables[launch.slots, :num_columns], device),
+            context_lens=_tensor(launch.context_lens, device),
             query_starts=_tensor(starts - starts[0], device),
         )
 

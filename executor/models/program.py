@@ -9,6 +9,9 @@ The layers are those of `executor.models.decoder`, on buffers that are allocated
 After the last attention only the logit rows matter: one of a prompt, or none. They are copied to other buffers, and the
 rest of that layer is computed for them alone.
 
+A model of several ranks has heads and columns of its own. It pauses behind `output` and `down`, to add the ranks'
+parts of `hidden`, and behind the head, to gather the logits.
+
 The system provides pages only when a step writes them. Nearly all steps make logits of one row per sequence; steps that
 score a prompt make logits of all its rows.
 """
@@ -22,7 +25,7 @@ from torch import Tensor
 from executor.models.decoder import Decoder
 from executor.models.weights import LayerWeights
 from executor.plans.plan import Ints
-from executor.slots.step_inputs import StepInputs, TokenRows
+from executor.slots.launch import Launch
 from kernels import Linear, cpu
 from kernels.cpu.attend import ATTENTION_JOB, attend_kernel, part_numbers
 from kernels.cpu.attention import attention_fields
@@ -49,7 +52,7 @@ _ROWS, _LOGITS = "rows", "logits"
 
 
 class ProgramModel:
-    """Implements `executor.device.runner.Model` on the CPU.
+    """Implements `executor.models.model.Model` on the CPU.
 
     pool[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]
     """
@@ -61,20 +64,20 @@ class ProgramModel:
         self._block_tables: Ints | None = None
         self._program = _build(decoder, pool, self._buffers)
 
-    def forward(self, step: StepInputs, rows: TokenRows, block_tables: Ints) -> Tensor:
-        """Returns logits[len(step.logit_rows), vocab_size], which the next step overwrites."""
-        buffers, num_logits = self._buffers, len(step.logit_rows)
-        max_chunks = -(-int(step.context_lens.max()) // CHUNK)
-        buffers.reserve_parts(len(step.slots), max_chunks)
-        buffers.inputs.take(step, rows)
+    def forward(self, launch: Launch) -> Tensor:
+        """Returns logits[len(launch.logit_rows), vocab_size], which the next step overwrites."""
+        buffers, num_logits, block_tables = self._buffers, len(launch.logit_rows), launch.block_tables
+        max_chunks = launch.num_table_columns(CHUNK)
+        buffers.reserve_parts(len(launch.slots), max_chunks)
+        buffers.take(launch)
         if block_tables is not self._block_tables:
             self._block_tables = block_tables
             tables = {"block_tables": block_tables.ctypes.data, "table_width": block_tables.shape[1]}
             self._program.set(_ROWS, **tables)
         self._program.set(
             _ROWS,
-            num_rows=step.num_rows,
-            num_sequences=len(step.slots),
+            num_rows=launch.num_rows,
+            num_sequences=len(launch.slots),
             max_chunks=max_chunks,
             parts=buffers.parts.data_ptr(),
         )
@@ -100,16 +103,16 @@ class _Inputs:
         self.context_lens = np.zeros(max_num_seqs, np.int32)
         self.logit_rows = np.zeros(max_num_rows, np.int32)
 
-    def take(self, step: StepInputs, rows: TokenRows) -> None:
+    def take(self, launch: Launch) -> None:
         """Copies the inputs of a step."""
-        num_rows, num_sequences = step.num_rows, len(step.slots)
-        self.token_ids[:num_rows] = rows.token_ids
-        self.positions[:num_rows] = rows.positions
-        self.slot_mapping[:num_rows] = rows.slot_mapping
-        self.slots[:num_sequences] = step.slots
-        self.query_starts[: num_sequences + 1] = step.query_starts
-        self.context_lens[:num_sequences] = step.context_lens
-        self.logit_rows[: len(step.logit_rows)] = step.logit_rows
+        num_rows, num_sequences = launch.num_rows, len(launch.slots)
+        self.token_ids[:num_rows] = launch.token_ids
+        self.positions[:num_rows] = launch.positions
+        self.slot_mapping[:num_rows] = launch.slot_mapping
+        self.slots[:num_sequences] = launch.slots
+        self.query_starts[: num_sequences + 1] = launch.query_starts
+        self.context_lens[:num_sequences] = launch.context_lens
+        self.logit_rows[: len(launch.logit_rows)] = launch.logit_rows
 
 
 class _Buffers:
@@ -128,11 +131,18 @@ class _Buffers:
         self.activated = zeros((max_num_rows, config.intermediate_size), dtype)
         self.kept_residual = zeros((max_num_rows, config.hidden_size), dtype)
         self.kept_attended = zeros((max_num_rows, num_heads, head_dim), dtype)
-        self.logits = zeros((max_num_rows, config.vocab_size), dtype)
+        self.own_logits = zeros((max_num_rows, decoder.num_own_logits), dtype)
+        self.logits = zeros((max_num_rows, config.vocab_size), dtype) if decoder.gathers_logits else self.own_logits
+        self.num_rows = {_ROWS: 0, _LOGITS: 0}
         self.inputs = _Inputs(max_num_rows, max_num_seqs)
         self._part_shape = (num_kv_heads, part_numbers(num_heads // num_kv_heads, head_dim))
         self.parts = zeros((0,), torch.float32)
         self.arrivals = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int64)
+
+    def take(self, launch: Launch) -> None:
+        """Copies the inputs of a step, and notes how many rows its jobs compute."""
+        self.inputs.take(launch)
+        self.num_rows = {_ROWS: launch.num_rows, _LOGITS: len(launch.logit_rows)}
 
     def reserve_parts(self, num_sequences: int, max_chunks: int) -> None:
         """Makes room for attention over contexts of several chunks. Grows to twice what is needed, as contexts grow."""
@@ -152,12 +162,15 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
         if index + 1 == config.num_layers:
             build.keep_logit_rows()
         build.linear(build.attended, layer.output, buffers.hidden)
+        build.sum(buffers.hidden)
         build.norm(buffers.hidden, layer.mlp_norm)
         build.linear(buffers.hidden, layer.gate_up, buffers.gate_up)
         build.activate()
         build.linear(buffers.activated, layer.down, buffers.hidden)
+        build.sum(buffers.hidden)
     build.norm(buffers.hidden, weights.final_norm)
-    build.linear(buffers.hidden, weights.head, buffers.logits)
+    build.linear(buffers.hidden, weights.head, buffers.own_logits)
+    build.gather()
     program, inputs = build.program, buffers.inputs
     program.seal()
     program.set(
@@ -217,6 +230,25 @@ class _Builder:
         if not isinstance(layer, PackedLinear):
             raise TypeError("a program multiplies packed weights")
         self.program.add(layer.kernel(self._decoder.dtype), LINEAR_JOB, self._part, **layer.fields(x, out))
+
+    def sum(self, partial: Tensor) -> None:
+        """Replaces each rank's part of a sum by the sum. Does nothing if there is one rank."""
+        communicator, buffers, part = self._decoder.communicator, self._buffers, self._part
+        if communicator is not None:
+            self.program.pause(lambda: communicator.sum(partial[: buffers.num_rows[part]]))
+
+    def gather(self) -> None:
+        """Fills the logits of the leading rank from those of all ranks."""
+        communicator, buffers = self._decoder.communicator, self._buffers
+        if communicator is None:
+            return
+
+        def gather() -> None:
+            num_rows = buffers.num_rows[_LOGITS]
+            logits = buffers.logits[:num_rows] if communicator.share.is_leading else None
+            communicator.gather(buffers.own_logits[:num_rows], logits)
+
+        self.program.pause(gather)
 
     def attend(self, layer: LayerWeights, kv: Tensor, window: int) -> None:
         """Rotates queries and keys in `fused`, stores keys and values, and attends into `attended`."""

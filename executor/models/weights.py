@@ -9,6 +9,7 @@ from torch import Tensor
 
 from executor.checkpoints.checkpoint import TensorSource
 from executor.checkpoints.model_config import ModelConfig
+from executor.checkpoints.shares import Share, Span, share_of
 from executor.errors import CheckpointError
 from kernels import Kernels, Linear
 
@@ -44,12 +45,21 @@ class DecoderWeights:
     head: Linear
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
     def num_bytes(self) -> int:
-        """Returns the memory that the weights take. Norms are too small to count."""
-        linears = [self.head]
+        """Returns the memory that the weights take. A head that is a part of the embedding takes none."""
+        embedding = self.embedding.untyped_storage()
+        head = getattr(self.head, "weight", None)  # of a layer that keeps the tensor as it is
+        is_part = isinstance(head, Tensor) and head.untyped_storage().data_ptr() == embedding.data_ptr()
+        num_bytes = self.embedding.nbytes + self.final_norm.nbytes + (0 if is_part else self.head.num_bytes)
         for layer in self.layers:
-            linears += [layer.qkv, layer.output, layer.gate_up, layer.down]
-        return self.embedding.nbytes + sum(linear.num_bytes for linear in linears)
+            norms = (layer.input_norm, layer.mlp_norm, layer.query_norm, layer.key_norm)
+            num_bytes += sum(norm.nbytes for norm in norms if norm is not None)
+            num_bytes += sum(each.num_bytes for each in (layer.qkv, layer.output, layer.gate_up, layer.down))
+        return num_bytes
 
 
 def load_weights(
@@ -59,22 +69,30 @@ def load_weights(
     device: torch.device,
     kernels: Kernels,
     progress: Progress | None = None,
+    share: Share | None = None,
 ) -> DecoderWeights:
-    """Loads all weights. Raises CheckpointError for a missing, misshapen or unknown tensor before it reads any."""
+    """Loads all weights, or those of a share. `config` is that of the whole model.
+
+    Raises CheckpointError for a missing, misshapen or unknown tensor before it reads any.
+    """
     ignored = _DERIVED_OR_TIED if config.tie_word_embeddings else _DERIVED
     checkpoint.check_shapes(expected_shapes(config), ignored)
-    reader = _Reader(checkpoint, dtype, device, kernels)
+    reader = _Reader(checkpoint, dtype, device, kernels, share or share_of(config, rank=0, size=1))
     layers = []
     for index in range(config.num_layers):
         layers.append(_load_layer(reader, config, f"model.layers.{index}."))
         if progress is not None:
             progress(index + 1, config.num_layers)
     embedding = reader.tensor("model.embed_tokens.weight")
+    own = reader.share.vocab
+    is_tied = config.tie_word_embeddings
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(layers),
         final_norm=reader.tensor("model.norm.weight"),
-        head=kernels.pack_linear([embedding if config.tie_word_embeddings else reader.tensor("lm_head.weight")]),
+        head=kernels.pack_linear(
+            [embedding[own.start : own.stop] if is_tied else reader.tensor("lm_head.weight", rows=own)]
+        ),
     )
 
 
@@ -124,32 +142,45 @@ class _Reader:
     dtype: torch.dtype
     device: torch.device
     kernels: Kernels
+    share: Share
 
-    def tensor(self, name: str) -> Tensor:
-        """Returns a tensor of finite numbers. Raises CheckpointError if some are not, or overflow in the dtype."""
-        tensor = self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
+    def tensor(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        """Returns a tensor of finite numbers, or these rows or columns of it.
+
+        Raises CheckpointError if some are not finite, or overflow in the dtype.
+        """
+        whole = rows is None and columns is None
+        stored = self.checkpoint.tensor(name) if whole else self.checkpoint.part(name, rows, columns)
+        tensor = stored.to(device=self.device, dtype=self.dtype)
         least, most = torch.aminmax(tensor)  # one pass without temporaries; NaN propagates
         if not (torch.isfinite(least) and torch.isfinite(most)):
             count = int((~torch.isfinite(tensor)).sum())
             raise CheckpointError(f"{name}: {count} of {tensor.numel()} numbers are not finite in {self.dtype}")
         return tensor
 
-    def linear(self, prefix: str, names: tuple[str, ...], has_bias: bool) -> Linear:
-        """Returns one linear layer, or several stacked into one."""
-        weights = [self.tensor(f"{prefix}{name}.weight") for name in names]
-        biases = [self.tensor(f"{prefix}{name}.bias") for name in names] if has_bias else None
+    def by_rows(self, prefix: str, rows: dict[str, Span], has_bias: bool) -> Linear:
+        """Returns these outputs of several linear layers with one input, stacked into one layer."""
+        weights = [self.tensor(f"{prefix}{name}.weight", rows=own) for name, own in rows.items()]
+        biases = [self.tensor(f"{prefix}{name}.bias", rows=own) for name, own in rows.items()] if has_bias else None
         return self.kernels.pack_linear(weights, biases)
+
+    def by_columns(self, name: str, columns: Span, has_bias: bool) -> Linear:
+        """Returns a linear layer over these inputs, whose output is this share's part of a sum over all shares."""
+        weight = self.tensor(f"{name}.weight", columns=columns)
+        adds_bias = has_bias and self.share.is_leading
+        return self.kernels.pack_linear([weight], [self.tensor(f"{name}.bias")] if adds_bias else None)
 
 
 def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeights:
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    attention, mlp, share = prefix + "self_attn.", prefix + "mlp.", reader.share
+    queries, kv = share.heads.times(config.head_dim), share.kv_heads.times(config.head_dim)
     return LayerWeights(
         input_norm=reader.tensor(prefix + "input_layernorm.weight"),
-        qkv=reader.linear(attention, ("q_proj", "k_proj", "v_proj"), config.qkv_bias),
+        qkv=reader.by_rows(attention, {"q_proj": queries, "k_proj": kv, "v_proj": kv}, config.qkv_bias),
         query_norm=reader.tensor(attention + "q_norm.weight") if config.qk_norm else None,
         key_norm=reader.tensor(attention + "k_norm.weight") if config.qk_norm else None,
-        output=reader.linear(attention, ("o_proj",), config.output_bias),
+        output=reader.by_columns(attention + "o_proj", queries, config.output_bias),
         mlp_norm=reader.tensor(prefix + "post_attention_layernorm.weight"),
-        gate_up=reader.linear(mlp, ("gate_proj", "up_proj"), config.mlp_bias),
-        down=reader.linear(mlp, ("down_proj",), config.mlp_bias),
+        gate_up=reader.by_rows(mlp, dict.fromkeys(("gate_proj", "up_proj"), share.intermediate), config.mlp_bias),
+        down=reader.by_columns(mlp + "down_proj", share.intermediate, config.mlp_bias),
     )

@@ -81,18 +81,6 @@ class StepInputs:
         return positions
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRows:
-    """The tokens of a step's rows, for a model whose tokens are all known to the host.
-
-    token_ids[T], positions[T] int32; slot_mapping[T] int64, where the row's KV goes: block * block_size + offset.
-    """
-
-    token_ids: Ints
-    positions: Ints
-    slot_mapping: NDArray[np.int64]
-
-
 def begin_step(slots: Slots, forks: tuple[Fork, ...]) -> StepInputs:
     """Returns the step of slots to which its plan was applied, and moves the slots past it.
 
@@ -134,17 +122,6 @@ def begin_step(slots: Slots, forks: tuple[Fork, ...]) -> StepInputs:
         beams=beams,
         has_forks=bool(forks),
         is_synchronous=is_synchronous,
-    )
-
-
-def token_rows(step: StepInputs, slots: Slots) -> TokenRows:
-    """Returns the tokens that a step computes. Call it before the sampled tokens are appended."""
-    row_slots, positions, block_size = step.row_slots, step.positions, slots.limits.block_size
-    blocks = slots.block_tables[row_slots, positions // block_size].astype(np.int64)
-    return TokenRows(
-        token_ids=slots.token_ids[row_slots, positions],
-        positions=positions,
-        slot_mapping=blocks * block_size + positions % block_size,
     )
 
 

@@ -62,7 +62,9 @@ class CallMessageChunks:
     def encode(self, prompt: int, message: pb.GenerateResponse) -> str:
         match message.WhichOneof("event"):
             case "delta":
-                return self._encode_events(self._reader.feed(self._answer.text_of(message.delta)))
+                return self._encode_events(
+                    self._reader.feed(self._answer.text_of(message.delta), len(message.delta.token_ids))
+                )
             case "finished":
                 events = self._encode_events(self._reader.end())
                 self._answer.finished(message.finished, has_calls=self._reader.has_calls)

@@ -1,5 +1,6 @@
 """The answer of a chat completion whose text can have calls of tools or channels, streamed or in one piece."""
 
+from collections import defaultdict
 from typing import Any
 
 from gateway.api.chat_answer import ChatChunks, ChatCollector, Choice, to_json
@@ -24,13 +25,16 @@ class CallChunks(ChatChunks):
         if message.HasField("delta"):
             delta = message.delta
             self._usage.generated(len(delta.token_ids))
-            events = self._reader(delta.index).feed(delta.text)
+            reader = self._reader(delta.index)
+            events = reader.feed(delta.text, len(delta.token_ids))
+            self._usage.num_reasoning_tokens[delta.index] = reader.num_reasoning_tokens
             logprobs = chat_logprobs(delta.logprobs) if self._has_logprobs else []
             return self._begun_choice(delta.index) + self._encode_events(delta.index, events, logprobs)
         if message.HasField("finished"):
             finished = message.finished
             reader = self._reader(finished.index)
             rest = self._encode_events(finished.index, reader.end(), [])
+            self._usage.num_reasoning_tokens[finished.index] = reader.num_reasoning_tokens
             reason = _reason(finished, reader)
             return self._begun_choice(finished.index) + rest + self._chunk(finished.index, {}, reason)
         return super().encode(prompt, message)
@@ -72,11 +76,25 @@ class CallCollector(ChatCollector):
     def __init__(self, head: Head, tools: ToolReading, *, has_logprobs: bool) -> None:
         super().__init__(head, has_logprobs=has_logprobs)
         self._tools = tools
+        self._readers = defaultdict[int, ChoiceReader](tools.reader)
+        self._events = defaultdict[int, list[Event]](list)
+
+    def add(self, prompt: int, message: pb.GenerateResponse) -> None:
+        super().add(prompt, message)
+        if message.HasField("delta"):
+            delta = message.delta
+            self._read(delta.index, self._readers[delta.index].feed(delta.text, len(delta.token_ids)))
+        elif message.HasField("finished"):
+            index = message.finished.index
+            self._read(index, self._readers[index].end())
+
+    def _read(self, index: int, events: list[Event]) -> None:
+        self._events[index] += events
+        self._usage.num_reasoning_tokens[index] = self._readers[index].num_reasoning_tokens
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        reader = self._tools.reader()
         content, thoughts, calls = "", "", list[dict[str, Any]]()
-        for event in reader.whole("".join(choice.texts)):
+        for event in self._events[index]:
             match event:
                 case CallStarted(call, name):
                     call_id = self._tools.call_id("call_", index, call)

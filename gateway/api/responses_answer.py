@@ -24,7 +24,7 @@ class Settings:
 
 
 class Answer:
-    """The state of one response."""
+    """The state of one response. num_reasoning_tokens: the output tokens of thoughts."""
 
     def __init__(self, head: Head, settings: Settings) -> None:
         self.head = head
@@ -33,6 +33,7 @@ class Answer:
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
         self._num_input_tokens = self._num_cached_tokens = self._num_output_tokens = 0
+        self.num_reasoning_tokens = 0
         self._is_cut_off = False
         self._completed_at: int | None = None
 
@@ -98,7 +99,7 @@ class Answer:
             "input_tokens": self._num_input_tokens,
             "input_tokens_details": {"cached_tokens": self._num_cached_tokens},
             "output_tokens": self._num_output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
             "total_tokens": self._num_input_tokens + self._num_output_tokens,
         }
 

@@ -70,11 +70,13 @@ class CallResponseChunks:
         match message.WhichOneof("event"):
             case "delta":
                 logprobs = self._answer.add(message.delta)
-                return self._encode_events(self._reader.feed(message.delta.text), logprobs)
+                events = self._reader.feed(message.delta.text, len(message.delta.token_ids))
+                return self._encode_events(events, logprobs)
             case "finished":
-                events = self._encode_events(self._reader.end(), [])
+                shown = self._encode_events(self._reader.end(), [])
+                self._answer.num_reasoning_tokens = self._reader.num_reasoning_tokens
                 self._answer.finished(message.finished)
-                return events
+                return shown
             case "started":
                 self._answer.started(message.started)
                 response = self._answer.response("in_progress")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import sha256
 
-from gateway.tools.events import CallStarted, Event, Markup
+from gateway.tools.events import CallStarted, Event, Markup, Reasoning
 from gateway.tools.formats import ToolFormat
 from gateway.tools.reader import Reader
 from gateway.tools.thoughts import ThoughtReader, ThoughtTags
@@ -66,23 +66,30 @@ class ToolReading:
 class ChoiceReader:
     """Reads one choice. Returned events have no markup.
 
-    has_calls  a call has begun
+    has_calls             a call has begun
+    num_reasoning_tokens  tokens of thoughts. Tokens of a text that is held, or is markup, count with the text after it,
+                          and tokens of one piece of text count with its beginning.
     """
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
+        self._num_held_tokens = 0
         self.has_calls = False
+        self.num_reasoning_tokens = 0
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str, num_tokens: int) -> list[Event]:
+        """Returns the events of the next piece of text, which has `num_tokens` tokens."""
+        self._num_held_tokens += num_tokens
         return self._shown(self._reader.feed(text))
 
     def end(self) -> list[Event]:
         return self._shown(self._reader.end())
 
-    def whole(self, text: str) -> list[Event]:
-        """Returns the events of a text that is complete. Neighbours of one kind can occur."""
-        return [*self.feed(text), *self.end()]
-
     def _shown(self, events: list[Event]) -> list[Event]:
-        self.has_calls = self.has_calls or any(isinstance(event, CallStarted) for event in events)
-        return [event for event in events if not isinstance(event, Markup)]
+        shown: list[Event] = [event for event in events if not isinstance(event, Markup)]
+        if shown:
+            self.has_calls = self.has_calls or any(isinstance(event, CallStarted) for event in shown)
+            if isinstance(shown[0], Reasoning):
+                self.num_reasoning_tokens += self._num_held_tokens
+            self._num_held_tokens = 0
+        return shown

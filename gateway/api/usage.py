@@ -13,12 +13,16 @@ FINISH_REASONS = {
 
 
 class UsageCounter:
-    """Counts the tokens of an answer while it arrives."""
+    """Counts the tokens of an answer while it arrives.
+
+    num_reasoning_tokens  those of thoughts, by choice; stays empty if the answer is not searched for thoughts
+    """
 
     def __init__(self) -> None:
         self._prompt_tokens = 0
         self._cached_tokens = 0
         self._completion_tokens = 0
+        self.num_reasoning_tokens: dict[int, int] = {}
 
     def started(self, started: pb.Started) -> None:
         self._prompt_tokens += started.prompt_tokens
@@ -28,9 +32,12 @@ class UsageCounter:
         self._completion_tokens += num_tokens
 
     def as_json(self) -> dict[str, Any]:
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
         }
+        if self.num_reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(self.num_reasoning_tokens.values())}
+        return usage

@@ -111,7 +111,7 @@ class GenerationHandler:
             for i, each in enumerate(parsed.requests):
                 if not each.request_id:
                     each.request_id = head.id if len(parsed.requests) == 1 else f"{head.id}-{i}"
-                streams.append(self._schedulers.open(each, caller))
+                streams.append(await self._schedulers.open(each, caller))
             if parsed.is_streamed:
                 return await self._stream(request, parsed, head, echoes, streams, began_s)
             collector = parsed.collector(head, echoes)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gateway.schedulers.schedulers import Schedulers
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
 
 
 class GatewayMetrics:
@@ -69,6 +69,7 @@ class _SchedulerFamilies(Collector):
             streams.add_metric((scheduler.address,), scheduler.call.num_streams)
         yield ready
         yield streams
+        yield from self._routing()
         yield CounterMetricFamily(
             "quire_gateway_resumptions",
             "Streams that were continued after a break, and requests that were sent again.",
@@ -79,3 +80,52 @@ class _SchedulerFamilies(Collector):
             "Requests that went to another scheduler because one has refused them; each further one counts.",
             value=self._schedulers.num_second_tries,
         )
+
+    def _routing(self) -> Iterator[Metric]:
+        """Yields what tells how requests find their schedulers."""
+        choices = CounterMetricFamily(
+            "quire_gateway_choices",
+            "Requests sent to a scheduler, by what has decided it: the policy, a refusal by another one, or a break.",
+            labels=("scheduler", "reason"),
+        )
+        for (scheduler, reason), number in sorted(self._schedulers.chosen.items()):
+            choices.add_metric((scheduler, reason), number)
+        watched = GaugeMetricFamily(
+            "quire_gateway_scheduler_watched",
+            "1 if the scheduler reports its load and its cached prompts to this gateway, otherwise 0.",
+            labels=("scheduler",),
+        )
+        blocks = GaugeMetricFamily(
+            "quire_gateway_known_blocks",
+            "Cached blocks of prompts that the scheduler has reported.",
+            labels=("scheduler",),
+        )
+        events = CounterMetricFamily(
+            "quire_gateway_prefix_events", "Blocks reported as cached or as forgotten.", labels=("scheduler",)
+        )
+        resyncs = CounterMetricFamily(
+            "quire_gateway_prefix_resyncs",
+            "Times that the scheduler had to report all its cached blocks again.",
+            labels=("scheduler",),
+        )
+        for each in self._schedulers.all if len(self._schedulers.all) > 1 else ():
+            label = (each.address,)
+            watched.add_metric(label, float(each.watch.is_live))
+            blocks.add_metric(label, each.num_known_blocks)
+            events.add_metric(label, each.watch.num_events)
+            resyncs.add_metric(label, each.watch.num_resyncs)
+        yield GaugeMetricFamily(
+            "quire_gateway_waiting_requests",
+            "Requests that wait because the queues of all schedulers are full.",
+            value=len(self._schedulers.waiting),
+        )
+        yield CounterMetricFamily(
+            "quire_gateway_waited_requests",
+            "Requests that had to wait because the queues of all schedulers were full.",
+            value=self._schedulers.waiting.num_waited,
+        )
+        yield choices
+        yield watched
+        yield blocks
+        yield events
+        yield resyncs

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from gateway.routing.fair_line import Tenant
+from gateway.routing.load import ReplicaLoad
 from gateway.schedulers.shared_call import SharedCall
+from gateway.schedulers.watch import ReplicaWatch
 from quire.errors import PermissionDeniedError, QuireError, UnauthenticatedError, UnavailableError
 from quire.status import from_rpc_error
 from quire.v1 import generation_pb2 as pb
+from quire.v1 import replica_pb2
 from quire.v1.generation_pb2_grpc import GenerationStub
+from quire.v1.replica_pb2_grpc import ReplicaStub
 from quire.v1.tokenization_pb2_grpc import TokenizationStub
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gateway.routing.replicas import Replicas
     from quire.channel import Connection
 
 log = logging.getLogger(__name__)
@@ -25,6 +34,11 @@ log = logging.getLogger(__name__)
 POLL_INTERVAL_S = 1.0
 POLL_TIMEOUT_S = 3.0
 UNARY_TIMEOUT_S = 30.0
+MOVE_AFTER_S = 1.0
+"""Streams wait for this long for a new executor, and then continue at another scheduler, which computes them again."""
+
+ROUTER = "quire-router"
+"""The metadata that names this gateway, so that a scheduler can tell it which of its requests a report contains."""
 
 
 class Scheduler:
@@ -32,10 +46,21 @@ class Scheduler:
 
     info      its last answer; None if it never answered
     is_ready  it serves: it is not draining, and has an executor
+
+    watch     what it reports to routers
+
+    replicas   where this gateway keeps what it knows of all schedulers
+    router_id  names this gateway to schedulers
+    on_ready   called when `is_ready` has changed
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(
+        self, connection: Connection, replicas: Replicas, router_id: str, on_ready: Callable[[], None]
+    ) -> None:
         """Raises TlsError."""
+        self._replicas = replicas
+        self._router_id = router_id
+        self._on_ready = on_ready
         self.address = connection.address
         self._channel = connection.channel(grpc.aio)
         key = connection.api_key
@@ -44,23 +69,41 @@ class Scheduler:
         self._tokenization = TokenizationStub(self._channel)
         self._get_info: Any = generation.GetServerInfo
         self._health = health_pb2_grpc.HealthStub(self._channel)
-        self.call = SharedCall(generation.GenerateMany, self._metadata, self._broke)
+        replica = ReplicaStub(self._channel)
+        self._identify: Any = replica.Identify
+        arguments = {"metadata": self._metadata}
+        state = replicas.add(self.address)
+        self.watch = ReplicaWatch(state, replica.Watch, arguments, replicas, self._heard_load)
+        self.call = SharedCall(generation.GenerateMany, (*self._metadata, (ROUTER, router_id)), self._broke)
         self.info: pb.GetServerInfoResponse | None = None
         self.is_ready = False
-        self._num_foreign = 0
-        self._polling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._moving: asyncio.TimerHandle | None = None  # while it has no executor
 
     @property
-    def load(self) -> int:
-        """The number of streams of this gateway, and of the requests of others when they were last counted."""
-        return self.call.num_streams + self._num_foreign
+    def num_known_blocks(self) -> int:
+        """The number of its cached blocks that it has reported."""
+        return len(self._replicas[self.address].view)
 
-    def start(self) -> None:
-        self._polling = asyncio.create_task(self._poll_forever(), name=f"poll {self.address}")
+    def start(self, *, watches: bool) -> None:
+        """Begins to ask for the state. `watches`: and to follow the reports for routers."""
+        self._tasks.append(asyncio.create_task(self._poll_forever(), name=f"poll {self.address}"))
+        if watches:
+            following = self.watch.follow(self._router_id)
+            self._tasks.append(asyncio.create_task(following, name=f"watch {self.address}"))
+
+    def leave(self) -> None:
+        """Asks for nothing any more, so that it is not ready again before `start`. Open streams continue."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        if self._moving is not None:
+            self._moving.cancel()
+            self._moving = None
+        self._set_ready(False, "it has left")
 
     async def close(self) -> None:
-        if self._polling is not None:
-            self._polling.cancel()
+        self.leave()
         await self.call.close()
         await self._channel.close()
 
@@ -69,6 +112,16 @@ class Scheduler:
         info: pb.GetServerInfoResponse = await self._unary(self._get_info, pb.GetServerInfoRequest(), authorization)
         self._heard(info)
         return info
+
+    async def tenant_of(self, authorization: str) -> Tenant:
+        """Asks for the tenant of a client. Raises QuireError, also if this gateway's key does not allow the call."""
+        request = replica_pb2.IdentifyRequest(authorization=authorization)
+        try:
+            answer = await self._identify(request, **self._arguments(POLL_TIMEOUT_S))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        weight = answer.weight if 0 < answer.weight < inf else 1.0
+        return Tenant(answer.tenant, weight, answer.priority)
 
     async def tokenization(self, method: str, request: Any, authorization: str) -> Any:
         """Calls a method of quire.v1.Tokenization on behalf of a client. Raises QuireError."""
@@ -106,9 +159,33 @@ class Scheduler:
 
     def _heard(self, info: pb.GetServerInfoResponse) -> None:
         self.info = info
-        self._num_foreign = max(0, info.num_waiting + info.num_running - self.call.num_streams)
-        state = pb.ServerState.Name(info.state)
-        self._set_ready(info.state == pb.SERVER_STATE_SERVING, state)
+        if not self.watch.is_live:
+            # Without reports, the streams of this gateway count until they end, and those of others as they were last.
+            num_foreign = max(0, info.num_waiting + info.num_running - self.call.num_streams)
+            self._replicas.report(self.address, ReplicaLoad(num_running=num_foreign), 0)
+        self._set_ready(info.state == pb.SERVER_STATE_SERVING, _name(info.state))
+
+    def _heard_load(self, load: replica_pb2.ReplicaLoad) -> None:
+        self._set_ready(load.state == pb.SERVER_STATE_SERVING, _name(load.state))
+        is_waiting = load.state == pb.SERVER_STATE_WAITING_FOR_EXECUTOR
+        if self._moving is not None and not (is_waiting or load.moves_streams):
+            self._moving.cancel()
+            self._moving = None
+        if load.moves_streams:
+            self._move_streams()
+        elif is_waiting and self._moving is None:
+            self._move_later()
+
+    def _move_later(self) -> None:
+        if self._moving is not None:
+            self._moving.cancel()
+        self._moving = asyncio.get_running_loop().call_later(MOVE_AFTER_S, self._move_streams)
+
+    def _move_streams(self) -> None:
+        """Has the streams continue at other schedulers. If none of them is ready, tries again later."""
+        self._move_later()
+        if any(name != self.address for name in self._replicas.ready()) and (number := self.call.move()):
+            log.info("%d streams of scheduler %s move to others", number, self.address)
 
     def _broke(self, error: QuireError) -> None:
         """Called when the call has ended. The next poll says whether the scheduler can be reached again."""
@@ -118,4 +195,11 @@ class Scheduler:
     def _set_ready(self, is_ready: bool, why: str) -> None:
         if is_ready != self.is_ready:
             self.is_ready = is_ready
+            self._replicas.set_ready(self.address, is_ready)
             log.info("scheduler %s is %s", self.address, "ready" if is_ready else f"not ready: {why}")
+            self._on_ready()
+
+
+def _name(state: pb.ServerState.ValueType) -> str:
+    """Returns the name of a state, which may be one of a later version."""
+    return pb.ServerState.Name(state) if state in pb.ServerState.values() else f"state {state}"

@@ -35,8 +35,16 @@ streams."""
 _STATUS_CODES = {code.value[0]: code for code in grpc.StatusCode}
 
 
+class StreamMoved(UnavailableError):
+    """The stream was left at its scheduler, and has to be continued at another one."""
+
+
 class Receiver(Protocol):
     """The receiving side of one stream. The methods are called on the event loop, and must return soon."""
+
+    @property
+    def can_move(self) -> bool:
+        """True if the stream can be continued at another scheduler."""
 
     def received(self, response: pb.GenerateResponse) -> None:
         """Called for each message of the stream."""
@@ -98,6 +106,14 @@ class SharedCall:
         """Ends a stream that has not ended. Its receiver is not called any more."""
         if self._receivers.pop(stream_id, None) is not None:
             self._send(pb.GenerateManyRequest(stream_id=stream_id, cancel=pb.CancelStream()))
+
+    def move(self) -> int:
+        """Leaves all streams that can be continued elsewhere, and returns their number."""
+        moved = {number: receiver for number, receiver in self._receivers.items() if receiver.can_move}
+        for number, receiver in moved.items():
+            self.cancel(number)
+            receiver.ended(StreamMoved("the stream moves to another scheduler"))
+        return len(moved)
 
     async def close(self) -> None:
         """Ends the call, and with it all streams."""

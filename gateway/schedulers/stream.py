@@ -8,22 +8,23 @@ limit of its tenant are final, and so is every refusal after the first message.
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from quire.errors import QueueFullError, UnavailableError
+from gateway.schedulers.shared_call import StreamMoved
+from quire.errors import QueueFullError, QuireError, UnavailableError
 from quire.status import is_lost_connection
 from quire.tries import ServerContact, Tries
 from quire.v1 import generation_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from gateway.schedulers.shared_call import Receiver
-    from quire.errors import QuireError
 
 MAX_UNREAD = 32
 """The scheduler is asked to pause a stream when this many of its messages wait for a slow reader."""
+
+_MAX_TIMEOUT_MS = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,18 @@ class Caller:
     authorization  its `Authorization` header; empty if it has sent none
     address        its network address, for logs
     traceparent, tracestate   headers of W3C Trace Context
+    deadline_s     time of time.monotonic() at which its requests end; None: never
     """
 
     authorization: str = ""
     address: str = ""
     traceparent: str = ""
     tracestate: str = ""
+    deadline_s: float | None = None
+
+    def timeout_s(self) -> float | None:
+        """Returns the time that is left; None: there is no deadline."""
+        return None if self.deadline_s is None else max(0.0, self.deadline_s - time.monotonic())
 
 
 class Line(Protocol):
@@ -50,29 +57,52 @@ class Line(Protocol):
     def cancel(self, stream_id: int) -> None: ...
 
 
-class Lines(Protocol):
-    """Chooses the scheduler of a stream, again after each break, and another one after a refusal."""
+class Place(Protocol):
+    """A scheduler, with its call."""
 
-    def choose(self, request: pb.GenerateRequest) -> Line: ...
-    def other(self, request: pb.GenerateRequest, refused: Collection[Line]) -> Line | None: ...
+    @property
+    def call(self) -> Line: ...
+
+
+class Way(Protocol):
+    """Chooses the schedulers of one request."""
+
+    def first(self) -> Place:
+        """Returns the scheduler for a try, the first one or one after a pause."""
+
+    def next(self, *, has_moved: bool = False) -> Place | None:
+        """Returns another scheduler after a refusal or a move; None if there is none that is ready."""
+
+    def left(self, *, frees_room: bool = False) -> None:
+        """Called when the stream at the last scheduler has ended. `frees_room`: it was not refused."""
+
+    @property
+    def can_wait(self) -> bool:
+        """True if the request may wait while all schedulers are full."""
+
+    async def wait(self, refusal: QueueFullError | None = None) -> None:
+        """Waits until the request is to be tried again. Raises QueueFullError and DeadlineExceededError."""
+
+    def received(self, num_tokens: int) -> None:
+        """Called for each message, with the number of tokens that it brings."""
 
 
 class GenerationStream:
     """Sends the request at once. `next` returns the messages; `close` cancels the request unless it has ended."""
 
-    def __init__(self, lines: Lines, request: pb.GenerateRequest, caller: Caller, contact: ServerContact) -> None:
-        self._lines = lines
+    def __init__(self, way: Way, request: pb.GenerateRequest, caller: Caller, contact: ServerContact) -> None:
+        self._way = way
         self._request = request
         self._caller = caller
-        self._tries = Tries(request, {"timeout": None, "wait_for_ready": False}, contact)
+        self._tries = Tries(request, {"timeout": caller.timeout_s(), "wait_for_ready": False}, contact)
         self._unread: list[pb.GenerateResponse] = []
         self._reading: asyncio.Future[None] | None = None
         self._is_paused = False
         self._is_open = False
         self._error: QuireError | None = None
         self._has_begun = False  # a message has arrived
-        self._refusals: list[tuple[Line, QuireError]] = []  # since the last pause
-        self._begin(lines.choose(request))
+        self._refusals: list[QuireError] = []  # since the last pause
+        self._begin(way.first())
 
     async def next(self) -> list[pb.GenerateResponse] | None:
         """Returns the messages that have arrived, at least one; None after the last one. Raises a QuireError."""
@@ -90,21 +120,33 @@ class GenerationStream:
                 await self._reading
             elif self._error is None:
                 return None
-            elif (line := self._other_line(self._error)) is not None:
-                self._begin(line)
+            elif isinstance(self._error, StreamMoved):
+                self._begin(self._way.next(has_moved=True) or self._way.first())
+            elif (place := self._other_place(self._error)) is not None:
+                self._begin(place)
+            elif isinstance(full := self._final_error(self._error), QueueFullError) and self._may_wait(full):
+                await self._way.wait(full)
+                self._refusals.clear()
+                self._begin(self._way.first())
             else:
                 await asyncio.sleep(self._tries.pause_s(self._final_error(self._error)))
                 self._refusals.clear()
-                self._begin(self._lines.choose(self._request))
+                self._begin(self._way.first())
+
+    @property
+    def can_move(self) -> bool:
+        return self._tries.can_continue
 
     def close(self) -> None:
         """Cancels the request unless it has ended. May be called more than once."""
         if self._is_open:
             self._is_open = False
+            self._way.left(frees_room=True)
             self._line.cancel(self._stream_id)
 
     def received(self, response: pb.GenerateResponse) -> None:
         self._has_begun = True
+        self._way.received(len(response.delta.token_ids))
         self._unread.append(response)
         if len(self._unread) >= MAX_UNREAD and not self._is_paused:
             self._is_paused = True
@@ -113,6 +155,7 @@ class GenerationStream:
 
     def ended(self, error: QuireError | None) -> None:
         self._is_open = self._is_paused = False
+        self._way.left(frees_room=self._has_begun)
         self._error = error
         self._wake()
 
@@ -120,30 +163,40 @@ class GenerationStream:
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
 
-    def _other_line(self, error: QuireError) -> Line | None:
+    def _other_place(self, error: QuireError) -> Place | None:
         """Returns the next scheduler for a request that was refused; None if it is not to be sent to another one."""
         if self._has_begun or not _is_of_scheduler(error):
             return None
-        self._refusals.append((self._line, error))
-        return self._lines.other(self._request, [line for line, _ in self._refusals])
+        self._refusals.append(error)
+        return self._way.next()
+
+    def _may_wait(self, error: QueueFullError) -> bool:
+        """Returns whether a request that all schedulers have refused waits for room."""
+        return self._way.can_wait and not self._has_begun and not error.is_of_tenant
 
     def _final_error(self, error: QuireError) -> QuireError:
         """Returns the error for the client: of several refusals that of the queue that has room first."""
-        full = [each for _, each in self._refusals if isinstance(each, QueueFullError)]
+        full = [each for each in self._refusals if isinstance(each, QueueFullError)]
         return min(full, key=lambda each: each.retry_after_s) if full and _is_of_scheduler(error) else error
 
-    def _begin(self, line: Line) -> None:
+    def _begin(self, place: Place) -> None:
         request, _ = self._tries.next_call()
         caller = self._caller
+        timeout_s = caller.timeout_s()
         opening = pb.OpenStream(
             request=request,
             authorization=caller.authorization,
             client=caller.address,
             traceparent=caller.traceparent,
             tracestate=caller.tracestate,
+            timeout_ms=None if timeout_s is None else min(int(timeout_s * 1e3), _MAX_TIMEOUT_MS),
         )
-        self._line = line
-        self._stream_id = self._line.open(opening, self)
+        self._line = place.call
+        try:
+            self._stream_id = self._line.open(opening, self)
+        except QuireError:
+            self._way.left()
+            raise
         self._is_open = True
         self._error = None
 

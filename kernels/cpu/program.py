@@ -22,6 +22,8 @@ from kernels.cpu.native import LINE_BYTES, array, call_kernel, call_usleep, coun
 from kernels.cpu.team import Job, Kernel, job_dtype, sleep_function
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from numpy.typing import NDArray
 
 # presence: for each entry, the number of threads that have entered and the number that have left, on its own cache
@@ -71,6 +73,7 @@ class Program:
         self._columns: dict[tuple[str, str], list[NDArray[Any]]] = {}
         self._entries = np.empty((0, 2), np.int64)
         self._presence = np.empty(0, np.int64)
+        self._pauses: list[tuple[int, Callable[[], None]]] = []
         self._job = Job(_PROGRAM)
 
     def add(self, kernel: Kernel, dtype: np.dtype[np.void], part: str, **fields: float) -> None:
@@ -79,6 +82,10 @@ class Program:
         The caller keeps the memory alive that the fields point to.
         """
         self._added.append((kernel, (dtype, part), fields))
+
+    def pause(self, action: Callable[[], None]) -> None:
+        """Appends an action of the calling thread, between the jobs that were added before and those added later."""
+        self._pauses.append((len(self._added), action))
 
     def seal(self) -> None:
         """Lays out the records, each on its own cache lines."""
@@ -109,10 +116,21 @@ class Program:
         for records in self._records.values():
             records["ticket"] = 0
         self._presence[:] = 0
+        first = 0
+        for stop, action in self._pauses:
+            self._run(first, stop)
+            action()
+            first = stop
+        self._run(first, len(self._entries))
+
+    def _run(self, first: int, stop: int) -> None:
+        """Runs the jobs from first to stop, without stop."""
+        if first == stop:
+            return
         job = self._job.fill(
-            entries=self._entries.ctypes.data,
-            num_entries=len(self._entries),
-            presence=self._presence.ctypes.data,
+            entries=self._entries.ctypes.data + first * self._entries.strides[0],
+            num_entries=stop - first,
+            presence=self._presence.ctypes.data + first * LINE_BYTES,
             sleep=sleep_function(),
         )
         program_kernel().run_in_team(job)

@@ -99,7 +99,7 @@ def _legend(glyphs: Sequence[str], group: int) -> Text:
 def block_tables(block_map: BlockMap, colours: RequestColours, max_rows: int = 16) -> Table:
     """Returns the running sequences by slot, with their block tables; `*3` marks a block that three tables name."""
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for heading in ("slot", "prompt", "tokens", "computed"):
+    for heading in ("slot", "prompt", "tokens", "computed", "prefill"):
         table.add_column(heading, justify="right", no_wrap=True, min_width=len(heading))
     table.add_column("request", no_wrap=True, min_width=12, max_width=20)
     table.add_column("block table")
@@ -109,13 +109,14 @@ def block_tables(block_map: BlockMap, colours: RequestColours, max_rows: int = 1
             str(sequence.num_prompt_tokens),
             str(sequence.num_tokens),
             str(sequence.num_computed_tokens),
+            "" if (share := sequence.prefill_share) is None else f"{share:.0%}",
             Text(f"{sequence.request_id}[{sequence.index}]"),
             _OneLine(_block_table(sequence.block_table, block_map.blocks)),
             style=colours.style(sequence.request_id),
         )
     hidden = len(block_map.sequences) - max_rows
     if hidden > 0:
-        table.add_row("", "", "", "", f"and {hidden} more", "")
+        table.add_row("", "", "", "", "", f"and {hidden} more", "")
     return table
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-_LIFELINE = str(Path(__file__).with_name("lifeline.py"))
+_LIFELINE = str(Path(__file__).parents[1] / "lifeline.py")
 _MAX_LINE_BYTES = 1 << 16
 
 LogSink: TypeAlias = Callable[[str, str], None]

@@ -13,14 +13,17 @@ from quire.checksums import write_manifest
 from quire.cli.bench import app as bench_app
 from quire.cli.config_flags import flag_parameters, given, with_flags
 from quire.cli.connection_flags import connection_parameters, take_client
+from quire.cli.fleet import app as fleet_app
 from quire.cli.keys import app as keys_app
 from quire.cli.option_flags import given_options, option_parameters
 from quire.cli.outcome import reported
+from quire.cli.replicas import replicated_services
 from quire.cli.serve_output import lines_to
 from quire.cli.service_flags import (
     EXECUTOR_FLAGS,
     GATEWAY_FLAGS,
     SCHEDULER_FLAGS,
+    SERVE_FLAGS,
     SERVICE_FLAGS,
     with_model,
     with_schedulers,
@@ -48,6 +51,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(keys_app, name="keys")
+app.add_typer(fleet_app, name="fleet")
 
 
 def main() -> None:
@@ -66,10 +70,12 @@ def serve(**values: Any) -> None:
     from quire.cli.serve import serve as run
 
     with reported():
-        pair = service_pair(with_model(values))
-        with lines_to(sys.stdout, sys.stderr, pair.scheduler.log_format) as (say, log):
+        num_replicas = values.pop("replicas", None) or 1
+        chosen = with_model(values)
+        services = service_pair(chosen) if num_replicas == 1 else replicated_services(chosen, num_replicas)
+        with lines_to(sys.stdout, sys.stderr, services.replicas[0].scheduler.log_format) as (say, log):
             try:
-                code = asyncio.run(run(pair, say, log))
+                code = asyncio.run(run(services, say, log))
             except ChildFailed as failure:
                 log("supervisor", str(failure))
                 code = failure.exit_code
@@ -97,7 +103,7 @@ def gateway(**values: Any) -> None:
         raise typer.Exit(run_gateway(gateway_config(with_schedulers(values))))
 
 
-app.command()(with_flags(serve, SERVICE_FLAGS))
+app.command()(with_flags(serve, SERVE_FLAGS))
 app.command()(with_flags(scheduler, SCHEDULER_FLAGS))
 app.command()(with_flags(executor, EXECUTOR_FLAGS))
 app.command()(with_flags(gateway, GATEWAY_FLAGS))
@@ -152,6 +158,9 @@ def kv(
 
 def drain(
     undo: Annotated[bool, typer.Option("--undo", help="accept requests again")] = False,
+    move_streams: Annotated[
+        bool, typer.Option("--move-streams", help="have gateways continue their streams at other schedulers now")
+    ] = False,
     timeout_s: Annotated[float | None, typer.Option(help="maximum time to wait, in seconds")] = None,
     **values: Any,
 ) -> None:
@@ -160,7 +169,7 @@ def drain(
         if undo:
             client.resume()
         else:
-            client.drain()
+            client.drain(move_streams=move_streams)
 
 
 @app.command()

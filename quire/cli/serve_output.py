@@ -39,7 +39,9 @@ def _text_renderer(err: TextIO) -> Callable[[str, str], str]:
 
     def render(name: str, line: str) -> str:
         with console.capture() as captured:
-            console.print(Text.assemble((f"{name:>10} | ", _STYLES.get(name, "")), line), soft_wrap=True, end="")
+            console.print(
+                Text.assemble((f"{name:>10} | ", _STYLES.get(name.partition("-")[0], "")), line), soft_wrap=True, end=""
+            )
         return captured.get()
 
     return render

@@ -54,6 +54,19 @@ SERVICE_FLAGS = [
         ],
     ),
 ]
+SERVE_FLAGS = [
+    *SERVICE_FLAGS,
+    Parameter(
+        "replicas",
+        Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            int | None,
+            typer.Option(min=1, help="schedulers with an executor each, all behind the gateway [default: 1]"),
+        ],
+    ),
+    *[parameter for parameter in flag_parameters(GatewayConfig) if parameter.name == "routing"],
+]
 # For measurements that choose all other values themselves.
 MODEL_FLAGS = flag_parameters(
     ExecutorConfig, leave_out={field.name for field in fields(ExecutorConfig)} - {"model", "dtype", "device"}

@@ -1,7 +1,6 @@
 """The two services as processes: their configurations from one command line, and the commands that run them."""
 
 import os
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -20,6 +19,7 @@ from quire.addresses import (
 )
 from quire.cli.child import ChildSpec
 from quire.cli.config_flags import arguments
+from quire.command import quire_command
 from scheduler.config import ConfigError as SchedulerConfigError
 from scheduler.config import SchedulerConfig
 
@@ -28,7 +28,7 @@ EXECUTOR_ADDRESS = ("executor", "listen_address")
 # `quire serve` has no flags for these: all services run on one machine as one user and meet at socket files.
 EXECUTOR_HOP = {"tls_certificate", "tls_key", "tls_client_ca", "scheduler_name"}
 SCHEDULER_HOP = {"executor_tls_ca", "executor_tls_certificate", "executor_tls_key", "executor_name", "takeover"}
-GATEWAY_HOP = {"local_listen"}
+GATEWAY_HOP = {"local_listen", "move_streams"}
 API_KEY = "QUIRE_API_KEY"
 """The environment variable with the key of a client or a gateway. A flag would show it to every user of the machine."""
 
@@ -49,6 +49,7 @@ class ServicePair:
     """The checked configurations of both services and of the gateway before them, with every port chosen.
 
     gateway  None: there is none
+    suffix   end of the names of both services, if there are several pairs
     """
 
     scheduler: SchedulerConfig
@@ -57,19 +58,22 @@ class ServicePair:
     executor_values: dict[str, Any]
     gateway: GatewayConfig | None = None
     gateway_values: dict[str, Any] = field(default_factory=dict)
+    suffix: str = ""
 
     def children(self) -> list[ChildSpec]:
         """Returns the services in the order in which they end: each needs the next one to drain."""
-        gateway = []
-        if self.gateway is not None:
-            # A key in the environment is that of a client, perhaps for another server.
-            grace_s = self.gateway.drain_timeout_s + _STOP_MARGIN_S
-            gateway = [_child("gateway", self.gateway_values, grace_s, without=(API_KEY,))]
+        gateway = [] if self.gateway is None else [gateway_child(self.gateway, self.gateway_values)]
+        scheduler_grace_s = self.scheduler.drain_timeout_s + _STOP_MARGIN_S
         return [
             *gateway,
-            _child("scheduler", self.scheduler_values, self.scheduler.drain_timeout_s + _STOP_MARGIN_S),
-            _child("executor", self.executor_values, _STOP_MARGIN_S),
+            _child("scheduler", self.scheduler_values, scheduler_grace_s, self.suffix),
+            _child("executor", self.executor_values, _STOP_MARGIN_S, self.suffix),
         ]
+
+    @property
+    def replicas(self) -> tuple["ServicePair", ...]:
+        """All pairs of services: this one."""
+        return (self,)
 
     @property
     def admin_address(self) -> str:
@@ -93,14 +97,14 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
     for_scheduler = {name: value for name, value in values.items() if name in _names(SchedulerConfig)}
     for_executor = {name: value for name, value in values.items() if name in _names(ExecutorConfig) - EXECUTOR_HOP}
     for name in ("listen", "http_listen"):
-        for_scheduler[name] = _with_port(name, for_scheduler.get(name, _default(SchedulerConfig, name)))
+        for_scheduler[name] = chosen_address(name, for_scheduler.get(name, default_of(SchedulerConfig, name)))
     # Two pairs of services on one machine listen at two addresses, and so have different socket files.
     name = for_scheduler["listen"].rpartition(":")[2].replace("/", "-")
-    for_scheduler["executor"] = _with_port(
+    for_scheduler["executor"] = chosen_address(
         "executor", for_scheduler.get("executor", private_socket(f"executor-{name}"))
     )
-    metrics_address = for_executor.get("metrics_address", _default(ExecutorConfig, "metrics_address"))
-    for_executor["metrics_address"] = _with_port("metrics_address", metrics_address) if metrics_address else ""
+    metrics_address = for_executor.get("metrics_address", default_of(ExecutorConfig, "metrics_address"))
+    for_executor["metrics_address"] = chosen_address("metrics_address", metrics_address) if metrics_address else ""
     for_executor[EXECUTOR_ADDRESS[1]] = for_scheduler[EXECUTOR_ADDRESS[0]]
     has_gateway = values.get("gateway", True)
     if has_gateway:
@@ -108,17 +112,17 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
     scheduler, executor = scheduler_config(for_scheduler), executor_config(for_executor)
     if not has_gateway:
         return ServicePair(scheduler, executor, for_scheduler, for_executor)
-    for_gateway = _gateway_values(values, scheduler)
+    for_gateway = gateway_values(values, scheduler)
     return ServicePair(scheduler, executor, for_scheduler, for_executor, gateway_config(for_gateway), for_gateway)
 
 
-def _gateway_values(values: Mapping[str, Any], scheduler: SchedulerConfig) -> dict[str, Any]:
+def gateway_values(values: Mapping[str, Any], scheduler: SchedulerConfig) -> dict[str, Any]:
     """Returns the values of the gateway before a scheduler. It calls the scheduler at a socket file, without a key."""
-    listen = values.get("gateway_listen", _default(GatewayConfig, "listen"))
+    listen = values.get("gateway_listen", default_of(GatewayConfig, "listen"))
     scheme = "http" if scheduler.tls_certificate is None else "https"
     return {name: values[name] for name in _GATEWAY_SHARED if name in values} | {
         "scheduler": scheduler.local_listen,
-        "listen": _with_port("gateway_listen", listen),
+        "listen": chosen_address("gateway_listen", listen),
         "allowed_hosts": scheduler.http_allowed_hosts,
         "live_page": f"{scheme}://{scheduler.http_listen}",
     }
@@ -130,7 +134,8 @@ def on_free_ports(values: Mapping[str, Any]) -> dict[str, Any]:
     return ports | {"gateway": False} | dict(values)
 
 
-def _with_port(name: str, address: str) -> str:
+def chosen_address(name: str, address: str) -> str:
+    """Returns the address of a flag, with a free port in place of port 0. Raises ConfigError and AddressInUse."""
     try:
         return with_port(address)
     except (AddressError, AddressUnusable) as error:
@@ -184,24 +189,21 @@ def run_gateway(config: GatewayConfig) -> int:
     return run(config, os.environ.get(API_KEY) or None)
 
 
-def _child(service: str, values: Mapping[str, Any], grace_s: float, without: tuple[str, ...] = ()) -> ChildSpec:
-    return ChildSpec(service, (*_quire_command(), service, *arguments(values)), grace_s, without)
+def gateway_child(config: GatewayConfig, values: Mapping[str, Any]) -> ChildSpec:
+    """Returns the process of a gateway. A key in the environment is that of a client, perhaps for another server."""
+    return _child("gateway", values, config.drain_timeout_s + _STOP_MARGIN_S, without=(API_KEY,))
 
 
-def _quire_command() -> tuple[str, ...]:
-    """Returns the command that runs this Quire.
-
-    `-m` puts the working directory first on the path. A folder there named `quire` must not replace this one, unless
-    this process was started that way too.
-    """
-    isolation = () if {"", os.getcwd()} & set(sys.path) else ("-P",)
-    # With faulthandler, a process that is ended because it hangs prints the stacks of its threads.
-    return (sys.executable, *isolation, "-X", "faulthandler", "-m", "quire")
+def _child(
+    service: str, values: Mapping[str, Any], grace_s: float, suffix: str = "", without: tuple[str, ...] = ()
+) -> ChildSpec:
+    return ChildSpec(service + suffix, (*quire_command(), service, *arguments(values)), grace_s, without)
 
 
 def _names(config: type[Any]) -> set[str]:
     return {field.name for field in fields(config)}
 
 
-def _default(config: type[Any], name: str) -> Any:
+def default_of(config: type[Any], name: str) -> Any:
+    """Returns the default of a setting."""
     return next(field.default for field in fields(config) if field.name == name)

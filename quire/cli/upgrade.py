@@ -1,7 +1,7 @@
 """Replaces the services one after the other, so that they run the version that is installed now."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import NoReturn
 
 from quire.cli.supervisor import Supervisor
@@ -25,17 +25,23 @@ class Upgrade:
         else:
             self._supervisor.hurry(self._ending)
 
-    async def run(self, probes: Mapping[str, Callable[[float], Awaitable[bool]]]) -> NoReturn:
-        """Waits until it is asked, and then replaces the children in the order of `probes`. Never returns.
+    async def run(self, groups: Sequence[Mapping[str, Callable[[float], Awaitable[bool]]]]) -> NoReturn:
+        """Waits until it is asked, and then replaces the children in the order of `groups`. Never returns.
 
-        probes  tells of each child whether it serves: the next child is replaced when the one before it serves again
+        groups  tells of each child whether it serves: the next group is replaced when all children of the one before
+                it serve again. Those of one group are ended one after the other
         """
         while True:
             await self._asked.wait()
             self._asked.clear()
-            for name, is_serving in probes.items():
-                self._ending = name
-                await self._supervisor.replace(name)
-                self._ending = None
-                while not await is_serving(_PROBE_TIMEOUT_S):  # noqa: ASYNC110 - another process sets no event here
-                    await asyncio.sleep(_INTERVAL_S)
+            for probes in groups:
+                await self._replace(probes)
+
+    async def _replace(self, probes: Mapping[str, Callable[[float], Awaitable[bool]]]) -> None:
+        for name in probes:
+            self._ending = name
+            await self._supervisor.replace(name)
+            self._ending = None
+        for is_serving in probes.values():
+            while not await is_serving(_PROBE_TIMEOUT_S):  # noqa: ASYNC110 - another process sets no event here
+                await asyncio.sleep(_INTERVAL_S)

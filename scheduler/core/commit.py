@@ -69,6 +69,7 @@ def _commit_prefills(state: SchedulerState, step: Step) -> None:
     for sequence, num_tokens in step.prefills.items():
         if not sequence.is_finished:
             sequence.num_computed_tokens += num_tokens
+            state.counters.num_prefilled_tokens += num_tokens
             if sequence.num_computed_tokens >= sequence.publish_at:
                 state.cache.publish(sequence)
 

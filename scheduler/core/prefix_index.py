@@ -5,7 +5,7 @@ shows whether the KV of the whole prefix is in the pool, and equal digests mean 
 """
 
 from array import array
-from collections.abc import KeysView
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from hashlib import blake2b
 
@@ -16,7 +16,8 @@ class PrefixIndex:
     The hash is wide, so that no client can construct a collision with another client's prompt.
 
     An executor that retains blocks has to know them as well. `published` and `withdrawn` are what the next plan tells
-    it; they stay empty for other executors (`is_shared` is False).
+    it; they stay empty for other executors (`is_shared` is False). `on_change` is called with each digest that is
+    published (True) or forgotten (False), from now on.
     """
 
     DIGEST_BYTES = 32
@@ -25,7 +26,8 @@ class PrefixIndex:
 
     def __init__(self, block_size: int, namespace: str = "") -> None:
         self.block_size = block_size
-        self._namespace = namespace.encode()
+        self.namespace = namespace
+        self.on_change: Callable[[bytes, bool], object] = lambda digest, is_published: None
         self._block_by_digest: dict[bytes, int] = {}
         self._digest_by_block: dict[int, bytes] = {}
         self.hits: dict[int, int] = {}
@@ -38,10 +40,6 @@ class PrefixIndex:
 
     def __contains__(self, block: int) -> bool:
         return block in self._digest_by_block
-
-    def blocks(self) -> KeysView[int]:
-        """Returns the published blocks."""
-        return self._digest_by_block.keys()
 
     def items(self) -> list[tuple[bytes, int]]:
         return list(self._block_by_digest.items())
@@ -78,6 +76,7 @@ class PrefixIndex:
             self._block_by_digest[digest] = block
             self._digest_by_block[block] = digest
             self.hits[block] = 0
+            self.on_change(digest, True)
             if self.is_shared:
                 self.published[block] = digest
 
@@ -88,6 +87,7 @@ class PrefixIndex:
             del self._block_by_digest[digest]
             del self.hits[block]
             self.published.pop(block, None)
+            self.on_change(digest, False)
 
     def withdraw(self, block: int) -> None:
         """Removes a block that is not overwritten, so that the executor has to be told. It need not be published."""
@@ -106,4 +106,4 @@ class PrefixIndex:
         return news
 
     def _root(self, salt: bytes) -> bytes:
-        return blake2b(salt, key=blake2b(self._namespace).digest(), digest_size=self.DIGEST_BYTES).digest()
+        return blake2b(salt, key=blake2b(self.namespace.encode()).digest(), digest_size=self.DIGEST_BYTES).digest()

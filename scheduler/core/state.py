@@ -40,6 +40,7 @@ class Counters:
     """Totals since the start. Each is incremented where the event happens."""
 
     num_steps: int = 0
+    num_prefilled_tokens: int = 0  # known tokens that were computed, those computed again included
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_preempted_tokens: int = 0  # computed and thrown away

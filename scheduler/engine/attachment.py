@@ -46,7 +46,7 @@ async def attach(
 
     Raises ExecutorLost if there is no executor, and ExecutorNotOurs if it cannot be used.
     """
-    description = await client.describe(options.describe_timeout_s)
+    description = await client.find(options.describe_timeout_s)
     model = options.narrowed(description)
     if known is not None and (differences := known.differences(model)):
         changes = ", and ".join(differences)

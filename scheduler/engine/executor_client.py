@@ -19,6 +19,7 @@ from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, OPTIONAL_FEATURE
 from quire.unexpected import unexpected
 from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, ResultMismatch, StepPlan, StepResult
 from scheduler.engine import plan_wire
+from scheduler.engine.executor_channel import FILE, address_in, open_channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -31,25 +32,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-_OPTIONS = [
-    # An http_proxy of the environment is for requests to other networks; gRPC would send calls to loopback there too.
-    ("grpc.enable_http_proxy", 0),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.max_receive_message_length", -1),
-    # Detects a peer that vanished without closing its connection in seconds; TCP would take minutes.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    # gRPC waits this long for the acknowledgement of data as well; the default is a minute.
-    ("grpc.http2.ping_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    # The engine decides when to reconnect, so gRPC's own backoff must not delay it.
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 500),
-    # Despite its name, this bounds one attempt. On a busy machine a tenth of a second is not enough.
-    ("grpc.min_reconnect_backoff_ms", 2_000),
-]
-
+_LOOK_INTERVAL_S = 0.2
 
 _NOT_OURS = (
     grpc.StatusCode.FAILED_PRECONDITION,
@@ -61,7 +44,7 @@ _NOT_OURS = (
 
 
 class ExecutorClient:
-    """Connects to the executor at one address.
+    """Connects to the executor at one address, or at the address in a file, which is read before each attempt.
 
     holder         name of this scheduler for people, which the executor tells other schedulers
     takes_over     takes the executor from another scheduler, once: after the first lease it asks like all others
@@ -78,15 +61,41 @@ class ExecutorClient:
         credentials: grpc.ChannelCredentials | None = None,
         executor_name: str = "",
     ) -> None:
-        self.address = address
+        self._place = address
+        self.address = "" if address.startswith(FILE) else address
         self._holder = holder
         self._takes_over = takes_over
         self._instance = uuid.uuid4().hex
-        if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
-        else:
-            options = [*_OPTIONS, ("grpc.ssl_target_name_override", executor_name)]
-            self._channel = grpc.aio.secure_channel(address, credentials, options=options)
+        self._credentials = credentials
+        self._executor_name = executor_name
+        self._channel: grpc.aio.Channel | None = None
+        if self.address:
+            self._connect()
+
+    async def find(self, timeout_s: float) -> plan_wire.ExecutorDescription:
+        """Returns the description of the executor at the address as it is now. To be called while no stream is open.
+
+        Raises what `describe` raises, and ExecutorLost if the file that should hold the address cannot be used, or
+        changes meanwhile.
+        """
+        if not self._place.startswith(FILE):
+            return await self.describe(timeout_s)
+        path = self._place.removeprefix(FILE)
+        if (address := address_in(path)) != self.address:
+            await self.close()
+            self.address = address
+            self._connect()
+        describing = asyncio.create_task(self.describe(timeout_s))
+        try:
+            while not (await asyncio.wait({describing}, timeout=_LOOK_INTERVAL_S))[0]:
+                if address_in(path) != self.address:
+                    raise ExecutorLost(f"the executor has left {self.address}")
+            return describing.result()
+        finally:
+            describing.cancel()
+
+    def _connect(self) -> None:
+        self._channel = open_channel(self.address, self._credentials, self._executor_name)
         self._stub = ExecutorStub(self._channel)
 
     async def describe(self, timeout_s: float) -> plan_wire.ExecutorDescription:
@@ -149,7 +158,8 @@ class ExecutorClient:
         return PlanStream(call, on_arrival, epoch, answer.lease.epoch, retained)
 
     async def close(self) -> None:
-        await self._channel.close()
+        if self._channel is not None:
+            await self._channel.close()
 
 
 async def _first_answer(call: Call, opening: pb.Opening) -> pb.RunResponse:

@@ -12,8 +12,8 @@ errors. If a step is shorter than its lead, the next plan is made at once.
 
 A plan is delayed only for requests that may still arrive and join it. If a slot is free, it is sent as soon as one has
 arrived. If every slot is taken, only a tenant without waiting requests can join, by displacing a sequence of another
-one. No plan is delayed if arrivals are so rare that most delays would be useless: each delay wakes the scheduler once
-more per step, which takes processor time from other work, including the executor's on a CPU.
+one. No plan is delayed if arrivals are so rare that delays cost more than they save: each delay wakes the scheduler
+once more per step, and a request that can join saves the time of a step.
 """
 
 from __future__ import annotations
@@ -24,18 +24,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from scheduler.core import Scheduler
-    from scheduler.engine.step_trace import StepTrace, StepTraces
+    from scheduler.engine.step_costs import CostEstimate
+    from scheduler.engine.step_trace import StepTraces
 
 MIN_LEAD_S = 0.010
 LEAD_SHARE = 0.25
 """The lead as a share of the time that a step is expected to take."""
 
-MIN_ARRIVALS = 0.1
-"""Minimum expected number of arrivals during a delay that makes it worthwhile."""
+WAKE_S = 0.0003
+"""Time that a delay costs: one more wake-up of the scheduler, and now and then a plan that comes late."""
 _NUM_ARRIVALS = 16
-
-_KEPT = 0.75
-"""Factor applied to the weight of older steps at each new one, because batch and machine speed change."""
 
 
 def lead_s(expected_s: float) -> float:
@@ -62,35 +60,19 @@ class Arrivals:
     def add(self, now_s: float) -> None:
         self._times_s.append(now_s)
 
-    def are_likely(self, now_s: float, duration_s: float) -> bool:
-        """Returns whether requests arrive often enough to delay a plan for `duration_s`."""
+    def are_likely(self, now_s: float, delay_s: float, saved_s: float) -> bool:
+        """Returns whether requests arrive often enough to delay a plan, if each one that joins saves `saved_s`."""
         if not self._times_s:
             return False
-        return len(self._times_s) * duration_s >= MIN_ARRIVALS * (now_s - self._times_s[0])
+        return len(self._times_s) * delay_s * saved_s >= WAKE_S * (now_s - self._times_s[0])
 
 
 class PlanTiming:
-    """Estimates how long the steps of one plan stream take, from the completed steps.
+    """Decides when to make the plans of one plan stream. `estimate` is that of the same stream."""
 
-    The decodes of a step are expected to take as long as in recent steps; each prompt token adds a constant time.
-    """
-
-    def __init__(self) -> None:
-        self._decodes = _Mean()
-        self._prompts = _Mean()
+    def __init__(self, estimate: CostEstimate) -> None:
+        self._estimate = estimate
         self.arrivals = Arrivals()
-
-    def learn(self, step: StepTrace) -> None:
-        """Updates the estimates with a completed step."""
-        busy_s, num_prompt_tokens = step.timings.busy_ns * 1e-9, step.num_tokens - step.num_decodes
-        if num_prompt_tokens:
-            self._prompts.add(max(0.0, busy_s - self._decodes_s(step)), num_prompt_tokens)
-        elif step.num_decodes:
-            self._decodes.add(busy_s, 1)
-
-    def expected_s(self, step: StepTrace) -> float:
-        """Returns the time that a step is expected to take; 0 while nothing is known."""
-        return self._decodes_s(step) + (step.num_tokens - step.num_decodes) * self._prompts.value
 
     def delayed_until_s(self, core: Scheduler, traces: StepTraces) -> float | None:
         """Returns the time (time.monotonic()) until which to delay the next plan, or None for no delay.
@@ -99,26 +81,7 @@ class PlanTiming:
         """
         if not 0 < len(traces.in_flight) < core.state.limits.max_in_flight or not could_join(core):
             return None
-        expected_s = [self.expected_s(step) for step in traces.in_flight]
+        expected_s = [self._estimate.expected_s(step) for step in traces.in_flight]
         delay_s, now_s = sum(expected_s) - lead_s(expected_s[-1]), time.monotonic()
         due_s = traces.begun_ns * 1e-9 + delay_s
-        return due_s if due_s > now_s and self.arrivals.are_likely(now_s, delay_s) else None
-
-    def _decodes_s(self, step: StepTrace) -> float:
-        return self._decodes.value if step.num_decodes else 0.0
-
-
-class _Mean:
-    """Weighted mean of seconds per item. Newer measurements, and those of many items, weigh more."""
-
-    def __init__(self) -> None:
-        self._total_s = 0.0
-        self._number = 0.0
-
-    def add(self, total_s: float, number: int) -> None:
-        self._total_s = _KEPT * self._total_s + total_s
-        self._number = _KEPT * self._number + number
-
-    @property
-    def value(self) -> float:
-        return self._total_s / self._number if self._number else 0.0
+        return due_s if due_s > now_s and self.arrivals.are_likely(now_s, delay_s, expected_s[-1]) else None

@@ -68,8 +68,8 @@ class Session:
         self._stream = stream
         self._watchdog = ExecutorWatchdog(lambda: client.describe(timeout_s), signal.set, timeout_s)
         self._loads = LoadTracker()
-        self._timing = PlanTiming()
         self._estimate = CostEstimate()
+        self._timing = PlanTiming(self._estimate)
         self._delayed_until_s: float | None = None  # None: the next plan is not delayed
         self._checked_at_s = 0.0
 
@@ -96,7 +96,6 @@ class Session:
     def _commit(self, arrival: Arrival) -> Events:
         events = self._core.commit(arrival.result)
         trace = self._traces.commit_oldest(arrival.received_ns, time.monotonic_ns(), arrival.timings)
-        self._timing.learn(trace)
         self._estimate.learn(trace)
         self._core.set_costs(self._estimate.costs)
         self._watchdog.reset()

@@ -1,4 +1,6 @@
-"""Estimates what steps cost from those that are done, so that the core can choose the size of the next ones.
+"""Estimates what steps cost from those that are done.
+
+The core chooses the size of the next steps by these costs, and `plan_timing` the time of the next plan.
 
 The time of a step is taken as a sum: so many seconds for the step, and for each decode, prompt token, pair of tokens
 that attend to each other, and prompt token that is reported. After each step the error of that sum is shared out among
@@ -45,15 +47,7 @@ class CostEstimate:
         busy_s = step.timings.busy_ns * 1e-9
         if busy_s <= 0:
             return
-        counts = (
-            1,
-            step.num_decodes,
-            step.num_decode_pairs,
-            step.num_tokens - step.num_decodes,
-            step.num_prefill_pairs,
-            step.num_reported,
-        )
-        scaled = [count / unit for count, unit in zip(counts, self._units, strict=True)]
+        scaled = self._scaled(step)
         expected_s = sum(map(mul, self._weights, scaled))
         error_s = busy_s - expected_s
         if self._num_steps >= _NUM_FIRST:
@@ -62,3 +56,20 @@ class CostEstimate:
         self._weights = [max(0.0, w + gain * x) for w, x in zip(self._weights, scaled, strict=True)]
         self._num_steps += 1
         self.costs = StepCosts(*(weight / unit for weight, unit in zip(self._weights, self._units, strict=True)))
+
+    def expected_s(self, step: StepTrace) -> float:
+        """Returns the time that a step is expected to take; 0 while nothing is known."""
+        expected_s: float = sum(map(mul, self._weights, self._scaled(step)))
+        return expected_s
+
+    def _scaled(self, step: StepTrace) -> list[float]:
+        """Returns the counts of a step, each in its unit."""
+        counts = (
+            1,
+            step.num_decodes,
+            step.num_decode_pairs,
+            step.num_tokens - step.num_decodes,
+            step.num_prefill_pairs,
+            step.num_reported,
+        )
+        return [count / unit for count, unit in zip(counts, self._units, strict=True)]

@@ -1,6 +1,9 @@
 """Predicts when a request would end, so that one that cannot meet its deadline is refused at once.
 
-service per second, and step time    measured while sequences wait, because an idle server is slower than it could be
+service per second                   measured while sequences wait, because an idle server is slower than it could be;
+                                     a prompt of many steps counts as it is computed
+step time                            measured then, too, while sequences decode: a step that computes only a long prompt
+                                     may take as long as ten with decodes
 output of a request                  the average of those that ended
 wait                                 the service queued before the request, divided by the rate
 
@@ -34,10 +37,12 @@ class WaitPrediction:
 
     def __init__(self) -> None:
         self._service = 0.0
-        self._num_steps = 0.0
         self._busy_s = 0.0
+        self._num_steps = 0.0  # with decodes
+        self._steps_s = 0.0
         self._num_output_tokens: float | None = None
-        self._last: tuple[float, int, int] | None = None  # time, service and steps when sequences waited last
+        # time, service, steps and whether sequences decoded, when sequences waited last
+        self._last: tuple[float, int, int, bool] | None = None
 
     def committed(self, core: Scheduler, events: Events, now_s: float) -> None:
         """Measures after each commit, and tells the core the pace."""
@@ -49,23 +54,26 @@ class WaitPrediction:
                 else:
                     self._num_output_tokens = known
         if not core.is_attached:  # nothing is served now, and the next executor may be slower or faster
-            self._service = self._num_steps = self._busy_s = 0.0
+            self._service = self._num_steps = self._busy_s = self._steps_s = 0.0
             self._last = None
             return
         service, num_steps = _total_service(core), core.state.counters.num_steps
         if self._last is not None and now_s > self._last[0]:
-            last_s, last_service, last_steps = self._last
+            last_s, last_service, last_steps, has_decoded = self._last
             decay = 0.5 ** ((now_s - last_s) / HALF_LIFE_S)
             self._busy_s = decay * self._busy_s + now_s - last_s
             self._service = decay * self._service + service - last_service
-            self._num_steps = decay * self._num_steps + num_steps - last_steps
-        self._last = (now_s, service, num_steps) if core.num_waiting else None
+            if has_decoded:
+                self._steps_s = decay * self._steps_s + now_s - last_s
+                self._num_steps = decay * self._num_steps + num_steps - last_steps
+        has_decodes = bool(core.state.batch.decoding)
+        self._last = (now_s, service, num_steps, has_decodes) if core.num_waiting else None
         core.set_pace(self._pace(PACE_MARGIN))
 
     def _pace(self, margin: float = 1.0) -> Pace:
         if self._num_output_tokens is None or not self._num_steps:
             return Pace()
-        return Pace(margin * self._busy_s / max(1.0, self._num_steps), self._num_output_tokens)
+        return Pace(margin * self._steps_s / max(1.0, self._num_steps), self._num_output_tokens)
 
     def predicted_s(self, core: Scheduler, tenant: str, max_tokens: float) -> float:
         """Returns the time until a request of up to `max_tokens` would end; 0 if nothing is known or nothing waits.
@@ -96,5 +104,4 @@ class WaitPrediction:
 
 def _total_service(core: Scheduler) -> int:
     counters = core.state.counters
-    num_computed = counters.num_prefix_queried_tokens - counters.num_prefix_hit_tokens
-    return PROMPT_TOKEN_COST * num_computed + GENERATED_TOKEN_COST * counters.num_generated_tokens
+    return PROMPT_TOKEN_COST * counters.num_prefilled_tokens + GENERATED_TOKEN_COST * counters.num_generated_tokens

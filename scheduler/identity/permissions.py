@@ -20,6 +20,9 @@ METHODS = {
     "/quire.v1.Tokenization/Tokenize": _GENERATE,
     "/quire.v1.Tokenization/Detokenize": _GENERATE,
     "/quire.v1.Tokenization/GetTokenizerInfo": _EITHER,
+    # A router needs them: they tell the load, the digests of cached prompts, and the tenant of a client's key.
+    "/quire.v1.Replica/Watch": _OBSERVE,
+    "/quire.v1.Replica/Identify": _OBSERVE,
     # These show the ids and the sizes of the requests of all tenants.
     "/quire.v1.Admin/GetBlockMap": _OBSERVE,
     "/quire.v1.Admin/GetStepTrace": _OBSERVE,

@@ -137,7 +137,6 @@ def fingerprint(engine: Engine) -> tuple[object, ...]:
 
 def _block_values(core: Scheduler) -> NDArray[np.int32]:
     values = np.array(core.state.cache.pool.ref_counts, dtype=np.int32)
-    published = core.state.cache.index.blocks()
-    cached = np.fromiter(published, dtype=np.int64, count=len(published))
+    cached = np.array([block for _, block in core.state.cache.index.items()], dtype=np.int64)
     values[cached[values[cached] == 0]] = CACHED
     return values

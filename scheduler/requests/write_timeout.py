@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from quire.v1 import generation_pb2 as pb
     from scheduler.requests.response_stream import ResponseStream
 
+NUM_LOOKS = 4
+"""Looks at a write within the limit. It fails between 1 and 1 + 1 / NUM_LOOKS times the limit after its begin."""
+
 
 async def deliver(
     stream: ResponseStream, write: Callable[[pb.GenerateResponse], Awaitable[Any]], limit_s: float
@@ -32,20 +35,23 @@ async def deliver(
 class WriteTimeout:
     """A context that cancels its task and raises ReaderStalled if one write takes longer than `limit_s`.
 
-    It works like asyncio.timeout, but does not schedule a timer for each message: one timer is set, and when it fires
-    it is set again if the current write has time left.
+    It works like asyncio.timeout, but does not schedule a timer for each message. One timer looks several times within
+    the limit whether the same write is still under way, and the write has failed after NUM_LOOKS of them. A process
+    that was stopped for a while misses at most one look, so it does not take its own pause for that of its client.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._began_s: float | None = None
+        self._writing: object | None = None
+        self._seen: object | None = None
+        self._num_looks = 0  # at `_seen`, after the first one
         self._has_expired = False
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
 
     def __enter__(self) -> Self:
         self._num_cancels = self._task.cancelling() if self._task is not None else 0
-        self._timer = self._loop.call_later(self._limit_s, self._check)
+        self._look_later()
         return self
 
     def __exit__(
@@ -60,16 +66,20 @@ class WriteTimeout:
             raise ReaderStalled(f"the client accepted no message for {self._limit_s} s") from None
 
     def begin_write(self) -> None:
-        self._began_s = self._loop.time()
+        self._writing = object()
 
     def end_write(self) -> None:
-        self._began_s = None
+        self._writing = None
 
-    def _check(self) -> None:
-        now_s = self._loop.time()
-        due_s = (now_s if self._began_s is None else self._began_s) + self._limit_s
-        if due_s > now_s:
-            self._timer = self._loop.call_at(due_s, self._check)
+    def _look_later(self) -> None:
+        self._timer = self._loop.call_later(self._limit_s / NUM_LOOKS, self._look)
+
+    def _look(self) -> None:
+        is_same = self._writing is not None and self._writing is self._seen
+        self._num_looks = self._num_looks + 1 if is_same else 0
+        self._seen = self._writing
+        if self._num_looks < NUM_LOOKS:
+            self._look_later()
         elif self._task is not None:
             self._has_expired = True
             self._task.cancel()

@@ -39,6 +39,8 @@ class AdminServer(AdminServicer):
         self._engine = engine
         self._intake = intake
         self._resumed = asyncio.Event()
+        self.moves_streams = False
+        """True while routers are asked to continue their streams elsewhere."""
         self._reads = ReadBudget()
 
     async def GetBlockMap(  # noqa: N802
@@ -89,6 +91,7 @@ class AdminServer(AdminServicer):
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:  # noqa: N802
         """Returns when all requests have ended. The server drains until Resume, even if the caller disconnects."""
+        self.moves_streams |= request.move_streams
         drained = asyncio.create_task(self._engine.drain())
         resumed = asyncio.create_task(self._resumed.wait())
         try:
@@ -105,6 +108,7 @@ class AdminServer(AdminServicer):
             self._engine.resume()
         except QuireError as error:
             await abort(context, error)
+        self.moves_streams = False
         self._resumed.set()  # ends the calls of Drain that still wait
         self._resumed = asyncio.Event()
         return pb.ResumeResponse()

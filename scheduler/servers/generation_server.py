@@ -18,6 +18,7 @@ from scheduler.requests.status import abort
 from scheduler.requests.structured_output import GROUP, KINDS
 from scheduler.requests.write_timeout import deliver
 from scheduler.servers.access import Access
+from scheduler.servers.arrivals import ROUTER, Arrivals
 from scheduler.servers.loop_share import LoopShare
 from scheduler.servers.many_streams import MAX_STREAMS, ManyStreams
 from scheduler.servers.stream_opener import StreamOpener
@@ -66,6 +67,7 @@ class GenerationServer(GenerationServicer):
         self._access = access or Access()
         self._calls_of_many: set[ManyStreams] = set()
         self._share = LoopShare()
+        self.arrivals = Arrivals()
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]  # noqa: N802
         """Maps errors to statuses (`scheduler.requests.status`); cancellation passes through to gRPC."""
@@ -86,7 +88,8 @@ class GenerationServer(GenerationServicer):
         self, request_iterator: AsyncIterator[pb.GenerateManyRequest], context: Context
     ) -> None:
         """A request that fails ends its stream; the call fails if its client breaks the protocol or reads nothing."""
-        opener = StreamOpener(self._intake, self._access, read_fields, CALLER.get(), context.peer())
+        counted = self.arrivals.counter(dict(context.invocation_metadata() or ()).get(ROUTER))
+        opener = StreamOpener(self._intake, self._access, read_fields, CALLER.get(), context.peer(), counted)
         streams = ManyStreams(opener, self._share, self._stalled_reader_timeout_s, MAX_STREAMS)
         self._calls_of_many.add(streams)
         try:
@@ -118,6 +121,7 @@ class GenerationServer(GenerationServicer):
         core = self._engine.core
         running = () if core is None else core.state.batch.running
         num_running = len({sequence.request.request_id for sequence in running})
+        counters = None if core is None else core.state.counters
         return pb.GetServerInfoResponse(
             version=build_version(),
             model_name=model.model_name,
@@ -132,6 +136,11 @@ class GenerationServer(GenerationServicer):
             dtype=model.dtype,
             num_waiting=0 if core is None else core.num_unfinished_requests - num_running,
             num_running=num_running,
+            num_waiting_prompt_tokens=0 if core is None else core.state.waiting.num_prompt_tokens,
+            oldest_waiting_s=self._engine.oldest_waiting_s if core is not None and core.num_waiting else 0.0,
+            num_computed_prompt_tokens=0
+            if counters is None
+            else counters.num_prefix_queried_tokens - counters.num_prefix_hit_tokens,
         )
 
 

@@ -14,18 +14,22 @@ from grpc_reflection.v1alpha import reflection
 
 from quire.addresses import UNIX, AddressUnusable, at_port, check_free, default_admin_address, private_files
 from quire.tls import server_credentials
-from quire.v1 import admin_pb2, generation_pb2, tokenization_pb2
+from quire.v1 import admin_pb2, generation_pb2, replica_pb2, tokenization_pb2
 from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
 from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from quire.v1.replica_pb2_grpc import add_ReplicaServicer_to_server
 from quire.v1.tokenization_pb2_grpc import add_TokenizationServicer_to_server
+from scheduler.core.tenants.account import equal_terms
 from scheduler.identity.identity import LOCAL, Identity
 from scheduler.servers.access import Access
 from scheduler.servers.bounded_messages import BoundedMessages
 from scheduler.servers.descriptors import max_grpc_connections
 from scheduler.servers.grpc_access import AccessInterceptor
+from scheduler.servers.replica_server import ReplicaServer
 from scheduler.servers.reset_calls import ResetCalls
 
 if TYPE_CHECKING:
+    from scheduler.core.tenants.account import TermsOf
     from scheduler.engine.engine import Engine
     from scheduler.servers.admin_server import AdminServer
     from scheduler.servers.generation_server import GenerationServer
@@ -42,6 +46,7 @@ BOUNDED = {
 """Methods whose requests clients can make costly to parse."""
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 TOKENIZATION = tokenization_pb2.DESCRIPTOR.services_by_name["Tokenization"].full_name
+REPLICA = replica_pb2.DESCRIPTOR.services_by_name["Replica"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
 OPTIONS = [
@@ -74,6 +79,7 @@ class GrpcServer:
 
     admin_listen  None: the default for the public address, a Unix socket
     local_listen  a Unix socket for a gateway of this user, which needs no key of its own; None: there is none
+    terms_of      returns what the operator grants a tenant, which gateways are told
     """
 
     def __init__(
@@ -86,11 +92,14 @@ class GrpcServer:
         admin_listen: str | None = None,
         access: Access | None = None,
         local_listen: str | None = None,
+        terms_of: TermsOf = equal_terms,
     ) -> None:
         """Binds the addresses. Raises AddressError, AddressInUse and AddressUnusable."""
         access = access or Access()
         self._health = HealthReporter(engine)
         self._generation = generation
+        self._admin_calls = admin
+        replica = ReplicaServer(engine, access, generation.arrivals, lambda: admin.moves_streams, terms_of)
         limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
         self._resets = ResetCalls()
 
@@ -104,6 +113,7 @@ class GrpcServer:
             server = grpc.aio.server(options=[*OPTIONS, *more], interceptors=interceptors)
             add_GenerationServicer_to_server(generation, server)
             add_TokenizationServicer_to_server(tokenization, server)
+            add_ReplicaServicer_to_server(replica, server)
             health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
             return server
 
@@ -117,8 +127,8 @@ class GrpcServer:
         self._admin = grpc.aio.server(options=OPTIONS, interceptors=[interceptor])
         add_AdminServicer_to_server(admin, self._admin)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._admin)
-        # Reflection describes both services, although Generation is at the other address.
-        services = (GENERATION, TOKENIZATION, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        # Reflection describes all services, although Generation is at the other address.
+        services = (GENERATION, TOKENIZATION, REPLICA, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._admin)
         with private_files(admin_listen):
             self.admin_address = _bind(self._admin, admin_listen, access)
@@ -131,6 +141,10 @@ class GrpcServer:
     async def start(self) -> None:
         await self._health.start()
         await asyncio.gather(*(server.start() for server in self._servers))
+
+    def move_streams(self) -> None:
+        """Asks routers to continue their streams at other schedulers."""
+        self._admin_calls.moves_streams = True
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, and cancels the open ones after `grace_s`."""

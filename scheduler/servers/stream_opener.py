@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ class StreamOpener:
     read    returns the fields of a request
     caller  makes the call; requests without credentials are its own
     peer    the network address of the caller
+    counted called once for each request, when it was admitted or refused
     """
 
     intake: Intake
@@ -61,9 +63,16 @@ class StreamOpener:
     read: Callable[[pb.GenerateRequest], RequestFields]
     caller: Identity
     peer: str
+    counted: Callable[[], None] = lambda: None
 
     async def run(self, stream: StreamOfMany, opening: pb.OpenStream) -> None:
         """Runs a request until its stream is done. Raises the errors of `Intake.open`, and DeadlineExceeded."""
+        with ExitStack() as arriving:
+            arriving.callback(self.counted)
+            await self._run(stream, opening, arriving)
+
+    async def _run(self, stream: StreamOfMany, opening: pb.OpenStream, arriving: ExitStack) -> None:
+        """Closes `arriving` when the request was admitted."""
         timeout_s = opening.timeout_ms / 1e3 if opening.HasField("timeout_ms") else None
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         try:
@@ -73,6 +82,7 @@ class StreamOpener:
                 async with self.intake.open(fields, caller, deadline_s) as output:
                     if (ends_s := limit.when()) is not None:
                         limit.reschedule(ends_s + _AFTER_DEADLINE_S)
+                    arriving.close()
                     stream.follow(output)
                     await stream.done
         except CallerRefused as error:

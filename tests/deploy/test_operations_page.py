@@ -25,7 +25,7 @@ def test_every_flag_in_the_text_exists() -> None:
         for config in (SchedulerConfig, ExecutorConfig, GatewayConfig)
         for field in fields(config)
     }
-    of_other_commands = {"--profile", "--undo", "--no-gateway", "--gateway-listen"}
+    of_other_commands = {"--profile", "--undo", "--no-gateway", "--gateway-listen", "--replicas"}
     assert set(re.findall(r"--[a-z][a-z-]+", TEXT)) - flags == of_other_commands
 
 

@@ -73,6 +73,9 @@ COVERED = {
     "docker compose up": "make compose-check runs it",
     ".venv/bin/quire plan llama-3.1-8b --device h100": "test_planning",
     ".venv/bin/quire simulate llama-3.1-8b --rate 2 --duration-s 600": "test_planning",
+    ".venv/bin/quire serve --tensor-parallel-size 2": "tests/e2e/test_ranks.py runs it on free ports",
+    ".venv/bin/quire simulate llama-3.1-8b --replicas 4 --rate 40 --num-requests 400 --system-tokens 2048 "
+    "--system-prompts 32 --failures 1@4": "test_planning",
     ".venv/bin/quire serve --model Qwen/Qwen3-0.6B": "test_serving_from_the_hub",
     ".venv/bin/quire serve --model /data/Llama-3.1-8B-Instruct --dtype bfloat16": "test_serving_a_directory",
 }

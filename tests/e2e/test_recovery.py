@@ -21,6 +21,7 @@ from tests.support.e2e.waiting import until
 NUM_STREAMS = 64
 JOBS = mixed_jobs(NUM_STREAMS)
 NUM_SEQS = sum(job.num_sequences for job in JOBS)
+LONG_JOBS = mixed_jobs(16, num_tokens=600)  # most still run when a busy machine gets to the disturbance
 
 
 @pytest.fixture(scope="module")
@@ -184,14 +185,15 @@ async def test_requests_wait_for_an_executor_that_comes_back(apart: Stack, netwo
 
 async def test_a_killed_scheduler_ends_the_streams_but_not_the_executor(served: Stack) -> None:
     """The client does not resume here (test_resume.py), so that the test sees the break itself."""
-    stack, jobs = served, JOBS[:8]
+    stack, jobs = served, LONG_JOBS[:8]
     async with stack.client(resume_timeout_s=0) as client:
         expected = await outcomes(client, jobs)
         executor, before = stack.pid("executor"), await incarnation(stack)
 
         streams = await started_streams(client, jobs)
         stack.send("scheduler", signal.SIGKILL)
-        assert {type(failure) for failure in await streams.failures()} == {UnavailableError}
+        failures = [failure for failure in await streams.failures() if failure is not None]
+        assert {type(failure) for failure in failures} == {UnavailableError}
         with pytest.raises(UnavailableError):
             await client.complete("Once upon a time", max_tokens=1)
 
@@ -233,7 +235,7 @@ async def has_lease(client: ExecutorClient, incarnation: str) -> bool:
 
 
 async def test_sigterm_drains_the_server(served: Stack) -> None:
-    stack, jobs = served, JOBS[:16]
+    stack, jobs = served, LONG_JOBS
     async with stack.client(resume_timeout_s=0) as client:
         expected = await outcomes(client, jobs)
         services = [stack.pid("scheduler"), stack.pid("executor")]

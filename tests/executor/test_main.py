@@ -114,6 +114,10 @@ def test_loading_without_progress_logs_stacks_and_exits(num_lines, return_code) 
         ({"model": "{directory}", "device": "cuda:77"}, "device: "),
         ({"model": "{directory}", "max_model_len": 1_000_000}, "max_model_len: 1000000 is more than"),
         ({"model": "{directory}", "num_blocks": 1 << 45}, "KV pool of"),
+        (
+            {"model": "{directory}", "tensor_parallel_size": 5},
+            "tensor_parallel_size: 5 ranks cannot share 4 attention heads",
+        ),
     ],
 )
 def test_a_wrong_configuration_or_model_exits_with_its_code(settings, message, checkpoint, capfd) -> None:

@@ -13,6 +13,8 @@ from gateway.config import ConfigError, GatewayConfig
         {"scheduler": ""},
         {"scheduler": "nowhere"},
         {"scheduler": "a:1,a:1"},
+        {"scheduler": "a:1", "schedulers_file": "schedulers"},
+        {"schedulers_file": 7},
         {"listen": "unix:/tmp/x"},
         {"listen": "8000"},
         {"max_body_bytes": 2**22},

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -115,6 +116,40 @@ async def test_other_machines_may_call_only_if_schedulers_ask_for_keys(key: str 
         else:
             assert (await gateway.ended())[0] == code
     await fake.stop()
+
+
+async def test_the_schedulers_may_change_while_it_runs(tmp_path: Path) -> None:
+    path = tmp_path / "schedulers"
+    first, second = FakeScheduler(), FakeScheduler()
+    for fake in (first, second):
+        await fake.start()
+    path.write_text(first.address)
+    async with Gateway(schedulers_file=str(path)) as gateway:
+        address = await gateway.ready()
+        await answer(address)
+        path.write_text(second.address)
+
+        async def has_moved() -> bool:
+            await answer(address)
+            return bool(second.opened)
+
+        await until(has_moved)
+        await first.stop()
+        num_first = len(first.opened)
+        assert content(await answer(address)) == "w0 w1 w2 "
+        assert len(first.opened) == num_first
+    await second.stop()
+
+
+@pytest.mark.parametrize("text", [None, "", "nowhere"])
+async def test_a_file_of_schedulers_that_cannot_be_used_is_exit_code_2(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "schedulers"
+    if text is not None:
+        path.write_text(text)
+    async with Gateway(schedulers_file=str(path)) as gateway:
+        code, log = await gateway.ended()
+    assert code == 2
+    assert str(path) in log
 
 
 async def test_missing_tls_files_are_exit_code_2() -> None:

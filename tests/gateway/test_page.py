@@ -39,3 +39,12 @@ async def test_every_endpoint_is_documented() -> None:
             if route.resource is not None and route.method != "HEAD"
         }
     assert set(re.findall(r"`((?:GET|POST) /[^`]*)`", PAGE.partition("## Fields")[0])) == routes
+
+
+async def test_dashboards_use_existing_names() -> None:
+    async with Rig(2) as rig:
+        await rig.chat()
+        _, page = await rig.get("/metrics")
+    used = set(re.findall(r"quire_gateway_\w+", (ROOT / "deploy/grafana/dashboards/overview.json").read_text()))
+    assert used
+    assert used <= set(re.findall(r"^(quire_gateway_\w+)[{ ]", page, re.MULTILINE))

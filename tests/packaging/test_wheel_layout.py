@@ -72,7 +72,10 @@ def test_two_files_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_installed_modules_import_nothing_from_other_top_level_names(tmp_path: Path) -> None:
-    """Imports all of the staged package while each name of the tree belongs to a package that cannot be imported."""
+    """Imports all of the staged package while each name of the tree belongs to a package that cannot be imported.
+
+    Modules that need Ray are left out where it is not installed.
+    """
     stage(ROOT, tmp_path / "site" / "quire", HOOK["packages"], HOOK["exclude"])
     for name in set(HOOK["packages"]) - {"quire"}:
         (tmp_path / "site" / name).mkdir()
@@ -83,7 +86,11 @@ def test_installed_modules_import_nothing_from_other_top_level_names(tmp_path: P
         for path in sorted((site / "quire").rglob("*.py")):
             parts = path.relative_to(site).with_suffix("").parts
             if parts[-1] != "__main__":
-                importlib.import_module(".".join(parts))
+                try:
+                    importlib.import_module(".".join(parts))
+                except ModuleNotFoundError as error:
+                    if error.name != "ray":
+                        raise
         print(sum(name.startswith("quire.") for name in sys.modules))
     """
     done = subprocess.run(

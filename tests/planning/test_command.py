@@ -112,10 +112,69 @@ def test_every_kind_of_workload_is_simulated(words: tuple[str, ...]) -> None:
         (("--rate", "1", "--tenants", "nothing.json"), "nothing.json"),
         (("--rate", "1", "--num-requests", "0"), "num_requests"),
         (("--rate", "1", "--system-tokens", "9000"), "system_tokens"),
+        (("--rate", "1", "--system-prompts", "0"), "system_prompts"),
+        (("--rate", "1", "--system-skew", "-1"), "system_skew"),
+        (("--rate", "1", "--routing", "ring"), "routing: requires replicas"),
+        (("--rate", "1", "--failures", "0@1"), "failures: requires replicas"),
+        (("--rate", "1", "--replicas", "0"), "replicas: from 1 to"),
+        (("--rate", "1", "--replicas", "10001"), "replicas: from 1 to"),
+        (("--rate", "1", "--replicas", "2", "--routing", "chaos"), "routing: 'chaos'"),
+        (("--rate", "1", "--replicas", "2", "--routers", "0"), "routers: from 1 to"),
+        (("--rate", "1", "--replicas", "2", "--event-delay-ms", "-1"), "event_delay_ms"),
+        (("--rate", "1", "--replicas", "2", "--event-delay-ms", "nan"), "event_delay_ms"),
+        (("--rate", "1", "--replicas", "2", "--event-loss", "1"), "event_loss"),
+        (("--rate", "1", "--replicas", "2", "--failures", "2@1"), "failures: expected REPLICA@SECONDS"),
+        (("--rate", "1", "--replicas", "2", "--mean-failure-s", "0.5"), "mean_failure_s"),
+        (("--rate", "1", "--replicas", "2", "--repair-s", "inf"), "repair_s"),
     ],
 )
 def test_invalid_settings_give_one_line_and_exit_code_2(words: tuple[str, ...], problem: str) -> None:
     assert problem in refused(*words)
+
+
+def test_a_fleet_is_printed_as_simulated() -> None:
+    words = (
+        "--replicas",
+        "3",
+        "--rate",
+        "20",
+        "--num-requests",
+        "30",
+        "--system-tokens",
+        "64",
+        "--system-prompts",
+        "4",
+    )
+    result = invoke("simulate", "llama-3.1-8b", *words, "--routing", "oracle")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    for part in ("3 replicas of llama-3.1-8b", "oracle (simulated)", "times, ms (simulated)", "prompt tokens found"):
+        assert part in text
+
+
+def test_a_fleet_as_json_has_every_figure() -> None:
+    words = ("--replicas", "2", "--routers", "2", "--event-delay-ms", "20", "--event-loss", "0.2", "--rate", "40")
+    values = simulated(*words, "--system-tokens", "64", "--failures", "1@0.1", "--repair-s", "0.2")
+    summary = values["summary"]
+    assert values["is_simulated"]
+    assert (summary["num_requests"], summary["num_replicas"], summary["num_deaths"]) == (20, 2, 1)
+    assert summary["num_lost_reports"] > 0
+    assert summary["tenants"][0]["ttft_s"]["p99"] > 0
+
+
+def test_tenants_share_a_fleet(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    chat = {"name": "chat", "rate": 20, "lengths": "alpaca", "system_tokens": 128, "system_prompts": 3}
+    path.write_text(json.dumps([chat, {"name": "batch", "clients": 4}]))
+    tenants = simulated("--replicas", "2", "--tenants", str(path))["summary"]["tenants"]
+    assert [tenant["name"] for tenant in tenants] == ["all", "chat", "batch"]
+    assert tenants[0]["num_requests"] == tenants[1]["num_requests"] + tenants[2]["num_requests"] == 20
+
+
+def test_half_a_system_prompt_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.json"
+    path.write_text('[{"rate": 1, "system_tokens": 64, "system_prompts": 2.5}]')
+    assert "system_prompts" in refused("--tenants", str(path))
 
 
 def test_a_trace_of_requests_is_simulated(tmp_path: Path) -> None:
@@ -177,6 +236,7 @@ def test_tenants_from_a_file_are_simulated(tmp_path: Path) -> None:
         '[{"rate": "1"}]',
         '[{"rate": 1, "priority": 0.5}]',
         '[{"name": 3, "rate": 1}]',
+        '[{"rate": 1, "system_tokens": 64, "system_prompts": "2"}]',
     ],
 )
 def test_invalid_tenants_are_refused(tmp_path: Path, content: str) -> None:

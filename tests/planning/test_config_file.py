@@ -74,7 +74,7 @@ def test_missing_models_are_reported(tmp_path: Path) -> None:
         (["--device", "abacus"], "device: 'abacus' is not known"),
         (["--device-memory", "much"], "80GB"),
         (["--device-memory", "10GB"], "but only 9.0 GB for weights and KV"),
-        (["--tensor-parallel", "3"], "3 devices cannot share"),
+        (["--tensor-parallel", "99"], "99 devices cannot share"),
         (["--block-size", "0"], "block_size: must be at least 1"),
         (["--gpu-memory-utilization", "1.5"], "gpu_memory_utilization"),
     ],

@@ -93,9 +93,9 @@ def test_sizes_of_llama_3_70b_on_eight_devices() -> None:
     total = 2 * table + 80 * (query_and_output + key_and_value + mlp + 2 * 8_192) + 8_192
     assert total == 70_553_706_496
     assert model.num_parameters == total
-    # an eighth of every matrix and of the vocabulary (128,256 / 8 = 16,032); each norm on every device
-    norms = 80 * 2 * 8_192 + 8_192
-    assert model.num_device_parameters(8) == (total - norms) // 8 + norms == 8_820_367_360
+    # an eighth of every matrix and of the head (128,256 / 8 = 16,032); the embedding and each norm on every device
+    whole = 80 * 2 * 8_192 + 8_192 + table
+    assert model.num_device_parameters(8) == (total - whole) // 8 + whole == 9_739_706_368
     # one of 8 kv heads: 40 KB per token and GPU, where a KB is 1,024 bytes
     kv_bytes = 2 * 80 * 1 * 128 * 2
     assert kv_bytes == 40 * 1_024 == 40_960
@@ -170,7 +170,7 @@ def test_biases_are_counted() -> None:
 
 
 def test_kv_heads_are_replicated_on_more_devices() -> None:
-    """The rules are those of vLLM: 4 kv heads cannot be shared by 14 or 28 devices; with copies they can by 8."""
+    """Four kv heads are shared by eight devices with copies."""
     model = shape(QWEN_2_5_7B | {"num_attention_heads": 32, "head_dim": 128, "intermediate_size": 16_384})
     assert [model.num_device_kv_heads(n) for n in (1, 2, 4, 8, 16)] == [4, 2, 1, 1, 1]
     assert model.num_device_kv_values(8) == model.num_device_kv_values(4)
@@ -178,18 +178,32 @@ def test_kv_heads_are_replicated_on_more_devices() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "what"), [(3, "28 attention heads"), (28, "18944 MLP columns"), (14, "18944 MLP columns")]
+    ("change", "size", "what"),
+    [
+        ({}, 29, "28 attention heads"),
+        ({"intermediate_size": 7}, 8, "7 MLP columns"),
+        ({"vocab_size": 7}, 8, "7 tokens of the vocabulary"),
+    ],
 )
-def test_unequal_parts_are_refused(size: int, what: str) -> None:
+def test_a_device_without_work_is_refused(change: dict[str, int], size: int, what: str) -> None:
     with pytest.raises(PlanningError, match=what):
-        shape(QWEN_2_5_7B).check_tensor_parallel(size)
+        shape(QWEN_2_5_7B | change).check_tensor_parallel(size)
 
 
-def test_kv_heads_that_cannot_be_divided_are_refused() -> None:
+def test_the_figures_are_those_of_the_device_with_the_most() -> None:
+    """Four devices hold 1, 2, 1 and 2 of six kv heads; ten hold 1 each, four of them with half of its four queries."""
     model = shape(LLAMA_3_1_8B | {"num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 3072})
-    model.check_tensor_parallel(2)
-    with pytest.raises(PlanningError, match="4 devices cannot share 6 kv heads"):
-        model.check_tensor_parallel(4)
+    assert [(share.num_kv_heads, share.num_heads) for share in model.shares(4)] == [(1, 4), (2, 8), (1, 4), (2, 8)]
+    assert model.num_device_kv_heads(4) == 2
+    assert [share.num_heads for share in model.shares(10)] == [4, 2, 2, 2, 2, 4, 2, 2, 2, 2]
+    assert model.attention_flops(1, 10) == model.attention_flops(1, 6)
+
+
+def test_biases_behind_a_sum_are_on_one_device() -> None:
+    plain = LLAMA_3_1_8B | {"num_hidden_layers": 3}
+    biased = shape(plain | {"attention_bias": True, "mlp_bias": True})
+    first, second = biased.shares(2)
+    assert biased.num_share_parameters(first) - biased.num_share_parameters(second) == 3 * 2 * biased.hidden_size
 
 
 def test_the_share_of_a_vocabulary_is_rounded_up() -> None:

@@ -117,7 +117,7 @@ def run_plain_loop(
     while todo or out or core.num_unfinished_requests:
         next_s = min(todo[0][1].arrival_s if todo else inf, out[0][0] if out else inf)
         while len(out) < 2:
-            is_held = out and could_join(core) and seen.are_likely(now_s, duration_s - lead_s(duration_s))
+            is_held = out and could_join(core) and seen.are_likely(now_s, duration_s - lead_s(duration_s), duration_s)
             held_s = free_s - lead_s(duration_s) if is_held else now_s
             if held_s > next_s:
                 break

@@ -122,6 +122,17 @@ def test_block_tables_mark_shared_blocks_and_shorten_runs() -> None:
     assert "waste 7.1%" in lines[1]
 
 
+def test_the_progress_of_a_prefill_is_shown_until_only_the_newest_token_is_missing() -> None:
+    long = RunningSequence("long", 0, 0, 100_000, 41_472, 100_000, (1,))
+    decoding = RunningSequence("short", 0, 1, 12, 11, 3, (2,))
+    recomputed = RunningSequence("again", 0, 2, 200, 150, 100, (3,))
+    lines = drawn(block_map_view(block_map([ACTIVE] * 3, long, decoding, recomputed), RequestColours())).splitlines()
+    shares = [next(line for line in lines if f"{name}[0]" in line).split() for name in ("long", "short", "again")]
+    assert shares[0][:6] == ["0", "100000", "100000", "41472", "41%", "long[0]"]
+    assert shares[1][:5] == ["1", "3", "12", "11", "short[0]"]
+    assert shares[2][:6] == ["2", "100", "200", "150", "75%", "again[0]"], "a preempted sequence has output to compute"
+
+
 def test_more_sequences_than_rows_are_counted() -> None:
     sequences = [sequence(f"r{slot}", slot, 4, 1) for slot in range(5)]
     text = drawn(block_map_view(block_map([ACTIVE], *sequences), RequestColours(), max_rows=3))

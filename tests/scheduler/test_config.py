@@ -1,16 +1,17 @@
 """Tests that the configuration is complete and checked."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from quire.addresses import HostPort
 from scheduler.config import ConfigError, SchedulerConfig
-from scheduler.core import SchedulerLimits
+from scheduler.core import Request, SchedulerLimits, SequenceParams, StepCosts, StepResult
 from scheduler.core.baselines.batching import ClosedBatch
 from scheduler.engine.model_description import ModelDescription
 from scheduler.engine.options import EngineOptions, from_fields
+from tests.support.scheduler.fake_client import DESCRIPTION
 
 
 def test_defaults_listen_to_this_machine_only() -> None:
@@ -39,6 +40,22 @@ def test_defaults_listen_to_this_machine_only() -> None:
         ({"model": "m", "max_streams": True}, "max_streams must be int"),
         ({"model": "m", "drain_timeout_s": float("nan")}, "drain_timeout_s must be positive"),
         ({"model": "m", "drain_timeout_s": float("inf")}, "drain_timeout_s must be positive"),
+        (
+            {"model": "m", "target_inter_token_latency_ms": float("nan")},
+            "target_inter_token_latency_ms must be positive",
+        ),
+        (
+            {"model": "m", "target_inter_token_latency_ms": float("inf")},
+            "target_inter_token_latency_ms must be positive",
+        ),
+        ({"model": "m", "target_inter_token_latency_ms": 0}, "target_inter_token_latency_ms must be positive"),
+        (
+            {"model": "m", "target_inter_token_latency_ms": "25"},
+            "latency_ms must be float or absent",
+        ),
+        ({"model": "m", "target_inter_token_latency_ms": 1e-9}, "from 1 to 6000, not 1e-09: a step without decodes"),
+        ({"model": "m", "target_inter_token_latency_ms": 1e9}, "from 1 to 6000, not 1e.09"),
+        ({"model": "m", "target_inter_token_latency_ms": 600, "step_timeout_s": 5.0}, "from 1 to 500, not 600"),
         ({"model": "m", "enable_prefix_caching": 1}, "enable_prefix_caching must be bool"),
         ({"model": "m", "http_listen": "8080"}, "http_listen must be host:port"),
         ({"model": "m", "http_listen": "localhost:99999"}, "http_listen must be host:port"),
@@ -108,12 +125,32 @@ def test_defaults_of_the_limits_are_those_of_the_core() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "target_ms", "expected_s"), [("cpu", None, 0.1), ("cuda", None, 0.025), ("cuda:1", 40.0, 0.04)]
+    ("device", "target_ms", "expected_s"),
+    [("cpu", None, 0.1), ("cuda", None, 0.025), ("cuda:1", None, 0.025), ("cuda:1", 40.0, 0.04), ("cpu", 40, 0.04)],
 )
 def test_the_target_of_a_step_depends_on_the_device(device: str, target_ms: float | None, expected_s: float) -> None:
     options = from_fields(EngineOptions, SchedulerConfig(model="m", target_inter_token_latency_ms=target_ms))
     core = options.new_core(ModelDescription("m", "float32", device, 50, 100, 4, 20, 3, 64))
     assert core.state.limits.target_inter_token_latency_s == expected_s
+
+
+@pytest.mark.parametrize(("max_num_batched_tokens", "expected"), [(None, 64), (16, 16), (1, 1), (4096, 64)])
+def test_the_target_and_the_bound_of_tokens_hold_together(max_num_batched_tokens: int | None, expected: int) -> None:
+    """Costs that are small, or not known, leave the bound of the operator and of the executor."""
+    config = SchedulerConfig(
+        model="m", target_inter_token_latency_ms=1.0, max_num_batched_tokens=max_num_batched_tokens, max_in_flight=1
+    )
+    options = from_fields(EngineOptions, config)
+    model = options.narrowed(replace(DESCRIPTION, device="cpu"))
+    core = options.new_core(model)
+    core.executor_attached(1, model.num_blocks + 1)
+    core.add(Request(1, [7] * 100, SequenceParams(max_total_tokens=101)))
+    for costs, num_tokens in ((StepCosts(), expected), (StepCosts(token_s=1e-3), min(expected, 10))):
+        core.set_costs(costs)
+        plan = core.schedule()
+        assert plan is not None
+        assert plan.num_tokens == num_tokens
+        core.commit(StepResult(1, plan.step_id, [0] * len(core.state.in_flight[-1].sampled)))
 
 
 @pytest.mark.parametrize(("batching", "timeout_s"), [("continuous", 0.0), ("static", 0.0), ("dynamic", 0.2)])

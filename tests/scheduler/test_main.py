@@ -89,7 +89,8 @@ async def test_drain_has_a_time_limit(launcher: Launcher) -> None:
 async def test_an_engine_that_was_cancelled_from_elsewhere_has_failed(caplog: pytest.LogCaptureFixture) -> None:
     running = asyncio.create_task(asyncio.Event().wait())
     running.cancel()
-    exit_code = await _until_done(Engine(FakeClient(), engine_options()), running, EndSignals(), drain_timeout_s=1.0)  # type: ignore[arg-type]
+    engine = Engine(FakeClient(), engine_options())  # type: ignore[arg-type]
+    exit_code = await _until_done(engine, running, EndSignals(), drain_timeout_s=1.0, on_signal=lambda: None)
     assert exit_code == EXIT_UNFINISHED
     assert "the engine has failed" in caplog.text
 

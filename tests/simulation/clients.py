@@ -167,7 +167,10 @@ class Call:
         tenant = tenant_of(self._client.asked.number)
         CALLER.set(Identity(self._client.name, tenant, frozenset({Role.GENERATE})))
         try:
-            await process.server.Generate(self._request, self)  # type: ignore[arg-type]
+            if self._world.shares_calls:
+                await process.shared_call().serve(self, self._request, tenant)
+            else:
+                await process.server.Generate(self._request, self)  # type: ignore[arg-type]
             self._answer(Code.OK, "")
         except grpc.aio.AbortError:
             pass
@@ -224,6 +227,10 @@ class Call:
     def peer(self) -> str:
         return self._client.name
 
+    def has_stalled(self, duration_s: float) -> None:
+        """Called with a time for which the client takes no message."""
+        self._client.longest_stall_s = max(duration_s, self._client.longest_stall_s)
+
     def invocation_metadata(self) -> tuple[Any, ...]:
         return ()
 
@@ -234,13 +241,14 @@ class Call:
 
     async def write(self, message: pb.GenerateResponse) -> None:
         client, asked, random = self._client, self._client.asked, self._world.random
-        self._world.faults.may_raise("client: write", lambda: client.name)
+        if not self._world.shares_calls:  # in a shared call, an error of a client is none of the server
+            self._world.faults.may_raise("client: write", lambda: client.name)
         read_s = random.expovariate(1 / asked.read_s) if asked.read_s else 0.0
         if client.num_messages == asked.stalls_at:
             read_s = asked.stall_s
         breaks = client.num_messages in asked.breaks_at and not self._world.faults.is_over
         client.num_messages += 1
-        client.longest_stall_s = max(read_s, client.longest_stall_s)
+        self.has_stalled(read_s)
         await asyncio.sleep(read_s)
         if self._status is None:
             self._arrived.append(pb.GenerateResponse.FromString(message.SerializeToString()))

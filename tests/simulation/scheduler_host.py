@@ -13,6 +13,7 @@ from scheduler.engine.engine import Engine, ServerState
 from scheduler.engine.options import EngineOptions, from_fields
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.intake import Intake, ServedModel
+from scheduler.servers.access import Access
 from scheduler.servers.generation_server import GenerationServer
 from scheduler.telemetry.metrics import SchedulerMetrics
 from scheduler.text import chat, workers
@@ -20,6 +21,7 @@ from scheduler.text.chat import ChatRenderer
 from tests.simulation import requests
 from tests.simulation.clients import LOST
 from tests.simulation.processes import SimulatedProcess
+from tests.simulation.shared_call import Credentials, SharedCall
 from tests.support.scheduler.small_tokenizers import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class SchedulerProcess(SimulatedProcess):
         self.world, self.number = world, number
         self.calls: dict[Call, None] = {}
         self.is_ending = False
+        self._shared_call: SharedCall | None = None
         self.wire = world.new_wire("primary")
         self.context.run(self._make)
 
@@ -57,8 +60,21 @@ class SchedulerProcess(SimulatedProcess):
         renderer = ChatRenderer(CHAT_TEMPLATE, tokenizer.special_tokens, tokens=tokenizer.control_tokens)
         model = ServedModel(tokenizer, renderer, GenerationDefaults(eos_token_ids=(requests.eos_token_id(),)))
         self.intake = Intake(self.engine, model, self.metrics)
-        self.server = GenerationServer(self.engine, self.intake, "fcfs", world.stalled_reader_timeout_s)
+        self.server = GenerationServer(
+            self.engine, self.intake, "fcfs", world.stalled_reader_timeout_s, Access(Credentials())
+        )
         self.running = asyncio.create_task(self.engine.run(), name="engine")
+
+    def shared_call(self) -> SharedCall:
+        """Returns the call of GenerateMany to this process. Called in its tasks."""
+        if self._shared_call is None or self._shared_call.has_ended:
+            self._shared_call = SharedCall(self.world, self)
+        return self._shared_call
+
+    @property
+    def awaits_messages(self) -> bool:
+        """True while messages of the shared call are on their way to this process."""
+        return self._shared_call is not None and self._shared_call.has_unsent
 
     def die(self) -> None:
         """Cuts the process off at once, as SIGKILL does, and ends its tasks."""

@@ -50,6 +50,7 @@ class World:
         self.lines: list[str] = []
         self.wall_jump_s = 0.0
         self.healed_s = float("inf")
+        self.shares_calls = Random(f"door {seed}").random() < 0.5  # of its own, so that the other draws stay
         self.num_clients = random.randint(1, 7)
         self.step_timeout_s = random.choice((1.0, 2.0))
         self.stalled_reader_timeout_s = random.choice((1.0, 20.0))
@@ -188,10 +189,12 @@ class World:
             self.oracles.violated("there is no scheduler, or it does not serve, although nothing goes wrong")
             return
         await asyncio.sleep(self.notice_s)  # connections of clients that broke
-        core = self.scheduler.engine.core  # steps in flight hold blocks of requests that were cancelled
+        process = self.scheduler
+        await self._until(lambda: not process.awaits_messages, PATIENCE_S)  # of clients that have left
+        core = process.engine.core  # steps in flight hold blocks of requests that were cancelled
         await self._until(lambda: core is None or not core.num_in_flight, PATIENCE_S)
         await asyncio.sleep(0.1)
-        self.oracles.check_idle(self.scheduler)
+        self.oracles.check_idle(process)
 
     async def _until(self, condition: Callable[[], bool], patience_s: float) -> bool:
         until_s = self.now_s + patience_s

@@ -16,16 +16,17 @@ from scheduler.core.tenants.account import Account
 from scheduler.core.tenants.errors import TenantLimitReached
 from scheduler.core.waiting_queue import WaitingQueue
 
-_Entry = tuple[tuple[int, float, int], int, Account]
+_Entry = tuple[tuple[int, float, bool, int], int, Account]
 """An entry of the heap: the place of a tenant when it was added or corrected, its number, and the tenant."""
 
 
 class FairQueue:
     """An `AdmissionQueue` over the queues of the tenants, each in the order of the policy.
 
-    The next sequence is the head of the tenant with the lowest priority number, then the smallest counter, then the
-    head that arrived first. Tenants at a cap of their own are passed over. `holdings` returns the running batch and
-    the KV cache.
+    The next sequence is the head of the tenant with the lowest priority number, then the smallest counter. Of equal
+    tenants, those are first that were not charged since they were lifted, because what the others have in flight is not
+    charged yet; then the head that arrived first. Tenants at a cap of their own are passed over. `holdings` returns the
+    running batch and the KV cache.
 
     A tenant saves no service for later: when it has nothing in the queue and adds a sequence, its counter is lifted to
     the smallest of the tenants in the queue or, if there are none, to the largest of all tenants. The counter of a
@@ -169,8 +170,9 @@ class FairQueue:
     def _head(self, account: Account) -> Sequence:
         return next(iter(self._queues[account]))
 
-    def _place(self, account: Account) -> tuple[int, float, int]:
-        return (account.terms.priority, account.level, self._head(account).arrival)
+    def _place(self, account: Account) -> tuple[int, float, bool, int]:
+        level = account.level
+        return (account.terms.priority, level, level > account.entry_level, self._head(account).arrival)
 
     def _lift(self, account: Account) -> None:
         priority = account.terms.priority

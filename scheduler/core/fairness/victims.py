@@ -93,7 +93,7 @@ def _beyond_their_parts(
     return {
         other
         for other in num_slots
-        if (other.terms.priority, other.level) > standing and is_beyond(other, num_slots[other], num_blocks[other])
+        if (other.terms.priority, other.level) >= standing and is_beyond(other, num_slots[other], num_blocks[other])
     }
 
 

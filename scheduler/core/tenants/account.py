@@ -52,11 +52,12 @@ class Account:
 
     cost          service in tokens, weighted by their costs; it only grows
     mark          the level at the tenant's last admission, its prompt included
+    entry_level   the level to which it was last lifted
     num_requests  requests that have not ended
     num_displaced sequences of other tenants that were preempted to give this one a slot, and wait to be admitted again
     """
 
-    __slots__ = ("cost", "lift", "mark", "name", "num_displaced", "num_requests", "terms")
+    __slots__ = ("cost", "entry_level", "lift", "mark", "name", "num_displaced", "num_requests", "terms")
 
     def __init__(self, name: str = DEFAULT_TENANT, terms: TenantTerms | None = None) -> None:
         self.name = name
@@ -64,6 +65,7 @@ class Account:
         self.cost = 0
         self.lift = 0.0
         self.mark = 0.0
+        self.entry_level = 0.0
         self.num_requests = 0
         self.num_displaced = 0
 
@@ -74,9 +76,11 @@ class Account:
 
     def raise_to(self, level: float) -> None:
         """Lifts the counter if it is lower."""
-        missing = max(0.0, level - self.level)
-        self.lift += missing
-        self.mark += missing
+        missing = level - self.level
+        if missing > 0.0:
+            self.lift += missing
+            self.mark += missing
+            self.entry_level = self.level
 
 
 NO_ACCOUNT = Account("")

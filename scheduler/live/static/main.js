@@ -46,7 +46,8 @@ function take(frame) {
   showQueue(model);
   moveTimeline();
   clearTimeout(idle);
-  idle = setTimeout(() => numbers.rest(), IDLE_MS);
+  // A step of a long prompt can take longer than this.
+  if (!model.sequences.size) idle = setTimeout(() => numbers.rest(), IDLE_MS);
 }
 
 function moveTimeline() {

@@ -4,6 +4,11 @@
 export const FREE = 0;
 export const CACHED = -1;
 
+/** Returns the share of a sequence's known tokens that is computed, or null if no more than its newest one is missing. */
+export function prefillShare({ tokens, computed }) {
+  return computed < tokens - 1 ? computed / tokens : null;
+}
+
 export class Model {
   server = { state: "connecting" };
   numbers = {};

@@ -2,7 +2,7 @@
 
 const whole = new Intl.NumberFormat("en");
 const percent = new Intl.NumberFormat("en", { style: "percent", maximumFractionDigits: 1 });
-const SPAN_MS = 2000; // rates are averages over this span
+const SPAN_MS = 2000; // rates are averages over this span, or over the time between two frames if that is longer
 
 export class Numbers {
   #history = []; // {at, steps, tokens}
@@ -23,15 +23,17 @@ export class Numbers {
     showWaste(server, numbers);
   }
 
-  /** Shows the rates between two frames SPAN_MS apart. An idle server sends no frames. */
+  /** Shows the rates between two frames SPAN_MS apart. A server sends none while it is idle, or one step computes. */
   #showSpeed({ steps, generated_tokens: tokens }, nowMs) {
-    this.#history = this.#history.filter(({ at, steps: then }) => nowMs - at < SPAN_MS && then <= steps);
+    const known = this.#history.filter(({ steps: then }) => then <= steps);
+    this.#history = known.filter(({ at }, i) => nowMs - at < SPAN_MS || i === known.length - 1);
     this.#history.push({ at: nowMs, steps, tokens });
     const first = this.#history[0];
     const seconds = (nowMs - first.at) / 1000;
     if (seconds < 0.2) return;
     say("speed", whole.format(Math.round((tokens - first.tokens) / seconds)));
-    say("speed-of", `${whole.format(Math.round((steps - first.steps) / seconds))} steps a second`);
+    const stepsEach = (steps - first.steps) / seconds;
+    say("speed-of", stepsEach && stepsEach < 1 ? `${(1 / stepsEach).toFixed(1)} s a step` : `${whole.format(Math.round(stepsEach))} steps a second`);
   }
 
   /** Called when no frame has arrived for a while: nothing is running. */

@@ -1,6 +1,7 @@
 // Shows the block tables of the running sequences and the queue as lists. Keeps its elements and changes only what differs.
 
 import { requestColour } from "./colours.js";
+import { prefillShare } from "./model.js";
 
 const MAX_SEQUENCES = 24;
 const MAX_BLOCKS = 40; // of one block table
@@ -9,7 +10,7 @@ export class BlockTables {
   #list;
   #words;
   #isolate;
-  #elements = new Map(); // key → {root, title, state, blocks}
+  #elements = new Map(); // key → {root, state, bar, blocks}
 
   /** Calls `isolate` with the key of the sequence under the pointer, or null. */
   constructor(list, words, isolate) {
@@ -42,9 +43,12 @@ export class BlockTables {
 
   #showSequence({ key, name, slot, promptTokens, tokens, computed, table }, model) {
     if (!this.#elements.has(key)) this.#elements.set(key, this.#create(key, name));
-    const { state, blocks } = this.#elements.get(key);
-    const doing = computed < promptTokens ? `prefill ${computed}/${promptTokens}` : `${promptTokens} + ${tokens - promptTokens}`;
-    say(state, `${slot < 0 ? "last step" : `slot ${slot}`} · ${doing} tokens`);
+    const { state, bar, blocks } = this.#elements.get(key);
+    const share = prefillShare({ tokens, computed });
+    const prefill = `prefill ${computed.toLocaleString("en")} of ${tokens.toLocaleString("en")}`;
+    say(state, `${slot < 0 ? "last step" : `slot ${slot}`} · ${share === null ? `${promptTokens} + ${tokens - promptTokens}` : prefill} tokens`);
+    bar.hidden = share === null;
+    bar.value = share ?? 1;
     const cells = table.slice(0, MAX_BLOCKS).map((block, i) => ({ words: `${i}→${block}`, isShared: model.blocks[block] > 1 }));
     if (table.length > MAX_BLOCKS) cells.push({ words: `and ${table.length - MAX_BLOCKS} more`, isMore: true });
     while (blocks.children.length > cells.length) blocks.lastChild.remove();
@@ -67,12 +71,14 @@ export class BlockTables {
     const sample = key.split(".")[1];
     title.append(sample === "0" ? name : `${name} · sample ${sample}`);
     const state = about.appendChild(element("p", "muted"));
+    const bar = about.appendChild(element("progress"));
+    bar.setAttribute("aria-label", "Prefill");
     const blocks = root.appendChild(element("ol"));
     blocks.setAttribute("aria-label", "Block table");
     root.addEventListener("pointerenter", () => this.#isolate(key));
     root.addEventListener("pointerleave", () => this.#isolate(null));
     this.#list.append(root);
-    return { root, state, blocks };
+    return { root, state, bar, blocks };
   }
 }
 

@@ -48,6 +48,7 @@ SAMPLES: dict[str, Data] = {
     "transformers": data.transformers(6.0, 10.0),
     "kv-arithmetic": data.kv_arithmetic(40_960),
     "simulator": data.simulator(0.05, 2000.0),
+    "routing": data.routing(0.05, 1.9, 2.0),
 }
 
 

@@ -1,5 +1,6 @@
 """Runs of the scheduler core alone, and the figures that claims keep of a run on services."""
 
+from bench.claims import routing
 from bench.claims.core_runs import CoreSetting, run_core
 from bench.claims.served import Served, device_of, num_equal
 from quire.block_map import StepTrace
@@ -64,3 +65,18 @@ def test_served_run_is_summarised() -> None:
     assert (row["ttft_p50_ms"], row["latency_p50_ms"], row["num_preemptions"]) == (3.0, None, 2)
     assert num_equal({(1,): "a", (2,): "b"}, {(1,): "a", (2,): "c"}) == 1
     assert str(device_of({"device": "cpu"})) == "cpu"
+
+
+def test_a_fleet_is_simulated_and_judged() -> None:
+    rows = [routing.simulated(run, seed=3) for run in routing.runs_of(is_quick=True)]
+    data = {"model": "llama-3.1-8b", "device": "h100", "rows": rows}
+    assert len(rows) == 6
+    assert "simulated" in routing.CLAIM.verdict(data).ours
+    assert "Simulated, not measured" in routing.CLAIM.conditions(data)
+    assert [row[0] for row in routing.CLAIM.tables(data)[0].rows][-2:] == ["2, oracle", "2, cost, 500 ms old"]
+
+
+def test_the_large_fleet_is_simulated_with_few_choices() -> None:
+    runs = routing.runs_of(is_quick=False)
+    assert [run.routing for run in runs if run.num_replicas == 1000] == ["round-robin", "ring", "cost"]
+    assert len({run for run in runs if run.num_replicas == 64}) == 6

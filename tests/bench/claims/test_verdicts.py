@@ -14,6 +14,7 @@ from bench.claims import (
     fixed_pool,
     fragmentation,
     kv_arithmetic,
+    routing,
     shared_blocks,
     simulator,
     timeline,
@@ -100,6 +101,11 @@ CASES: list[tuple[Claim, Callable[[], dict[str, Any]], Word, str]] = [
     ),
     (simulator.CLAIM, lambda: data.simulator(0.16, 1000.0), PARTLY, "Worst at 4 clients"),
     (simulator.CLAIM, lambda: data.simulator(0.16, 999.0), NOT, "16.0 % off in the mean"),
+    (routing.CLAIM, lambda: data.routing(0.05, 1.9, 2.0), REPRODUCED, "are below those of round robin"),
+    (routing.CLAIM, lambda: data.routing(0.06, 1.9, 2.0), PARTLY, "factor of up to 2.00"),
+    (routing.CLAIM, lambda: data.routing(0.05, 1.9, 2.1), PARTLY, "factor of up to 2.10"),
+    (routing.CLAIM, lambda: data.routing(0.05, 1.8, 2.0), PARTLY, "are below those"),
+    (routing.CLAIM, lambda: data.routing(1.0, 1.0, 2.1), NOT, "is not below round robin and least loaded"),
 ]
 
 

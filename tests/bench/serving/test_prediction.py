@@ -1,6 +1,7 @@
 """Predictions from synthetic runs whose right answer is known."""
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 
@@ -12,6 +13,7 @@ from planning.fit import FittedCost
 from planning.measured_steps import MeasuredStep
 from planning.server import Server
 from planning.simulation import Horizon, Simulation
+from planning.virtual_server import VirtualServer
 from planning.workload import Job, ListedJobs
 from quire.block_map import ServerInfo, ServerState
 from scheduler.core import SchedulerLimits
@@ -25,7 +27,7 @@ TRACE = [TraceRequest(tuple(range(10 + i % 37)), 5 + 7 * i % 60) for i in range(
 def ideal_run(num_clients: int) -> MeasuredRun:
     """Returns the run of a server whose steps cost exactly COST, from a simulation that records its steps."""
 
-    class Watched(Simulation):
+    class Watched(VirtualServer):
         def _send_plan(self) -> bool:
             has_sent = super()._send_plan()
             if has_sent:
@@ -37,7 +39,8 @@ def ideal_run(num_clients: int) -> MeasuredRun:
     server = Server(SchedulerLimits(64, 512, 512), num_blocks=501)
     jobs = [Job(0.0, 0, len(request.prompt_token_ids), request.max_tokens) for request in TRACE]
     source = ListedJobs(jobs, ClosedLoop(num_clients, PAUSE_S))
-    records = Watched(server, [source], COST, Horizon(num_requests=len(jobs)), leaps=False).run()
+    with patch("planning.simulation.VirtualServer", Watched):
+        records = Simulation(server, [source], COST, Horizon(num_requests=len(jobs)), leaps=False).run()
     seen = tuple(
         RequestRecord(arrival_s, (first_s, end_s), num_prompt, num_output)
         for arrival_s, first_s, end_s, num_prompt, num_output in zip(

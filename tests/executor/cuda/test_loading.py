@@ -15,8 +15,8 @@ from executor.config import ExecutorConfig
 from executor.cuda.accelerator import EagerAccelerator
 from executor.cuda.loading import CudaStart
 from executor.cuda.rehearsal import rehearse
+from executor.device.kv_pool import allocate_pool, fitting_blocks
 from executor.errors import OutOfMemory
-from executor.memory.kv_pool import allocate_pool, fitting_blocks
 from executor.plans.limits import PlanLimits
 from executor.slots.slots import Slots
 from kernels import AttentionShape

@@ -11,8 +11,8 @@ from executor.config import ExecutorConfig
 from executor.cuda.accelerator import CudaAccelerator
 from executor.cuda.precision import sum_in_float32
 from executor.cuda.runner import CudaRunner
+from executor.device.device_memory import is_out_of_memory
 from executor.loading import load_model
-from executor.memory.device_memory import is_out_of_memory
 from tests.support.cuda.comparison import assert_same, run_stream
 from tests.support.cuda.random_streams import RandomStream
 from tests.support.cuda.runner_pair import DEVICE, FinishingRunner, Pair, make_pair, no_progress

@@ -15,7 +15,7 @@ from tests.support.e2e.waiting import until
 from tests.support.gateway.served import KEY, MODEL, served
 
 NUM_STREAMS = 16
-NUM_TOKENS = 200
+NUM_TOKENS = 1000  # most streams still run when a busy machine gets to the disturbance
 
 
 def wanted(number: int) -> dict[str, Any]:
@@ -92,5 +92,5 @@ async def test_streams_survive_a_killed(served_stack: Stack, service: str) -> No
         assert streams.texts == undisturbed.texts
         assert streams.ended == undisturbed.ended
         assert set(streams.ended.values()) == {"length"}
-        assert served_stack.pid(service) not in (None, killed)
+        await until(lambda: served_stack.pid(service) not in (None, killed), "the service is replaced")
         assert served_stack.pid("gateway") == gateway

@@ -18,7 +18,7 @@ from tests.support.waiting import until
 async def endless(request: pb.GenerateRequest) -> Answer:
     yield started()
     while True:
-        yield delta(0, "x" * 2000, 1)
+        yield delta(0, "x" * 20_000, 1)  # so that the buffers of a slow reader fill soon
         await asyncio.sleep(0)
 
 

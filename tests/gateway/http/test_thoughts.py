@@ -101,6 +101,22 @@ async def test_messages_have_a_thinking_block(is_opened: bool) -> None:
     assert started == ["thinking", "text"]
 
 
+@pytest.mark.parametrize("is_opened", [False, True])
+async def test_usage_counts_the_tokens_of_thoughts(is_opened: bool) -> None:
+    """A token of the fake scheduler has three characters. Tags and white space beside them count with what follows."""
+    num_thought = len(["Hm,", " a ", "< b", ".\n<"] if is_opened else ["<th", "ink", ">\nH", "m, ", "a <", " b."])
+    async with thinking_rig(is_opened=is_opened) as rig:
+        _, chat = await rig.chat()
+        events = await rig.events("/v1/chat/completions", CHAT | {"stream_options": {"include_usage": True}})
+        _, response = await rig.post("/v1/responses", RESPONSE)
+        _, two = await rig.chat(n=2)
+    for usage in (chat["usage"], events[-2]["usage"]):
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": num_thought}
+        assert usage["completion_tokens"] > num_thought
+    assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": num_thought}
+    assert two["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thought}
+
+
 async def test_calls_follow_a_thought_in_all_apis() -> None:
     async with thinking_rig(CALL) as rig:
         _, chat = await rig.chat(tools=TOOLS)

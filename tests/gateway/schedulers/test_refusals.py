@@ -39,7 +39,7 @@ async def first_choice(rig: Rig) -> FakeScheduler:
 @pytest.mark.parametrize("failure", [FULL, DRAINING])
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_another_scheduler_answers(failure: Failure, is_streamed: bool) -> None:
-    async with Rig(3) as rig:
+    async with Rig(3, max_wait_s=0.01) as rig:
         first = await first_choice(rig)
         refuse(first, failure)
         if is_streamed:
@@ -54,7 +54,7 @@ async def test_another_scheduler_answers(failure: Failure, is_streamed: bool) ->
 
 
 async def test_each_prompt_of_a_request_finds_its_own_scheduler() -> None:
-    async with Rig(2) as rig:
+    async with Rig(2, max_wait_s=0.01) as rig:
         first = await first_choice(rig)
         refuse(first, FULL)
         status, body = await rig.complete([f"prompt {i}" for i in range(8)])
@@ -62,7 +62,7 @@ async def test_each_prompt_of_a_request_finds_its_own_scheduler() -> None:
 
 
 async def test_the_client_gets_the_shortest_delay_of_full_schedulers() -> None:
-    async with Rig(3) as rig:
+    async with Rig(3, max_wait_s=0.01) as rig:
         await first_choice(rig)
         for fake, delay_s in zip(rig.fakes, (7, 2, 5), strict=True):
             refuse(fake, Failure(Code.RESOURCE_EXHAUSTED, "full", retry_after_s=delay_s))
@@ -76,7 +76,7 @@ async def test_the_client_gets_the_shortest_delay_of_full_schedulers() -> None:
 
 async def test_one_full_and_one_draining_scheduler_are_a_full_service() -> None:
     """A client that may come again is told when, whichever scheduler is asked first."""
-    async with Rig(2) as rig:
+    async with Rig(2, max_wait_s=0.01) as rig:
         first = await first_choice(rig)
         (second,) = (fake for fake in rig.fakes if fake is not first)
         for full, draining in ((first, second), (second, first)):
@@ -114,14 +114,14 @@ async def test_all_draining_schedulers_are_tried_again_until_one_serves() -> Non
     ],
 )
 async def test_a_refusal_of_the_request_or_its_tenant_is_final(failure: Failure, status: int) -> None:
-    async with Rig(3) as rig:
+    async with Rig(3, max_wait_s=0.01) as rig:
         refuse(await first_choice(rig), failure)
         assert (await rig.chat())[0] == status
         assert sorted(len(fake.opened) for fake in rig.fakes) == [0, 0, 1]
 
 
 async def test_the_limit_of_a_tenant_is_final_at_the_second_scheduler_too() -> None:
-    async with Rig(3) as rig:
+    async with Rig(3, max_wait_s=0.01) as rig:
         first = await first_choice(rig)
         refuse(first, FULL)
         for fake in rig.fakes:
@@ -135,7 +135,7 @@ async def test_the_limit_of_a_tenant_is_final_at_the_second_scheduler_too() -> N
 
 @pytest.mark.parametrize("before", [[started()], [started(), delta(0, "a", 1)]])
 async def test_a_request_that_has_begun_is_not_sent_to_another_scheduler(before: list[Any]) -> None:
-    async with Rig(2) as rig:
+    async with Rig(2, max_wait_s=0.01) as rig:
         refuse(await first_choice(rig), FULL, *before)
         async with rig.http.post("/v1/chat/completions", json=CHAT) as response:
             assert response.status == 429
@@ -143,7 +143,7 @@ async def test_a_request_that_has_begun_is_not_sent_to_another_scheduler(before:
 
 
 async def test_schedulers_that_are_not_ready_are_not_asked() -> None:
-    async with Rig(3) as rig:
+    async with Rig(3, max_wait_s=0.01) as rig:
         first = await first_choice(rig)
         refuse(first, FULL)
         for fake, scheduler in zip(rig.fakes, rig.schedulers.all, strict=True):

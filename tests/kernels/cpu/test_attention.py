@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels import cpu, reference
-from tests.support.kernels.paged import Paged, assert_close, paged, pairwise, poisoned
+from tests.support.kernels.paged import Paged, assert_close, gathered, paged, pairwise, poisoned
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -241,6 +241,29 @@ def test_a_prompt_has_the_same_bits_in_any_split(
         assert torch.equal(piece, whole[start:stop])
         last = decoded(cpu, query[stop - 1 : stop], so_far, 0.1, window)
         assert torch.equal(last, whole[stop - 1 : stop])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_end_of_a_prompt_of_100_000_tokens_has_the_same_bits_in_any_split(dtype: torch.dtype) -> None:
+    """The shape is that of the embedded model; the blocks lie at random places of a pool of 6,253."""
+    length, num_queries, scale = 100_000, 67, 0.18
+    pool = paged([length], num_kv_heads=3, block_size=16, head_dim=32, dtype=dtype)
+    query = torch.randn(num_queries, 6, 32).to(dtype)
+    whole = prefilled(cpu, query, pool, [num_queries], scale)
+    first = length - num_queries
+    for start, stop in itertools.pairwise([0, 1, 18, 50, 66, 67]):
+        so_far = Paged(pool.kv, pool.block_tables, torch.tensor([first + stop], dtype=torch.int32))
+        piece = prefilled(cpu, query[start:stop], so_far, [stop - start], scale)
+        assert torch.equal(piece, whole[start:stop])
+    torch.set_num_threads(2)
+    assert torch.equal(decoded(cpu, query[-1:], pool, scale), whole[-1:])
+    torch.set_num_threads(1)
+
+    keys, values = (part.double() for part in gathered(pool, 0))
+    for head in range(6):
+        weights = torch.softmax(scale * (keys[:, head // 2] @ query[-1, head].double()), 0)
+        expected = weights @ values[:, head // 2]
+        torch.testing.assert_close(whole[-1, head].double(), expected, rtol=2e-2, atol=1e-4)
 
 
 def test_callers_on_several_threads_do_not_interfere() -> None:

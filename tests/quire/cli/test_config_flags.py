@@ -134,6 +134,8 @@ def other_value(name: str, default: Any) -> Any:
         "tls_key": "server.key",
         "tls_client_ca": "clients.pem",
         "local_listen": "unix:/tmp/local.sock",
+        "grpc_listen": "127.0.0.1:7",
+        "routing": "ring",
         **dict.fromkeys(("executor", "listen_address"), "127.0.0.1:7"),
         **dict.fromkeys((*EXECUTOR_HOP, *SCHEDULER_HOP - {"takeover"}), "x"),
     }
@@ -266,11 +268,14 @@ def test_every_setting_of_the_gateway_has_a_flag(monkeypatch: pytest.MonkeyPatch
         "scheduler_tls_certificate": "c",
         "scheduler_tls_key": "k",
     }
+    del values["schedulers_file"]  # which replaces the addresses
     words = arguments({name: value for name, value in values.items() if name != "scheduler"})
     result = CliRunner().invoke(quire.cli.main.app, ["gateway", "--scheduler", "a:1", "--scheduler", "b:2", *words])
     assert result.exit_code == 5, result.output
-    assert seen == [GatewayConfig(**values | {"scheduler": "a:1,b:2"})]
+    assert seen.pop() == (config := GatewayConfig(**values | {"scheduler": "a:1,b:2"}))
     for field in fields(GatewayConfig):
-        assert getattr(seen[0], field.name) != field.default
+        assert getattr(config, field.name) != field.default or field.name == "schedulers_file"
+    CliRunner().invoke(quire.cli.main.app, ["gateway", "--schedulers-file", "addresses"])
+    assert seen == [GatewayConfig(schedulers_file="addresses")]
     CliRunner().invoke(quire.cli.main.app, ["gateway"])
     assert seen[1] == GatewayConfig()

@@ -45,7 +45,7 @@ async def upgrading(log: Log, first: str, second: str, is_serving: Callable[[], 
         await log.until("executor", "up")
         await log.until("scheduler", "up")
         upgrade = Upgrade(supervisor)
-        running = asyncio.create_task(upgrade.run({"executor": first_serves, "scheduler": second_serves}))
+        running = asyncio.create_task(upgrade.run([{"executor": first_serves}, {"scheduler": second_serves}]))
         yield upgrade
         running.cancel()
         supervisor.kill()

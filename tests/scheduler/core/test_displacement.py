@@ -66,6 +66,19 @@ def test_a_request_that_arrives_during_a_step_is_in_the_plan_after_those_in_flig
     assert "modest" in step(scheduler)
 
 
+def test_no_plan_without_a_newcomer_is_made_after_it_came() -> None:
+    """Its counter is lifted to that of the tenant that holds all slots, whose tokens in flight are not charged yet."""
+    scheduler = full_of("greedy")
+    for number in range(5):
+        plan = scheduler.schedule()
+        assert plan is not None
+        add(scheduler, 100 + number, "modest", output=1)
+        assert account(scheduler, "modest").level == account(scheduler, "greedy").level
+        assert scheduler.schedule() is None
+        scheduler.commit(StepResult(plan.epoch, plan.step_id, [7] * len(scheduler.state.in_flight[0].sampled)))
+        assert "modest" in step(scheduler)
+
+
 def test_a_tenant_displaces_others_up_to_its_part_only() -> None:
     scheduler = full_of("greedy")
     for number in range(20):

@@ -6,6 +6,7 @@ A mutation replaces one function or method of the core. Simulations that pass wi
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -24,6 +25,7 @@ from scheduler.core.block_pool import BlockPool
 from scheduler.core.fairness.fair_queue import FairQueue
 from scheduler.core.kv_cache import Allocation, KVCache
 from scheduler.core.step import Step, StepBuilder
+from scheduler.core.timing import step_budget
 from scheduler.core.timing.step_budget import StepBudget
 from scheduler.core.waiting_queue import WaitingQueue
 from tests.support.core import beam_mutations, mode_mutations
@@ -216,6 +218,10 @@ def let_the_first_prompt_take_no_more_than_half(patch: pytest.MonkeyPatch) -> No
     patch.setattr(StepBudget, "room_for", lambda budget, sequence, share=1: room_for(budget, sequence, 2))
 
 
+def let_prompts_alone_take_any_time(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(step_budget, "MAX_PROMPT_TIME", inf)
+
+
 MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (skip_one_ref_count_decrement, "I2: block"),
     (publish_blocks_when_they_are_planned, "I5: block .* is published, its KV is not computed"),
@@ -238,6 +244,7 @@ MUTATIONS: list[tuple[Callable[[pytest.MonkeyPatch], None], str]] = [
     (leave_bounds_as_they_were, "would fit"),
     (take_no_time_for_decodes, "I25: (the plan takes|.* could compute more)"),
     (let_the_first_prompt_take_no_more_than_half, "I25: .* could compute more"),
+    (let_prompts_alone_take_any_time, "I25: the plan takes"),
     *beam_mutations.MUTATIONS,
     *mode_mutations.MUTATIONS,
 ]

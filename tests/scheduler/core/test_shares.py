@@ -192,7 +192,12 @@ def linear_first(queue: FairQueue) -> Sequence | None:
     """Returns the sequence that is next, by a comparison of all tenants."""
     heads = [head for account in queue._queues if (head := queue.of(account).first()) is not None]
     heads = [head for head in heads if queue.may_enter(head)]
-    return min(heads, key=lambda s: (s.account.terms.priority, s.account.level, s.arrival), default=None)
+
+    def place(head: Sequence) -> tuple[int, float, bool, int]:
+        account = head.account
+        return (account.terms.priority, account.level, account.level > account.entry_level, head.arrival)
+
+    return min(heads, key=place, default=None)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -107,13 +107,38 @@ def test_prompts_take_as_long_as_decodes_that_take_more_than_half_of_the_target(
 
 
 def test_prompts_progress_if_each_of_their_tokens_takes_longer_than_there_is() -> None:
-    harness = with_a_decode(costs=replace(COSTS, token_s=9.0))
+    harness = with_a_decode()
+    harness.scheduler.set_costs(replace(COSTS, token_s=9.0))
     harness.add(make_request(2, LONG, 1))
     harness.add(make_request(3, "xyz", 1))
+    assert prompt_tokens(harness) == {2: 1}
+    harness.run()
+
+
+def test_the_least_number_of_prompt_tokens_takes_at_most_one_more_target() -> None:
+    """Each token is as slow as one at the end of a prompt of 100,000 tokens: a step of all four would take 2.9 s."""
+    harness = with_a_decode(costs=replace(COSTS, token_s=0.65))
+    harness.add(make_request(2, LONG, 1))
+    assert prompt_tokens(harness) == {2: 2}
+    harness.add(make_request(3, "xyz", 1))
+    assert prompt_tokens(harness) == {2: 2, 3: 1}, "the prompt that arrived later does not wait"
+    harness.run()
+
+
+def test_prompts_share_the_least_number_of_tokens_if_it_takes_less_than_one_more_target() -> None:
+    harness = with_a_decode(costs=replace(COSTS, token_s=0.42))
+    harness.add(make_request(2, LONG, 1))
     assert prompt_tokens(harness) == {2: 4}
+    harness.add(make_request(3, "xyz", 1))
     assert prompt_tokens(harness) == {2: 2, 3: 2}, "half is for prompts that arrived later"
     assert prompt_tokens(harness) == {2: 3, 3: 1}, "which do not wait until the long prompt is computed"
     harness.run()
+
+
+@pytest.mark.parametrize(("token_s", "num_tokens"), [(0.05, 100), (0.25, 40), (3.0, 3), (9.0, 1)])
+def test_without_decodes_a_step_takes_at_most_ten_targets(token_s: float, num_tokens: int) -> None:
+    """At the end of a long prompt a step of `max_num_batched_tokens` takes seconds, for which new requests wait."""
+    assert prompt_tokens(build(make_request(1, LONG, 1), costs=replace(COSTS, token_s=token_s))) == {1: num_tokens}
 
 
 def test_short_prompts_pass_a_long_one_within_the_target() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 import grpc
 import pytest
@@ -120,3 +121,54 @@ async def test_a_result_that_memory_is_too_short_for_ends_its_stream_only(
             stream.take()
     assert "Traceback" in caplog.text
     assert counted() == {"result": 1}
+
+
+# --- an address in a file -------------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def fake_executors(num: int) -> AsyncIterator[list[Server]]:
+    config = ExecutorConfig(model="unused", listen_address="127.0.0.1:0", metrics_address="", num_threads=1)
+    servers = [Server(config, loaded(FakeRunner())) for _ in range(num)]
+    try:
+        yield servers
+    finally:
+        for server in servers:
+            await server.stop()
+
+
+async def test_an_executor_is_found_at_the_address_that_a_file_holds_now(tmp_path: Path) -> None:
+    path = tmp_path / "executor"
+    async with fake_executors(2) as servers:
+        addresses = [await server.start() for server in servers]
+        client = ExecutorClient(f"file:{path}")
+        found = []
+        for address in (*addresses, addresses[0]):
+            path.write_text(f"{address}\n")
+            found.append((await client.find(10)).incarnation)
+            assert client.address == address
+        assert found[0] == found[2] != found[1]
+        await client.close()
+
+
+async def test_a_search_at_an_old_address_ends_when_the_file_changes(tmp_path: Path) -> None:
+    path = tmp_path / "executor"
+    path.write_text("127.0.0.1:1")
+    client = ExecutorClient(f"file:{path}")
+    finding = asyncio.create_task(client.find(300))
+    await asyncio.sleep(0.1)
+    path.write_text("127.0.0.1:2")
+    with pytest.raises(ExecutorLost, match="has left"):
+        await asyncio.wait_for(finding, 60)
+    await client.close()
+
+
+@pytest.mark.parametrize("text", [None, "", "nowhere", "a:1\nb:1", "\0"])
+async def test_a_file_without_an_address_is_a_lost_executor(tmp_path: Path, text: str | None) -> None:
+    path = tmp_path / "executor"
+    if text is not None:
+        path.write_text(text)
+    client = ExecutorClient(f"file:{path}")
+    with pytest.raises(ExecutorLost, match=str(path)):
+        await client.find(1)
+    await client.close()

@@ -4,12 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
 from scheduler.core import Request, Scheduler, SchedulerLimits, SequenceParams, StepPlan, TokenLogprobs
 from scheduler.engine.engine import Engine
-from scheduler.engine.plan_timing import LEAD_SHARE, MIN_ARRIVALS, MIN_LEAD_S, Arrivals, PlanTiming, could_join, lead_s
+from scheduler.engine.plan_timing import LEAD_SHARE, MIN_LEAD_S, WAKE_S, Arrivals, PlanTiming, could_join, lead_s
+from scheduler.engine.step_costs import CostEstimate
 from scheduler.engine.step_trace import ExecutorTimings, StepTrace, StepTraces
 from tests.support.scheduler.engine_rig import RecordingSink, running_engine, submit
 from tests.support.scheduler.fake_client import FakeClient
@@ -28,12 +30,17 @@ def step(num_decodes: int, num_prompt_tokens: int = 0, busy_s: float = 0.0, plan
     )
 
 
-def timing_after(*steps: StepTrace) -> PlanTiming:
-    """Returns a timing that has learnt from these steps, with a request that has just arrived."""
-    timing = PlanTiming()
-    timing.arrivals.add(time.monotonic())
+def estimate_after(*steps: StepTrace) -> CostEstimate:
+    estimate = CostEstimate()
     for each in steps:
-        timing.learn(each)
+        estimate.learn(each)
+    return estimate
+
+
+def timing_after(*steps: StepTrace) -> PlanTiming:
+    """Returns a timing whose estimate has learnt from these steps, with a request that has just arrived."""
+    timing = PlanTiming(estimate_after(*steps))
+    timing.arrivals.add(time.monotonic())
     return timing
 
 
@@ -55,27 +62,40 @@ def core(max_num_seqs: int = 4, max_in_flight: int = 2) -> Scheduler:
 
 
 def test_the_expected_time_of_a_step_adds_decodes_and_prompt_tokens() -> None:
-    timing = timing_after(step(8, busy_s=0.1), step(8, 50, busy_s=0.3))
-    assert timing.expected_s(step(8)) == pytest.approx(0.1)
-    assert timing.expected_s(step(8, 25)) == pytest.approx(0.2)
-    assert timing.expected_s(step(0, 25)) == pytest.approx(0.1)
+    estimate = estimate_after(*[step(8, busy_s=0.1)] * 4, *[step(8, 200, busy_s=0.3), *[step(8, busy_s=0.1)] * 4] * 20)
+    assert estimate.expected_s(step(8)) == pytest.approx(0.1, rel=0.05)
+    assert estimate.expected_s(step(8, 100)) == pytest.approx(0.2, rel=0.05)
+    assert estimate.expected_s(step(8, 200)) == pytest.approx(0.3, rel=0.05)
 
 
 def test_long_prompts_weigh_more_than_short_ones() -> None:
     """A millisecond of noise on a prompt of two tokens is half a millisecond for each of them."""
-    timing = timing_after(step(8, busy_s=0.1), step(8, 200, busy_s=0.3), step(8, 2, busy_s=0.103))
-    assert timing.expected_s(step(0, 100)) == pytest.approx(0.1, rel=0.02)
+    steps = [step(8, busy_s=0.1), step(8, 200, busy_s=0.3)] * 50
+    before = estimate_after(*steps).expected_s(step(8, 200))
+    estimate = estimate_after(*steps, *[step(8, 2, busy_s=0.103)] * 3)
+    assert estimate.expected_s(step(8, 200)) == pytest.approx(before, rel=0.02)
+
+
+def test_a_chunk_deep_in_a_prompt_is_expected_to_take_longer_than_its_first() -> None:
+    """Attention makes the last chunks of a prompt of 100,000 tokens many times as slow as the first ones."""
+
+    def chunk(num_before: int) -> StepTrace:
+        num_pairs = 512 * num_before + 512 * 513 // 2
+        return replace(step(0, 512, busy_s=0.05 + 4e-8 * num_pairs), num_prefill_pairs=num_pairs)
+
+    estimate = estimate_after(*[chunk(num_before) for num_before in range(0, 50_000, 512)])
+    for num_before in (50_176, 100_352):
+        assert estimate.expected_s(chunk(num_before)) == pytest.approx(chunk(num_before).timings.busy_ns / 1e9, rel=0.1)
 
 
 def test_the_expected_time_follows_a_machine_that_becomes_faster() -> None:
-    timing = timing_after(*[step(8, busy_s=0.1)] * 50, *[step(8, busy_s=0.02)] * 12)
-    assert timing.expected_s(step(8)) == pytest.approx(0.02, rel=0.15)
+    estimate = estimate_after(*[step(8, busy_s=0.1)] * 50, *[step(8, busy_s=0.02)] * 12)
+    assert estimate.expected_s(step(8)) == pytest.approx(0.02, rel=0.15)
 
 
 def test_no_plan_is_delayed_before_the_first_step_is_measured() -> None:
-    timing = PlanTiming()
-    assert timing.expected_s(step(8, 100)) == 0.0
-    assert timing.delayed_until_s(core(), in_flight(step(8, 100, planned_s=NOW_S))) is None
+    assert estimate_after().expected_s(step(8, 100)) == 0.0
+    assert timing_after().delayed_until_s(core(), in_flight(step(8, 100, planned_s=NOW_S))) is None
 
 
 # --- the time of the next plan ----------------------------------------------------------------------------------------
@@ -158,15 +178,15 @@ def test_with_all_slots_taken_a_plan_is_delayed_for_tenants_that_have_nothing_in
 
 def test_no_plan_is_delayed_if_arrivals_are_rare() -> None:
     arrivals = Arrivals()
-    assert not arrivals.are_likely(0.0, 1000.0)
+    assert not arrivals.are_likely(0.0, 1000.0, 1000.0)
     for at_s in range(100):
         arrivals.add(float(at_s))
-    assert arrivals.are_likely(100.0, 2 * MIN_ARRIVALS)  # one a second
-    assert not arrivals.are_likely(100.0, MIN_ARRIVALS / 2)
-    assert not arrivals.are_likely(1000.0, 2 * MIN_ARRIVALS)  # no request has arrived for a long time
-    assert arrivals.are_likely(1000.0, 100.0)
-    timing = PlanTiming()
-    timing.learn(step(8, busy_s=LONG_S))
+    assert arrivals.are_likely(100.0, 2 * WAKE_S, saved_s=1.0)  # one a second
+    assert not arrivals.are_likely(100.0, WAKE_S / 2, saved_s=1.0)
+    assert not arrivals.are_likely(100.0, 2 * WAKE_S, saved_s=0.1)
+    assert not arrivals.are_likely(1000.0, 2 * WAKE_S, saved_s=1.0)  # no request has arrived for a long time
+    assert arrivals.are_likely(1000.0, 100.0, saved_s=1.0)
+    timing = PlanTiming(estimate_after(step(8, busy_s=LONG_S)))
     assert timing.delayed_until_s(core(), in_flight(step(8, planned_s=NOW_S))) is None
 
 

@@ -121,6 +121,30 @@ async def test_the_blocks_of_a_cancelled_request_become_free(stack: Stack, page:
         assert not (await client.block_map()).sequences
 
 
+async def test_the_progress_of_a_prefill_is_a_bar(page: "playwright_api.Page") -> None:
+    """It is shown for a sequence that computes its prompt, and not for one that decodes."""
+    found = await page.evaluate(
+        """async () => {
+            const { Model } = await import("/live/model.js");
+            const { BlockTables } = await import("/live/tables.js");
+            const list = document.body.appendChild(document.createElement("div"));
+            const tables = new BlockTables(list, document.createElement("p"), () => {});
+            const model = new Model();
+            model.apply({ is_key: true, server: { num_blocks: 9 }, numbers: {},
+                          come: [["7.0", "long", 100_000], ["8.0", "short", 3]],
+                          sequences: [["7.0", 0, 100_000, 25_000, 0, 1], ["8.0", 1, 5, 4, 0, 2]] });
+            tables.show(model);
+            const read = () => [...list.querySelectorAll("progress")].map((bar) => [bar.hidden, bar.value]);
+            const words = list.querySelector(".muted").textContent;
+            const first = read();
+            model.apply({ sequences: [["7.0", 0, 100_001, 100_000, 1]], numbers: {} });
+            tables.show(model);
+            return [words, first, read()];
+        }"""
+    )
+    assert found == ["slot 0 · prefill 25,000 of 100,000 tokens", [[False, 0.25], [True, 1]], [[True, 1], [True, 1]]]
+
+
 async def test_many_deltas_are_laid_out_together(page: "playwright_api.Page") -> None:
     """Laying out long paragraphs for every delta would block the page's thread, and with it the cancel button."""
     num_samples, num_deltas = 4, 4000

@@ -1,6 +1,7 @@
 """Writes that take too long are cancelled; waiting for something else is not."""
 
 import asyncio
+import time
 
 import pytest
 
@@ -32,9 +33,21 @@ async def test_time_between_writes_does_not_count() -> None:
             await asyncio.sleep(0.03)
 
 
-async def test_timer_is_set_again_if_it_fires_too_early() -> None:
+async def test_a_write_has_its_time_from_its_own_begin() -> None:
     with pytest.raises(ReaderStalled):
         await wait_forever(0.1, idle_s=0.05)
+
+
+async def test_a_pause_of_the_process_is_not_one_of_the_client() -> None:
+    """The client accepts the message while this process is stopped, for longer than a client may take."""
+    with WriteTimeout(0.1) as timeout:
+        for _ in range(3):
+            timeout.begin_write()
+            accepted = asyncio.get_running_loop().create_future()
+            asyncio.get_running_loop().call_later(0.01, accepted.set_result, None)
+            asyncio.get_running_loop().call_soon(time.sleep, 0.25)
+            await accepted
+            timeout.end_write()
 
 
 async def test_cancellation_from_outside_is_not_a_timeout() -> None:

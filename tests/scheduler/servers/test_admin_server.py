@@ -13,6 +13,8 @@ from quire.addresses import AddressError, AddressInUse, AddressUnusable
 from quire.v1 import admin_pb2 as pb
 from quire.v1 import generation_pb2
 from scheduler.engine.engine import ServerState
+from tests.support.core.letter_tokens import make_request
+from tests.support.core.small_harness import build_harness
 from tests.support.scheduler.fake_engine import MODEL, FakeEngine
 from tests.support.scheduler.servers import Served, Servers
 from tests.support.waiting import until
@@ -41,6 +43,29 @@ async def test_server_info_describes_the_model(servers: Servers) -> None:
     served.engine.become(ServerState.WAITING_FOR_EXECUTOR)
     info = await served.generation.GetServerInfo(generation_pb2.GetServerInfoRequest())
     assert info.state == generation_pb2.SERVER_STATE_WAITING_FOR_EXECUTOR
+
+
+async def test_server_info_tells_what_waits_and_what_was_computed(servers: Servers) -> None:
+    """Three prompts of 9 tokens in blocks of 4: the third one waits for a slot, the second finds 8 tokens cached."""
+    requests = [make_request(number, "abcdabcda", max_tokens=1) for number in (1, 2, 3)]
+    harness = build_harness(*requests, block_size=4, max_num_seqs=1)
+    served = await servers.start()
+    served.engine.core = harness.scheduler
+
+    async def counts() -> tuple[int, int]:
+        info = await served.generation.GetServerInfo(generation_pb2.GetServerInfoRequest())
+        return info.num_waiting_prompt_tokens, info.num_computed_prompt_tokens
+
+    assert await counts() == (27, 0)
+    served.engine.oldest_waiting_s = 1.5
+    info = await served.generation.GetServerInfo(generation_pb2.GetServerInfoRequest())
+    assert info.oldest_waiting_s == 1.5
+    for expected in ((18, 9), (9, 10), (0, 11)):
+        harness.schedule()
+        harness.commit()
+        assert await counts() == expected
+    info = await served.generation.GetServerInfo(generation_pb2.GetServerInfoRequest())
+    assert info.oldest_waiting_s == 0.0, "nothing waits"
 
 
 async def test_calls_are_unavailable_before_a_model_is_known(servers: Servers) -> None:

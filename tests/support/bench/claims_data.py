@@ -205,3 +205,36 @@ def simulator(error: float, factor: float) -> Data:
     }
     fit = {"num_steps": 400, "mean_error_ratio": 0.1}
     return {"prediction": {"fit": fit, "comparisons": comparisons}, "day": day}
+
+
+def routing(ttft: float, throughput: float, stale: float) -> Data:
+    """Fleets in which the choice by cost has these shares of round robin's mean TTFT and throughput."""
+    factors = {
+        ("round-robin", 0.0): (1.0, 1.0),
+        ("least-loaded", 0.0): (0.9, 1.0),
+        ("ring", 0.0): (0.5, 1.0),
+        ("cost", 0.0): (ttft, throughput),
+        ("cost", 500.0): (ttft * stale, throughput),
+        ("oracle", 0.0): (ttft, throughput),
+    }
+    rows = [
+        {
+            "num_replicas": num_replicas,
+            "num_requests": 100,
+            "routing": name,
+            "event_delay_ms": delay_ms,
+            "rate": 110.0,
+            "hit_ratio": 0.5,
+            "ttft_mean_s": mean,
+            "ttft_p50_s": mean,
+            "ttft_p99_s": 2 * mean,
+            "tpot_mean_s": 0.02,
+            "output_tokens_per_s": 1000.0 * rate,
+            "request_imbalance": 1.1,
+            "busy_imbalance": 1.1,
+        }
+        for num_replicas in (8, 64, 1000)
+        for (name, delay_ms), (mean, rate) in factors.items()
+        if num_replicas < 1000 or name in ("round-robin", "cost")
+    ]
+    return {"model": "llama-3.1-8b", "device": "h100", "rows": rows}

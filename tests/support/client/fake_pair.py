@@ -21,6 +21,11 @@ class FakePair:
         self._specs = [ChildSpec(name, command) for name, command in zip(names, children, strict=True)]
 
     gateway = None
+    suffix = ""
+
+    @property
+    def replicas(self) -> Any:
+        return (self,)
 
     @property
     def scheduler(self) -> Any:

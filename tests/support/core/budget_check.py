@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from scheduler.core.inspect.step_load import LoadTracker
-from scheduler.core.timing.step_budget import MIN_PROMPT_TIME
+from scheduler.core.timing.step_budget import MAX_PROMPT_TIME, MIN_PROMPT_TIME
 
 if TYPE_CHECKING:
     from scheduler.core import SchedulerState, Sequence, StepPlan
@@ -30,27 +30,34 @@ class BudgetCheck:
         if not load.num_prefill_tokens:
             return False
         num_weighted = load.num_tokens + load.num_reported * (costs.report_weight - 1)
-        is_least = load.num_prefill_tokens <= limits.min_prompt_tokens
+        is_least, target_s = load.num_prefill_tokens <= limits.min_prompt_tokens, limits.target_inter_token_latency_s
         assert load.num_tokens <= limits.max_num_batched_tokens
         assert num_weighted < limits.max_num_batched_tokens + costs.report_weight or is_least, (
             f"I25: {num_weighted} tokens by weight, more than {limits.max_num_batched_tokens}"
         )
-        left_s, is_shortened = 0.0, False
-        if load.num_decodes:
-            decodes_s = costs.decodes_s(load.num_decodes, load.num_decode_pairs)
-            prompts_s = costs.token_s * load.num_prefill_tokens + costs.pair_s * load.num_prefill_pairs
-            allowed_s = max(limits.target_inter_token_latency_s - decodes_s, MIN_PROMPT_TIME * decodes_s)
-            left_s = allowed_s - prompts_s - costs.report_s * load.num_reported
-            one_s = max(_token_s(state, sequence) for sequence in step.prefills)
-            assert left_s > -one_s - _ROUNDING or is_least, f"I25: the plan takes {-left_s} s too long"
+        decodes_s = costs.decodes_s(load.num_decodes, load.num_decode_pairs)
+        prompts_s = costs.token_s * load.num_prefill_tokens + costs.pair_s * load.num_prefill_pairs
+        allowed_s = max(target_s - decodes_s, MIN_PROMPT_TIME * decodes_s)
+        if not load.num_decodes:
+            allowed_s = MAX_PROMPT_TIME * target_s
+        left_s = allowed_s - prompts_s - costs.report_s * load.num_reported
+        one_s = max(_token_s(state, sequence) for sequence in step.prefills)
+        beyond_s = target_s if is_least and load.num_decodes else 0.0
+        assert left_s > -beyond_s - one_s - _ROUNDING, f"I25: the plan takes {-left_s} s too long"
+        is_shortened = False
         for sequence in state.batch.prefilling:
             if not sequence.num_uncomputed_tokens or not state.cache.num_available_blocks(sequence):
                 continue
             weight = costs.report_weight if sequence.params.num_prompt_logprobs else 1
             is_full = num_weighted + weight > limits.max_num_batched_tokens
-            is_long = load.num_decodes > 0 and left_s < _token_s(state, sequence) + _ROUNDING
+            token_s = _token_s(state, sequence)
+            is_long = left_s < token_s + _ROUNDING
             assert is_full or is_long, f"I25: {sequence!r} could compute more tokens in this step"
-            is_enough = load.num_prefill_tokens >= limits.min_prompt_tokens
+            is_enough = (
+                not load.num_decodes
+                or load.num_prefill_tokens >= limits.min_prompt_tokens
+                or left_s + target_s < token_s + _ROUNDING
+            )
             assert is_full or is_enough, f"I25: {load.num_prefill_tokens} prompt tokens, and {sequence!r} has more"
             is_shortened |= not is_full
         return is_shortened

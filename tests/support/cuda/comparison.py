@@ -44,32 +44,33 @@ class NoDeviceReads(TorchDispatchMode):
 
 
 class TopTwo:
-    """A wrapper of the reference's model that describes where another runner's tokens differ from its own.
+    """A wrapper of the reference's sampling that describes where another runner's tokens differ from its own.
 
     Greedy tokens of two runners may differ where the two largest logits nearly tie, because the runners add in another
     order. A difference at a large gap is an error, for instance of a race.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
-        self._model = runner.model
-        self.pool = runner.model.pool
-        self.copy_blocks = runner.model.copy_blocks
         self._runner = runner
+        self._sample = runner._sample
         self._last: dict[int, tuple[list[int], list[float]]] = {}
         self._reporting: list[int] = []
-        runner.model = self
+        runner._sample = self.sample
 
     def remove(self) -> None:
-        self._runner.model = self._model
+        self._runner._sample = self._sample
 
-    def forward(self, step: StepInputs, rows: object, block_tables: object) -> torch.Tensor:
-        logits = self._model.forward(step, rows, block_tables)
+    def sample(self, step: StepInputs, logits: torch.Tensor | None) -> object:
+        if logits is not None:
+            self._note(step, logits)
+        return self._sample(step, logits)
+
+    def _note(self, step: StepInputs, logits: torch.Tensor) -> None:
         best = logits.float().topk(2, dim=-1)
         ids, values = best.indices.tolist(), best.values.tolist()
         places = zip(step.sampling.tolist(), step.sampled_logits.tolist(), strict=True)
         self._last = {slot: (ids[place], values[place]) for slot, place in places}
         self._reporting = step.reporting.tolist()
-        return logits
 
     def describe(self) -> dict[int, str]:
         """Returns what is known of the sampled tokens of the last step, by their place in its result."""

@@ -16,7 +16,7 @@ import psutil
 from tests.support.e2e.waiting import WAIT_S
 from tests.support.paths import ROOT
 
-_LIFELINE = ROOT / "quire" / "cli" / "lifeline.py"
+_LIFELINE = ROOT / "quire" / "lifeline.py"
 _MARK = "TESTED_PROCESS"
 
 
@@ -28,7 +28,7 @@ class Process:
     """Starts `command` and reads its lines as they come, so that it never blocks on a full pipe.
 
     The thread that starts it must live as long as the process: the kernel kills the process when that thread ends
-    (quire/cli/lifeline.py).
+    (quire/lifeline.py).
     """
 
     def __init__(self, name: str, command: Sequence[str]) -> None:

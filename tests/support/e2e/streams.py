@@ -161,19 +161,19 @@ def differences(actual: Sequence[Outcome], expected: Sequence[Outcome]) -> list[
     return lines
 
 
-def mixed_jobs(num_jobs: int) -> list[Job]:
-    """Returns varied jobs of at least a hundred tokens each.
+def mixed_jobs(num_jobs: int, num_tokens: int = 140) -> list[Job]:
+    """Returns varied jobs of at least a hundred tokens each; those that do not stop have at least `num_tokens`.
 
     They are greedy or seeded, with short and long prompts, one or two samples, and stop strings.
     """
-    return [_mixed_job(number) for number in range(num_jobs)]
+    return [_mixed_job(number, num_tokens) for number in range(num_jobs)]
 
 
-def _mixed_job(number: int) -> Job:
+def _mixed_job(number: int, num_tokens: int) -> Job:
     prompt = OPENINGS[number % len(OPENINGS)]
     if number % 5 == 0:  # several blocks long, with a prefix that other prompts share
         prompt = " ".join(OPENINGS[: 2 + number % 7]) + f" Number {number}. {prompt}"
-    options: dict[str, Any] = {"max_tokens": 140 + number % 33, "ignore_eos": True}
+    options: dict[str, Any] = {"max_tokens": num_tokens + number % 33, "ignore_eos": True}
     if number % 2:
         options |= {"temperature": 0.7 + number % 4 / 10, "seed": 1000 + number}
         options |= ({"top_p": 0.9}, {"top_k": 20}, {"min_p": 0.05}, {})[number // 2 % 4]

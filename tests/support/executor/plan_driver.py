@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from executor.device.runner import ModelRunner
+    from executor.slots.launch import Launch
 
 
 def ints(*values: int) -> Ints:
@@ -227,6 +228,6 @@ class LogitsRecorder:
         self.last: torch.Tensor | None = None
         runner.model = self  # type: ignore[assignment]
 
-    def forward(self, step: object, rows: object, block_tables: object) -> torch.Tensor:
-        self.last = self._model.forward(step, rows, block_tables).clone()  # type: ignore[arg-type]
+    def forward(self, launch: Launch) -> torch.Tensor:
+        self.last = self._model.forward(launch).clone()
         return self.last.clone()

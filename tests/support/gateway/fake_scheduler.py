@@ -14,8 +14,10 @@ from google.rpc.error_details_pb2 import BadRequest, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from quire.v1 import generation_pb2 as pb
+from quire.v1 import replica_pb2 as replica_pb
 from quire.v1 import tokenization_pb2 as tokens_pb
 from quire.v1.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+from quire.v1.replica_pb2_grpc import ReplicaServicer, add_ReplicaServicer_to_server
 from quire.v1.tokenization_pb2_grpc import TokenizationServicer, add_TokenizationServicer_to_server
 
 MODEL = "tiny"
@@ -56,7 +58,7 @@ class Failure(Exception):
         )
 
 
-class FakeScheduler(GenerationServicer, TokenizationServicer):
+class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
     """Serves one token a step of "one two three …", resumed at the right place, unless `answer` is replaced.
 
     opened          every OpenStream, in order
@@ -64,6 +66,8 @@ class FakeScheduler(GenerationServicer, TokenizationServicer):
     paused          numbers of the streams that it paused
     key             the only key that is accepted; None: no identity is configured
     knows_grammars  False: it ignores them, as a scheduler of before structured output
+    reports         what it tells routers: each call of Watch gets the reports that are put here meanwhile
+    watches         ids of the routers that have called Watch
     """
 
     def __init__(self, key: str | None = None) -> None:
@@ -77,6 +81,8 @@ class FakeScheduler(GenerationServicer, TokenizationServicer):
         self.paused: list[int] = []
         self.continued: list[int] = []
         self.num_calls = 0
+        self.reports: asyncio.Queue[replica_pb.WatchResponse] | None = None
+        self.watches: list[str] = []
         self.state = pb.SERVER_STATE_SERVING
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._running: dict[int, asyncio.Event] = {}
@@ -88,6 +94,7 @@ class FakeScheduler(GenerationServicer, TokenizationServicer):
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         add_GenerationServicer_to_server(self, self._server)
         add_TokenizationServicer_to_server(self, self._server)
+        add_ReplicaServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
         await self._server.start()
 
@@ -156,7 +163,8 @@ class FakeScheduler(GenerationServicer, TokenizationServicer):
                     self._running[number].set()
                 case "cancel":
                     self.cancelled.append(number)
-                    self._streams.pop(number).cancel()
+                    if (task := self._streams.pop(number, None)) is not None:  # it may have ended meanwhile
+                        task.cancel()
 
     async def _serve(self, number: int, opened: pb.OpenStream, ready: asyncio.Queue[pb.StreamMessage]) -> None:
         ended = pb.Ended(code=0)
@@ -182,6 +190,24 @@ class FakeScheduler(GenerationServicer, TokenizationServicer):
         if self.key is not None and metadata.get("authorization") != f"Bearer {self.key}":
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the key is not known")
         return pb.GetServerInfoResponse(model_name=MODEL, max_model_len=512, vocab_size=1000, state=self.state)
+
+    async def Watch(  # type: ignore[override]  # noqa: N802
+        self, request: replica_pb.WatchRequest, context: Any
+    ) -> AsyncIterator[replica_pb.WatchResponse]:
+        if self.reports is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this scheduler is too old")
+            return
+        self.watches.append(request.router_id)
+        reports, number = self.reports, len(self.watches)
+        while True:
+            report = await reports.get()
+            if number != len(self.watches):  # this call has ended meanwhile, and another one has begun
+                reports.put_nowait(report)
+                return
+            yield report
+
+    async def Identify(self, request: replica_pb.IdentifyRequest, context: Any) -> replica_pb.IdentifyResponse:  # noqa: N802
+        return replica_pb.IdentifyResponse(tenant="default")
 
     async def Tokenize(self, request: tokens_pb.TokenizeRequest, context: Any) -> tokens_pb.TokenizeResponse:  # noqa: N802
         """Each byte is a token, after the special token 1 if special tokens are wanted."""

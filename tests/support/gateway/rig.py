@@ -17,21 +17,33 @@ from tests.support.gateway.fake_scheduler import MODEL, FakeScheduler
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from gateway.schedulers.schedulers import PromptReader
+
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 
 
 class Rig:
     """Starts `num_fakes` fake schedulers, the gateway, and an HTTP client. An async context manager.
 
-    config  further settings of the gateway; `scheduler` replaces the fakes
+    can_change  schedulers join and leave
+    config      further settings of the gateway; `scheduler` replaces the fakes
     """
 
     def __init__(
-        self, num_fakes: int = 1, *, key: str | None = None, own_key: str | None = None, **config: Any
+        self,
+        num_fakes: int = 1,
+        *,
+        key: str | None = None,
+        own_key: str | None = None,
+        prompts: PromptReader | None = None,
+        can_change: bool = False,
+        **config: Any,
     ) -> None:
+        self._prompts = prompts
         self.fakes = [FakeScheduler(key) for _ in range(0 if "scheduler" in config else num_fakes)]
         self._config = {"listen": "127.0.0.1:0"} | config
         self._own_key = own_key
+        self._can_change = can_change
         self._stack = AsyncExitStack()
 
     @property
@@ -45,7 +57,16 @@ class Rig:
         if self.fakes:
             self._config["scheduler"] = ",".join(fake.address for fake in self.fakes)
         config = GatewayConfig(**self._config)
-        self.schedulers = Schedulers(config.connections(self._own_key), config.resume_timeout_s)
+        self.config = config
+        self.schedulers = Schedulers(
+            config.connections(self._own_key),
+            config.resume_timeout_s,
+            config.routing,
+            config.max_waiting,
+            config.max_wait_s,
+            self._prompts,
+            can_change=self._can_change,
+        )
         self._stack.push_async_callback(self.schedulers.close)
         await self.schedulers.start()
         self.server = GatewayServer(self.schedulers, config)

@@ -50,6 +50,9 @@ class FakeClient:
         self.retention: dict[str, object] = {}
         self.retained: list[tuple[int, bytes]] | None = None
 
+    async def find(self, timeout_s: float) -> ExecutorDescription:
+        return await self.describe(timeout_s)
+
     async def describe(self, timeout_s: float) -> ExecutorDescription:
         await asyncio.sleep(0)
         if not self.is_up:

@@ -7,6 +7,7 @@ import grpc.aio
 
 from quire.v1.admin_pb2_grpc import AdminStub
 from quire.v1.generation_pb2_grpc import GenerationStub
+from scheduler.core.tenants.account import TermsOf, equal_terms
 from scheduler.requests.generation_defaults import GenerationDefaults
 from scheduler.requests.intake import Intake, ServedModel
 from scheduler.requests.limits import RequestLimits
@@ -71,6 +72,7 @@ class Servers:
         access: Access | None = None,
         local_listen: str | None = None,
         grammars: GrammarCompiler | None = None,
+        terms_of: TermsOf = equal_terms,
     ) -> Served:
         engine = engine or FakeEngine()
         tokenizer = Tokenizer.load(self._checkpoint)
@@ -88,7 +90,7 @@ class Servers:
         generation = GenerationServer(real_engine, intake, "fcfs", stalled_reader_timeout_s, access)
         admin, tokenization = AdminServer(real_engine, intake), TokenizationServer(intake)
         addresses = (listen, admin_listen)
-        server = GrpcServer(real_engine, generation, tokenization, admin, *addresses, access, local_listen)
+        server = GrpcServer(real_engine, generation, tokenization, admin, *addresses, access, local_listen, terms_of)
         await server.start()
         channel = grpc.aio.insecure_channel(server.address, options=channel_options)
         admin_channel = grpc.aio.insecure_channel(server.admin_address)

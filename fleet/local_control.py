@@ -1,0 +1,189 @@
+"""The controller of a fleet on one machine, as a process: its files, its socket, and the process that restarts it.
+
+    DIRECTORY/settings.json, wanted.json   written by `quire fleet up` and by the controller
+    DIRECTORY/control.sock                 takes one command as a line of JSON on each connection, from this user only
+    DIRECTORY/lock                         held by the controller: there is never a second one
+    DIRECTORY/parts                        of the backend
+    DIRECTORY/controller.log
+
+`python -m fleet.local_control keep DIRECTORY` starts `run` and starts it again when it dies.
+"""
+
+import fcntl
+import json
+import logging
+import shutil
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from fleet.backend import BackendError
+from fleet.controller import Controller
+from fleet.local import LocalBackend
+from fleet.processes import write_atomically
+from fleet.settings import FleetSettings
+from fleet.wanted import FleetError, NoController, Wanted
+from quire import logs
+from quire.addresses import UNIX, private_files, private_socket
+from quire.command import interpreter
+
+MAX_COMMAND_BYTES = 4096
+RESTART_PAUSE_S = 0.5
+_COMMAND_TIMEOUT_S = 10.0
+
+
+def fleet_directory(name: str) -> Path:
+    """Returns the directory of a fleet of this user, which need not exist."""
+    return Path(private_socket(f"fleet-{name}").removeprefix(UNIX)).with_suffix("")
+
+
+def ask(directory: Path, verb: str, arguments: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Sends a command to the controller; tries again for `timeout_s` if it is being restarted.
+
+    Raises NoController, and FleetError if the controller refuses the command.
+    """
+    until_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            answer = _ask_once(directory, {"verb": verb, "arguments": dict(arguments)})
+        except (OSError, ValueError) as error:
+            if time.monotonic() >= until_s or not (directory / "settings.json").exists():
+                raise NoController(f"no controller answers in {directory}: {error}") from None
+            time.sleep(0.2)
+            continue
+        if "error" in answer:
+            raise FleetError(answer["error"])
+        status: dict[str, Any] = answer["status"]
+        return status
+
+
+def _ask_once(directory: Path, command: Mapping[str, Any]) -> dict[str, Any]:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(_COMMAND_TIMEOUT_S)
+        connection.connect(str(directory / "control.sock"))
+        connection.sendall(json.dumps(command).encode() + b"\n")
+        with connection.makefile("rb") as answer:
+            value: dict[str, Any] = json.loads(answer.readline())
+            return value
+
+
+def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> None:
+    """Starts the controller in the background. It outlives this process, and the terminal.
+
+    Raises FleetError if there is one, or if parts of a fleet with other settings run.
+    """
+    with suppress(NoController):
+        ask(directory, "status", {}, 0.0)
+        raise FleetError(f"the fleet {settings.name} is up: see quire fleet status, scale and down")
+    previous = _read_settings(directory)
+    if previous is not None and previous != settings:
+        raise FleetError(
+            f"{directory} holds a fleet that was started with other flags and whose controller is gone: give the same "
+            "flags to take it over, or end it with quire fleet down"
+        )
+    with private_files(f"{UNIX}{directory}"):  # its parent is this user's alone
+        pass
+    directory.mkdir(mode=0o700, exist_ok=True)
+    write_atomically(directory / "settings.json", json.dumps(settings.as_json()))
+    write_atomically(directory / "wanted.json", json.dumps(wanted.as_json()))
+    relaunch(directory)
+
+
+def relaunch(directory: Path) -> None:
+    """Starts the controller of a directory that has its settings."""
+    with open(directory / "controller.log", "ab") as log:
+        subprocess.Popen(
+            _command("keep", directory), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def keep(directory: Path) -> int:
+    """Runs the controller, and again when it dies, until it ends well."""
+    while subprocess.run(_command("run", directory), check=False).returncode not in (0, 2):
+        time.sleep(RESTART_PAUSE_S)
+    return 0
+
+
+def run(directory: Path) -> int:
+    """Runs the controller until the fleet is down, and then removes the directory. Returns the exit code."""
+    logs.configure("fleet", "info", "console")
+    log = logging.getLogger(__name__)
+    settings = _read_settings(directory)
+    if settings is None:
+        return 2
+    with open(directory / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            wanted = Wanted.from_json(json.loads((directory / "wanted.json").read_text(encoding="utf-8")))
+            backend = LocalBackend(settings, directory / "parts")
+        except (OSError, ValueError, KeyError, BackendError) as error:
+            log.critical("the fleet cannot be controlled: %s", error)
+            return 2
+
+        def save(wanted: Wanted) -> None:
+            write_atomically(directory / "wanted.json", json.dumps(wanted.as_json()))
+
+        controller = Controller(settings, wanted, backend, save)
+        with _server(directory / "control.sock", controller) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            controller.run()
+            server.shutdown()
+        shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+def _server(path: Path, controller: Controller) -> socketserver.ThreadingUnixStreamServer:
+    class Handler(socketserver.StreamRequestHandler):
+        timeout = _COMMAND_TIMEOUT_S
+
+        def handle(self) -> None:
+            with suppress(OSError):
+                self.wfile.write(
+                    json.dumps(_answer(controller, self.rfile.readline(MAX_COMMAND_BYTES))).encode() + b"\n"
+                )
+
+    class Server(socketserver.ThreadingUnixStreamServer):
+        daemon_threads = True
+
+    path.unlink(missing_ok=True)
+    with private_files(f"{UNIX}{path}"):
+        return Server(str(path), Handler)
+
+
+def _answer(controller: Controller, line: bytes) -> dict[str, Any]:
+    try:
+        command = json.loads(line)
+        return {"status": controller.call(str(command["verb"]), dict(command["arguments"]))}
+    except FleetError as error:
+        return {"error": str(error)}
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        return {"error": f"this is no command: {error!r}"}
+
+
+def _read_settings(directory: Path) -> FleetSettings | None:
+    try:
+        return FleetSettings.from_json(json.loads((directory / "settings.json").read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise FleetError(f"{directory / 'settings.json'} cannot be used: {error}") from None
+
+
+def _command(verb: str, directory: Path) -> tuple[str, ...]:
+    return (*interpreter(), "-m", "fleet.local_control", verb, str(directory))
+
+
+def main(arguments: list[str]) -> int:
+    verb, directory = arguments
+    return {"keep": keep, "run": run}[verb](Path(directory))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,214 @@
+"""The processes of one part on this machine: starts them, finds them again, and ends them.
+
+Everything that is known of an incarnation is in files of its folder, so that a controller that was restarted finds the
+processes that the last one has started. A process is recognized by its number and its start time, because the system
+gives numbers away again. Each part leads a session of its own; it has ended when no process of the session is left.
+
+    FOLDER/record.json   incarnation, command, addresses, and the process
+    FOLDER/peers         addresses that it was told: an executor's for a scheduler, schedulers' for a gateway
+    FOLDER/out, log      standard output and standard error of this incarnation; out.1, log.1: of the one before
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import quire
+
+_LIFELINE = str(Path(quire.__file__).with_name("lifeline.py"))
+_MAX_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One incarnation, as its file describes it.
+
+    pid, start_ticks  its first process and when that started, since boot; a pid of 0: it could not be started
+    """
+
+    incarnation: str
+    command: tuple[str, ...]
+    address: str
+    http: str
+    peers: tuple[str, ...]
+    started_s: float
+    pid: int = 0
+    start_ticks: int = 0
+    is_draining: bool = False
+    has_ended: bool = False
+    exit_code: int | None = None
+
+
+class PartProcesses:
+    """The last incarnation of a part. Not safe for use by several threads at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self.record = _read_record(folder / "record.json")
+
+    @property
+    def peers_file(self) -> Path:
+        return self.folder / "peers"
+
+    @property
+    def is_running(self) -> bool:
+        """False if no process is left. Processes that outlive the first one are killed."""
+        record = self.record
+        if record is None or record.has_ended:
+            return False
+        if record.pid and self._process is not None and self._process.poll() is not None:
+            record = self.record = replace(record, exit_code=self._process.returncode)
+        if record.pid and start_ticks(record.pid) == record.start_ticks:
+            return True
+        left = session_members(record.pid) if record.pid else []
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if left:
+            return True
+        self._write(replace(record, has_ended=True))
+        return False
+
+    @property
+    def has_said_ready(self) -> bool:
+        """True if the incarnation has printed a line that begins with `ready`."""
+        with suppress(OSError), open(self.folder / "out", "rb") as out:
+            return any(line.startswith(b"ready ") for line in out)
+        return False
+
+    def start(
+        self,
+        record: Record,
+        *,
+        environment: Mapping[str, str] | None = None,
+        dies_with_parent: bool,
+    ) -> None:
+        """Starts an incarnation. If the system cannot start a process, the incarnation has ended at once.
+
+        environment       None: that of this process
+        dies_with_parent  the kernel kills it when the thread that calls this has ended
+        """
+        if self.is_running:
+            raise RuntimeError(f"{self.folder.name} is running")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in ("out", "log"):
+            with suppress(FileNotFoundError):
+                os.replace(self.folder / name, self.folder / f"{name}.1")
+        if record.peers:
+            self._write_peers(record.peers)
+        else:
+            self.peers_file.unlink(missing_ok=True)
+        behind = (sys.executable, "-I", "-S", _LIFELINE, str(os.getpid())) if dies_with_parent else ()
+        with open(self.folder / "out", "wb") as out, open(self.folder / "log", "wb") as log:
+            try:
+                self._process = subprocess.Popen(
+                    (*behind, *record.command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=log,
+                    start_new_session=True,
+                    env=None if environment is None else dict(environment),
+                )
+            except OSError as error:
+                log.write(f"cannot start {record.command[0]}: {error.strerror}\n".encode())
+                self._process = None
+        pid = 0 if self._process is None else self._process.pid
+        self._write(replace(record, pid=pid, start_ticks=start_ticks(pid, with_zombies=True) or 0))
+
+    def tell(self, peers: Sequence[str]) -> None:
+        """Writes the addresses of the peers."""
+        if self.record is not None:
+            self._write_peers(peers)
+            self._write(replace(self.record, peers=tuple(peers)))
+
+    def drain(self, *, breaks_off: bool, pause_s: float = 0.5) -> None:
+        """Sends SIGTERM; with `breaks_off` twice, so that it ends without waiting for its streams."""
+        if self.record is None or not self.is_running:
+            return
+        self._write(replace(self.record, is_draining=True))
+        self._send(signal.SIGTERM)
+        if breaks_off:
+            time.sleep(pause_s)  # a signal that comes at once could be merged with the first one
+            self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kills the processes of the session. `is_running` says when they are gone."""
+        record = self.record
+        if record is None or not record.pid or not self.is_running:
+            return
+        for pid in {record.pid, *session_members(record.pid)}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def tail(self) -> str:
+        """Returns the end of the log."""
+        with suppress(OSError), open(self.folder / "log", "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _MAX_TAIL_BYTES))
+            return log.read().decode(errors="replace")
+        return ""
+
+    def _send(self, number: signal.Signals) -> None:
+        record = self.record
+        if record is not None and record.pid and start_ticks(record.pid) == record.start_ticks:
+            with suppress(ProcessLookupError):
+                os.kill(record.pid, number)
+
+    def _write_peers(self, peers: Sequence[str]) -> None:
+        write_atomically(self.peers_file, "".join(f"{peer}\n" for peer in peers))
+
+    def _write(self, record: Record) -> None:
+        self.record = record
+        write_atomically(self.folder / "record.json", json.dumps(asdict(record)))
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file, so that a reader sees the old text or the new one."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
+def start_ticks(pid: int, *, with_zombies: bool = False) -> int | None:
+    """Returns when a process started, in clock ticks since boot; None if it does not run."""
+    fields = _stat(pid)
+    if fields is None or (fields[0] in ("Z", "X") and not with_zombies):
+        return None
+    return int(fields[19])
+
+
+def session_members(session: int) -> list[int]:
+    """Returns the processes of a session that run."""
+    members = []
+    for name in os.listdir("/proc"):
+        fields = _stat(int(name)) if name.isdigit() else None
+        if fields is not None and int(fields[3]) == session and fields[0] not in ("Z", "X"):
+            members.append(int(name))
+    return members
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Returns the fields of /proc/PID/stat from the state on (proc(5)); None if there is no such process."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text.rpartition(")")[2].split()  # the name before it may contain anything
+
+
+def _read_record(path: Path) -> Record | None:
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return Record(**value | {"command": tuple(value["command"]), "peers": tuple(value["peers"])})
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} cannot be used: {error}") from None

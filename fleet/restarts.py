@@ -1,0 +1,38 @@
+"""Counts the ends of each part, and says when it may start again. Pure: the caller passes the times."""
+
+from collections.abc import Iterable
+
+from fleet.parts import Part, PartStatus, State
+
+FIRST_DELAY_S = 0.2
+MAX_DELAY_S = 30.0
+HEALTHY_S = 60.0
+"""A part that has run for so long starts at once when it ends."""
+
+
+class Restarts:
+    """The first start after an end comes after FIRST_DELAY_S, each further one after twice the delay before it."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+        self._num_in_a_row: dict[Part, int] = {}
+        self._not_before_s: dict[Part, float] = {}
+
+    def note(self, statuses: Iterable[PartStatus], now_s: float) -> list[PartStatus]:
+        """Counts the incarnations that have ended or are lost since the last call, and returns them."""
+        gone = [each for each in statuses if each.state in (State.ENDED, State.LOST)]
+        new = [each for each in gone if each.incarnation not in self._seen]
+        self._seen = {each.incarnation for each in gone}
+        for each in new:
+            num = self._num_in_a_row.get(each.part, 0) if now_s - each.started_s < HEALTHY_S else 0
+            self._num_in_a_row[each.part] = num + 1
+            self._not_before_s[each.part] = now_s + min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** min(num, 64))
+        return new
+
+    def not_before_s(self, part: Part) -> float:
+        """Returns the time before which the part should not start; 0 if it has not ended."""
+        return self._not_before_s.get(part, 0.0)
+
+    def num_in_a_row(self, part: Part) -> int:
+        """Returns the number of ends since the part last ran for HEALTHY_S."""
+        return self._num_in_a_row.get(part, 0)

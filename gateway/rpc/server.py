@@ -1,0 +1,95 @@
+"""The gateway's gRPC server: Generation, Tokenization and health, for clients of `quire.v1`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from gateway.rpc.calls import TakenCalls
+from gateway.rpc.servicers import GenerationForwarder, TokenizationForwarder
+from quire.addresses import UNIX, AddressUnusable, at_port, check_free, private_files
+from quire.tls import server_credentials
+from quire.v1 import generation_pb2
+from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
+from quire.v1.tokenization_pb2_grpc import add_TokenizationServicer_to_server
+from scheduler.servers.bounded_messages import BoundedMessages
+from scheduler.servers.grpc_server import BOUNDED, OPTIONS
+from scheduler.servers.reset_calls import ResetCalls
+
+if TYPE_CHECKING:
+    from gateway.config import GatewayConfig
+    from gateway.schedulers.schedulers import Schedulers
+    from quire.tls import TlsFiles
+
+GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+
+
+class RpcServer:
+    """Serves gRPC at `config.grpc_listen`, with the bounds that a scheduler has; `address` has the real port."""
+
+    def __init__(self, schedulers: Schedulers, config: GatewayConfig, tls: TlsFiles | None = None) -> None:
+        """Binds the address. Raises AddressError, AddressInUse, AddressUnusable and TlsError."""
+        self._schedulers = schedulers
+        self._generation = GenerationForwarder(schedulers, config.max_requests, config.stalled_reader_timeout_s)
+        self._health = health.aio.HealthServicer()
+        self._following: asyncio.Task[None] | None = None
+        self._resets = ResetCalls()
+        connections = ("grpc.max_allowed_incoming_connections", config.max_connections)
+        self._server = grpc.aio.server(
+            options=[*OPTIONS, connections],
+            interceptors=[self._resets, TakenCalls(), *(BoundedMessages(*each) for each in BOUNDED.items())],
+        )
+        add_GenerationServicer_to_server(self._generation, self._server)
+        add_TokenizationServicer_to_server(TokenizationForwarder(schedulers), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        listen = config.grpc_listen or ""
+        with private_files(listen):
+            self.address = _bind(self._server, listen, tls)
+
+    async def start(self) -> None:
+        await self._report()
+        self._following = asyncio.create_task(self._follow(), name="health")
+        await self._server.start()
+
+    async def stop(self, drain_timeout_s: float = 0.0) -> bool:
+        """Refuses new requests, and waits for the open ones. Returns False if some had to be cancelled."""
+        if self._following is not None:
+            self._following.cancel()
+        await self._health.enter_graceful_shutdown()
+        has_drained = True
+        try:
+            async with asyncio.timeout(drain_timeout_s):
+                await self._generation.drain()
+        except TimeoutError:
+            has_drained = False
+        self._resets.close()
+        await self._server.stop(1.0 if has_drained else 0.0)
+        return has_drained
+
+    async def _follow(self) -> None:
+        while True:
+            await self._schedulers.changed()
+            await self._report()
+
+    async def _report(self) -> None:
+        """Reports grpc.health.v1 for the server ("") and for Generation: SERVING if a scheduler is ready."""
+        response = health_pb2.HealthCheckResponse
+        status = response.SERVING if self._schedulers.is_ready else response.NOT_SERVING
+        for service in ("", GENERATION):
+            await self._health.set(service, status)
+
+
+def _bind(server: grpc.aio.Server, listen: str, tls: TlsFiles | None) -> str:
+    """Returns the address with its real port. Raises AddressError, AddressInUse, AddressUnusable and TlsError."""
+    check_free(listen)
+    try:
+        if tls is None or listen.startswith(UNIX):
+            port = server.add_insecure_port(listen)
+        else:
+            port = server.add_secure_port(listen, server_credentials(tls, tls.ca is not None))
+    except RuntimeError as error:
+        raise AddressUnusable(f"cannot listen on {listen}: {error}") from error
+    return at_port(listen, port)

@@ -1,0 +1,33 @@
+"""The message by which a replica reports to the routers."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gateway.routing.load import ReplicaLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """A report of a replica.
+
+    life           number of its start; a report of an earlier life is worthless
+    load           its load
+    num_received   number of requests that it has received, by router
+    first_number   number of the first event; published and forgotten digests have consecutive numbers
+    is_snapshot    `published` are all digests, `first_number` is that of the next event
+    """
+
+    replica: str
+    life: int
+    load: ReplicaLoad
+    num_received: tuple[int, ...]
+    first_number: int
+    published: list[int]
+    forgotten: list[int]
+    is_snapshot: bool = False
+
+
+class Receiver(Protocol):
+    """A router, as replicas and the network see it."""
+
+    def receive(self, report: Report) -> None: ...

@@ -1,0 +1,197 @@
+"""`quire fleet`: several replicas with their gateways, kept running on this machine or on a Ray cluster."""
+
+import json
+import sys
+import time
+from inspect import Parameter
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from fleet.client import FleetClient, fleet_client
+from fleet.parts import Role
+from fleet.settings import DEFAULT_NAME, FleetSettings
+from fleet.wanted import FleetError, Wanted
+from quire.cli import exit_codes
+from quire.cli.config_flags import flag_parameters, given, with_flags
+from quire.cli.fleet_settings import fleet_settings
+from quire.cli.outcome import fail, reported
+from quire.cli.services import ConfigError
+from quire.log_writer import put_line
+
+app = typer.Typer(help="Starts, shows, scales, drains and ends several replicas behind gateways.", no_args_is_help=True)
+
+_FATAL = frozenset({exit_codes.USAGE, 126, 127})
+"""Exit codes of a part after which another start is useless."""
+
+_Name = Annotated[str, typer.Option("--name", help="name of the fleet")]
+_Backend = Annotated[str, typer.Option(help="local: this machine; ray: a Ray cluster")]
+_Address = Annotated[str, typer.Option(help="of the Ray cluster: auto, host:port or ray://host:port")]
+_Wait = Annotated[float, typer.Option(min=0, help="seconds to wait for it")]
+
+
+def up(
+    context: typer.Context,
+    replicas: Annotated[int, typer.Option(min=1, help="number of replicas to begin with")] = 1,
+    gateways: Annotated[int, typer.Option(min=1, help="number of gateways")] = 1,
+    address: _Address = "auto",
+    wait_s: _Wait = 600.0,
+    **values: Any,
+) -> None:
+    """Starts a fleet in the background, and prints `ready …` when every replica serves.
+
+    Flags of the services are given as one text each: --scheduler-flags "--api-keys keys.json --policy priority".
+    """
+    with reported():
+        values = {"name": DEFAULT_NAME, "backend": "local"} | given(values)
+        if "target_ttft_ms" not in values and values.keys() & {"min_replicas", "max_replicas"}:
+            raise ConfigError("min_replicas and max_replicas need target_ttft_ms: without it, quire fleet scale scales")
+        values = {"max_replicas": max(replicas, values.get("min_replicas", 1))} | values
+        settings = fleet_settings(context.find_root().command, values)
+        try:
+            wanted = Wanted.of(replicas, gateways)
+            client = fleet_client(settings.backend, settings.name, address)
+            client.up(settings, wanted)
+            status = _until_ready(client, replicas, gateways, wait_s)
+        except FleetError as error:
+            _fail(error)
+    addresses = [each["address"] for each in status["parts"] if each["part"].startswith("gateway-")]
+    print(f"ready openai={','.join(addresses)} replicas={replicas}")
+
+
+_UP_FLAGS = [
+    *flag_parameters(FleetSettings, leave_out=[f"{role}_flags" for role in Role]),
+    *(
+        Parameter(
+            f"{role}_flags",
+            Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[str | None, typer.Option(help=f"further flags of `quire {role}`, in quotes")],
+        )
+        for role in Role
+    ),
+]
+app.command("up")(with_flags(up, _UP_FLAGS))
+
+
+@app.command("status")
+def status(
+    name: _Name = DEFAULT_NAME,
+    backend: _Backend = "local",
+    address: _Address = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,
+) -> None:
+    """Shows every part of a fleet: its state, its address, and how often it has ended."""
+    report = _asked(name, backend, address, "status")
+    if as_json:
+        print(json.dumps(report))
+    else:
+        _show(report)
+
+
+@app.command("scale")
+def scale(
+    replicas: Annotated[int, typer.Option(help="number of replicas")],
+    name: _Name = DEFAULT_NAME,
+    backend: _Backend = "local",
+    address: _Address = "auto",
+    wait_s: _Wait = 600.0,
+) -> None:
+    """Changes the number of replicas. Those that leave give their streams to the others."""
+    _asked(name, backend, address, "scale", replicas=replicas)
+    _settled(name, backend, address, wait_s)
+
+
+@app.command("drain")
+def drain(
+    replica: Annotated[int, typer.Argument(help="number of the replica, as in executor-2 and scheduler-2")],
+    name: _Name = DEFAULT_NAME,
+    backend: _Backend = "local",
+    address: _Address = "auto",
+    timeout_s: Annotated[float, typer.Option(min=0, help="seconds after which the replica is killed")] = 60.0,
+    wait_s: _Wait = 600.0,
+) -> None:
+    """Takes one replica out: its streams go on at the others, and the fleet has one replica less."""
+    _asked(name, backend, address, "drain", replica=replica, timeout_s=timeout_s)
+    _settled(name, backend, address, wait_s)
+
+
+@app.command("down")
+def down(
+    name: _Name = DEFAULT_NAME,
+    backend: _Backend = "local",
+    address: _Address = "auto",
+    timeout_s: Annotated[float, typer.Option(min=0, help="seconds that open requests get to end")] = 600.0,
+) -> None:
+    """Ends a fleet: gateways first, when their requests have ended, then the replicas."""
+    with reported():
+        try:
+            client = fleet_client(backend, name, address)
+            client.ask("down", {"timeout_s": timeout_s})
+            client.until_down(timeout_s + 60.0)
+        except FleetError as error:
+            _fail(error)
+
+
+def _asked(name: str, backend: str, address: str, verb: str, **arguments: Any) -> dict[str, Any]:
+    with reported():
+        try:
+            return fleet_client(backend, name, address).ask(verb, arguments)
+        except FleetError as error:
+            _fail(error)
+
+
+def _settled(name: str, backend: str, address: str, wait_s: float) -> None:
+    """Waits until all wanted replicas serve and those that left are gone."""
+    with reported():
+        try:
+            client = fleet_client(backend, name, address)
+            report = client.ask("status", {})
+            wanted = report["wanted"]
+            _until_ready(client, len(wanted["serving"]), wanted["gateways"], wait_s)
+        except FleetError as error:
+            _fail(error)
+
+
+def _until_ready(client: FleetClient, replicas: int, gateways: int, wait_s: float) -> dict[str, Any]:
+    """Returns the report of a fleet that serves. Ends the command if it does not in time, or cannot."""
+    until_s = time.monotonic() + wait_s
+    said = ""
+    while True:
+        report = client.ask("status", {})
+        ready = [each["part"] for each in report["parts"] if each["state"] == "ready"]
+        is_ready = len(ready) == 2 * replicas + gateways
+        if is_ready and not report["wanted"]["draining"] and len(report["wanted"]["serving"]) == replicas:
+            return report
+        for each in report["parts"]:
+            if each["exit_code"] in _FATAL and each["state"] == "ended":
+                client.ask("down", {"timeout_s": 0.0})
+                fail(f"{each['part']} cannot be started: {each['last_line']}", each["exit_code"])
+        if time.monotonic() >= until_s:
+            fail(f"not ready after {wait_s:g} s: see quire fleet status", exit_codes.TRY_AGAIN)
+        line = f"{len(ready)} of {2 * replicas + gateways} parts are ready"
+        if line != said:
+            said = line
+            put_line(sys.stderr, line)
+        time.sleep(0.2)
+
+
+def _show(report: dict[str, Any]) -> None:
+    wanted = report["wanted"]
+    print(
+        f"{report['name']} ({report['backend']}): {len(wanted['serving'])} replicas of {report['model']}"
+        + (f", {len(wanted['draining'])} draining" if wanted["draining"] else "")
+        + (", going down" if wanted["down_by_s"] is not None else "")
+        + (f", predicted TTFT {report['predicted_ttft_s']:.2f} s" if report["predicted_ttft_s"] is not None else "")
+    )
+    print(f"{'part':<15}{'state':<10}{'age':>8}{'ends':>6}{'requests':>10}  machine, address")
+    for each in report["parts"]:
+        requests = "" if each["num_requests"] is None else each["num_requests"]
+        where = each["last_line"] or f"{each['machine']}, {each['address']}"
+        print(
+            f"{each['part']:<15}{each['state']:<10}{each['age_s']:>6.0f} s{each['num_ends']:>6}{requests:>10}  {where}"
+        )
+
+
+def _fail(error: FleetError) -> NoReturn:
+    fail(str(error), error.exit_code)

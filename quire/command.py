@@ -1,0 +1,20 @@
+"""The command that runs this Quire in another process."""
+
+import os
+import sys
+
+
+def interpreter() -> tuple[str, ...]:
+    """Returns the command of a Python that imports this Quire, for use with `-m`.
+
+    `-m` puts the working directory first on the path. A folder there named `quire` must not replace this one, unless
+    this process was started that way too.
+    """
+    isolation = () if {"", os.getcwd()} & set(sys.path) else ("-P",)
+    # With faulthandler, a process that is ended because it hangs prints the stacks of its threads.
+    return (sys.executable, *isolation, "-X", "faulthandler")
+
+
+def quire_command() -> tuple[str, ...]:
+    """Returns the command to which the name of a subcommand and its flags are added."""
+    return (*interpreter(), "-m", "quire")

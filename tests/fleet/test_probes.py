@@ -1,0 +1,82 @@
+"""When a part hangs."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fleet import probes
+from fleet.parts import Role
+from fleet.probes import SILENT_S, Liveness, LoadProbe, answers
+
+
+@contextmanager
+def server(reply: bytes | None) -> Iterator[str]:
+    """Answers every connection with these bytes; None: accepts it and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        kept = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                kept.append(connection)
+                if reply is not None:
+                    connection.recv(1024)
+                    connection.sendall(reply)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        for connection in kept:
+            connection.close()
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [(b"HTTP/1.1 200 OK\r\n\r\n", True), (b"HTTP/1.1 503 No\r\n\r\n", False), (b"", False), (None, False)],
+)
+def test_only_a_200_in_time_counts(reply: bytes | None, expected: bool) -> None:
+    with server(reply) as address:
+        assert answers(address, "/healthz", 0.3) is expected
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "", "nowhere"])
+def test_an_address_without_a_server_does_not_answer(address: str) -> None:
+    assert not answers(address, "/healthz", 0.3)
+
+
+def test_a_part_hangs_after_enough_failed_checks_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_up = True
+    monkeypatch.setattr(probes, "answers", lambda address, path: is_up)
+    liveness = Liveness(Role.SCHEDULER, interval_s=1e-9)
+    num_checks = 0
+    monkeypatch.setattr(liveness, "_max_failed", 20)
+    assert not liveness.is_hung("a:1")
+    is_up = False
+    for num_checks in range(1, 30):  # noqa: B007
+        if liveness.is_hung("a:1"):
+            break
+    assert num_checks == 20
+    is_up = True
+    assert not liveness.is_hung("a:1"), "it answers again"
+    assert Liveness(Role.EXECUTOR)._max_failed == SILENT_S[Role.EXECUTOR]
+
+
+def test_a_part_that_is_asked_more_often_does_not_hang_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(probes, "answers", lambda address, path: asked.append(1))
+    liveness = Liveness(Role.SCHEDULER, interval_s=1000.0)
+    monkeypatch.setattr(liveness, "_max_failed", 2)
+    assert not any(liveness.is_hung("a:1") for _ in range(100))
+    assert len(asked) == 1
+
+
+def test_a_scheduler_that_does_not_answer_has_no_load(tmp_path: Path) -> None:
+    probe = LoadProbe(f"unix:{tmp_path}/none.sock")
+    assert probe.load() is None
+    probe.close()

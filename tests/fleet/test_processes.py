@@ -1,0 +1,142 @@
+"""The processes of one part: found again, told apart from others, and ended with all that they have started."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fleet.processes import PartProcesses, Record, session_members, start_ticks
+from tests.support.waiting import until
+
+RECORD = Record("first", (), "unix:/a", "127.0.0.1:1", (), time.time())
+
+
+def started(folder: Path, script: str, **fields: object) -> PartProcesses:
+    processes = PartProcesses(folder)
+    record = replace(RECORD, command=(sys.executable, "-c", script), **fields)  # type: ignore[arg-type]
+    processes.start(record, dies_with_parent=False)
+    return processes
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """The folder of a part. What still runs there after the test is killed."""
+    folder = tmp_path / "executor-0"
+    yield folder
+    with suppress(ValueError):
+        PartProcesses(folder).kill()
+
+
+async def test_a_new_controller_finds_the_process_and_ends_it(folder: Path) -> None:
+    first = started(folder, "print('ready x', flush=True); import time; time.sleep(600)", peers=("a:1", "b:2"))
+    await until(lambda: first.has_said_ready)
+    again = PartProcesses(folder)
+    assert again.record == first.record
+    assert again.is_running
+    assert again.has_said_ready
+    assert again.peers_file.read_text() == "a:1\nb:2\n"
+    again.tell(("c:3",))
+    assert again.peers_file.read_text() == "c:3\n"
+    again.kill()
+    await until(lambda: not again.is_running)
+    assert not again.has_said_ready or again.record is not None
+    assert again.record is not None
+    assert again.record.has_ended
+
+
+async def test_the_exit_code_and_the_log_are_kept(folder: Path) -> None:
+    processes = started(folder, "import sys; print('no', file=sys.stderr); sys.exit(7)")
+    await until(lambda: not processes.is_running)
+    assert processes.record is not None
+    assert processes.record.exit_code == 7
+    assert processes.tail() == "no\n"
+    processes.start(replace(RECORD, incarnation="second", command=(sys.executable, "-c", "")), dies_with_parent=False)
+    await until(lambda: not processes.is_running)
+    assert (folder / "log.1").read_text() == "no\n"
+
+
+async def test_a_part_has_ended_when_its_whole_session_has(folder: Path) -> None:
+    """A rank that outlives the first process of its gang is killed, before the place is given away."""
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    processes = started(folder, f"{child}; print('ready', flush=True); import time; time.sleep(600)")
+    await until(lambda: len(session_members(processes.record.pid if processes.record else 0)) == 2)
+    assert processes.record is not None
+    session = processes.record.pid
+    os.kill(session, signal.SIGKILL)
+    await until(lambda: start_ticks(session) is None)
+    assert processes.is_running, "the second process holds the place"
+    await until(lambda: not processes.is_running)
+    assert session_members(session) == []
+
+
+def test_a_number_that_another_process_has_now_is_left_alone(folder: Path) -> None:
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    try:
+        ticks = start_ticks(other.pid)
+        assert ticks is not None
+        folder.mkdir()
+        stale = replace(RECORD, pid=other.pid, start_ticks=ticks - 1)
+        (folder / "record.json").write_text(json.dumps({**_as_dict(stale)}))
+        processes = PartProcesses(folder)
+        assert not processes.is_running
+        processes.kill()
+        processes.drain(breaks_off=True, pause_s=0.0)
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+async def test_a_second_signal_breaks_streams_off(folder: Path) -> None:
+    script = (
+        "import signal, sys, time\ncount = []\n"
+        "def end(*_):\n    count.append(1)\n    print('told', flush=True)\n    len(count) == 2 and sys.exit(9)\n"
+        "signal.signal(signal.SIGTERM, end)\nprint('ready x', flush=True)\n"
+        "while True: time.sleep(0.01)"
+    )
+    processes = started(folder, script)
+    await until(lambda: processes.has_said_ready)
+    processes.drain(breaks_off=False)
+    await until(lambda: "told" in (folder / "out").read_text())
+    assert processes.is_running
+    assert processes.record is not None
+    assert processes.record.is_draining
+    processes.drain(breaks_off=False)
+    await until(lambda: not processes.is_running)
+    assert processes.record.exit_code == 9
+
+
+def test_a_command_that_cannot_be_started_has_ended(folder: Path) -> None:
+    processes = PartProcesses(folder)
+    processes.start(replace(RECORD, command=("/nowhere/quire",)), dies_with_parent=False)
+    assert not processes.is_running
+    assert "/nowhere/quire" in processes.tail()
+
+
+def test_a_part_that_runs_is_not_started_twice(folder: Path) -> None:
+    processes = started(folder, "import time; time.sleep(600)")
+    try:
+        with pytest.raises(RuntimeError, match="executor-0"):
+            processes.start(RECORD, dies_with_parent=False)
+    finally:
+        processes.kill()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"pid": 1}', '{"command": 7, "peers": []}'])
+def test_a_damaged_record_is_an_error_that_names_the_file(folder: Path, text: str) -> None:
+    folder.mkdir()
+    (folder / "record.json").write_text(text)
+    with pytest.raises(ValueError, match=r"record\.json"):
+        PartProcesses(folder)
+
+
+def _as_dict(record: Record) -> dict[str, object]:
+    return {name: getattr(record, name) for name in record.__slots__}
