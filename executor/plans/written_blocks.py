@@ -81,6 +81,8 @@ class WrittenBlocks:
         self, slots: Ints, logical: NDArray[Any], blocks: Ints, plan: StepPlan, after: SlotCounters
     ) -> None:
         """Raises PlanRejected unless the computed tokens of these table entries are written after the plan's copies."""
+        if not slots.size:
+            return
         needed = np.minimum(after.num_computed_tokens[slots] - logical * self._block_size, self._block_size)
         if (unwritten := self._with_copies(blocks, plan.block_copies) < needed).any():
             index = int(np.argmax(unwritten))
@@ -102,10 +104,8 @@ class WrittenBlocks:
         """Counts what each slot has written since it was recorded last."""
         computed, size = counters.num_computed_tokens, self._block_size
         slots = np.flatnonzero(counters.is_admitted & (computed > self._num_recorded))
-        first = self._num_recorded[slots] // size
-        num_blocks = -(-computed[slots] // size) - first
-        rows = np.repeat(slots, num_blocks)
-        logical = _ranges(first, num_blocks)
+        first, end = self._num_recorded[slots] // size, -(-computed[slots] // size)
+        rows, logical = _entries(slots, first, end)
         # Slots that share a block have written the same number of its tokens, or the larger one counts.
         np.maximum.at(self.num_tokens, tables[rows, logical], np.minimum(computed[rows] - logical * size, size))
         self._num_recorded[slots] = computed[slots]
@@ -114,9 +114,9 @@ class WrittenBlocks:
 def blocks_to_write(counters: SlotCounters, computing: Ints, tables: Ints, block_size: int) -> Ints:
     """Returns the physical blocks to which these slots write in a step. A block can be in the result twice."""
     computed = counters.num_computed_tokens[computing]
-    first = computed // block_size
-    num_blocks = (computed + counters.row_count[computing] - 1) // block_size - first + 1
-    return tables[np.repeat(computing, num_blocks), _ranges(first, num_blocks)]
+    end = -(-(computed + counters.row_count[computing]) // block_size)
+    blocks: Ints = tables[_entries(computing, computed // block_size, end)]
+    return blocks
 
 
 def _covering(plan: StepPlan, after: SlotCounters, block_size: int) -> tuple[Ints, Ints, Ints]:
@@ -156,8 +156,10 @@ def _used(
     return slots[rows], logical, kept[rows, logical]
 
 
-def _ranges(first: Ints, lengths: Ints) -> NDArray[np.int64]:
-    """Returns first[0], first[0] + 1, …: lengths[0] numbers, then those of first[1], and so on."""
-    starts = np.cumsum(lengths) - lengths
-    ranges: NDArray[np.int64] = np.arange(int(lengths.sum())) + np.repeat(first - starts, lengths)
-    return ranges
+def _entries(slots: NDArray[Any], first: Ints, end: Ints) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Returns the entries (slot, logical block) from first[i] to before end[i] of each slots[i]."""
+    num_blocks = end - first
+    if (num_blocks == 1).all():  # nearly always, while sequences decode
+        return slots, first
+    starts = np.cumsum(num_blocks) - num_blocks
+    return np.repeat(slots, num_blocks), np.arange(int(num_blocks.sum())) + np.repeat(first - starts, num_blocks)
