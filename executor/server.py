@@ -120,7 +120,8 @@ class Server:
                 faulthandler.dump_traceback()
                 self._lose_device()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), interval_s)
+                async with asyncio.timeout(interval_s):
+                    await self._ended.wait()
         return not self._device_lost
 
     def end(self) -> None:

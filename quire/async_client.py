@@ -80,7 +80,8 @@ class AsyncEventStream:
         try:
             pause_s = self._tries.pause_s(error)
             with self._contact.pausing(self._wake), suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), pause_s)
+                async with asyncio.timeout(pause_s):
+                    await self._wake.wait()
             if not self._wake.is_set():
                 self._call = self._started_call()
             elif not self._closed:

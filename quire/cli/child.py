@@ -146,7 +146,8 @@ class Child:
     async def stopping_within(self, seconds: float) -> bool:
         """Waits for at most this time. Returns True as soon as the child is told to end."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._stopping.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
         return self.is_stopping
 
     def terminate(self) -> None:
@@ -171,7 +172,8 @@ class Child:
             return True
         self.send(number)
         with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), within_s)
+            async with asyncio.timeout(within_s):
+                await process.wait()
         if process is not self._process or self.pid is None:
             return True
         self.kill()

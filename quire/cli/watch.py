@@ -96,7 +96,8 @@ def handshake_probe(address: str) -> Callable[[float], Awaitable[bool]]:
 def _in_time(ask: Callable[[], Awaitable[bool]]) -> Callable[[float], Awaitable[bool]]:
     async def is_alive(timeout_s: float) -> bool:
         try:
-            return await asyncio.wait_for(ask(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                return await ask()
         except (OSError, TimeoutError, ValueError):  # ValueError: a line without an end
             return False
 

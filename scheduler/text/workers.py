@@ -174,7 +174,8 @@ class _Worker:
         """Waits for the process to exit, or kills it. Returns its status, which is negative for a signal."""
         self._requests.close()
         try:
-            return await asyncio.wait_for(self._process.wait(), EXIT_TIMEOUT_S)
+            async with asyncio.timeout(EXIT_TIMEOUT_S):
+                return await self._process.wait()
         except TimeoutError:
             self.kill()
             return await self._process.wait()

@@ -105,7 +105,8 @@ class QuireServe:
         answered = asyncio.Event()
         asyncio.get_running_loop().call_soon(answered.set, context=process.context)
         try:
-            await asyncio.wait_for(answered.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await answered.wait()
         except TimeoutError:
             return False
         return True

@@ -267,4 +267,5 @@ def simulate(seed: int) -> World:
             runner.run(live())
         except (Stuck, TooManyTurns) as error:
             world_of[0].oracles.violations.append(f"{type(error).__name__}: {error}")
+            loop.allow(MAX_TURNS)  # in which the tasks are cancelled
     return world_of[0]

@@ -59,7 +59,12 @@ class SimulatedLoop(VirtualTimeLoop):
 
     def __init__(self, max_turns: int) -> None:
         super().__init__()
-        self._clock.now_s, self._clock.tick_s, self._clock.num_turns_left = 1000.0, 1e-6, max_turns
+        self._clock.now_s, self._clock.tick_s = 1000.0, 1e-6
+        self.allow(max_turns)
+
+    def allow(self, num_turns: int) -> None:
+        """Has the loop raise TooManyTurns after this number of further turns."""
+        self._clock.num_turns_left = num_turns
 
     def call_soon_threadsafe(self, callback: Callable[..., Any], *args: Any, **kwargs: Any) -> asyncio.Handle:
         return self.call_soon(callback, *args, **kwargs)

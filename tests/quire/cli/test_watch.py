@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -231,3 +232,29 @@ async def test_a_child_does_not_get_the_variables_that_it_must_not_have(monkeypa
     await started.start()
     await started.wait()
     assert log.of("gateway") == ["['PUBLIC']"]
+
+
+@pytest.mark.parametrize("num_turns", range(6))
+async def test_a_cancelled_check_ends_though_its_answer_has_just_come(
+    monkeypatch: pytest.MonkeyPatch, num_turns: int
+) -> None:
+    """Otherwise `quire serve` would wait for its watch for ever."""
+    reader, writer = asyncio.StreamReader(), SimpleNamespace(write=lambda data: None, close=lambda: None)
+    connected = asyncio.Event()
+
+    async def connect(*_: object, **options: object) -> tuple[asyncio.StreamReader, SimpleNamespace]:
+        connected.set()
+        return reader, writer
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    check = asyncio.ensure_future(liveness_probe("127.0.0.1:1")(60.0))
+    await connected.wait()
+    await asyncio.sleep(0)
+    reader.feed_data(b"HTTP/1.1 200 OK\r\n")
+    for _ in range(num_turns):
+        await asyncio.sleep(0)
+    if check.cancel():
+        with pytest.raises(asyncio.CancelledError):
+            await check
+    else:
+        assert await check
