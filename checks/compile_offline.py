@@ -144,13 +144,13 @@ class Recorder:
         self.variants.append(variant_of(f"{name} / {self._names[name]}", compiled))
 
 
-def compile_models(capability: int) -> list[Variant]:
-    """Returns the variants of all models, each with the name of the model and the step that needed it first."""
+def compile_models(capability: int, num_models: int) -> list[Variant]:
+    """Returns the variants of the first models, each with the name of the model and the step that needed it first."""
     driver.set_active(AbsentDriver(capability))
     assume_device(capability)
     recorder = Recorder()
     recorder.install()
-    for name, model in MODELS.items():
+    for name, model in list(MODELS.items())[:num_models]:
 
         def begin(step: str, done: int, total: int, name: str = name) -> None:
             recorder.place = f"{name} / {step}"
@@ -171,7 +171,9 @@ def assume_device(capability: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("capability", type=int, help="the compute capability times ten")
-    for variant in compile_models(parser.parse_args().capability):
+    parser.add_argument("num_models", type=int, nargs="?", default=len(MODELS), help="only the first ones")
+    arguments = parser.parse_args()
+    for variant in compile_models(arguments.capability, arguments.num_models):
         print(json.dumps(asdict(variant)), flush=True)
 
 

@@ -75,8 +75,10 @@ KNOWN_SPILLS = {
 spills with the version in constraints.txt; a few bytes with another version are accepted, and listed here."""
 
 
-def compile_kernels(capability: str, folder: Path | None = None) -> Variants:
+def compile_kernels(capability: str, folder: Path | None = None, num_models: int | None = None) -> Variants:
     """Compiles all variants with the installed Triton, or the one unpacked in `folder`; returns them by name.
+
+    num_models: only the variants of the first models of `checks.compile_offline`.
 
     Raises RuntimeError with the end of the output if a kernel does not compile.
     """
@@ -84,6 +86,8 @@ def compile_kernels(capability: str, folder: Path | None = None) -> Variants:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "checks.compile_offline", capability]
+    if num_models is not None:
+        command.append(str(num_models))
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     if finished.returncode:
         raise RuntimeError(f"{' '.join(command)}: {finished.stderr[-3000:]}")

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 INSTALLED = version("triton")
 AGAIN = "run `python -m checks.compiled_kernels`, and read the difference before you commit it"
-COMPILED = ("90",)
-"""A minute each. `python -m checks.compiled_kernels` compiles for the others too."""
+COMPILED, FIRST_MODEL = ("90",), "bfloat16, 4 x 128"
+"""Half a minute for a model. `python -m checks.compiled_kernels` compiles the others too, and for other devices."""
 KERNELS = {DECODE, PREFILL, MERGE, "_rotate_and_store", "_norm_rows", "_open_rows", "_close_rows", "_draw_rows"}
 
 
@@ -50,15 +50,16 @@ def check(capability: str, variants: Variants, triton: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("capability", COMPILED)
-def test_every_variant_fits_and_is_compiled_as_the_file_says(
+def test_each_kernel_fits_and_is_compiled_as_the_file_says(
     capability: str, results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    variants = compile_kernels(capability)
+    variants = compile_kernels(capability, num_models=1)
     check(capability, variants, INSTALLED)
     if INSTALLED not in results:
         pytest.skip(f"the file has no results of Triton {INSTALLED}: {AGAIN}")
-    assert variants == results[INSTALLED][capability], AGAIN
+    recorded = results[INSTALLED][capability]
+    assert variants == {name: recorded[name] for name in recorded if name.startswith(FIRST_MODEL)}, AGAIN
 
 
 @pytest.mark.exhaustive
