@@ -99,9 +99,9 @@ async def test_a_child_that_prints_no_line_while_it_starts_is_replaced() -> None
 
 async def test_lines_of_progress_keep_a_child_that_starts() -> None:
     program = IDLE.format("exec('while True: print(0, flush=True); time.sleep(0.001)'); ")
-    async with watched(program, is_serving=False, load_timeout_s=0.5) as it:
+    async with watched(program, is_serving=False, load_timeout_s=1.0) as it:
         first = it.supervisor.pid("executor")
-        await it.checked(100)
+        await it.checked(200)
         assert it.supervisor.pid("executor") == first
 
 

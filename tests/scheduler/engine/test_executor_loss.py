@@ -87,7 +87,7 @@ async def test_an_idle_executor_that_hangs_is_abandoned_and_attached_again() -> 
 
 async def test_an_idle_executor_is_probed_periodically() -> None:
     client = FakeClient()
-    async with running_engine(client, step_timeout_s=0.02) as engine:
+    async with running_engine(client, step_timeout_s=0.3) as engine:
         await until(lambda: client.num_probes >= 4)
         assert (engine.is_ready, client.num_streams) == (True, 1)
 
