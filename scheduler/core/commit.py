@@ -75,17 +75,18 @@ def _commit_prefills(state: SchedulerState, step: Step) -> None:
 
 
 def _append_tokens(state: SchedulerState, step: Step, result: StepResult, events: Events) -> None:
+    sequences, new_ids, finished = events.sequences, events.token_ids, State.FINISHED
     for sequence, token_id in zip(step.sampled, result.token_ids, strict=True):
-        if sequence.state is State.FINISHED:
+        if sequence.state is finished:
             continue  # overrun: the sequence ended after this step was planned
         token_ids = sequence.token_ids
         sequence.num_computed_tokens = num_computed = len(token_ids)
         token_ids.append(token_id)
         if num_computed >= sequence.publish_at:
             state.cache.publish(sequence)
-        events.sequences.append(sequence)
-        events.token_ids.append(token_id)
-    state.counters.num_generated_tokens += len(events.token_ids)
+        sequences.append(sequence)
+        new_ids.append(token_id)
+    state.counters.num_generated_tokens += len(new_ids)
 
 
 # --- beams ----------------------------------------------------------------------------------------------------

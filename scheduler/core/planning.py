@@ -10,6 +10,8 @@ No sequence is preempted while plans are in flight. If blocks are short, the pla
 these plans, which may end sequences.
 """
 
+from operator import attrgetter
+
 from scheduler.core.admission import admit, next_to_admit
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.kv_cache import Allocation
@@ -30,7 +32,8 @@ def plan_step(state: SchedulerState) -> StepPlan | None:
     builder = StepBuilder(state.epoch, state.step_id + 1, state.new_budget())
     _plan_decodes(state, builder, growing)
     _plan_beams(state, builder)
-    _plan_prefills(state, builder)
+    if state.batch.prefilling or state.waiting:
+        _plan_prefills(state, builder)
     if builder.plan.num_sequences:
         return _send(state, builder)
     if state.in_flight:
@@ -101,7 +104,7 @@ def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
     prefilling = sorted(state.batch.prefilling, key=state.policy.order)
     for first in prefilling[:1]:
         _continue_prefill(state, builder, first, builder.budget.room_for(first, share=2))
-    by_length = sorted(prefilling, key=_num_uncomputed_tokens)
+    by_length = sorted(prefilling, key=attrgetter("num_uncomputed_tokens"))
     for sequence in by_length[: by_length.index(prefilling[0]) if prefilling else 0]:
         _continue_prefill(state, builder, sequence, builder.budget.room_for(sequence, share=2))
     if not prefilling or prefilling[0] in builder.step.prefills:
@@ -110,10 +113,6 @@ def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
     state.waiting.left_behind = state.admission_queue.first()
     for sequence in by_length:
         _continue_prefill(state, builder, sequence, builder.budget.room_for(sequence))
-
-
-def _num_uncomputed_tokens(sequence: Sequence) -> int:
-    return sequence.num_uncomputed_tokens
 
 
 def _start_prefill(state: SchedulerState, builder: StepBuilder, sequence: Sequence, prefix: list[int]) -> None:

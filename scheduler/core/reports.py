@@ -22,20 +22,19 @@ def check_counts(step: Step, result: StepResult) -> None:
 def check_token_ids(result: StepResult, vocab_size: int) -> None:
     """Raises ResultMismatch unless every token id is below vocab_size."""
     for part in (result, result.candidates, result.logprobs, result.prompt_logprobs):
-        token_ids = part.token_ids if part else ()
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
-            raise ResultMismatch(
-                f"step {result.step_id} names tokens {min(token_ids)} to {max(token_ids)} of {vocab_size}"
-            )
+        ids = part.token_ids if part else ()
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            raise ResultMismatch(f"step {result.step_id} names tokens {min(ids)} to {max(ids)} of {vocab_size}")
 
 
 def check_reports(step: Step, result: StepResult) -> None:
     """Raises ResultMismatch unless each array has as many entries as the step asked for."""
+    has_reports = not (result.candidates is result.logprobs is result.prompt_logprobs is None)
+    if not (has_reports or step.beams or step.reporting or step.prompt_reports):
+        return  # nearly always
     num_candidates = sum(beam.params.num_candidates for beam in step.beams)
     num_logprobs = sum(sequence.params.num_logprobs for sequence in step.reporting)
-    num_prompt_logprobs = sum(
-        sequence.params.num_prompt_logprobs * num_rows for sequence, _, num_rows in step.prompt_reports
-    )
+    num_prompt_logprobs = sum(s.params.num_prompt_logprobs * num_rows for s, _, num_rows in step.prompt_reports)
     for name, logprobs, num_wanted, has_ranks in (
         ("candidates", result.candidates, num_candidates, False),
         ("logprobs", result.logprobs, num_logprobs, True),

@@ -55,8 +55,8 @@ class StepBuilder:
         self._add_rows(len(sequences), len(sequences))
         self.budget.take_decodes(sequences)
         for sequence in sequences:
-            sequence.num_planned_tokens += 1
-            if sequence.num_planned_tokens + 1 >= sequence.params.max_total_tokens:
+            num_planned = sequence.num_planned_tokens = sequence.num_planned_tokens + 1
+            if num_planned + 1 >= sequence.params.max_total_tokens:
                 self.step.ending.append(sequence)
 
     def add_branch(self, beam: Sequence, parent: Sequence, token_id: int) -> None:
