@@ -108,7 +108,7 @@ class _SchedulerFamilies(Collector):
             "Times that the scheduler had to report all its cached blocks again.",
             labels=("scheduler",),
         )
-        for each in self._schedulers.all if len(self._schedulers.all) > 1 else ():
+        for each in self._schedulers.all:
             label = (each.address,)
             watched.add_metric(label, float(each.watch.is_live))
             blocks.add_metric(label, each.num_known_blocks)

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes both services under load, and every query of every panel and rule returns data."""
+"""A real Prometheus scrapes all services under load, and every query of every panel and rule returns data."""
 
 import asyncio
 import contextlib
@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from quire import AsyncClient
@@ -36,7 +37,11 @@ async def test_every_query_returns_data(observed: Observed, tmp_path: Path) -> N
     missing = {query.place: query.expression for query in panel_queries() + rule_queries()}
     assert len(missing) > 60
     try:
-        async with observed.stack.client() as client, load(client):
+        async with (
+            observed.stack.client() as client,
+            aiohttp.ClientSession(f"http://{observed.stack.openai}") as http,
+            load(client, http),
+        ):
 
             async def all_return() -> bool:
                 for place, expression in list(missing.items()):
@@ -66,6 +71,7 @@ def command(observed: Observed, address: str, directory: Path) -> list[str]:
             for service, target in (
                 ("scheduler", observed.scheduler_metrics),
                 ("executor", observed.executor_metrics),
+                ("gateway", observed.stack.openai),
             )
         ],
     }
@@ -78,14 +84,23 @@ def command(observed: Observed, address: str, directory: Path) -> list[str]:
 
 
 @asynccontextmanager
-async def load(client: AsyncClient) -> AsyncIterator[None]:
-    """Sends more requests than the pool can hold, so that sequences are preempted and samples copy shared blocks."""
+async def load(client: AsyncClient, http: aiohttp.ClientSession) -> AsyncIterator[None]:
+    """Sends more requests than the pool can hold, so that sequences are preempted and samples copy shared blocks.
+
+    One client more sends its requests to the gateway.
+    """
 
     async def run_client(number: int) -> None:
         while True:
             await client.complete(f"Once upon a time there were {number} friends.", n=2, seed=number, max_tokens=120)
 
+    async def run_http_client() -> None:
+        while True:
+            async with http.post("/v1/completions", json={"prompt": "Once upon a time"}) as response:
+                assert response.status == 200, await response.text()
+
     clients = [asyncio.create_task(run_client(number)) for number in range(NUM_CLIENTS)]
+    clients.append(asyncio.create_task(run_http_client()))
     try:
         yield
         assert not any(each.done() for each in clients)
