@@ -88,5 +88,10 @@ async def test_metrics_count_requests() -> None:
         "quire_gateway_time_to_first_token_seconds_count 1.0",
         f'quire_gateway_scheduler_ready{{scheduler="{rig.fake.address}"}} 1.0',
         f'quire_gateway_scheduler_streams{{scheduler="{rig.fake.address}"}} 0.0',
+        # A single scheduler is not asked for reports; the dashboards show zeros, not a panel without data.
+        f'quire_gateway_scheduler_watched{{scheduler="{rig.fake.address}"}} 0.0',
+        f'quire_gateway_known_blocks{{scheduler="{rig.fake.address}"}} 0.0',
+        f'quire_gateway_prefix_events_total{{scheduler="{rig.fake.address}"}} 0.0',
+        f'quire_gateway_prefix_resyncs_total{{scheduler="{rig.fake.address}"}} 0.0',
     ):
         assert line in page.splitlines()
