@@ -257,6 +257,24 @@ def test_a_result_that_answers_no_plan_is_refused_and_changes_nothing() -> None:
     harness.run()
 
 
+@pytest.mark.parametrize("asked", ["nothing", "candidates", "logprobs", "prompt_logprobs"])
+def test_a_result_reports_what_its_step_asked_for_and_nothing_else(asked: str) -> None:
+    harness = build_harness()
+    widths = {"num_" + asked: 2} if asked.endswith("logprobs") else {}
+    beam = BeamParams(2, 1) if asked == "candidates" else None
+    harness.add(Request(1, (0, 1, 2, 3), SequenceParams(max_total_tokens=8, **widths), beam=beam))
+    harness.schedule()
+    before, right = take_snapshot(harness.scheduler), harness.in_flight[0].result
+    one = Logprobs([0], [0.0], [0])
+    for part in ("candidates", "logprobs", "prompt_logprobs"):
+        assert (getattr(right, part) is not None) == (part == asked)
+        wrong = None if part == asked else one
+        with pytest.raises(ResultMismatch, match=f" {part} to report"):
+            harness.scheduler.commit(replace(right, **{part: wrong}))
+    assert take_snapshot(harness.scheduler) == before
+    harness.run()
+
+
 @pytest.mark.parametrize("token_id", [-1, VOCAB_SIZE])
 def test_a_result_with_a_token_beyond_the_vocabulary_is_refused_and_changes_nothing(token_id: int) -> None:
     """Refused in every field: such an id would be hashed, looked up and sent."""
