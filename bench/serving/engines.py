@@ -69,6 +69,15 @@ def quire_engine(
     return Engine("quire", run)
 
 
+def grpc_engine(name: str, client: AsyncClient) -> Engine:
+    """Returns an engine for a Quire server that gets nothing but requests, so that two versions have the same work."""
+
+    async def run(trace: Sequence[TraceRequest], concurrency: int) -> Observed:
+        return Observed(await closed_loop(quire_sender(client), trace, concurrency))
+
+    return Engine(name, run)
+
+
 def openai_engine(url: str, model: str, process_group: int | None = None) -> Engine:
     """Returns an engine for an OpenAI-compatible server.
 

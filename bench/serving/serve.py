@@ -24,7 +24,7 @@ from bench.machine import local_device
 from bench.profiles import PROFILES
 from bench.report import save
 from bench.server_process import quire_server
-from bench.serving.engines import Engine, in_process_engine, openai_engine, quire_engine
+from bench.serving.engines import Engine, grpc_engine, in_process_engine, openai_engine, quire_engine
 from bench.serving.measurer import LoadSettings, Run, measure, plan_turns, warm_up_trace
 from bench.serving.openai_server import openai_process
 from bench.serving.report import describe_run, render_table, report
@@ -64,7 +64,8 @@ class ServeSettings:
     load            the load that all engines get
     address         gRPC address of a running Quire server
     spawn           flags of `quire serve`, to start a server for the measurement; None: the one at `address` runs
-    peer            a server to compare with
+    peer            an OpenAI-compatible server to compare with
+    peer_grpc       gRPC address of a Quire server to compare with; neither server's pool and steps are read then
     baseline_model  model for static batches of transformers in this process; None: no baseline
     chrome_trace    file for Quire's steps, one for each number of clients (NAME-cN.json); None: they are not saved
     rest_s          time between the readiness of servers that were started and their first load
@@ -74,6 +75,7 @@ class ServeSettings:
     address: str = DEFAULT_ADDRESS
     spawn: tuple[str, ...] | None = None
     peer: Peer | None = None
+    peer_grpc: str | None = None
     baseline_model: str | None = None
     chrome_trace: Path | None = None
     rest_s: float = 0.0
@@ -89,7 +91,8 @@ async def run(settings: ServeSettings, console: Console) -> tuple[ServerInfo, li
             address = server.addresses["grpc"]
         client = await resources.enter_async_context(AsyncClient(address, resume_timeout_s=0))
         info = await client.server_info()
-        engines = [quire_engine(client), *await _other_engines(settings, info, resources, console)]
+        own = quire_engine(client) if settings.peer_grpc is None else grpc_engine("quire", client)
+        engines = [own, *await _other_engines(settings, info, resources, console)]
         if settings.spawn is not None or (settings.peer is not None and settings.peer.command):
             await asyncio.sleep(settings.rest_s)
         turns = plan_turns(settings.load, info)
@@ -112,6 +115,9 @@ async def _other_engines(
             with console.status("starting the peer"):
                 process_group = await resources.enter_async_context(openai_process(peer.command, peer.url))
         engines.append(openai_engine(peer.url, peer.model, process_group))
+    if settings.peer_grpc is not None:
+        client = await resources.enter_async_context(AsyncClient(settings.peer_grpc, resume_timeout_s=0))
+        engines.append(grpc_engine("peer", client))
     if settings.baseline_model is not None:
         from bench.serving.static_batches import StaticBatches
 
@@ -156,6 +162,7 @@ def parser() -> Parser:
     )
     flags.add_argument("--peer-url", help="root of an OpenAI-compatible server to compare with")
     flags.add_argument("--peer-model", help="the peer's name for the model")
+    flags.add_argument("--peer-grpc", help="gRPC address of another Quire server to compare with")
     flags.add_argument("--peer-command", help="command that starts the peer; it is ended after the measurement")
     flags.add_argument(
         "--baseline", nargs="?", const="transformers", choices=["transformers"],
@@ -178,6 +185,8 @@ def parse(arguments: Sequence[str]) -> tuple["argparse.Namespace", ServeSettings
     given, others = flags.parse_known_args(arguments)
     if bool(given.peer_url) != bool(given.peer_model):
         flags.error("--peer-url and --peer-model go together")
+    if given.peer_grpc and given.peer_url:
+        flags.error("--peer-grpc and --peer-url name two peers; there can be one")
     if given.peer_command and not given.peer_url:
         flags.error("--peer-command needs --peer-url")
     if given.url and given.spawn:
@@ -200,6 +209,7 @@ def parse(arguments: Sequence[str]) -> tuple["argparse.Namespace", ServeSettings
         address=given.url or DEFAULT_ADDRESS,
         spawn=("--model", str(model), *others) if given.spawn else None,
         peer=peer,
+        peer_grpc=given.peer_grpc,
         baseline_model=model if given.baseline else None,
         chrome_trace=given.chrome_trace,
         rest_s=given.rest_s,

@@ -122,6 +122,7 @@ def test_paired_is_serve_in_three_rounds_on_a_started_server() -> None:
         (("--num-blocks", "512"), "unknown flags without --spawn"),
         (("--peer-url", "http://127.0.0.1:1"), "go together"),
         (("--peer-command", "serve"), "needs --peer-url"),
+        (("--peer-grpc", "h:1", "--peer-url", "http://h", "--peer-model", "m"), "there can be one"),
         (("--url", "127.0.0.1:1", "--spawn"), "--spawn starts one"),
         (("--rounds", "0"), "below 1"),
     ],
