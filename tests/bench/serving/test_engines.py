@@ -20,7 +20,7 @@ async def all_tokens(request: Any, context: Any) -> AsyncIterator[generation_pb2
 
 
 async def test_two_servers_get_the_same_requests_in_turns() -> None:
-    own, peer = ScriptedServer(), ScriptedServer()  # type: ignore[abstract]
+    own, peer = ScriptedServer(), ScriptedServer()
     load = LoadSettings((1, 2), num_requests=3, num_rounds=2)
     with ExitStack() as stack:
         for server in (own, peer):
