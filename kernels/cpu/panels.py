@@ -18,7 +18,7 @@ de Geijn, 2008, without packing the left side, since the few rows stay in the ca
 
 Each output of each row is one running sum over the inputs in their order in every tile, so a row has the same bits
 in any batch. Weights may be stored in 16 bits; sums are float32. If weights and inputs are bfloat16 and the processor
-multiplies bfloat16, a sum takes two inputs at a time; otherwise both are widened.
+multiplies bfloat16 faster than float32, a sum takes two inputs at a time; otherwise both are widened.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ which `kernels.cpu.panels` multiplies as it does the weights of a linear layer; 
     weigh    sums[row, :]        = Σ scores[row, token] * values[token]       panels of values: their inputs are tokens
 
 A product keeps MAX_ROWS rows × PANEL sums in registers; a panel of 64 tokens stays in the nearest caches. A few rows,
-as in decode, multiply keys and values in registers, without a panel in memory. If the processor multiplies bfloat16,
-rows, keys and values of that dtype stay as they are, in pairs of inputs, and the weights of the values are rounded to
-it; otherwise everything is float32.
+as in decode, multiply keys and values in registers, without a panel in memory. If the processor multiplies bfloat16
+faster than float32, rows, keys and values of that dtype stay as they are, in pairs of inputs, and the weights of the
+values are rounded to it; otherwise everything is float32.
 
 Every score is one running sum over the head, and every weighted sum one over the tokens from the start of the chunk. So
 the bits of a row do not depend on the rows computed with it, nor on where its prompt was cut. No instruction has a
@@ -46,6 +46,8 @@ from kernels.cpu.native import (
     emit_round_pairs,
     emit_splat,
     emit_store,
+    emit_widen,
+    emit_widen_pairs,
     instruction,
     lanes_of,
     shaped,
@@ -75,6 +77,9 @@ SPAN = 64
 _FEW_ROWS = 8 if LANES == 16 else 4
 _MAX_SUMS = 16 if LANES == 16 else 8
 
+# As many vectors of sums keep the multipliers busy: two of them, each with a latency of four cycles.
+_MIN_SUMS = 8
+
 # Bytes that are prefetched ahead: a little more than memory delivers within its latency.
 _BYTES_AHEAD = 8192
 MAX_TOKENS_AHEAD = 64
@@ -92,19 +97,14 @@ def padded_size(head_dim: int) -> int:
     return -(-head_dim // PANEL) * PANEL
 
 
-def _num_inputs(head_dim: int, storage: int) -> int:
-    """Returns the number of inputs of a score, each of 4 bytes: numbers, or pairs of them."""
-    return head_dim // inputs_at_once(panel_storage(storage))
+def _num_words(head_dim: int, storage: int) -> int:
+    """Returns the number of words of a key. A word is 4 bytes: one number, or two of 16 bits."""
+    return head_dim * storage_bytes(storage) // 4
 
 
-def _key_width(head_dim: int, storage: int) -> int:
-    """Returns how many inputs of a key are transposed at once."""
-    return gcd(LANES, _num_inputs(head_dim, storage))
-
-
-def _input_bytes(storage: int) -> int:
-    """Returns the stored bytes of an input."""
-    return storage_bytes(storage) * inputs_at_once(panel_storage(storage))
+def _words_at_once(head_dim: int, storage: int) -> int:
+    """Returns how many words of a key are transposed at once: 16 bytes, which vector shuffles move as a whole."""
+    return gcd(4, _num_words(head_dim, storage))
 
 
 def tokens_ahead(head_dim: int, storage: int) -> int:
@@ -136,16 +136,17 @@ def _halves(builder: Builder, vector: Value) -> tuple[Value, Value]:
 
 
 def _transposed(builder: Builder, vectors: list[Value]) -> list[Value]:
-    """Returns the vectors, taken as the rows of a matrix, as its columns one after the other, cut into such vectors.
+    """Returns vectors with lane g * width + i of vector j where lane g * width + j of vector i was; width vectors.
 
-    Merging the first half of all numbers with the second half, one by one, rotates the bits of a number's place in the
-    matrix. After as many turns as the number of a row has bits, row and column have changed places.
+    Merging the first half of all numbers of a group g with the second half, one by one, rotates the bits of a number's
+    place in the group. After as many turns as the number of a vector has bits, i and j have changed places.
     """
-    half, lanes = len(vectors) // 2, vectors[0].type.count
-    merged = [i // 2 + i % 2 * lanes for i in range(2 * lanes)]
-    for _ in range(len(vectors).bit_length() - 1):
-        pairs = list(zip(vectors[:half], vectors[half:], strict=True))
-        vectors = [_shuffle(builder, a, b, part) for a, b in pairs for part in (merged[:lanes], merged[lanes:])]
+    width, lanes = len(vectors), vectors[0].type.count
+    merged = [i // 2 + i % 2 * lanes for i in range(2 * width)]
+    halves = [[g + i for g in range(0, lanes, width) for i in half] for half in (merged[:width], merged[width:])]
+    for _ in range(width.bit_length() - 1):
+        pairs = list(zip(vectors[: width // 2], vectors[width // 2 :], strict=True))
+        vectors = [_shuffle(builder, a, b, half) for a, b in pairs for half in halves]
     return vectors
 
 
@@ -171,26 +172,32 @@ def _emit_ahead(builder: Builder, places: Value, token: Value, count: int, token
             emit_prefetch(builder, _after(builder, later, line))
 
 
+def _emit_inputs(builder: Builder, words: Value, kind: int) -> list[Value]:
+    """Returns the inputs of scores that are stored in words: float32, or pairs of bfloat16 if products take pairs."""
+    if kind == FLOAT32:
+        return [builder.bitcast(words, shaped(_F32, LANES))]
+    if kind == BFLOAT16:
+        return [words] if panel_storage(kind) == BFLOAT16 else list(emit_widen_pairs(builder, words))
+    numbers = (words, builder.lshr(words, constant(_I32, 16, LANES)))
+    halves = (builder.trunc(number, shaped(_I16, LANES)) for number in numbers)
+    return [emit_widen(builder, builder.bitcast(half, shaped(ir.HalfType(), LANES)), kind) for half in halves]
+
+
 def _emit_columns(
     builder: Builder, dim: int, kind: int, places: Value, tokens: list[Value], index: Value
 ) -> list[Value]:
-    """Loads the inputs of _key_width numbered `index` of LANES keys, and returns them as `_transposed` does.
+    """Loads the words of _words_at_once numbered `index` of LANES keys; returns a vector of all keys for each input.
 
     Also prefetches as much of the tokens `tokens_ahead` further.
     """
-    width = _key_width(dim, kind)
-    count = -(-LANES * width // _num_inputs(dim, kind))
+    width = _words_at_once(dim, kind)
+    count = -(-LANES * width // _num_words(dim, kind))
     ahead = _after(builder, places, tokens_ahead(dim, kind) * 8)
     first = builder.mul(index, ir.Constant(_I64, count))
     _emit_ahead(builder, ahead, first, count, dim * storage_bytes(kind))
-    vectors = []
-    for token in tokens:
-        place = _at(builder, token, index, width * _input_bytes(kind))
-        if panel_storage(kind) == BFLOAT16:
-            vectors.append(emit_load_pairs(builder, place, width))
-        else:
-            vectors.append(emit_load(builder, place, kind, width))
-    return _transposed(builder, vectors)
+    loaded = [emit_load_pairs(builder, _at(builder, token, index, width * 4), width) for token in tokens]
+    words = _transposed(builder, [_joined(builder, loaded[i::width]) for i in range(width)])
+    return [column for word in words for column in _emit_inputs(builder, word, kind)]
 
 
 def _emit_value(builder: Builder, kind: int, tokens: list[Value], offset: int, lanes: int) -> Value:
@@ -210,52 +217,69 @@ def pack_keys(typingctx: Any, head_dim: Any, storage: Any, places: Any, panel: A
     head_dim and storage are literals. Also prefetches the tokens `tokens_ahead` further in `places`.
     """
     dim, kind = head_dim.literal_value, storage.literal_value
-    width = _key_width(dim, kind)
+    num_steps = _num_words(dim, kind) // _words_at_once(dim, kind)
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         places, panel = arguments[2:]
         tokens = [_place_of(builder, places, token) for token in range(LANES)]
-        with codegen.for_range(builder, ir.Constant(_I64, _num_inputs(dim, kind) // width)) as loop:
-            target = _at(builder, panel, loop.index, width * PANEL * 4)
-            for i, vector in enumerate(_emit_columns(builder, dim, kind, places, tokens, loop.index)):
-                row, column = divmod(i * width, LANES)
-                place = _after(builder, target, (row * PANEL + column) * 4)
-                builder.store(vector, builder.inttoptr(place, vector.type.as_pointer()), align=4)
+        with codegen.for_range(builder, ir.Constant(_I64, num_steps)) as loop:
+            columns = _emit_columns(builder, dim, kind, places, tokens, loop.index)
+            target = _at(builder, panel, loop.index, len(columns) * PANEL * 4)
+            for i, column in enumerate(columns):
+                place = _after(builder, target, i * PANEL * 4)
+                builder.store(column, builder.inttoptr(place, column.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.none(head_dim, storage, types.int64, types.int64), generate
 
 
 @instruction
-def score_few(typingctx: Any, head_dim: Any, storage: Any, num_rows: Any, rows: Any, places: Any, scores: Any) -> Any:
-    """Computes the scores of LANES tokens as `pack_keys` and `multiply_rows` do, without a panel in memory.
+def score_few(
+    typingctx: Any,
+    head_dim: Any,
+    storage: Any,
+    num_rows: Any,
+    rows: Any,
+    places: Any,
+    num_tokens: Any,
+    scores: Any,
+) -> Any:
+    """Computes scores of num_tokens tokens as `pack_keys` and `multiply_rows` do, without a panel in memory.
 
-    head_dim, a multiple of LANES, storage and num_rows are literals.
+    head_dim, a multiple of LANES, storage and num_rows are literals; num_tokens is a multiple of SCORE_LANES. A sum can
+    be added to only once in the latency of a product, so several groups of LANES tokens take turns.
     """
     dim, kind, count = (literal.literal_value for literal in (head_dim, storage, num_rows))
-    width, row_kind = _key_width(dim, kind), panel_storage(kind)
-    pieces = LANES // width
+    row_kind, num_groups = panel_storage(kind), max(1, min(SCORE_LANES // LANES, _MIN_SUMS // count))
+    num_steps, num_inputs = _num_words(dim, kind) // _words_at_once(dim, kind), dim // inputs_at_once(row_kind)
+    held_at = [(group, row) for group in range(num_groups) for row in range(count)]
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        rows, places, scores = arguments[3:]
-        tokens = [_place_of(builder, places, token) for token in range(LANES)]
-        held = [codegen.alloca_once_value(builder, constant(_F32, 0.0, LANES)) for _ in range(count)]
-        for total in held:
-            builder.store(constant(_F32, 0.0, LANES), total)
-        with codegen.for_range(builder, ir.Constant(_I64, _num_inputs(dim, kind) // width)) as loop:
-            vectors = _emit_columns(builder, dim, kind, places, tokens, loop.index)
-            numbers = _at(builder, rows, loop.index, width * 4)
-            for i in range(width):
-                column = _joined(builder, vectors[i * pieces : (i + 1) * pieces])
-                for row, total in enumerate(held):
-                    place = _after(builder, numbers, (row * _num_inputs(dim, kind) + i) * 4)
-                    number = emit_numbers(builder, place, row_kind, 1)
-                    builder.store(emit_sum(builder, number, [column], builder.load(total)), total)
-        for row, total in enumerate(held):
-            emit_store(builder, builder.load(total), _after(builder, scores, row * SCORE_STRIDE * 4), FLOAT32)
+        rows, places, num_tokens, scores = arguments[3:]
+        held = {at: codegen.alloca_once_value(builder, constant(_F32, 0.0, LANES)) for at in held_at}
+        num_turns = builder.udiv(num_tokens, ir.Constant(_I64, LANES * num_groups))
+        with codegen.for_range(builder, num_turns) as turn:
+            first = _at(builder, places, turn.index, LANES * num_groups * 8)
+            groups = [_after(builder, first, group * LANES * 8) for group in range(num_groups)]
+            tokens = [[_place_of(builder, group, token) for token in range(LANES)] for group in groups]
+            for total in held.values():
+                builder.store(constant(_F32, 0.0, LANES), total)
+            with codegen.for_range(builder, ir.Constant(_I64, num_steps)) as loop:
+                for group in range(num_groups):
+                    columns = _emit_columns(builder, dim, kind, groups[group], tokens[group], loop.index)
+                    numbers = _at(builder, rows, loop.index, len(columns) * 4)
+                    for i, column in enumerate(columns):
+                        for row in range(count):
+                            place = _after(builder, numbers, (row * num_inputs + i) * 4)
+                            number, total = emit_numbers(builder, place, row_kind, 1), held[group, row]
+                            builder.store(emit_sum(builder, number, [column], builder.load(total)), total)
+            target = _at(builder, scores, turn.index, LANES * num_groups * 4)
+            for (group, row), total in held.items():
+                place = _after(builder, target, row * SCORE_STRIDE * 4 + group * LANES * 4)
+                emit_store(builder, builder.load(total), place, FLOAT32)
         return context.get_dummy_value()
 
-    return types.none(head_dim, storage, num_rows, *[types.int64] * 3), generate
+    return types.none(head_dim, storage, num_rows, *[types.int64] * 4), generate
 
 
 @instruction
@@ -491,15 +515,14 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     ) -> None:
         _ = sources
         if is_whole and num_rows <= _FEW_ROWS:
-            for token in range(0, num_tokens, LANES):
-                if num_rows == 1:
-                    score_few(head_dim, storage, 1, rows, places + token * 8, scores + token * 4)
-                elif num_rows == 2:
-                    score_few(head_dim, storage, 2, rows, places + token * 8, scores + token * 4)
-                elif num_rows <= 4:
-                    score_few(head_dim, storage, 4, rows, places + token * 8, scores + token * 4)
-                else:
-                    score_few(head_dim, storage, 8, rows, places + token * 8, scores + token * 4)
+            if num_rows == 1:
+                score_few(head_dim, storage, 1, rows, places, num_tokens, scores)
+            elif num_rows == 2:
+                score_few(head_dim, storage, 2, rows, places, num_tokens, scores)
+            elif num_rows <= 4:
+                score_few(head_dim, storage, 4, rows, places, num_tokens, scores)
+            else:
+                score_few(head_dim, storage, 8, rows, places, num_tokens, scores)
             return
         for first in range(0, num_tokens, PANEL):
             for token in range(0, min(PANEL, num_tokens - first), LANES):
