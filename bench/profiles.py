@@ -5,7 +5,7 @@ long           one prompt of 12,000 tokens at a time
 mixed-long     chats of 50 tokens with outputs of 200; every sixth request is a prompt of 8,000. 8 clients
 system-prompt  the mixed trace behind one system prompt of 1,024 tokens, 32 clients
 sampled        the mixed trace at temperature 0.8 and top-p 0.95, 32 clients
-n4             the mixed trace with four samples of each request, 8 clients
+n4             four samples of each request of the mixed trace, at the same temperature, 8 clients
 """
 
 from dataclasses import dataclass
@@ -30,5 +30,5 @@ PROFILES = {
     "mixed-long": Profile(8, 48, lengths="mixed-long"),
     "system-prompt": Profile(32, 128, num_shared_tokens=1024),
     "sampled": Profile(32, 128, temperature=0.8, top_p=0.95),
-    "n4": Profile(8, 32, num_samples=4),
+    "n4": Profile(8, 32, temperature=0.8, top_p=0.95, num_samples=4),
 }

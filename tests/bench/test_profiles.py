@@ -40,7 +40,7 @@ def test_all_requests_of_the_system_prompt_begin_with_it() -> None:
 def test_options_of_sampling_are_sent_only_where_a_profile_has_them() -> None:
     assert trace_of("rag")[0].sampling == {"temperature": 0}
     assert trace_of("sampled")[0].sampling == {"temperature": 0.8, "top_p": 0.95}
-    assert trace_of("n4")[0].sampling == {"temperature": 0, "n": 4}
+    assert trace_of("n4")[0].sampling == {"temperature": 0.8, "top_p": 0.95, "n": 4}
 
 
 def test_rounds_have_traces_of_their_own() -> None:
