@@ -26,6 +26,7 @@ from gateway.http.readers import SlowReaders
 from gateway.http.served_models import ServedModels
 from quire.addresses import HostPort, at_port, listen_error
 from quire.errors import InternalError
+from quire.unread_bodies import UnreadBodies
 
 if TYPE_CHECKING:
     import ssl
@@ -68,6 +69,7 @@ class GatewayServer:
         )
         self._pages = Pages(schedulers, models, bodies, self.metrics, self.generation)
         self._silent: set[asyncio.BaseProtocol] = set()  # new connections that have sent no request
+        self._unread_bodies = UnreadBodies()
         self._listening: asyncio.Server | None = None
         self.address = ""
         app = web.Application(middlewares=[self._middleware()])
@@ -164,6 +166,7 @@ class GatewayServer:
                 bug = from_quire_error(InternalError("internal error; see the gateway's log"), {})
                 response = _error_response(bug, path)
             self.metrics.requests.labels(path, str(response.status)).inc()
+            await self._unread_bodies.discard(request, response)
             return response
 
         return in_form

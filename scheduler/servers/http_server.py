@@ -12,6 +12,7 @@ from aiohttp import web
 from quire.addresses import HostPort, at_port, listen_error
 from quire.static_files import HEADERS
 from quire.tls import ssl_context
+from quire.unread_bodies import UnreadBodies
 from scheduler.core import QueueFull
 from scheduler.live.browser_safety import AllowedHosts
 from scheduler.servers.access import Access
@@ -40,12 +41,6 @@ FIRST_REQUEST_S = 10.0
 
 HANDSHAKE_TIMEOUT_S = 10.0
 """Time that a client has for the handshake of TLS."""
-
-DISCARD_S = 2.0
-"""Time for which the rest of a body is read after its request was answered, so that the client sees the answer."""
-
-DISCARD_PAUSE_S = 0.1
-"""Pause after each piece of such a body. Otherwise large bodies would be read as fast as a client can send them."""
 
 SHUTDOWN_TIMEOUT_S = 0.01
 """Time that open requests get after the grace period. aiohttp takes 0 as no limit, so it cannot be 0."""
@@ -105,6 +100,7 @@ class HttpServer:
         self._heartbeat = LoopHeartbeat()
         self._listener: HealthListener | None = None
         self._accepting: set[asyncio.Task[None]] = set()
+        self._unread_bodies = UnreadBodies()
         self.address = ""
 
     async def start(self, address: str) -> None:
@@ -170,7 +166,7 @@ class HttpServer:
         if request.path in MACHINES_PATHS or self._hosts.allow(request):
             refused = await refusal(request, self._access)
             response = await handler(request) if refused is None else refused
-            await _discard_rest(request, response)
+            await self._unread_bodies.discard(request, response)
             return response
         text = "this host name is not one of --http-allowed-hosts\n"
         return web.Response(status=421, text=text, headers=HEADERS)  # Misdirected Request
@@ -191,23 +187,6 @@ class HttpServer:
         async with self._probes.turn():
             pass
         return web.Response(text=f"{self._engine.readiness}\n", status=200 if self._engine.is_ready else 503)
-
-
-async def _discard_rest(request: web.Request, response: web.StreamResponse) -> None:
-    """Sends the answer to a request whose body was not read, and reads the rest slowly. Then the connection closes."""
-    if request.content.is_eof():
-        return
-    response.force_close()
-    if not response.prepared:
-        await response.prepare(request)
-    await response.write_eof()
-    with suppress(TimeoutError, OSError):
-        async with asyncio.timeout(DISCARD_S):
-            while not request.content.at_eof():
-                await request.content.readany()
-                await asyncio.sleep(DISCARD_PAUSE_S)
-    if request.transport is not None and not request.content.is_eof():
-        request.transport.close()
 
 
 def _call_soon(

@@ -9,6 +9,7 @@ import pytest
 
 from gateway.http import bodies as body_bounds
 from gateway.http import server as server_bounds
+from quire import unread_bodies
 from quire.v1 import generation_pb2 as pb
 from tests.support.gateway.fake_scheduler import MODEL, Answer, delta, finished, started
 from tests.support.gateway.rig import CHAT, Rig, content
@@ -140,6 +141,22 @@ async def test_bodies_that_never_end_keep_ordinary_ones_from_nothing(monkeypatch
         assert (await rig.complete())[0] == 200
         for writer in writers:
             writer.close()
+
+
+async def test_the_rest_of_a_refused_body_is_read_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read for ten seconds, as fast as it came."""
+    monkeypatch.setattr(unread_bodies, "PAUSE_S", 3600.0)
+    monkeypatch.setattr(unread_bodies, "DISCARD_S", 3600.0)
+    num_bytes = 64 << 20
+    async with Rig() as rig:
+        head = f"POST /v1/completions HTTP/1.1\nHost: x\nContent-Type: application/json\nContent-Length: {num_bytes}"
+        reader, writer = await raw(rig, head)
+        writer.write(b" " * num_bytes)
+        assert b" 413 " in await asyncio.wait_for(reader.readline(), 20)
+        for _ in range(200):
+            assert (await rig.get("/health"))[0] == 200
+        assert writer.transport.get_write_buffer_size() > num_bytes // 2, "the gateway has read a part only"
+        writer.transport.abort()
 
 
 async def test_silent_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
