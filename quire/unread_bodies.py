@@ -24,7 +24,7 @@ PIECES_PER_S = 100
 
 
 class UnreadBodies:
-    """The bodies of one server that nobody wants."""
+    """The bodies that one server has not read, and does not need."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()

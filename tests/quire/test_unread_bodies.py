@@ -1,4 +1,4 @@
-"""The rest of a body that nobody wants is read slowly, so that its client sees the answer and the server goes on."""
+"""The rest of a body that is not needed is read slowly: its client sees the answer, and the server goes on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
