@@ -57,7 +57,7 @@ def test_under_overload_fewer_tokens_are_recomputed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.exhaustive
 def test_no_shape_of_overload_recomputes_many_more_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pool of four or five sequences the choice is small: there 8 % more tokens are recomputed (12 seeds)."""
-    tokens = compare(monkeypatch, range(6))
+    tokens = compare(monkeypatch, range(12))
     assert total_ratio(tokens) <= 0.91
     assert all(new <= 1.1 * old for new, old in tokens.values()), tokens
     for shape in ("mixed, no prefix cache", "some long prompts", "samples, no prefix cache", "shared heads"):
