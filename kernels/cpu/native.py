@@ -132,7 +132,7 @@ def emit_widen_pairs(builder: Builder, pairs: Value) -> tuple[Value, Value]:
 
 
 def emit_load_pairs(builder: Builder, address: Value, lanes: int) -> Value:
-    """Loads `lanes` pairs of 16-bit numbers, each pair as an int32."""
+    """Loads `lanes` words of 4 bytes as int32: pairs of 16-bit numbers, or the bits of float32."""
     pointer = builder.inttoptr(address, shaped(_I32, lanes).as_pointer())
     return builder.load(pointer, align=2)
 

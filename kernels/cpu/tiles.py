@@ -250,7 +250,7 @@ def score_few(
     be added to only once in the latency of a product, so several groups of LANES tokens take turns.
     """
     dim, kind, count = (literal.literal_value for literal in (head_dim, storage, num_rows))
-    row_kind, num_groups = panel_storage(kind), max(1, min(SCORE_LANES // LANES, _MIN_SUMS // count))
+    row_kind, num_groups = panel_storage(kind), min(SCORE_LANES // LANES, _MIN_SUMS // count)
     num_steps, num_inputs = _num_words(dim, kind) // _words_at_once(dim, kind), dim // inputs_at_once(row_kind)
     held_at = [(group, row) for group in range(num_groups) for row in range(count)]
 

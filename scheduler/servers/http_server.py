@@ -77,7 +77,13 @@ class HttpServer:
 
         @web.middleware
         async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-            return await self._guarded(request, handler)
+            try:
+                response = await self._guarded(request, handler)
+            except web.HTTPException as error:
+                await self._unread_bodies.discard(request, error)
+                raise
+            await self._unread_bodies.discard(request, response)
+            return response
 
         app = web.Application(middlewares=[guard])
         app.add_routes(
@@ -165,9 +171,7 @@ class HttpServer:
             self._has_begun.add(request.transport)
         if request.path in MACHINES_PATHS or self._hosts.allow(request):
             refused = await refusal(request, self._access)
-            response = await handler(request) if refused is None else refused
-            await self._unread_bodies.discard(request, response)
-            return response
+            return await handler(request) if refused is None else refused
         text = "this host name is not one of --http-allowed-hosts\n"
         return web.Response(status=421, text=text, headers=HEADERS)  # Misdirected Request
 

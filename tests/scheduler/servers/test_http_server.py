@@ -282,18 +282,23 @@ async def test_address_in_use_is_refused(engine: FakeEngine) -> None:
     await server.stop()
 
 
-async def test_the_rest_of_a_body_is_read_slowly(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("path", "host", "status"),
+    [("/readyz", "localhost", 200), ("/nothing", "localhost", 404), ("/nothing", "elsewhere.example", 421)],
+)
+async def test_the_rest_of_a_body_is_read_slowly(
+    server: HttpServer, monkeypatch: pytest.MonkeyPatch, path: str, host: str, status: int
+) -> None:
     """A body that is too large was read to its end, as fast as it came."""
     monkeypatch.setattr(unread_bodies, "PAUSE_S", 3600.0)
     monkeypatch.setattr(unread_bodies, "DISCARD_S", 3600.0)
     num_bytes = 64 << 20
-    host, port = server.address.split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.address.split(":")[1]))
     try:
-        writer.write(f"GET /readyz HTTP/1.1\r\nHost: localhost\r\nContent-Length: {num_bytes}\r\n\r\n".encode())
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {num_bytes}\r\n\r\n".encode())
         writer.write(b"a" * num_bytes)
         head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 200 OK")
+        assert head.startswith(f"HTTP/1.1 {status} ".encode())
         for _ in range(200):
             assert (await get(server, "/readyz"))[0] == 200
         assert writer.transport.get_write_buffer_size() > num_bytes // 2, "the server has read a part only"
