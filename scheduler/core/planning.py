@@ -4,7 +4,8 @@ The batch is rebuilt at every step (Yu et al., "Orca: A Distributed Serving Syst
 Models", OSDI 2022), under a budget of tokens and time (timing/). Sequences with one token to compute (decodes) come
 first, then admitted sequences with more (prefills, in chunks if necessary), then the head of the waiting queue. Long
 prompts therefore never delay decodes. Nor do they block other prompts: the first partly computed prompt gets half of
-the budget that decodes leave, and shorter ones and newly admitted sequences get the rest.
+the budget that decodes leave, and shorter ones and newly admitted sequences get the rest. Only a short prompt of a
+tenant that has nothing in the batch may come before the decodes (fairness/newcomers.py).
 
 No sequence is preempted while plans are in flight. If blocks are short, the planner first waits for the results of
 these plans, which may end sequences.
@@ -14,6 +15,7 @@ from operator import attrgetter
 
 from scheduler.core.admission import admit, next_to_admit
 from scheduler.core.errors import InvariantViolation
+from scheduler.core.fairness.newcomers import may_pass
 from scheduler.core.kv_cache import Allocation
 from scheduler.core.plan import Admission, Fork, StepPlan
 from scheduler.core.sequence import Sequence
@@ -30,6 +32,8 @@ def plan_step(state: SchedulerState) -> StepPlan | None:
     if growing is None:
         return None
     builder = StepBuilder(state.epoch, state.step_id + 1, state.new_budget())
+    if len(state.accounts.active) > 1 and _let_newcomer_pass(state, builder, len(growing)):
+        return _send(state, builder)
     _plan_decodes(state, builder, growing)
     _plan_beams(state, builder)
     if state.batch.prefilling or state.waiting:
@@ -113,6 +117,22 @@ def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
     state.waiting.left_behind = state.admission_queue.first()
     for sequence in by_length:
         _continue_prefill(state, builder, sequence, builder.budget.room_for(sequence))
+
+
+def _let_newcomer_pass(state: SchedulerState, builder: StepBuilder, num_growing: int) -> bool:
+    """Pauses the batch and plans only the prompt of the next sequence, if it may pass (I26). Returns whether it may."""
+    batch, waiting = state.batch, state.waiting
+    if batch.decided or waiting.paused_step_id == state.step_id:
+        return False
+    entry = next_to_admit(state, builder)
+    if entry is None or not may_pass(*entry, batch, waiting, state.cache, state.limits, state.costs, num_growing):
+        return False
+    waiting.paused_step_id = builder.step.step_id
+    batch.joined = batch.decoding.copy()  # the next plan resumes them
+    for sequence in batch.decoding:
+        builder.set_row_count(sequence, 0)
+    _start_prefill(state, builder, *entry)
+    return True
 
 
 def _start_prefill(state: SchedulerState, builder: StepBuilder, sequence: Sequence, prefix: list[int]) -> None:

@@ -11,9 +11,9 @@ the step's time and at least 10 ms; it covers the transfer to the executor, the 
 errors. If a step is shorter than its lead, the next plan is made at once.
 
 A plan is delayed only for requests that may still arrive and join it. If a slot is free, it is sent as soon as one has
-arrived. If every slot is taken, only a tenant without waiting requests can join, by displacing a sequence of another
-one. No plan is delayed if arrivals are so rare that delays cost more than they save: each delay wakes the scheduler
-once more per step, and a request that can join saves the time of a step.
+arrived. But a tenant without waiting requests can always join: its request is first in the fair queue, and displaces a
+sequence of another tenant if every slot is taken. No plan is delayed if arrivals are so rare that delays cost more than
+they save: each delay wakes the scheduler once more per step, and a request that can join saves the time of a step.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def lead_s(expected_s: float) -> float:
 def could_join(core: Scheduler) -> bool:
     """Returns whether a request that arrives can join the next plan.
 
-    If a slot is free, it can if no sequence is waiting. If none is, it can if its tenant has no other one waiting.
+    It can if its tenant, one of several, has no other one waiting, or if a slot is free and no sequence is waiting.
     """
-    if core.state.batch.num_free_slots:
-        return core.num_waiting == 0
-    return core.state.waiting.lacks_a_tenant()
+    if core.state.waiting.lacks_a_tenant():
+        return True
+    return core.state.batch.num_free_slots > 0 and core.num_waiting == 0
 
 
 class Arrivals:

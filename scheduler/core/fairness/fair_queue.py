@@ -56,6 +56,8 @@ class FairQueue:
         self.num_prompt_tokens = 0
         self.left_behind: Sequence | None = None
         """The first sequence, if the last plan had no place for it or all slots are taken; None after a preemption."""
+        self.paused_step_id = 0
+        """The last step for which the batch paused, so that a newcomer could pass (newcomers.py); 0: none."""
 
     def __len__(self) -> int:
         return self._num_waiting

@@ -41,7 +41,7 @@ class StepLoad(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """A slot whose sequence does not decode: it computes known tokens, or is a beam."""
+    """A slot whose sequence does not decode: it computes known tokens, is a beam, or pauses."""
 
     num_computed_tokens: int
     num_known_tokens: int
@@ -126,8 +126,11 @@ class LoadTracker:
     def _set_row_count(self, number: int, num_tokens: int) -> None:
         slot = self._others.get(number)
         if slot is None:
-            raise LookupError(f"slot {number} decodes, and was given {num_tokens} tokens a step")
-        if num_tokens == 1 and slot.num_computed_tokens >= slot.num_known_tokens:
+            if num_tokens or number not in self._decodes:
+                raise LookupError(f"slot {number} decodes, and was given {num_tokens} tokens a step")
+            num_computed = self._leave(number)
+            self._others[number] = _Slot(num_computed, num_computed, 0, is_beam=False)
+        elif num_tokens == 1 and slot.num_computed_tokens >= slot.num_known_tokens:
             self._join(number, self._leave(number))
         else:
             slot.num_row_tokens = num_tokens

@@ -176,6 +176,24 @@ def test_with_all_slots_taken_a_plan_is_delayed_for_tenants_that_have_nothing_in
     assert not could_join(scheduler)
 
 
+def test_with_a_free_slot_a_plan_is_delayed_for_tenants_that_have_nothing_in_the_queue() -> None:
+    """Otherwise the slot that a tenant's request has left is filled, and its next one displaces the new sequence."""
+    scheduler = core(max_num_seqs=2)
+
+    def add(number: int, tenant: str) -> None:
+        scheduler.add(Request(number, [1, 2, 3], SequenceParams(max_total_tokens=9), tenant=tenant))
+
+    add(1, "one")
+    add(2, "other")
+    assert scheduler.schedule() is not None
+    add(3, "one")
+    scheduler.cancel(2)
+    assert scheduler.state.batch.num_free_slots == 1
+    assert could_join(scheduler)
+    add(4, "other")
+    assert not could_join(scheduler)
+
+
 def test_no_plan_is_delayed_if_arrivals_are_rare() -> None:
     arrivals = Arrivals()
     assert not arrivals.are_likely(0.0, 1000.0, 1000.0)

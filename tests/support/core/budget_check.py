@@ -20,12 +20,16 @@ class BudgetCheck:
         self._loads = LoadTracker()
         self._epoch = 0
 
-    def follow(self, state: SchedulerState, plan: StepPlan) -> bool:
-        """Checks the plan that was made last; returns whether it leaves prompt tokens out because of the target."""
+    def follow(self, state: SchedulerState, plan: StepPlan, *, is_of_newcomer: bool = False) -> bool:
+        """Checks the plan that was made last; returns whether it leaves prompt tokens out because of the target.
+
+        A plan of a newcomer that passes (I26) leaves out all prompts but its own.
+        """
         if plan.epoch != self._epoch:
             self._loads, self._epoch = LoadTracker(), plan.epoch
         load, costs, limits = self._loads.follow(plan), state.costs, state.limits
         step = state.in_flight[-1]
+        assert load.num_tokens == plan.num_tokens
         assert load.num_prefill_tokens == sum(step.prefills.values())
         if not load.num_prefill_tokens:
             return False
@@ -45,7 +49,7 @@ class BudgetCheck:
         beyond_s = target_s if is_least and load.num_decodes else 0.0
         assert left_s > -beyond_s - one_s - _ROUNDING, f"I25: the plan takes {-left_s} s too long"
         is_shortened = False
-        for sequence in state.batch.prefilling:
+        for sequence in () if is_of_newcomer else state.batch.prefilling:
             if not sequence.num_uncomputed_tokens or not state.cache.num_available_blocks(sequence):
                 continue
             weight = costs.report_weight if sequence.params.num_prompt_logprobs else 1

@@ -74,6 +74,7 @@ class Coverage:
     num_shortened: int = 0  # plans that leave prompt tokens to later ones because of the target
     num_news: int = 0  # plans that compute nothing, and only publish or withdraw blocks
     num_retained_blocks: int = 0  # blocks that an epoch began with
+    num_pauses: int = 0  # plans that computed only a newcomer's prompt while others could have decoded
 
 
 class CheckedScheduler:
@@ -114,6 +115,7 @@ class CheckedScheduler:
         self.lost: list[Flight] = []  # sent to lost executors; their results may still arrive
         self.coverage = Coverage()
         self.budget_check = BudgetCheck()
+        self.paused: set[int] = set()  # slots that got no row in the last plan, because a newcomer passed
         self.bound = StepBound(limits.max_preemptions)
         self.now_s = 0.0
         self.arrivals_s: dict[int, float] = {}
@@ -151,11 +153,11 @@ class CheckedScheduler:
         assert due_s is not None, "I12: nothing is in flight and nothing is planned, but requests are unfinished"
         assert due_s > self.now_s, "I12: a batch waits for a time that has passed"
 
-    def _check_order(self, waiting_before: list[Sequence]) -> None:
+    def _check_order(self, plan: StepPlan, waiting_before: list[Sequence]) -> None:
         """Checks I13 and I16.
 
-        I13: no sequence overtakes, and none is admitted behind a first in line that cannot continue. I16: a suspect
-        runs beside no sequences except samples of its own request.
+        I13: no sequence overtakes, and none is admitted behind a first in line that cannot continue, unless it passes
+        as a newcomer (I26). I16: a suspect runs beside no sequences except samples of its own request.
         """
         order = self.scheduler.state.policy.order
         running = set(self.scheduler.state.batch.running)
@@ -165,7 +167,7 @@ class CheckedScheduler:
             for waiting in self._admissible_sequences():
                 later = [each for each in admitted if each.account is waiting.account and order(waiting) < order(each)]
                 assert not later, f"I13: {later} overtook {waiting!r}"
-            assert self._first_in_line_has_row(order(last)), (
+            assert self._lets_newcomer_pass(plan) or self._first_in_line_has_row(order(last)), (
                 f"I13: {last!r} was admitted behind a sequence that cannot continue"
             )
         if any(sequence.is_suspect for sequence in running):
@@ -216,10 +218,28 @@ class CheckedScheduler:
         return slot.row_count > 0 or slot.is_undecided  # beams continue when their results arrive
 
     def _check_decodes(self, plan: StepPlan, sampling_before: set[int]) -> None:
-        """Checks I15: a slot that sampled in the last plan has a row in this one, unless it was retired."""
+        """Checks I15: a slot that sampled in the last plan has a row in this one, unless it was retired.
+
+        And I26: nor has it if a newcomer passes, and then it has a row in the plan after this one.
+        """
         assert self.executor is not None
-        starved = sampling_before - set(plan.retired_slots) - self.executor.sampled_slots
+        starved = (sampling_before | self.paused) - set(plan.retired_slots) - self.executor.sampled_slots
+        paused_before, self.paused = self.paused, set()
+        if starved and not paused_before and self._lets_newcomer_pass(plan):
+            self.coverage.num_pauses += 1
+            self.paused = starved
+            return
+        assert not starved & paused_before, f"I26: slots {sorted(starved & paused_before)} pause twice in a row"
         assert not starved, f"I15: slots {sorted(starved)} were decoding and got no row"
+
+    def _lets_newcomer_pass(self, plan: StepPlan) -> bool:
+        """Returns whether the newest plan has one row, of a new sequence whose tenant has no other one (I26)."""
+        state = self.scheduler.state
+        if plan.num_sequences != 1 or len(plan.admissions) != 1 or not state.costs.token_s:
+            return False
+        newcomer = state.in_flight[-1].admitted[0][0]
+        others = (other for other in state.batch.running if other.request is not newcomer.request)
+        return all(other.account is not newcomer.account for other in others)
 
     def _check_beams(self, plan: StepPlan) -> None:
         """Checks I19: a decided group has a row for each of its beams in the next plan."""

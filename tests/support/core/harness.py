@@ -104,6 +104,7 @@ class Harness(CheckedScheduler):
         self.lost += self.in_flight
         self.num_lost_plans = len(self.in_flight)
         self.in_flight.clear()
+        self.paused = set()
         self.last_executor, self.executor = self.executor, None
         events = self.scheduler.executor_lost()
         for sequence, reason in events.finished:
@@ -140,9 +141,10 @@ class Harness(CheckedScheduler):
         self.coverage.num_overruns += bool(self.executor.num_overruns)
         self.executor.num_overruns = 0
         self.in_flight.append(Flight(plan, result, self.executor.touched_blocks))
-        self._check_order(waiting)
+        self._check_order(plan, waiting)
         self._check_decodes(plan, sampling)
-        self.coverage.num_shortened += self.budget_check.follow(scheduler.state, plan)
+        is_of_newcomer = self._lets_newcomer_pass(plan)
+        self.coverage.num_shortened += self.budget_check.follow(scheduler.state, plan, is_of_newcomer=is_of_newcomer)
         self._observe(waiting)
         self._check_beams(plan)
         self.check()
