@@ -160,7 +160,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     shell.client_chooses_the_epoch: 54,
     shell.few_restarts: 19,
     shell.stopped_scheduler_not_replaced: 39,
-    shell.lost_event: 0,
+    shell.lost_event: 14,
     shell.lost_token: 0,
     shell.stop_not_carried_out: 1,
     shell.sink_kept_after_cancel: 1,
@@ -183,7 +183,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     digest_scheme_not_checked: 10,
     failed_step_keeps_blocks: 302,
     reset_not_told: 42,
-    reset_without_executor_lost: 2577,
+    reset_without_executor_lost: 1181,
     digest_without_parent: 258,
     pause_holds_up_others: 11,
 }
