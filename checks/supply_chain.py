@@ -14,7 +14,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.lock import LOCKS, ROOT, wanted
+from deploy.lock import LOCKS, ROOT, lock_names
 
 TOOLS = ("cyclonedx-bom==7.5.0", "pip-audit==2.10.1")
 ACCEPTED: dict[str, str] = {}
@@ -31,9 +31,9 @@ def main() -> int:
         if installed.returncode:
             print(f"supply chain: left out, because its tools cannot be installed: {_last_line(installed.stderr)}")
             return 0
-        for name in wanted():
+        for name in lock_names():
             print(_bill(tools, name), flush=True)
-        are_affected = [_audit(tools, name) for name in wanted()]
+        are_affected = [_audit(tools, name) for name in lock_names()]
         return int(any(are_affected))
 
 

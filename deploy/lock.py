@@ -2,21 +2,28 @@
 
     python -m deploy.lock        # or: make lock
 
-Writes deploy/locks/*.txt, which the Dockerfiles install with `pip install --require-hashes`. torch is not among them:
-its CPU builds and CUDA builds come from different indexes and have different hashes.
+Writes deploy/locks/*.txt, which the Dockerfiles install with `pip install --require-hashes`. torch-cuda.txt holds torch
+from pip's default index and what its CUDA build requires. torch-cpu.txt holds the CPU builds of the same version, which
+come from another index. Its hashes are kept as long as the version is the same: for another version, `--cpu-builds`
+names the page of that index.
 """
 
+import argparse
+import os
+import re
 import subprocess
+import sys
 import tempfile
 import tomllib
+import urllib.request
 import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LOCKS = ROOT / "deploy" / "locks"
 PIP_TOOLS = "pip-tools==7.6.2"
-UNLOCKED = ("torch", "triton", "nvidia-", "cuda-")
-"""torch, and packages that only its CUDA builds need: names or, with a dash at the end, beginnings of names."""
+CUDA_ONLY = ("triton", "nvidia-", "cuda-")
+"""Packages that only CUDA builds of torch need: names or, with a dash at the end, beginnings of names."""
 
 _HEADER = "# Made by `make lock` from pyproject.toml and constraints.txt.\n"
 
@@ -34,8 +41,13 @@ def wanted() -> dict[str, list[str]]:
     }
 
 
-def is_unlocked(name: str) -> bool:
-    return any(name == each or (each.endswith("-") and name.startswith(each)) for each in UNLOCKED)
+def lock_names() -> tuple[str, ...]:
+    """Returns the names of all locks. One of those of torch is installed after `executor`."""
+    return (*wanted(), "torch-cpu", "torch-cuda")
+
+
+def is_cuda_only(name: str) -> bool:
+    return any(name == each or (each.endswith("-") and name.startswith(each)) for each in CUDA_ONLY)
 
 
 def entries(lock: str) -> dict[str, list[str]]:
@@ -51,35 +63,88 @@ def entries(lock: str) -> dict[str, list[str]]:
     return found
 
 
-def render(lock: str) -> str:
-    """Returns the lock without the options of the index that it was made with, and without unlocked packages."""
-    packages = {pin: hashes for pin, hashes in entries(lock).items() if not is_unlocked(pin.partition("==")[0])}
+def render(packages: dict[str, list[str]]) -> str:
+    """Returns the text of a lock, without the options of the index that it was made with."""
     return _HEADER + "".join(" \\\n    ".join((pin, *hashes)) + "\n" for pin, hashes in sorted(packages.items()))
 
 
-def main() -> None:
+def without_torch(packages: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Returns the packages of a lock that torch and what its CUDA builds need are installed after."""
+    names = {pin: pin.partition("==")[0] for pin in packages}
+    return {pin: packages[pin] for pin, name in names.items() if name != "torch" and not is_cuda_only(name)}
+
+
+def cpu_builds(page: str, version: str) -> list[str]:
+    """Returns the hashes of the CPU builds of a version of torch. page: that of torch in a package index (PEP 503)."""
+    found = re.findall(rf"torch-{re.escape(version)}(?:\+|%2B)cpu-[^\"#<>]*#sha256=([0-9a-f]{{64}})", page)
+    return [f"--hash=sha256:{each}" for each in sorted(set(found))]
+
+
+def torch_locks(
+    compiled: dict[str, list[str]], before: dict[str, list[str]], page: str
+) -> dict[str, dict[str, list[str]]]:
+    """Returns the locks of torch.
+
+    compiled: torch and all that its CUDA build requires, with hashes. before: the lock of the CPU builds as it was.
+    page: that of an index of CPU builds, or empty. Raises LookupError if neither knows CPU builds of the version.
+    """
+    (pin,) = (pin for pin in compiled if pin.startswith("torch=="))
+    hashes = cpu_builds(page, pin.partition("==")[2]) or before.get(f"{pin}+cpu")
+    if not hashes:
+        raise LookupError(f"no hash of a CPU build of {pin} is known: name a page that has them with --cpu-builds URL")
+    cuda = {each: compiled[each] for each in compiled if each == pin or is_cuda_only(each.partition("==")[0])}
+    return {"torch-cpu": {f"{pin}+cpu": hashes}, "torch-cuda": cuda}
+
+
+def _compile(
+    python: Path, requirements: list[str], directory: Path, environment: dict[str, str]
+) -> dict[str, list[str]]:
+    """Returns the packages that some requirements need, with the hashes of their files. Raises CalledProcessError."""
+    source, target = directory / "wanted.in", directory / "lock.txt"
+    source.write_text("\n".join(requirements), encoding="utf-8")
+    target.unlink(missing_ok=True)
+    options = ("--quiet", "--generate-hashes", "--strip-extras", "--no-header", "--no-annotate", "--allow-unsafe")
+    inputs = ("--constraint", ROOT / "constraints.txt", source)
+    command = [python, "-m", "piptools", "compile", *options, "--output-file", target, *inputs]
+    subprocess.run([str(word) for word in command], check=True, env=environment)
+    return entries(target.read_text(encoding="utf-8"))
+
+
+def _default_index(environment: dict[str, str]) -> dict[str, str]:
+    """Returns the environment without settings of pip that offer packages of other indexes."""
+    others = {"PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CONSTRAINT"}
+    return {name: value for name, value in environment.items() if name not in others} | {"PIP_CONFIG_FILE": os.devnull}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m deploy.lock", description=__doc__)
+    parser.add_argument("--cpu-builds", metavar="URL", help="the page of torch in a package index of its CPU builds")
+    address = parser.parse_args().cpu_builds
+    page = ""
+    if address is not None:
+        with urllib.request.urlopen(address, timeout=60) as response:
+            page = response.read().decode()
     LOCKS.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as directory:
-        venv.create(Path(directory) / "venv", with_pip=True)
-        python = Path(directory) / "venv" / "bin" / "python"
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        venv.create(directory / "venv", with_pip=True)
+        python = directory / "venv" / "bin" / "python"
         subprocess.run([python, "-m", "pip", "install", "--quiet", PIP_TOOLS], check=True)
-        for name, requirements in wanted().items():
-            source, target = Path(directory) / f"{name}.in", Path(directory) / f"{name}.txt"
-            source.write_text("\n".join(requirements), encoding="utf-8")
-            options = (
-                "--quiet",
-                "--generate-hashes",
-                "--strip-extras",
-                "--no-header",
-                "--no-annotate",
-                "--allow-unsafe",
-            )
-            inputs = ("--constraint", ROOT / "constraints.txt", source)
-            command = [python, "-m", "piptools", "compile", *options, "--output-file", target, *inputs]
-            subprocess.run([str(word) for word in command], check=True)
-            (LOCKS / f"{name}.txt").write_text(render(target.read_text(encoding="utf-8")), encoding="utf-8")
-            print(f"{name}: {len(entries(target.read_text(encoding='utf-8')))} packages", flush=True)
+        environment = dict(os.environ)
+        locks = {each: _compile(python, wanted()[each], directory, environment) for each in wanted()}
+        locks = {each: without_torch(packages) for each, packages in locks.items()}
+        before = LOCKS / "torch-cpu.txt"
+        known = entries(before.read_text(encoding="utf-8")) if before.exists() else {}
+        try:
+            locks |= torch_locks(_compile(python, ["torch"], directory, _default_index(environment)), known, page)
+        except LookupError as error:
+            print(f"quire: {error}", file=sys.stderr)
+            return 1
+    for each, packages in locks.items():
+        (LOCKS / f"{each}.txt").write_text(render(packages), encoding="utf-8")
+        print(f"{each}: {len(packages)} packages", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 # The scheduler: the packages that `pip install quire` installs, without torch.
 # BASE_IMAGE needs Python 3.11 or newer with venv and pip.
-ARG BASE_IMAGE=python:3.11-slim-bookworm
+ARG BASE_IMAGE=python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b
 
 FROM ${BASE_IMAGE} AS build
 # Package indexes, if not pip's defaults.

@@ -106,7 +106,7 @@ def test_every_setting_has_a_default() -> None:
 @pytest.mark.parametrize("path", sorted(ROOT.glob("deploy/**/*Dockerfile")), ids=lambda path: path.name)
 def test_images_use_the_given_base_image_and_no_root(path: Any) -> None:
     text = path.read_text(encoding="utf-8")
-    stages = re.findall(r"^FROM (\S+)(?: AS (\w+))?", text, re.MULTILINE)
+    stages = re.findall(r"^FROM (\S+)(?: AS ([\w-]+))?", text, re.MULTILINE)
     names = {name for _, name in stages}
     assert text.index("ARG BASE_IMAGE=") < text.index("FROM ")
     assert {base for base, _ in stages} <= {"${BASE_IMAGE}"} | names

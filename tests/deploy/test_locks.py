@@ -9,14 +9,26 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from checks.supply_chain import Audit, read_audit
-from deploy.lock import LOCKS, ROOT, entries, is_unlocked, render, wanted
+from deploy.lock import (
+    LOCKS,
+    ROOT,
+    cpu_builds,
+    entries,
+    is_cuda_only,
+    lock_names,
+    render,
+    torch_locks,
+    wanted,
+    without_torch,
+)
 
 CONSTRAINTS = {
     canonicalize_name(line.split("==")[0]): line.split("==")[1].strip()
     for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     if re.match(r"[\w.-]+==", line)
 }
-locks = pytest.mark.parametrize("name", wanted())
+locks = pytest.mark.parametrize("name", lock_names())
+HASH = "--hash=sha256:"
 
 
 def pins(name: str) -> dict[str, list[str]]:
@@ -24,7 +36,7 @@ def pins(name: str) -> dict[str, list[str]]:
 
 
 def locked(name: str) -> dict[str, str]:
-    return {canonicalize_name(pin.split("==")[0]): pin.split("==")[1] for pin in pins(name)}
+    return {canonicalize_name(pin.split("==")[0]): pin.split("==")[1].removesuffix("+cpu") for pin in pins(name)}
 
 
 @locks
@@ -50,7 +62,7 @@ def test_versions_are_those_of_the_tests(name: str) -> None:
     } == {}
 
 
-@locks
+@pytest.mark.parametrize("name", wanted())
 def test_every_requirement_is_locked_with_what_it_requires(name: str) -> None:
     found, missing = locked(name), set()
     waiting = [(Requirement(text), {""}) for text in wanted()[name]]
@@ -64,7 +76,7 @@ def test_every_requirement_is_locked_with_what_it_requires(name: str) -> None:
         ):
             continue
         seen.add((package, str(requirement.extras)))
-        if package not in found and not is_unlocked(package):
+        if package not in found and package != "torch" and not is_cuda_only(package):
             missing.add(package)
         try:
             waiting += [(Requirement(text), {"", *requirement.extras}) for text in requires(package) or ()]
@@ -77,18 +89,44 @@ def test_a_lock_is_rendered_without_options_and_without_torch() -> None:
     made = "--find-links /wheels\n\n"
     made += "b==2 \\\n    --hash=sha256:bb\ntorch==2 \\\n    --hash=sha256:cc\nnvidia-x==1\na==1 \\\n"
     made += "    --hash=sha256:aa \\\n    --hash=sha256:ab\n    # via b\n"
-    rendered = render(made)
-    assert entries(rendered) == {"a==1": ["--hash=sha256:aa", "--hash=sha256:ab"], "b==2": ["--hash=sha256:bb"]}
-    assert "wheels" not in rendered
-    assert render(rendered) == rendered
+    packages = without_torch(entries(made))
+    assert packages == {"a==1": ["--hash=sha256:aa", "--hash=sha256:ab"], "b==2": ["--hash=sha256:bb"]}
+    assert "wheels" not in render(packages)
+    assert entries(render(packages)) == packages
 
 
-def test_the_images_install_nothing_without_a_hash_but_torch() -> None:
+def test_the_locks_of_torch_hold_the_builds_of_one_index_each_and_what_cuda_needs() -> None:
+    compiled = {"torch==2": [HASH + "a" * 64], "triton==3": [HASH + "b" * 64], "sympy==1": [HASH + "c" * 64]}
+    page = f'<a href="/cpu/torch-2%2Bcpu-cp311-linux.whl#sha256={"d" * 64}">torch-2+cpu-cp311-linux.whl</a>'
+    page += f'<a href="/cpu/torch-1%2Bcpu-cp311-linux.whl#sha256={"e" * 64}">torch-1+cpu-cp311-linux.whl</a>'
+    locks = torch_locks(compiled, {}, page)
+    assert locks == {
+        "torch-cpu": {"torch==2+cpu": [HASH + "d" * 64]},
+        "torch-cuda": {"torch==2": [HASH + "a" * 64], "triton==3": [HASH + "b" * 64]},
+    }
+    assert torch_locks(compiled, locks["torch-cpu"], "") == locks
+    with pytest.raises(LookupError, match="--cpu-builds"):
+        torch_locks({"torch==3": [HASH + "f" * 64]}, locks["torch-cpu"], page)
+    assert cpu_builds(page, "2") == [HASH + "d" * 64]
+
+
+def test_the_images_install_nothing_without_a_hash() -> None:
     for name in ("scheduler", "executor"):
         text = (ROOT / "deploy" / f"{name}.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
         for command in re.findall(r"bin/pip install [^&\n]*", text):
-            is_free = "--constraint constraints.txt torch" in command or "--no-deps dist/*.whl" in command
-            assert is_free or "--require-hashes" in command, command
+            assert "--no-deps dist/*.whl" in command or "--require-hashes" in command, command
+
+
+def test_images_that_are_pulled_are_pinned_by_digest() -> None:
+    """The build of an image names the same base as compose.yaml."""
+    settings = dict(
+        line.split("=", 1) for line in (ROOT / ".env").read_text(encoding="utf-8").splitlines() if "_IMAGE=" in line
+    )
+    for name in ("BASE_IMAGE", "PROMETHEUS_IMAGE", "GRAFANA_IMAGE"):
+        assert re.fullmatch(r"[a-z/]+:[\w.-]+@sha256:[0-9a-f]{64}", settings[name]), name
+    for name in ("scheduler", "executor"):
+        text = (ROOT / "deploy" / f"{name}.Dockerfile").read_text(encoding="utf-8")
+        assert f"ARG BASE_IMAGE={settings['BASE_IMAGE']}\n" in text
 
 
 @pytest.mark.parametrize("report", ["", "[]", "no network", "{}"])
