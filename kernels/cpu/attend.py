@@ -27,6 +27,7 @@ from kernels.cpu.native import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
+    HAS_BFLOAT16_ROUNDING,
     LINE_BYTES,
     array,
     call,
@@ -45,7 +46,6 @@ from kernels.cpu.tiles import (
     SPAN,
     STRIP,
     padded_size,
-    panel_storage,
     soften_row,
 )
 
@@ -56,11 +56,11 @@ _TILE_ROWS = 192
 _MIN_UNITS, _MIN_TILE_ROWS = 8, 48
 
 # The storage of weights if `takes_pairs`. Where that is never so, no instruction for it may be compiled.
-_PAIRED = panel_storage(BFLOAT16)
+_PAIRED = BFLOAT16 if HAS_BFLOAT16_ROUNDING else FLOAT32
 
 
 # Fields named after tensors hold their addresses. score_rows, weigh_rows: the two functions of `tiles_kernel`.
-# takes_pairs: 1 if products take pairs of bfloat16. padded_size, tokens_ahead: see `kernels.cpu.tiles`. group: query
+# takes_pairs: 1 if products take bfloat16 as it is. padded_size, tokens_ahead: see `kernels.cpu.tiles`. group: query
 # heads per kv head. table_width: entries from one row of the block tables to the next. table_rows: the row of each
 # sequence, null if sequence s uses row s. query_starts: null if every sequence has one query. parts: float32
 # [sequence, kv head, chunk, part_numbers]. arrivals: int64 [sequence, kv head], zero between calls.

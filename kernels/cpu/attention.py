@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from kernels.cpu.attend import ATTENTION_JOB, attend_kernel, part_numbers
-from kernels.cpu.native import BFLOAT16, storage_of, strided
+from kernels.cpu.native import FLOAT32, storage_of, strided
+from kernels.cpu.panels import row_format
 from kernels.cpu.team import Job
-from kernels.cpu.tiles import CHUNK, padded_size, panel_storage, tiles_kernel, tokens_ahead
+from kernels.cpu.tiles import CHUNK, padded_size, tiles_kernel, tokens_ahead
 
 _LOG2_E = math.log2(math.e)
 _job = Job(ATTENTION_JOB)
@@ -91,7 +92,7 @@ def attention_fields(
     return {
         "score_rows": score_rows,
         "weigh_rows": weigh_rows,
-        "takes_pairs": panel_storage(storage) == BFLOAT16,
+        "takes_pairs": row_format(storage, storage, head_dim) != FLOAT32,
         "padded_size": padded_size(head_dim),
         "tokens_ahead": tokens_ahead(head_dim, storage),
         **strided("query", query),

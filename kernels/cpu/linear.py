@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kernels.cpu.amx import MATRIX, begin_products, end_products
 from kernels.cpu.compiler import SOURCES, compiled
 from kernels.cpu.native import (
-    BFLOAT16,
     FLOAT32,
-    HAS_BFLOAT16_DOTS,
     LINE_BYTES,
     array,
     count_up,
@@ -21,7 +20,7 @@ from kernels.cpu.native import (
     storage_of,
     write,
 )
-from kernels.cpu.panels import MAX_ROWS, PANEL, Panels, inputs_at_once, multiply
+from kernels.cpu.panels import MAX_ROWS, PANEL, Panels, inputs_at_once, multiply, row_format, tile_rows
 from kernels.cpu.team import Job, Kernel, job_dtype
 
 if TYPE_CHECKING:
@@ -30,7 +29,8 @@ if TYPE_CHECKING:
 # Rows of a unit: enough to make good use of a panel in the cache, few enough that a prompt gives many units.
 UNIT_ROWS = 8 * MAX_ROWS
 # All rows of a unit process this many inputs before the next ones. Each tile of rows reads this span of a panel again;
-# the span and the next one, which is prefetched, fit into a second-level cache of 1 MiB.
+# the span and the next one, which is prefetched, fit into a second-level cache of 1 MiB. Twice
+# as many bfloat16 take the same room; without matrix registers, that was not faster.
 SPAN_INPUTS = 1024
 
 # bias: null if there is none.
@@ -40,16 +40,16 @@ _job = Job(LINEAR_JOB)
 
 
 @cache
-def linear_kernel(storage: int, weight_storage: int) -> Kernel:
+def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
     """Returns the kernel for x Wᵀ + b; a unit is a panel with up to UNIT_ROWS rows.
 
-    Inputs and outputs have the same storage.
+    Inputs and outputs have the same storage. row_kind: see `row_format`.
     """
     sources = SOURCES
     # A tile reads its rows directly, or after they were widened to float32.
-    takes_pairs = HAS_BFLOAT16_DOTS and storage == weight_storage == BFLOAT16
-    row_storage = BFLOAT16 if takes_pairs else FLOAT32
-    widens = storage != row_storage
+    widens = storage != FLOAT32 and row_kind == FLOAT32
+    most_rows = tile_rows(row_kind)
+    span_inputs = 2 * SPAN_INPUTS if row_kind == MATRIX else SPAN_INPUTS
     width = inputs_at_once(weight_storage)
     step_bytes, panel_step_bytes = width * storage_bytes(storage), width * PANEL * storage_bytes(weight_storage)
 
@@ -58,12 +58,14 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
         job = array(address, 1, LINEAR_JOB)[0]
         in_size = job.in_size
         num_steps = in_size // width
-        scratch = np.empty(UNIT_ROWS * PANEL + (MAX_ROWS * in_size if widens else 0) + 16, np.float32)
+        scratch = np.empty(UNIT_ROWS * PANEL + (most_rows * in_size if widens else 0) + 16, np.float32)
         sums_address = (scratch.ctypes.data + 63) // 64 * 64
         widened = sums_address + UNIT_ROWS * PANEL * 4
         sums = array(sums_address, UNIT_ROWS * PANEL, np.float32)
         num_pieces = (job.num_rows + UNIT_ROWS - 1) // UNIT_ROWS
         num_units = job.num_panels * num_pieces
+        full_rows = min(most_rows, job.num_rows)
+        begin_products(row_kind, full_rows)
         unit = count_up(address)
         while unit < num_units:
             # Take the next unit before this one is done, so that its data is prefetched during the multiplication.
@@ -76,14 +78,14 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
             start, stop = piece * UNIT_ROWS, min(job.num_rows, (piece + 1) * UNIT_ROWS)
             sums[: (stop - start) * PANEL] = 0
             # A single tile reads the panel only once, so there is no need to cut the inputs into spans.
-            most_steps = num_steps if stop - start <= MAX_ROWS else SPAN_INPUTS // width
+            most_steps = num_steps if stop - start <= most_rows else span_inputs // width
             for step in range(0, num_steps, most_steps):
                 span_steps = min(most_steps, num_steps - step)
                 span = panel + step * panel_step_bytes
                 ahead = span + span_steps * panel_step_bytes if step + span_steps < num_steps else next_panel
                 ahead_stop = ahead + span_steps * panel_step_bytes
-                for first in range(start, stop, MAX_ROWS):
-                    num_rows = min(MAX_ROWS, stop - first)
+                for first in range(start, stop, most_rows):
+                    num_rows = min(most_rows, stop - first)
                     rows = job.x + first * job.x_row_bytes + step * step_bytes
                     row_bytes = job.x_row_bytes
                     if widens:
@@ -94,7 +96,8 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
                     own_sums = sums_address + (first - start) * PANEL * 4
                     multiply(
                         num_rows,
-                        row_storage,
+                        full_rows,
+                        row_kind,
                         weight_storage,
                         1,
                         rows,
@@ -118,6 +121,7 @@ def linear_kernel(storage: int, weight_storage: int) -> Kernel:
                     for i in range(num_columns):
                         write(storage, out, first_column + i, sums[row * PANEL + i])
             unit = next_unit
+        end_products(row_kind)
         scratch[0] = 0  # numba frees an array after its last use: this keeps the array alive until here
 
     return Kernel(compiled(linear))
@@ -138,7 +142,8 @@ class PackedLinear:
 
     def kernel(self, dtype: torch.dtype) -> Kernel:
         """Returns the kernel for inputs of this dtype. Raises TypeError for a dtype that kernels do not support."""
-        return linear_kernel(storage_of(dtype), storage_of(self.panels.panels.dtype))
+        storage, weight_storage = storage_of(dtype), storage_of(self.panels.panels.dtype)
+        return linear_kernel(storage, weight_storage, row_format(storage, weight_storage, self.panels.in_size))
 
     def fields(self, x: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
         """Returns the fields of a LINEAR_JOB, except num_rows."""

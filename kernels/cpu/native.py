@@ -31,7 +31,10 @@ LINE_BYTES = 64
 
 _FEATURES = binding.get_host_cpu_features()
 
-HAS_BFLOAT16_DOTS = bool(_FEATURES.get("avx512bf16", False)) and binding.get_host_cpu_name().startswith("znver")
+HAS_BFLOAT16_ROUNDING = bool(_FEATURES.get("avx512bf16", False))
+"""The processor has an instruction that rounds vectors of float32 to bfloat16."""
+
+HAS_BFLOAT16_DOTS = HAS_BFLOAT16_ROUNDING and binding.get_host_cpu_name().startswith("znver")
 """The processor has instructions that multiply bfloat16 numbers directly, and they are faster than those of float32.
 
 AMD's multiply at twice the rate of float32, Intel's at half of it, so that widening is faster there: linear layers of
@@ -149,9 +152,9 @@ def emit_dot_pairs(builder: Builder, a: Value, b: Value, sums: Value) -> Value:
 
 
 def emit_round_pairs(builder: Builder, a: Value, b: Value) -> Value:
-    """Rounds two vectors of 16 float32 to 32 bfloat16, to nearest even, in the order a, b; only if HAS_BFLOAT16_DOTS.
+    """Rounds two vectors of 16 float32 to 32 bfloat16, to nearest even, in the order a, b.
 
-    Denormals become zero.
+    Only if HAS_BFLOAT16_ROUNDING. Denormals become zero.
     """
     kind = ir.FunctionType(shaped(_I16, 32), [a.type, b.type])
     return builder.asm(kind, "vcvtne2ps2bf16 $1, $2, $0", "=v,v,v", [a, b], side_effect=False)

@@ -18,7 +18,8 @@ de Geijn, 2008, without packing the left side, since the few rows stay in the ca
 
 Each output of each row is one running sum over the inputs in their order in every tile, so a row has the same bits
 in any batch. Weights may be stored in 16 bits; sums are float32. If weights and inputs are bfloat16 and the processor
-multiplies bfloat16 faster than float32, a sum takes two inputs at a time; otherwise both are widened.
+multiplies bfloat16 faster than float32, a sum takes two inputs at a time, or a block of them in `kernels.cpu.amx`;
+otherwise both are widened.
 """
 
 from __future__ import annotations
@@ -28,11 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from llvmlite import binding, ir  # type: ignore[import-untyped]
+from numba.extending import overload
 
-from kernels.cpu.compiler import inlined, types
+from kernels.cpu.amx import BLOCK, HAS_AMX, MATRIX, ROWS, multiply_matrix
+from kernels.cpu.compiler import types
 from kernels.cpu.native import (
     BFLOAT16,
     FLOAT32,
+    HAS_BFLOAT16_DOTS,
     LINE_BYTES,
     Builder,
     Value,
@@ -106,8 +110,26 @@ class Panels:
 
 
 def inputs_at_once(storage: int) -> int:
-    """Returns how many inputs of an output are stored side by side."""
-    return 2 if storage == BFLOAT16 else 1
+    """Returns how many inputs of an output are stored side by side, for a storage or the format of rows."""
+    return 2 if storage in (BFLOAT16, MATRIX) else 1
+
+
+def row_format(storage: int, weight_storage: int, num_inputs: int) -> int:
+    """Returns how a product over num_inputs inputs takes its rows, if they are stored as `storage`.
+
+    FLOAT32: as float32, widened if they are stored in 16 bits. BFLOAT16: as pairs. MATRIX: as blocks, see
+    `kernels.cpu.amx`.
+    """
+    if not storage == weight_storage == BFLOAT16:
+        return FLOAT32
+    if HAS_AMX and num_inputs % BLOCK == 0:
+        return MATRIX
+    return BFLOAT16 if HAS_BFLOAT16_DOTS else FLOAT32
+
+
+def tile_rows(row_format: int) -> int:
+    """Returns the maximum number of rows of a tile."""
+    return ROWS if row_format == MATRIX else MAX_ROWS
 
 
 def _place(panels: torch.Tensor, weight: torch.Tensor, first: int) -> None:
@@ -193,7 +215,7 @@ def _emit_weights(builder: Builder, address: Value, row_kind: int, kind: int) ->
 
 def emit_numbers(builder: Builder, address: Value, row_kind: int, width: int) -> list[Value]:
     """Loads the inputs of one step into every lane, in the format of the weights."""
-    if row_kind == BFLOAT16:
+    if row_kind != FLOAT32:
         return [emit_splat(builder, emit_load_pairs(builder, address, 1), LANES)]
     places = [builder.add(address, ir.Constant(_I64, i * 4)) for i in range(width)]
     return [emit_splat(builder, emit_load(builder, place, FLOAT32, 1), LANES) for place in places]
@@ -209,10 +231,10 @@ def emit_sum(builder: Builder, numbers: list[Value], weights: list[Value], total
     return total
 
 
-@inlined
 def multiply(
     num_rows: int,
-    row_storage: Any,
+    full_rows: int,
+    row_format: Any,
     storage: Any,
     adds: Any,
     rows: int,
@@ -223,16 +245,75 @@ def multiply(
     sum_bytes: int,
     ahead: int | None,
 ) -> None:
-    """Multiplies one tile of one to MAX_ROWS rows; see `multiply_rows`."""
+    """Multiplies one tile of one to `tile_rows` rows, in compiled code; see `multiply_rows`. row_format is a literal.
+
+    Rows in the format MATRIX need as many steps as make whole blocks, and `begin_products` with full_rows before.
+    """
+    raise NotImplementedError
+
+
+def _in_vectors(
+    num_rows: int,
+    full_rows: int,
+    row_format: Any,
+    storage: Any,
+    adds: Any,
+    rows: int,
+    row_bytes: int,
+    panel: int,
+    num_steps: int,
+    sums: int,
+    sum_bytes: int,
+    ahead: int | None,
+) -> None:
     if num_rows == 6:
-        multiply_rows(6, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+        multiply_rows(6, row_format, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
     elif num_rows == 5:
-        multiply_rows(5, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+        multiply_rows(5, row_format, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
     elif num_rows == 4:
-        multiply_rows(4, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+        multiply_rows(4, row_format, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
     elif num_rows == 3:
-        multiply_rows(3, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+        multiply_rows(3, row_format, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
     elif num_rows == 2:
-        multiply_rows(2, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+        multiply_rows(2, row_format, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
     else:
-        multiply_rows(1, row_storage, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+        multiply_rows(1, row_format, storage, adds, rows, row_bytes, panel, num_steps, sums, sum_bytes, ahead)
+
+
+def _in_matrix_registers(
+    num_rows: int,
+    full_rows: int,
+    row_format: Any,
+    storage: Any,
+    adds: Any,
+    rows: int,
+    row_bytes: int,
+    panel: int,
+    num_steps: int,
+    sums: int,
+    sum_bytes: int,
+    ahead: int | None,
+) -> None:
+    multiply_matrix(
+        num_rows, full_rows, adds, rows, row_bytes, panel, num_steps // (BLOCK // 2), sums, sum_bytes, ahead
+    )
+
+
+@overload(multiply, prefer_literal=True)
+def _choose(
+    num_rows: int,
+    full_rows: int,
+    row_format: Any,
+    storage: Any,
+    adds: Any,
+    rows: int,
+    row_bytes: int,
+    panel: int,
+    num_steps: int,
+    sums: int,
+    sum_bytes: int,
+    ahead: int | None,
+) -> Any:
+    if not isinstance(row_format, types.Literal):
+        return None  # numba asks again with literals
+    return _in_matrix_registers if row_format.literal_value == MATRIX else _in_vectors

@@ -12,9 +12,10 @@ as in decode, multiply keys and values in registers, without a panel in memory. 
 faster than float32, rows, keys and values of that dtype stay as they are, in pairs of inputs, and the weights of the
 values are rounded to it; otherwise everything is float32.
 
-Every score is one running sum over the head, and every weighted sum one over the tokens from the start of the chunk. So
-the bits of a row do not depend on the rows computed with it, nor on where its prompt was cut. No instruction has a
-fast-math flag.
+Every score is one running sum over the head, and every weighted sum one over the tokens from the start of the chunk. In
+matrix registers a sum adds blocks of inputs, and a few rows, which vectors multiply, add in the same order (see
+`kernels.cpu.amx`). So the bits of a row do not depend on the rows computed with it, nor on where its prompt was cut. No
+instruction has a fast-math flag.
 
 Few rows are done with a token before memory delivers the next one. Reading a token therefore prefetches a later one.
 Spread out, the prefetches complete during the computation; issued all at once, they would stall the thread.
@@ -29,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 
+from kernels.cpu.amx import BLOCK, MATRIX, begin_products, count_denormals, end_products
 from kernels.cpu.compiler import SOURCES, compiled, inlined, types
 from kernels.cpu.native import (
     BFLOAT16,
     FLOAT32,
-    HAS_BFLOAT16_DOTS,
     LINE_BYTES,
     Builder,
     Value,
@@ -50,10 +51,12 @@ from kernels.cpu.native import (
     emit_widen_pairs,
     instruction,
     lanes_of,
+    read,
     shaped,
     storage_bytes,
+    write,
 )
-from kernels.cpu.panels import LANES, MAX_ROWS, PANEL, emit_numbers, emit_sum, inputs_at_once, multiply
+from kernels.cpu.panels import LANES, PANEL, emit_numbers, emit_sum, inputs_at_once, multiply, row_format, tile_rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,11 +88,6 @@ _BYTES_AHEAD = 8192
 MAX_TOKENS_AHEAD = 64
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
-
-
-def panel_storage(storage: int) -> int:
-    """Returns how rows, panels and weights of values are stored if KV is stored as `storage`."""
-    return BFLOAT16 if storage == BFLOAT16 and HAS_BFLOAT16_DOTS else FLOAT32
 
 
 def padded_size(head_dim: int) -> int:
@@ -172,22 +170,23 @@ def _emit_ahead(builder: Builder, places: Value, token: Value, count: int, token
             emit_prefetch(builder, _after(builder, later, line))
 
 
-def _emit_inputs(builder: Builder, words: Value, kind: int) -> list[Value]:
-    """Returns the inputs of scores that are stored in words: float32, or pairs of bfloat16 if products take pairs."""
+def _emit_inputs(builder: Builder, words: Value, kind: int, row_kind: int) -> list[Value]:
+    """Returns the inputs of scores that are stored in words: float32, or pairs of bfloat16 if rows have them."""
     if kind == FLOAT32:
         return [builder.bitcast(words, shaped(_F32, LANES))]
     if kind == BFLOAT16:
-        return [words] if panel_storage(kind) == BFLOAT16 else list(emit_widen_pairs(builder, words))
+        return list(emit_widen_pairs(builder, words)) if row_kind == FLOAT32 else [words]
     numbers = (words, builder.lshr(words, constant(_I32, 16, LANES)))
     halves = (builder.trunc(number, shaped(_I16, LANES)) for number in numbers)
     return [emit_widen(builder, builder.bitcast(half, shaped(ir.HalfType(), LANES)), kind) for half in halves]
 
 
 def _emit_columns(
-    builder: Builder, dim: int, kind: int, places: Value, tokens: list[Value], index: Value
+    builder: Builder, dim: int, kind: int, row_kind: int, places: Value, tokens: list[Value], index: Value
 ) -> list[Value]:
     """Loads the words of _words_at_once numbered `index` of LANES keys; returns a vector of all keys for each input.
 
+    row_kind: the format of the rows that they are multiplied with.
     Also prefetches as much of the tokens `tokens_ahead` further.
     """
     width = _words_at_once(dim, kind)
@@ -197,7 +196,7 @@ def _emit_columns(
     _emit_ahead(builder, ahead, first, count, dim * storage_bytes(kind))
     loaded = [emit_load_pairs(builder, _at(builder, token, index, width * 4), width) for token in tokens]
     words = _transposed(builder, [_joined(builder, loaded[i::width]) for i in range(width)])
-    return [column for word in words for column in _emit_inputs(builder, word, kind)]
+    return [column for word in words for column in _emit_inputs(builder, word, kind, row_kind)]
 
 
 def _emit_value(builder: Builder, kind: int, tokens: list[Value], offset: int, lanes: int) -> Value:
@@ -208,6 +207,42 @@ def _emit_value(builder: Builder, kind: int, tokens: list[Value], offset: int, l
     wide, pointer = shaped(_I32, lanes), shaped(_I16, lanes).as_pointer()
     first, second = (builder.zext(builder.load(builder.inttoptr(place, pointer), align=2), wide) for place in places)
     return builder.or_(first, builder.shl(second, ir.Constant(wide, [ir.Constant(_I32, 16)] * lanes)))
+
+
+def few_format(row_kind: int) -> int:
+    """Returns the format that a few rows of this format take: vectors multiply those of MATRIX as float32."""
+    return FLOAT32 if row_kind == MATRIX else row_kind
+
+
+class _Sum:
+    """A running sum of LANES outputs in registers, in the order of the products of this row format."""
+
+    def __init__(self, builder: Builder, row_kind: int) -> None:
+        self._builder = builder
+        zero = constant(_F32, 0.0, LANES)
+        self._total = codegen.alloca_once_value(builder, zero)
+        # The matrix format sums the inputs of a block with even numbers and those with odd ones.
+        self._halves = [codegen.alloca_once_value(builder, zero) for _ in range(2 if row_kind == MATRIX else 0)]
+        for place in (self._total, *self._halves):
+            builder.store(zero, place)
+
+    def add(self, index: int, number: Value, inputs: Value) -> None:
+        """Adds the product of a number of a row, in every lane, and inputs. index: the number of the input."""
+        place = self._halves[index % 2] if self._halves else self._total
+        total = emit_sum(self._builder, [number], [inputs], self._builder.load(place))
+        self._builder.store(total, place)
+
+    def end_block(self) -> None:
+        """Ends a block of inputs."""
+        builder = self._builder
+        if self._halves:
+            block = builder.fadd(*(builder.load(half) for half in self._halves))
+            builder.store(builder.fadd(builder.load(self._total), block), self._total)
+            for half in self._halves:
+                builder.store(constant(_F32, 0.0, LANES), half)
+
+    def load(self) -> Value:
+        return self._builder.load(self._total)
 
 
 @instruction
@@ -223,7 +258,7 @@ def pack_keys(typingctx: Any, head_dim: Any, storage: Any, places: Any, panel: A
         places, panel = arguments[2:]
         tokens = [_place_of(builder, places, token) for token in range(LANES)]
         with codegen.for_range(builder, ir.Constant(_I64, num_steps)) as loop:
-            columns = _emit_columns(builder, dim, kind, places, tokens, loop.index)
+            columns = _emit_columns(builder, dim, kind, row_format(kind, kind, dim), places, tokens, loop.index)
             target = _at(builder, panel, loop.index, len(columns) * PANEL * 4)
             for i, column in enumerate(columns):
                 place = _after(builder, target, i * PANEL * 4)
@@ -244,39 +279,44 @@ def score_few(
     num_tokens: Any,
     scores: Any,
 ) -> Any:
-    """Computes scores of num_tokens tokens as `pack_keys` and `multiply_rows` do, without a panel in memory.
+    """Computes scores of num_tokens tokens as `pack_keys` and `multiply` do, without a panel in memory.
 
-    head_dim, a multiple of LANES, storage and num_rows are literals; num_tokens is a multiple of SCORE_LANES. A sum can
-    be added to only once in the latency of a product, so several groups of LANES tokens take turns.
+    head_dim, a multiple of LANES, storage and num_rows are literals; num_tokens is a multiple of SCORE_LANES. Rows are
+    in the format `few_format`. A sum can be added to only once in the latency of a product, so several groups of LANES
+    tokens take turns.
     """
     dim, kind, count = (literal.literal_value for literal in (head_dim, storage, num_rows))
-    row_kind, num_groups = panel_storage(kind), min(SCORE_LANES // LANES, _MIN_SUMS // count)
-    num_steps, num_inputs = _num_words(dim, kind) // _words_at_once(dim, kind), dim // inputs_at_once(row_kind)
+    row_kind, num_groups = row_format(kind, kind, dim), min(SCORE_LANES // LANES, _MIN_SUMS // count)
+    own_kind = few_format(row_kind)
+    num_steps, num_inputs = _num_words(dim, kind) // _words_at_once(dim, kind), dim // inputs_at_once(own_kind)
+    num_blocks = dim // BLOCK if row_kind == MATRIX else 1
+    block_steps = num_steps // num_blocks
     held_at = [(group, row) for group in range(num_groups) for row in range(count)]
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         rows, places, num_tokens, scores = arguments[3:]
-        held = {at: codegen.alloca_once_value(builder, constant(_F32, 0.0, LANES)) for at in held_at}
         num_turns = builder.udiv(num_tokens, ir.Constant(_I64, LANES * num_groups))
         with codegen.for_range(builder, num_turns) as turn:
             first = _at(builder, places, turn.index, LANES * num_groups * 8)
             groups = [_after(builder, first, group * LANES * 8) for group in range(num_groups)]
             tokens = [[_place_of(builder, group, token) for token in range(LANES)] for group in groups]
-            for total in held.values():
-                builder.store(constant(_F32, 0.0, LANES), total)
-            with codegen.for_range(builder, ir.Constant(_I64, num_steps)) as loop:
-                for group in range(num_groups):
-                    columns = _emit_columns(builder, dim, kind, groups[group], tokens[group], loop.index)
-                    numbers = _at(builder, rows, loop.index, len(columns) * 4)
-                    for i, column in enumerate(columns):
-                        for row in range(count):
-                            place = _after(builder, numbers, (row * num_inputs + i) * 4)
-                            number, total = emit_numbers(builder, place, row_kind, 1), held[group, row]
-                            builder.store(emit_sum(builder, number, [column], builder.load(total)), total)
+            held = {at: _Sum(builder, row_kind) for at in held_at}
+            with codegen.for_range(builder, ir.Constant(_I64, num_blocks)) as block:
+                with codegen.for_range(builder, ir.Constant(_I64, block_steps)) as loop:
+                    step = _at(builder, loop.index, block.index, block_steps)
+                    for group in range(num_groups):
+                        columns = _emit_columns(builder, dim, kind, own_kind, groups[group], tokens[group], step)
+                        numbers = _at(builder, rows, step, len(columns) * 4)
+                        for i, column in enumerate(columns):
+                            for row in range(count):
+                                place = _after(builder, numbers, (row * num_inputs + i) * 4)
+                                held[group, row].add(i, emit_numbers(builder, place, own_kind, 1)[0], column)
+                for total in held.values():
+                    total.end_block()
             target = _at(builder, scores, turn.index, LANES * num_groups * 4)
             for (group, row), total in held.items():
                 place = _after(builder, target, row * SCORE_STRIDE * 4 + group * LANES * 4)
-                emit_store(builder, builder.load(total), place, FLOAT32)
+                emit_store(builder, total.load(), place, FLOAT32)
         return context.get_dummy_value()
 
     return types.none(head_dim, storage, num_rows, *[types.int64] * 4), generate
@@ -289,49 +329,60 @@ def weigh_few(
     storage: Any,
     num_rows: Any,
     scores: Any,
+    score_bytes: Any,
     places: Any,
     num_tokens: Any,
     sums: Any,
 ) -> Any:
-    """Computes weighted sums as `pack_values` and `multiply_rows` do, without a panel in memory.
+    """Computes weighted sums as `pack_values` and `multiply` do, without a panel in memory.
 
-    head_dim, a multiple of LANES, storage and num_rows are literals.
+    head_dim, a multiple of LANES, storage and num_rows are literals. Rows of scores are score_bytes apart, in the
+    format `few_format`.
     """
     dim, kind, count = (literal.literal_value for literal in (head_dim, storage, num_rows))
-    row_kind, number_bytes = panel_storage(kind), storage_bytes(kind)
+    row_kind, number_bytes = row_format(kind, kind, dim), storage_bytes(kind)
+    own_kind = few_format(row_kind)
+    # A step is one input of the sums, or a pair of them; the matrix format takes two inputs one after the other.
     width = inputs_at_once(row_kind)
+    num_inputs = width // inputs_at_once(own_kind)
     num_parts = dim // LANES
-    most = max(1, _MAX_SUMS // count)
+    most = max(1, _MAX_SUMS // (count * num_inputs))
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
-        scores, places, num_tokens, sums = arguments[3:]
+        scores, score_bytes, places, num_tokens, sums = arguments[3:]
+        rows = [builder.add(scores, builder.mul(score_bytes, ir.Constant(_I64, row))) for row in range(count)]
         num_steps = builder.udiv(num_tokens, ir.Constant(_I64, width))
-        for first in range(0, num_parts, most):
-            parts = range(first, min(first + most, num_parts))
-            zero = constant(_F32, 0.0, LANES)
-            held = {(row, part): codegen.alloca_once_value(builder, zero) for row in range(count) for part in parts}
-            for total in held.values():
-                builder.store(zero, total)
-            with codegen.for_range(builder, num_steps) as loop:
-                own = _at(builder, places, loop.index, width * 8)
-                tokens = [_place_of(builder, own, token) for token in range(width)]
-                if first == 0:
-                    ahead = ir.Constant(_I64, tokens_ahead(dim, kind))
-                    _emit_ahead(builder, own, ahead, width, dim * number_bytes)
-                weights = _at(builder, scores, loop.index, 4)
-                places_of = [_after(builder, weights, row * SCORE_STRIDE * 4) for row in range(count)]
-                numbers = [emit_numbers(builder, place, row_kind, 1) for place in places_of]
+        num_blocks, block_steps = ir.Constant(_I64, 1), num_steps
+        if row_kind == MATRIX:
+            num_blocks, block_steps = builder.udiv(num_tokens, ir.Constant(_I64, BLOCK)), ir.Constant(_I64, BLOCK // 2)
+        held = {(row, part): _Sum(builder, row_kind) for row in range(count) for part in range(num_parts)}
+        with codegen.for_range(builder, num_blocks) as block:
+            for first in range(0, num_parts, most):
+                parts = range(first, min(first + most, num_parts))
+                with codegen.for_range(builder, block_steps) as loop:
+                    step = builder.add(builder.mul(block.index, block_steps), loop.index)
+                    own = _at(builder, places, step, width * 8)
+                    tokens = [_place_of(builder, own, token) for token in range(width)]
+                    if first == 0:
+                        ahead = ir.Constant(_I64, tokens_ahead(dim, kind))
+                        _emit_ahead(builder, own, ahead, width, dim * number_bytes)
+                    for i in range(num_inputs):
+                        taken = tokens[i * width // num_inputs : (i + 1) * width // num_inputs]
+                        places_of = [_after(builder, _at(builder, row, step, num_inputs * 4), i * 4) for row in rows]
+                        numbers = [emit_numbers(builder, place, own_kind, 1)[0] for place in places_of]
+                        for part in parts:
+                            value = _emit_value(builder, kind, taken, part * LANES * number_bytes, LANES)
+                            for row in range(count):
+                                held[row, part].add(i, numbers[row], value)
                 for part in parts:
-                    value = _emit_value(builder, kind, tokens, part * LANES * number_bytes, LANES)
                     for row in range(count):
-                        total = held[row, part]
-                        builder.store(emit_sum(builder, numbers[row], [value], builder.load(total)), total)
-            for (row, part), total in held.items():
-                place = _after(builder, sums, (row * padded_size(dim) + part * LANES) * 4)
-                emit_store(builder, builder.load(total), place, FLOAT32)
+                        held[row, part].end_block()
+        for (row, part), total in held.items():
+            place = _after(builder, sums, (row * padded_size(dim) + part * LANES) * 4)
+            emit_store(builder, total.load(), place, FLOAT32)
         return context.get_dummy_value()
 
-    return types.none(head_dim, storage, num_rows, *[types.int64] * 4), generate
+    return types.none(head_dim, storage, num_rows, *[types.int64] * 5), generate
 
 
 @instruction
@@ -341,7 +392,7 @@ def pack_values(typingctx: Any, head_dim: Any, storage: Any, places: Any, num_to
     head_dim and storage are literals; num_tokens is even. Also prefetches the tokens `tokens_ahead` further.
     """
     dim, kind = head_dim.literal_value, storage.literal_value
-    width, lanes = inputs_at_once(panel_storage(kind)), gcd(LANES, dim)
+    width, lanes = inputs_at_once(row_format(kind, kind, dim)), gcd(LANES, dim)
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         places, num_tokens, panels = arguments[2:]
@@ -479,9 +530,20 @@ def soften_row(
 
 
 @inlined
-def _first_row(token: int, to_first: int, group: int) -> int:
-    """Returns a row that no row before which sees the token or a later one. Rows 0 to group - 1 see up to to_first."""
-    return max(0, token - to_first) * group // MAX_ROWS * MAX_ROWS if token > 0 else 0
+def _first_row(token: int, to_first: int, group: int, most_rows: int) -> int:
+    """Returns the first row of a tile such that no row before it sees the token or a later one.
+
+    Rows 0 to group - 1 see up to to_first; tiles have most_rows rows.
+    """
+    return max(0, token - to_first) * group // most_rows * most_rows if token > 0 else 0
+
+
+@inlined
+def _widen(rows: int, row_bytes: int, num_rows: int, count: int, target: int) -> None:
+    """Widens `count` bfloat16 of each of the rows to target[num_rows, count] float32."""
+    for row in range(num_rows):
+        for i in range(count):
+            write(FLOAT32, target, row * count + i, read(BFLOAT16, rows + row * row_bytes, i))
 
 
 _variants: list[Any] = []  # own the machine code
@@ -502,8 +564,9 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
         raise ValueError(f"head_dim must be a multiple of 4, not {head_dim}")
     signature = types.void(*[types.int64] * 8)
     sources = SOURCES
-    kind = panel_storage(storage)
-    number_bytes, width = storage_bytes(kind), inputs_at_once(kind)
+    kind = row_format(storage, storage, head_dim)
+    number_bytes, width, most_rows = storage_bytes(kind), inputs_at_once(kind), tile_rows(kind)
+    panel_kind = FLOAT32 if kind == FLOAT32 else BFLOAT16
     row_bytes, score_bytes, sum_bytes = head_dim * number_bytes, SCORE_STRIDE * 4, padded_size(head_dim) * 4
     num_panels, panel_bytes = padded_size(head_dim) // PANEL, PANEL * SPAN // width * 4
     num_inputs = head_dim // width
@@ -515,6 +578,10 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     ) -> None:
         _ = sources
         if is_whole and num_rows <= _FEW_ROWS:
+            if kind == MATRIX:
+                _widen(rows, row_bytes, num_rows, head_dim, panel)
+                rows = panel
+            count_denormals(kind, True)
             if num_rows == 1:
                 score_few(head_dim, storage, 1, rows, places, num_tokens, scores)
             elif num_rows == 2:
@@ -523,45 +590,88 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
                 score_few(head_dim, storage, 4, rows, places, num_tokens, scores)
             else:
                 score_few(head_dim, storage, 8, rows, places, num_tokens, scores)
+            count_denormals(kind, False)
             return
+        full_rows = min(most_rows, num_rows)
+        begin_products(kind, full_rows)
         for first in range(0, num_tokens, PANEL):
             for token in range(0, min(PANEL, num_tokens - first), LANES):
                 pack_keys(head_dim, storage, places + (first + token) * 8, panel + token * 4)
-            for row in range(_first_row(first, to_first, group), num_rows, MAX_ROWS):
-                count, target = min(MAX_ROWS, num_rows - row), scores + row * score_bytes + first * 4
+            for row in range(_first_row(first, to_first, group, most_rows), num_rows, most_rows):
+                count, target = min(full_rows, num_rows - row), scores + row * score_bytes + first * 4
                 own = rows + row * row_bytes
-                multiply(count, kind, kind, 0, own, row_bytes, panel, num_inputs, target, score_bytes, None)
+                multiply(
+                    count, full_rows, kind, panel_kind, 0, own, row_bytes, panel, num_inputs, target, score_bytes, None
+                )
+        end_products(kind)
 
     def weigh(
         scores: int, num_rows: int, places: int, num_tokens: int, sums: int, panels: int, to_first: int, group: int
     ) -> None:
         _ = sources
         if is_whole and num_rows <= _FEW_ROWS:
+            own_bytes = score_bytes
+            if kind == MATRIX:
+                own_bytes = num_tokens * 4
+                _widen(scores, score_bytes, num_rows, num_tokens, panels)
+                scores = panels
+            count_denormals(kind, True)
             row = 0
             while row < num_rows:
-                own, target = scores + row * score_bytes, sums + row * sum_bytes
+                own, target = scores + row * own_bytes, sums + row * sum_bytes
                 if num_rows - row >= 4:
-                    weigh_few(head_dim, storage, 4, own, places, num_tokens, target)
+                    weigh_few(head_dim, storage, 4, own, own_bytes, places, num_tokens, target)
                     row += 4
                 elif num_rows - row >= 2:
-                    weigh_few(head_dim, storage, 2, own, places, num_tokens, target)
+                    weigh_few(head_dim, storage, 2, own, own_bytes, places, num_tokens, target)
                     row += 2
                 else:
-                    weigh_few(head_dim, storage, 1, own, places, num_tokens, target)
+                    weigh_few(head_dim, storage, 1, own, own_bytes, places, num_tokens, target)
                     row += 1
+            count_denormals(kind, False)
             return
+        full_rows = min(most_rows, num_rows)
+        begin_products(kind, full_rows)
         for first in range(0, num_tokens, SPAN):
             span = min(SPAN, num_tokens - first)
+            steps = span // width
             pack_values(head_dim, storage, places + first * 8, span, panels)
             for i in range(num_panels):
                 panel = panels + i * panel_bytes
-                for row in range(_first_row(first, to_first, group), num_rows, MAX_ROWS):
-                    count, target = min(MAX_ROWS, num_rows - row), sums + row * sum_bytes + i * PANEL * 4
+                for row in range(_first_row(first, to_first, group, most_rows), num_rows, most_rows):
+                    count, target = min(full_rows, num_rows - row), sums + row * sum_bytes + i * PANEL * 4
                     own = scores + row * score_bytes + first * number_bytes
                     if first == 0:
-                        multiply(count, kind, kind, 0, own, score_bytes, panel, span // width, target, sum_bytes, None)
+                        multiply(
+                            count,
+                            full_rows,
+                            kind,
+                            panel_kind,
+                            0,
+                            own,
+                            score_bytes,
+                            panel,
+                            steps,
+                            target,
+                            sum_bytes,
+                            None,
+                        )
                     else:
-                        multiply(count, kind, kind, 1, own, score_bytes, panel, span // width, target, sum_bytes, None)
+                        multiply(
+                            count,
+                            full_rows,
+                            kind,
+                            panel_kind,
+                            1,
+                            own,
+                            score_bytes,
+                            panel,
+                            steps,
+                            target,
+                            sum_bytes,
+                            None,
+                        )
+        end_products(kind)
 
     pair = compiled(score, signature), compiled(weigh, signature)
     _variants.extend(pair)

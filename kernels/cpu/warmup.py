@@ -9,6 +9,7 @@ from kernels.cpu.elementwise import norm_kernel, silu_kernel, take_kernel
 from kernels.cpu.kv import copy_kernel, store_kernel
 from kernels.cpu.linear import linear_kernel
 from kernels.cpu.native import BFLOAT16, FLOAT16, FLOAT32, storage_of
+from kernels.cpu.panels import row_format
 from kernels.cpu.program import program_kernel
 from kernels.cpu.ranking import rank_kernel
 from kernels.cpu.sampling import sample_kernel
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
     """See `kernels.Kernels.warm_up`. Takes a second or two if the cache is empty, otherwise some tens of ms."""
     storage = storage_of(shape.dtype)
+    weights = {storage, BFLOAT16, FLOAT16}
     variants: list[tuple[str, Callable[[], object]]] = [
         ("attention", attend_kernel),
         ("attention tiles", lambda: tiles_kernel(shape.head_dim, storage)),
@@ -31,7 +33,7 @@ def warm_up(shape: AttentionShape, progress: Progress | None = None) -> None:
         ("norms", lambda: norm_kernel(storage)),
         ("activation", lambda: silu_kernel(storage)),
         ("embedding", take_kernel),
-        ("linear layers", lambda: [linear_kernel(storage, own) for own in {storage, BFLOAT16, FLOAT16}]),
+        ("linear layers", lambda: [linear_kernel(storage, own, row_format(storage, own, 0)) for own in weights]),
         ("sampling", lambda: [sample_kernel(own) for own in {storage, FLOAT32}]),
         ("log-probabilities", lambda: [rank_kernel(own) for own in {storage, FLOAT32}]),
         ("programs", program_kernel),

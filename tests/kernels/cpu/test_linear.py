@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 
 from kernels import cpu, reference
-from kernels.cpu import linear
+from kernels.cpu import panels
 from kernels.cpu.linear import SPAN_INPUTS
 from kernels.cpu.panels import MAX_ROWS, PANEL
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 IMPLEMENTATIONS = {"cpu": cpu, "reference": reference}
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -46,22 +41,22 @@ def test_num_bytes_is_the_size_of_the_weights() -> None:
 
 
 @pytest.fixture
-def no_bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_bfloat16_dots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulates a processor without bfloat16 multiplication."""
-    linear.linear_kernel.cache_clear()
-    monkeypatch.setattr(linear, "HAS_BFLOAT16_DOTS", False)
-    yield
-    linear.linear_kernel.cache_clear()
+    monkeypatch.setattr(panels, "HAS_BFLOAT16_DOTS", False)
+    monkeypatch.setattr(panels, "HAS_AMX", False)
 
 
 @pytest.mark.parametrize("num_rows", [1, MAX_ROWS, 50])
-@pytest.mark.parametrize("in_size", [2, 48, 49, 334])
+@pytest.mark.parametrize("in_size", [2, 48, 49, 64, 334])
 def test_bfloat16_is_widened_on_processors_without_its_multiplication(no_bfloat16_dots, num_rows, in_size) -> None:
     weight, x = torch.randn(PANEL + 5, in_size).bfloat16(), torch.randn(num_rows, in_size).bfloat16()
     torch.testing.assert_close(cpu.pack_linear([weight])(x), exact(x, [weight], None), atol=0.07, rtol=1e-2)
 
 
-@pytest.mark.parametrize("in_size", [1, 2, 47, 333, SPAN_INPUTS, SPAN_INPUTS + 1, 2 * SPAN_INPUTS + 66])
+@pytest.mark.parametrize(
+    "in_size", [1, 2, 32, 47, 333, SPAN_INPUTS, SPAN_INPUTS + 1, 2 * SPAN_INPUTS + 64, 2 * SPAN_INPUTS + 66]
+)
 def test_bfloat16_of_any_number_of_inputs(in_size) -> None:
     """An odd number of inputs cannot be stored in pairs."""
     weight, x = torch.randn(PANEL + 5, in_size).bfloat16(), torch.randn(13, in_size).bfloat16()
@@ -78,7 +73,7 @@ def test_nan_and_infinities_propagate() -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("in_size", [333, 334, 2 * SPAN_INPUTS + 66])
+@pytest.mark.parametrize("in_size", [96, 333, 334, 2 * SPAN_INPUTS + 64, 2 * SPAN_INPUTS + 66])
 def test_a_row_is_the_same_in_any_batch(dtype, in_size) -> None:
     layer = cpu.pack_linear([torch.randn(100, in_size).to(dtype)])
     x = torch.randn(97, in_size).to(dtype)

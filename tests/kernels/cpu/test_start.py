@@ -54,11 +54,13 @@ import sys
 from llvmlite import binding
 name, without = sys.argv[1:]
 features = binding.get_host_cpu_features()
-features.update({feature: False for feature in features if feature.startswith(without)})
+features.update({feature: False for feature in features if feature.startswith(("amx", without))})
 binding.get_host_cpu_features, binding.get_host_cpu_name = lambda: features, lambda: name
 import torch
 from kernels import cpu, reference
+from kernels.cpu.amx import HAS_AMX
 from kernels.cpu.native import HAS_BFLOAT16_DOTS
+assert not HAS_AMX
 assert HAS_BFLOAT16_DOTS == (features.get("avx512bf16", False) and name == "znver4")
 from tests.support.kernels.paged import paged, poisoned
 for dtype in (torch.float32, torch.bfloat16, torch.float16):

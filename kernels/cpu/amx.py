@@ -1,0 +1,218 @@
+"""Products of bfloat16 in the matrix registers of Intel's processors (Advanced Matrix Extensions, AMX).
+
+A matrix register holds up to 16 rows of 64 bytes: 32 bfloat16, or 16 float32 sums. One instruction adds the products of
+up to ROWS rows and 16 outputs over BLOCK inputs; it takes 16 cycles, in which vectors of float32 multiply a sixteenth
+of that::
+
+    rows[ROWS, BLOCK]  ·  panel[BLOCK / 2, 16 outputs, 2]  →  sums[ROWS, 16 outputs]
+       register 4             registers 5 to 7                  registers 0 to 3, one for each quarter of a PANEL
+
+The instruction sums the inputs with even and those with odd numbers separately, each from zero and in their order, adds
+both, and adds the result to the sum (Intel, Architecture Instruction Set Extensions, TDPBF16PS). Denormals count as
+zero. A row has the same bits however many rows share the registers, and vectors of float32 can compute these bits too:
+`kernels.cpu.tiles` does so for a few rows.
+
+A thread configures its registers before it uses them, and releases them afterwards: their contents are large, and the
+system saves them when it takes the processor away.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import sys
+from typing import Any
+
+from llvmlite import binding, ir  # type: ignore[import-untyped]
+
+from kernels.cpu.compiler import inlined, types
+from kernels.cpu.native import LINE_BYTES, Builder, Value, codegen, emit_prefetch, instruction
+
+MATRIX = 3
+"""The format of rows whose products are computed here, beside the storages of `kernels.cpu.native`."""
+
+ROWS = 16
+"""Rows that an instruction multiplies at most."""
+
+BLOCK = 32
+"""Inputs that an instruction multiplies. A number of inputs that is no multiple of it needs vectors."""
+
+_I64, _VOID = ir.IntType(64), ir.VoidType()
+
+_ROW_BYTES = 64
+_QUARTERS = 4  # registers 0 to 3 hold sums, register 4 holds rows, the others weights
+_ROWS_REGISTER = 4
+_WEIGHT_REGISTERS = (5, 6, 7)
+_NUM_REGISTERS = 8
+
+_FEATURES = ("amx-tile", "amx-bf16", "avx512bf16")
+
+# Linux gives a process matrix registers when it asks for them: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+
+
+def _is_permitted() -> bool:
+    """Asks for the matrix registers. All threads of the process get them."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    if not all(binding.get_host_cpu_features().get(feature, False) for feature in _FEATURES):
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
+
+
+HAS_AMX = _is_permitted()
+"""The processor multiplies bfloat16 in matrix registers, and the system lets this process use them."""
+
+
+def _emit(builder: Builder, text: str, *operands: Value) -> None:
+    """Writes one assembly instruction, which may read and write memory. $0, $1, … are the operands."""
+    kind = ir.FunctionType(_VOID, [operand.type for operand in operands])
+    constraints = ",".join(["r"] * len(operands) + ["~{memory}"])
+    builder.asm(kind, text, constraints, list(operands), side_effect=True)
+
+
+def _configurations() -> bytes:
+    """Returns the configurations of the registers for 0 to ROWS rows; see the layout at LDTILECFG."""
+    configurations = b""
+    for num_rows in range(ROWS + 1):
+        rows = bytes(ROWS if register in _WEIGHT_REGISTERS else num_rows for register in range(_NUM_REGISTERS))
+        columns = _ROW_BYTES.to_bytes(2, "little") * _NUM_REGISTERS
+        configurations += bytes((1, 0)).ljust(16, b"\0") + columns.ljust(32, b"\0") + rows.ljust(16, b"\0")
+    return configurations
+
+
+def _emit_configure(builder: Builder, num_rows: Value) -> None:
+    """Prepares the registers for tiles of num_rows rows, and clears them. Takes some 400 cycles."""
+    table = _configurations()
+    content = ir.Constant(ir.ArrayType(ir.IntType(8), len(table)), bytearray(table))
+    first = builder.ptrtoint(codegen.global_constant(builder, "amx_configurations", content), _I64)
+    _emit(builder, "ldtilecfg ($0)", builder.add(first, builder.mul(num_rows, ir.Constant(_I64, _ROW_BYTES))))
+
+
+@instruction
+def _configure(typingctx: Any, num_rows: Any) -> Any:
+    """See `_emit_configure`."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        _emit_configure(builder, arguments[0])
+        return context.get_dummy_value()
+
+    return types.none(types.int64), generate
+
+
+@instruction
+def begin_products(typingctx: Any, row_format: Any, full_rows: Any) -> Any:
+    """Prepares this thread for products of tiles that have full_rows rows, most of them. row_format is a literal."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        if row_format.literal_value == MATRIX:
+            _emit_configure(builder, arguments[1])
+        return context.get_dummy_value()
+
+    return types.none(row_format, types.int64), generate
+
+
+@instruction
+def end_products(typingctx: Any, row_format: Any) -> Any:
+    """Ends what `begin_products` began."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        if row_format.literal_value == MATRIX:
+            _emit(builder, "tilerelease")
+        return context.get_dummy_value()
+
+    return types.none(row_format), generate
+
+
+@instruction
+def _multiply(
+    typingctx: Any,
+    adds: Any,
+    rows: Any,
+    row_bytes: Any,
+    panel: Any,
+    num_blocks: Any,
+    sums: Any,
+    sum_bytes: Any,
+    ahead: Any,
+) -> Any:
+    """Computes `multiply_matrix` for as many rows as the registers are configured for."""
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        rows, row_bytes, panel, num_blocks, sums, sum_bytes, line_ahead = arguments[1:]
+        line_bytes = ir.Constant(_I64, _QUARTERS * _ROW_BYTES)
+
+        def part_of(place: Value, quarter: int) -> Value:
+            return builder.add(place, ir.Constant(_I64, quarter * _ROW_BYTES))
+
+        for quarter in range(_QUARTERS):
+            if adds.literal_value:
+                _emit(builder, f"tileloadd ($0,$1,1), %tmm{quarter}", part_of(sums, quarter), sum_bytes)
+            else:
+                _emit(builder, f"tilezero %tmm{quarter}")
+        with codegen.for_range(builder, num_blocks) as loop:
+            own = builder.add(rows, builder.mul(loop.index, ir.Constant(_I64, BLOCK * 2)))
+            _emit(builder, f"tileloadd ($0,$1,1), %tmm{_ROWS_REGISTER}", own, row_bytes)
+            weights = builder.add(panel, builder.mul(loop.index, ir.Constant(_I64, BLOCK * 2 * ROWS * _QUARTERS)))
+            for quarter in range(_QUARTERS):
+                register = _WEIGHT_REGISTERS[quarter % len(_WEIGHT_REGISTERS)]
+                _emit(builder, f"tileloadd ($0,$1,1), %tmm{register}", part_of(weights, quarter), line_bytes)
+                _emit(builder, f"tdpbf16ps %tmm{register}, %tmm{_ROWS_REGISTER}, %tmm{quarter}")
+            if ahead != types.none:
+                first = builder.add(line_ahead, builder.mul(loop.index, ir.Constant(_I64, BLOCK // 2 * LINE_BYTES)))
+                for line in range(BLOCK // 2):
+                    emit_prefetch(builder, builder.add(first, ir.Constant(_I64, line * LINE_BYTES)))
+        for quarter in range(_QUARTERS):
+            _emit(builder, f"tilestored %tmm{quarter}, ($0,$1,1)", part_of(sums, quarter), sum_bytes)
+        return context.get_dummy_value()
+
+    return types.none(adds, *[types.int64] * 6, ahead), generate
+
+
+@inlined
+def multiply_matrix(
+    num_rows: int,
+    full_rows: int,
+    adds: Any,
+    rows: int,
+    row_bytes: int,
+    panel: int,
+    num_blocks: int,
+    sums: int,
+    sum_bytes: int,
+    ahead: int | None,
+) -> None:
+    """Computes sums[row, :] += rows[row] · panel over num_blocks blocks of inputs, for one to ROWS rows.
+
+    See `kernels.cpu.panels.multiply_rows`. The registers are configured for full_rows rows before and afterwards.
+    """
+    if num_rows != full_rows:
+        _configure(num_rows)
+    _multiply(adds, rows, row_bytes, panel, num_blocks, sums, sum_bytes, ahead)
+    if num_rows != full_rows:
+        _configure(full_rows)
+
+
+_DENORMALS_ARE_ZERO = 0x8040  # the bits FTZ and DAZ of the register MXCSR
+
+
+@instruction
+def count_denormals(typingctx: Any, row_format: Any, as_zero: Any) -> Any:
+    """Lets denormals count as zero in this thread's vectors, as they do in matrix registers, or as what they are.
+
+    row_format and as_zero are literals. Does nothing for other formats than MATRIX.
+    """
+
+    def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
+        if row_format.literal_value != MATRIX:
+            return context.get_dummy_value()
+        kind = ir.IntType(32)
+        place = codegen.alloca_once(builder, kind)
+        address = builder.ptrtoint(place, _I64)
+        _emit(builder, "stmxcsr ($0)", address)
+        kept = builder.and_(builder.load(place), ir.Constant(kind, ~_DENORMALS_ARE_ZERO & 0xFFFFFFFF))
+        builder.store(builder.or_(kept, ir.Constant(kind, _DENORMALS_ARE_ZERO * as_zero.literal_value)), place)
+        _emit(builder, "ldmxcsr ($0)", address)
+        return context.get_dummy_value()
+
+    return types.none(row_format, as_zero), generate
