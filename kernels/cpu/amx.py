@@ -72,7 +72,7 @@ def _emit(builder: Builder, text: str, *operands: Value) -> None:
 
 
 def _configurations() -> bytes:
-    """Returns the configurations of the registers for 0 to ROWS rows; see the layout at LDTILECFG."""
+    """Returns the configurations of the registers for 0 to ROWS rows; see the layout at LDTILECFG. 0 rows are a fault."""
     configurations = b""
     for num_rows in range(ROWS + 1):
         rows = bytes(ROWS if register in _WEIGHT_REGISTERS else num_rows for register in range(_NUM_REGISTERS))
@@ -102,7 +102,10 @@ def _configure(typingctx: Any, num_rows: Any) -> Any:
 
 @instruction
 def begin_products(typingctx: Any, row_format: Any, full_rows: Any) -> Any:
-    """Prepares this thread for products of tiles that have full_rows rows, most of them. row_format is a literal."""
+    """Prepares this thread for products of tiles that have full_rows rows, most of them; at least one.
+
+    row_format is a literal.
+    """
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         if row_format.literal_value == MATRIX:

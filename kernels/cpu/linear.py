@@ -64,7 +64,7 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
         sums = array(sums_address, UNIT_ROWS * PANEL, np.float32)
         num_pieces = (job.num_rows + UNIT_ROWS - 1) // UNIT_ROWS
         num_units = job.num_panels * num_pieces
-        full_rows = min(most_rows, job.num_rows)
+        full_rows = max(1, min(most_rows, job.num_rows))
         begin_products(row_kind, full_rows)
         unit = count_up(address)
         while unit < num_units:
