@@ -72,7 +72,7 @@ def _emit(builder: Builder, text: str, *operands: Value) -> None:
 
 
 def _configurations() -> bytes:
-    """Returns the configurations of the registers for 0 to ROWS rows; see the layout at LDTILECFG. 0 rows are a fault."""
+    """Returns the configurations of the registers for 0 to ROWS rows, as LDTILECFG reads them. 0 rows are a fault."""
     configurations = b""
     for num_rows in range(ROWS + 1):
         rows = bytes(ROWS if register in _WEIGHT_REGISTERS else num_rows for register in range(_NUM_REGISTERS))

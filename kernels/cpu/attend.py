@@ -43,15 +43,11 @@ from kernels.cpu.tiles import (
     MAX_TOKENS_AHEAD,
     SCORE_LANES,
     SCORE_STRIDE,
-    SPAN,
     STRIP,
     padded_size,
     soften_row,
 )
 
-# Query rows of one tile: enough that copying keys and values costs little, few enough that the scores of a chunk stay
-# in a second-level cache of 1 MiB. A multiple of MAX_ROWS.
-_TILE_ROWS = 192
 # A short prompt of few kv heads is cut into smaller tiles, so that every thread gets some of these units.
 _MIN_UNITS, _MIN_TILE_ROWS = 8, 48
 
@@ -60,14 +56,16 @@ _PAIRED = BFLOAT16 if HAS_BFLOAT16_ROUNDING else FLOAT32
 
 
 # Fields named after tensors hold their addresses. score_rows, weigh_rows: the two functions of `tiles_kernel`.
-# takes_pairs: 1 if products take bfloat16 as it is. padded_size, tokens_ahead: see `kernels.cpu.tiles`. group: query
-# heads per kv head. table_width: entries from one row of the block tables to the next. table_rows: the row of each
-# sequence, null if sequence s uses row s. query_starts: null if every sequence has one query. parts: float32
-# [sequence, kv head, chunk, part_numbers]. arrivals: int64 [sequence, kv head], zero between calls.
+# takes_pairs: 1 if products take bfloat16 as it is. tile_rows: the most query rows of a tile. panel_words, padded_size,
+# tokens_ahead: see `kernels.cpu.tiles`. group: query heads per kv head. table_width: entries from one row of the block
+# tables to the next. table_rows: the row of each sequence, null if sequence s uses row s. query_starts: null if every
+# sequence has one query. parts: float32 [sequence, kv head, chunk, part_numbers]. arrivals: int64 [sequence, kv head],
+# zero between calls.
 ATTENTION_JOB = job_dtype(
-    """score_rows weigh_rows takes_pairs padded_size tokens_ahead query query_token_bytes query_head_bytes
-    out out_token_bytes out_head_bytes kv kv_block_bytes storage number_bytes num_kv_heads group head_dim block_size
-    block_tables table_width table_rows context_lens query_starts num_sequences window parts arrivals max_chunks""",
+    """score_rows weigh_rows takes_pairs tile_rows panel_words padded_size tokens_ahead query query_token_bytes
+    query_head_bytes out out_token_bytes out_head_bytes kv kv_block_bytes storage number_bytes num_kv_heads group
+    head_dim block_size block_tables table_width table_rows context_lens query_starts num_sequences window parts
+    arrivals max_chunks""",
     "scale",
 )
 
@@ -102,10 +100,10 @@ def _chunks(job: Any, first_position: int, last_position: int) -> tuple[int, int
 
 @inlined
 def _tile_queries(job: Any, num_queries: int) -> int:
-    """Returns the number of queries of a tile: at most _TILE_ROWS rows of all heads of the group, or one query."""
+    """Returns the number of queries of a tile: at most tile_rows rows of all heads of the group, or one query."""
     num_tiles = (_MIN_UNITS + job.num_kv_heads - 1) // job.num_kv_heads
     wanted = max((num_queries + num_tiles - 1) // num_tiles, _MIN_TILE_ROWS // job.group)
-    return int(max(1, min(_TILE_ROWS // job.group, wanted)))
+    return int(max(1, min(job.tile_rows // job.group, wanted)))
 
 
 @inlined
@@ -328,10 +326,10 @@ def attend_kernel() -> Kernel:
     def attend(address: int) -> None:
         _ = sources
         job = array(address, 1, ATTENTION_JOB)[0]
-        max_rows = max(1, _TILE_ROWS // job.group) * job.group
+        max_rows = max(1, job.tile_rows // job.group) * job.group
         num_scores, num_rows = max_rows * SCORE_STRIDE, max_rows * job.head_dim
         num_places, num_sums = 2 * (CHUNK + MAX_TOKENS_AHEAD), max_rows * (job.padded_size + 2)
-        num_panels = job.padded_size * SPAN
+        num_panels = job.padded_size * job.panel_words
         num_numbers = num_scores + num_panels + 2 * num_places + num_rows + job.padded_size + 2 * num_sums
         scratch = np.empty(num_numbers + 16, np.float32)
         scores = (scratch.ctypes.data + 63) // 64 * 64

@@ -12,7 +12,7 @@ from kernels.cpu.attend import ATTENTION_JOB, attend_kernel, part_numbers
 from kernels.cpu.native import FLOAT32, storage_of, strided
 from kernels.cpu.panels import row_format
 from kernels.cpu.team import Job
-from kernels.cpu.tiles import CHUNK, padded_size, tiles_kernel, tokens_ahead
+from kernels.cpu.tiles import CHUNK, TILE_ROWS, padded_size, panel_words, tiles_kernel, tokens_ahead
 
 _LOG2_E = math.log2(math.e)
 _job = Job(ATTENTION_JOB)
@@ -89,10 +89,13 @@ def attention_fields(
     _, num_kv_heads, block_size, head_dim = kv.shape[1:]
     storage = storage_of(query.dtype)
     score_rows, weigh_rows = tiles_kernel(head_dim, storage)
+    row_kind = row_format(storage, storage, head_dim)
     return {
         "score_rows": score_rows,
         "weigh_rows": weigh_rows,
-        "takes_pairs": row_format(storage, storage, head_dim) != FLOAT32,
+        "takes_pairs": row_kind != FLOAT32,
+        "tile_rows": TILE_ROWS[row_kind],
+        "panel_words": panel_words(row_kind),
         "padded_size": padded_size(head_dim),
         "tokens_ahead": tokens_ahead(head_dim, storage),
         **strided("query", query),

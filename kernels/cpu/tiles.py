@@ -73,8 +73,12 @@ SCORE_LANES = 32
 # The tokens of a chunk that are computed begin at a multiple of this, and are a multiple of SCORE_LANES.
 STRIP = max(PANEL, SCORE_LANES)
 
-# Tokens that the weighted sums take at once.
-SPAN = 64
+# The most query rows of a tile of a prompt, by their format: enough that copying keys and values costs little, few
+# enough that the scores of a chunk stay in a second-level cache of 1 MiB, or of 2 MiB. A multiple of `tile_rows`.
+TILE_ROWS = {FLOAT32: 192, BFLOAT16: 192, MATRIX: 384}
+
+# Tokens that the weighted sums take at once. Matrix registers hold sums apart from the inputs, and are slow to load.
+_SPANS = {FLOAT32: 64, BFLOAT16: 64, MATRIX: CHUNK}
 
 # Up to so many rows, a panel in memory costs more than it saves. Two vectors of them fill half of the registers.
 _FEW_ROWS = 8 if LANES == 16 else 4
@@ -93,6 +97,11 @@ _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntT
 def padded_size(head_dim: int) -> int:
     """Returns head_dim, rounded up to whole panels: the numbers of a weighted sum."""
     return -(-head_dim // PANEL) * PANEL
+
+
+def panel_words(row_kind: int) -> int:
+    """Returns the words of scratch memory for panels, for each number of `padded_size`. A word is 4 bytes."""
+    return _SPANS[row_kind] // inputs_at_once(row_kind)
 
 
 def _num_words(head_dim: int, storage: int) -> int:
@@ -387,12 +396,13 @@ def weigh_few(
 
 @instruction
 def pack_values(typingctx: Any, head_dim: Any, storage: Any, places: Any, num_tokens: Any, panels: Any) -> Any:
-    """Copies the values at the addresses places[num_tokens] into panels[padded_size / PANEL, SPAN inputs, PANEL].
+    """Copies the values at the addresses places[num_tokens] into panels[padded_size / PANEL, inputs, PANEL].
 
     head_dim and storage are literals; num_tokens is even. Also prefetches the tokens `tokens_ahead` further.
     """
     dim, kind = head_dim.literal_value, storage.literal_value
-    width, lanes = inputs_at_once(row_format(kind, kind, dim)), gcd(LANES, dim)
+    row_kind, lanes = row_format(kind, kind, dim), gcd(LANES, dim)
+    width, span = inputs_at_once(row_kind), _SPANS[row_kind]
 
     def generate(context: Any, builder: Builder, signature: Any, arguments: Any) -> Value:
         places, num_tokens, panels = arguments[2:]
@@ -406,7 +416,7 @@ def pack_values(typingctx: Any, head_dim: Any, storage: Any, places: Any, num_to
             for start in range(0, dim, lanes):
                 strip, column = divmod(start, PANEL)
                 value = _emit_value(builder, kind, tokens, start * storage_bytes(kind), lanes)
-                place = _after(builder, target, (strip * PANEL * SPAN // width + column) * 4)
+                place = _after(builder, target, (strip * PANEL * span // width + column) * 4)
                 builder.store(value, builder.inttoptr(place, value.type.as_pointer()), align=4)
         return context.get_dummy_value()
 
@@ -558,7 +568,7 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     sums, panels, to_first, group) computes sums[num_rows, padded_size] float32 of the values at places[num_tokens] with
     the softened scores. num_tokens is a multiple of SCORE_LANES; scores beyond it are overwritten too, up to a multiple
     of PANEL. Row r sees the tokens up to to_first + r // group; the scores of others may be left as they were. panels
-    is scratch memory, padded_size * SPAN float32.
+    is scratch memory, padded_size * panel_words words.
     """
     if head_dim % 4:
         raise ValueError(f"head_dim must be a multiple of 4, not {head_dim}")
@@ -566,9 +576,10 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     sources = SOURCES
     kind = row_format(storage, storage, head_dim)
     number_bytes, width, most_rows = storage_bytes(kind), inputs_at_once(kind), tile_rows(kind)
+    span = _SPANS[kind]
     panel_kind = FLOAT32 if kind == FLOAT32 else BFLOAT16
     row_bytes, score_bytes, sum_bytes = head_dim * number_bytes, SCORE_STRIDE * 4, padded_size(head_dim) * 4
-    num_panels, panel_bytes = padded_size(head_dim) // PANEL, PANEL * SPAN // width * 4
+    num_panels, panel_bytes = padded_size(head_dim) // PANEL, PANEL * span // width * 4
     num_inputs = head_dim // width
 
     is_whole = head_dim % LANES == 0
@@ -632,10 +643,10 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
             return
         full_rows = min(most_rows, num_rows)
         begin_products(kind, full_rows)
-        for first in range(0, num_tokens, SPAN):
-            span = min(SPAN, num_tokens - first)
-            steps = span // width
-            pack_values(head_dim, storage, places + first * 8, span, panels)
+        for first in range(0, num_tokens, span):
+            taken = min(span, num_tokens - first)
+            steps = taken // width
+            pack_values(head_dim, storage, places + first * 8, taken, panels)
             for i in range(num_panels):
                 panel = panels + i * panel_bytes
                 for row in range(_first_row(first, to_first, group, most_rows), num_rows, most_rows):
