@@ -51,7 +51,8 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
     most_rows = tile_rows(row_kind)
     span_inputs = 2 * SPAN_INPUTS if row_kind == MATRIX else SPAN_INPUTS
     width = inputs_at_once(weight_storage)
-    step_bytes, panel_step_bytes = width * storage_bytes(storage), width * PANEL * storage_bytes(weight_storage)
+    number_bytes = storage_bytes(storage)
+    step_bytes, panel_step_bytes = width * number_bytes, width * PANEL * storage_bytes(weight_storage)
 
     def linear(address: int) -> None:
         _ = sources
@@ -61,7 +62,6 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
         scratch = np.empty(UNIT_ROWS * PANEL + (most_rows * in_size if widens else 0) + 16, np.float32)
         sums_address = (scratch.ctypes.data + 63) // 64 * 64
         widened = sums_address + UNIT_ROWS * PANEL * 4
-        sums = array(sums_address, UNIT_ROWS * PANEL, np.float32)
         num_pieces = (job.num_rows + UNIT_ROWS - 1) // UNIT_ROWS
         num_units = job.num_panels * num_pieces
         full_rows = max(1, min(most_rows, job.num_rows))
@@ -76,7 +76,6 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
             if next_unit < num_units:
                 next_panel = job.panels + next_unit // num_pieces * job.panel_bytes
             start, stop = piece * UNIT_ROWS, min(job.num_rows, (piece + 1) * UNIT_ROWS)
-            sums[: (stop - start) * PANEL] = 0
             # A single tile reads the panel only once, so there is no need to cut the inputs into spans.
             most_steps = num_steps if stop - start <= most_rows else span_inputs // width
             for step in range(0, num_steps, most_steps):
@@ -94,32 +93,29 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
                                 write(FLOAT32, widened, row * in_size + i, read(storage, rows + row * row_bytes, i))
                         rows, row_bytes = widened, in_size * 4
                     own_sums = sums_address + (first - start) * PANEL * 4
-                    multiply(
-                        num_rows,
-                        full_rows,
-                        row_kind,
-                        weight_storage,
-                        1,
-                        rows,
-                        row_bytes,
-                        span,
-                        span_steps,
-                        own_sums,
-                        PANEL * 4,
-                        ahead,
-                    )
+                    if step == 0:
+                        multiply(
+                            num_rows, full_rows, row_kind, weight_storage, 0,
+                            rows, row_bytes, span, span_steps, own_sums, PANEL * 4, ahead,
+                        )  # fmt: skip
+                    else:
+                        multiply(
+                            num_rows, full_rows, row_kind, weight_storage, 1,
+                            rows, row_bytes, span, span_steps, own_sums, PANEL * 4, ahead,
+                        )  # fmt: skip
                     ahead = min(ahead + span_steps * LINE_BYTES, ahead_stop)
             first_column = which * PANEL
             num_columns = min(PANEL, job.out_size - first_column)
             for row in range(stop - start):
-                out = job.out + (start + row) * job.out_row_bytes
+                own_sums = sums_address + row * PANEL * 4
+                out = job.out + (start + row) * job.out_row_bytes + first_column * number_bytes
                 if job.bias != 0:
                     bias = job.bias + first_column * 4
                     for i in range(num_columns):
-                        write(storage, out, first_column + i, sums[row * PANEL + i] + read(FLOAT32, bias, i))
+                        write(storage, out, i, read(FLOAT32, own_sums, i) + read(FLOAT32, bias, i))
                 else:
                     for i in range(num_columns):
-                        write(storage, out, first_column + i, sums[row * PANEL + i])
+                        write(storage, out, i, read(FLOAT32, own_sums, i))
             unit = next_unit
         end_products(row_kind)
         scratch[0] = 0  # numba frees an array after its last use: this keeps the array alive until here
