@@ -32,14 +32,23 @@ def served(served_stack: Stack) -> Stack:
     return served_stack
 
 
-async def kill(stack: Stack, number: signal.Signals = signal.SIGKILL) -> None:
+async def kill(stack: Stack) -> None:
+    """Kills the scheduler and waits for its successor. The executor stops meanwhile, so that no stream can end."""
+    stack.send("executor", signal.SIGSTOP)
+    try:
+        await replaced(stack, signal.SIGKILL)
+    finally:
+        stack.send("executor", signal.SIGCONT)
+
+
+async def replaced(stack: Stack, number: signal.Signals) -> None:
     """Sends a signal to the scheduler and waits for its successor."""
-    killed = stack.send("scheduler", number)
+    ended = stack.send("scheduler", number)
 
-    async def is_replaced() -> bool:
-        return stack.pid("scheduler") not in (None, killed)
+    async def has_successor() -> bool:
+        return stack.pid("scheduler") not in (None, ended)
 
-    await until(is_replaced, "another scheduler runs")
+    await until(has_successor, "another scheduler runs")
 
 
 async def test_streams_survive_a_killed_scheduler(served: Stack) -> None:
@@ -124,7 +133,7 @@ async def test_streams_survive_a_scheduler_that_is_stopped() -> None:
             expected = await outcomes(client, JOBS)
             streams = StreamGroup(client, JOBS).start()
             await streams.until(lambda streams: streams.all_have(5))
-            await kill(stack, signal.SIGSTOP)
+            await replaced(stack, signal.SIGSTOP)
             assert different_outputs(await streams.ended(), expected) == []
             assert client.num_resumptions > 0
 

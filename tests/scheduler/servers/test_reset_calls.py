@@ -21,6 +21,7 @@ from scheduler.servers.access import Access
 from scheduler.servers.grpc_server import GENERATE
 from scheduler.servers.reset_calls import BURST, MAX_LINGER_S, RATE_PER_S, ResetCalls
 from scheduler.telemetry.limits import NUM_LIMITED, RESET_CALLS
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -167,4 +168,4 @@ async def test_the_refused_calls_of_strangers_linger_after_their_status(
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await GenerationStub(served.channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=30)
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert NUM_LIMITED[RESET_CALLS] == before + 5
+    await until(lambda: NUM_LIMITED[RESET_CALLS] == before + 5, what="each call is counted, soon after its status")
