@@ -32,7 +32,7 @@ def plan_step(state: SchedulerState) -> StepPlan | None:
     if growing is None:
         return None
     builder = StepBuilder(state.epoch, state.step_id + 1, state.new_budget())
-    if len(state.accounts.active) > 1 and _let_newcomer_pass(state, builder, len(growing)):
+    if len(state.accounts.active) > 1 and _let_newcomer_pass(state, builder, growing):
         return _send(state, builder)
     _plan_decodes(state, builder, growing)
     _plan_beams(state, builder)
@@ -119,13 +119,13 @@ def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
         _continue_prefill(state, builder, sequence, builder.budget.room_for(sequence))
 
 
-def _let_newcomer_pass(state: SchedulerState, builder: StepBuilder, num_growing: int) -> bool:
+def _let_newcomer_pass(state: SchedulerState, builder: StepBuilder, growing: list[Sequence]) -> bool:
     """Pauses the batch and plans only the prompt of the next sequence, if it may pass (I26). Returns whether it may."""
     batch, waiting = state.batch, state.waiting
     if batch.decided or waiting.paused_step_id == state.step_id:
         return False
     entry = next_to_admit(state, builder)
-    if entry is None or not may_pass(*entry, batch, waiting, state.cache, state.limits, state.costs, num_growing):
+    if entry is None or not may_pass(*entry, batch, waiting, state.cache, state.limits, state.costs, growing):
         return False
     waiting.paused_step_id = builder.step.step_id
     batch.joined = batch.decoding.copy()  # the next plan resumes them

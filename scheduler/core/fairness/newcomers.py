@@ -34,17 +34,22 @@ def may_pass(
     cache: KVCache,
     limits: SchedulerLimits,
     costs: StepCosts,
-    num_growing: int,
+    growing: list[Sequence],
 ) -> bool:
     """Returns whether a sequence that can be admitted may pass before the next step.
 
     prefix       blocks that its prompt shares
     waiting      sequences in the queue, itself among them
-    num_growing  decodes whose next token needs a block, which the newcomer leaves to them
+    growing      decodes whose next token needs a block, which the newcomer leaves to them
+
+    Samples that have to copy a block first do not pause: the other one that shares it could end meanwhile, and its hold
+    on the block with the plans that are in flight, before the plan that copies.
     """
     if not costs.token_s or any(sequence.account is newcomer.account for sequence in batch.running):
         return False
-    if cache.num_blocks_to_admit(newcomer, prefix) > cache.num_available_blocks() - num_growing:
+    if any(sequence.num_planned_tokens % cache.block_size for sequence in growing):
+        return False
+    if cache.num_blocks_to_admit(newcomer, prefix) > cache.num_available_blocks() - len(growing):
         return False
     num_cached = len(prefix) * cache.block_size
     own_s = costs.step_s + _prompt_s(costs, newcomer, num_cached, newcomer.num_tokens - num_cached)

@@ -17,6 +17,7 @@ from scheduler.core import (
 )
 from scheduler.core.fairness.fair_queue import FairQueue
 from scheduler.core.fairness.newcomers import MAX_SHARE
+from scheduler.core.sequence import Sequence
 from scheduler.core.step import StepBuilder
 from tests.support.core.harness import Harness
 from tests.support.core.letter_tokens import VOCAB_SIZE, make_request
@@ -24,6 +25,9 @@ from tests.support.core.shares import limits, request, scheduler_of, step
 
 COSTS = StepCosts(step_s=0.1, decode_s=1.0, token_s=0.1)
 """A step of eight decodes takes 8.1 s, and a prompt of four tokens 0.5 s."""
+
+BLOCK_SIZE = 4
+"""The tokens of a block of the schedulers that `scheduler_of` returns."""
 
 
 def busy(
@@ -52,6 +56,18 @@ def test_the_samples_of_a_newcomer_begin_in_the_same_step() -> None:
     scheduler.add(request(100, "modest", n=3))
     assert step(scheduler) == ["modest"] * 3
     assert step(scheduler) == ["greedy"] * 4 + ["modest"] * 3
+
+
+@pytest.mark.parametrize(("prompt", "num_sequences"), [(BLOCK_SIZE, 1), (BLOCK_SIZE + 1, 5)])
+def test_samples_that_have_to_copy_a_block_first_do_not_pause(prompt: int, num_sequences: int) -> None:
+    scheduler = scheduler_of(limits(max_num_batched_tokens=256))
+    scheduler.set_costs(COSTS)
+    scheduler.add(request(1, "greedy", prompt=prompt, n=4, output=300))
+    assert scheduler.schedule() is not None
+    scheduler.add(request(100, "modest"))
+    plan = scheduler.schedule()
+    assert plan is not None
+    assert plan.num_sequences == num_sequences
 
 
 def test_a_newcomer_passes_before_the_next_piece_of_a_long_prompt() -> None:
@@ -193,8 +209,8 @@ def pause_again_and_again(patch: pytest.MonkeyPatch) -> None:
 def resume_the_newcomer_only(patch: pytest.MonkeyPatch) -> None:
     let_pass = planning._let_newcomer_pass
 
-    def mutant(state: SchedulerState, builder: StepBuilder, num_growing: int) -> bool:
-        passes = let_pass(state, builder, num_growing)
+    def mutant(state: SchedulerState, builder: StepBuilder, growing: list[Sequence]) -> bool:
+        passes = let_pass(state, builder, growing)
         if passes:
             state.batch.joined = [sequence for sequence in state.batch.joined if sequence.row_count]
         return passes

@@ -165,6 +165,8 @@ class Simulation:
         if has_costs := costs.random() < 0.5:
             limits = replace(world.limits, target_inter_token_latency_s=1.0, min_prompt_tokens=costs.randint(1, 3))
             self.world = world = replace(world, limits=limits)
+        self.tenants = Random(f"tenants {seed}")  # one of its own, too
+        self.num_tenants = self.tenants.choice((1, 2, 3)) if has_costs else 1
         self.clock = Clock()
         self.happened: Counter[str] = Counter(dict.fromkeys(HAPPENINGS, 0))
         self.harness = Harness(
@@ -234,6 +236,7 @@ class Simulation:
             cache_salt=random.choice((b"", b"", b"salt")),
             deadline_s=random.uniform(0.0, 0.03) if has_deadline else None,
             is_open_ended=is_open_ended,
+            tenant=f"tenant {self.tenants.randrange(self.num_tenants)}",
         )
 
     def _draw_num_samples(self) -> int:
