@@ -69,8 +69,8 @@ dashboards: $(INSTALLED)  ## write Grafana's dashboards and the tables of docs/o
 compose-check: $(INSTALLED)  ## bring compose.yaml up for real, break it, take it down (BASE_IMAGE=… to build on another)
 	$(BIN)/python -m deploy.compose_check
 
-lock: $(INSTALLED)  ## write the hashes of what the images install again, from pyproject.toml and constraints.txt
-	$(BIN)/python -m deploy.lock
+lock: $(INSTALLED)  ## write the hashes of what the images install again (ARGS='--cpu-builds URL' for another version of torch)
+	$(BIN)/python -m deploy.lock $(ARGS)
 
 supply-check: $(INSTALLED)  ## write the bills of materials of the images, and look for known vulnerabilities
 	$(BIN)/python -m checks.supply_chain

@@ -69,7 +69,7 @@ def render(packages: dict[str, list[str]]) -> str:
 
 
 def without_torch(packages: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Returns the packages of a lock that torch and what its CUDA builds need are installed after."""
+    """Returns the packages of a lock, without torch and without what only its CUDA builds need."""
     names = {pin: pin.partition("==")[0] for pin in packages}
     return {pin: packages[pin] for pin, name in names.items() if name != "torch" and not is_cuda_only(name)}
 

@@ -578,6 +578,8 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     number_bytes, width, most_rows = storage_bytes(kind), inputs_at_once(kind), tile_rows(kind)
     span = _SPANS[kind]
     panel_kind = FLOAT32 if kind == FLOAT32 else BFLOAT16
+    # Matrix registers multiply more than four rows so fast that a panel in memory pays.
+    few_rows = 4 if kind == MATRIX else _FEW_ROWS
     row_bytes, score_bytes, sum_bytes = head_dim * number_bytes, SCORE_STRIDE * 4, padded_size(head_dim) * 4
     num_panels, panel_bytes = padded_size(head_dim) // PANEL, PANEL * span // width * 4
     num_inputs = head_dim // width
@@ -588,7 +590,7 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
         rows: int, num_rows: int, places: int, num_tokens: int, scores: int, panel: int, to_first: int, group: int
     ) -> None:
         _ = sources
-        if is_whole and num_rows <= _FEW_ROWS:
+        if is_whole and num_rows <= few_rows:
             if kind == MATRIX:
                 _widen(rows, row_bytes, num_rows, head_dim, panel)
                 rows = panel
@@ -620,7 +622,7 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
         scores: int, num_rows: int, places: int, num_tokens: int, sums: int, panels: int, to_first: int, group: int
     ) -> None:
         _ = sources
-        if is_whole and num_rows <= _FEW_ROWS:
+        if is_whole and num_rows <= few_rows:
             own_bytes = score_bytes
             if kind == MATRIX:
                 own_bytes = num_tokens * 4
@@ -654,34 +656,14 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
                     own = scores + row * score_bytes + first * number_bytes
                     if first == 0:
                         multiply(
-                            count,
-                            full_rows,
-                            kind,
-                            panel_kind,
-                            0,
-                            own,
-                            score_bytes,
-                            panel,
-                            steps,
-                            target,
-                            sum_bytes,
-                            None,
-                        )
+                            count, full_rows, kind, panel_kind, 0,
+                            own, score_bytes, panel, steps, target, sum_bytes, None,
+                        )  # fmt: skip
                     else:
                         multiply(
-                            count,
-                            full_rows,
-                            kind,
-                            panel_kind,
-                            1,
-                            own,
-                            score_bytes,
-                            panel,
-                            steps,
-                            target,
-                            sum_bytes,
-                            None,
-                        )
+                            count, full_rows, kind, panel_kind, 1,
+                            own, score_bytes, panel, steps, target, sum_bytes, None,
+                        )  # fmt: skip
         end_products(kind)
 
     pair = compiled(score, signature), compiled(weigh, signature)

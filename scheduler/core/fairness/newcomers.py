@@ -42,8 +42,8 @@ def may_pass(
     waiting      sequences in the queue, itself among them
     growing      decodes whose next token needs a block, which the newcomer leaves to them
 
-    Samples that have to copy a block first do not pause: the other one that shares it could end meanwhile, and its hold
-    on the block with the plans that are in flight, before the plan that copies.
+    Samples that share a block, and have to copy it before they write, do not pause. Another sample that shares it could
+    end during the pause. It would release the block with the plans in flight, which are committed before the copy.
     """
     if not costs.token_s or any(sequence.account is newcomer.account for sequence in batch.running):
         return False

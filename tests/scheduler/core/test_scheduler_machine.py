@@ -341,8 +341,14 @@ def test_scheduler_keeps_its_invariants(search: settings) -> None:
     thorough = settings(search, max_examples=2 * search.max_examples)
     # Too rare for so few examples. The simulation, test_beam_group.py, test_smaller_pool.py and test_progress.py cover
     # them. Without a second tenant nothing pauses: that is for the simulation and test_newcomers.py.
-    rare = {"num_preempted_beams", "num_beams_behind", "num_narrowed", "num_ended_by_pool", "finished: error"}
-    rare.add("num_pauses")
+    rare = {
+        "num_preempted_beams",
+        "num_beams_behind",
+        "num_narrowed",
+        "num_ended_by_pool",
+        "finished: error",
+        "num_pauses",
+    }
     missing: list[str] = []
     # Hypothesis also draws from the constants of loaded modules, so examples change with them. An event that one search
     # misses is found by the next.
