@@ -65,9 +65,11 @@ class PartProcesses:
         record = self.record
         if record is None or record.has_ended:
             return False
-        if record.pid and self._process is not None and self._process.poll() is not None:
+        if self._process is not None:
+            if self._process.poll() is None:
+                return True
             record = self.record = replace(record, exit_code=self._process.returncode)
-        if record.pid and start_ticks(record.pid) == record.start_ticks:
+        elif record.pid and start_ticks(record.pid) == record.start_ticks:
             return True
         left = session_members(record.pid) if record.pid else []
         for pid in left:

@@ -63,6 +63,31 @@ async def test_the_exit_code_and_the_log_are_kept(folder: Path) -> None:
     assert (folder / "log.1").read_text() == "no\n"
 
 
+async def test_a_process_that_ends_while_it_is_looked_at_keeps_its_exit_code(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no moment between two looks in which it has ended and its exit code is unknown."""
+    processes = started(folder, "import time; time.sleep(600)")
+    process = processes._process
+    assert process is not None
+    poll = process.poll
+
+    def poll_then_end() -> int | None:
+        found = poll()
+        os.kill(process.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return found
+
+    monkeypatch.setattr(process, "poll", poll_then_end)
+    first = processes.is_running
+    monkeypatch.undo()
+    assert first
+    await until(lambda: not processes.is_running)
+    assert processes.record is not None
+    assert processes.record.exit_code == -signal.SIGKILL
+
+
 async def test_a_part_has_ended_when_its_whole_session_has(folder: Path) -> None:
     """A rank that outlives the first process of its gang is killed, before the place is given away."""
     child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
