@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -29,6 +30,27 @@ def test_tokens_are_returned_unchanged_and_in_order() -> None:
         assert len(buffer) == num_in - num_out
     assert num_out > 1000
     assert len(buffer._ids) <= 2 * 2 * len(buffer) + 2, "entries that were taken are dropped soon"
+
+
+@pytest.mark.parametrize("has_bytes", [False, True])
+@pytest.mark.parametrize("width", [1, 2, 21, 33])
+def test_many_entries_become_the_same_messages_as_few(width: int, *, has_bytes: bool) -> None:
+    """Many are encoded at once, and a few one by one."""
+    randomness = random.Random(width)
+    ids = [0, 1, 127, 128, 2**14 - 1, 2**14, 2**21, 2**28 - 1, 2**28, 2**32 - 1]
+    logprobs = [0.0, -0.0, -1e-45, -0.1, -9999.0, -math.inf]
+    made = [
+        TokenLogprobs(*([randomness.choice(each) for _ in range(width)] for each in (ids, logprobs, ids)))
+        for _ in range(150)
+    ]
+    token_bytes = (lambda token_id: b"\xff%d" % token_id) if has_bytes else None
+    at_once, one_by_one = LogprobBuffer(width, token_bytes), LogprobBuffer(width, token_bytes)
+    at_once.extend(made)
+    one_by_one.extend(made)
+    many = at_once.take(150)
+    few = [each for _ in range(150) for each in one_by_one.take(1)]
+    assert [each.SerializeToString() for each in many] == [each.SerializeToString() for each in few]
+    assert [list(each.top) for each in many] == [list(each.top) for each in few]
 
 
 def test_token_of_another_width_is_refused() -> None:
