@@ -5,7 +5,6 @@ use.
 """
 
 import asyncio
-import gc
 import logging
 import ssl
 import sys
@@ -20,6 +19,7 @@ from gateway.schedulers.schedulers_file import SchedulersFile
 from quire import logs, tries
 from quire.addresses import AddressInUse, AddressUnusable, is_local
 from quire.channel import Connection
+from quire.garbage import collect_rarely
 from quire.log_rate import RateLimit
 from quire.log_writer import put_line
 from quire.signals import EndSignals
@@ -100,8 +100,7 @@ async def serve(config: GatewayConfig, api_key: str | None) -> int:
         if rpc is not None:
             cleanup.push_async_callback(rpc.stop)
             await rpc.start()
-        gc.collect()
-        gc.freeze()  # a full collection of garbage would visit all objects that stay
+        collect_rarely()
         log.info("listening: %s, schedulers: %s", server.address, ", ".join(each.address for each in connections()))
         put_line(sys.stdout, f"ready openai={server.address}" + (f" grpc={rpc.address}" if rpc is not None else ""))
         await signals.first.wait()

@@ -5,7 +5,6 @@ configuration or checkpoint · 3 an address is in use.
 """
 
 import asyncio
-import gc
 import logging
 import os
 import socket
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, is_local
+from quire.garbage import collect_rarely
 from quire.log_writer import put_line
 from quire.signals import EndSignals
 from quire.tls import TlsError, TlsFiles, channel_credentials
@@ -156,9 +156,7 @@ async def serve(config: SchedulerConfig, model: ServedModel) -> int:
 def _shorten_pauses() -> None:
     """Shortens the times for which the event loop cannot run. Called when everything that stays exists."""
     sys.setswitchinterval(0.001)  # the loop waits so long for a thread that computes; Python's default is 5 ms
-    # A full collection of garbage would visit all objects of the process, which takes 60 ms.
-    gc.collect()
-    gc.freeze()
+    collect_rarely()
 
 
 async def _until_done(

@@ -104,5 +104,5 @@ class BeamGroup:
         beam.state = State.RUNNING
         beam.row_count = 1
         beam.is_guaranteed = parent.is_guaranteed
-        beam.leader = self.leader
+        beam.group_leader = self.leader
         return beam

@@ -69,9 +69,9 @@ class Sequence:
         "block_table",
         "digests",
         "displaced_by",
+        "group_leader",
         "index",
         "is_guaranteed",
-        "leader",
         "loss_mark",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -101,7 +101,7 @@ class Sequence:
         self.params = _params_of(request, index)
         # Length of the prompt prefix whose log-probabilities were reported.
         self.num_prompt_reported = request.num_prompt_reported
-        self.leader = self  # for a beam, the sequence that waits, ends and holds reservations for its group
+        self.group_leader: Sequence | None = None  # of a beam
         received = request.outputs[index] if request.outputs else ReceivedOutput()
         self.token_ids = [*request.prompt_token_ids, *received.token_ids]
         self.num_prompt_tokens = len(request.prompt_token_ids)
@@ -138,6 +138,11 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """Number of known tokens that no plan computes yet (0 if the sequence's next token is in flight)."""
         return max(0, len(self.token_ids) - self.num_planned_tokens)
+
+    @property
+    def leader(self) -> "Sequence":
+        """Itself. For a beam, the sequence that waits, ends and holds reservations for its group."""
+        return self if self.group_leader is None else self.group_leader
 
     @property
     def is_finished(self) -> bool:

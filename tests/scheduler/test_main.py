@@ -135,14 +135,17 @@ def test_a_bad_configuration_is_reported_with_exit_code_2(
     assert len(ended.stderr.splitlines()) == 1
 
 
-def test_the_objects_of_the_start_are_left_out_of_garbage_collections() -> None:
-    interval_s = sys.getswitchinterval()
+def test_full_collections_of_garbage_are_rare_and_leave_out_the_objects_of_the_start() -> None:
+    interval_s, thresholds = sys.getswitchinterval(), gc.get_threshold()
     try:
         _shorten_pauses()
         assert sys.getswitchinterval() < interval_s
         assert gc.get_freeze_count() > 10_000
+        assert gc.get_threshold()[:2] == thresholds[:2]
+        assert gc.get_threshold()[2] > thresholds[2]
     finally:
         sys.setswitchinterval(interval_s)
+        gc.set_threshold(*thresholds)
         gc.unfreeze()
 
 

@@ -1,5 +1,6 @@
 """The methods of the scheduler, one by one: their effects, and the calls that they refuse."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -24,6 +25,7 @@ from scheduler.core import (
     kv_usage,
 )
 from scheduler.core.inspect.views import unfinished_sequences
+from scheduler.core.sequence import Sequence
 from tests.support.core.harness import Harness
 from tests.support.core.letter_tokens import VOCAB_SIZE, make_request
 from tests.support.core.snapshot import take_snapshot
@@ -35,6 +37,21 @@ def build_harness(limits: SchedulerLimits = LIMITS, *, num_usable_blocks: int = 
     harness = Harness(limits, num_blocks=num_usable_blocks + 1, block_size=block_size, vocab_size=VOCAB_SIZE)
     harness.attach()
     return harness
+
+
+def test_finished_sequences_are_freed_without_a_collection_of_garbage() -> None:
+    """A full collection visits everything that waits, and stops the event loop meanwhile."""
+    harness = build_harness()
+    gc.collect()
+    gc.disable()
+    try:
+        harness.add(make_request(1, prompt="abcdef", max_tokens=3))
+        harness.add(make_request(2, prompt="bcd", max_tokens=2, seeds=(0, 1)))
+        harness.add(make_request(3, prompt="cde", max_tokens=3, beam=BeamParams(width=2, num_returned=2)))
+        harness.run()
+        assert not [each for each in gc.get_objects() if type(each) is Sequence]
+    finally:
+        gc.enable()
 
 
 # --- limits -----------------------------------------------------------------------------------------------------

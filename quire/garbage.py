@@ -1,0 +1,19 @@
+"""Makes the full collections of cyclic garbage rare: the event loop stands still during each."""
+
+import gc
+
+_NUM_YOUNG_COLLECTIONS = 500
+"""Full collections come after so many of the middle generation, about 3.5 million new objects (CPython's default: 10).
+
+Each visits all objects of the open requests: 0.2 s with 2,000 of them, every 10 s under load with the default. What is
+freed by reference counts does not wait for a collection; garbage in cycles, of which gRPC leaves about 1 KB for each
+call, does.
+"""
+
+
+def collect_rarely() -> None:
+    """Called when everything that stays exists: no later collection visits it."""
+    gc.collect()
+    gc.freeze()
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, _NUM_YOUNG_COLLECTIONS)
