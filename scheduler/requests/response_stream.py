@@ -180,7 +180,7 @@ class ResponseStream:
         if not self._has_news:
             self._has_news = True
             if self._turn is not None:
-                self._write_queue.enter(self._turn)
+                self._write_queue.enter(self._turn, is_first=not self._has_sent_started)
             elif self._on_news is not None:
                 self._on_news()
 
@@ -235,7 +235,7 @@ class ResponseStream:
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._turn = turn
         if self._has_news:
-            self._write_queue.enter(turn)
+            self._write_queue.enter(turn, is_first=not self._has_sent_started)
         try:
             return await turn
         except asyncio.CancelledError:

@@ -8,7 +8,8 @@ Streams therefore write in groups, in order of arrival, and each group waits for
     gRPC      │                  │ written │ ────── plan ───────► │                  │ written │
 
 A waiting stream collects its output, and writes all of it as one message when its turn comes. A busy server thus sends
-fewer messages; on an idle server no stream waits.
+fewer messages; on an idle server no stream waits. A stream that has written nothing goes before those that have: with
+many streams, its first token would wait for theirs as long as for a step.
 """
 
 from __future__ import annotations
@@ -32,17 +33,21 @@ class WriteQueue:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[int]] = deque()
+        self._beginning: deque[asyncio.Future[int]] = deque()  # of streams that have written nothing
         self._group = 0
         self._num_free = MIN_GROUP  # streams that may still join the current group
         self._num_writing = 0  # streams of the current group
         self._timer: asyncio.TimerHandle | None = None
 
-    def enter(self, turn: asyncio.Future[int]) -> None:
-        """Sets the result of `turn` to a group number when the stream may write, which can be at once."""
-        if self._num_free and not self._waiting:
+    def enter(self, turn: asyncio.Future[int], *, is_first: bool = False) -> None:
+        """Sets the result of `turn` to a group number when the stream may write, which can be at once.
+
+        is_first  the stream has written nothing
+        """
+        if self._num_free and not self._num_waiting:
             self._admit(turn)
             return
-        self._waiting.append(turn)
+        (self._beginning if is_first else self._waiting).append(turn)
         if self._timer is None:
             self._timer = turn.get_loop().call_later(MAX_GROUP_S, self._start_next_group)
 
@@ -59,11 +64,16 @@ class WriteQueue:
             self._timer = None
         self._group += 1
         self._num_writing = 0
-        self._num_free = max(MIN_GROUP, -(-len(self._waiting) // MAX_GROUPS))
-        while self._waiting and self._num_free:
-            self._admit(self._waiting.popleft())
-        if self._waiting:
-            self._timer = self._waiting[0].get_loop().call_later(MAX_GROUP_S, self._start_next_group)
+        self._num_free = max(MIN_GROUP, -(-self._num_waiting // MAX_GROUPS))
+        for waiting in (self._beginning, self._waiting):
+            while waiting and self._num_free:
+                self._admit(waiting.popleft())
+            if waiting and self._timer is None:
+                self._timer = waiting[0].get_loop().call_later(MAX_GROUP_S, self._start_next_group)
+
+    @property
+    def _num_waiting(self) -> int:
+        return len(self._beginning) + len(self._waiting)
 
     def _admit(self, turn: asyncio.Future[int]) -> None:
         if not turn.done():  # a stream that was closed meanwhile has cancelled its turn

@@ -48,10 +48,10 @@ class Rig:
         self.loop = FakeLoop()
         self.write_queue = WriteQueue()
 
-    def enter(self) -> "asyncio.Future[int]":
+    def enter(self, *, is_first: bool = False) -> "asyncio.Future[int]":
         loop: Any = self.loop
         turn: asyncio.Future[int] = asyncio.Future(loop=loop)
-        self.write_queue.enter(turn)
+        self.write_queue.enter(turn, is_first=is_first)
         return turn
 
     def enter_many(self, number: int) -> "list[asyncio.Future[int]]":
@@ -71,6 +71,29 @@ def test_streams_do_not_wait_while_there_is_room() -> None:
         turn = rig.enter()
         assert turn.done()
         rig.write_queue.leave(turn.result())
+
+
+def test_streams_that_have_written_nothing_go_first() -> None:
+    rig = Rig()
+    current = rig.enter_many(MIN_GROUP)
+    later = rig.enter_many(MIN_GROUP)
+    first = [rig.enter(is_first=True) for _ in range(3)]
+    assert not any(turn.done() for turn in (*later, *first))
+    for turn in current:
+        rig.write_queue.leave(turn.result())
+    assert all(turn.done() for turn in first)
+    assert num_admitted(later) == MIN_GROUP - 3
+    rig.loop.pass_time(MAX_GROUP_S)
+    assert num_admitted(later) == MIN_GROUP
+
+
+def test_a_stream_that_has_written_nothing_waits_no_longer_than_a_group() -> None:
+    rig = Rig()
+    rig.enter_many(MIN_GROUP)
+    turn = rig.enter(is_first=True)
+    assert not turn.done()
+    rig.loop.pass_time(MAX_GROUP_S)
+    assert turn.done()
 
 
 def test_group_starts_when_the_previous_one_has_written() -> None:
