@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from gateway.tools.tool_use import Tool
 from quire.grammar_options import JSON_OPTIONS
+from quire.json_schemas import by_its_draft
 
 WHITE = r"[ \t\r\n]{0,8}"
 """White space outside the arguments. It is bounded, because models may write it without end."""
@@ -35,7 +36,7 @@ class Lark:
 
         Without `strict`, keywords of the schema that cannot be enforced are passed over.
         """
-        schema = (tool.parameters or {}) | {
+        schema = by_its_draft(dict(tool.parameters or {})) | {
             "type": "object",
             "x-guidance": JSON_OPTIONS | {"lenient": not tool.is_strict},
         }

@@ -1,5 +1,5 @@
-"""The process that compiles grammars. `scheduler.text.grammars` starts it; it imports `quire.grammars` and its
-neighbour `worker_pipe`.
+"""The process that compiles grammars. `scheduler.text.grammars` starts it; of this project it imports what reads
+grammars and schemas, and its neighbour `worker_pipe`.
 
 A client's schema is an untrusted program for the compiler of llguidance. SIGPROF ends this process after `max_s` of
 processor time for one grammar, and it may take `max_memory_bytes` of address space in addition to the vocabulary. A
@@ -23,6 +23,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from quire.grammar_options import JSON_OPTIONS
 from quire.grammars import MAX_GRAMMAR_BYTES, grammar_tokenizer, matcher
+from quire.json_schemas import by_its_draft
 
 from .worker_pipe import read_message, write_answer
 
@@ -43,7 +44,7 @@ def grammar_of(kind: str, text: str) -> str:
     """
     if kind == "json_schema":
         try:
-            return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+            return LLMatcher.grammar_from_json_schema(_restated(text), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
         except ValueError as error:
             raise BadGrammar(f"must be a JSON schema that is an object: {error}") from None
     if kind == "regex":
@@ -51,6 +52,18 @@ def grammar_of(kind: str, text: str) -> str:
     if kind == "choice":
         text = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
     return json.dumps({"grammars": [{"lark_grammar": text}]}, ensure_ascii=False)
+
+
+def _restated(text: str) -> str:
+    """Returns the text of a schema by the rules of the newest draft. What cannot be read stays as it is, to be refused
+    by llguidance, which names the position."""
+    if '"$ref"' not in text or '"$schema"' not in text:
+        return text
+    try:
+        schema = json.loads(text)
+        return json.dumps(by_its_draft(schema)) if isinstance(schema, dict) else text
+    except (ValueError, RecursionError):
+        return text
 
 
 def checked_grammar(tokenizer: LLTokenizer, kind: str, text: str) -> str:

@@ -57,6 +57,28 @@ async def test_each_kind_accepts_its_texts(
     assert {each: matches(vocabulary, compiled.text, each) for each in refused} == dict.fromkeys(refused, False)
 
 
+@pytest.mark.parametrize(
+    ("draft", "accepted", "refused"),
+    [
+        ("http://json-schema.org/draft-07/schema#", ['{"a": 5}', '{"a": 2}'], ['{"a": "x"}']),
+        ("https://json-schema.org/draft/2020-12/schema", ['{"a": 2}'], ['{"a": 5}', '{"a": "x"}']),
+    ],
+)
+async def test_what_stands_beside_a_reference_holds_by_the_draft(
+    make_compiler: MakeCompiler, vocabulary: LLTokenizer, draft: str, accepted: list[str], refused: list[str]
+) -> None:
+    schema = {
+        "$schema": draft,
+        "properties": {"a": {"$ref": "#/definitions/number", "maximum": 3}},
+        "definitions": {"number": {"type": "integer"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    grammar = (await compile_text(make_compiler(), "json_schema", json.dumps(schema))).text
+    assert all(matches(vocabulary, grammar, each) for each in accepted)
+    assert not any(matches(vocabulary, grammar, each) for each in refused)
+
+
 async def test_white_space_in_json_is_bounded(make_compiler: MakeCompiler, vocabulary: LLTokenizer) -> None:
     value: Any = {"name": "x  y", "empty": {}, "list": [1, [], [[2]]]}
     for _ in range(4):
