@@ -3,15 +3,23 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import psutil
 from llguidance import LLMatcher
 
 from bench.schemas.following import Compiled, Followed, Follower
-from bench.schemas.reasons import has_reached_limit, refusal, refused_keywords, violated_keyword, why_not_accepted
-from bench.schemas.suite import Case, Instance
+from bench.schemas.reasons import (
+    OTHER_ORDER,
+    has_reached_limit,
+    refusal,
+    refused_keywords,
+    violated_keyword,
+    why_not_accepted,
+)
+from bench.schemas.suite import Case, Instance, in_order_of
 
 SLOW_S = 1.0
 """Compilations that take longer are listed by name."""
@@ -84,7 +92,7 @@ def _follow_instances(case: Case, compiled: Compiled, follower: Follower, totals
         if any(map(has_reached_limit, outcomes.values())):
             start = follower.matcher(compiled.grammar)
         if instance.is_valid:
-            _count_valid(case, instance, outcomes, totals)
+            _count_valid(case, instance, outcomes, totals, partial(follower.follow, start))
         else:
             _count_invalid(case, instance, outcomes, totals)
 
@@ -100,18 +108,22 @@ def _invalid(instance: Instance, follower: Follower, start: LLMatcher) -> dict[s
     return {layout: follower.follow(start, _text(instance, layout))}
 
 
-def _count_valid(case: Case, instance: Instance, outcomes: dict[str, Followed], totals: Totals) -> None:
+def _count_valid(
+    case: Case, instance: Instance, outcomes: dict[str, Followed], totals: Totals, follow: Callable[[str], Followed]
+) -> None:
     refused = {layout: outcome for layout, outcome in outcomes.items() if not outcome.is_accepted}
     totals.num_valid.update(outcomes.keys())
     totals.num_accepted.update(outcomes.keys() - refused.keys())
     if refused:
-        outcome = next(iter(refused.values()))
+        layout, outcome = next(iter(refused.items()))
+        in_order = replace(instance, value=in_order_of(case.schema, instance.value))
+        is_other_order = not has_reached_limit(outcome) and follow(_text(in_order, layout)).is_accepted
         totals.not_accepted.append(
             {
                 "schema": case.name,
                 "instance": instance.index,
                 "layouts": list(refused),
-                "reason": why_not_accepted(outcome),
+                "reason": OTHER_ORDER if is_other_order else why_not_accepted(outcome),
                 "before": outcome.before[-_NUM_SHOWN:],
                 "after": outcome.after[:_NUM_SHOWN],
             }

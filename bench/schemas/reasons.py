@@ -5,6 +5,9 @@ from typing import Any
 
 from bench.schemas.following import Followed
 
+OTHER_ORDER = "its properties are in another order than in the schema"
+"""The reason for an instance that is accepted once its properties are in the schema's order."""
+
 _UNKNOWN_KEYS = re.compile(r"Unimplemented keys: \[(.*?)\]")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
 _NO_TEXT_OF_THE_GRAMMAR = "Parser Error: token"

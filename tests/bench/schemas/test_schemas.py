@@ -10,7 +10,7 @@ from bench.command_line import BenchError
 from bench.schemas.command import main
 from bench.schemas.following import Followed, Follower, Vocabulary
 from bench.schemas.measurement import LAYOUTS
-from bench.schemas.reasons import refusal, refused_keywords, violated_keyword, why_not_accepted
+from bench.schemas.reasons import OTHER_ORDER, refusal, refused_keywords, violated_keyword, why_not_accepted
 from bench.schemas.suite import read_cases
 from quire.model_path import embedded_model
 from scheduler.text.checkpoint import Checkpoint
@@ -58,6 +58,17 @@ def test_everything_is_counted(suite: Path) -> None:
     assert wrong == {"schema": "d", "instance": 0, "keyword": "none that jsonschema knows"}
     assert found["masks"] > 20
     assert found["mask_us"]["p50"] > 0
+
+
+def test_instances_in_another_order_are_told_apart(tmp_path: Path) -> None:
+    schema = COUNTED | {"properties": {"n": {"type": "integer"}, "m": {"items": COUNTED}}}
+    instances = [{"m": [{"n": 1}], "n": 2}, {"m": [], "n": "x"}]
+    directory = tmp_path / "data"
+    directory.mkdir()
+    found = {"schema": schema, "tests": [{"valid": True, "data": each} for each in instances]}
+    (directory / "a.json").write_text(json.dumps(found))
+    reasons = [each["reason"] for each in measured(directory)["not_accepted"]]
+    assert reasons == [OTHER_ORDER, "a name: the order or the names of the properties"]
 
 
 def test_a_sample_has_every_nth_schema(suite: Path) -> None:
