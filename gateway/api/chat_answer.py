@@ -17,6 +17,8 @@ from quire.v1 import generation_pb2 as pb
 
 DONE = "data: [DONE]\n\n"
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False)  # json.dumps would make one for each call
+
 
 class ChatChunks:
     """The events of one stream."""
@@ -159,4 +161,4 @@ def error_event(error: ApiError) -> str:
 
 def to_json(value: object) -> str:
     """Returns compact JSON. Text is not escaped to ASCII."""
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return _ENCODER.encode(value)

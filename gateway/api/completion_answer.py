@@ -86,7 +86,8 @@ class _Answer:
                     choice.texts.append(delta.text)
                     choice.num_tokens += len(delta.token_ids)
                     self._usage.generated(len(delta.token_ids))
-                    choice.sum_logprobs += sum(each.chosen.logprob for each in delta.logprobs)
+                    if self._options.num_returned is not None:
+                        choice.sum_logprobs += sum(each.chosen.logprob for each in delta.logprobs)
                     if self._options.has_logprobs:
                         choice.logprobs.add(delta.logprobs)
                 return choice
@@ -122,9 +123,11 @@ class CompletionChunks(_Answer):
         if not (text or is_end or (taken and taken["tokens"])):
             return ""
         index = prompt * self._options.num_choices + (message.finished.index if is_end else message.delta.index)
+        logprobs = "null" if taken is None else to_json(taken)
+        reason = to_json(choice.reason) if is_end else "null"
         return (
-            f'{self._start}{{"index":{index},"text":{encode_basestring(text)},"logprobs":{to_json(taken)},'
-            f'"finish_reason":{to_json(choice.reason if is_end else None)}}}{self._tail()}'
+            f'{self._start}{{"index":{index},"text":{encode_basestring(text)},"logprobs":{logprobs},'
+            f'"finish_reason":{reason}}}{self._tail()}'
         )
 
     def end(self) -> str:
