@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from aiohttp import web
 
 from gateway.api.chat_answer import to_json
-from gateway.api.endpoint import EchoedPrompt, Head, ParsedRequest
+from gateway.api.endpoint import Chunks, EchoedPrompt, Head, ParsedRequest
 from gateway.api.errors import ApiError, from_quire_error
 from gateway.api.tokens import NAMES
 from gateway.http.model_tools import prepare
@@ -146,6 +146,8 @@ class GenerationHandler:
                     if not has_text and messages[-1].HasField("delta"):
                         has_text = True
                         self._metrics.first_token.observe(time.monotonic() - began_s)
+                        for k, stream in enumerate(streams):
+                            stream.deliver_to(_ChunkWriter(chunks, k, reader))
                     await reader.write(text)
             await reader.write(chunks.end())
         except (QuireError, ApiError) as error:
@@ -216,6 +218,25 @@ class GenerationHandler:
             self._num_open -= 1
             if not self._num_open:
                 self._is_idle.set()
+
+
+class _ChunkWriter:
+    """Writes the chunk of each message at once. The response has begun."""
+
+    __slots__ = ("_chunks", "_prompt", "_reader")
+
+    def __init__(self, chunks: Chunks, prompt: int, reader: Reader) -> None:
+        self._chunks = chunks
+        self._prompt = prompt
+        self._reader = reader
+
+    @property
+    def is_free(self) -> bool:
+        return self._reader.is_free
+
+    def take(self, message: pb.GenerateResponse) -> None:
+        if text := self._chunks.encode(self._prompt, message):
+            self._reader.write_now(text)
 
 
 def caller_of(request: web.Request) -> Caller:

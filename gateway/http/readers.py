@@ -5,12 +5,18 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from aiohttp import hdrs
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from aiohttp import web
 
 _INTERVAL_S = 0.25
+
+
+_MAX_BUFFERED = 16 << 10
+"""Bytes that may wait for a client to read when `write_now` adds some."""
 
 
 class Reader:
@@ -29,6 +35,25 @@ class Reader:
         self.blocked_since_s = self._loop.time()
         await self._response.write(text.encode())
         self.blocked_since_s = None
+
+    @property
+    def is_free(self) -> bool:
+        """True if `write_now` may be called: the response has begun in chunks, and its client reads fast enough."""
+        transport = self._transport
+        return (
+            transport is not None
+            and self.blocked_since_s is None
+            and self._response.headers.get(hdrs.TRANSFER_ENCODING) == "chunked"
+            and transport.get_write_buffer_size() < _MAX_BUFFERED
+        )
+
+    def write_now(self, text: str) -> None:
+        """Writes a chunk of HTTP/1.1 (RFC 9112, section 7.1), without what aiohttp does for each. Raises
+        ConnectionResetError if the client has gone."""
+        if self._transport is None or self._transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        data = text.encode()
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def drop(self) -> None:
         """Closes the connection at once, which cancels the handler."""

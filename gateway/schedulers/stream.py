@@ -87,6 +87,17 @@ class Way(Protocol):
         """Called for each message, with the number of tokens that it brings."""
 
 
+class Taker(Protocol):
+    """Takes messages as they arrive. Both members are used on the event loop."""
+
+    @property
+    def is_free(self) -> bool:
+        """True if it can take a message now."""
+
+    def take(self, message: pb.GenerateResponse) -> None:
+        """Takes a message. What it raises, `GenerationStream.next` raises."""
+
+
 class GenerationStream:
     """Sends the request at once. `next` returns the messages; `close` cancels the request unless it has ended."""
 
@@ -97,6 +108,8 @@ class GenerationStream:
         self._tries = Tries(request, {"timeout": caller.timeout_s(), "wait_for_ready": False}, contact)
         self._unread: list[pb.GenerateResponse] = []
         self._reading: asyncio.Future[None] | None = None
+        self._taker: Taker | None = None
+        self._failure: Exception | None = None  # of the taker
         self._is_paused = False
         self._is_open = False
         self._error: QuireError | None = None
@@ -107,6 +120,8 @@ class GenerationStream:
     async def next(self) -> list[pb.GenerateResponse] | None:
         """Returns the messages that have arrived, at least one; None after the last one. Raises a QuireError."""
         while True:
+            if self._failure is not None:
+                raise self._failure
             if self._unread:
                 unread, self._unread = self._unread, []
                 if self._is_paused:
@@ -133,6 +148,11 @@ class GenerationStream:
                 self._refusals.clear()
                 self._begin(self._way.first())
 
+    def deliver_to(self, taker: Taker) -> None:
+        """From now on, a message that arrives while `next` waits goes to `taker` if that is free: to wake a task for
+        each message costs more than the message."""
+        self._taker = taker
+
     @property
     def can_move(self) -> bool:
         return self._tries.can_continue
@@ -147,6 +167,10 @@ class GenerationStream:
     def received(self, response: pb.GenerateResponse) -> None:
         self._has_begun = True
         self._way.received(len(response.delta.token_ids))
+        # While `next` waits, all earlier messages were processed.
+        if self._taker is not None and self._reading is not None and not self._reading.done() and self._taker.is_free:
+            self._take(self._taker, response)
+            return
         self._unread.append(response)
         if len(self._unread) >= MAX_UNREAD and not self._is_paused:
             self._is_paused = True
@@ -158,6 +182,14 @@ class GenerationStream:
         self._way.left(frees_room=self._has_begun)
         self._error = error
         self._wake()
+
+    def _take(self, taker: Taker, response: pb.GenerateResponse) -> None:
+        try:
+            if self._tries.accept(response):
+                taker.take(response)
+        except Exception as error:  # noqa: BLE001  (`next` raises it in the task of the request)
+            self._failure = error
+            self._wake()
 
     def _wake(self) -> None:
         if self._reading is not None and not self._reading.done():
