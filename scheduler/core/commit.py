@@ -101,7 +101,7 @@ def _commit_beams(state: SchedulerState, step: Step, candidates: BeamCandidates,
         if beam.num_computed_tokens >= beam.publish_at:
             state.cache.publish(beam)
     for leader in dict.fromkeys(beam.leader for beam in beams):
-        leader.show_progress()
+        leader.loss_mark = -1  # its beams have received a token
         _decide_beams(state, state.active(leader), candidates, events)
 
 

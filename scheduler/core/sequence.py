@@ -112,7 +112,7 @@ class Sequence:
         self.num_preemptions = 0
         self.displaced_by: Account | None = None  # the tenant whose claim preempted it; it pays for the recomputation
         self.num_losses = 0  # executors lost in a row without a token committed in between
-        self.loss_mark = 0  # len(token_ids) at the last loss
+        self.loss_mark = 0  # len(token_ids) at the last loss; -1: beams have received a token since
         self.digests: list[bytes] = []  # hash chain of the full blocks, computed as far as it was needed
         self.forget_kv()
 
@@ -162,10 +162,6 @@ class Sequence:
             raise InvariantViolation(f"{self!r} cannot become {state.value}")
         self.state = state
 
-    def show_progress(self) -> None:
-        """Called when the beams of a sequence have received a token; resets the count of lost executors."""
-        self.loss_mark = -1
-
     def count_loss(self) -> None:
         """Called when the executor was lost while this sequence ran."""
         self.num_losses = self.num_losses + 1 if len(self.token_ids) == self.loss_mark else 1
@@ -181,5 +177,4 @@ def _params_of(request: Request, index: int) -> SequenceParams:
     if request.beam is not None:
         num_ends = len({*params.eos_token_ids, *params.stop_token_ids})
         return replace(params, seed=request.seeds[0], num_candidates=request.beam.num_candidates(num_ends))
-    num_prompt_logprobs = params.num_prompt_logprobs if index == 0 else 0
-    return replace(params, seed=request.seeds[index], num_prompt_logprobs=num_prompt_logprobs)
+    return replace(params, seed=request.seeds[index], num_prompt_logprobs=0 if index else params.num_prompt_logprobs)
