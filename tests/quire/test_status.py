@@ -39,6 +39,7 @@ async def test_a_server_that_ends_while_requests_are_sent_is_a_lost_connection()
         await server.start()
         async with grpc.aio.insecure_channel(address) as channel:
             call = GenerationStub(channel).GenerateMany()
+            await call.write(pb.GenerateManyRequest())  # so that there is a connection to lose
 
             async def write(call: Any = call) -> None:
                 with suppress(grpc.RpcError, asyncio.InvalidStateError):
