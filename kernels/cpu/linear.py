@@ -28,25 +28,31 @@ if TYPE_CHECKING:
 
 # Rows of a unit: enough to make good use of a panel in the cache, few enough that a prompt gives many units.
 UNIT_ROWS = 8 * MAX_ROWS
-# All rows of a unit process this many inputs before the next ones. Each tile of rows reads this span of a panel again;
-# the span and the next one, which is prefetched, fit into a second-level cache of 1 MiB. Twice
-# as many bfloat16 take the same room; without matrix registers, that was not faster.
-SPAN_INPUTS = 1024
+# The most panels of a unit. Narrow panels share the rows of a unit, which are widened once and then read from a cache.
+UNIT_PANELS = 8 if PANEL < 64 else 1
+# Fewer panels where a thread would not get as many units, so that all threads end at about the same time.
+UNITS_PER_THREAD = 4
+# All rows of a unit process this many inputs before the next ones. Each tile of rows reads this span of a panel again:
+# of a narrow panel from the first-level cache, otherwise from a second-level cache of 1 MiB, into which the span and
+# the next one, which is prefetched, fit. Twice as many bfloat16 take the same room; without matrix registers, that was
+# not faster.
+SPAN_INPUTS = 512 if PANEL < 64 else 1024
 
 # bias: null if there is none.
-LINEAR_JOB = job_dtype("x x_row_bytes panels panel_bytes bias out out_row_bytes num_rows in_size out_size num_panels")
+LINEAR_JOB = job_dtype(
+    "x x_row_bytes panels panel_bytes bias out out_row_bytes num_rows in_size out_size num_panels num_threads"
+)
 
 _job = Job(LINEAR_JOB)
 
 
 @cache
 def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
-    """Returns the kernel for x Wᵀ + b; a unit is a panel with up to UNIT_ROWS rows.
+    """Returns the kernel for x Wᵀ + b; a unit has up to UNIT_PANELS panels and up to UNIT_ROWS rows.
 
     Inputs and outputs have the same storage. row_kind: see `row_format`.
     """
     sources = SOURCES
-    # A tile reads its rows directly, or after they were widened to float32.
     widens = storage != FLOAT32 and row_kind == FLOAT32
     most_rows = tile_rows(row_kind)
     span_inputs = 2 * SPAN_INPUTS if row_kind == MATRIX else SPAN_INPUTS
@@ -57,65 +63,82 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
     def linear(address: int) -> None:
         _ = sources
         job = array(address, 1, LINEAR_JOB)[0]
-        in_size = job.in_size
-        num_steps = in_size // width
-        scratch = np.empty(UNIT_ROWS * PANEL + (most_rows * in_size if widens else 0) + 16, np.float32)
-        sums_address = (scratch.ctypes.data + 63) // 64 * 64
-        widened = sums_address + UNIT_ROWS * PANEL * 4
+        num_steps = job.in_size // width
         num_pieces = (job.num_rows + UNIT_ROWS - 1) // UNIT_ROWS
-        num_units = job.num_panels * num_pieces
+        # A single tile reads its panel only once, so there is no need to cut the inputs into spans.
+        unit_panels, most_steps = 1, num_steps
+        if job.num_rows > most_rows:
+            most_steps = span_inputs // width
+            unit_panels = max(1, min(UNIT_PANELS, job.num_panels * num_pieces // (UNITS_PER_THREAD * job.num_threads)))
+        # A tile reads its rows directly, or after they were widened to float32: by the first of several panels.
+        widened_rows, widened_inputs = 0, most_steps * width
+        if widens:
+            widened_rows = min(job.num_rows, UNIT_ROWS) if unit_panels > 1 else most_rows
+        num_sums = unit_panels * UNIT_ROWS * PANEL
+        scratch = np.empty(num_sums + widened_rows * widened_inputs + 16, np.float32)
+        sums_address = (scratch.ctypes.data + 63) // 64 * 64
+        widened = sums_address + num_sums * 4
+        num_units = (job.num_panels + unit_panels - 1) // unit_panels * num_pieces
         full_rows = max(1, min(most_rows, job.num_rows))
         begin_products(row_kind, full_rows)
         unit = count_up(address)
         while unit < num_units:
             # Take the next unit before this one is done, so that its data is prefetched during the multiplication.
             next_unit = count_up(address)
-            which, piece = unit // num_pieces, unit % num_pieces
-            panel = job.panels + which * job.panel_bytes
-            next_panel = panel
+            first_panel, piece = unit // num_pieces * unit_panels, unit % num_pieces
+            num_panels = min(unit_panels, job.num_panels - first_panel)
+            panels = job.panels + first_panel * job.panel_bytes
+            next_panels = panels
             if next_unit < num_units:
-                next_panel = job.panels + next_unit // num_pieces * job.panel_bytes
+                next_panels = job.panels + next_unit // num_pieces * unit_panels * job.panel_bytes
             start, stop = piece * UNIT_ROWS, min(job.num_rows, (piece + 1) * UNIT_ROWS)
-            # A single tile reads the panel only once, so there is no need to cut the inputs into spans.
-            most_steps = num_steps if stop - start <= most_rows else span_inputs // width
             for step in range(0, num_steps, most_steps):
                 span_steps = min(most_steps, num_steps - step)
-                span = panel + step * panel_step_bytes
-                ahead = span + span_steps * panel_step_bytes if step + span_steps < num_steps else next_panel
-                ahead_stop = ahead + span_steps * panel_step_bytes
-                for first in range(start, stop, most_rows):
-                    num_rows = min(most_rows, stop - first)
-                    rows = job.x + first * job.x_row_bytes + step * step_bytes
-                    row_bytes = job.x_row_bytes
-                    if widens:
-                        for row in range(num_rows):
-                            for i in range(span_steps * width):
-                                write(FLOAT32, widened, row * in_size + i, read(storage, rows + row * row_bytes, i))
-                        rows, row_bytes = widened, in_size * 4
-                    own_sums = sums_address + (first - start) * PANEL * 4
-                    if step == 0:
-                        multiply(
-                            num_rows, full_rows, row_kind, weight_storage, 0,
-                            rows, row_bytes, span, span_steps, own_sums, PANEL * 4, ahead,
-                        )  # fmt: skip
+                for which in range(num_panels):
+                    span = panels + which * job.panel_bytes + step * panel_step_bytes
+                    if which + 1 < num_panels:
+                        ahead = span + job.panel_bytes
+                    elif step + span_steps < num_steps:
+                        ahead = panels + (step + span_steps) * panel_step_bytes
                     else:
-                        multiply(
-                            num_rows, full_rows, row_kind, weight_storage, 1,
-                            rows, row_bytes, span, span_steps, own_sums, PANEL * 4, ahead,
-                        )  # fmt: skip
-                    ahead = min(ahead + span_steps * LINE_BYTES, ahead_stop)
-            first_column = which * PANEL
-            num_columns = min(PANEL, job.out_size - first_column)
-            for row in range(stop - start):
-                own_sums = sums_address + row * PANEL * 4
-                out = job.out + (start + row) * job.out_row_bytes + first_column * number_bytes
-                if job.bias != 0:
-                    bias = job.bias + first_column * 4
-                    for i in range(num_columns):
-                        write(storage, out, i, read(FLOAT32, own_sums, i) + read(FLOAT32, bias, i))
-                else:
-                    for i in range(num_columns):
-                        write(storage, out, i, read(FLOAT32, own_sums, i))
+                        ahead = next_panels
+                    ahead_stop = ahead + span_steps * panel_step_bytes
+                    for first in range(start, stop, most_rows):
+                        num_rows = min(most_rows, stop - first)
+                        rows = job.x + first * job.x_row_bytes + step * step_bytes
+                        row_bytes = job.x_row_bytes
+                        if widens:
+                            own = widened + (first - start if unit_panels > 1 else 0) * widened_inputs * 4
+                            for row in range(num_rows if which == 0 else 0):
+                                for i in range(span_steps * width):
+                                    number = read(storage, rows + row * row_bytes, i)
+                                    write(FLOAT32, own, row * widened_inputs + i, number)
+                            rows, row_bytes = own, widened_inputs * 4
+                        sums = sums_address + (which * UNIT_ROWS + first - start) * PANEL * 4
+                        if step == 0:
+                            multiply(
+                                num_rows, full_rows, row_kind, weight_storage, 0,
+                                rows, row_bytes, span, span_steps, sums, PANEL * 4, ahead,
+                            )  # fmt: skip
+                        else:
+                            multiply(
+                                num_rows, full_rows, row_kind, weight_storage, 1,
+                                rows, row_bytes, span, span_steps, sums, PANEL * 4, ahead,
+                            )  # fmt: skip
+                        ahead = min(ahead + span_steps * LINE_BYTES, ahead_stop)
+            for which in range(num_panels):
+                first_column = (first_panel + which) * PANEL
+                num_columns = min(PANEL, job.out_size - first_column)
+                for row in range(stop - start):
+                    sums = sums_address + (which * UNIT_ROWS + row) * PANEL * 4
+                    out = job.out + (start + row) * job.out_row_bytes + first_column * number_bytes
+                    if job.bias != 0:
+                        bias = job.bias + first_column * 4
+                        for i in range(num_columns):
+                            write(storage, out, i, read(FLOAT32, sums, i) + read(FLOAT32, bias, i))
+                    else:
+                        for i in range(num_columns):
+                            write(storage, out, i, read(FLOAT32, sums, i))
             unit = next_unit
         end_products(row_kind)
         scratch[0] = 0  # numba frees an array after its last use: this keeps the array alive until here
@@ -155,6 +178,7 @@ class PackedLinear:
             "in_size": own.in_size,
             "out_size": own.out_size,
             "num_panels": len(own.panels),
+            "num_threads": torch.get_num_threads(),
         }
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
