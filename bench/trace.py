@@ -2,9 +2,10 @@
 
 Prompt and output lengths are log-normal, as in served traffic. `mixed` has prompts of 8 … 512 tokens with a mean of
 about 130, and outputs of 4 … 384 with a mean of about 90. `sharegpt` has means of about 215 and 197, as ShareGPT
-conversations in benchmarks, and at most 1,024 tokens each. The others belong to profiles (bench/profiles.py). Prompts
-are random token ids, so that no result depends on a tokenizer and no two prompts share a prefix by accident. If the
-model's context is shorter than the longest request, one factor scales all lengths, so that the mix keeps its shape.
+conversations in benchmarks, and at most 1,024 tokens each. `open` has one length, so that streams that begin together
+stay open together. The others belong to profiles (bench/profiles.py). Prompts are random token ids, so that no result
+depends on a tokenizer and no two prompts share a prefix by accident. If the model's context is shorter than the longest
+request, one factor scales all lengths, so that the mix keeps its shape.
 """
 
 import math
@@ -30,6 +31,7 @@ def _fixed(length: int) -> LengthDistribution:
 LENGTHS = {
     "mixed": [(LengthDistribution(4.6, 0.8, 8, 512), LengthDistribution(4.2, 0.9, 4, 384))],
     "sharegpt": [(LengthDistribution(5.0, 0.9, 8, 1024), LengthDistribution(4.9, 0.9, 4, 1024))],
+    "open": [(_fixed(16), _fixed(384))],
     "rag": [(LengthDistribution(math.log(3500), 0.1, 3000, 4000), _fixed(64))],
     "long": [(_fixed(12_000), _fixed(64))],
     "mixed-long": [(_fixed(8_000), _fixed(200)), *[(_fixed(50), _fixed(200))] * 5],
