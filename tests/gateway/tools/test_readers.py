@@ -19,7 +19,8 @@ PIECES = [
     " to=", '{"name"', '"name": "weather"', '"name": "other"', '"arguments": ', '"parameters": ', '"id": "1"', "{", "}",
     "[", "]", '"', "\\", ":", ",", ";", " ", "\n", "null", "weather", '{"city": "Rome"}', "é😀", "<", "x",
 ]  # fmt: skip
-VALUES = st.recursive(st.text() | st.integers() | st.none(), st.lists)
+VALUES = st.recursive(st.text(max_size=16) | st.integers() | st.none(), st.lists, max_leaves=6)
+ARGUMENTS = st.dictionaries(st.text(max_size=16), VALUES, max_size=4)
 MANY = [
     '{"name": ', '{"arguments": ', '{"name": "weather", "arguments": ', "{", "<", "[", " ", "; ",
     '{"name": "' + "x" * 9_000, "<tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS]" + "x" * 9_000, "<|channel|>", '{"a": {',
@@ -92,15 +93,12 @@ def test_any_text_is_read(name: str, text: str) -> None:
 
 
 @settings(max_examples=100)
-@given(
-    arguments=st.dictionaries(st.text(), st.recursive(st.text() | st.integers() | st.none(), st.lists)), data=st.data()
-)
+@given(arguments=ARGUMENTS, is_ascii=st.booleans(), indent=st.sampled_from([None, 2]))
 @pytest.mark.parametrize("name", NAMES)
-def test_any_arguments_are_passed_on_as_written(name: str, arguments: dict[str, object], data: st.DataObject) -> None:
-
-    written_as = json.dumps(
-        arguments, ensure_ascii=data.draw(st.booleans()), indent=data.draw(st.sampled_from([None, 2]))
-    )
+def test_any_arguments_are_passed_on_as_written(
+    name: str, arguments: dict[str, object], is_ascii: bool, indent: int | None
+) -> None:
+    written_as = json.dumps(arguments, ensure_ascii=is_ascii, indent=indent)
     if name == "harmony" and "<|" in written_as:
         return  # its markers end a message wherever they stand
     assert calls(read(name, list(one_call(name, written_as)))) == [("weather", written_as)]
@@ -117,8 +115,8 @@ def test_long_texts_are_read_in_linear_time(name: str, piece: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_mebibyte(name: str) -> None:
-    text = one_call(name, '{"city": "' + "Rome " * 2**17 + '"}') + " " * 2**17 + "\n{<[" * 2**15
+def test_a_quarter_of_a_mebibyte(name: str) -> None:
+    text = one_call(name, '{"city": "' + "Rome " * 2**15 + '"}') + " " * 2**15 + "\n{<[" * 2**13
     assert written(read(name, text)) == text
     parts = [text[i : i + 3] for i in range(0, len(text), 3)]
     assert written(read(name, parts)) == text

@@ -104,8 +104,8 @@ def test_a_second_start_compiles_nothing(dtype: str) -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX is of x86-64")
 @pytest.mark.parametrize(("name", "without"), [("haswell", "avx512"), ("emeraldrapids", "none"), ("znver4", "none")])
 def test_attention_is_right_on_other_processors(name: str, without: str, tmp_path: Path) -> None:
-    if not binding.get_host_cpu_features().get("avx2"):
-        pytest.skip("no AVX2")
+    if not binding.get_host_cpu_features().get("avx512f"):
+        pytest.skip("without AVX-512 the kernels of this processor are those of haswell, which the other tests run")
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     if without == "avx512":
         environment |= {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
