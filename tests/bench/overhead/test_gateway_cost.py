@@ -19,5 +19,5 @@ def test_both_kinds_of_client_are_measured(tmp_path: Path, capsys: pytest.Captur
         assert min(each[kind]["tokens_per_s"] for kind in ("grpc", "http")) > 0
         assert each["tokens_per_chunk"] > 0
         assert each["us_per_chunk"] > 0
-        assert each["open_us_per_chunk"] >= 0  # processor times are counted in hundredths of a second
+        assert each["open_us_per_chunk"] > 0
     assert "of the rate over gRPC" in capsys.readouterr().out

@@ -71,6 +71,10 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         kernels.attention_prefill(query, pool.kv, pool.block_tables, starts, pool.context_lens, out, 0.125)
     tolerance = {"rtol": 2e-5, "atol": 2e-5} if dtype is torch.float32 else {"rtol": 2**-7, "atol": 2**-9}
     torch.testing.assert_close(*outs, **tolerance)
+    weight, x = torch.randn(100, 1100).to(dtype), torch.randn(97, 1100).to(dtype)
+    layer = cpu.pack_linear([weight])
+    torch.testing.assert_close(layer(x).double(), x.double() @ weight.double().T, rtol=2**-7, atol=1e-3)
+    assert torch.equal(layer(x[50:51]), layer(x)[50:51])
 """
 
 
@@ -103,9 +107,9 @@ def test_a_second_start_compiles_nothing(dtype: str) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="AVX is of x86-64")
 @pytest.mark.parametrize(("name", "without"), [("haswell", "avx512"), ("emeraldrapids", "none"), ("znver4", "none")])
-def test_attention_is_right_on_other_processors(name: str, without: str, tmp_path: Path) -> None:
+def test_kernels_are_right_on_other_processors(name: str, without: str, tmp_path: Path) -> None:
     if not binding.get_host_cpu_features().get("avx512f"):
-        pytest.skip("without AVX-512 the kernels of this processor are those of haswell, which the other tests run")
+        pytest.skip("this processor has no AVX-512, so the other tests run what haswell would run")
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     if without == "avx512":
         environment |= {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
