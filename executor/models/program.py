@@ -44,7 +44,7 @@ from kernels.cpu.kv import STORE_JOB, store_fields, store_kernel
 from kernels.cpu.linear import LINEAR_JOB, PackedLinear
 from kernels.cpu.native import storage_of
 from kernels.cpu.program import Program
-from kernels.cpu.tiles import CHUNK
+from kernels.cpu.softmax import CHUNK
 from kernels.memory import zeros
 
 # Parts of the program: jobs over all rows of a step, and jobs over the rows that logits are made of.

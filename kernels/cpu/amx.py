@@ -10,7 +10,7 @@ of that::
 The instruction sums the inputs with even and those with odd numbers separately, each from zero and in their order, adds
 both, and adds the result to the sum (Intel, Architecture Instruction Set Extensions, TDPBF16PS). Denormals count as
 zero. A row has the same bits however many rows share the registers, and vectors of float32 can compute these bits too:
-`kernels.cpu.tiles` does so for a few rows.
+`kernels.cpu.few_rows` does so for a few rows.
 
 A thread configures its registers before it uses them, and releases them afterwards: their contents are large, and the
 system saves them when it takes the processor away.

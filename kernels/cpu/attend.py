@@ -37,16 +37,10 @@ from kernels.cpu.native import (
     read,
     write,
 )
+from kernels.cpu.softmax import CHUNK, SCORE_LANES, SCORE_STRIDE, soften_row
 from kernels.cpu.team import Kernel, job_dtype
-from kernels.cpu.tiles import (
-    CHUNK,
-    MAX_TOKENS_AHEAD,
-    SCORE_LANES,
-    SCORE_STRIDE,
-    STRIP,
-    padded_size,
-    soften_row,
-)
+from kernels.cpu.tiles import STRIP
+from kernels.cpu.tokens import MAX_TOKENS_AHEAD, padded_size
 
 # A short prompt of few kv heads is cut into smaller tiles, so that every thread gets some of these units.
 _MIN_UNITS, _MIN_TILE_ROWS = 8, 48
@@ -57,7 +51,7 @@ _PAIRED = BFLOAT16 if HAS_BFLOAT16_ROUNDING else FLOAT32
 
 # Fields named after tensors hold their addresses. score_rows, weigh_rows: the two functions of `tiles_kernel`.
 # takes_pairs: 1 if products take bfloat16 as it is. tile_rows: the most query rows of a tile. panel_words, padded_size,
-# tokens_ahead: see `kernels.cpu.tiles`. group: query heads per kv head. table_width: entries from one row of the block
+# tokens_ahead: see `kernels.cpu.tokens`. group: query heads per kv head. table_width: entries from one row of the block
 # tables to the next. table_rows: the row of each sequence, null if sequence s uses row s. query_starts: null if every
 # sequence has one query. parts: float32 [sequence, kv head, chunk, part_numbers]. arrivals: int64 [sequence, kv head],
 # zero between calls.

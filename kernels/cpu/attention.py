@@ -11,8 +11,10 @@ import torch
 from kernels.cpu.attend import ATTENTION_JOB, attend_kernel, part_numbers
 from kernels.cpu.native import FLOAT32, storage_of, strided
 from kernels.cpu.panels import row_format
+from kernels.cpu.softmax import CHUNK
 from kernels.cpu.team import Job
-from kernels.cpu.tiles import CHUNK, TILE_ROWS, padded_size, panel_words, tiles_kernel, tokens_ahead
+from kernels.cpu.tiles import TILE_ROWS, panel_words, tiles_kernel
+from kernels.cpu.tokens import padded_size, tokens_ahead
 
 _LOG2_E = math.log2(math.e)
 _job = Job(ATTENTION_JOB)
