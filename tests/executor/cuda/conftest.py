@@ -57,7 +57,6 @@ def pair(checkpoint) -> Callable[..., Pair]:
 
 
 if IS_INTERPRETED:
-    from tests.support.triton.patches import patch_once, repair_indices
+    from tests.support.triton.patches import patch_interpreter
 
-    repair_indices()
-    patch_once()
+    patch_interpreter()

@@ -24,7 +24,6 @@ elif not torch.cuda.is_available():
     ]
 
 if IS_INTERPRETED:
-    from tests.support.triton.patches import patch_once, repair_indices
+    from tests.support.triton.patches import patch_interpreter
 
-    repair_indices()
-    patch_once()
+    patch_interpreter()
