@@ -74,6 +74,9 @@ GRPC: dict[str, Callable[[], pb.GenerateRequest]] = {
     "chat, one message, 2 MiB, escapes": lambda: pb.GenerateRequest(
         chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="\x01" * (_MIB - 1024))]), stopping=_ONE
     ),
+    "chat, one message, 512 Ki tokens": lambda: pb.GenerateRequest(
+        chat=pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="\x01" * (_MIB // 2 - 1024))]), stopping=_ONE
+    ),
     "chat, 1,024 messages, 256 KiB": lambda: pb.GenerateRequest(chat=_chat_message(_MIB // 4), stopping=_ONE),
 }
 """Requests over gRPC, the largest that pass each bound and some that real models can take."""

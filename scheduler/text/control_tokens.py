@@ -92,7 +92,7 @@ class ChatEncoder:
 
     def checkpoint_ids(self, chat_ids: list[int]) -> list[int]:
         """Returns the checkpoint's ids. Raises ValueError if a control token came from text instead of a stand-in."""
-        if not self._unwanted_ids.isdisjoint(chat_ids):
+        if self._unwanted_ids and not self._unwanted_ids.isdisjoint(chat_ids):
             raise ValueError("the model of the tokenizer made a control token from text")
         checkpoint_ids = self._checkpoint_ids
         return [checkpoint_ids.get(chat_id, chat_id) for chat_id in chat_ids]

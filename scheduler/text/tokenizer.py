@@ -29,6 +29,10 @@ MAX_INLINE_SIZE = 2048
 IDS_AT_ONCE = 1 << 16
 """Token ids that are made in one call, which takes a millisecond."""
 
+MAX_TOKENS_OF_TEXT = 1 << 19
+"""Tokens that a text may have; longer prompts have to come as ids. The library divides an encoding in one call, which
+keeps the interpreter lock for 7 ms if it has as many."""
+
 NUM_THREADS = 2
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -111,7 +115,8 @@ class Tokenizer:
         """Returns the token ids of a valid Unicode text, with the special tokens of the checkpoint's post-processor.
 
         Control tokens in the text are recognised. Raises CapacityExceeded if there are more than `max_tokens`,
-        QueueFull if too much text waits already, InvalidRequest if the vocabulary cannot express the text.
+        QueueFull if too much text waits already, InvalidRequest if the vocabulary cannot express the text or if it has
+        more than MAX_TOKENS_OF_TEXT tokens.
         """
         _check_fewest(self._bound.fewest_tokens(text), max_tokens)
         encode = partial(_encode, add_special_tokens=add_special_tokens)
@@ -179,6 +184,9 @@ def _encode(
     # parts, between which the event loop runs.
     if max_tokens is not None and len(encoding) > max_tokens:
         raise _capacity_exceeded(str(len(encoding)), max_tokens)
+    if len(encoding) > MAX_TOKENS_OF_TEXT:
+        problem = f"has {len(encoding)} tokens, a text may have {MAX_TOKENS_OF_TEXT}: send a longer prompt as token ids"
+        raise InvalidRequest({"prompt": problem})
     if len(encoding) <= IDS_AT_ONCE:
         ids: list[int] = encoding.ids
         return ids

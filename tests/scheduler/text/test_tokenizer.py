@@ -178,6 +178,25 @@ async def test_long_lists_of_ids_are_made_in_parts(tokenizer: Tokenizer, monkeyp
     assert made == [100, 100, 50]
 
 
+async def test_a_text_of_too_many_tokens_is_invalid(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer_module, "MAX_TOKENS_OF_TEXT", 100)
+    made: list[int] = []
+    for encode in (tokenizer.encode, tokenizer.encode_chat):
+        with pytest.raises(InvalidRequest) as caught:
+            await encode("\x01" * 101)
+        number = 101 if encode == tokenizer.encode_chat else 102  # with the special token of the text
+        assert caught.value.violations == {
+            "prompt": f"has {number} tokens, a text may have 100: send a longer prompt as token ids"
+        }
+    assert len(await tokenizer.encode_chat("\x01" * 100)) == 100
+    tokenizer._tokenizer = Encoding([1] * 101, made)  # type: ignore[assignment]
+    with pytest.raises(CapacityExceeded):  # a text that cannot fit at all is told so, as before
+        await tokenizer.encode("x", max_tokens=99)
+    with pytest.raises(InvalidRequest):
+        await tokenizer.encode("x", max_tokens=101)
+    assert made == []
+
+
 async def test_large_work_is_done_in_a_thread(tokenizer: Tokenizer) -> None:
     threads = [
         await tokenizer.in_turn(threading.current_thread, size, "default")
