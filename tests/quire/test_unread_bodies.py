@@ -33,9 +33,11 @@ async def port() -> AsyncIterator[int]:
 
     app = web.Application(middlewares=[discard])
     app.add_routes([web.post("/", refuse)])
-    async with TestServer(app, host="127.0.0.1") as server:
-        assert server.port is not None
-        yield server.port
+    server = TestServer(app, host="127.0.0.1")
+    await server.start_server(shutdown_timeout=0.1)  # it does not wait for the bodies that it reads slowly
+    assert server.port is not None
+    yield server.port
+    await server.close()
 
 
 async def send_large_body(port: int) -> Connection:
