@@ -51,7 +51,8 @@ def test_an_unknown_attack_is_refused() -> None:
 @pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_the_services_outlive_each_attack(attack: str, tmp_path: Path) -> None:
+def test_the_services_outlive_each_attack(attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_ONSET_S", 1.0)
     path = tmp_path / "attacks.json"
     command.main(["--only", attack, "--duration-s", "1", "--num-requests", "5", "--json", str(path), *SMALL])
     (row,) = json.loads(path.read_text())["rows"]
