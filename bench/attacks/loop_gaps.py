@@ -84,7 +84,7 @@ GRPC: dict[str, Callable[[], pb.GenerateRequest]] = {
 HTTP: dict[str, Callable[[], dict[str, Any]]] = {
     "HTTP, text, 1 MiB": lambda: {"text": _text(_MIB - 200), "stopping": {"max_tokens": 1}},
     "HTTP, chat, 1 MiB": lambda: {"chat": {"messages": _chat(_MIB * 9 // 10)}, "stopping": {"max_tokens": 1}},
-    "HTTP, 100,000 marks": lambda: {"text": "x", "stopping": {"stop_token_ids": [[0]] * 49_980}},
+    "HTTP, 64,000 marks": lambda: {"text": "x", "stopping": {"stop_token_ids": [[0]] * 31_980}},
 }
 
 LOGPROBS: dict[str, Callable[[], pb.GenerateRequest]] = {

@@ -27,7 +27,7 @@ bodies that never end cannot keep them out."""
 MAX_HELD_BYTES = 32 << 20
 """Bytes of all bodies that are arriving at the same time, without the first FREE_BYTES of each."""
 
-MAX_JSON_MARKS = 100_000
+MAX_JSON_MARKS = 64_000
 """Most commas, colons and opening brackets of a body, those in strings included."""
 
 _MARKS = (b",", b":", b"{", b"[")
@@ -72,7 +72,7 @@ def parse_json(data: bytes) -> object:
     """Returns the value. Raises InvalidRequest if the text is not JSON, or has too many values."""
     if sum(data.count(mark) for mark in _MARKS) > MAX_JSON_MARKS:
         raise InvalidRequest({"": f"must have at most {MAX_JSON_MARKS} commas, colons and opening brackets"})
-    gc.disable()  # else 100,000 new values begin a collection of all objects, which takes longer than parsing
+    gc.disable()  # else so many new values begin a collection of all objects, which takes longer than parsing
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:

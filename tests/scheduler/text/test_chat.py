@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from scheduler.core import InvalidRequest, QueueFull, Unavailable
+from scheduler.text import workers
 from scheduler.text.chat import ChatLimits, ChatRenderer, load_template
 from scheduler.text.chat_messages import Chat, ChatMessage
 from scheduler.text.checkpoint import Checkpoint
@@ -59,6 +62,23 @@ async def test_rendered_texts_are_not_json_that_the_event_loop_would_parse(monke
     text = "".join(map(chr, range(0x1000))) + "🦊\u2028"
     assert await render("{{ messages[0]['content'] }}", [ChatMessage("user", text)]) == text
     assert "bad \x01" in await refusal("{{ raise_exception('bad \x01') }}")
+
+
+async def test_the_messages_of_large_chats_are_made_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One message of 2 MiB takes 13 ms."""
+    framed, threads = workers._framed, []
+
+    def recorded(message: dict[str, Any]) -> bytes:
+        threads.append(threading.current_thread())
+        return framed(message)
+
+    monkeypatch.setattr(workers, "_framed", recorded)
+    for text in ("é🦊", "é🦊" * workers.LARGE):
+        threads.clear()
+        assert await render("{{ messages[0]['content'] }}", [ChatMessage("user", text)]) == text
+        settings, chat = threads
+        assert settings is threading.main_thread()
+        assert (chat is threading.main_thread()) == (len(text) < workers.LARGE)
 
 
 async def test_raise_exception_reaches_the_client() -> None:
