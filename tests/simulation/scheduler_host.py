@@ -105,7 +105,7 @@ class SimulatedChatWorker:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def ask(self, message: dict[str, Any]) -> workers.Answer:
+    async def ask(self, message: dict[str, Any], *, is_large: bool) -> workers.Answer:
         await asyncio.sleep(self._world.random.uniform(0, 0.05))
         return workers.Answer(chat.TEXT, requests.renderer()(message["messages"]))
 
