@@ -185,5 +185,5 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     reset_not_told: 42,
     reset_without_executor_lost: 1181,
     digest_without_parent: 258,
-    pause_holds_up_others: 11,
+    pause_holds_up_others: 136,
 }

@@ -106,14 +106,14 @@ async def test_a_client_that_reads_slowly_gets_all_tokens_and_can_cancel(servers
 
 async def test_a_response_has_a_bounded_size(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
-    collect = many_streams.ManyStreams._collect
+    collected = many_streams.ManyStreams._collected
 
-    def collect_noted(streams: many_streams.ManyStreams) -> pb.GenerateManyResponse:
-        response = collect(streams)
+    async def collected_noted(streams: many_streams.ManyStreams) -> pb.GenerateManyResponse:
+        response = await collected(streams)
         sizes.append(response.ByteSize())
         return response
 
-    monkeypatch.setattr(many_streams.ManyStreams, "_collect", collect_noted)
+    monkeypatch.setattr(many_streams.ManyStreams, "_collected", collected_noted)
     served = await servers.start()
     async with many_call(served.generation) as call:
         submitted = [await opened(served, call, stream_id) for stream_id in range(40)]
@@ -129,6 +129,41 @@ async def test_a_response_has_a_bounded_size(servers: Servers, monkeypatch: pyte
         for stream_id in range(39):
             assert token_ids(await call.complete(stream_id)) == list(range(60, 110)) * 100
     assert max(sizes) < many_streams.MAX_BYTES + 60_000, "the bound and one message"
+
+
+async def test_output_that_arrives_while_a_message_is_made_is_part_of_the_next(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop goes on between the streams of a message, and no stream is in a message twice."""
+    served = await servers.start()
+    responses: list[list[tuple[int, list[int]]]] = []
+    emitted: list[int] = []  # number of responses at the time
+    collect, collected = many_streams.ManyStreams._collect, many_streams.ManyStreams._collected
+    async with many_call(served.generation) as call:
+        submitted = [await opened(served, call, number) for number in range(3 * many_streams.STREAMS_AT_ONCE)]
+        await until(lambda: len(call.messages) == len(submitted))
+
+        def emit_again() -> None:
+            emitted.append(len(responses))
+            submitted[0].emit([61])
+
+        def collect_noted(streams: many_streams.ManyStreams, max_streams: int, num_bytes: int) -> int:
+            if not emitted:
+                asyncio.get_running_loop().call_soon(emit_again)
+            return collect(streams, max_streams, num_bytes)
+
+        async def collected_noted(streams: many_streams.ManyStreams) -> pb.GenerateManyResponse:
+            response = await collected(streams)
+            responses.append([(each.stream_id, list(each.response.delta.token_ids)) for each in response.messages])
+            return response
+
+        monkeypatch.setattr(many_streams.ManyStreams, "_collect", collect_noted)
+        monkeypatch.setattr(many_streams.ManyStreams, "_collected", collected_noted)
+        for each in submitted:
+            each.emit([60])
+        await until(lambda: token_ids(call.messages[0]) == [60, 61])
+    assert emitted == [0], "before the first message was complete"
+    assert responses == [[(number, [60]) for number in range(len(submitted))], [(0, [61])]]
 
 
 async def test_log_probabilities_are_sent_in_parts_in_turn_with_other_streams(servers: Servers) -> None:
