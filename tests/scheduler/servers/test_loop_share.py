@@ -45,7 +45,7 @@ class Clock:
 async def test_work_without_an_end_takes_its_share_of_the_busy_time_and_the_idle_time(
     idle_share: float, taken_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """taken = idle · rest + 0.25 · ((1 - idle) · rest + taken), where rest = 1 - taken."""
+    """The shares solve taken = idle · other + 0.25 · ((1 - idle) · other + taken), and other = 1 - taken."""
     clock, share = Clock(monkeypatch, idle_share), LoopShare(max_share=0.25, max_burst_s=0.004)
     began_s = clock.now_s
     for _ in range(1000):
