@@ -199,12 +199,13 @@ class ManyStreams:
         response = self._response = pb.GenerateManyResponse()
         num_streams = min(len(self._listed), MAX_STREAMS_OF_A_MESSAGE)
         num_left = MAX_BYTES
-        while num_streams > 0 and num_left > 0:
+        while True:
             with self._share.work():
                 num_left -= self._collect(min(num_streams, STREAMS_AT_ONCE), num_left)
             num_streams -= STREAMS_AT_ONCE
+            if num_streams <= 0 or num_left <= 0:
+                return response
             await asyncio.sleep(0)
-        return response
 
     def _collect(self, max_streams: int, num_bytes: int) -> int:
         """Adds the news of some streams to the message. Returns their size, which can exceed `num_bytes`."""
