@@ -40,7 +40,7 @@ class LoopShare:
         self._lock = asyncio.Lock()
 
     async def turn(self) -> None:
-        """Returns when the caller may work. What others do meanwhile counts when they have done it."""
+        """Returns when the caller may work. Work counts when it is done, so several callers can begin at once."""
         async with self._lock:
             self._count()
             while self._credit_s < 0:
