@@ -6,8 +6,8 @@ The layers are those of `executor.models.decoder`, on buffers that are allocated
                                                       └ attention → attended[T, Hq, D] ─ output → hidden
     residual += hidden, norm → hidden ─ gate and up → gate_up[T, 2 I] ─ silu · → activated[T, I] ─ down → hidden
 
-After the last attention only the logit rows matter: one of a prompt, or none. They are copied to other buffers, and the
-rest of that layer is computed for them alone.
+Once the last layer has stored its keys and values, only the logit rows matter: one of a prompt, or none. Their queries
+and residuals are copied to other buffers, and attention and the rest of that layer are computed for them alone.
 
 A model of several ranks has heads and columns of its own. It pauses behind `output` and `down`, to add the ranks'
 parts of `hidden`, and behind the head, to gather the logits.
@@ -48,7 +48,7 @@ from kernels.cpu.softmax import CHUNK
 from kernels.memory import zeros
 
 # Parts of the program: jobs over all rows of a step, and jobs over the rows that logits are made of.
-_ROWS, _LOGITS = "rows", "logits"
+_PARTS = _ROWS, _LOGITS = "rows", "logits"
 
 
 class ProgramModel:
@@ -66,29 +66,47 @@ class ProgramModel:
 
     def forward(self, launch: Launch) -> Tensor:
         """Returns logits[len(launch.logit_rows), vocab_size], which the next step overwrites."""
-        buffers, num_logits, block_tables = self._buffers, len(launch.logit_rows), launch.block_tables
+        buffers, block_tables = self._buffers, launch.block_tables
         max_chunks = launch.num_table_columns(CHUNK)
-        buffers.reserve_parts(len(launch.slots), max_chunks)
-        buffers.take(launch)
+        num_sequences = buffers.take(launch)
+        buffers.reserve_parts(max(num_sequences.values()), max_chunks)
         if block_tables is not self._block_tables:
             self._block_tables = block_tables
             tables = {"block_tables": block_tables.ctypes.data, "table_width": block_tables.shape[1]}
-            self._program.set(_ROWS, **tables)
-        self._program.set(
-            _ROWS,
-            num_rows=launch.num_rows,
-            num_sequences=len(launch.slots),
-            max_chunks=max_chunks,
-            parts=buffers.parts.data_ptr(),
-        )
-        self._program.set(_LOGITS, num_rows=num_logits)
+            for part in _PARTS:
+                self._program.set(part, **tables)
+        for part in _PARTS:
+            self._program.set(
+                part,
+                num_rows=buffers.num_rows[part],
+                num_sequences=num_sequences[part],
+                max_chunks=max_chunks,
+                parts=buffers.parts.data_ptr(),
+            )
         self._program.run()
-        return buffers.logits[:num_logits]
+        return buffers.logits[: buffers.num_rows[_LOGITS]]
 
     def copy_blocks(self, copies: Ints) -> None:
         """Copies whole blocks of all layers. copies[n, 2]: (source, destination)."""
         sources, destinations = torch.from_numpy(np.ascontiguousarray(copies.T, dtype=np.int64))
         cpu.copy_blocks(self.pool, sources, destinations)
+
+
+class _Sequences:
+    """What attention reads of sequences; see `Launch`."""
+
+    def __init__(self, max_num_sequences: int) -> None:
+        self.slots = np.zeros(max_num_sequences, np.int32)
+        self.query_starts = np.zeros(max_num_sequences + 1, np.int32)
+        self.context_lens = np.zeros(max_num_sequences, np.int32)
+
+    def take(self, slots: Ints, query_starts: Ints, context_lens: Ints) -> int:
+        """Copies the sequences of a step, and returns their number."""
+        count = len(slots)
+        self.slots[:count] = slots
+        self.query_starts[: count + 1] = query_starts
+        self.context_lens[:count] = context_lens
+        return count
 
 
 class _Inputs:
@@ -98,21 +116,38 @@ class _Inputs:
         self.token_ids = np.zeros(max_num_rows, np.int32)
         self.positions = np.zeros(max_num_rows, np.int32)
         self.slot_mapping = np.zeros(max_num_rows, np.int64)
-        self.slots = np.zeros(max_num_seqs, np.int32)
-        self.query_starts = np.zeros(max_num_seqs + 1, np.int32)
-        self.context_lens = np.zeros(max_num_seqs, np.int32)
         self.logit_rows = np.zeros(max_num_rows, np.int32)
+        # The logit rows of a slot are its last one, those that score its prompt, or both.
+        self.sequences = {_ROWS: _Sequences(max_num_seqs), _LOGITS: _Sequences(2 * max_num_seqs)}
 
-    def take(self, launch: Launch) -> None:
-        """Copies the inputs of a step."""
-        num_rows, num_sequences = launch.num_rows, len(launch.slots)
+    def take(self, launch: Launch) -> dict[str, int]:
+        """Copies the inputs of a step. Returns the number of sequences that attend in each part."""
+        num_rows = launch.num_rows
         self.token_ids[:num_rows] = launch.token_ids
         self.positions[:num_rows] = launch.positions
         self.slot_mapping[:num_rows] = launch.slot_mapping
-        self.slots[:num_sequences] = launch.slots
-        self.query_starts[: num_sequences + 1] = launch.query_starts
-        self.context_lens[:num_sequences] = launch.context_lens
         self.logit_rows[: len(launch.logit_rows)] = launch.logit_rows
+        return {
+            _ROWS: self.sequences[_ROWS].take(launch.slots, launch.query_starts, launch.context_lens),
+            _LOGITS: self.sequences[_LOGITS].take(*_logit_sequences(launch)),
+        }
+
+
+def _logit_sequences(launch: Launch) -> tuple[Ints, Ints, Ints]:
+    """Returns the sequences of the logit rows: slots[R], query_starts[R + 1] and context_lens[R].
+
+    Logit rows that follow each other in a slot are one sequence, so that attention reads its keys for all of them at
+    once.
+    """
+    rows = launch.logit_rows
+    if launch.num_decodes == launch.num_rows:
+        owners = rows
+    else:
+        owners = np.searchsorted(launch.query_starts, rows, side="right") - 1
+    is_first = np.ones(len(rows), np.bool_)
+    is_first[1:] = (rows[1:] != rows[:-1] + 1) | (owners[1:] != owners[:-1])
+    starts = np.append(np.flatnonzero(is_first), len(rows)).astype(np.int32)
+    return launch.slots[owners[starts[:-1]]], starts, launch.positions[rows[starts[1:] - 1]] + 1
 
 
 class _Buffers:
@@ -130,19 +165,20 @@ class _Buffers:
         self.gate_up = zeros((max_num_rows, 2 * config.intermediate_size), dtype)
         self.activated = zeros((max_num_rows, config.intermediate_size), dtype)
         self.kept_residual = zeros((max_num_rows, config.hidden_size), dtype)
-        self.kept_attended = zeros((max_num_rows, num_heads, head_dim), dtype)
+        self.kept_query = zeros((max_num_rows, num_heads, head_dim), dtype)
         self.own_logits = zeros((max_num_rows, decoder.num_own_logits), dtype)
         self.logits = zeros((max_num_rows, config.vocab_size), dtype) if decoder.gathers_logits else self.own_logits
         self.num_rows = {_ROWS: 0, _LOGITS: 0}
         self.inputs = _Inputs(max_num_rows, max_num_seqs)
         self._part_shape = (num_kv_heads, part_numbers(num_heads // num_kv_heads, head_dim))
         self.parts = zeros((0,), torch.float32)
-        self.arrivals = torch.zeros(max_num_seqs * num_kv_heads, dtype=torch.int64)
+        max_num_sequences = max(len(sequences.slots) for sequences in self.inputs.sequences.values())
+        self.arrivals = torch.zeros(max_num_sequences * num_kv_heads, dtype=torch.int64)
 
-    def take(self, launch: Launch) -> None:
-        """Copies the inputs of a step, and notes how many rows its jobs compute."""
-        self.inputs.take(launch)
+    def take(self, launch: Launch) -> dict[str, int]:
+        """Copies the inputs of a step, and notes how many rows its jobs compute. Returns as `_Inputs.take` does."""
         self.num_rows = {_ROWS: launch.num_rows, _LOGITS: len(launch.logit_rows)}
+        return self.inputs.take(launch)
 
     def reserve_parts(self, num_sequences: int, max_chunks: int) -> None:
         """Makes room for attention over contexts of several chunks. Grows to twice what is needed, as contexts grow."""
@@ -158,10 +194,11 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
     for index, layer in enumerate(weights.layers):
         build.norm(None if index == 0 else buffers.hidden, layer.input_norm)
         build.linear(buffers.hidden, layer.qkv, buffers.fused)
-        build.attend(layer, pool[index], config.windows[index])
+        query = build.store(layer, pool[index])
         if index + 1 == config.num_layers:
-            build.keep_logit_rows()
-        build.linear(build.attended, layer.output, buffers.hidden)
+            query = build.keep_logit_rows(query)
+        build.attend(query, pool[index], config.windows[index])
+        build.linear(buffers.attended, layer.output, buffers.hidden)
         build.sum(buffers.hidden)
         build.norm(buffers.hidden, layer.mlp_norm)
         build.linear(buffers.hidden, layer.gate_up, buffers.gate_up)
@@ -173,29 +210,25 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
     build.gather()
     program, inputs = build.program, buffers.inputs
     program.seal()
-    program.set(
-        _ROWS,
-        indices=inputs.token_ids.ctypes.data,
-        positions=inputs.positions.ctypes.data,
-        slots=inputs.slot_mapping.ctypes.data,
-        table_rows=inputs.slots.ctypes.data,
-        query_starts=inputs.query_starts.ctypes.data,
-        context_lens=inputs.context_lens.ctypes.data,
-        arrivals=buffers.arrivals.data_ptr(),
-    )
-    program.set(_LOGITS, indices=inputs.logit_rows.ctypes.data)
+    program.set(_ROWS, positions=inputs.positions.ctypes.data, slots=inputs.slot_mapping.ctypes.data)
+    for part, indices in ((_ROWS, inputs.token_ids), (_LOGITS, inputs.logit_rows)):
+        sequences = inputs.sequences[part]
+        program.set(
+            part,
+            indices=indices.ctypes.data,
+            table_rows=sequences.slots.ctypes.data,
+            query_starts=sequences.query_starts.ctypes.data,
+            context_lens=sequences.context_lens.ctypes.data,
+            arrivals=buffers.arrivals.data_ptr(),
+        )
     return program
 
 
 class _Builder:
-    """Appends jobs to a program, each on buffers of the model.
-
-    attended  output of attention for the rows that are computed further
-    """
+    """Appends jobs to a program, each on buffers of the model."""
 
     def __init__(self, decoder: Decoder, buffers: _Buffers) -> None:
         self.program = Program()
-        self.attended = buffers.attended
         self._residual = buffers.residual
         self._part = _ROWS
         self._decoder = decoder
@@ -206,12 +239,16 @@ class _Builder:
         """Sets residual to the embeddings of the tokens."""
         self._take(embedding, self._residual)
 
-    def keep_logit_rows(self) -> None:
-        """Copies the logit rows to other buffers. All jobs after this compute these rows alone."""
+    def keep_logit_rows(self, query: Tensor) -> Tensor:
+        """Copies the logit rows of residual and query, and returns those of query.
+
+        All jobs after this compute these rows alone.
+        """
         self._part = _LOGITS
-        self._take(self.attended, self._buffers.kept_attended)
         self._take(self._residual, self._buffers.kept_residual)
-        self.attended, self._residual = self._buffers.kept_attended, self._buffers.kept_residual
+        self._take(query, self._buffers.kept_query)
+        self._residual = self._buffers.kept_residual
+        return self._buffers.kept_query
 
     def _take(self, source: Tensor, out: Tensor) -> None:
         self.program.add(take_kernel(), TAKE_JOB, self._part, **take_fields(source, out))
@@ -250,8 +287,8 @@ class _Builder:
 
         self.program.pause(gather)
 
-    def attend(self, layer: LayerWeights, kv: Tensor, window: int) -> None:
-        """Rotates queries and keys in `fused`, stores keys and values, and attends into `attended`."""
+    def store(self, layer: LayerWeights, kv: Tensor) -> Tensor:
+        """Rotates queries and keys in `fused`, and stores keys and values. Returns the queries."""
         config, buffers = self._decoder.config, self._buffers
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         query, key, value = torch.split(buffers.fused, heads, dim=1)
@@ -263,8 +300,12 @@ class _Builder:
             key = buffers.key
         stored = store_fields(query, key, value, self._decoder.cos, self._decoder.sin, kv)
         self.program.add(store_kernel(self._storage), STORE_JOB, _ROWS, **stored)
-        attended = attention_fields(query, kv, buffers.attended, config.head_dim**-0.5, window)
-        self.program.add(attend_kernel(), ATTENTION_JOB, _ROWS, **attended)
+        return query
+
+    def attend(self, query: Tensor, kv: Tensor, window: int) -> None:
+        """Attends into `attended`."""
+        fields = attention_fields(query, kv, self._buffers.attended, self._decoder.config.head_dim**-0.5, window)
+        self.program.add(attend_kernel(), ATTENTION_JOB, self._part, **fields)
 
     def activate(self) -> None:
         """Sets activated to silu(gate) * up."""

@@ -25,7 +25,7 @@ NORM_JOB = job_dtype(
 )
 SILU_JOB = job_dtype("gate_up row_bytes out num_rows width unit_rows number_bytes")
 # indices: int32, the row of the source that becomes each row of out.
-TAKE_JOB = job_dtype("source row_bytes indices out num_rows")
+TAKE_JOB = job_dtype("source source_row_bytes row_bytes indices out num_rows")
 
 _norm_job = Job(NORM_JOB)
 _silu_job = Job(SILU_JOB)
@@ -107,7 +107,7 @@ def take_kernel() -> Kernel:
             row = count_up(address)
             if row >= job.num_rows:
                 return
-            source = array(job.source + indices[row] * job.row_bytes, job.row_bytes, np.uint8)
+            source = array(job.source + indices[row] * job.source_row_bytes, job.row_bytes, np.uint8)
             out = array(job.out + row * job.row_bytes, job.row_bytes, np.uint8)
             for i in range(job.row_bytes):
                 out[i] = source[i]
@@ -175,8 +175,13 @@ def silu_fields(gate_up: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
 
 def take_fields(source: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
     """Returns the fields of a TAKE_JOB over contiguous rows, except indices and num_rows."""
-    row_bytes = source.stride(0) * source.element_size()
-    return {"source": source.data_ptr(), "row_bytes": row_bytes, "out": out.data_ptr()}
+    number_bytes = source.element_size()
+    return {
+        "source": source.data_ptr(),
+        "source_row_bytes": source.stride(0) * number_bytes,
+        "row_bytes": out.stride(0) * number_bytes,
+        "out": out.data_ptr(),
+    }
 
 
 def _rows(x: torch.Tensor, number_bytes: int) -> tuple[int, int, int]:

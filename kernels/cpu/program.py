@@ -99,9 +99,11 @@ class Program:
             for name, value in fields.items():
                 records[name][index] = value
             entries.append((kernel.address, records.ctypes.data + index * records.itemsize))
+        names = {name for dtype, _ in self._records for name in dtype.names or ()}
+        self._columns = {(part, name): [] for _, part in self._records for name in names}
         for (_, part), records in self._records.items():
             for name in records.dtype.names or ():
-                self._columns.setdefault((part, name), []).append(records[name])
+                self._columns[part, name].append(records[name])
         self._entries = np.array(entries, np.int64)
         self._presence = _aligned(len(entries) * LINE_BYTES).view(np.int64)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels.cpu import team
-from kernels.cpu.elementwise import NORM_JOB, TAKE_JOB, norm_kernel, take_kernel
+from kernels.cpu.elementwise import NORM_JOB, TAKE_JOB, norm_kernel, take_fields, take_kernel
 from kernels.cpu.native import FLOAT32
 from kernels.cpu.program import Program
 
@@ -21,9 +21,7 @@ class Relay:
         self.order = np.roll(np.arange(num_rows, dtype=np.int32), 1)
         self.program = Program()
         for before, after in zip(self.buffers, self.buffers[1:], strict=False):
-            self.program.add(
-                take_kernel(), TAKE_JOB, "rows", source=before.data_ptr(), row_bytes=256, out=after.data_ptr()
-            )
+            self.program.add(take_kernel(), TAKE_JOB, "rows", **take_fields(before, after))
         self.program.seal()
         self.program.set("rows", indices=self.order.ctypes.data, num_rows=num_rows)
 
@@ -80,6 +78,16 @@ def test_set_writes_the_fields_of_all_jobs_of_a_part() -> None:
         for out, count in zip(outs, (num_head, num_tail, num_tail), strict=True):
             torch.testing.assert_close(out[:count], normed[:count])
             assert out[count:].isnan().all()
+
+
+def test_set_leaves_out_fields_that_no_job_of_the_part_has() -> None:
+    program = Program()
+    program.add(take_kernel(), TAKE_JOB, "rows")
+    program.add(norm_kernel(FLOAT32), NORM_JOB, "norms")
+    program.seal()
+    program.set("rows", num_rows=0, width=3)
+    program.set("norms", num_rows=0, width=3)
+    program.run()
 
 
 def test_setting_an_unknown_field_is_an_error() -> None:
