@@ -93,7 +93,7 @@ class ProgramModel:
 
 
 class _Sequences:
-    """What attention reads of sequences; see `Launch`."""
+    """The sequences of a step as attention reads them; see `Launch`."""
 
     def __init__(self, max_num_sequences: int) -> None:
         self.slots = np.zeros(max_num_sequences, np.int32)
