@@ -72,7 +72,7 @@ class WorkerPool:
         slot = self._free_slots.pop()
         # If the caller is cancelled, the exchange continues and keeps its turn, so that no partial message stays in a
         # pipe.
-        exchange = asyncio.ensure_future(slot.ask(message, is_large=size > LARGE))
+        exchange = asyncio.ensure_future(_ask(slot, message, size))
 
         def end(_: object) -> None:
             self._free_slots.append(slot)
@@ -84,6 +84,10 @@ class WorkerPool:
     async def close(self) -> None:
         """Ends the processes. Tasks that wait or run fail with Unavailable."""
         await asyncio.gather(*(slot.close() for slot in self._slots))
+
+
+async def _ask(slot: "_WorkerSlot", message: dict[str, Any], size: int) -> Answer | int:
+    return await slot.ask(await asyncio.to_thread(_framed, message) if size > LARGE else _framed(message))
 
 
 class _WorkerSlot:
@@ -100,12 +104,12 @@ class _WorkerSlot:
         async with self._turn:
             await self._running_worker()
 
-    async def ask(self, message: dict[str, Any], *, is_large: bool) -> Answer | int:
+    async def ask(self, frame: bytes) -> Answer | int:
         """Returns the answer, or the status of the process if it ended. Raises Unavailable after `close`."""
         async with self._turn:
             worker = await self._running_worker()
             try:
-                return await worker.ask(message, is_large=is_large)
+                return await worker.ask(frame)
             except (asyncio.IncompleteReadError, ConnectionError):
                 status = await self._end_worker()
             if self._is_closed:
@@ -156,9 +160,9 @@ class _Worker:
         process.stdin.write(_framed(settings))
         return cls(process, process.stdin, process.stdout)
 
-    async def ask(self, message: dict[str, Any], *, is_large: bool) -> Answer:
+    async def ask(self, frame: bytes) -> Answer:
         """Returns the answer to a message. Raises IncompleteReadError or ConnectionError if the process ends."""
-        self._requests.write(await asyncio.to_thread(_framed, message) if is_large else _framed(message))
+        self._requests.write(frame)
         await self._requests.drain()
         kind = await self._answers.readexactly(1)
         size = int.from_bytes(await self._answers.readexactly(4))
@@ -184,6 +188,7 @@ class _Worker:
 
 
 def _framed(message: dict[str, Any]) -> bytes:
+    """Returns the message as a worker reads it: its length, then its text."""
     # In Python, text by text: one call for the whole message would keep the interpreter lock, and so the event loop,
     # for 13 ms. Without escapes of non-ASCII characters it takes half the time.
     body = "".join(json.JSONEncoder(ensure_ascii=False).iterencode(message)).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -105,9 +106,9 @@ class SimulatedChatWorker:
     def __init__(self, world: World) -> None:
         self._world = world
 
-    async def ask(self, message: dict[str, Any], *, is_large: bool) -> workers.Answer:
+    async def ask(self, frame: bytes) -> workers.Answer:
         await asyncio.sleep(self._world.random.uniform(0, 0.05))
-        return workers.Answer(chat.TEXT, requests.renderer()(message["messages"]))
+        return workers.Answer(chat.TEXT, requests.renderer()(json.loads(frame[4:])["messages"]))
 
 
 class SchedulerHost:

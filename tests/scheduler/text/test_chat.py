@@ -76,7 +76,7 @@ async def test_the_messages_of_large_chats_are_made_in_a_thread(monkeypatch: pyt
     for text in ("é🦊", "é🦊" * workers.LARGE):
         threads.clear()
         assert await render("{{ messages[0]['content'] }}", [ChatMessage("user", text)]) == text
-        settings, chat = threads
+        chat, settings = threads
         assert settings is threading.main_thread()
         assert (chat is threading.main_thread()) == (len(text) < workers.LARGE)
 
