@@ -33,7 +33,10 @@ EXIT_ADDRESS_IN_USE = 3
 
 
 def run(config: ExecutorConfig) -> int:
-    """Runs the executor and returns its exit code. Prints progress to standard output, errors to standard error."""
+    """Runs the executor. Prints progress to standard output, errors to standard error.
+
+    Returns the exit code of an executor that could not serve; one that has served ends the process itself.
+    """
     logs.configure("executor", config.log_level, config.log_format)
     try:
         with _interrupted_by_sigterm():
@@ -49,14 +52,17 @@ def run(config: ExecutorConfig) -> int:
     except RankLost as error:
         put_line(sys.stderr, f"executor: {error}")
         return EXIT_DEVICE_LOST
-    return EXIT_OK if ended_well else _leave()
+    return _leave(EXIT_OK if ended_well else EXIT_DEVICE_LOST)
 
 
-def _leave() -> NoReturn:
-    """Exits at once, after flushing the logs: threads that are stuck in the device cannot be joined."""
+def _leave(exit_code: int) -> NoReturn:
+    """Exits at once, after flushing the logs.
+
+    Threads that are stuck in the device cannot be joined, and Python takes about a second to clear torch's modules.
+    """
     with suppress(Exception):  # the logs may be closed
         logging.shutdown()
-    os._exit(EXIT_DEVICE_LOST)
+    os._exit(exit_code)
 
 
 def _load_and_serve(config: ExecutorConfig) -> bool:
