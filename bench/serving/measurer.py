@@ -22,6 +22,7 @@ _MIN_REQUESTS = 12
 _REQUESTS_PER_CLIENT = 4
 _NUM_WARM_UP_REQUESTS = 2
 _WARM_UP_TOKENS = 8
+_WARM_UP_SEED = 500_000  # added to the seed of a trace; seeds of turns differ by less, or by more than twice as much
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,12 @@ def trace_settings(settings: LoadSettings, info: ServerInfo, concurrency: int) -
 
 
 def warm_up_trace(trace: TraceSettings) -> list[TraceRequest]:
-    """Returns a few short requests: the first ones pay for compilation and for memory that is touched first."""
-    return shortened(make_trace(replace(trace, num_requests=_NUM_WARM_UP_REQUESTS)), _WARM_UP_TOKENS)
+    """Returns a few short requests: the first ones pay for compilation and for memory that is touched first.
+
+    No run has their prompts. A peer would find them in its prefix cache.
+    """
+    other = replace(trace, num_requests=_NUM_WARM_UP_REQUESTS, seed=trace.seed + _WARM_UP_SEED)
+    return shortened(make_trace(other), _WARM_UP_TOKENS)
 
 
 def shortened(trace: Sequence[TraceRequest], max_tokens: int) -> list[TraceRequest]:

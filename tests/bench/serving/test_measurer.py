@@ -27,7 +27,7 @@ from bench.serving.measurer import (
     warm_up_trace,
 )
 from bench.serving.report import render_table, report
-from bench.trace import TraceRequest, TraceSettings
+from bench.trace import TraceRequest, TraceSettings, make_trace
 from quire.block_map import ServerInfo, ServerState
 
 INFO = ServerInfo("0", "made up", "float32", 512, 100, 16, 500, 64, 512, "fcfs", ServerState.SERVING)
@@ -94,6 +94,15 @@ def test_processes_are_stopped_during_the_block_only(sleeper: int) -> None:
     with all_stopped([Engine("peer", run, os.getpgid(sleeper)), Engine("transformers", run)]):
         assert is_soon(sleeper, stopped=True)
     assert is_soon(sleeper, stopped=False)
+
+
+@pytest.mark.parametrize("num_shared_tokens", [0, 40])
+def test_no_run_begins_with_the_prompts_of_the_warm_up(num_shared_tokens: int) -> None:
+    turns = plan_turns(LoadSettings((1, 2, 64), num_rounds=3, num_shared_tokens=num_shared_tokens), INFO)
+    warm_up = {request.prompt_token_ids[:16] for request in warm_up_trace(turns[0].trace)}
+    counted = {request.prompt_token_ids[:16] for turn in turns for request in make_trace(turn.trace)}
+    assert len(warm_up) == (1 if num_shared_tokens else 2)
+    assert not warm_up & counted
 
 
 @linux_only
