@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from executor.models.decoder import Decoder
+from executor.models.program_inputs import LOGITS, PARTS, ROWS, ProgramInputs
 from executor.models.weights import LayerWeights
 from executor.plans.plan import Ints
 from executor.slots.launch import Launch
@@ -47,9 +48,6 @@ from kernels.cpu.program import Program
 from kernels.cpu.softmax import CHUNK
 from kernels.memory import zeros
 
-# Parts of the program: jobs over all rows of a step, and jobs over the rows that logits are made of.
-_PARTS = _ROWS, _LOGITS = "rows", "logits"
-
 
 class ProgramModel:
     """Implements `executor.models.model.Model` on the CPU.
@@ -73,9 +71,9 @@ class ProgramModel:
         if block_tables is not self._block_tables:
             self._block_tables = block_tables
             tables = {"block_tables": block_tables.ctypes.data, "table_width": block_tables.shape[1]}
-            for part in _PARTS:
+            for part in PARTS:
                 self._program.set(part, **tables)
-        for part in _PARTS:
+        for part in PARTS:
             self._program.set(
                 part,
                 num_rows=buffers.num_rows[part],
@@ -84,70 +82,12 @@ class ProgramModel:
                 parts=buffers.parts.data_ptr(),
             )
         self._program.run()
-        return buffers.logits[: buffers.num_rows[_LOGITS]]
+        return buffers.logits[: buffers.num_rows[LOGITS]]
 
     def copy_blocks(self, copies: Ints) -> None:
         """Copies whole blocks of all layers. copies[n, 2]: (source, destination)."""
         sources, destinations = torch.from_numpy(np.ascontiguousarray(copies.T, dtype=np.int64))
         cpu.copy_blocks(self.pool, sources, destinations)
-
-
-class _Sequences:
-    """The sequences of a step as attention reads them; see `Launch`."""
-
-    def __init__(self, max_num_sequences: int) -> None:
-        self.slots = np.zeros(max_num_sequences, np.int32)
-        self.query_starts = np.zeros(max_num_sequences + 1, np.int32)
-        self.context_lens = np.zeros(max_num_sequences, np.int32)
-
-    def take(self, slots: Ints, query_starts: Ints, context_lens: Ints) -> int:
-        """Copies the sequences of a step, and returns their number."""
-        count = len(slots)
-        self.slots[:count] = slots
-        self.query_starts[: count + 1] = query_starts
-        self.context_lens[:count] = context_lens
-        return count
-
-
-class _Inputs:
-    """The inputs of a step at addresses that stay the same for the program."""
-
-    def __init__(self, max_num_rows: int, max_num_seqs: int) -> None:
-        self.token_ids = np.zeros(max_num_rows, np.int32)
-        self.positions = np.zeros(max_num_rows, np.int32)
-        self.slot_mapping = np.zeros(max_num_rows, np.int64)
-        self.logit_rows = np.zeros(max_num_rows, np.int32)
-        # The logit rows of a slot are its last one, those that score its prompt, or both.
-        self.sequences = {_ROWS: _Sequences(max_num_seqs), _LOGITS: _Sequences(2 * max_num_seqs)}
-
-    def take(self, launch: Launch) -> dict[str, int]:
-        """Copies the inputs of a step. Returns the number of sequences that attend in each part."""
-        num_rows = launch.num_rows
-        self.token_ids[:num_rows] = launch.token_ids
-        self.positions[:num_rows] = launch.positions
-        self.slot_mapping[:num_rows] = launch.slot_mapping
-        self.logit_rows[: len(launch.logit_rows)] = launch.logit_rows
-        return {
-            _ROWS: self.sequences[_ROWS].take(launch.slots, launch.query_starts, launch.context_lens),
-            _LOGITS: self.sequences[_LOGITS].take(*_logit_sequences(launch)),
-        }
-
-
-def _logit_sequences(launch: Launch) -> tuple[Ints, Ints, Ints]:
-    """Returns the sequences of the logit rows: slots[R], query_starts[R + 1] and context_lens[R].
-
-    Logit rows that follow each other in a slot are one sequence, so that attention reads its keys for all of them at
-    once.
-    """
-    rows = launch.logit_rows
-    if launch.num_decodes == launch.num_rows:
-        owners = rows
-    else:
-        owners = np.searchsorted(launch.query_starts, rows, side="right") - 1
-    is_first = np.ones(len(rows), np.bool_)
-    is_first[1:] = (rows[1:] != rows[:-1] + 1) | (owners[1:] != owners[:-1])
-    starts = np.append(np.flatnonzero(is_first), len(rows)).astype(np.int32)
-    return launch.slots[owners[starts[:-1]]], starts, launch.positions[rows[starts[1:] - 1]] + 1
 
 
 class _Buffers:
@@ -168,16 +108,16 @@ class _Buffers:
         self.kept_query = zeros((max_num_rows, num_heads, head_dim), dtype)
         self.own_logits = zeros((max_num_rows, decoder.num_own_logits), dtype)
         self.logits = zeros((max_num_rows, config.vocab_size), dtype) if decoder.gathers_logits else self.own_logits
-        self.num_rows = {_ROWS: 0, _LOGITS: 0}
-        self.inputs = _Inputs(max_num_rows, max_num_seqs)
+        self.num_rows = {ROWS: 0, LOGITS: 0}
+        self.inputs = ProgramInputs(max_num_rows, max_num_seqs)
         self._part_shape = (num_kv_heads, part_numbers(num_heads // num_kv_heads, head_dim))
         self.parts = zeros((0,), torch.float32)
         max_num_sequences = max(len(sequences.slots) for sequences in self.inputs.sequences.values())
         self.arrivals = torch.zeros(max_num_sequences * num_kv_heads, dtype=torch.int64)
 
     def take(self, launch: Launch) -> dict[str, int]:
-        """Copies the inputs of a step, and notes how many rows its jobs compute. Returns as `_Inputs.take` does."""
-        self.num_rows = {_ROWS: launch.num_rows, _LOGITS: len(launch.logit_rows)}
+        """Copies the inputs of a step, and notes how many rows its jobs compute. See `ProgramInputs.take`."""
+        self.num_rows = {ROWS: launch.num_rows, LOGITS: len(launch.logit_rows)}
         return self.inputs.take(launch)
 
     def reserve_parts(self, num_sequences: int, max_chunks: int) -> None:
@@ -210,8 +150,8 @@ def _build(decoder: Decoder, pool: Tensor, buffers: _Buffers) -> Program:
     build.gather()
     program, inputs = build.program, buffers.inputs
     program.seal()
-    program.set(_ROWS, positions=inputs.positions.ctypes.data, slots=inputs.slot_mapping.ctypes.data)
-    for part, indices in ((_ROWS, inputs.token_ids), (_LOGITS, inputs.logit_rows)):
+    program.set(ROWS, positions=inputs.positions.ctypes.data, slots=inputs.slot_mapping.ctypes.data)
+    for part, indices in ((ROWS, inputs.token_ids), (LOGITS, inputs.logit_rows)):
         sequences = inputs.sequences[part]
         program.set(
             part,
@@ -230,7 +170,7 @@ class _Builder:
     def __init__(self, decoder: Decoder, buffers: _Buffers) -> None:
         self.program = Program()
         self._residual = buffers.residual
-        self._part = _ROWS
+        self._part = ROWS
         self._decoder = decoder
         self._buffers = buffers
         self._storage = storage_of(decoder.dtype)
@@ -244,7 +184,7 @@ class _Builder:
 
         All jobs after this compute these rows alone.
         """
-        self._part = _LOGITS
+        self._part = LOGITS
         self._take(self._residual, self._buffers.kept_residual)
         self._take(query, self._buffers.kept_query)
         self._residual = self._buffers.kept_residual
@@ -281,7 +221,7 @@ class _Builder:
             return
 
         def gather() -> None:
-            num_rows = buffers.num_rows[_LOGITS]
+            num_rows = buffers.num_rows[LOGITS]
             logits = buffers.logits[:num_rows] if communicator.share.is_leading else None
             communicator.gather(buffers.own_logits[:num_rows], logits)
 
@@ -293,13 +233,13 @@ class _Builder:
         heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         query, key, value = torch.split(buffers.fused, heads, dim=1)
         if layer.query_norm is not None and buffers.query is not None:
-            self._norm(_ROWS, query, None, layer.query_norm, buffers.query)
+            self._norm(ROWS, query, None, layer.query_norm, buffers.query)
             query = buffers.query
         if layer.key_norm is not None and buffers.key is not None:
-            self._norm(_ROWS, key, None, layer.key_norm, buffers.key)
+            self._norm(ROWS, key, None, layer.key_norm, buffers.key)
             key = buffers.key
         stored = store_fields(query, key, value, self._decoder.cos, self._decoder.sin, kv)
-        self.program.add(store_kernel(self._storage), STORE_JOB, _ROWS, **stored)
+        self.program.add(store_kernel(self._storage), STORE_JOB, ROWS, **stored)
         return query
 
     def attend(self, query: Tensor, kv: Tensor, window: int) -> None:
