@@ -22,7 +22,7 @@ _MIN_REQUESTS = 12
 _REQUESTS_PER_CLIENT = 4
 _NUM_WARM_UP_REQUESTS = 2
 _WARM_UP_TOKENS = 8
-_WARM_UP_SEED = 500_000  # added to the seed of a trace; seeds of turns differ by less, or by more than twice as much
+_WARM_UP_SEED = 500_000  # added to the seed of a trace; seeds of turns are next to each other, or a million apart
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ class _Builder:
         return query
 
     def attend(self, query: Tensor, kv: Tensor, window: int) -> None:
-        """Attends into `attended`."""
+        """Attends with query[T, Hq, D], into `attended`."""
         fields = attention_fields(query, kv, self._buffers.attended, self._decoder.config.head_dim**-0.5, window)
         self.program.add(attend_kernel(), ATTENTION_JOB, self._part, **fields)
 

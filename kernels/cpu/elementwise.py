@@ -174,7 +174,7 @@ def silu_fields(gate_up: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
 
 
 def take_fields(source: torch.Tensor, out: torch.Tensor) -> dict[str, int]:
-    """Returns the fields of a TAKE_JOB over contiguous rows, except indices and num_rows."""
+    """Returns the fields of a TAKE_JOB, except indices and num_rows. Rows of `source` may be apart from each other."""
     number_bytes = source.element_size()
     return {
         "source": source.data_ptr(),
