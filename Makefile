@@ -14,6 +14,9 @@ run: $(INSTALLED)  ## start both services, stream a few completions, show the bl
 serve: $(INSTALLED)  ## serve the embedded model (ARGS='--model …' for another) until interrupted
 	$(BIN)/quire serve $(ARGS)
 
+# The suite starts hundreds of processes. If Python is told to write no bytecode, each of them compiles our modules.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(INSTALLED)  ## the test suite, without what is exhaustive
 	$(BIN)/pytest -n 3 --dist worksteal -m 'not exhaustive' $(ARGS)
 

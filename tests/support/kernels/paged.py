@@ -72,16 +72,13 @@ def pairwise(**axes: Sequence[object]) -> list[dict[str, Any]]:
     """
     names = list(axes)
     combos = [dict(zip(names, values, strict=True)) for values in product(*axes.values())]
-
-    def pairs(case: dict[str, Any]) -> set[tuple[object, ...]]:
-        return {(a, str(case[a]), b, str(case[b])) for a, b in combinations(names, 2)}
-
-    missing = set().union(*(pairs(combo) for combo in combos))
+    pairs = [frozenset((a, str(case[a]), b, str(case[b])) for a, b in combinations(names, 2)) for case in combos]
+    missing = set().union(*pairs)
     chosen = []
     while missing:
-        best = max(combos, key=lambda combo: len(pairs(combo) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
+        best = max(range(len(combos)), key=lambda i: len(pairs[i] & missing))
+        chosen.append(combos[best])
+        missing -= pairs[best]
     return chosen
 
 
