@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
 
 class RayFleet(Fleet):
-    """A fleet of two replicas on a cluster: a head, a node for schedulers and gateways, and three for executors."""
+    """A fleet on a cluster: a head, a node for schedulers and gateways, and three for executors."""
 
     def __init__(self, cluster: Any) -> None:
         self.cluster = cluster
@@ -79,7 +79,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleet]:
     cluster = Cluster()
     try:
         add_node(cluster, num_cpus=1, include_dashboard=False, _system_config=HEALTH_CHECKS)
-        add_node(cluster, num_cpus=4, resources={"for-schedulers": 1})
+        add_node(cluster, num_cpus=5, resources={"for-schedulers": 1})
         for _ in range(3):
             add_node(cluster, num_cpus=1, resources={"for-executors": 1})
         fleet = RayFleet(cluster)
@@ -155,6 +155,25 @@ async def test_streams_survive_the_death_of_a_node(fleet: RayFleet, undisturbed:
     await fleet.settled(2)
     await until(lambda: _is_gone(executor), "the executor ends with its node")
     add_node(fleet.cluster, num_cpus=1, resources={"for-executors": 1})
+
+
+async def test_streams_survive_the_death_of_a_rank(fleet: RayFleet) -> None:
+    """A second fleet on the same cluster, whose executor is a group of two ranks."""
+    with RayFleet(fleet.cluster) as divided:
+        flags = ("--tensor-parallel-size", "2", *fleet.flags[2:])  # without --gateway-listen
+        await asyncio.to_thread(divided.up, 1, *flags, gateway_listen=with_port("127.0.0.1:0"))
+        divided.key = fleet.key
+        expected = await answers(divided, NUM_STREAMS, NUM_TOKENS)
+        executor = psutil.Process(divided.parts()["executor-0"]["pid"])
+        (rank,) = executor.children()
+        streaming = asyncio.create_task(answers(divided, NUM_STREAMS, NUM_TOKENS))
+        await running(divided)
+        rank.kill()
+        found = await streaming
+        assert found.texts == expected.texts
+        print(f"rank: longest silence {found.longest_silence_s:.2f} s in {NUM_STREAMS} streams")
+        await until(lambda: _is_gone(executor.pid), "the executor ends with its rank")
+        await divided.settled(1)
 
 
 async def test_a_part_on_a_node_that_the_head_has_given_up_fences_itself(
