@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from fleet.backend import BackendError
@@ -76,6 +76,7 @@ class RayBackend:
     def watch(self) -> list[PartStatus]:
         with _as_backend_error("the cluster"):
             self._find()
+            self._free_places()
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
             for actor in self._actors.values():
                 actor.asked = actor.asked or actor.handle.status.remote()
@@ -113,6 +114,17 @@ class RayBackend:
                 with suppress(ValueError):  # it has ended meanwhile, or is the controller
                     part = Part.parse(name.removeprefix(self._prefix).partition("/")[0])
                     self._actors[name] = _Actor(name, part, ray.get_actor(name, NAMESPACE), time.time())
+
+    def _free_places(self) -> None:
+        """Removes the places of actors that have ended while no controller looked.
+
+        Ray keeps such a place, and moves it to another node if its own dies.
+        """
+        for group in placement_group_table().values():
+            name = group["name"]
+            if group["state"] != "REMOVED" and name.startswith(self._prefix) and name not in self._actors:
+                with suppress(ValueError):  # it was removed meanwhile
+                    remove_placement_group(ray.util.get_placement_group(name))
 
     def _look(self, actor: _Actor, alive: set[str]) -> None:
         now_s = time.monotonic()

@@ -11,7 +11,7 @@ import time
 import uuid
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import aiohttp
 
@@ -24,7 +24,7 @@ from tests.support.e2e.waiting import WAIT_S, until
 from tests.support.gateway.rig import content, parsed_events
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
 SHORT = ("--num-blocks", "512", "--num-threads", "1")
@@ -39,6 +39,8 @@ def quire(*arguments: str, timeout_s: float = 2 * WAIT_S) -> subprocess.Complete
 
 class Fleet:
     """Brings a fleet up with `quire fleet`; a context manager that ends whatever is left of it."""
+
+    executor_flags: ClassVar[Sequence[str]] = SHORT
 
     def __init__(self, backend: str = "local", address: str = "auto") -> None:
         self.name = f"test-{uuid.uuid4().hex[:8]}"
@@ -63,7 +65,7 @@ class Fleet:
         """Starts the fleet, and returns the ready line. Flags of executors come last, if there are any."""
         if "--executor-flags" not in flags:
             flags = (*flags, "--executor-flags", "")
-        self.flags = ("--gateway-listen", gateway_listen, *flags[:-1], " ".join((flags[-1], *SHORT)))
+        self.flags = ("--gateway-listen", gateway_listen, *flags[:-1], " ".join((flags[-1], *self.executor_flags)))
         done = self.run("up", "--replicas", str(replicas), *self.flags)
         self.openai = done.stdout.split("openai=")[1].split()[0]
         return done.stdout
