@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.cpu.compiler import SOURCES, compiled, inlined
+from kernels.cpu.compiler import compiled, inlined
 from kernels.cpu.native import (
     BFLOAT16,
     FLOAT16,
@@ -315,10 +315,8 @@ def _attend_tile(job: Any, s: int, kv_head: int, index: int, buffers: Any, part:
 @cache
 def attend_kernel() -> Kernel:
     """Returns the attention kernel, which serves every shape."""
-    sources = SOURCES
 
     def attend(address: int) -> None:
-        _ = sources
         job = array(address, 1, ATTENTION_JOB)[0]
         max_rows = max(1, job.tile_rows // job.group) * job.group
         num_scores, num_rows = max_rows * SCORE_STRIDE, max_rows * job.head_dim

@@ -1,4 +1,4 @@
-"""Compiles functions to C functions, once per machine: numba caches the results in __pycache__ beside each module.
+"""Compiles functions to C functions, once per machine: numba keeps the results in files.
 
 A compiled function takes one pointer, or plain numbers, and never calls Python, so any thread can run it. Parameters of
 the model (the size of a head, how numbers are stored) are closure variables, which the compiler treats as constants;
@@ -7,14 +7,20 @@ numba caches each combination of closure values separately.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
+import shutil
+import time
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numba
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 types: Any = numba.types  # Any, because few of numba's functions have type annotations
 
@@ -24,6 +30,15 @@ _REORDER = {"reassoc", "contract", "nsz"}
 
 JOB = types.void(types.int64)
 """The signature of a kernel. Its argument is the address of its job, a record in memory."""
+
+_settings: Any = numba.config
+_GIVEN = _settings.CACHE_DIR  # NUMBA_CACHE_DIR
+_PREFIX = "kernels-"
+_UNUSED_S = 7 * 86_400.0
+"""Directories of other sources are removed if no process has used them for this time."""
+
+_LOCK_S = 120.0
+"""The compilation of a kernel takes a few seconds. A process that holds the lock for longer is perhaps stopped."""
 
 
 @overload
@@ -44,20 +59,71 @@ def compiled(function: Callable[..., Any], signature: Any = JOB, *, reorder: boo
 
     reorder allows LLVM to add numbers in another order, which it needs in order to vectorize loops that sum.
     """
-    make = numba.cfunc(signature, cache=True, fastmath=_REORDER if reorder else False, error_model="numpy")
-    return make(function)
+    with _locked_cache() as is_usable:
+        fastmath = _REORDER if reorder else False
+        return numba.cfunc(signature, cache=is_usable, fastmath=fastmath, error_model="numpy")(function)
 
 
-def _sources_digest() -> int:
-    """Returns a digest of the source of every module in this package.
+@contextmanager
+def _locked_cache() -> Iterator[bool]:
+    """Gives this process numba's cache alone. Yields False if it cannot be used.
 
-    numba's cache checks only the file of the compiled function, not those of the functions it calls. A kernel with this
-    number in its closure is compiled again when any of these files has changed.
+    Of processes that start at once, one compiles and the others wait for its result. Without the lock they could also
+    get each other's code: numba numbers the variants of a function in an index, saves the index before the code, and
+    does not check which variant it reads.
     """
-    digest = hashlib.blake2b(digest_size=7)
-    for path in sorted(Path(__file__).parent.glob("*.py")):
+    directory = _directory()
+    if directory is None:
+        yield False
+        return
+    _settings.CACHE_DIR = str(directory)
+    with (directory / "lock").open("w") as lock:
+        ends_s = time.monotonic() + _LOCK_S
+        while not (is_locked := _try_to_lock(lock.fileno())) and time.monotonic() < ends_s:
+            time.sleep(0.05)
+        yield is_locked
+
+
+def _try_to_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+@cache
+def _directory() -> Path | None:
+    """Returns the directory of the cache, or None if there is none that can be written.
+
+    It belongs to the sources of all kernels. numba's cache checks only the file of the compiled function, not those of
+    the functions it calls; and after a change of that file it uses the files of the old code again, under a new index.
+    """
+    user = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "quire"
+    for base in [Path(_GIVEN)] if _GIVEN else [Path(__file__).parent / "__pycache__", user]:
+        directory = base / f"{_PREFIX}{sources_digest(Path(__file__).parent)}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "lock").touch()
+        except OSError:
+            continue
+        _remove_unused(base)
+        return directory
+    return None
+
+
+def sources_digest(package: Path) -> str:
+    """Returns a digest of the source of every module in a directory."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(package.glob("*.py")):
         digest.update(path.read_bytes())
-    return int.from_bytes(digest.digest(), "little")
+    return digest.hexdigest()
 
 
-SOURCES = _sources_digest()
+def _remove_unused(base: Path) -> None:
+    for lock in base.glob(f"{_PREFIX}*/lock"):
+        try:
+            if time.time() - lock.stat().st_mtime > _UNUSED_S:
+                shutil.rmtree(lock.parent, ignore_errors=True)
+        except OSError:  # another process has removed it
+            continue

@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from kernels.cpu.compiler import SOURCES, compiled
+from kernels.cpu.compiler import compiled
 from kernels.cpu.native import array, count_up, exp2, read, rounded, storage_of, write
 from kernels.cpu.team import Job, Kernel, job_dtype
 
@@ -35,10 +35,8 @@ _MINUS_LOG2_E = np.float32(-math.log2(math.e))
 @cache
 def norm_kernel(storage: int) -> Kernel:
     """Returns the kernel for the RMS norm of rows; if there is a residual, it is added first."""
-    sources = SOURCES
 
     def norm(address: int) -> None:
-        _ = sources
         job = array(address, 1, NORM_JOB)[0]
         width, weight = job.width, job.weight
         num_vectors = job.num_rows * job.num_inner
@@ -72,10 +70,8 @@ def norm_kernel(storage: int) -> Kernel:
 @cache
 def silu_kernel(storage: int) -> Kernel:
     """Returns the kernel for silu(gate) * up of rows."""
-    sources = SOURCES
 
     def silu(address: int) -> None:
-        _ = sources
         job = array(address, 1, SILU_JOB)[0]
         width = job.width
         while True:
@@ -97,10 +93,8 @@ def silu_kernel(storage: int) -> Kernel:
 @cache
 def take_kernel() -> Kernel:
     """Returns the kernel that copies rows of a table of any dtype; a row is a unit."""
-    sources = SOURCES
 
     def take(address: int) -> None:
-        _ = sources
         job = array(address, 1, TAKE_JOB)[0]
         indices = array(job.indices, job.num_rows, np.int32)
         while True:

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from kernels.cpu.compiler import SOURCES, compiled
+from kernels.cpu.compiler import compiled
 from kernels.cpu.native import FLOAT32, array, count_up, read, storage_of, strided, write
 from kernels.cpu.team import Job, Kernel, job_dtype
 
@@ -29,10 +29,8 @@ _copy_job = Job(_COPY)
 @cache
 def store_kernel(storage: int) -> Kernel:
     """Returns the kernel that rotates query and key and stores key and value; a token is a unit."""
-    sources = SOURCES
 
     def store(address: int) -> None:
-        _ = sources
         job = array(address, 1, STORE_JOB)[0]
         half, half_bytes = job.head_dim // 2, job.head_dim // 2 * job.number_bytes
         token_bytes = job.head_dim * job.number_bytes
@@ -78,10 +76,8 @@ def store_kernel(storage: int) -> Kernel:
 @cache
 def copy_kernel() -> Kernel:
     """Returns the kernel that copies blocks of any dtype; a block of one layer is a unit."""
-    sources = SOURCES
 
     def copy(address: int) -> None:
-        _ = sources
         job = array(address, 1, _COPY)[0]
         origins = array(job.sources, job.num_copies, np.int64)
         destinations = array(job.destinations, job.num_copies, np.int64)

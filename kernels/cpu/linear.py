@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kernels.cpu.amx import MATRIX, begin_products, end_products
-from kernels.cpu.compiler import SOURCES, compiled
+from kernels.cpu.compiler import compiled
 from kernels.cpu.native import (
     FLOAT32,
     LINE_BYTES,
@@ -52,7 +52,6 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
 
     Inputs and outputs have the same storage. row_kind: see `row_format`.
     """
-    sources = SOURCES
     widens = storage != FLOAT32 and row_kind == FLOAT32
     most_rows = tile_rows(row_kind)
     span_inputs = 2 * SPAN_INPUTS if row_kind == MATRIX else SPAN_INPUTS
@@ -61,7 +60,6 @@ def linear_kernel(storage: int, weight_storage: int, row_kind: int) -> Kernel:
     step_bytes, panel_step_bytes = width * number_bytes, width * PANEL * storage_bytes(weight_storage)
 
     def linear(address: int) -> None:
-        _ = sources
         job = array(address, 1, LINEAR_JOB)[0]
         num_steps = job.in_size // width
         num_pieces = (job.num_rows + UNIT_ROWS - 1) // UNIT_ROWS

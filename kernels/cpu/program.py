@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kernels.cpu.compiler import SOURCES, compiled
+from kernels.cpu.compiler import compiled
 from kernels.cpu.native import LINE_BYTES, array, call_kernel, call_usleep, count_of, count_up, pause
 from kernels.cpu.team import Job, Kernel, job_dtype, sleep_function
 
@@ -39,10 +39,8 @@ _NAP_US = 20
 @cache
 def program_kernel() -> Kernel:
     """Returns the kernel that runs the entries of a program, each after the previous one has finished."""
-    sources = SOURCES
 
     def program(address: int) -> None:
-        _ = sources
         job = array(address, 1, _PROGRAM)[0]
         entries = array(job.entries, job.num_entries * 2, np.int64)
         for i in range(job.num_entries):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.cpu.compiler import SOURCES, compiled
+from kernels.cpu.compiler import compiled
 from kernels.cpu.heap import MINUS_ZERO, drop, heapify, id_of, key_of, ordered, sink
 from kernels.cpu.native import array, bits_of, count_up, exp2, read, storage_of
 from kernels.cpu.team import Job, Kernel, job_dtype
@@ -35,10 +35,8 @@ _job = Job(RANK_JOB)
 @cache
 def rank_kernel(storage: int) -> Kernel:
     """Returns the kernel that ranks the logits of rows; a row is a unit."""
-    sources = SOURCES
 
     def rank(address: int) -> None:
-        _ = sources
         job = array(address, 1, RANK_JOB)[0]
         size, num_keys = job.vocab_size, job.num_keys
         while True:

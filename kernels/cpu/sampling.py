@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kernels.cpu.compiler import SOURCES, compiled, inlined
+from kernels.cpu.compiler import compiled, inlined
 from kernels.cpu.heap import drop, heapify, id_of, key_of, ordered
 from kernels.cpu.native import LINE_BYTES, array, count_up, exp2, read, storage_of
 from kernels.cpu.team import Job, Kernel, job_dtype
@@ -58,10 +58,8 @@ _job = Job(SAMPLE_JOB)
 @cache
 def sample_kernel(storage: int) -> Kernel:
     """Returns the kernel that samples a token from each row; a row is a unit."""
-    sources = SOURCES
 
     def sample(address: int) -> None:
-        _ = sources
         job = array(address, 1, SAMPLE_JOB)[0]
         size = job.vocab_size
         seat = job.scratch + count_up(job.seats) * job.seat_bytes

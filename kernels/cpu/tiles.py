@@ -27,7 +27,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 
 from kernels.cpu.amx import MATRIX, begin_products, count_denormals, end_products
-from kernels.cpu.compiler import SOURCES, compiled, inlined, types
+from kernels.cpu.compiler import compiled, inlined, types
 from kernels.cpu.few_rows import FEW_ROWS, score_few, weigh_few
 from kernels.cpu.native import BFLOAT16, FLOAT32, Builder, Value, codegen, instruction, read, storage_bytes, write
 from kernels.cpu.panels import LANES, PANEL, inputs_at_once, multiply, row_format, tile_rows
@@ -149,7 +149,6 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     if head_dim % 4:
         raise ValueError(f"head_dim must be a multiple of 4, not {head_dim}")
     signature = types.void(*[types.int64] * 8)
-    sources = SOURCES
     kind = row_format(storage, storage, head_dim)
     number_bytes, width, most_rows = storage_bytes(kind), inputs_at_once(kind), tile_rows(kind)
     span = _SPANS[kind]
@@ -165,7 +164,6 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     def score(
         rows: int, num_rows: int, places: int, num_tokens: int, scores: int, panel: int, to_first: int, group: int
     ) -> None:
-        _ = sources
         if is_whole and num_rows <= few_rows:
             if kind == MATRIX:
                 _widen(rows, row_bytes, num_rows, head_dim, panel)
@@ -197,7 +195,6 @@ def tiles_kernel(head_dim: int, storage: int) -> tuple[int, int]:
     def weigh(
         scores: int, num_rows: int, places: int, num_tokens: int, sums: int, panels: int, to_first: int, group: int
     ) -> None:
-        _ = sources
         if is_whole and num_rows <= few_rows:
             own_bytes = score_bytes
             if kind == MATRIX:

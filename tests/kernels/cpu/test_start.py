@@ -16,19 +16,10 @@ from llvmlite import binding  # type: ignore[import-untyped]
 from kernels import AttentionShape, cpu, reference, select
 from kernels.cpu import team
 from kernels.cpu.amx import HAS_AMX
-from kernels.cpu.attend import attend_kernel
-from kernels.cpu.compiler import SOURCES
-from kernels.cpu.elementwise import norm_kernel, silu_kernel
-from kernels.cpu.kv import copy_kernel, store_kernel
-from kernels.cpu.native import FLOAT32
-from kernels.cpu.ranking import rank_kernel
-from kernels.cpu.sampling import sample_kernel
 from tests.support.kernels.paged import paged, poisoned
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from kernels.cpu.team import Kernel
 
 SHAPE = AttentionShape(torch.float32, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16)
 
@@ -111,31 +102,12 @@ def test_a_second_start_compiles_nothing(dtype: str) -> None:
 def test_kernels_are_right_on_other_processors(name: str, without: str, tmp_path: Path) -> None:
     if not binding.get_host_cpu_features().get("avx512f"):
         pytest.skip("this processor has no AVX-512, so the other tests run what haswell would run")
-    if name == binding.get_host_cpu_name() and not HAS_AMX:
-        pytest.skip("this is that processor, so the other tests run what it runs")
+    if binding.get_host_cpu_name().startswith(name.rstrip("45")) and not HAS_AMX:
+        pytest.skip("this is such a processor, so the other tests run what it runs")
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     if without == "avx512":
         environment |= {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": "+avx2,+fma,+f16c"}
     subprocess.run([sys.executable, "-c", ON_ANOTHER_PROCESSOR, name, without], env=environment, check=True)
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        attend_kernel(),
-        norm_kernel(FLOAT32),
-        silu_kernel(FLOAT32),
-        store_kernel(FLOAT32),
-        copy_kernel(),
-        sample_kernel(FLOAT32),
-        rank_kernel(FLOAT32),
-    ],
-    ids=lambda kernel: kernel._compiled.__name__,
-)
-def test_kernels_are_compiled_again_after_any_source_change(kernel: Kernel) -> None:
-    python_function = kernel._compiled._pyfunc
-    closure = dict(zip(python_function.__code__.co_freevars, python_function.__closure__, strict=True))
-    assert closure["sources"].cell_contents == SOURCES
 
 
 def test_torchs_openmp_runtime_is_found() -> None:

@@ -66,8 +66,7 @@ def evaluation_python() -> str:
         venv.create(directory, with_pip=True)
         (site_packages,) = directory.glob("lib/python*/site-packages")
         (site_packages / "shared.pth").write_text(shared)
-        pip = (directory / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-deps")
-        _run(*pip, "--requirement", requirements, directory=directory)
+        _run(*_pip(directory), "--no-deps", "--requirement", requirements, directory=directory)
 
     versions = requirements.read_bytes() + shared.encode()
     return str(_installed(f"evaluation-{sys.version.split()[0]}", versions, install) / "bin" / "python")
@@ -79,10 +78,14 @@ def _python_packages() -> Path:
 
     def install(directory: Path) -> None:
         venv.create(directory, with_pip=True)
-        pip = (directory / "bin" / "python", "-m", "pip", "install", "--quiet", "--requirement", requirements)
-        _run(*pip, directory=directory)
+        _run(*_pip(directory), "--requirement", requirements, directory=directory)
 
     return _installed(f"python-{sys.version.split()[0]}", requirements.read_bytes(), install)
+
+
+def _pip(directory: Path) -> tuple[object, ...]:
+    """Returns the command that installs packages. Python compiles the few modules that are imported when they are."""
+    return (directory / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile")
 
 
 def _node_packages() -> Path:
