@@ -40,7 +40,7 @@ class RpcServer:
         connections = ("grpc.max_allowed_incoming_connections", config.max_connections)
         self._server = grpc.aio.server(
             options=[*OPTIONS, connections],
-            interceptors=[self._resets, TakenCalls(), *(BoundedMessages(*each) for each in BOUNDED.items())],
+            interceptors=[self._resets, TakenCalls(), BoundedMessages(BOUNDED)],
         )
         add_GenerationServicer_to_server(self._generation, self._server)
         add_TokenizationServicer_to_server(TokenizationForwarder(schedulers), self._server)

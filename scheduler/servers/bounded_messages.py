@@ -16,7 +16,7 @@ from quire.v1 import generation_pb2 as pb
 from scheduler.telemetry.limits import MESSAGE_FIELDS, limited
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
@@ -66,24 +66,24 @@ def check_cost(data: bytes, message: Descriptor = pb.GenerateRequest.DESCRIPTOR)
 
 
 class BoundedMessages(grpc.aio.ServerInterceptor):
-    """Refuses costly requests of one method with INVALID_ARGUMENT.
+    """Refuses costly requests with INVALID_ARGUMENT.
 
     A method that receives a stream finds a TooCostly in the place of a costly message, and decides itself.
     """
 
-    def __init__(self, method: str, message: Descriptor = pb.GenerateRequest.DESCRIPTOR) -> None:
-        """`method` is a full name, such as "/quire.v1.Generation/Generate". Its requests are of type `message`."""
-        self._method = method
-        self._message = message
+    def __init__(self, requests: Mapping[str, Descriptor]) -> None:
+        """Takes the type of each method's requests, by full names such as "/quire.v1.Generation/Generate"."""
+        self._requests = requests
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
-        if handler_call_details.method != self._method or handler is None:
+        message = self._requests.get(handler_call_details.method)
+        if message is None or handler is None:
             return handler
 
         def parse_if_cheap(data: bytes) -> object:
             try:
-                check_cost(data, self._message)
+                check_cost(data, message)
             except TooCostly as error:
                 limited(MESSAGE_FIELDS)
                 return error

@@ -105,11 +105,7 @@ class GrpcServer:
 
         def generating(default: Identity | None, *more: tuple[str, int]) -> grpc.aio.Server:
             # Access is decided first, so that nothing is read of a call that is refused.
-            interceptors = [
-                self._resets,
-                AccessInterceptor(access, default),
-                *(BoundedMessages(*each) for each in BOUNDED.items()),
-            ]
+            interceptors = [self._resets, AccessInterceptor(access, default), BoundedMessages(BOUNDED)]
             server = grpc.aio.server(options=[*OPTIONS, *more], interceptors=interceptors)
             add_GenerationServicer_to_server(generation, server)
             add_TokenizationServicer_to_server(tokenization, server)

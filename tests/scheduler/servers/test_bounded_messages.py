@@ -103,7 +103,7 @@ async def test_the_client_is_told_and_the_service_is_not_called() -> None:
             called.append(request.ByteSize())
             await context.write(pb.GenerateResponse())
 
-    server = grpc.aio.server(interceptors=[BoundedMessages(GENERATE)])
+    server = grpc.aio.server(interceptors=[BoundedMessages({GENERATE: pb.GenerateRequest.DESCRIPTOR})])
     add_GenerationServicer_to_server(Service(), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
