@@ -59,9 +59,18 @@ def compiled(function: Callable[..., Any], signature: Any = JOB, *, reorder: boo
 
     reorder allows LLVM to add numbers in another order, which it needs in order to vectorize loops that sum.
     """
+    fastmath = _REORDER if reorder else False
+
+    def make(is_cached: bool) -> Any:
+        return numba.cfunc(signature, cache=is_cached, fastmath=fastmath, error_model="numpy")(function)
+
     with _locked_cache() as is_usable:
-        fastmath = _REORDER if reorder else False
-        return numba.cfunc(signature, cache=is_usable, fastmath=fastmath, error_model="numpy")(function)
+        if is_usable:
+            try:
+                return make(True)
+            except OSError:  # the disk is full, or the directory has been removed
+                pass
+        return make(False)
 
 
 @contextmanager
@@ -73,11 +82,15 @@ def _locked_cache() -> Iterator[bool]:
     does not check which variant it reads.
     """
     directory = _directory()
-    if directory is None:
+    try:
+        lock = None if directory is None else (directory / "lock").open("w")
+    except OSError:
+        lock = None
+    if lock is None:
         yield False
         return
     _settings.CACHE_DIR = str(directory)
-    with (directory / "lock").open("w") as lock:
+    with lock:
         ends_s = time.monotonic() + _LOCK_S
         while not (is_locked := _try_to_lock(lock.fileno())) and time.monotonic() < ends_s:
             time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
@@ -11,6 +12,7 @@ from ctypes import CFUNCTYPE, c_int64
 from typing import TYPE_CHECKING
 
 import pytest
+from numba.core.caching import IndexDataCacheFile
 
 from kernels.cpu import compiler
 
@@ -123,6 +125,21 @@ def test_a_stopped_process_that_has_the_cache_stops_no_other(tmp_path: Path, mon
         assert [path.name for path in tmp_path.rglob("*")] == ["lock"]
     compiler.compiled(add_one, SIGNATURE)
     assert list(tmp_path.rglob("*.nbc"))
+
+
+@pytest.mark.parametrize("lacks", ["space", "directory"])
+def test_a_cache_that_cannot_be_written_stops_no_process(
+    lacks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = tmp_path if lacks == "space" else tmp_path / "removed"
+    monkeypatch.setattr(compiler, "_directory", lambda: directory)
+
+    def save(files: IndexDataCacheFile, overloads: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr(IndexDataCacheFile, "_save_index", save)
+    assert CFUNCTYPE(c_int64, c_int64)(compiler.compiled(add_one, SIGNATURE).address)(1) == 2
+    assert not list(tmp_path.rglob("*.nbc"))
 
 
 def test_each_change_of_a_source_changes_the_directory(tmp_path: Path) -> None:
