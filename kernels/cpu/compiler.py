@@ -77,9 +77,9 @@ def compiled(function: Callable[..., Any], signature: Any = JOB, *, reorder: boo
 def _locked_cache() -> Iterator[bool]:
     """Gives this process numba's cache alone. Yields False if it cannot be used.
 
-    Of processes that start at once, one compiles and the others wait for its result. Without the lock they could also
-    get each other's code: numba numbers the variants of a function in an index, saves the index before the code, and
-    does not check which variant it reads.
+    Of processes that start at once, one compiles and the others wait for its result. Without the lock, one could also
+    be given the code of another variant: numba numbers the variants of a function in an index, saves the index before
+    the code, and does not check which variant it reads.
     """
     directory = _directory()
     try:
@@ -109,12 +109,13 @@ def _try_to_lock(descriptor: int) -> bool:
 def _directory() -> Path | None:
     """Returns the directory of the cache, or None if there is none that can be written.
 
-    It belongs to the sources of all kernels. numba's cache checks only the file of the compiled function, not those of
-    the functions it calls; and after a change of that file it uses the files of the old code again, under a new index.
+    Other sources of any kernel have another directory. numba looks only for changes in the file of the compiled
+    function, not in those of the functions it calls. After a change it saves a new index, and then new code in the
+    files of the old; a process that was killed in between would leave the old code under the new index.
     """
     user = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "quire"
     for base in [Path(_GIVEN)] if _GIVEN else [Path(__file__).parent / "__pycache__", user]:
-        directory = base / f"{_PREFIX}{sources_digest(Path(__file__).parent)}"
+        directory = base / f"{_PREFIX}{_sources_digest(Path(__file__).parent)}"
         try:
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "lock").touch()
@@ -125,7 +126,7 @@ def _directory() -> Path | None:
     return None
 
 
-def sources_digest(package: Path) -> str:
+def _sources_digest(package: Path) -> str:
     """Returns a digest of the source of every module in a directory."""
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(package.glob("*.py")):

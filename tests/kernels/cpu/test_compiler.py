@@ -15,6 +15,7 @@ import pytest
 from numba.core.caching import IndexDataCacheFile
 
 from kernels.cpu import compiler
+from tests.support.paths import ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,7 +72,7 @@ def start(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     (tmp_path / "variants.py").write_text(VARIANTS)
     environment = os.environ | {
         "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), os.getcwd()]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
     }
 
     def start(number: int, how: str = "") -> subprocess.Popen[str]:
@@ -142,20 +143,59 @@ def test_a_cache_that_cannot_be_written_stops_no_process(
     assert not list(tmp_path.rglob("*.nbc"))
 
 
-def test_each_change_of_a_source_changes_the_directory(tmp_path: Path) -> None:
-    assert compiler._directory() is not None
-    digests = set()
-    for name, text in [("a", "x = 1"), ("b", "x = 1"), ("b", "x = 2"), ("a", "x = 2")]:
-        (tmp_path / f"{name}.py").write_text(text)
-        digests.add(compiler.sources_digest(tmp_path))
-    assert len(digests) == 4
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a directory with one source, which the compiler takes for the kernels' own."""
+    directory = tmp_path / "package"
+    directory.mkdir()
+    (directory / "a.py").write_text("x = 1")
+    monkeypatch.setattr(compiler, "__file__", str(directory / "compiler.py"))
+    monkeypatch.setattr(compiler, "_GIVEN", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    return directory
 
 
-def test_directories_of_other_sources_are_removed_when_they_are_old(tmp_path: Path) -> None:
+def directory_of_cache() -> Path | None:
+    compiler._directory.cache_clear()
+    try:
+        return compiler._directory()
+    finally:
+        compiler._directory.cache_clear()
+
+
+def test_each_change_of_a_source_changes_the_directory(package: Path) -> None:
+    directories = {directory_of_cache()}
+    for name, text in [("b", "x = 1"), ("b", "x = 2"), ("a", "x = 2")]:
+        (package / f"{name}.py").write_text(text)
+        directories.add(directory_of_cache())
+    assert len(directories) == 4
+    assert {each and each.parent for each in directories} == {package / "__pycache__"}
+
+
+def test_the_cache_is_the_users_if_the_sources_are_read_only(package: Path, tmp_path: Path) -> None:
+    (package / "__pycache__").touch()  # no directory can be made there, also not by root
+    directory = directory_of_cache()
+    assert directory is not None
+    assert directory.parent == tmp_path / "home" / "quire"
+
+
+def test_a_directory_that_is_named_is_the_only_one(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler, "_GIVEN", str(tmp_path / "given"))
+    directory = directory_of_cache()
+    assert directory is not None
+    assert directory.parent == tmp_path / "given"
+    monkeypatch.setattr(compiler, "_GIVEN", str(package / "a.py"))
+    assert directory_of_cache() is None
+
+
+def test_directories_of_other_sources_are_removed_when_they_are_old(package: Path) -> None:
     for name, age_s in [("kernels-old", 8 * 86_400), ("kernels-new", 0), ("triton", 8 * 86_400)]:
-        lock = tmp_path / name / "lock"
-        lock.parent.mkdir()
+        lock = package / "__pycache__" / name / "lock"
+        lock.parent.mkdir(parents=True)
         lock.touch()
         os.utime(lock, (time.time() - age_s, time.time() - age_s))
-    compiler._remove_unused(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels-new", "triton"]
+    directory = directory_of_cache()
+    assert directory is not None
+    assert {path.name for path in directory.parent.iterdir()} == {"kernels-new", "triton", directory.name}
