@@ -6,7 +6,7 @@ has to. Actors are never restarted by Ray: the controller starts new ones, which
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -44,10 +44,14 @@ class _Actor:
 
 
 class RayBackend:
-    """Finds the actors of its fleet by their names. To be used within the cluster, in the namespace of fleets."""
+    """Finds the actors of its fleet by their names. To be used within the cluster, in the namespace of fleets.
 
-    def __init__(self, settings: FleetSettings) -> None:
+    check  is called before each action, and does not return if another controller has taken this one's place
+    """
+
+    def __init__(self, settings: FleetSettings, check: Callable[[], None]) -> None:
         self._settings = settings
+        self._check = check
         self._prefix = f"{settings.name}/"
         self._actors: dict[str, _Actor] = {}
         self._gone: dict[Part, PartStatus] = {}
@@ -56,7 +60,7 @@ class RayBackend:
     def start(self, part: Part, peers: Sequence[str]) -> None:
         name = f"{self._prefix}{part}/{uuid.uuid4().hex[:8]}"
         bundle = self._bundle(part.role)
-        with _as_backend_error(part):
+        with self._action(part):
             group = placement_group([bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
             handle = (
                 ray.remote(Holder)
@@ -74,7 +78,7 @@ class RayBackend:
         self._actors[name] = _Actor(name, part, handle, time.time())
 
     def watch(self) -> list[PartStatus]:
-        with _as_backend_error("the cluster"):
+        with self._action("the cluster"):
             self._find()
             self._free_places()
             alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
@@ -90,16 +94,18 @@ class RayBackend:
 
     def address(self, part: Part, incarnation: str, peers: Sequence[str]) -> None:
         if (actor := self._actors.get(incarnation)) is not None:
-            actor.handle.tell.remote(tuple(peers))
+            with self._action(part):
+                actor.handle.tell.remote(tuple(peers))
 
     def drain(self, part: Part, incarnation: str, *, moves_streams: bool) -> None:
         if (actor := self._actors.get(incarnation)) is not None:
-            actor.handle.drain.remote(moves_streams)
+            with self._action(part):
+                actor.handle.drain.remote(moves_streams)
 
     def kill(self, part: Part, incarnation: str) -> None:
         if (actor := self._actors.get(incarnation)) is None:
             return
-        with suppress(RayError):  # an actor that does not answer ends below, and its processes with it
+        with self._action(part), suppress(RayError):  # one that does not answer ends below, and its processes with it
             ray.get(actor.handle.kill.remote(), timeout=ANSWER_S)
         self._end(actor, State.ENDED)
 
@@ -167,11 +173,11 @@ class RayBackend:
                 bundle["GPU"] = settings.num_gpus
         return bundle | ({resource: _SHARE} if resource is not None else {})
 
-
-@contextmanager
-def _as_backend_error(what: object) -> Iterator[None]:
-    """Turns errors of Ray into BackendError."""
-    try:
-        yield
-    except (RayError, ValueError, ConnectionError) as error:
-        raise BackendError(f"{what}: {error}") from None
+    @contextmanager
+    def _action(self, what: object) -> Iterator[None]:
+        """Turns errors of Ray into BackendError."""
+        try:
+            self._check()
+            yield
+        except (RayError, ValueError, ConnectionError) as error:
+            raise BackendError(f"{what}: {error}") from None

@@ -6,6 +6,7 @@ Ray is not part of the environment of the tests: pip install 'quire[fleet]' for 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -209,9 +210,28 @@ async def test_a_part_on_a_node_that_the_head_has_given_up_fences_itself(
         assert found.texts == undisturbed
         print(f"silent node: longest silence {found.longest_silence_s:.2f} s in {NUM_STREAMS} streams")
         await fleet.settled(2)
+        await until(has_one_controller, "a controller on the silent node ends, too")
     finally:
         raylet.resume()  # it finds out that it was given up, and ends
     add_node(fleet.cluster, num_cpus=1, resources={"for-executors": 1})
+
+
+async def test_a_controller_whose_place_another_one_has_ends_before_it_acts(fleet: RayFleet) -> None:
+    """A controller on a node that the head has given up can still run and reach the head."""
+    from ray.experimental.internal_kv import _internal_kv_put
+
+    from fleet.ray_control import store_key
+
+    report, before = fleet.status(), fleet.parts()
+    wanted = {"token": "of another one", "wanted": report["wanted"] | {"serving": [0]}}
+    _internal_kv_put(store_key(fleet.name), json.dumps(wanted).encode(), overwrite=True)
+    await until(lambda: _is_gone(report["controller_pid"]), "the controller ends")
+    await fleet.settled(1)
+    assert {part: each["pid"] for part, each in fleet.parts().items()} == {
+        part: before[part]["pid"] for part in ("executor-0", "scheduler-0", "gateway-0")
+    }
+    await asyncio.to_thread(fleet.run, "scale", "--replicas", "2")
+    await fleet.settled(2)
 
 
 async def test_a_drained_replica_gives_its_streams_away(fleet: RayFleet, undisturbed: list[str]) -> None:
@@ -250,6 +270,11 @@ def test_down_leaves_nothing(fleet: RayFleet) -> None:
     assert not any(map(is_running, pids))
     assert "no fleet" in fleet.run("status", check=False).stderr
     assert ray.util.list_named_actors(all_namespaces=True) == []
+
+
+async def has_one_controller() -> bool:
+    titles = [(process.info["cmdline"] or [""])[0] for process in psutil.process_iter(["cmdline"])]
+    return sum(title.startswith("ray::ControllerActor") for title in titles) == 1
 
 
 async def _is_given_up(node: Any) -> bool:
