@@ -121,6 +121,9 @@ class HostedPart:
             return State.ENDED
         if not self._processes.has_said_ready:
             return State.STARTING
+        record = self._processes.record
+        if self.part.role is Role.GATEWAY and record is not None and record.is_draining:
+            return State.READY  # it does not listen any more, and the time for its drain bounds it
         return State.HUNG if self._liveness.is_hung(http) else State.READY
 
     def _addresses(self) -> tuple[str, str, tuple[str, ...]]:
@@ -165,8 +168,6 @@ class HostedPart:
         if last and not last.startswith(UNIX) and HostPort.parse(last).host == host:
             with suppress(AddressInUse, AddressUnusable):
                 return with_port(last)
-        while True:
-            address = with_port(str(HostPort(host, 0)))
-            if address not in self._reserved:
-                self._reserved.add(address)
-                return address
+        address = with_port(str(HostPort(host, 0)), self._reserved)
+        self._reserved.add(address)
+        return address

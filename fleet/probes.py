@@ -42,15 +42,21 @@ class Liveness:
 
 
 def answers(address: str, path: str, timeout_s: float = TIMEOUT_S) -> bool:
-    """Returns whether a server answers GET with 200 in time, or where it wants TLS, a handshake."""
+    """Returns whether a server answers GET with 200 in time, or where it wants TLS, a handshake.
+
+    A server that closes the connection lives, too: it has as many connections as it may have.
+    """
     try:
         target = HostPort.parse(address)
         with socket.create_connection((target.host, target.port), timeout_s) as connection:
             connection.settimeout(timeout_s)
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: {target}\r\nConnection: close\r\n\r\n".encode())
-            if b" 200 " in connection.recv(64):
+            reply = connection.recv(64)
+            if not reply or b" 200 " in reply:
                 return True
         return _shakes_hands(target, timeout_s)
+    except (BrokenPipeError, ConnectionResetError):
+        return True
     except (OSError, ValueError):
         return False
 

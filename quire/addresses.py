@@ -3,7 +3,7 @@
 import errno
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -14,8 +14,9 @@ from tempfile import gettempdir
 UNIX = "unix:"
 
 # Free ports are chosen below the range that systems use for outgoing connections, which could take a port between its
-# choice and its use. Each process has its own range, so that two processes started together choose different ports.
-_FIRST_PORT, _NUM_PORTS, _NUM_PORTS_PER_PROCESS = 20_000, 12_000, 16
+# choice and its use. Each process begins with a range of its own, so that two processes started together choose
+# different ports. A fleet of 128 replicas needs some 400.
+_FIRST_PORT, _NUM_PORTS, _NUM_PORTS_PER_PROCESS, _MAX_CANDIDATES = 20_000, 12_000, 16, 1024
 _num_choices = count()
 
 
@@ -63,18 +64,22 @@ def is_address(text: str) -> bool:
     return True
 
 
-def with_port(address: str) -> str:
+def with_port(address: str, reserved: Collection[str] = ()) -> str:
     """Returns the address with a free port in place of port 0. Checks that a server can listen at any other address.
 
     Raises AddressError, AddressInUse and AddressUnusable. Another process may take the port before the server listens,
     so the server still has to check.
+
+    reserved  addresses that are not chosen, because servers will listen there
     """
     if address.startswith(UNIX):
         return address
     if HostPort.parse(address).port == 0:
         for port in _candidate_ports():
+            candidate = at_port(address, port)
             with suppress(AddressInUse):
-                return check_free(at_port(address, port))
+                if candidate not in reserved:
+                    return check_free(candidate)
     return check_free(address)
 
 
@@ -126,10 +131,12 @@ def listen_error(address: str, error: OSError) -> AddressInUse | AddressUnusable
 
 
 def _candidate_ports() -> Iterator[int]:
-    """Yields the ports of this process's range, starting at a different one in each call."""
+    """Yields the ports of this process's range, starting at a different one in each call, and then those above it."""
     start = os.getpid() * _NUM_PORTS_PER_PROCESS
     for _ in range(_NUM_PORTS_PER_PROCESS):
         yield _FIRST_PORT + (start + next(_num_choices) % _NUM_PORTS_PER_PROCESS) % _NUM_PORTS
+    for distance in range(_NUM_PORTS_PER_PROCESS, _MAX_CANDIDATES):
+        yield _FIRST_PORT + (start + distance) % _NUM_PORTS
 
 
 def _listen_for_a_moment(wanted: HostPort) -> int:

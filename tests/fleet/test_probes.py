@@ -45,6 +45,22 @@ def test_only_a_200_in_time_counts(reply: bytes | None, expected: bool) -> None:
         assert answers(address, "/healthz", 0.3) is expected
 
 
+def test_a_server_that_closes_the_connection_lives() -> None:
+    """A gateway does so when it has as many connections as it may have."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            while True:
+                try:
+                    listener.accept()[0].close()
+                except OSError:
+                    return
+
+        threading.Thread(target=refuse, daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        assert all(answers(address, "/healthz", 5.0) for _ in range(20))
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "", "nowhere"])
 def test_an_address_without_a_server_does_not_answer(address: str) -> None:
     assert not answers(address, "/healthz", 0.3)

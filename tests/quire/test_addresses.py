@@ -15,6 +15,15 @@ def test_port_0_becomes_a_free_port() -> None:
         pass
 
 
+def test_reserved_addresses_are_not_chosen() -> None:
+    """A process has 16 ports of its own, and a fleet reserves three for each replica before anyone listens there."""
+    reserved: set[str] = set()
+    for _ in range(100):
+        address = with_port("127.0.0.1:0", reserved)
+        assert address not in reserved
+        reserved.add(address)
+
+
 def test_a_port_in_use_is_an_error_that_names_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
