@@ -32,6 +32,7 @@ class Record:
     """One incarnation, as its file describes it.
 
     pid, start_ticks  its first process and when that started, since boot; a pid of 0: it could not be started
+    boot              identifies that boot of the system; empty: not known
     """
 
     incarnation: str
@@ -42,6 +43,7 @@ class Record:
     started_s: float
     pid: int = 0
     start_ticks: int = 0
+    boot: str = ""
     is_draining: bool = False
     has_ended: bool = False
     exit_code: int | None = None
@@ -69,9 +71,9 @@ class PartProcesses:
             if self._process.poll() is None:
                 return True
             record = self.record = replace(record, exit_code=self._process.returncode)
-        elif record.pid and start_ticks(record.pid) == record.start_ticks:
+        elif record.pid and _is_of_this_boot(record) and start_ticks(record.pid) == record.start_ticks:
             return True
-        left = session_members(record.pid) if record.pid else []
+        left = session_members(record.pid) if _could_have_members(record) else []
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -124,7 +126,8 @@ class PartProcesses:
                 log.write(f"cannot start {record.command[0]}: {error.strerror}\n".encode())
                 self._process = None
         pid = 0 if self._process is None else self._process.pid
-        self._write(replace(record, pid=pid, start_ticks=start_ticks(pid, with_zombies=True) or 0))
+        ticks = start_ticks(pid, with_zombies=True) or 0
+        self._write(replace(record, pid=pid, start_ticks=ticks, boot=_boot_id()))
 
     def tell(self, peers: Sequence[str]) -> None:
         """Writes the addresses of the peers."""
@@ -133,8 +136,11 @@ class PartProcesses:
             self._write(replace(self.record, peers=tuple(peers)))
 
     def drain(self, *, breaks_off: bool, pause_s: float = 0.5) -> None:
-        """Sends SIGTERM; with `breaks_off` twice, so that it ends without waiting for its streams."""
-        if self.record is None or not self.is_running:
+        """Sends SIGTERM; with `breaks_off` twice, so that it ends without waiting for its streams.
+
+        Does nothing if the incarnation drains already: a further signal would break its streams off.
+        """
+        if self.record is None or self.record.is_draining or not self.is_running:
             return
         self._write(replace(self.record, is_draining=True))
         self._send(signal.SIGTERM)
@@ -177,6 +183,27 @@ def write_atomically(path: Path, text: str) -> None:
     new = path.with_name(f"{path.name}.new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
+
+
+def _could_have_members(record: Record) -> bool:
+    """Returns whether processes of the record's session can be left.
+
+    The system gives no number away that a session has: if its leader's number belongs to another process, none is left.
+    """
+    if not record.pid or not _is_of_this_boot(record):
+        return False
+    return start_ticks(record.pid, with_zombies=True) in (None, record.start_ticks)
+
+
+def _is_of_this_boot(record: Record) -> bool:
+    return record.boot in ("", _boot_id())
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def start_ticks(pid: int, *, with_zombies: bool = False) -> int | None:

@@ -1,5 +1,6 @@
 """The processes of one part: found again, told apart from others, and ended with all that they have started."""
 
+import asyncio
 import json
 import os
 import signal
@@ -102,8 +103,10 @@ async def test_a_part_has_ended_when_its_whole_session_has(folder: Path) -> None
     assert session_members(session) == []
 
 
-def test_a_number_that_another_process_has_now_is_left_alone(folder: Path) -> None:
-    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+@pytest.mark.parametrize("leads_a_session", [False, True])
+def test_a_number_that_another_process_has_now_is_left_alone(folder: Path, leads_a_session: bool) -> None:
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    other = subprocess.Popen(command, start_new_session=leads_a_session)
     try:
         ticks = start_ticks(other.pid)
         assert ticks is not None
@@ -118,6 +121,18 @@ def test_a_number_that_another_process_has_now_is_left_alone(folder: Path) -> No
     finally:
         other.kill()
         other.wait()
+
+
+async def test_a_session_of_another_boot_is_left_alone(folder: Path) -> None:
+    """Numbers begin anew with a boot, so that a session of the same number can be of others."""
+    processes = started(folder, "import time; time.sleep(600)")
+    assert processes.record is not None
+    (folder / "record.json").write_text(json.dumps(_as_dict(replace(processes.record, boot="another"))))
+    after = PartProcesses(folder)
+    assert not after.is_running
+    after.kill()
+    assert processes.is_running
+    processes.kill()
 
 
 async def test_a_second_signal_breaks_streams_off(folder: Path) -> None:
@@ -135,6 +150,14 @@ async def test_a_second_signal_breaks_streams_off(folder: Path) -> None:
     assert processes.record is not None
     assert processes.record.is_draining
     processes.drain(breaks_off=False)
+    await asyncio.sleep(0.1)
+    assert (folder / "out").read_text().count("told") == 1, "it drains already"
+    os.kill(processes.record.pid, signal.SIGTERM)
+    await until(lambda: not processes.is_running)
+    assert processes.record.exit_code == 9
+    processes.start(replace(processes.record, is_draining=False, has_ended=False), dies_with_parent=False)
+    await until(lambda: processes.has_said_ready)
+    processes.drain(breaks_off=True, pause_s=0.2)
     await until(lambda: not processes.is_running)
     assert processes.record.exit_code == 9
 
