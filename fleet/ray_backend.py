@@ -104,6 +104,9 @@ class RayBackend:
 
     def kill(self, part: Part, incarnation: str) -> None:
         if (actor := self._actors.get(incarnation)) is None:
+            gone = self._gone.get(part)
+            if gone is not None and gone.incarnation == incarnation:  # lost: it fences itself
+                self._gone[part] = replace(gone, state=State.ENDED)
             return
         with self._action(part), suppress(RayError):  # one that does not answer ends below, and its processes with it
             ray.get(actor.handle.kill.remote(), timeout=ANSWER_S)
