@@ -17,8 +17,8 @@ _SECOND_TRY_S = 30.0
 class FleetClient(Protocol):
     """Reaches the fleet of one name. All methods raise FleetError."""
 
-    def up(self, settings: FleetSettings, wanted: Wanted) -> None:
-        """Starts the controller."""
+    def up(self, settings: FleetSettings, wanted: Wanted) -> bool:
+        """Starts the controller. Returns whether the fleet is new; otherwise it takes over parts that run."""
 
     def ask(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Lets the controller carry out a command. Returns the status of the fleet."""
@@ -51,8 +51,8 @@ class LocalClient:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def up(self, settings: FleetSettings, wanted: Wanted) -> None:
-        local_control.launch(self._directory, settings, wanted)
+    def up(self, settings: FleetSettings, wanted: Wanted) -> bool:
+        return local_control.launch(self._directory, settings, wanted)
 
     def ask(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         try:

@@ -74,9 +74,10 @@ def _ask_once(directory: Path, command: Mapping[str, Any]) -> dict[str, Any]:
             return value
 
 
-def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> None:
+def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> bool:
     """Starts the controller in the background. It outlives this process, and the terminal.
 
+    Returns whether the fleet is new; otherwise its parts may have run on without a controller.
     Raises FleetError if there is one, or if parts of a fleet with other settings run.
     """
     with suppress(NoController):
@@ -94,6 +95,7 @@ def launch(directory: Path, settings: FleetSettings, wanted: Wanted) -> None:
     write_atomically(directory / "settings.json", json.dumps(settings.as_json()))
     write_atomically(directory / "wanted.json", json.dumps(wanted.as_json()))
     relaunch(directory)
+    return previous is None
 
 
 def relaunch(directory: Path) -> None:

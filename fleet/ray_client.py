@@ -35,7 +35,8 @@ class RayClient:
             except (RayError, ConnectionError, ValueError, RuntimeError) as error:
                 raise FleetError(f"the Ray cluster at {address} cannot be reached: {error}") from None
 
-    def up(self, settings: FleetSettings, wanted: Wanted) -> None:
+    def up(self, settings: FleetSettings, wanted: Wanted) -> bool:
+        is_new = not self._has_parts()
         nodes = [node for node in ray.nodes() if node["Alive"]]
         self._warn(nodes)
         settings = _with_gpus(settings, nodes)
@@ -58,6 +59,7 @@ class RayClient:
             raise FleetError(f"the controller cannot run in the cluster, is Quire installed there? {error}") from None
         except ValueError:
             raise FleetError(f"the fleet {self._name} is up: see quire fleet status, scale and down") from None
+        return is_new
 
     def ask(self, verb: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
         until_s = time.monotonic() + _RESTART_S
@@ -81,10 +83,14 @@ class RayClient:
 
     def until_down(self, timeout_s: float) -> None:
         until_s = time.monotonic() + timeout_s
-        while any(name.startswith(f"{self._name}/") for name in _names()):
+        while self._has_parts():
             if time.monotonic() >= until_s:
                 raise FleetError(f"not down after {timeout_s:g} s: see quire fleet status")
             time.sleep(0.2)
+
+    def _has_parts(self) -> bool:
+        """Returns whether an actor of the fleet is left."""
+        return any(name.startswith(f"{self._name}/") for name in _names())
 
     def _warn(self, nodes: list[dict[str, Any]]) -> None:
         is_remote = any(not is_local(f"{node['NodeManagerAddress']}:0") for node in nodes)

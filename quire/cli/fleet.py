@@ -51,12 +51,12 @@ def up(
         try:
             wanted = Wanted.of(replicas, gateways)
             client = fleet_client(settings.backend, settings.name, address)
-            client.up(settings, wanted)
-            status = _until_ready(client, replicas, gateways, wait_s)
+            is_new = client.up(settings, wanted)
+            status = _until_ready(client, wait_s, is_new=is_new)
         except FleetError as error:
             _fail(error)
     addresses = [each["address"] for each in status["parts"] if each["part"].startswith("gateway-")]
-    print(f"ready openai={','.join(addresses)} replicas={replicas}")
+    print(f"ready openai={','.join(addresses)} replicas={len(status['wanted']['serving'])}")
 
 
 _UP_FLAGS = [
@@ -146,30 +146,33 @@ def _settled(name: str, backend: str, address: str, wait_s: float) -> None:
     with reported():
         try:
             client = fleet_client(backend, name, address)
-            report = client.ask("status", {})
-            wanted = report["wanted"]
-            _until_ready(client, len(wanted["serving"]), wanted["gateways"], wait_s)
+            _until_ready(client, wait_s, is_new=False)
         except FleetError as error:
             _fail(error)
 
 
-def _until_ready(client: FleetClient, replicas: int, gateways: int, wait_s: float) -> dict[str, Any]:
-    """Returns the report of a fleet that serves. Ends the command if it does not in time, or cannot."""
+def _until_ready(client: FleetClient, wait_s: float, *, is_new: bool) -> dict[str, Any]:
+    """Returns the report of a fleet that serves. Ends the command if it does not in time, or cannot.
+
+    is_new  if a part cannot be started, the fleet is ended, too; otherwise its other parts serve on
+    """
     until_s = time.monotonic() + wait_s
     said = ""
     while True:
         report = client.ask("status", {})
         ready = [each["part"] for each in report["parts"] if each["state"] == "ready"]
-        is_ready = len(ready) == 2 * replicas + gateways
-        if is_ready and not report["wanted"]["draining"] and len(report["wanted"]["serving"]) == replicas:
+        wanted = report["wanted"]  # it changes while the fleet scales by its load
+        num_parts = 2 * len(wanted["serving"]) + wanted["gateways"]
+        if len(ready) == num_parts and not wanted["draining"]:
             return report
         for each in report["parts"]:
             if each["exit_code"] in _FATAL and each["state"] == "ended":
-                client.ask("down", {"timeout_s": 0.0})
+                if is_new:
+                    client.ask("down", {"timeout_s": 0.0})
                 fail(f"{each['part']} cannot be started: {each['last_line']}", each["exit_code"])
         if time.monotonic() >= until_s:
             fail(f"not ready after {wait_s:g} s: see quire fleet status", exit_codes.TRY_AGAIN)
-        line = f"{len(ready)} of {2 * replicas + gateways} parts are ready"
+        line = f"{len(ready)} of {num_parts} parts are ready"
         if line != said:
             said = line
             put_line(sys.stderr, line)

@@ -1,0 +1,60 @@
+"""`quire fleet` waits for its parts: with a controller over a fake backend."""
+
+from typing import Any
+
+import pytest
+import typer
+
+from fleet.controller import Controller
+from fleet.parts import Part, Role
+from fleet.settings import FleetSettings
+from fleet.wanted import Wanted
+from quire.cli import exit_codes
+from quire.cli import fleet as cli
+from tests.support.fleet.world import FakeBackend
+
+
+class Client:
+    """Compares once before each answer."""
+
+    def __init__(self, replicas: int, **fields: Any) -> None:
+        self.backend = FakeBackend()
+        settings = FleetSettings("test", "local", "model", **fields)
+        self.controller = Controller(settings, Wanted.of(replicas), self.backend, lambda wanted: None)
+        self.fatal: Part | None = None
+
+    def ask(self, verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        self.backend.now_s += 0.5
+        self.controller.tick(self.backend.now_s)
+        for each in self.backend.running(self.fatal) if self.fatal else []:
+            self.backend.end(each.incarnation, exit_codes.USAGE)
+            self.controller.tick(self.backend.now_s)
+        return self.controller.call(verb, arguments)
+
+
+@pytest.fixture(autouse=True)
+def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_part_that_cannot_start_ends_a_new_fleet_only(is_new: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """A fleet that serves goes on when one more replica does not fit into the memory of its machine."""
+    client = Client(1)
+    cli._until_ready(client, 60.0, is_new=False)  # type: ignore[arg-type]
+    client.ask("scale", {"replicas": 2})
+    client.fatal = Part(Role.EXECUTOR, 1)
+    with pytest.raises(typer.Exit) as ended:
+        cli._until_ready(client, 60.0, is_new=is_new)  # type: ignore[arg-type]
+    assert ended.value.exit_code == exit_codes.USAGE
+    assert "executor-1 cannot be started" in capsys.readouterr().err
+    report = client.ask("status", {})
+    assert (report["wanted"]["down_by_s"] is not None) is is_new
+    if not is_new:
+        assert {"executor-0", "scheduler-0", "gateway-0"} <= set(client.backend.parts())
+
+
+def test_a_fleet_that_scales_itself_while_it_starts_is_ready_with_the_number_it_wants() -> None:
+    client = Client(1, target_ttft_ms=500.0, min_replicas=2, max_replicas=4)
+    report = cli._until_ready(client, 60.0, is_new=True)  # type: ignore[arg-type]
+    assert report["wanted"]["serving"] == [0, 1]
