@@ -7,8 +7,9 @@ prefill rate     prompt tokens computed per second while something waited, by al
 
 The fleet grows as soon as the prediction has exceeded the target for GROW_AFTER_S, by as many replicas as the excess
 asks for, at most to twice its size. It shrinks by one replica after the prediction was so low, for SHRINK_AFTER_S, that
-one replica less would still stay below half the target. New replicas take time to load: nothing is decided while one
-starts.
+one replica less would still stay below half the target, if the others can also compute what all compute now. A fleet
+without a queue predicts nothing: without the second condition, it would shrink until it is too small, and grow again.
+New replicas take time to load: nothing is decided while one starts.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,11 @@ from fleet.parts import Load
 GROW_AFTER_S = 3.0
 SHRINK_AFTER_S = 120.0
 SHRINK_BELOW = 0.5
+MAX_USE = 0.8
+"""Largest share of the prefill rate of those that are left which the prompts may need when the fleet shrinks."""
+
 HALF_LIFE_S = 30.0
-"""Time of waiting after which a measurement of the rate counts half."""
+"""Time after which a measurement counts half: of waiting for the rate, of any for what is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,7 @@ class Memory:
     """The measurements that one look passes on to the next.
 
     busy_s, tokens   time for which a replica had a queue, and prompt tokens that it computed then; both decay
+    all_s, computed  time that was looked at, and prompt tokens that all replicas computed then; both decay
     high_since_s     time since which the prediction exceeds the target without a break; None: it does not
     low_since_s      time since which one replica less would do
     predicted_s      the last prediction, for people
@@ -48,22 +53,30 @@ class Memory:
 
     busy_s: float = 0.0
     tokens: float = 0.0
+    all_s: float = 0.0
+    computed: float = 0.0
     high_since_s: float | None = None
     low_since_s: float | None = None
     predicted_s: float = 0.0
 
 
 def remember(memory: Memory, before: Sequence[Load], after: Sequence[Load], elapsed_s: float) -> Memory:
-    """Measures the prefill rate of one replica.
+    """Measures the prefill rate of one replica, and what all replicas compute.
 
-    before, after  the loads of the same schedulers in the same order, at two times
+    before, after  the loads of the same schedulers in the same order, at two times. One that has a queue at both times
+                   is taken to have had one in between
     """
-    busy_s = tokens = 0.0
+    busy_s = tokens = all_tokens = 0.0
     for earlier, later in zip(before, after, strict=True):
         computed = later.computed_tokens - earlier.computed_tokens
-        if earlier.queued_tokens and computed >= 0:  # a scheduler that was restarted counts from 0
+        if computed < 0:  # a scheduler that was restarted counts from 0
+            continue
+        all_tokens += computed
+        if earlier.queued_tokens and later.queued_tokens:
             busy_s += elapsed_s
             tokens += computed
+    decay = 0.5 ** (elapsed_s / HALF_LIFE_S)
+    memory = replace(memory, all_s=decay * memory.all_s + elapsed_s, computed=decay * memory.computed + all_tokens)
     if not busy_s:
         return memory
     decay = 0.5 ** (busy_s / HALF_LIFE_S)
@@ -98,9 +111,9 @@ def decide(
         return num_serving, replace(memory, high_since_s=None, low_since_s=None)
     is_high = predicted_s > scaling.target_ttft_s
     with_one_less_s = predicted_s * num_serving / max(1, num_serving - 1)
-    is_low = with_one_less_s < SHRINK_BELOW * scaling.target_ttft_s and not is_high
+    is_low = with_one_less_s < SHRINK_BELOW * scaling.target_ttft_s and _could_do(memory, num_serving - 1)
     high_since_s = (now_s if memory.high_since_s is None else memory.high_since_s) if is_high else None
-    low_since_s = (now_s if memory.low_since_s is None else memory.low_since_s) if is_low else None
+    low_since_s = (now_s if memory.low_since_s is None else memory.low_since_s) if is_low and not is_high else None
     number = num_serving
     if high_since_s is not None and now_s - high_since_s >= GROW_AFTER_S:
         excess = predicted_s / scaling.target_ttft_s
@@ -110,3 +123,10 @@ def decide(
         number = max(scaling.min_replicas, num_serving - 1)
         low_since_s = None
     return number, replace(memory, high_since_s=high_since_s, low_since_s=low_since_s)
+
+
+def _could_do(memory: Memory, num_replicas: int) -> bool:
+    """Returns whether so many replicas could compute what all compute now. True if no replica ever had a queue."""
+    if not memory.busy_s or not memory.all_s:
+        return True
+    return memory.computed / memory.all_s <= MAX_USE * num_replicas * memory.tokens / memory.busy_s

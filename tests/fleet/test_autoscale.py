@@ -38,10 +38,14 @@ def after(memory: Memory, loads: list[Load], number: int, seconds: float, start_
 
 def test_the_rate_is_measured_while_something_waits() -> None:
     idle = remember(Memory(), [load()], [load(computed_tokens=500)], 1.0)
-    assert idle == Memory(), "an idle replica is slower than it could be"
+    assert not idle.busy_s, "an idle replica is slower than it could be"
+    assert remember(Memory(), [load(100)], [load(computed_tokens=100)], 1.0).busy_s == 0.0, "it was idle for a part"
     busy = remember(Memory(), [load(100), load()], [load(50, computed_tokens=800), load(computed_tokens=10)], 1.0)
+    assert (busy.all_s, busy.computed) == (1.0, 810.0)
     assert (busy.busy_s, busy.tokens) == (1.0, 800.0)
-    assert remember(busy, [load(100, computed_tokens=900)], [load(100)], 1.0) == busy, "that scheduler was restarted"
+    restarted = remember(busy, [load(100, computed_tokens=900)], [load(100)], 1.0)
+    assert (restarted.busy_s, restarted.tokens) == (busy.busy_s, busy.tokens), "that scheduler counts from 0"
+    assert restarted.computed < busy.computed
     both = remember(Memory(), [load(9), load(9)], [load(9, computed_tokens=100), load(9, computed_tokens=300)], 1.0)
     assert both.tokens / both.busy_s == 200.0, "of one replica"
     later = remember(RATED, [load(9)], [load(9, computed_tokens=0)], HALF_LIFE_S)
@@ -76,6 +80,49 @@ def test_the_fleet_shrinks_late_and_by_one() -> None:
     assert after(RATED, [load()], 1, 2 * SHRINK_AFTER_S)[0] == 1
     crowded = [load(350)] * 2  # one replica alone would predict 0.7 s: above half the target
     assert after(RATED, crowded, 2, 2 * SHRINK_AFTER_S)[0] == 2
+
+
+def test_a_fleet_does_not_shrink_to_fewer_than_can_compute_its_load() -> None:
+    """Four replicas without a queue, which compute what three could not."""
+    fully_used = replace(RATED, all_s=60.0, computed=60 * 3500.0)
+    assert after(fully_used, [load()] * 4, 4, 2 * SHRINK_AFTER_S)[0] == 4
+    assert after(replace(fully_used, computed=60 * 2300.0), [load()] * 4, 4, SHRINK_AFTER_S)[0] == 3
+
+
+@pytest.mark.parametrize("tokens_per_s", [500, 2000, 3100, 3500])
+def test_a_steady_load_leaves_the_fleet_at_rest(tokens_per_s: int) -> None:
+    """Queues as fluids: a replica computes 1,000 tokens a second, and loads for a minute before it does."""
+    changes, late_s = hour_of(tokens_per_s)
+    assert all(at_s < 1800 for at_s, _ in changes), changes
+    assert late_s < 0.06 * 3600
+
+
+def hour_of(tokens_per_s: float) -> tuple[list[tuple[float, int]], float]:
+    """Returns the changes (time, number of replicas) in an hour, and the time for which the target was missed."""
+    rate, load_s, step_s = 1000.0, 60.0, 0.5
+    memory, queue, late_s = Memory(), 0.0, 0.0
+    ready_at_s = [0.0] * 4  # of each replica that serves
+    computed = [0.0] * SCALING.max_replicas
+    before: list[Load] = []
+    changes = []
+    for tick in range(int(3600 / step_s)):
+        now_s = tick * step_s
+        num_ready = sum(at_s <= now_s for at_s in ready_at_s)
+        queue += tokens_per_s * step_s
+        done = min(queue, rate * num_ready * step_s)
+        queue -= done
+        for index in range(num_ready):
+            computed[index] += done / num_ready
+        late_s += step_s * (queue > rate * num_ready * SCALING.target_ttft_s)
+        loads = [load(int(queue / num_ready), 0.0, int(computed[index])) for index in range(num_ready)]
+        number = min(len(before), len(loads))
+        memory = remember(memory, before[:number], loads[:number], step_s)
+        before = loads
+        wanted, memory = decide(SCALING, memory, loads, len(ready_at_s), num_ready, now_s)
+        if wanted != len(ready_at_s):
+            changes.append((now_s, wanted))
+            ready_at_s = (ready_at_s + [now_s + load_s] * wanted)[:wanted]
+    return changes, late_s
 
 
 def test_nothing_is_decided_while_replicas_start() -> None:
