@@ -179,7 +179,11 @@ def _set_row_counts(row_counts: Ints, after: SlotCounters, limits: PlanLimits) -
 
 
 def _check_rows(after: SlotCounters, limits: PlanLimits) -> None:
-    """Checks that each row has a token to compute and a block to write to, and that all rows fit into one step."""
+    """Checks that each row has a token to compute and a block to write to, and that all rows fit into one step.
+
+    The table of a slot without rows has to cover its computed tokens, too: entries beyond it are those of an older
+    sequence, perhaps of another lease.
+    """
     if (num_batched := int(after.row_count.sum(dtype=np.int64))) > limits.max_num_batched_tokens:
         raise PlanRejected(f"{num_batched} tokens in one step, more than {limits.max_num_batched_tokens}")
     planned = after.num_planned_tokens
@@ -192,7 +196,8 @@ def _check_rows(after: SlotCounters, limits: PlanLimits) -> None:
             f"slot {slot}: {after.row_count[slot]} tokens to compute after {after.num_computed_tokens[slot]},"
             f" but only {after.num_tokens[slot]} are known"
         )
-    if (short := is_computing & (planned > after.num_blocks * limits.block_size)).any():
+    is_live = after.is_admitted & ~after.has_ended
+    if (short := is_live & (planned > after.num_blocks * limits.block_size)).any():
         slot = np.argmax(short)
         raise PlanRejected(
             f"slot {slot}: a block table of {after.num_blocks[slot]} is too short for {planned[slot]} tokens"

@@ -32,6 +32,18 @@ def test_a_new_lease_cannot_read_what_an_older_one_wrote(num_tokens: int) -> Non
         np.testing.assert_array_equal(value, before[key], err_msg=key)
 
 
+@pytest.mark.parametrize("blocks", [(), (4,)])
+def test_the_tables_of_an_older_lease_are_not_taken_for_written(blocks: tuple[int, ...]) -> None:
+    """A sequence whose table does not cover its computed tokens: the entries beyond it are those of another client."""
+    slots = busy_slots()
+    slots.clear()
+    before = state(slots)
+    with pytest.raises(PlanRejected, match=r"slot 0: a block table of \d is too short for 5 tokens"):
+        slots.apply(plan(admissions=(Admission(0, ints(*range(6)), 5, ints(*blocks), PARAMS),)))
+    for key, value in state(slots).items():
+        np.testing.assert_array_equal(value, before[key], err_msg=key)
+
+
 @pytest.mark.parametrize(
     ("computed", "blocks", "is_fine"),
     [
