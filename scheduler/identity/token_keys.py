@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
+from http.client import HTTPException
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_AGE_S = 300.0
-"""The keys of a URL are fetched again after this time, so a key that was withdrawn is used no longer than this."""
+"""The keys of a URL are not used any longer without a look for new ones, so a withdrawn key counts for this time."""
+REFRESH_AGE_S = 240.0
+"""From this time on, a token causes a fetch, and does not wait for it."""
 MIN_AGE_S = 10.0
 """Tokens with unknown key ids cause a fetch at most this often."""
 _TIMEOUT_S = 5.0
@@ -49,8 +52,8 @@ TokenKeys = dict[str | None, TokenKey]
 class TokenKeySource(Protocol):
     """Provides the keys."""
 
-    def current(self) -> TokenKeys:
-        """Returns the keys that are known; the same object as long as they have not changed."""
+    async def current(self) -> TokenKeys:
+        """Returns the keys; the same object as long as they have not changed."""
 
     async def refreshed(self) -> TokenKeys:
         """Returns the keys after looking for new ones, for a token whose key is not known."""
@@ -63,7 +66,7 @@ class FileKeys:
         """Raises TokenKeysError."""
         self._file = WatchedFiles([path], lambda: parse_keys(_read_file(path), path), _FILE_INTERVAL_S)
 
-    def current(self) -> TokenKeys:
+    async def current(self) -> TokenKeys:
         return self._file.get()
 
     async def refreshed(self) -> TokenKeys:
@@ -73,7 +76,8 @@ class FileKeys:
 class UrlKeys:
     """Keys at a URL, fetched in a thread when the first token arrives, and then again from time to time.
 
-    If a fetch fails, the keys of the last one stay in use.
+    Keys that are too old, because no token came for a while, are fetched before a token is verified with them. If a
+    fetch fails, the keys of the last one stay in use.
     """
 
     def __init__(self, url: str) -> None:
@@ -82,8 +86,10 @@ class UrlKeys:
         self._fetched_s: float | None = None
         self._fetching: asyncio.Task[None] | None = None
 
-    def current(self) -> TokenKeys:
+    async def current(self) -> TokenKeys:
         if self._age_s > MAX_AGE_S:
+            await asyncio.shield(self._fetch_soon())
+        elif self._age_s > REFRESH_AGE_S:
             self._fetch_soon()
         return self._keys
 
@@ -155,7 +161,7 @@ def _read_url(url: str) -> bytes:
     try:
         with urllib.request.build_opener(_NoRedirects).open(url, timeout=_TIMEOUT_S) as response:
             text: bytes = response.read(_MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise TokenKeysError(f"cannot fetch {url}: {error}") from None
     if len(text) > _MAX_BYTES:
         raise TokenKeysError(f"{url} is larger than {_MAX_BYTES} bytes")

@@ -54,13 +54,13 @@ class TokenVerifier:
         self._settings = settings
         is_url = settings.keys.startswith(("https://", "http://"))
         self._source: TokenKeySource = UrlKeys(settings.keys) if is_url else FileKeys(settings.keys)
-        self._keys = self._source.current()
+        self._keys: TokenKeys = {}
         self._verified: dict[bytes, tuple[Identity, float]] = {}
 
     async def identify(self, token: str) -> Identity:
         """Returns the identity in the token. Raises Unauthenticated."""
         digest = hashlib.sha256(token.encode()).digest()
-        self._use(self._source.current())
+        self._use(await self._source.current())
         if (known := self._verified.get(digest)) is not None and time.time() < known[1]:
             return known[0]
         try:

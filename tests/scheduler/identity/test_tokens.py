@@ -192,6 +192,50 @@ async def test_a_url_is_fetched_for_unknown_keys_but_not_for_each_of_them(monkey
     assert num_fetches == 2
 
 
+async def test_a_key_that_was_withdrawn_while_no_token_came_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [jwks(public_entry("first")).encode()]
+    monkeypatch.setattr(token_keys, "_read_url", lambda url: answers[-1])
+    verifier, known = TokenVerifier(settings("https://issuer/keys")), token()
+    await verifier.identify(known)
+    answers.append(jwks(public_entry("second")).encode())
+    verifier._source._fetched_s -= token_keys.MAX_AGE_S + 1  # type: ignore[attr-defined]
+    for each in (token(), known):
+        with pytest.raises(Unauthenticated, match="key is not known"):
+            await verifier.identify(each)
+
+
+async def test_keys_are_fetched_before_they_are_too_old_and_no_token_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_fetches = 0
+
+    def read(url: str) -> bytes:
+        nonlocal num_fetches
+        num_fetches += 1
+        return jwks(public_entry("first")).encode()
+
+    monkeypatch.setattr(token_keys, "_read_url", read)
+    source = UrlKeys("https://issuer/keys")
+    await source.current()
+    assert num_fetches == 1
+    source._fetched_s = time.monotonic() - token_keys.REFRESH_AGE_S - 1
+    current = source.current()
+    with pytest.raises(StopIteration):  # it does not wait
+        current.send(None)
+    assert source._fetching is not None
+    await source._fetching
+    assert num_fetches == 2
+
+
+async def test_an_answer_that_breaks_off_is_a_failed_fetch() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert not await UrlKeys(url).refreshed()
+
+
 async def test_the_old_keys_stay_when_a_fetch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     source = UrlKeys("https://issuer/keys")
     monkeypatch.setattr(token_keys, "MIN_AGE_S", 0.0)
