@@ -68,6 +68,8 @@ class Verifier:
 
 def _secret(authorization: str) -> str:
     """Returns the key or the token: that of Bearer, or the password of Basic, which browsers ask for."""
+    if not authorization.isascii():  # aiohttp passes other bytes on as surrogates, which cannot be encoded
+        raise Unauthenticated("the Authorization header must be ASCII")
     scheme, _, value = authorization.partition(" ")
     value = value.strip()
     if scheme.lower() == "bearer" and value:

@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import aiohttp
@@ -13,8 +14,13 @@ from aiohttp import web
 from quire import unread_bodies
 from quire.addresses import AddressInUse
 from scheduler.engine.engine import Engine, ServerState
+from scheduler.identity.identity import Identity, Role
+from scheduler.identity.key_file import add_key
+from scheduler.identity.verifier import Verifier
+from scheduler.servers.access import Access
 from scheduler.servers.health import MAX_SILENT
 from scheduler.servers.http_server import HttpServer
+from scheduler.servers.refusals import Refusals
 from scheduler.telemetry.limits import OPEN_CONNECTIONS, SILENT_CONNECTIONS
 from scheduler.telemetry.metrics import SchedulerMetrics
 from tests.support.scheduler.fake_engine import FakeEngine
@@ -46,6 +52,31 @@ async def test_metrics_are_served(server: HttpServer) -> None:
     assert status == 200
     assert content_type.startswith("text/plain; version=0.0.4")
     assert 'quire_kv_blocks{model_name="tiny",state="cached"} 1.0' in text
+
+
+@pytest.mark.parametrize("secret", [b"qk_\xff", b"a.b.\xff", b"\xc3\xa9"])
+async def test_a_key_that_is_not_ascii_is_refused_like_any_other(
+    engine: FakeEngine, tmp_path: Path, secret: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise each such request would leave a traceback in the log."""
+    path = str(tmp_path / "keys.json")
+    add_key(path, Identity("a", "a", frozenset({Role.OBSERVE})))
+    refused: list[str] = []
+    metrics = SchedulerMetrics()
+    metrics.engine = cast("Engine", engine)
+    server = HttpServer(metrics.engine, metrics, access=Access(Verifier(path), Refusals(refused.append)))
+    await server.start("127.0.0.1:0")
+    try:
+        host, _, port = server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"GET /metrics HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + secret + b"\r\n\r\n")
+        status = await reader.readuntil(b"\r\n")
+        writer.close()
+    finally:
+        await server.stop()
+    assert status.startswith(b"HTTP/1.1 401 ")
+    assert len(refused) == 1
+    assert "Traceback" not in caplog.text
 
 
 @pytest.mark.parametrize("state", ServerState)
