@@ -39,10 +39,10 @@ class Accounts:
     def request_added(self, tenant: str) -> Account:
         """Returns the account of the tenant of a new request."""
         account = self.of(tenant)
-        if account.num_requests == 0:
-            self._forget_idle()
-            self.active[account] = None
         account.num_requests += 1
+        if account.num_requests == 1:
+            self.active[account] = None
+            self._forget_idle()  # not this one, which is not idle any more
         return account
 
     def request_ended(self, account: Account) -> None:

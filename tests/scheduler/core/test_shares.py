@@ -188,6 +188,19 @@ def test_the_number_of_accounts_is_bounded() -> None:
     assert len(list(accounts)) <= MAX_IDLE_ACCOUNTS + 2
 
 
+def test_a_tenant_keeps_its_account_when_accounts_are_forgotten() -> None:
+    """With a new account for each request, no cap and no share of a tenant would count."""
+    accounts = Accounts(equal_terms)
+    for number in range(2 * MAX_IDLE_ACCOUNTS):
+        account = accounts.request_added(f"tenant {number}")
+        account.cost += 100.0
+        accounts.request_ended(account)
+    for tenant in ("a", "b", "c"):
+        assert len({id(accounts.request_added(tenant)) for _ in range(8)}) == 1
+        assert accounts.of(tenant).num_requests == 8
+    assert [account.name for account in accounts.active] == ["a", "b", "c"]
+
+
 def linear_first(queue: FairQueue) -> Sequence | None:
     """Returns the sequence that is next, by a comparison of all tenants."""
     heads = [head for account in queue._queues if (head := queue.of(account).first()) is not None]
