@@ -3,7 +3,7 @@
 The admission queue says which sequence is next. No sequence overtakes it: if it cannot enter, none does.
 """
 
-from scheduler.core.sequence import FinishReason, Sequence
+from scheduler.core.sequence import FinishReason, Sequence, State
 from scheduler.core.state import SchedulerState
 from scheduler.core.step import StepBuilder
 
@@ -11,15 +11,10 @@ from scheduler.core.step import StepBuilder
 def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence, list[int]] | None:
     """Returns the next sequence, with the blocks that its prompt shares, if slots, blocks and budget suffice.
 
-    Ends requests before it that start too late for their deadline; the next `expire` returns their sequences. Those
-    that have started go on: the plan that is being made may have rows of other sequences of the same request.
+    Ends requests before it that start too late for their deadline; the next `expire` returns their sequences.
     """
     sequence = state.admission_queue.first() if not builder.budget.is_exhausted else None
-    while (
-        sequence is not None
-        and not state.active(sequence).has_started
-        and state.pace.starts_too_late(sequence, state.now_s)
-    ):
+    while sequence is not None and _starts_too_late(state, sequence):
         state.missed += state.end_request(sequence.request.request_id, FinishReason.TOO_LATE)
         sequence = state.admission_queue.first()
     if sequence is None:
@@ -31,6 +26,16 @@ def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence
     if _awaits_prefix(state, builder, sequence, prefix):
         return None
     return (sequence, prefix) if _has_room(state, sequence, prefix) else None
+
+
+def _starts_too_late(state: SchedulerState, sequence: Sequence) -> bool:
+    """Returns whether the request of a sequence cannot end by its deadline, and has no result yet.
+
+    It goes on while another of its sequences runs: the plan that is being made may have that one's row.
+    """
+    active = state.active(sequence)
+    goes_on = active.has_started or any(other.state is State.RUNNING for other in active.sequences)
+    return not goes_on and state.pace.starts_too_late(sequence, state.now_s)
 
 
 def admit(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> None:

@@ -108,6 +108,25 @@ def test_samples_and_beams_end_as_a_whole() -> None:
     assert not harness.scheduler.num_unfinished_requests
 
 
+def test_a_request_is_not_too_late_while_one_of_its_samples_runs() -> None:
+    """After a loss both samples wait. The second one is too late in the plan that has the row of the first."""
+    harness = Harness(SchedulerLimits(8, 64, 64), num_blocks=100, block_size=4)
+    harness.attach()
+    harness.add(make_request(1, "abcdefghi", max_tokens=20, seeds=(1, 2), deadline_s=10.0))
+    harness.schedule()
+    harness.lose()
+    harness.attach()
+    harness.scheduler.set_pace(Pace(0.5, 10.0))
+    harness.expire(4.9)
+    harness.schedule()
+    assert [sequence.index for sequence in harness.scheduler.state.waiting] == [1]
+    harness.expire(5.1)
+    while harness.scheduler.num_unfinished_requests:
+        harness.schedule()
+        harness.commit()
+    assert {harness.clients.ended[1, index] for index in (0, 1)} == {FinishReason.LENGTH}
+
+
 def test_no_step_is_spent_on_requests_that_start_too_late() -> None:
     random = Random(0)
     harness = one_slot(Pace(0.1, 4.0))
