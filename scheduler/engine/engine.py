@@ -15,7 +15,7 @@ import time
 from itertools import count
 from typing import TYPE_CHECKING, TypeVar
 
-from scheduler.core import ExecutorLost, ExecutorNotOurs, QueueFull, Unavailable, block_map, kv_usage, oldest_waiting_s
+from scheduler.core import ExecutorLost, ExecutorNotOurs, QueueFull, Unavailable, block_map, kv_usage
 from scheduler.engine.attachment import attach, fail_stranded_requests
 from scheduler.engine.dispatcher import EventDispatcher, FollowUps, Sink
 from scheduler.engine.failures import Failures
@@ -120,7 +120,7 @@ class Engine:
     @property
     def oldest_waiting_s(self) -> float:
         """Seconds that the oldest sequence in the queue has waited; 0 for an empty queue."""
-        return 0.0 if self._scheduler is None else oldest_waiting_s(self._scheduler, time.monotonic())
+        return 0.0 if self._scheduler is None else self._waits.oldest_s(self._scheduler, time.monotonic())
 
     # --- requests ---------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ The machine may become slower while an accepted request waits. The core is there
 that start too late: steps for a request that does not end in time are lost to the others.
 """
 
-from scheduler.core import Events, FinishReason, Pace, QueueFull, Scheduler
+from scheduler.core import Events, FinishReason, Pace, QueueFull, Scheduler, oldest_waiting_s
 from scheduler.core.tenants.account import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST
 
 HALF_LIFE_S = 2.0
@@ -29,6 +29,9 @@ MARGIN = 1.4
 PACE_MARGIN = 1.2
 """Factor on the step time, by which later steps may be slower."""
 
+OLDEST_INTERVAL_S = 0.25
+"""Least time between two looks at the whole queue for its oldest sequence, for which many clients may ask."""
+
 _CUT_OFF = (FinishReason.DEADLINE, FinishReason.CANCELLED)
 
 
@@ -43,6 +46,17 @@ class WaitPrediction:
         self._num_output_tokens: float | None = None
         # time, service, steps and whether sequences decoded, when sequences waited last
         self._last: tuple[float, int, int, bool] | None = None
+        self._oldest_queued_s = self._next_look_s = 0.0
+
+    def oldest_s(self, core: Scheduler, now_s: float) -> float:
+        """Returns the seconds that the oldest sequence in the queue has waited, as of the last look; 0 without one."""
+        if not core.num_waiting:
+            self._next_look_s = 0.0
+            return 0.0
+        if now_s >= self._next_look_s:
+            self._oldest_queued_s = now_s - oldest_waiting_s(core, now_s)
+            self._next_look_s = now_s + OLDEST_INTERVAL_S
+        return now_s - self._oldest_queued_s
 
     def committed(self, core: Scheduler, events: Events, now_s: float) -> None:
         """Measures after each commit, and tells the core the pace."""

@@ -15,6 +15,7 @@ from scheduler.core import (
     SequenceParams,
     StepResult,
 )
+from scheduler.engine import wait_prediction
 from scheduler.engine.wait_prediction import WaitPrediction
 
 STEP_S = 0.01
@@ -181,3 +182,15 @@ def test_requests_that_end_in_the_queue_do_not_count_as_outputs() -> None:
     sequence = next(iter(server.core.state.waiting))
     server.waits.committed(server.core, Events(finished=[(sequence, FinishReason.DEADLINE)]), 1.0)
     assert server.waits._num_output_tokens is None
+
+
+def test_the_age_of_the_queue_is_not_looked_up_for_each_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look visits the whole queue, and every client may ask."""
+    looks = []
+    monkeypatch.setattr(wait_prediction, "oldest_waiting_s", lambda core, now_s: looks.append(now_s) or now_s - 1.0)
+    server = Server(predicts=False)
+    assert server.waits.oldest_s(server.core, 5.0) == 0.0
+    server.arrive(None)
+    ages = [server.waits.oldest_s(server.core, 5.0 + i / 100) for i in range(100)]
+    assert ages == pytest.approx([4.0 + i / 100 for i in range(100)])
+    assert len(looks) == 4
