@@ -136,6 +136,10 @@ class Tries:
         self._pause_s = FIRST_PAUSE_S
         return True
 
+    def moved(self, error: QuireError) -> None:
+        """Called when the stream was left at its server: a full queue at the next one is a reason to come again."""
+        self._last_error = error
+
     def pause_s(self, error: QuireError) -> float:
         """Returns how long to wait before the next call. Raises the error of the last call if there is no next one."""
         if not self._is_break(error):

@@ -1,5 +1,6 @@
 """Log-probabilities in the forms of chat completions, of completions, and of vLLM's `prompt_logprobs`."""
 
+import codecs
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -37,6 +38,7 @@ class LegacyLogprobs:
 
     def __init__(self, offset: int = 0) -> None:
         self._offset = offset
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._start()
 
     def _start(self) -> None:
@@ -50,16 +52,15 @@ class LegacyLogprobs:
 
         is_shown  the text of the choice begins with it; False for a special token that the tokenizer has added
         """
-        self._add(text, None, None)
-        if not is_shown:
-            self._offset -= len(text)
+        self._add(text, None, None, len(text) if is_shown else 0)
 
     def add(self, tokens: Iterable[pb.TokenLogprobs]) -> None:
         for each in tokens:
             top = {token_text(token.bytes): _finite(token.logprob) for token in each.top}
             text = token_text(each.chosen.bytes)
             top.setdefault(text, _finite(each.chosen.logprob))
-            self._add(text, _finite(each.chosen.logprob), top)
+            num_characters = len(self._utf8.decode(each.chosen.bytes))  # a part of a character has none yet
+            self._add(text, _finite(each.chosen.logprob), top, num_characters)
 
     def take(self) -> dict[str, Any]:
         """Returns the entries that were added since the last call."""
@@ -72,12 +73,12 @@ class LegacyLogprobs:
         self._start()
         return taken
 
-    def _add(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+    def _add(self, text: str, logprob: float | None, top: dict[str, float] | None, num_characters: int) -> None:
         self._tokens.append(text)
         self._logprobs.append(logprob)
         self._top.append(top)
         self._offsets.append(self._offset)
-        self._offset += len(text)
+        self._offset += num_characters
 
 
 def _entry(token: pb.TokenLogprob) -> dict[str, Any]:

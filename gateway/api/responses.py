@@ -1,5 +1,6 @@
 """POST /v1/responses, without stored state: the body as a request to a scheduler."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -89,6 +90,9 @@ def parse_response(body: object) -> ParsedRequest:
         },
     )
     fields.raise_problems()
+    for name, value in settings.repeated.items():
+        _check_json(fields, name, value)
+    fields.raise_problems()
 
     def chunks(head: Head, _: Sequence[EchoedPrompt]) -> Chunks:
         if head.tools is not None:
@@ -104,11 +108,19 @@ def parse_response(body: object) -> ParsedRequest:
     return ParsedRequest(model, [request], names, "resp_", is_streamed, chunks, collector, tools=tools)
 
 
+def _check_json(fields: Fields, name: str, value: object) -> None:
+    """Adds a problem if the answer, which repeats the value, could not be written."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        fields.add_problem(name, "must be JSON with finite numbers and without lone surrogates")
+
+
 def _add_logprobs(fields: Fields, request: pb.GenerateRequest) -> bool:
     """Reads `include` and `top_logprobs`. Returns whether the answer has log-probabilities."""
     included = fields.items("include")
     for i, each in enumerate(included):
-        if each != LOGPROBS and each not in IGNORED_INCLUDES:
+        if not isinstance(each, str) or (each != LOGPROBS and each not in IGNORED_INCLUDES):
             fields.add_problem(f"include[{i}]", f"is not supported: {shown(each)}")
     num_top = fields.integer("top_logprobs")
     has_logprobs = LOGPROBS in included

@@ -245,9 +245,14 @@ def caller_of(request: web.Request) -> Caller:
     return Caller(
         authorization=authorization_of(request),
         address=(request.remote or "")[:256],
-        traceparent=headers.get("traceparent", "")[:256],
-        tracestate=headers.get("tracestate", "")[:512],
+        traceparent=_plain(headers.get("traceparent", ""))[:256],
+        tracestate=_plain(headers.get("tracestate", ""))[:512],
     )
+
+
+def _plain(header: str) -> str:
+    """Returns a header of W3C Trace Context; an empty one, as if there were none, if it is not ASCII."""
+    return header if header.isascii() else ""
 
 
 def authorization_of(request: web.Request) -> str:

@@ -114,7 +114,8 @@ class LeastCost:
             return self._ring.choose(prompt, replicas, refused)
         bits = replicas.ready_bits
         for name in refused:
-            bits &= ~replicas[name].bit
+            if name in replicas:  # it may have left meanwhile
+                bits &= ~replicas[name].bit
         holders, num_blocks = replicas.index.longest(prompt.digests, bits)
         num_left = max(1, prompt.num_tokens - prompt.block_size * num_blocks)
         costs = {state.name: state.first_token_s(num_left) for state in replicas.with_bits(holders)}

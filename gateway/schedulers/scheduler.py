@@ -78,6 +78,7 @@ class Scheduler:
         self.info: pb.GetServerInfoResponse | None = None
         self.is_ready = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._has_left = False
         self._moving: asyncio.TimerHandle | None = None  # while it has no executor
 
     @property
@@ -87,6 +88,7 @@ class Scheduler:
 
     def start(self, *, watches: bool) -> None:
         """Begins to ask for the state. `watches`: and to follow the reports for routers."""
+        self._has_left = False
         self._tasks.append(asyncio.create_task(self._poll_forever(), name=f"poll {self.address}"))
         if watches:
             following = self.watch.follow(self._router_id)
@@ -94,6 +96,7 @@ class Scheduler:
 
     def leave(self) -> None:
         """Asks for nothing any more, so that it is not ready again before `start`. Open streams continue."""
+        self._has_left = True
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
@@ -159,6 +162,8 @@ class Scheduler:
 
     def _heard(self, info: pb.GetServerInfoResponse) -> None:
         self.info = info
+        if self._has_left:  # the answer to a client's call has come afterwards
+            return
         if not self.watch.is_live:
             # Without reports, the streams of this gateway count until they end, and those of others as they were last.
             num_foreign = max(0, info.num_waiting + info.num_running - self.call.num_streams)

@@ -136,6 +136,8 @@ class GenerationStream:
             elif self._error is None:
                 return None
             elif isinstance(self._error, StreamMoved):
+                self._tries.moved(self._error)
+                self._refusals.clear()
                 self._begin(self._way.next(has_moved=True) or self._way.first())
             elif (place := self._other_place(self._error)) is not None:
                 self._begin(place)
@@ -212,10 +214,21 @@ class GenerationStream:
         return min(full, key=lambda each: each.retry_after_s) if full and _is_of_scheduler(error) else error
 
     def _begin(self, place: Place) -> None:
+        try:
+            self._line = place.call
+            self._stream_id = self._line.open(self._opening(), self)
+        except BaseException:
+            self._way.left()
+            raise
+        self._is_open = True
+        self._error = None
+
+    def _opening(self) -> pb.OpenStream:
+        """Raises DeadlineExceededError."""
         request, _ = self._tries.next_call()
         caller = self._caller
         timeout_s = caller.timeout_s()
-        opening = pb.OpenStream(
+        return pb.OpenStream(
             request=request,
             authorization=caller.authorization,
             client=caller.address,
@@ -223,14 +236,6 @@ class GenerationStream:
             tracestate=caller.tracestate,
             timeout_ms=None if timeout_s is None else min(int(timeout_s * 1e3), _MAX_TIMEOUT_MS),
         )
-        self._line = place.call
-        try:
-            self._stream_id = self._line.open(opening, self)
-        except QuireError:
-            self._way.left()
-            raise
-        self._is_open = True
-        self._error = None
 
 
 def _is_of_scheduler(error: QuireError) -> bool:

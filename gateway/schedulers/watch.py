@@ -86,8 +86,9 @@ class ReplicaWatch:
             except Exception:
                 log.exception("following scheduler %s failed because of a bug", self._state.name)
             finally:
-                self.is_live = False
-                self._state.reset()
+                if self.is_live:  # otherwise the streams of this gateway count until they end
+                    self.is_live = False
+                    self._state.reset()
             await asyncio.sleep(pause_s)
 
     async def _follow_call(self, call: Any) -> None:

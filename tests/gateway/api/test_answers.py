@@ -8,6 +8,7 @@ import pytest
 from gateway.api.chat import parse_chat
 from gateway.api.completions import parse_completion
 from gateway.api.endpoint import EchoedPrompt, Head, ParsedRequest
+from gateway.api.logprobs import LegacyLogprobs
 from quire.v1 import generation_pb2 as pb
 from tests.support.gateway.fake_scheduler import delta, finished, logprob, started
 from tests.support.gateway.rig import parsed_events
@@ -112,3 +113,14 @@ def test_offsets_of_streamed_choices_go_on_after_the_prompt() -> None:
         mine = [c for e in found for c in e["choices"] if c["index"] == index]
         assert [offset for c in mine for offset in c["logprobs"]["text_offset"]] == [0, 1, 2, 3]
         assert "".join(c["text"] for c in mine) == "abcd"
+
+
+def test_text_offsets_count_the_characters_of_the_text() -> None:
+    """A part of a character is shown by its bytes, which are not in the text."""
+    parts = [b"I ", b"\xf0\x9f", b"\x98", b"\x80", b" you", b"!"]
+    entries = LegacyLogprobs()
+    entries.add(pb.TokenLogprobs(chosen=pb.TokenLogprob(token_id=1, logprob=-1, bytes=part)) for part in parts)
+    taken = entries.take()
+    assert taken["tokens"][1] == r"bytes:\xf0\x9f"
+    assert taken["text_offset"] == [0, 2, 2, 2, 3, 7]
+    assert b"".join(parts).decode()[3:] == " you!"

@@ -111,3 +111,16 @@ def test_values_that_change_nothing_are_accepted() -> None:
         for value in values:
             assert parse(**{name: value}) == parse()
     assert parse(user="me", store=True, service_tier="auto", include=["reasoning.encrypted_content"]) == parse()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"include": [{}]}, "include[0]"),
+        ({"metadata": {"a": "\ud800"}}, "metadata"),
+        ({"metadata": {"a": float("nan")}}, "metadata"),
+        ({"tools": [TOOL | {"parameters": {"type": "object", "x": float("inf")}}]}, "tools"),
+    ],
+)
+def test_what_the_answer_could_not_repeat_is_refused(fields: dict[str, Any], param: str) -> None:
+    assert refused(**fields).param == param

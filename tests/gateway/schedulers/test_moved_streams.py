@@ -1,0 +1,192 @@
+"""Streams that are moved because their scheduler drains, and schedulers that leave while something is open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from gateway.schedulers import schedulers as schedulers_module
+from gateway.schedulers import watch as watch_module
+from gateway.schedulers.stream import Caller
+from quire.errors import DeadlineExceededError
+from quire.v1 import generation_pb2 as pb
+from quire.v1 import replica_pb2 as replica_pb
+from tests.gateway.schedulers.test_reports import ReportRig, load
+from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler
+from tests.support.gateway.rig import Rig, content
+from tests.support.waiting import until
+
+DRAINS = replica_pb.WatchResponse(load=load(state=pb.SERVER_STATE_DRAINING, moves_streams=True))
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedulers_module, "FOLLOW_INTERVAL_S", 0.01)
+    monkeypatch.setattr(schedulers_module, "LEAVE_INTERVAL_S", 0.01)
+
+
+class Following:
+    """Lets a gateway follow the schedulers that are wanted; a context manager."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self._connections = {each.address: each for each in rig.config.connections(None)}
+        self.wanted = set(self._connections)
+
+    async def __aenter__(self) -> Following:
+        connections = self._connections
+        follow = self._rig.schedulers.follow(lambda: [connections[address] for address in sorted(self.wanted)])
+        self._task = asyncio.create_task(follow)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+
+    async def remove(self, fake: FakeScheduler) -> None:
+        self.wanted.discard(fake.address)
+        await until(lambda: all(each.address != fake.address for each in self._rig.schedulers.all))
+
+
+def counts(rig: Rig) -> list[int]:
+    """Returns the requests that the router counts at each scheduler."""
+    return [rig.schedulers._replicas[each.address].num_requests for each in rig.schedulers.all]
+
+
+@pytest.mark.parametrize("is_moved", [True, False])
+async def test_a_full_queue_at_the_next_scheduler_is_a_pause(is_moved: bool) -> None:
+    """All streams of a scheduler move at once, so that queues are full for a moment."""
+    async with ReportRig(2) as rig:
+        await rig.watched()
+        for fake in rig.fakes:
+            fake.words_each, fake.step_s = 100, 0.005
+        answering = asyncio.create_task(rig.events("/v1/completions", {"prompt": "hi"}))
+        await until(lambda: any(fake.opened for fake in rig.fakes))
+        first, second = sorted(rig.fakes, key=lambda fake: -len(fake.opened))
+        await asyncio.sleep(0.1)
+        words = second.words
+
+        async def full_once(request: pb.GenerateRequest) -> Answer:
+            if len(second.opened) == 1:
+                raise Failure(grpc.StatusCode.RESOURCE_EXHAUSTED, "the queue is full", retry_after_s=0.1)
+            async for message in words(request):
+                yield message
+
+        second.answer = full_once
+        if is_moved:
+            rig.report(first, DRAINS)
+        else:
+            await first.stop()
+        assert content(await answering) == "".join(f"w{i} " for i in range(100))
+        assert len(second.opened) == 2
+
+
+async def test_a_stream_moves_again_after_its_first_scheduler_has_left() -> None:
+    async with ReportRig(3, can_change=True) as rig:
+        await rig.watched()
+        for fake in rig.fakes:
+            fake.words_each, fake.step_s = 400, 0.005
+        async with Following(rig) as following:
+            answering = asyncio.create_task(rig.events("/v1/completions", {"prompt": "hi"}))
+            await until(lambda: any(fake.opened for fake in rig.fakes))
+            (first,) = (fake for fake in rig.fakes if fake.opened)
+            rig.report(first, DRAINS)
+            await until(lambda: sum(len(fake.opened) for fake in rig.fakes) == 2)
+            await following.remove(first)
+            await until(lambda: first.address not in rig.schedulers._replicas)
+            (second,) = (fake for fake in rig.fakes if fake.opened and fake is not first)
+            rig.report(second, DRAINS)
+            assert content(await answering) == "".join(f"w{i} " for i in range(400))
+
+
+async def test_an_answer_that_comes_after_a_scheduler_has_left_does_not_make_it_ready() -> None:
+    async with ReportRig(2, can_change=True, routing="round-robin") as rig:
+        await rig.watched()
+        for fake in rig.fakes:
+            fake.words_each, fake.step_s = 3000, 0.005
+        async with Following(rig) as following:
+            open_streams = [asyncio.create_task(rig.events("/v1/completions", {"prompt": f"p{i}"})) for i in range(2)]
+            await until(lambda: all(fake.opened for fake in rig.fakes))
+            leaving = rig.schedulers.all[0]
+            (fake,) = (each for each in rig.fakes if each.address == leaving.address)
+            has_left, ask = asyncio.Event(), leaving._get_info
+
+            async def late(*arguments: Any, **options: Any) -> Any:
+                answer = await ask(*arguments, **options)
+                await has_left.wait()
+                return answer
+
+            leaving._get_info = late
+            models = asyncio.create_task(rig.get("/v1/models"))
+            await asyncio.sleep(0.1)
+            await following.remove(fake)
+            has_left.set()
+            assert (await models)[0] == 200
+            for each in rig.fakes:
+                each.words_each = 3
+            assert [(await rig.complete(f"q{i}"))[0] for i in range(4)] == [200] * 4
+            for stream in open_streams:
+                stream.cancel()
+            await asyncio.gather(*open_streams, return_exceptions=True)
+
+
+async def test_a_deadline_that_passes_during_a_break_leaves_nothing_counted() -> None:
+    async with ReportRig(2) as rig:
+        await rig.watched()
+        for fake in rig.fakes:
+            fake.words_each, fake.step_s = 500, 0.01
+
+        async def read(i: int) -> None:
+            caller = Caller(deadline_s=time.monotonic() + 0.6)
+            stream = await rig.schedulers.open(pb.GenerateRequest(text=f"p{i}"), caller)
+            try:
+                while await stream.next() is not None:
+                    pass
+            finally:
+                stream.close()
+
+        reading = [asyncio.create_task(read(i)) for i in range(10)]
+        await asyncio.sleep(0.2)
+        for fake in rig.fakes:
+            await fake.stop()
+        found = await asyncio.gather(*reading, return_exceptions=True)
+        assert {type(each) for each in found} == {DeadlineExceededError}
+        assert counts(rig) == [0, 0]
+
+
+@pytest.mark.parametrize("name", ["traceparent", "tracestate"])
+async def test_a_trace_header_that_is_not_ascii_is_ignored_and_leaves_nothing_counted(name: str) -> None:
+    body = b'{"model": "tiny", "prompt": "hi"}'
+    async with ReportRig(2) as rig:
+        await rig.watched()
+        host, _, port = rig.server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\n"
+            + f"{name}: ".encode()
+            + b"\xff\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        await until(lambda: counts(rig) == [0, 0])
+
+
+async def test_a_scheduler_that_refuses_reports_keeps_its_streams_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway whose key may not observe asks again from time to time."""
+    monkeypatch.setattr(watch_module, "REFUSED_RETRY_S", 0.05)
+    async with Rig(2, routing="least-loaded") as rig:  # these fakes refuse to be watched
+        for fake in rig.fakes:
+            fake.words_each, fake.step_s = 10**5, 0.01
+        open_streams = [asyncio.create_task(rig.complete(f"p{i}")) for i in range(10)]
+        await until(lambda: sum(len(fake.opened) for fake in rig.fakes) == 10)
+        for _ in range(20):
+            assert sum(counts(rig)) == 10
+            await asyncio.sleep(0.02)
+        for stream in open_streams:
+            stream.cancel()
+        await asyncio.gather(*open_streams, return_exceptions=True)
