@@ -18,7 +18,7 @@ serve: $(INSTALLED)  ## serve the embedded model (ARGS='--model …' for another
 test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(INSTALLED)  ## the test suite, without what is exhaustive
-	$(BIN)/pytest -n 3 --dist worksteal -m 'not exhaustive' $(ARGS)
+	$(BIN)/pytest -n 5 --dist worksteal -m 'not exhaustive' $(ARGS)
 
 test-all: $(INSTALLED)  ## every test: also long searches, GPU kernels in an interpreter, benchmarks (ARGS='-m exhaustive': only those)
 	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
