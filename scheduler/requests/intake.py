@@ -37,6 +37,7 @@ from scheduler.text.chat_messages import MESSAGE_CHARACTERS
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from scheduler.engine.dispatcher import Sink
     from scheduler.engine.engine import Engine
     from scheduler.requests.generation_defaults import GenerationDefaults
     from scheduler.requests.request_fields import RequestFields
@@ -151,6 +152,14 @@ class Intake:
         """Returns the client's id of an open request, or the engine's id if the request is not open."""
         return self._client_request_ids.get(request_id, str(request_id))
 
+    def _submit(self, request: Request, sink: Sink) -> None:
+        """Gives the prompt's tokens back to the tenant's rate if the engine refuses the request."""
+        try:
+            self._engine.submit(request, sink)
+        except Exception:
+            self._rates.add_tokens(request.tenant, -request.num_given_tokens)
+            raise
+
     def _observed(self, fields: RequestFields, caller: Caller) -> ObservedRequest:
         return self._observer.arrived(caller, request_id=fields.get("request_id"), is_chat="chat.messages" in fields)
 
@@ -169,9 +178,7 @@ class Intake:
             stop_sequence = partial(self._engine.stop, request.request_id)
             stream = ResponseStream(settings, checked.completions, stop_sequence, request_metrics, self._write_queue)
             if resumed is None or resumed.has_rest:
-                self._engine.submit(
-                    request, ResumedBeams(stream, resumed.outputs) if resumed and request.beam else stream
-                )
+                self._submit(request, ResumedBeams(stream, resumed.outputs) if resumed and request.beam else stream)
             if resumed is not None:
                 self._observer.metrics.resumed()
                 if request.outputs or not resumed.has_rest:

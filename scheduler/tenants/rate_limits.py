@@ -49,7 +49,7 @@ class RateLimits:
         self._take(tenant, "tokens", num_tokens)
 
     def add_tokens(self, tenant: str, num_tokens: int) -> None:
-        """Counts the tokens of an output, which may put later requests off."""
+        """Counts the tokens of an output, which may put later requests off; fewer than 0 are given back."""
         if (bucket := self._bucket(tenant, "tokens")) is not None:
             bucket.balance -= num_tokens
 

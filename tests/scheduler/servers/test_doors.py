@@ -15,7 +15,7 @@ from google.rpc.error_details_pb2 import RetryInfo
 
 from quire.v1 import generation_pb2 as pb
 from quire.v1.generation_pb2_grpc import GenerationStub
-from scheduler.core import TenantTerms
+from scheduler.core import QueueFull, TenantTerms
 from scheduler.identity.identity import Identity, Role
 from scheduler.identity.key_file import add_key
 from scheduler.identity.verifier import Verifier
@@ -140,6 +140,22 @@ async def test_tokens_a_minute_count_prompts_and_outputs(door: str, checkpoint: 
         assert await both_doors.ask(door, "busy", max_tokens=200) == OK, "the length of an output is known at its end"
         assert await is_refused(both_doors, door)
         assert [await both_doors.ask(door, "quiet", max_tokens=200) for _ in range(2)] == [OK] * 2
+
+
+@both
+async def test_a_request_that_the_queue_refuses_costs_no_tokens(
+    door: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with doors(checkpoint, tmp_path, TenantSettings(tokens_per_minute=100)) as both_doors:
+
+        def refuse(*_: object) -> None:
+            raise QueueFull("the queue is full", 0.5)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(both_doors.served.engine, "submit", refuse)
+            for _ in range(100):
+                assert await is_refused(both_doors, door)
+        assert await both_doors.ask(door, "busy", max_tokens=2) == OK
 
 
 @both
