@@ -16,7 +16,10 @@ def is_cross_origin(request: web.Request) -> bool:
     if site is not None:
         return site not in ("same-origin", "none")
     origin = request.headers.get("Origin")
-    return origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
+    try:
+        return origin is not None and urlsplit(origin).netloc.lower() != request.host.lower()
+    except ValueError:  # it is no origin
+        return True
 
 
 class AllowedHosts:

@@ -36,7 +36,7 @@ from scheduler.live.browser_safety import is_cross_origin
 from scheduler.live.request_body import RequestBodies
 from scheduler.requests.limits import RequestLimits
 from scheduler.requests.request_fields import MAX_VIOLATIONS, RequestFields
-from scheduler.requests.status import code_of, status_of
+from scheduler.requests.status import ReaderStalled, code_of, status_of
 from scheduler.requests.structured_output import GROUP, KINDS
 from scheduler.requests.write_timeout import deliver
 from scheduler.telemetry.request_observer import Caller
@@ -97,6 +97,9 @@ class CompletionHandler:
                 await deliver(stream, write, self._stalled_reader_timeout_s)
         except ConnectionResetError:  # the client has closed the connection, which has cancelled the request
             return response
+        except ReaderStalled:
+            abort(request)
+            return response
         except QuireError as error:
             failure: Exception = error
         except Exception as error:
@@ -117,6 +120,12 @@ class CompletionHandler:
         except QuireError as error:
             self._intake.refused(RequestFields(), caller, error)
             raise
+
+
+def abort(request: web.Request) -> None:
+    """Closes the connection of a client that reads nothing. The end of a response would wait until it reads again."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _caller(request: web.Request) -> Caller:

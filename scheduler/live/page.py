@@ -18,7 +18,7 @@ from aiohttp import web
 from quire.static_files import HEADERS, read_files
 from scheduler.core import QueueFull
 from scheduler.live.browser_safety import is_cross_origin
-from scheduler.live.completions import CompletionHandler, error_response
+from scheduler.live.completions import CompletionHandler, abort, error_response
 
 if TYPE_CHECKING:
     from scheduler.live.feed import LiveFeed
@@ -80,6 +80,8 @@ class LivePage:
                         await response.write(event)
         except QueueFull as error:
             return error_response(error)
-        except (ConnectionResetError, TimeoutError):
+        except ConnectionResetError:
             pass
+        except TimeoutError:
+            abort(request)
         return response

@@ -2,15 +2,18 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
 
 from scheduler.core import BlockState, InvalidRequest
+from scheduler.live import completions
 from scheduler.live.completions import read_fields
-from tests.support.live.served import Served, body, has_safe_headers, read_messages
+from tests.support.live.served import Served, body, connections, has_safe_headers, read_messages
 from tests.support.scheduler.validator_rig import Unread
 from tests.support.waiting import until
 
@@ -43,6 +46,25 @@ async def test_the_prompt_box_is_told_whether_it_may_send_a_chat(
     async with session.get(f"{served.url}/live/prompt") as response:
         assert await response.json() == {"has_chat_template": False}
         assert has_safe_headers(response)
+
+
+async def test_a_reader_that_reads_nothing_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "_line", lambda message: b"x" * (1 << 20) + b"\n")
+    monkeypatch.setattr(completions, "deliver", partial(stalls, completions.deliver))
+    host, _, port = served.http.address.rpartition(":")
+    sent = json.dumps(body(max_tokens=200)).encode()
+    with socket.socket() as reader:
+        reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.to_thread(reader.connect, (host, int(port)))
+        head = "POST /live/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        reader.sendall(f"{head}Content-Length: {len(sent)}\r\n\r\n".encode() + sent)
+        await until(lambda: bool(connections(served)))
+        await until(lambda: not connections(served))
+
+
+async def stalls(deliver: Any, stream: Any, write: Any, timeout_s: float) -> None:
+    """Delivers with a short time for readers that read nothing."""
+    await deliver(stream, write, 0.3)
 
 
 async def test_closing_the_connection_frees_the_blocks(served: Served, session: aiohttp.ClientSession) -> None:

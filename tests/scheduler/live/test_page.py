@@ -3,13 +3,16 @@
 import asyncio
 import json
 import re
+import socket
 
 import aiohttp
 import pytest
 
+from scheduler.live import page
+from scheduler.live.feed import Viewer
 from scheduler.live.page import STATIC
 from tests.support.live.page_state import PageState
-from tests.support.live.served import Served, body, has_safe_headers, read_messages
+from tests.support.live.served import Served, body, connections, has_safe_headers, read_messages
 from tests.support.waiting import until
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -83,6 +86,22 @@ async def test_a_server_that_stops_ends_the_event_stream(
             await response.content.readany()
 
 
+async def test_a_viewer_that_reads_nothing_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def large_event(viewer: Viewer, timeout_s: float) -> bytes:
+        await asyncio.sleep(0)
+        return b": " + bytes(1 << 20) + b"\n\n"
+
+    monkeypatch.setattr(page, "STALLED_VIEWER_S", 0.3)
+    monkeypatch.setattr(Viewer, "next_event", large_event)
+    host, _, port = served.http.address.rpartition(":")
+    with socket.socket() as viewer:
+        viewer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.to_thread(viewer.connect, (host, int(port)))
+        viewer.sendall(b"GET /live/events HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        await until(lambda: bool(connections(served)))
+        await until(lambda: not connections(served))
+
+
 # --- other sites ------------------------------------------------------------------------------------------------------
 
 
@@ -91,6 +110,7 @@ async def test_a_server_that_stops_ends_the_event_stream(
     [
         {"Origin": "http://elsewhere.example"},
         {"Origin": "null"},
+        {"Origin": "http://["},
         {"Sec-Fetch-Site": "cross-site"},
         {"Sec-Fetch-Site": "same-site"},
     ],

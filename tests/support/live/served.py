@@ -41,3 +41,10 @@ async def read_messages(response: aiohttp.ClientResponse) -> list[dict[str, Any]
 
 def has_safe_headers(response: aiohttp.ClientResponse) -> bool:
     return all(response.headers.get(name) == value for name, value in HEADERS.items())
+
+
+def connections(served: Served) -> list[Any]:
+    """Returns the open connections of the server."""
+    server = served.http._runner.server
+    assert server is not None
+    return list(server.connections)
