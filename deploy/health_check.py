@@ -25,6 +25,8 @@ TIMEOUT_S = 3.0
 STATE = Path("/tmp/quire-health")  # /tmp is emptied when the container restarts
 """File with the number of failed checks in a row. It does not exist until the service has served."""
 
+_WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 def is_serving(address: str) -> bool:
     """Returns true if the service at this gRPC address reports that it serves."""
@@ -39,7 +41,7 @@ def is_serving(address: str) -> bool:
 def is_alive(url: str) -> bool:
     """Returns true if the URL answers with status 200."""
     try:
-        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+        with _WITHOUT_PROXY.open(url, timeout=TIMEOUT_S) as response:
             return bool(response.status == 200)
     except OSError:
         return False

@@ -81,6 +81,12 @@ def test_the_exit_code_is_the_status_of_the_service(
     assert kills == []
 
 
+def test_no_proxy_is_asked(kills: list[str], check: Check, alive: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Docker can set one in all containers."""
+    monkeypatch.setenv("http_proxy", f"http://{unused_address()}")
+    assert check("--alive", alive) == 0
+
+
 def test_a_service_that_has_served_and_hangs_is_killed(
     kills: list[str], check: Check, service: tuple[str, health.HealthServicer]
 ) -> None:

@@ -200,6 +200,22 @@ def test_prometheus_scrapes_every_workload() -> None:
     assert kustomization["labels"] == [{"pairs": {"app.kubernetes.io/part-of": "quire"}, "includeTemplates": True}]
 
 
+@pytest.mark.skipif(not HAS_KUBECTL, reason="kubectl is not installed")
+def test_prometheus_finds_the_pods_of_every_workload() -> None:
+    """The label that kustomize sets is not set in the template of a LeaderWorkerSet, which it does not know."""
+    manifests = rendered("base")
+    (monitor,) = (each for each in manifests if each["kind"] == "PodMonitor")
+    selector = monitor["spec"]["selector"]["matchLabels"].items()
+    for workload in workloads(manifests):
+        assert selector <= workload.labels.items(), workload.name
+
+
+def test_a_gateway_listens_until_no_node_routes_to_it_and_then_has_time_to_drain() -> None:
+    gateway = WORKLOADS["gateway"]
+    wait_s = gateway.container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert wait_s + int(gateway.flags["--drain-timeout-s"]) <= gateway.pod["terminationGracePeriodSeconds"]
+
+
 def test_each_hop_agrees_on_names_and_addresses() -> None:
     executor, scheduler, gateway = (WORKLOADS[name].flags for name in ("executor", "scheduler", "gateway"))
     assert scheduler["--executor"] == f"executor-$(INDEX).executor:{WORKLOADS['executor'].ports['executor']}"

@@ -55,7 +55,7 @@ async def test_every_query_returns_data(observed: Observed, tmp_path: Path) -> N
         assert missing == {}, process.log()
         assert exemplars, "Prometheus has stored no exemplars"
         for labels, value in exemplars:
-            assert labels["request_id"].startswith("quire-")
+            assert labels["request_id"].startswith(("quire-", "cmpl-"))  # of the client, of the gateway
             assert value > 0
     finally:
         process.kill()
