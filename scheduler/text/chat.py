@@ -14,7 +14,7 @@ from scheduler.text.chat_messages import Chat
 from scheduler.text.checkpoint import Checkpoint
 from scheduler.text.control_tokens import ControlToken
 from scheduler.text.turns import Turns
-from scheduler.text.workers import WorkerPool
+from scheduler.text.workers import NUM_TRIES, WorkerPool
 
 NUM_WORKERS = 2
 
@@ -103,7 +103,10 @@ class ChatRenderer:
             "arguments": dict(chat.arguments),
             "continues_last": chat.continues_last,
         }
-        answer = await self._workers.ask(message, tenant, chat.num_characters())
+        for _ in range(NUM_TRIES):
+            answer = await self._workers.ask(message, tenant, chat.num_characters())
+            if not isinstance(answer, int) or answer == -signal.SIGPROF:
+                break  # otherwise the process may have ended before the chat came
         if isinstance(answer, int):
             raise InvalidRequest({"chat": f"the chat template refused it: {self._exit_reason(answer)}"})
         if answer.kind == TEXT:

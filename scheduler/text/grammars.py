@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from scheduler.text.turns import Turns
-from scheduler.text.workers import Answer, WorkerPool
+from scheduler.text.workers import NUM_TRIES, Answer, WorkerPool
 
 NUM_WORKERS = 3
 """Most processes. They are started when they are needed, and a tenant has at most two of them."""
@@ -28,9 +28,6 @@ TIME, MEMORY = "grammar_time", "grammar_memory"
 
 MIN_SIZE = 4096
 """A small grammar waits for its turn like one of this many characters, because it can take as long."""
-
-NUM_TRIES = 2
-"""Most times that a grammar is compiled, if something else than the grammar ends the process."""
 
 _OUT_OF_MEMORY = frozenset({-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS})
 """Exit statuses of llguidance if it gets no memory, or no room on the stack."""

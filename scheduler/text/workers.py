@@ -22,6 +22,9 @@ from scheduler.text.turns import Turns
 EXIT_TIMEOUT_S = 1.0
 """Time that a process has to exit after one of its pipes was closed."""
 
+NUM_TRIES = 2
+"""Most times that a task is tried, if something else than the task may have ended the process."""
+
 LARGE = 64 * 2**10
 """Size of a task beyond which its message is made in a thread."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from scheduler.core import InvalidRequest, QueueFull, Unavailable
@@ -185,6 +186,21 @@ async def test_cancelled_callers_do_not_affect_others() -> None:
         cancelled.cancel()
         assert await renderer.render(Chat([ChatMessage("user", f"waiting {i}")])) == f"waiting {i}"
     await renderer.close()
+
+
+async def test_a_process_that_was_killed_while_it_was_idle_costs_no_chat() -> None:
+    renderer = ChatRenderer("{{ messages[0].content }}", {})
+    await renderer.start()
+    chat = Chat([ChatMessage("user", "hello")])
+    try:
+        assert await renderer.render(chat) == "hello"
+        for child in psutil.Process().children(recursive=True):
+            if "chat_worker" in child.cmdline():
+                child.kill()
+                child.wait(60)
+        assert await renderer.render(chat) == "hello"
+    finally:
+        await renderer.close()
 
 
 @pytest.mark.parametrize("has_started", [False, True])
