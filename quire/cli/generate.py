@@ -26,10 +26,10 @@ def breaks_noted(notes: TextIO) -> Iterator[None]:
 
 
 def write_json(events: Iterable[Event], out: TextIO) -> None:
-    """Writes each event as a line of JSON: its fields, and its kind as `event`."""
+    """Writes each event as a line of JSON: its fields, and its kind as `event`. Bytes become a list of numbers."""
     for event in events:
         kind = type(event).__name__.lower()
-        out.write(json.dumps({"event": kind} | asdict(event), ensure_ascii=False) + "\n")
+        out.write(json.dumps({"event": kind} | asdict(event), ensure_ascii=False, default=list) + "\n")
         out.flush()
 
 

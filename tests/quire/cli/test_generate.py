@@ -128,3 +128,11 @@ def test_logprobs_are_a_small_table() -> None:
         ["0", "7", "-0.8750", "7", "1", "-0.250", "2", "-0.500"],
         ["1", "8", "-1.0000", "8", "1", "-0.250", "2", "-0.500"],
     ]
+
+
+def test_the_bytes_of_tokens_are_lists_of_numbers_in_json() -> None:
+    chosen = TokenLogprob(1, -0.5, 1, token_bytes=b"\xf0\x9f")
+    out = io.StringIO()
+    write_json([Delta(0, "", (1,), (TokenLogprobs(chosen, ()),))], out)
+    (entry,) = json.loads(out.getvalue())["logprobs"]
+    assert entry["chosen"]["token_bytes"] == [0xF0, 0x9F]
