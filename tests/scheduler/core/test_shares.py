@@ -29,8 +29,9 @@ def test_the_gap_of_backlogged_tenants_is_bounded(seed: int) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_gap_is_bounded_in_many_worlds() -> None:
-    run_worlds(range(12, 100))
+@pytest.mark.parametrize("first", range(12, 100, 11))
+def test_the_gap_is_bounded_in_many_worlds(first: int) -> None:
+    run_worlds(range(first, first + 11))
 
 
 def run_worlds(seeds: Iterable[int]) -> None:
