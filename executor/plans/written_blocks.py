@@ -67,15 +67,19 @@ class WrittenBlocks:
                 lost = destinations[loses]
                 self._check_entries(*_used(lost, plan, after, tables, self._block_size), plan, after)
 
-    def apply(self, plan: StepPlan) -> None:
-        """Follows a plan that `check` has accepted: copies the counts of copied blocks, and restarts those of slots."""
+    def apply(self, plan: StepPlan, after: SlotCounters) -> None:
+        """Follows a plan that `check` has accepted: copies the counts of copied blocks, and restarts those of slots.
+
+        A child begins with what its parent has computed in this step, which is recorded for the parent alone: it may
+        have ended, so that its blocks may have lost their tokens, and that its rows, on a GPU, wrote none.
+        """
         if plan.block_copies.size:
             sources, destinations = plan.block_copies.T
             self.num_tokens[destinations] = self.num_tokens[sources]
         for begun in (*plan.admissions, *plan.branches[:, 0].tolist()):
             self._num_recorded[begun if isinstance(begun, int) else begun.slot] = 0
         for fork in plan.forks:
-            self._num_recorded[fork.child_slot] = 0
+            self._num_recorded[fork.child_slot] = after.num_planned_tokens[fork.parent_slot]
 
     def _check_entries(
         self, slots: Ints, logical: NDArray[Any], blocks: Ints, plan: StepPlan, after: SlotCounters

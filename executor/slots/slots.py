@@ -74,7 +74,7 @@ class Slots:
         self._written.check(plan, self.counters, counters, self.block_tables)
         self._retained.check(plan)
         self.counters = counters
-        self._written.apply(plan)
+        self._written.apply(plan, counters)
         self._changes.drop(plan.retired_slots.tolist())
         self._grammars.drop(plan.retired_slots)
         self.reports.drop(plan.retired_slots)

@@ -88,6 +88,27 @@ def test_the_fork_of_an_ended_sequence_fills_no_block(both, prompt) -> None:
         both.cuda.execute(StepPlan(1, last + 2, published=published(2)))
 
 
+@pytest.mark.parametrize("num_forks", [1, 3])
+@pytest.mark.parametrize("knows_results", [False, True])
+def test_no_token_of_a_fork_of_an_ended_sequence_counts(both, prompt, num_forks: int, knows_results: bool) -> None:
+    """Each fork takes a row of its parent over that the device has written to the null block."""
+    runner = both.cuda
+    runner.reset(SCHEME)
+    runner.execute(first_plan(both, prompt, ends=True))
+    third = {"table_updates": tuples(3, (0, 2, 3)), "row_counts": _counts(2)}
+    for parent in range(num_forks):
+        runner.execute(StepPlan(1, 2 + parent, forks=(Fork(parent, parent + 1, 3),), **(third if not parent else {})))
+    if knows_results:
+        for launched in runner._launched:
+            launched.finish()
+    runner.execute(StepPlan(1, 2 + num_forks, retired_slots=ints(0)))
+    for num_computed in range(6, 10):
+        params = SequenceParams(max_total_tokens=20)
+        theft = Admission(num_forks + 1, ints(*range(1, num_computed + 2)), num_computed, ints(1, 2, 3), params)
+        with pytest.raises(PlanRejected, match="has not written"):
+            runner.execute(StepPlan(1, 3 + num_forks, admissions=(theft,)))
+
+
 def test_a_step_that_fails_on_the_device_leaves_no_retained_blocks(both, prompt) -> None:
     last = launch(both, prompt, ends=False)
     both.cuda.execute(StepPlan(1, last + 1, published=published(1, 2), row_counts=tuples(2, (0, 0))))

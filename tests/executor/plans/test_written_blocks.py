@@ -44,6 +44,17 @@ def test_the_tables_of_an_older_lease_are_not_taken_for_written(blocks: tuple[in
         np.testing.assert_array_equal(value, before[key], err_msg=key)
 
 
+def test_the_fork_of_an_ended_sequence_counts_nothing_as_written() -> None:
+    """A copy may replace what an ended sequence has written, and its fork has its table and its computed tokens."""
+    slots = busy_slots()
+    slots.apply(plan(block_copies=tuples(2, (8, 3)), row_counts=tuples(2, (1, 1))))
+    theft = plan(admissions=(admission(3, computed=2, blocks=(3, 4)),), row_counts=tuples(2, (3, 3)))
+    for change in (plan(), plan(forks=(Fork(1, 2, 7),)), plan()):
+        slots.apply(change)
+        with pytest.raises(PlanRejected, match="slot 3: block 3 counts as computed"):
+            slots.apply(theft)
+
+
 @pytest.mark.parametrize(
     ("computed", "blocks", "is_fine"),
     [
