@@ -23,7 +23,7 @@ from scheduler.requests.completion import Completion
 from scheduler.requests.limits import ModelBounds, RequestLimits
 from scheduler.requests.open_grammars import GrammarHolder, OpenGrammars
 from scheduler.requests.open_streams import OpenStreams
-from scheduler.requests.replay import Replay, ResumedBeams, replay
+from scheduler.requests.replay import Replay, Replays, ResumedBeams
 from scheduler.requests.response_stream import ResponseStream
 from scheduler.requests.resumption import SEQUENCES, model_digest, num_resumed_ids
 from scheduler.requests.status import code_of
@@ -95,6 +95,7 @@ class Intake:
         self._rates = RateLimits(self._tenants)
         self.open_streams = OpenStreams(max_streams)
         self._write_queue = WriteQueue()
+        self._replays = Replays()
         self._grammars = OpenGrammars(model.grammars, metrics)
         self._client_request_ids: dict[int, str] = {}
 
@@ -230,7 +231,7 @@ class Intake:
             completions = [Completion(index, stream_settings, new_detokenizer()) for index in indices]
             return CheckedRequest(request, stream_settings, completions)
         stream_settings = replace(stream_settings, num_cached_tokens=checker.resumption.num_cached_tokens)
-        resumed = await replay(checker.outputs, stream_settings, new_detokenizer)
+        resumed = await self._replays.replay(tenant, checker.outputs, stream_settings, new_detokenizer)
         request = resumed.rest_of(complete(), fields.get("resume.num_prompt_logprobs"))
         return CheckedRequest(request, stream_settings, resumed.completions, resumed)
 

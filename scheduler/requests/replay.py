@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from scheduler.core import FinishReason, InvalidRequest, Request
 from scheduler.requests.completion import Completion
+from scheduler.text.turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,8 +27,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-CHUNK = 256
+CHUNK = 32
 """Tokens that are replayed at a time. Between two chunks other streams are served."""
+
+MAX_TOKENS = 1 << 24
+"""Tokens of streams that wait to be replayed, of which a tenant has a quarter at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class Replay:
             replace(output, is_finished=output.is_finished or completion.reason is not None)
             for completion, output in zip(self.completions, self.outputs, strict=True)
         )
+        if not any(output.token_ids or output.is_finished for output in outputs):
+            outputs = ()  # the samples are forked from one prompt, as if nothing had been received
         return replace(request, outputs=outputs, num_prompt_reported=num_prompt_logprobs)
 
     @property
@@ -62,6 +68,27 @@ class Replay:
     def has_rest(self) -> bool:
         """True if some sequence needs more tokens."""
         return any(completion.reason is None and not completion.is_reported for completion in self.completions)
+
+
+class Replays:
+    """Replays one stream after the other, because all of them use the event loop. Tenants take turns."""
+
+    def __init__(self) -> None:
+        self._turns = Turns(1, large=MAX_TOKENS, max_size=MAX_TOKENS, max_size_of_a_tenant=MAX_TOKENS // 4)
+
+    async def replay(
+        self,
+        tenant: str,
+        outputs: tuple[ReceivedSequence, ...],
+        settings: StreamSettings,
+        new_detokenizer: Callable[[], Detokenizer],
+    ) -> Replay:
+        """See `replay`. Raises QueueFull if too many tokens wait."""
+        turn = await self._turns.take(tenant, sum(len(output.token_ids) for output in outputs))
+        try:
+            return await replay(outputs, settings, new_detokenizer)
+        finally:
+            turn.end()
 
 
 async def replay(

@@ -1,5 +1,6 @@
 """Resumed requests are checked, limited and counted like any other."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import CapacityExceeded, InvalidRequest, QueueFull, Unavailable
+from scheduler.requests import replay as replays
 from scheduler.requests.resumption import model_digest
 from scheduler.requests.status import OtherModel, RequestFailed, status_of
 from scheduler.tenants.settings import Tenants, TenantSettings
@@ -192,6 +194,42 @@ async def test_rate_limits_count_the_given_tokens(models: Models, received: Mess
         assert round(bucket.capacity - bucket.balance) == num_given + num_new
         with pytest.raises(QueueFull, match="tokens a minute"):
             await scheduler.messages(asked)
+
+
+async def test_streams_are_replayed_one_at_a_time(
+    models: Models, received: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay takes the event loop from all other streams."""
+    replay, num_at_once, most = replays.replay, 0, 0
+
+    async def watched(*arguments: Any) -> Any:
+        nonlocal num_at_once, most
+        num_at_once += 1
+        most = max(most, num_at_once)
+        try:
+            await asyncio.sleep(0.01)
+            return await replay(*arguments)
+        finally:
+            num_at_once -= 1
+
+    monkeypatch.setattr(replays, "replay", watched)
+    async with models.open_scheduler() as scheduler:
+        await asyncio.gather(*(scheduler.messages(resumption(WHOLE, received)) for _ in range(5)))
+        assert scheduler.metrics.measurements.num_resumed == 5
+    assert most == 1
+
+
+async def test_a_stream_that_broke_off_before_its_first_token_counts_its_prompt_once(models: Models) -> None:
+    """Its samples are forked from one prompt, as those of a request that is not resumed."""
+    async with models.open_scheduler() as scheduler:
+        started = await scheduler.messages(WHOLE, most=1)
+    asked = resumption(WHOLE, started)
+    assert not any(sequence.token_ids for sequence in asked.resume.sequences)
+    tenants = Tenants(TenantSettings(tokens_per_minute=3 + 16))
+    async with models.open_scheduler(tenants=tenants) as scheduler:
+        await scheduler.messages(asked)
+        bucket = scheduler.intake._rates._buckets["default", "tokens"]
+        assert round(bucket.capacity - bucket.balance) == 3 + 2 * 8
 
 
 async def test_histograms_of_whole_requests_do_not_count_resumed_ones(models: Models, received: Messages) -> None:
