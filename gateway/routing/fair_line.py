@@ -89,9 +89,13 @@ class FairLine:
         return place
 
     def put_back(self, place: Place) -> None:
-        """Adds a request at the place that it had among those of its tenant, which gets its charge back."""
+        """Adds a request at the place that it had among those of its tenant, which gets its charge back.
+
+        The tenant is not lifted: it had this request in the line all the time, as if it had not been tried.
+        """
+        is_known = place.tenant.name in self._accounts
         self.charge(place.tenant, -place.cost)
-        self._add(place)
+        self._add(place, lifts=not is_known)
 
     def take(self) -> Place | None:
         """Removes and returns the next request; None if the line is empty."""
@@ -116,9 +120,9 @@ class FairLine:
         if (account := self._accounts.get(tenant.name)) is not None:
             account.level += service / account.tenant.weight
 
-    def _add(self, place: Place) -> None:
+    def _add(self, place: Place, *, lifts: bool = True) -> None:
         account = self._accounts.setdefault(place.tenant.name, _Account(place.tenant))
-        if not account.places:
+        if not account.places and lifts:
             priority = place.tenant.priority
             account.tenant = place.tenant  # the operator may have changed what it grants
             levels = (each.level for each in self._waiting() if each.tenant.priority == priority)

@@ -49,6 +49,23 @@ def test_service_is_equal_among_tenants_that_wait() -> None:
         assert max(service.values()) - min(service.values()) <= 2 * 300
 
 
+def test_a_tenant_whose_only_request_is_tried_in_vain_keeps_its_claim() -> None:
+    """Nothing is free most of the time: the first in the line is tried again and again, and put back."""
+    line, order = FairLine(1024), []
+    for _ in range(200):
+        line.enter(Tenant("flood"), 100)
+    few = line.enter(Tenant("few"), 100)
+    for _ in range(60):
+        for _ in range(4):
+            line.put_back(taken(line))
+        place = taken(line)
+        line.charge(place.tenant, 200)
+        order.append(place.tenant.name)
+        if place is few:
+            few = line.enter(Tenant("few"), 100)
+    assert order.count("few") >= 25
+
+
 def test_service_is_by_weight() -> None:
     line = FairLine(1000)
     for name, weight in (("one", 1.0), ("three", 3.0)):
