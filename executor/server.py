@@ -5,6 +5,7 @@ import contextlib
 import faulthandler
 import logging
 import signal
+import threading
 import uuid
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,8 @@ _log = logging.getLogger(__name__)
 _EXECUTOR_SERVICE = pb.DESCRIPTOR.services_by_name["Executor"].full_name
 _WATCH_INTERVAL_S = 1.0
 _STOP_GRACE_S = 2.0
+_STOP_INTERVAL_S = 0.02
+_MOST_MESSAGE_BYTES = (1 << 31) - 1  # gRPC takes no larger number, and protobuf reads no larger message
 _OPTIONS: list[tuple[str, Any]] = [
     # Two executors that share a port would each get some of the plans.
     ("grpc.so_reuseport", 0),
@@ -82,7 +85,7 @@ class Server:
             interceptors=[PeerCheck(config.scheduler_name)] if config.scheduler_name else [],
             options=[
                 *_OPTIONS,
-                ("grpc.max_receive_message_length", max_message_bytes(limits)),
+                ("grpc.max_receive_message_length", min(max_message_bytes(limits), _MOST_MESSAGE_BYTES)),
                 ("grpc.max_send_message_length", -1),
             ],
         )
@@ -116,9 +119,7 @@ class Server:
             stalled_s = 0.0 if is_serving else stalled_s + interval_s
             await self._set_health(is_serving)
             if stalled_s > timeout_s:
-                _log.critical("no step has ended for %g s: this executor hangs and exits", self._device.silent_s())
-                faulthandler.dump_traceback()
-                self._lose_device()
+                self._device_hangs()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._ended.wait()
@@ -135,11 +136,32 @@ class Server:
         await self._server.stop(_STOP_GRACE_S)
         self.metrics.close()
         if not self._device_lost:
-            await asyncio.get_running_loop().run_in_executor(None, self._device.stop)
+            await self._end_device()
+
+    async def _end_device(self) -> None:
+        """Waits for the running step as long as `wait` does. A daemon thread joins: the loop would wait for its own."""
+        ends = threading.Thread(target=self._device.stop, name="stop", daemon=True)
+        ends.start()
+        left_s = 2 * self._config.step_timeout_s
+        while ends.is_alive() and left_s > 0:
+            await asyncio.sleep(_STOP_INTERVAL_S)
+            left_s -= _STOP_INTERVAL_S
+        if ends.is_alive():
+            self._device_hangs()
+
+    def _device_hangs(self) -> None:
+        _log.critical("no step has ended for %g s: this executor hangs and exits", self._device.silent_s())
+        self._lose_device()
+        with contextlib.suppress(RuntimeError, OSError, ValueError):  # without a standard error
+            faulthandler.dump_traceback()
 
     def _lose_device(self) -> None:
         self._device_lost = True
         self._ended.set()
+
+    @property
+    def device_lost(self) -> bool:
+        return self._device_lost
 
     async def _set_health(self, is_serving: bool) -> None:
         kind = health_pb2.HealthCheckResponse
@@ -157,9 +179,10 @@ async def serve(config: ExecutorConfig, model: LoadedModel, say: Callable[[str],
     try:
         address = await server.start()
         say(f"ready {address}")
-        return await server.wait()
+        await server.wait()
     finally:
         await server.stop()
+    return not server.device_lost
 
 
 def _bind(server: grpc.aio.Server, config: ExecutorConfig) -> str:

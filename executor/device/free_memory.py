@@ -22,9 +22,9 @@ def free_memory_bytes(device: torch.device) -> int:
 
 def cgroup_free_bytes(v2: Path, v1: Path) -> int | None:
     """Returns the bytes left under the control group's limit, reclaimable file pages included; None without a limit."""
-    for limit_file, usage_file, inactive_key in (
-        (v2 / "memory.max", v2 / "memory.current", "inactive_file"),
-        (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", "total_inactive_file"),
+    for limit_file, usage_file, prefix in (
+        (v2 / "memory.max", v2 / "memory.current", ""),
+        (v1 / "memory.limit_in_bytes", v1 / "memory.usage_in_bytes", "total_"),
     ):
         try:
             limit, usage = limit_file.read_text().strip(), int(usage_file.read_text())
@@ -33,6 +33,8 @@ def cgroup_free_bytes(v2: Path, v1: Path) -> int | None:
             continue
         if limit == "max":
             return None
-        reclaimable = dict(line.split() for line in stat.splitlines()).get(inactive_key, "0")
-        return max(0, int(limit) - usage + int(reclaimable))
+        pages = dict(line.split() for line in stat.splitlines())
+        # Weights that were read twice, as after a restart, are on the active list: the system reclaims them too.
+        reclaimable = sum(int(pages.get(f"{prefix}{kind}_file", "0")) for kind in ("inactive", "active"))
+        return max(0, int(limit) - usage + reclaimable)
     return None

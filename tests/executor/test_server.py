@@ -19,6 +19,7 @@ from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, OPTIONAL_FEATURE
 from tests.support.executor.fake_runner import FakeRunner, loaded
 from tests.support.executor.messages import read
 from tests.support.executor.served import CONFIG, open_stream, plan, status
+from tests.support.waiting import until
 
 
 async def test_describe_returns_model_and_limits(stub) -> None:
@@ -113,6 +114,41 @@ async def test_a_lost_device_ends_the_server(fake_runner, monkeypatch) -> None:
         await call.write(plan(1, 1))
         assert (await status(call))[0] is grpc.StatusCode.INTERNAL
         assert await asyncio.wait_for(server.wait(), 20) is False
+    await server.stop()
+
+
+async def test_shutting_down_does_not_wait_for_a_device_that_hangs(fake_runner) -> None:
+    server = Server(replace(CONFIG, step_timeout_s=0.2), loaded(fake_runner))
+    address = await server.start()
+    fake_runner.gate.clear()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            call, _ = await open_stream(ExecutorStub(channel))
+            await call.write(plan(1, 1))
+            await until(fake_runner.entered.is_set)
+            server.end()
+            await asyncio.wait_for(server.stop(), 60)
+            call.cancel()
+        assert server.device_lost
+    finally:
+        fake_runner.gate.set()
+
+
+async def test_a_device_that_hangs_is_lost_without_a_standard_error(fake_runner, monkeypatch) -> None:
+    def fail() -> None:
+        raise RuntimeError("sys.stderr is None")
+
+    monkeypatch.setattr("faulthandler.dump_traceback", fail)
+    server = Server(CONFIG, loaded(fake_runner))
+    server._device_hangs()
+    assert server.device_lost
+    server._device.stop()
+
+
+async def test_the_largest_limits_do_not_exceed_what_grpc_takes(fake_runner) -> None:
+    fake_runner.limits = replace(fake_runner.limits, max_num_seqs=1 << 20, max_model_len=1 << 20)
+    server = Server(CONFIG, loaded(fake_runner))
+    await server.start()
     await server.stop()
 
 

@@ -63,8 +63,9 @@ def test_the_pool_is_zero_and_has_the_documented_layout() -> None:
 @pytest.mark.parametrize("version", [1, 2])
 def test_free_memory_under_a_container_limit(version, tmp_path) -> None:
     names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}[version]
-    key = {1: "total_inactive_file", 2: "inactive_file"}[version]
-    for name, content in zip((*names, "memory.stat"), ("1000\n", "700\n", f"anon 5\n{key} 50\n"), strict=True):
+    prefix = {1: "total_", 2: ""}[version]
+    stat = f"anon 5\n{prefix}inactive_file 30\n{prefix}active_file 20\n"  # weights that were read twice are active
+    for name, content in zip((*names, "memory.stat"), ("1000\n", "700\n", stat), strict=True):
         (tmp_path / name).write_text(content)
     nowhere = tmp_path / "nowhere"
     paths = (tmp_path, nowhere) if version == 2 else (nowhere, tmp_path)
