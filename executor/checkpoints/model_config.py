@@ -208,7 +208,10 @@ def _dtype(content: Mapping[str, Any]) -> str | None:
 
 def _rope(config: Fields, head_dim: int) -> Rope:
     """Reads both spellings: `rope_parameters`, and the older `rope_theta` with `rope_scaling`."""
-    nested = config.mapping("rope_parameters") or config.mapping("rope_scaling") or {}
+    nested, older = config.mapping("rope_parameters") or {}, config.mapping("rope_scaling") or {}
+    if nested and older and nested != older:
+        raise CheckpointError("rope_scaling: differs from rope_parameters; remove one of them")
+    nested = nested or older
     parameters = Fields(nested, prefix="rope_parameters.")
     if nested.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise CheckpointError("rope_parameters.partial_rotary_factor is not supported")

@@ -16,6 +16,7 @@ from kernels import Kernels, Linear
 Progress = Callable[[int, int], None]
 """Called after each layer with the number of layers loaded and the number of all layers."""
 
+_HEAD = "lm_head.weight"
 # Tables that older exporters wrote. The decoder computes them.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 _DERIVED_OR_TIED = re.compile(rf"{_DERIVED.pattern}|^lm_head\.weight$")
@@ -73,7 +74,8 @@ def load_weights(
 ) -> DecoderWeights:
     """Loads all weights, or those of a share. `config` is that of the whole model.
 
-    Raises CheckpointError for a missing, misshapen or unknown tensor before it reads any.
+    Raises CheckpointError for a missing, misshapen or unknown tensor before it reads any, and for a tied head that is
+    stored with other numbers, because transformers 5 would use those, and older versions would not.
     """
     ignored = _DERIVED_OR_TIED if config.tie_word_embeddings else _DERIVED
     checkpoint.check_shapes(expected_shapes(config), ignored)
@@ -84,15 +86,19 @@ def load_weights(
         if progress is not None:
             progress(index + 1, config.num_layers)
     embedding = reader.tensor("model.embed_tokens.weight")
-    own = reader.share.vocab
-    is_tied = config.tie_word_embeddings
+    head = embedding[reader.share.vocab.start : reader.share.vocab.stop]
+    if not config.tie_word_embeddings:
+        head = reader.tensor(_HEAD, rows=reader.share.vocab)
+    elif _HEAD in checkpoint.names and not torch.equal(reader.tensor(_HEAD, rows=reader.share.vocab), head):
+        raise CheckpointError(
+            f"{_HEAD} is not model.embed_tokens.weight, although config.json says so: set tie_word_embeddings to false,"
+            " or remove the tensor"
+        )
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(layers),
         final_norm=reader.tensor("model.norm.weight"),
-        head=kernels.pack_linear(
-            [embedding[own.start : own.stop] if is_tied else reader.tensor("lm_head.weight", rows=own)]
-        ),
+        head=kernels.pack_linear([head]),
     )
 
 

@@ -169,11 +169,20 @@ def test_tables_of_older_exporters_are_ignored(directory, make_runner) -> None:
     assert generate(make_runner(directory), [[1, 2]], 1)
 
 
-def test_a_tied_head_overrides_a_stored_one(tmp_path, make_runner) -> None:
+def test_a_tied_head_may_be_stored_too(tmp_path, make_runner) -> None:
     source = make_checkpoint("llama-tied", tmp_path)
-    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(301, 64)}))
+    embedding = "model.embed_tokens.weight"
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
     prompt = source.prompt(5)
     assert generate(make_runner(tmp_path), [prompt], 6) == [source.greedy(prompt, 6)]
+
+
+@pytest.mark.parametrize("shape", [(301, 64), (300, 64), (301, 63)])
+def test_a_tied_head_that_is_stored_with_other_numbers_is_rejected(tmp_path, make_runner, shape) -> None:
+    """With transformers 5, such weights are not tied; with older versions, they were."""
+    make_checkpoint("llama-tied", tmp_path)
+    edit_tensors(tmp_path, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(shape)}))
+    assert "set tie_word_embeddings to false" in complaint(make_runner, tmp_path)
 
 
 def test_a_single_file_may_have_any_name(directory, make_runner) -> None:

@@ -126,6 +126,13 @@ def test_rope_scalings_are_read_in_both_spellings(spelling, scaling, rope, max_c
     ("fields", "message"),
     [
         (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+                "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+            },
+            "rope_scaling: differs from rope_parameters",
+        ),
+        (
             {"architectures": ["GPT2LMHeadModel"]},
             "architecture 'GPT2LMHeadModel' is not supported; known: Llama",
         ),
