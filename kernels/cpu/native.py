@@ -8,6 +8,7 @@ decorated ones are called from compiled code.
 from __future__ import annotations
 
 import platform
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +45,11 @@ AMD's multiply at twice the rate of float32, Intel's at half of it, so that wide
 _F32, _F16, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 
 binding.initialize_native_asmparser()  # for emit_dot_pairs
+
+if platform.machine() in ("x86_64", "AMD64") and not _FEATURES.get("f16c", False):
+    # LLVM calls functions of the compiler's library to convert float16 there, and ends the process without them.
+    with suppress(RuntimeError):
+        binding.load_library_permanently("libgcc_s.so.1")
 
 codegen: Any = cgutils  # see compiler.types
 
