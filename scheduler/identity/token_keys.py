@@ -28,7 +28,9 @@ REFRESH_AGE_S = 240.0
 """From this time on, a token causes a fetch, and does not wait for it."""
 MIN_AGE_S = 10.0
 """Tokens with unknown key ids cause a fetch at most this often."""
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # of each read
+_FETCH_S = 10.0
+"""Longest time that tokens wait for a fetch."""
 _MAX_BYTES = 2**20
 _FILE_INTERVAL_S = 0.25
 
@@ -109,9 +111,11 @@ class UrlKeys:
 
     async def _fetch(self) -> None:
         try:
-            keys = parse_keys(await asyncio.to_thread(_read_url, self._url), self._url)
-        except TokenKeysError as error:
-            log.error("the keys fetched before stay in use: %s", error)
+            async with asyncio.timeout(_FETCH_S):
+                text = await asyncio.to_thread(_read_url, self._url)
+            keys = parse_keys(text, self._url)
+        except (TokenKeysError, TimeoutError) as error:
+            log.error("the keys fetched before stay in use: %s", str(error) or f"{self._url} takes too long")
         else:
             self._keys = keys
         finally:

@@ -89,7 +89,8 @@ async def test_streams_that_ended_with_the_scheduler_go_on_without_prefill(stack
         assert 20 < len(token_ids) < 200
         prompt = PROMPT[seed:] + token_ids
         found = await complete(stack, prompt, seed, 200 - len(token_ids))
-        assert found.cached_tokens >= len(prompt) - BLOCK_SIZE
+        # The executor learns a step later which blocks are full, perhaps after the death.
+        assert found.cached_tokens >= len(prompt) - 2 - BLOCK_SIZE
         assert tuple(token_ids) + found.token_ids == expected[seed].token_ids
 
 
