@@ -164,7 +164,7 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], int] = {
     shell.lost_token: 0,
     shell.stop_not_carried_out: 1,
     shell.sink_kept_after_cancel: 1,
-    shell.request_kept_after_cancel: 299,
+    shell.request_kept_after_cancel: 460,
     shell.turn_lost_when_cancelled: 13,
     shell.turn_never_left: 1,
     shell.broken_sink_not_told: 7,
