@@ -63,7 +63,7 @@ class Server:
     def __init__(self, config: ExecutorConfig, model: LoadedModel) -> None:
         self._config = config
         self._ended = asyncio.Event()
-        self._device_lost = False
+        self.device_lost = False
         loop = asyncio.get_running_loop()
         num_threads = resolve_num_threads(config.num_threads, config.tensor_parallel_size)
         self._device = DeviceThread(
@@ -123,7 +123,7 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):
                     await self._ended.wait()
-        return not self._device_lost
+        return not self.device_lost
 
     def end(self) -> None:
         """Makes `wait` return."""
@@ -135,7 +135,7 @@ class Server:
         self._servicer.shut_down()
         await self._server.stop(_STOP_GRACE_S)
         self.metrics.close()
-        if not self._device_lost:
+        if not self.device_lost:
             await self._end_device()
 
     async def _end_device(self) -> None:
@@ -156,12 +156,8 @@ class Server:
             faulthandler.dump_traceback()
 
     def _lose_device(self) -> None:
-        self._device_lost = True
+        self.device_lost = True
         self._ended.set()
-
-    @property
-    def device_lost(self) -> bool:
-        return self._device_lost
 
     async def _set_health(self, is_serving: bool) -> None:
         kind = health_pb2.HealthCheckResponse

@@ -113,7 +113,7 @@ def decide(
     with_one_less_s = predicted_s * num_serving / max(1, num_serving - 1)
     is_low = with_one_less_s < SHRINK_BELOW * scaling.target_ttft_s and _could_do(memory, num_serving - 1)
     high_since_s = (now_s if memory.high_since_s is None else memory.high_since_s) if is_high else None
-    low_since_s = (now_s if memory.low_since_s is None else memory.low_since_s) if is_low and not is_high else None
+    low_since_s = (now_s if memory.low_since_s is None else memory.low_since_s) if is_low else None
     number = num_serving
     if high_since_s is not None and now_s - high_since_s >= GROW_AFTER_S:
         excess = predicted_s / scaling.target_ttft_s

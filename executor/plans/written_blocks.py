@@ -70,8 +70,8 @@ class WrittenBlocks:
     def apply(self, plan: StepPlan, after: SlotCounters) -> None:
         """Follows a plan that `check` has accepted: copies the counts of copied blocks, and restarts those of slots.
 
-        A child begins with what its parent has computed in this step, which is recorded for the parent alone: it may
-        have ended, so that its blocks may have lost their tokens, and that its rows, on a GPU, wrote none.
+        A child counts only what it computes itself. What its parent has computed is counted for the parent: if that has
+        ended, a copy may have replaced its blocks, and on a GPU its last rows went to the null block.
         """
         if plan.block_copies.size:
             sources, destinations = plan.block_copies.T

@@ -36,7 +36,10 @@ _CUT_OFF = (FinishReason.DEADLINE, FinishReason.CANCELLED)
 
 
 class WaitPrediction:
-    """Measures the service of one core. It predicts no wait without measurements under load, or with an empty queue."""
+    """Measures the service of one core, and the age of its queue.
+
+    It predicts no wait without measurements under load, or with an empty queue.
+    """
 
     def __init__(self) -> None:
         self._service = 0.0

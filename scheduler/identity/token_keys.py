@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_AGE_S = 300.0
-"""The keys of a URL are not used any longer without a look for new ones, so a withdrawn key counts for this time."""
+"""Older keys of a URL are fetched again before a token is verified, so a withdrawn key counts no longer than this."""
 REFRESH_AGE_S = 240.0
-"""From this time on, a token causes a fetch, and does not wait for it."""
+"""A token that comes when the keys are older than this starts a fetch, and does not wait for it."""
 MIN_AGE_S = 10.0
 """Tokens with unknown key ids cause a fetch at most this often."""
 _TIMEOUT_S = 5.0  # of each read

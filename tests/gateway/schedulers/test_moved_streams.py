@@ -61,11 +61,7 @@ async def test_a_full_queue_at_the_next_scheduler_is_a_pause(is_moved: bool) -> 
     """All streams of a scheduler move at once, so that queues are full for a moment."""
     async with ReportRig(2) as rig:
         await rig.watched()
-        for fake in rig.fakes:
-            fake.words_each, fake.step_s = 100, 0.005
-        answering = asyncio.create_task(rig.events("/v1/completions", {"prompt": "hi"}))
-        await until(lambda: any(fake.opened for fake in rig.fakes))
-        first, second = sorted(rig.fakes, key=lambda fake: -len(fake.opened))
+        streaming, first, (second,) = await rig.begun(100)
         await asyncio.sleep(0.1)
         words = second.words
 
@@ -80,26 +76,22 @@ async def test_a_full_queue_at_the_next_scheduler_is_a_pause(is_moved: bool) -> 
             rig.report(first, DRAINS)
         else:
             await first.stop()
-        assert content(await answering) == "".join(f"w{i} " for i in range(100))
+        assert content(await streaming) == "".join(f"w{i} " for i in range(100))
         assert len(second.opened) == 2
 
 
 async def test_a_stream_moves_again_after_its_first_scheduler_has_left() -> None:
     async with ReportRig(3, can_change=True) as rig:
         await rig.watched()
-        for fake in rig.fakes:
-            fake.words_each, fake.step_s = 400, 0.005
         async with Following(rig) as following:
-            answering = asyncio.create_task(rig.events("/v1/completions", {"prompt": "hi"}))
-            await until(lambda: any(fake.opened for fake in rig.fakes))
-            (first,) = (fake for fake in rig.fakes if fake.opened)
+            streaming, first, _ = await rig.begun(400)
             rig.report(first, DRAINS)
             await until(lambda: sum(len(fake.opened) for fake in rig.fakes) == 2)
             await following.remove(first)
             await until(lambda: first.address not in rig.schedulers._replicas)
             (second,) = (fake for fake in rig.fakes if fake.opened and fake is not first)
             rig.report(second, DRAINS)
-            assert content(await answering) == "".join(f"w{i} " for i in range(400))
+            assert content(await streaming) == "".join(f"w{i} " for i in range(400))
 
 
 async def test_an_answer_that_comes_after_a_scheduler_has_left_does_not_make_it_ready() -> None:

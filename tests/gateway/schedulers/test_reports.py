@@ -80,6 +80,15 @@ class ReportRig(Rig):
         assert fake.reports is not None
         fake.reports.put_nowait(message)
 
+    async def begun(self, num_words: int) -> tuple[asyncio.Task[list[Any]], FakeScheduler, list[FakeScheduler]]:
+        """Begins a stream of so many words; returns it, the scheduler that has it, and the others."""
+        for fake in self.fakes:
+            fake.words_each, fake.step_s = num_words, 0.005
+        streaming = asyncio.create_task(self.events("/v1/completions", {"prompt": "hi"}))
+        await until(lambda: any(fake.opened for fake in self.fakes))
+        first, *others = sorted(self.fakes, key=lambda fake: -len(fake.opened))
+        return streaming, first, others
+
     async def chosen(self, text: str, times: int = 1) -> Counter[int]:
         """Sends the prompt; returns how often each fake has got it."""
         before = [len(fake.opened) for fake in self.fakes]
@@ -270,11 +279,7 @@ async def test_streams_leave_a_replica_whose_executor_does_not_come_back(monkeyp
     monkeypatch.setattr(scheduler_module, "MOVE_AFTER_S", 0.05)
     async with ReportRig(2) as rig:
         await rig.watched()
-        for fake in rig.fakes:
-            fake.words_each, fake.step_s = 400, 0.005
-        streaming = asyncio.create_task(rig.events("/v1/completions", {"prompt": "hi"}))
-        await until(lambda: any(fake.opened for fake in rig.fakes))
-        victim, other = sorted(rig.fakes, key=lambda fake: -len(fake.opened))
+        streaming, victim, (other,) = await rig.begun(400)
         waiting = load(state=pb.SERVER_STATE_WAITING_FOR_EXECUTOR)
         rig.report(victim, replica_pb.WatchResponse(load=waiting))
         assert content(await streaming) == "".join(f"w{i} " for i in range(400))
