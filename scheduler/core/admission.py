@@ -1,6 +1,7 @@
 """Decides whether the next waiting sequence may enter the batch, given slots, blocks, token budget and neighbours.
 
-The admission queue says which sequence is next. No sequence overtakes it: if it cannot enter, none does.
+The admission queue says which sequence is next. No sequence overtakes it: if it cannot enter, none does. Only while
+another sequence computes the next block of its prompt, which it will share, it is set aside.
 """
 
 from scheduler.core.sequence import FinishReason, Sequence, State
@@ -11,21 +12,23 @@ from scheduler.core.step import StepBuilder
 def next_to_admit(state: SchedulerState, builder: StepBuilder) -> tuple[Sequence, list[int]] | None:
     """Returns the next sequence, with the blocks that its prompt shares, if slots, blocks and budget suffice.
 
-    Ends requests before it that start too late for their deadline; the next `expire` returns their sequences.
+    Sets those aside that wait for a block which is being computed. Ends requests that start too late for their
+    deadline; the next `expire` returns their sequences.
     """
-    sequence = state.admission_queue.first() if not builder.budget.is_exhausted else None
-    while sequence is not None and _starts_too_late(state, sequence):
-        state.missed += state.end_request(sequence.request.request_id, FinishReason.TOO_LATE)
-        sequence = state.admission_queue.first()
-    if sequence is None:
-        return None
-    num_unborn = state.active(sequence).num_unborn
-    if state.batch.num_free_slots <= num_unborn or not _may_run_beside_others(state, sequence):
-        return None
-    prefix = state.cache.find_prefix(sequence)
-    if _awaits_prefix(state, builder, sequence, prefix):
-        return None
-    return (sequence, prefix) if _has_room(state, sequence, prefix) else None
+    while not builder.budget.is_exhausted and (sequence := state.admission_queue.first()) is not None:
+        if _starts_too_late(state, sequence):
+            state.missed += state.end_request(sequence.request.request_id, FinishReason.TOO_LATE)
+            continue
+        num_unborn = state.active(sequence).num_unborn
+        if state.batch.num_free_slots <= num_unborn or not _may_run_beside_others(state, sequence):
+            return None
+        if not _awaits_the_same(state, builder, sequence):
+            prefix = state.cache.find_prefix(sequence)
+            if not _awaits_prefix(state, builder, sequence, prefix):
+                return (sequence, prefix) if _has_room(state, sequence, prefix) else None
+            builder.awaited.append((len(prefix), sequence.digests[len(prefix)]))
+        state.waiting.set_aside(sequence)
+    return None
 
 
 def _starts_too_late(state: SchedulerState, sequence: Sequence) -> bool:
@@ -56,17 +59,23 @@ def _may_run_beside_others(state: SchedulerState, sequence: Sequence) -> bool:
     return not any(other.is_suspect for other in running)
 
 
+def _awaits_the_same(state: SchedulerState, builder: StepBuilder, sequence: Sequence) -> bool:
+    """Returns whether the sequence lacks a block for which another was set aside. Saves the search for its prefix."""
+    digests = sequence.digests if state.cache.reads_prefixes(sequence) else []
+    return any(index < len(digests) and digests[index] == digest for index, digest in builder.awaited)
+
+
 def _awaits_prefix(state: SchedulerState, builder: StepBuilder, sequence: Sequence, prefix: list[int]) -> bool:
     """Returns whether the next block of the prompt is being computed, by this plan or one in flight.
 
-    If so, the block can be shared once the result arrives. Later plans do not count, so the wait is short.
+    If so, the block can be shared once the result arrives. Later plans do not count.
     """
     cache, num_found = state.cache, len(prefix)
     if not cache.reads_prefixes(sequence) or num_found >= len(sequence.digests):
         return False
-    digest = sequence.digests[num_found]
+    end, digest = (num_found + 1) * cache.block_size, sequence.digests[num_found]
     return any(
-        cache.is_computing(other, num_found, digest)
+        other.num_computed_tokens < end <= other.num_planned_tokens and cache.is_computing(other, num_found, digest)
         for step in (builder.step, *state.in_flight)
         for other in step.prefills
         if not other.is_finished

@@ -72,6 +72,7 @@ class Sequence:
         "group_leader",
         "index",
         "is_guaranteed",
+        "is_set_aside",
         "loss_mark",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -109,6 +110,7 @@ class Sequence:
         self.state = State.FINISHED if received.is_finished else State.WAITING
         self.num_cached_tokens: int | None = None  # of the given tokens; set if its request started with this sequence
         self.queued_s = -inf  # when it last entered the queue
+        self.is_set_aside = False  # the queue passes over it until the next plan
         self.num_preemptions = 0
         self.displaced_by: Account | None = None  # the tenant whose claim preempted it; it pays for the recomputation
         self.num_losses = 0  # executors lost in a row without a token committed in between

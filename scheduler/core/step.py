@@ -39,13 +39,15 @@ class Step:
 class StepBuilder:
     """Fills a plan for the executor and, beside it, the step that its result will be committed to.
 
-    `budget` says how many tokens may still be added. A builder without rows has changed nothing, and is dropped.
+    `budget` says how many tokens may still be added. `awaited` has the blocks for which waiting sequences were set
+    aside: their place in the prompt, and their digest. A builder without rows has changed nothing, and is dropped.
     """
 
-    __slots__ = ("budget", "plan", "step")
+    __slots__ = ("awaited", "budget", "plan", "step")
 
     def __init__(self, epoch: int, step_id: int, budget: StepBudget) -> None:
         self.budget = budget
+        self.awaited: list[tuple[int, bytes]] = []
         self.plan = StepPlan(epoch, step_id)
         self.step = Step(step_id)
 

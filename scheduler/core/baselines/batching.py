@@ -32,7 +32,7 @@ class ClosedBatch:
         if not self.members() and self._is_due():
             self._members = [active.request.request_id for active in self._head()[0]]
         waiting = (s for active in self.members() for s in active.sequences if s.state in _WAITING)
-        return min(waiting, key=self._state.policy.order, default=None)
+        return min((s for s in waiting if not s.is_set_aside), key=self._state.policy.order, default=None)
 
     def members(self) -> list[ActiveRequest]:
         """Returns the members of the batch that have not ended."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush, heapreplace, merge
+from itertools import islice
 
 from scheduler.core.errors import CapacityExceeded, QueueFull
 from scheduler.core.fairness.accounts import Accounts
@@ -19,14 +20,17 @@ from scheduler.core.waiting_queue import WaitingQueue
 _Entry = tuple[tuple[int, float, bool, int], int, Account]
 """An entry of the heap: the place of a tenant when it was added or corrected, its number, and the tenant."""
 
+MAX_SET_ASIDE = 16
+"""Sequences that a tenant can have set aside; if it has as many, the tenant waits until the next plan."""
+
 
 class FairQueue:
     """An `AdmissionQueue` over the queues of the tenants, each in the order of the policy.
 
     The next sequence is the head of the tenant with the lowest priority number, then the smallest counter. Of equal
     tenants, those are first that were not charged since they were lifted, because what the others have in flight is not
-    charged yet; then the head that arrived first. Tenants at a cap of their own are passed over. `holdings` returns the
-    running batch and the KV cache.
+    charged yet; then the head that arrived first. Tenants at a cap of their own are passed over, and so are sequences
+    that are set aside. `holdings` returns the running batch and the KV cache.
 
     A tenant saves no service for later: when it has nothing in the queue and adds a sequence, its counter is lifted to
     the smallest of the tenants in the queue or, if there are none, to the largest of all tenants. The counter of a
@@ -53,6 +57,7 @@ class FairQueue:
         self._entries: dict[Account, int] = {}
         self._num_entries = 0
         self._num_waiting = 0
+        self._set_aside: list[Sequence] = []
         self.num_prompt_tokens = 0
         self.left_behind: Sequence | None = None
         """The first sequence, if the last plan had no place for it or all slots are taken; None after a preemption."""
@@ -69,26 +74,42 @@ class FairQueue:
     def first(self) -> Sequence | None:
         """Returns the next sequence. Takes logarithmic time for each tenant whose place has changed or is passed over.
 
-        A place only gets worse while nothing is added, because counters only grow. So entries of the heap are corrected
-        when they come to its top.
+        A place only gets worse while nothing is added or taken back, because counters only grow. So entries of the heap
+        are corrected when they come to its top.
         """
         heap, best = self._heap, None
         passed_over: list[_Entry] = []
+        without_head: list[_Entry] = []
         while heap and best is None:
             place, number, account = heap[0]
             if self._entries.get(account) != number:
                 heappop(heap)
-            elif place != (current := self._place(account)):
+            elif (head := self._head(account)) is None:
+                without_head.append(heappop(heap))
+            elif place != (current := _place(head)):
                 heapreplace(heap, (current, number, account))
-            elif self.may_enter(head := self._head(account)):
+            elif self.may_enter(head):
                 best = head
             else:
                 passed_over.append(heappop(heap))
         if passed_over:
             self._lift_passed_over([account for _, _, account in passed_over], best)
-        for entry in passed_over:
+        for entry in (*passed_over, *without_head):
             heappush(heap, entry)
         return best
+
+    def set_aside(self, sequence: Sequence) -> None:
+        """Passes over a sequence of the queue until `take_back`. Its tenant keeps its counter, and the others go on."""
+        sequence.is_set_aside = True
+        self._set_aside.append(sequence)
+
+    def take_back(self) -> None:
+        """Returns all sequences that were set aside to their places."""
+        set_aside, self._set_aside = self._set_aside, []
+        for sequence in set_aside:
+            sequence.is_set_aside = False
+        for account in {sequence.account for sequence in set_aside if sequence.account in self._queues}:
+            self._enter(account)
 
     def add(self, sequence: Sequence) -> None:
         queue = self._queues.get(sequence.account)
@@ -164,17 +185,14 @@ class FairQueue:
         """Adds an entry that replaces the tenant's older one, and removes replaced entries if most are."""
         self._num_entries += 1
         self._entries[account] = self._num_entries
-        heappush(self._heap, (self._place(account), self._num_entries, account))
+        heappush(self._heap, (_place(next(iter(self._queues[account]))), self._num_entries, account))
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
             heapify(self._heap)
 
-    def _head(self, account: Account) -> Sequence:
-        return next(iter(self._queues[account]))
-
-    def _place(self, account: Account) -> tuple[int, float, bool, int]:
-        level = account.level
-        return (account.terms.priority, level, level > account.entry_level, self._head(account).arrival)
+    def _head(self, account: Account) -> Sequence | None:
+        """Returns the first sequence of a tenant that is not set aside; None if too many are."""
+        return next((each for each in islice(self._queues[account], MAX_SET_ASIDE) if not each.is_set_aside), None)
 
     def _lift(self, account: Account) -> None:
         priority = account.terms.priority
@@ -218,6 +236,11 @@ class FairQueue:
         share = self._accounts.share(account)
         too_many_slots = len(guaranteed) >= share * self._limits.max_num_seqs
         return too_many_slots or num_blocks >= share * cache.pool.num_usable_blocks
+
+
+def _place(head: Sequence) -> tuple[int, float, bool, int]:
+    account, level = head.account, head.account.level
+    return (account.terms.priority, level, level > account.entry_level, head.arrival)
 
 
 def _check_takes(

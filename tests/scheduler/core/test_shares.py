@@ -1,13 +1,13 @@
 """Tenants get fair shares of the service (I22), whatever the others send."""
 
 from collections.abc import Callable, Iterable
-from itertools import chain
+from itertools import chain, islice
 
 import pytest
 
 from scheduler.core import Sequence, TenantTerms
 from scheduler.core.fairness.accounts import MAX_IDLE_ACCOUNTS, Accounts
-from scheduler.core.fairness.fair_queue import FairQueue
+from scheduler.core.fairness.fair_queue import MAX_SET_ASIDE, FairQueue
 from scheduler.core.tenants.account import equal_terms
 from tests.support.core.share_mutations import MUTATIONS
 from tests.support.core.share_world import ShareWorld, run_world
@@ -204,8 +204,9 @@ def test_a_tenant_keeps_its_account_when_accounts_are_forgotten() -> None:
 
 def linear_first(queue: FairQueue) -> Sequence | None:
     """Returns the sequence that is next, by a comparison of all tenants."""
-    heads = [head for account in queue._queues if (head := queue.of(account).first()) is not None]
-    heads = [head for head in heads if queue.may_enter(head)]
+    looked_at = (islice(own, MAX_SET_ASIDE) for own in queue._queues.values())
+    firsts = (next((sequence for sequence in own if not sequence.is_set_aside), None) for own in looked_at)
+    heads = [head for head in firsts if head is not None and queue.may_enter(head)]
 
     def place(head: Sequence) -> tuple[int, float, bool, int]:
         account = head.account
