@@ -20,18 +20,20 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Returns a tensor of zeros; the system provides its pages when they are first written.
 
-    The tensor uses huge pages (2 MiB) if the system has them: a step over scattered KV blocks and all weights touches
-    thousands of small pages, and would spend much of its time on looking up their addresses. Raises MemoryError.
+    A tensor of at least half a huge page (2 MiB) uses huge pages if the system has them: a step over scattered KV
+    blocks and all weights touches thousands of small pages, and would spend much of its time on looking up their
+    addresses. The mapping is private, because Linux by default gives huge pages to these only. Raises MemoryError.
     """
     num_numbers = math.prod(shape)
     if num_numbers == 0:
         return torch.zeros(shape, dtype=dtype)
     num_bytes = num_numbers * dtype.itemsize
+    page_bytes = _HUGE_BYTES if num_bytes >= _HUGE_BYTES // 2 else mmap.PAGESIZE
     try:
-        memory = mmap.mmap(-1, -(-num_bytes // _HUGE_BYTES) * _HUGE_BYTES)
+        memory = mmap.mmap(-1, -(-num_bytes // page_bytes) * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(f"{num_bytes} bytes: {error.strerror or error}") from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    if page_bytes == _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without huge pages uses small ones
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=num_numbers).view(shape)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 
+import pytest
 import torch
 
 from kernels.memory import populate, zeros
@@ -23,6 +25,17 @@ def test_the_memory_lives_as_long_as_the_tensor_and_is_writable() -> None:
     tensor = zeros((1000, 1000), torch.float32)[10:20]
     tensor += 1
     assert tensor.sum() == 10_000
+
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+
+@pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="no huge pages here")
+def test_large_tensors_have_huge_pages() -> None:
+    tensor = zeros((16, 2 << 20), torch.uint8)
+    before_kib = _huge_kib()
+    tensor += 1
+    assert _huge_kib() - before_kib >= 15 * 2048, "the first one may not begin at a multiple of 2 MiB"
 
 
 def test_populating_takes_pages_and_changes_no_values() -> None:
@@ -51,6 +64,12 @@ def test_populating_begins_with_the_first_page_of_every_row() -> None:
 def test_populating_an_empty_tensor_does_nothing() -> None:
     assert not list(populate(zeros((0, 5), torch.uint8)))
     assert not list(populate(zeros((5, 0), torch.uint8)))
+
+
+def _huge_kib() -> int:
+    """Returns the memory of this process in huge pages."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
 
 
 def _faults() -> int:
