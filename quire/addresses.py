@@ -122,6 +122,8 @@ def check_free(address: str) -> str:
         return at_port(address, _listen_for_a_moment(HostPort.parse(address)))
     except OSError as error:
         raise listen_error(address, error) from None
+    except UnicodeError:  # of a name that cannot be written for the name service, such as "a..b"
+        raise AddressUnusable(f"cannot listen on {address}: this cannot be the name of a host") from None
 
 
 def listen_error(address: str, error: OSError) -> AddressInUse | AddressUnusable:

@@ -91,6 +91,7 @@ class AsyncEventStream:
             raise
 
     def _started_call(self) -> Any:
+        self._contact.check_open()
         request, arguments = self._tries.next_call()
         return self._method(request, **arguments)
 
@@ -166,7 +167,7 @@ class AsyncClient:
         """Returns the model, the limits and the state of the server."""
         request = generation_pb2.GetServerInfoRequest()
         return messages.server_info(
-            await _call(self._generation.GetServerInfo, request, self._defaults.arguments(timeout_s))
+            await self._answer(self._generation.GetServerInfo, request, self._defaults.arguments(timeout_s))
         )
 
     async def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
@@ -220,11 +221,11 @@ class AsyncClient:
         if self._admin_channel is None:
             raise UnavailableError(f"the admin address of {self._address} is not known: name it")
         stub = admin_pb2_grpc.AdminStub(self._admin_channel)
-        return await _call(getattr(stub, method), request, self._admin_defaults.arguments(timeout_s))
+        return await self._answer(getattr(stub, method), request, self._admin_defaults.arguments(timeout_s))
 
-
-async def _call(method: Any, request: Any, arguments: dict[str, Any]) -> Any:
-    try:
-        return await method(request, **arguments)
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
+    async def _answer(self, method: Any, request: Any, arguments: dict[str, Any]) -> Any:
+        self._contact.check_open()
+        try:
+            return await method(request, **arguments)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None

@@ -1,5 +1,6 @@
 """The connection settings that both clients share."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ from quire.addresses import UNIX, AddressError, default_admin_address, is_local
 from quire.tls import TlsFiles, channel_credentials
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+_LONGEST_S = 1e8
 
 CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     # Each client has a connection of its own. gRPC would share one among all clients of a process, and with it the
@@ -35,7 +37,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 class CallDefaults:
     """The arguments of calls that do not set these values themselves.
 
-    timeout_s       deadline in seconds from now; None: no deadline
+    timeout_s       deadline in seconds from now; None, or more than three years: no deadline
     wait_for_ready  True: wait for a server that cannot be reached yet; False: fail at once
     api_key         sent with each call; None: nothing is sent
     """
@@ -44,13 +46,24 @@ class CallDefaults:
     wait_for_ready: bool
     api_key: str | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for a deadline that is no number."""
+        _deadline(self.timeout_s)
+
     def arguments(self, timeout_s: float | None, wait_for_ready: bool | None = None) -> dict[str, Any]:
-        """Returns the keyword arguments for the method of a stub, of `grpc` and `grpc.aio` alike."""
+        """Returns the keyword arguments for the method of a stub, of `grpc` and `grpc.aio` alike. Raises ValueError."""
         return {
-            "timeout": self.timeout_s if timeout_s is None else timeout_s,
+            "timeout": _deadline(self.timeout_s if timeout_s is None else timeout_s),
             "wait_for_ready": self.wait_for_ready if wait_for_ready is None else wait_for_ready,
             "metadata": () if self.api_key is None else (("authorization", f"Bearer {self.api_key}"),),
         }
+
+
+def _deadline(timeout_s: float | None) -> float | None:
+    """Returns the timeout for gRPC, whose deadlines overflow beyond 292 years, and are then in the past."""
+    if timeout_s is not None and math.isnan(timeout_s):
+        raise ValueError("timeout_s must be a number")
+    return None if timeout_s is None or timeout_s > _LONGEST_S else timeout_s
 
 
 @dataclass(frozen=True, slots=True)

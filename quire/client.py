@@ -88,10 +88,9 @@ class EventStream:
         request, arguments = self._tries.next_call()
         try:
             return self._method(request, **arguments)
-        except ValueError as error:
-            if not self._contact.is_closed:
-                raise
-            raise RequestCancelledError("the connection was closed") from error
+        except ValueError:
+            self._contact.check_open()
+            raise
 
 
 class Client:
@@ -174,7 +173,9 @@ class Client:
     def server_info(self, *, timeout_s: float | None = None) -> ServerInfo:
         """Returns the model, the limits and the state of the server."""
         request = generation_pb2.GetServerInfoRequest()
-        return messages.server_info(_call(self._generation.GetServerInfo, request, self._defaults.arguments(timeout_s)))
+        return messages.server_info(
+            self._answer(self._generation.GetServerInfo, request, self._defaults.arguments(timeout_s))
+        )
 
     def block_map(self, *, timeout_s: float | None = None) -> BlockMap:
         """Returns the physical block pool and the running sequences."""
@@ -226,11 +227,13 @@ class Client:
         if self._admin_channel is None:
             raise UnavailableError(f"the admin address of {self._address} is not known: name it")
         stub = admin_pb2_grpc.AdminStub(self._admin_channel)
-        return _call(getattr(stub, method), request, self._admin_defaults.arguments(timeout_s))
+        return self._answer(getattr(stub, method), request, self._admin_defaults.arguments(timeout_s))
 
-
-def _call(method: Any, request: Any, arguments: dict[str, Any]) -> Any:
-    try:
-        return method(request, **arguments)
-    except grpc.RpcError as error:
-        raise from_rpc_error(error) from None
+    def _answer(self, method: Any, request: Any, arguments: dict[str, Any]) -> Any:
+        try:
+            return method(request, **arguments)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        except ValueError:
+            self._contact.check_open()
+            raise

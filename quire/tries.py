@@ -10,7 +10,14 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from quire import messages
-from quire.errors import DeadlineExceededError, InternalError, QueueFullError, QuireError, UnavailableError
+from quire.errors import (
+    DeadlineExceededError,
+    InternalError,
+    QueueFullError,
+    QuireError,
+    RequestCancelledError,
+    UnavailableError,
+)
 from quire.events import Event
 from quire.resumption import ResumableRequest
 from quire.status import is_lost_connection
@@ -52,6 +59,11 @@ class ServerContact:
         self.is_closed = False
         self._lock = threading.Lock()
         self._paused: set[Wake] = set()
+
+    def check_open(self) -> None:
+        """Raises RequestCancelledError if the client is closed."""
+        if self.is_closed:
+            raise RequestCancelledError("the connection was closed")
 
     def count_resumption(self) -> None:
         with self._lock:

@@ -29,7 +29,10 @@ def write_json(events: Iterable[Event], out: TextIO) -> None:
     """Writes each event as a line of JSON: its fields, and its kind as `event`. Bytes become a list of numbers."""
     for event in events:
         kind = type(event).__name__.lower()
-        out.write(json.dumps({"event": kind} | asdict(event), ensure_ascii=False, default=list) + "\n")
+        line = json.dumps({"event": kind} | asdict(event), ensure_ascii=False, default=list)
+        if "Infinity" in line:  # of an impossible token or beam; JSON has no such number
+            line = json.dumps(json.loads(line, parse_constant=lambda name: None), ensure_ascii=False)
+        out.write(line + "\n")
         out.flush()
 
 

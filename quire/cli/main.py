@@ -20,11 +20,11 @@ from quire.cli.outcome import reported
 from quire.cli.replicas import replicated_services
 from quire.cli.serve_output import lines_to
 from quire.cli.service_flags import (
+    DEMO_FLAGS,
     EXECUTOR_FLAGS,
     GATEWAY_FLAGS,
     SCHEDULER_FLAGS,
     SERVE_FLAGS,
-    SERVICE_FLAGS,
     with_model,
     with_schedulers,
 )
@@ -125,9 +125,10 @@ def generate(
     from quire.cli.generate import breaks_noted, write_json, write_text
 
     text = _stdin_text() if prompt in (None, "-") else prompt
-    with reported(), breaks_noted(sys.stderr), take_client(values, resume_timeout_s=resume_timeout_s) as client:
+    times = {"timeout_s": timeout_s, "resume_timeout_s": resume_timeout_s}
+    with reported(), breaks_noted(sys.stderr), take_client(values, **times) as client:
         options = given_options(values)
-        with client.generate(_prompt(text or "", chat, system), timeout_s=timeout_s, **options) as events:
+        with client.generate(_prompt(text or "", chat, system), **options) as events:
             if as_json:
                 write_json(events, sys.stdout)
             else:
@@ -140,7 +141,7 @@ app.command()(with_flags(generate, [*connection_parameters(admin=False), *option
 
 def kv(
     watch: Annotated[bool, typer.Option("--watch", "-w", help="redraw until Ctrl-C")] = False,
-    interval_s: Annotated[float, typer.Option(min=0.02, help="minimum time between two drawings")] = 0.25,
+    interval_s: Annotated[float, typer.Option(min=0.02, max=86_400, help="minimum time between two drawings")] = 0.25,
     as_json: Annotated[bool, typer.Option("--json", help="once, as JSON")] = False,
     **values: Any,
 ) -> None:
@@ -194,7 +195,7 @@ def demo(**values: Any) -> None:
         raise typer.Exit(asyncio.run(run(with_model(values), Console())))
 
 
-app.command()(with_flags(demo, SERVICE_FLAGS))
+app.command()(with_flags(demo, DEMO_FLAGS))
 
 
 def plan(

@@ -96,7 +96,7 @@ class EventDispatcher:
         now_s = time.monotonic()
         if self._ended_at_s:
             self._finish_interval_s += 0.1 * (now_s - self._ended_at_s - self._finish_interval_s)
-        self._ended_at_s = now_s
+        self._ended_at_s = now_s if self._sinks else 0.0  # the time until the next request arrives does not count
         return True
 
     def forget_ended(self, sequence: Sequence, reason: FinishReason) -> bool:

@@ -14,8 +14,9 @@ import hashlib
 import json
 import os
 import secrets
+import stat
 import tempfile
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,14 +121,16 @@ def _private(path: str, flags: int) -> int:
 
 
 def _replace(target: Path, text: str) -> None:
-    """Replaces the file at once: a reader sees all of the old one or all of the new one. The mode is 0600."""
+    """Replaces the file at once: a reader sees all of the old one or all of the new one.
+
+    Keeps the owner, the group and the mode, with which the scheduler can read it. A new file belongs to the user of
+    this process, with the mode 0600. Raises KeyFileError if it may not keep the owner or the group.
+    """
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
         with open(handle, "w", encoding="utf-8") as file:
-            if target.exists():  # root may change the file of the user that runs the scheduler
-                owner = target.stat()
-                with suppress(PermissionError):
-                    os.fchown(file.fileno(), owner.st_uid, owner.st_gid)
+            if target.exists():
+                _keep_rights(file.fileno(), target)
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -135,6 +138,16 @@ def _replace(target: Path, text: str) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+def _keep_rights(descriptor: int, target: Path) -> None:
+    old, new = target.stat(), os.fstat(descriptor)
+    if (old.st_uid, old.st_gid) != (new.st_uid, new.st_gid):
+        try:
+            os.fchown(descriptor, old.st_uid, old.st_gid)
+        except PermissionError:
+            raise KeyFileError(f"cannot keep the owner and the group of {target}: run this as its owner") from None
+    os.fchmod(descriptor, stat.S_IMODE(old.st_mode))
 
 
 def _read(path: str) -> dict[str, list[dict[str, Any]]]:

@@ -58,7 +58,7 @@ def test_socket_files(tmp_path: Path) -> None:
     check_free(f"unix:{path}")
 
 
-@pytest.mark.parametrize("address", ["192.0.2.1:0", "no-such-host.invalid:80", f"unix:/{'x' * 200}"])
+@pytest.mark.parametrize("address", ["192.0.2.1:0", "no-such-host.invalid:80", "a..b:1", f"unix:/{'x' * 200}"])
 def test_addresses_where_no_server_can_listen(address: str) -> None:
     with pytest.raises(AddressUnusable, match=f"cannot listen on {address}"):
         check_free(address)

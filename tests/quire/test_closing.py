@@ -191,3 +191,20 @@ async def test_closing_a_continued_stream_cancels_its_request(server: ScriptedSe
                 await anext(events)
             server.cancelled.clear()
         assert await asyncio.to_thread(server.saw_cancellation)
+
+
+def test_a_closed_client_refuses_calls(server: ScriptedServer) -> None:
+    client = quire.Client(server.address)
+    client.close()
+    for call in (lambda: client.generate("p"), client.server_info):
+        with pytest.raises(quire.RequestCancelledError, match="closed"):
+            call()
+
+
+async def test_a_closed_async_client_refuses_calls(server: ScriptedServer) -> None:
+    client = quire.AsyncClient(server.address)
+    await client.close()
+    with pytest.raises(quire.RequestCancelledError, match="closed"):
+        client.generate("p")
+    with pytest.raises(quire.RequestCancelledError, match="closed"):
+        await client.server_info()

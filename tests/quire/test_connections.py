@@ -29,6 +29,24 @@ def test_an_address_without_a_server_is_unavailable(kind: type[SyncCalls]) -> No
 
 
 @KINDS
+@pytest.mark.parametrize("timeout_s", [1e10, float("inf")])
+def test_a_deadline_that_is_too_far_away_for_grpc_is_none(
+    server: ScriptedServer, kind: type[SyncCalls], timeout_s: float
+) -> None:
+    """A deadline in 64-bit nanoseconds, with which gRPC computes, would be in the past."""
+    assert kind(server.address, timeout_s=timeout_s).call("complete", "p")
+    assert kind(server.address).call("complete", "p", timeout_s=timeout_s)
+
+
+@KINDS
+def test_a_deadline_that_is_no_number_is_refused(server: ScriptedServer, kind: type[SyncCalls]) -> None:
+    with pytest.raises(ValueError, match="timeout_s"):
+        kind(server.address, timeout_s=float("nan")).call("complete", "p")
+    with pytest.raises(ValueError, match="timeout_s"):
+        kind(server.address).call("complete", "p", timeout_s=float("nan"))
+
+
+@KINDS
 def test_wait_for_ready_waits_for_a_server_that_starts_later(kind: type[SyncCalls]) -> None:
     address = with_port("127.0.0.1:0")
     server = ScriptedServer()

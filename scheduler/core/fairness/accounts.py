@@ -1,6 +1,7 @@
 """The accounts of all tenants: opens and forgets them, and charges service."""
 
 from collections.abc import Iterable, Iterator
+from heapq import nsmallest
 
 from scheduler.core.sequence import Sequence
 from scheduler.core.tenants.account import (
@@ -12,7 +13,7 @@ from scheduler.core.tenants.account import (
 )
 
 MAX_IDLE_ACCOUNTS = 1024
-"""Accounts of tenants without requests that are kept; beyond it, the account with the least service is forgotten."""
+"""Accounts of tenants without requests that are kept; beyond it, those with the least service are forgotten."""
 
 
 class Accounts:
@@ -30,15 +31,12 @@ class Accounts:
         return len(self._accounts)
 
     def of(self, tenant: str) -> Account:
-        """Returns the account of a tenant, and opens it if there is none."""
-        account = self._accounts.get(tenant)
-        if account is None:
-            account = self._accounts[tenant] = Account(tenant, self._terms_of(tenant))
-        return account
+        """Returns the account of a tenant. If there is none, returns a new one, which is not kept."""
+        return self._accounts.get(tenant) or Account(tenant, self._terms_of(tenant))
 
     def request_added(self, tenant: str) -> Account:
-        """Returns the account of the tenant of a new request."""
-        account = self.of(tenant)
+        """Returns the account of the tenant of a new request, and opens it if there is none."""
+        account = self._accounts[tenant] = self.of(tenant)
         account.num_requests += 1
         if account.num_requests == 1:
             self.active[account] = None
@@ -92,7 +90,9 @@ class Accounts:
         return account.terms.weight / sum(other.terms.weight for other in self.active)
 
     def _forget_idle(self) -> None:
-        """Bounds the number of accounts. The tenant that is forgotten would probably be lifted anyway."""
-        if len(self._accounts) - len(self.active) > MAX_IDLE_ACCOUNTS:
+        """Bounds the number of accounts. Tenants that are forgotten would probably be lifted anyway."""
+        num_too_many = len(self._accounts) - len(self.active) - MAX_IDLE_ACCOUNTS
+        if num_too_many > 0:
             idle = (account for account in self._accounts.values() if not account.num_requests)
-            del self._accounts[min(idle, key=lambda account: account.level).name]
+            for account in nsmallest(num_too_many, idle, key=lambda account: account.level):
+                del self._accounts[account.name]

@@ -1,6 +1,8 @@
 import io
 import json
 
+import pytest
+
 from quire.cli.generate import write_json, write_text
 from quire.events import (
     Delta,
@@ -28,6 +30,14 @@ TWO: list[Event] = [
     Delta(1, "mal", (4,)),
     end(1, FinishReason.LENGTH, 2),
 ]
+
+
+def test_json_has_null_for_what_is_impossible() -> None:
+    """A beam that cannot go on has the score -inf, which JSON cannot express."""
+    out = io.StringIO()
+    write_json([Finished(0, FinishReason.LENGTH, Usage(4, 0, 0, 0), float("-inf"))], out)
+    (line,) = out.getvalue().splitlines()
+    assert json.loads(line, parse_constant=pytest.fail)["score"] is None
 
 
 def test_the_first_sequence_streams_and_the_others_follow() -> None:

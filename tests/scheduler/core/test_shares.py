@@ -5,7 +5,7 @@ from itertools import chain, islice
 
 import pytest
 
-from scheduler.core import Sequence, TenantTerms
+from scheduler.core import QueueFull, Sequence, TenantTerms
 from scheduler.core.fairness.accounts import MAX_IDLE_ACCOUNTS, Accounts
 from scheduler.core.fairness.fair_queue import MAX_SET_ASIDE, FairQueue
 from scheduler.core.tenants.account import equal_terms
@@ -187,6 +187,24 @@ def test_the_number_of_accounts_is_bounded() -> None:
     for number in range(3 * MAX_IDLE_ACCOUNTS):
         accounts.request_ended(accounts.request_added(f"tenant {number}"))
     assert len(list(accounts)) <= MAX_IDLE_ACCOUNTS + 2
+
+
+def test_accounts_of_tenants_that_were_all_there_at_once_are_forgotten() -> None:
+    accounts = Accounts(equal_terms)
+    for account in [accounts.request_added(f"tenant {number}") for number in range(3 * MAX_IDLE_ACCOUNTS)]:
+        accounts.request_ended(account)
+    accounts.request_added("new")
+    assert len(accounts) == MAX_IDLE_ACCOUNTS + 1
+
+
+def test_a_tenant_whose_requests_are_refused_gets_no_account() -> None:
+    scheduler = scheduler_of(limits(4, max_waiting_requests=2))
+    scheduler.add(request(1, "a"))
+    scheduler.add(request(2, "b"))
+    for number in range(3, 100):
+        with pytest.raises(QueueFull):
+            scheduler.add(request(number, f"tenant {number}"))
+    assert len(scheduler.state.accounts) == 2
 
 
 def test_a_tenant_keeps_its_account_when_accounts_are_forgotten() -> None:

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import multiprocessing
+import os
 import stat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -61,6 +63,38 @@ def test_a_change_keeps_the_mode_and_leaves_no_other_files(path: str) -> None:
         revoke(path, "absent")
     assert sorted(each.name for each in Path(path).parent.iterdir()) == ["keys.json", "keys.json.lock"]
     assert all(stat.S_IMODE(each.stat().st_mode) == 0o600 for each in Path(path).parent.iterdir())
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o400])
+def test_a_change_keeps_the_rights_with_which_the_scheduler_reads_the_file(path: str, mode: int) -> None:
+    """A file of root that the scheduler's group may read would otherwise become unreadable, and a revoked key valid."""
+    add_key(path, CI)
+    Path(path).chmod(mode)
+    if os.getuid() == 0:
+        os.chown(path, 0, 65534)
+    before = Path(path).stat()
+    add_key(path, Identity("other", "t", CI.roles))
+    revoke(path, "other")
+    after = Path(path).stat()
+    assert (after.st_mode, after.st_uid, after.st_gid) == (before.st_mode, before.st_uid, before.st_gid)
+
+
+def test_a_change_that_would_take_the_file_from_its_owner_is_refused(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_key(path, CI)
+    before = Path(path).read_bytes()
+    owned_by_another = SimpleNamespace(st_uid=os.getuid() + 1, st_gid=os.getgid(), st_mode=0o100640)
+    monkeypatch.setattr(Path, "stat", lambda self, **_: owned_by_another)
+    monkeypatch.setattr(os, "fchown", refuse)
+    with pytest.raises(KeyFileError, match="cannot keep the owner"):
+        revoke(path, CI.name)
+    monkeypatch.undo()
+    assert Path(path).read_bytes() == before
+
+
+def refuse(*_: int) -> None:
+    raise PermissionError
 
 
 def _add_some(path: str, prefix: str) -> None:
