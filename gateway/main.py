@@ -152,7 +152,8 @@ async def _stop(server: GatewayServer, rpc: "RpcServer | None", drain_timeout_s:
 
 
 async def _refuse_strangers(schedulers: Schedulers, signals: EndSignals) -> bool:
-    """Returns whether all schedulers refuse strangers. A signal ends the wait for schedulers that do not answer."""
+    """Returns whether all schedulers refuse strangers. A signal ends the wait for one that answers."""
+    log.info("listening begins when a scheduler answers, and refuses a call without a key")
     asking = asyncio.create_task(schedulers.refuse_strangers())
     stopping = asyncio.create_task(signals.first.wait())
     await asyncio.wait({asking, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -39,6 +39,9 @@ FOLLOW_INTERVAL_S = 0.5
 
 LEAVE_INTERVAL_S = 0.5
 
+LATE_S = 2.0
+"""Time that other schedulers have to answer at the start, once the first one has."""
+
 
 class PromptReader(Protocol):
     """Reads what a choice needs to know of a prompt beyond its beginning."""
@@ -71,6 +74,7 @@ class Schedulers:
         """Raises TlsError."""
         self._replicas = Replicas()
         self._make = partial(Scheduler, router_id=secrets.token_hex(8), on_ready=self._ready_changed)
+        self._connections = {each.address: each for each in connections}
         self.all = [self._make(each, self._replicas) for each in connections]
         self._has_others = can_change or len(self.all) > 1
         self._joining: dict[str, asyncio.Task[None]] = {}
@@ -177,8 +181,27 @@ class Schedulers:
         return await self._any().tokenization(method, request, authorization)
 
     async def refuse_strangers(self) -> bool:
-        """Returns whether all schedulers refuse a call without credentials. Waits until each has answered."""
-        return all(await asyncio.gather(*map(_refuses_strangers, self.all)))
+        """Returns whether all schedulers refuse a call without credentials. Waits until one has answered.
+
+        Those that are late are used once they have answered: one that is lost must not keep the others from serving.
+        """
+        asking = {asyncio.create_task(_refuses_strangers(scheduler)): scheduler for scheduler in self.all}
+        try:
+            await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            answered, late = await asyncio.wait(asking, timeout=LATE_S)
+        finally:
+            for task in asking:
+                task.cancel()
+        for scheduler in [asking[task] for task in late]:
+            log.warning("scheduler %s does not answer: it joins when it does", scheduler.address)
+            self.all.remove(scheduler)
+            del self._by_address[scheduler.address]
+            scheduler.leave()
+            self._replicas.remove(scheduler.address)
+            await scheduler.close()
+            joining = self._join(self._connections[scheduler.address], must_refuse_strangers=True)
+            self._joining[scheduler.address] = asyncio.create_task(joining, name=f"join {scheduler.address}")
+        return all(task.result() for task in answered)
 
     async def _join(self, connection: Connection, must_refuse_strangers: bool) -> None:
         """Adds a scheduler. One that is not used because it accepts strangers is not asked again until it has left."""

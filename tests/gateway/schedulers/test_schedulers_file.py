@@ -149,6 +149,27 @@ async def test_a_new_scheduler_that_accepts_strangers_is_not_used(tmp_path: Path
             assert open_to_all.address not in addresses(rig)
 
 
+async def test_a_scheduler_that_does_not_answer_at_the_start_joins_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway that starts while one of several replicas is lost serves with the others."""
+    monkeypatch.setattr(schedulers_module, "LATE_S", 0.2)
+    async with another("key") as up, another("key") as late:
+        await late.stop()
+        async with Rig(scheduler=f"{late.address},{up.address}", own_key="key") as rig:
+            assert await rig.schedulers.refuse_strangers()
+            assert addresses(rig) == {up.address}
+            assert (await rig.post("/v1/chat/completions", CHAT, Authorization="Bearer key"))[0] == 200
+            await late.start()
+            await until(lambda: addresses(rig) == {up.address, late.address})
+            await until(lambda: all(scheduler.is_ready for scheduler in rig.schedulers.all))
+
+
+async def test_one_scheduler_that_accepts_strangers_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedulers_module, "LATE_S", 0.2)
+    async with another("key") as closed, another() as open_to_all:
+        async with Rig(scheduler=f"{closed.address},{open_to_all.address}", own_key="own") as rig:
+            assert not await rig.schedulers.refuse_strangers()
+
+
 async def test_a_scheduler_that_does_not_answer_holds_up_no_other(tmp_path: Path) -> None:
     path = tmp_path / "schedulers"
     async with Rig(can_change=True, key="key", own_key="own") as rig, another("key") as second:
