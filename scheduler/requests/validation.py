@@ -192,13 +192,8 @@ class RequestChecker:
 
     def _check_beam_width(self) -> int:
         """Returns the width, or 0 without a beam search."""
-        fields, vocab_size = self._fields, self._bounds.vocab_size
         maximum = min(self._limits.max_beam_width, self._bounds.max_num_seqs)
-        width = fields.integer("sampling.beam_width", 0, maximum, 0)
-        num_candidates = max(2, 1 + len(self._ending_token_ids)) * width
-        if num_candidates > vocab_size:
-            problem = f"needs {num_candidates} different tokens to choose from, and the model has {vocab_size}"
-            fields.add_violation("sampling.beam_width", problem)
+        width = self._fields.integer("sampling.beam_width", 0, maximum, 0)
         if width:
             self._check_beam_conflicts(width)
         return width
@@ -282,6 +277,11 @@ class RequestChecker:
                 if path in fields and fields.get("sampling.beam_width") in (None, 0):
                     fields.add_violation(path, "must be absent without beam_width")
             return None
+        num_candidates = max(2, 1 + len(self._ending_token_ids)) * width
+        num_choices = len(self._params.allowed_token_ids) or self._bounds.vocab_size
+        if num_candidates > num_choices:
+            problem = f"needs {num_candidates} different tokens to choose from, and there are {num_choices}"
+            fields.add_violation("sampling.beam_width", problem)
         num_returned = fields.get("sampling.n")
         return BeamParams(width, num_returned if type(num_returned) is int else 1, length_penalty, early_stopping)
 

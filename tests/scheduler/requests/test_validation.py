@@ -85,6 +85,13 @@ def test_beam_width_needs_enough_tokens_in_the_vocabulary() -> None:
             assert list(violations(fields, bounds)) == ["sampling.beam_width"]
 
 
+def test_beam_width_needs_enough_allowed_tokens() -> None:
+    assert check(request({"beam_width": 2, "allowed_token_ids": [5, 6, 7, 8, 5]}), BOUNDS)
+    for allowed in ([5, 6, 7], [5, 6, 7, 7]):
+        found = violations(request({"beam_width": 2, "allowed_token_ids": allowed}))
+        assert list(found) == ["sampling.beam_width"]
+
+
 def test_bad_beam_width_hides_violations_that_depend_on_it() -> None:
     found = violations(request({"beam_width": 1000, "length_penalty": 0.5, "early_stopping": True}))
     assert list(found) == ["sampling.beam_width"]
