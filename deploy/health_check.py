@@ -8,13 +8,17 @@ unhealthy. So after N failed checks in a row this check kills a service that has
 that the container's init has started, which ends the container.
 
 With --alive, a check fails only if that URL does not answer with status 200 either: a scheduler does not serve while
-its executor is away, and must not be killed for that. Without ADDRESS, the URL alone is checked.
+its executor is away, and must not be killed for that. Without ADDRESS, the URL alone is checked. If it begins with
+https, the TLS handshake is the answer.
 """
 
 import argparse
 import os
 import signal
+import socket
+import ssl
 import sys
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -39,12 +43,27 @@ def is_serving(address: str) -> bool:
 
 
 def is_alive(url: str) -> bool:
-    """Returns true if the URL answers with status 200."""
+    """Returns true if the URL answers with status 200, or, if it begins with https, ends a TLS handshake."""
+    address = urllib.parse.urlsplit(url)
     try:
+        if address.scheme == "https":
+            return _ends_handshake(address.hostname or "", address.port or 443)
         with _WITHOUT_PROXY.open(url, timeout=TIMEOUT_S) as response:
             return bool(response.status == 200)
     except OSError:
         return False
+
+
+def _ends_handshake(host: str, port: int) -> bool:
+    """Raises OSError if the handshake fails.
+
+    The service's event loop takes part in it. A request could follow only with a certificate, where clients need one.
+    """
+    context = ssl.create_default_context()
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    with socket.create_connection((host, port), timeout=TIMEOUT_S) as plain, context.wrap_socket(plain):
+        return True
 
 
 def num_failures(is_well: bool) -> int:

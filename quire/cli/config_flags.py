@@ -32,6 +32,14 @@ def flag_parameters(config: type[Any], leave_out: Collection[str] = ()) -> list[
     ]
 
 
+def with_defaults(parameters: Iterable[inspect.Parameter], defaults: Mapping[str, Any]) -> list[inspect.Parameter]:
+    """Returns the parameters with these defaults in their help texts, for a command that has its own."""
+    return [
+        _with_default(parameter, defaults[parameter.name]) if parameter.name in defaults else parameter
+        for parameter in parameters
+    ]
+
+
 def with_flags(function: Callable[..., Any], parameters: Iterable[inspect.Parameter]) -> Callable[..., Any]:
     """Returns the function with the signature that typer reads: `parameters` instead of `**values`."""
     own = [
@@ -73,6 +81,13 @@ def arguments(values: Mapping[str, Any]) -> list[str]:
 def _option(field: Field[Any], text: str) -> Any:
     has_default = field.default not in (MISSING, None, "")
     return typer.Option(help=text + (f" [default: {field.default}]" if has_default else ""), show_default=False)
+
+
+def _with_default(parameter: inspect.Parameter, default: Any) -> inspect.Parameter:
+    annotation, option = typing.get_args(parameter.annotation)
+    text = option.help.partition(" [default: ")[0]
+    option = typer.Option(help=f"{text} [default: {default}]", show_default=False)
+    return parameter.replace(annotation=Annotated[annotation, option])
 
 
 def _plain_type(annotation: Any) -> Any:

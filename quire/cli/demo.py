@@ -21,14 +21,13 @@ from quire.cli.block_map_view import RequestColours
 from quire.cli.demo_scenes import SCENES, Scene
 from quire.cli.demo_view import Reading, Readings, live_view, print_frame, print_texts
 from quire.cli.serve import PROBE_TIMEOUT_S
-from quire.cli.services import ServicePair, on_free_ports, service_pair
+from quire.cli.service_flags import DEMO_DEFAULTS
+from quire.cli.services import ServicePair, service_pair
 from quire.cli.supervisor import Supervisor
 from quire.cli.watch import health_probe
 from quire.errors import QuireError
 from quire.events import Delta, Finished, Started
 
-# Small enough that the whole pool is visible and that the requests fill the pool and the queue.
-_DEFAULTS = {"num_blocks": 128, "max_num_seqs": 6}
 _REDRAW_S = 0.1
 _FRAMES_S = (0.2, 0.8, 1.6, 3.0, 6.0, 12.0)
 
@@ -54,7 +53,7 @@ async def run(values: Mapping[str, Any], console: Console, scenes: tuple[Scene, 
 
     values  fields of the services' configurations, the model among them
     """
-    pair = service_pair(on_free_ports(_DEFAULTS | dict(values)))
+    pair = service_pair(DEMO_DEFAULTS | dict(values))
     is_starting = True
 
     def log(name: str, line: str) -> None:

@@ -108,11 +108,14 @@ def drain(
     name: _Name = DEFAULT_NAME,
     backend: _Backend = "local",
     address: _Address = "auto",
-    timeout_s: Annotated[float, typer.Option(min=0, help="seconds after which the replica is killed")] = 60.0,
+    timeout_s: Annotated[
+        float | None,
+        typer.Option(min=0, help="seconds after which the replica is killed; default: the fleet's --drain-timeout-s"),
+    ] = None,
     wait_s: _Wait = 600.0,
 ) -> None:
     """Takes one replica out: its streams go on at the others, and the fleet has one replica less."""
-    _asked(name, backend, address, "drain", replica=replica, timeout_s=timeout_s)
+    _asked(name, backend, address, "drain", replica=replica, **given({"timeout_s": timeout_s}))
     _settled(name, backend, address, wait_s)
 
 

@@ -9,8 +9,8 @@ import typer
 from executor.config import ExecutorConfig
 from gateway.config import GatewayConfig
 from quire.channel import DEFAULT_ADDRESS
-from quire.cli.config_flags import flag_parameters, given
-from quire.cli.services import EXECUTOR_ADDRESS, EXECUTOR_HOP, GATEWAY_HOP, SCHEDULER_HOP
+from quire.cli.config_flags import flag_parameters, given, with_defaults
+from quire.cli.services import EXECUTOR_ADDRESS, EXECUTOR_HOP, GATEWAY_HOP, SCHEDULER_HOP, on_free_ports
 from quire.model_path import resolved_model
 from quire.options import field_texts
 from scheduler.config import SchedulerConfig
@@ -67,6 +67,9 @@ SERVE_FLAGS = [
     ),
     *[parameter for parameter in flag_parameters(GatewayConfig) if parameter.name == "routing"],
 ]
+# For `quire demo`: so small that the whole pool is visible, and that the requests fill the pool and the queue.
+DEMO_DEFAULTS = on_free_ports({"num_blocks": 128, "max_num_seqs": 6})
+DEMO_FLAGS = with_defaults(SERVICE_FLAGS, DEMO_DEFAULTS)
 # For measurements that choose all other values themselves.
 MODEL_FLAGS = flag_parameters(
     ExecutorConfig, leave_out={field.name for field in fields(ExecutorConfig)} - {"model", "dtype", "device"}

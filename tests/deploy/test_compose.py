@@ -1,11 +1,14 @@
 """The services of compose.yaml have few rights and few ports, and all settings are in one file."""
 
 import re
+from string import Template
 from typing import Any
 
 import pytest
 import yaml
 
+from gateway.config import GatewayConfig
+from scheduler.config import SchedulerConfig
 from tests.support.e2e.process import ROOT
 
 TEXT = (ROOT / "compose.yaml").read_text(encoding="utf-8")
@@ -45,9 +48,10 @@ def test_mounts_from_the_host_are_read_only(service: dict[str, Any]) -> None:
         assert volume.startswith(tuple(yaml.safe_load(TEXT)["volumes"])) or volume.endswith(":ro")
 
 
-@services
-def test_ports_are_published_on_the_bind_address(service: dict[str, Any]) -> None:
-    assert all(port.startswith("${BIND}:") for port in service.get("ports", ()))
+@pytest.mark.parametrize("name", SERVICES)
+def test_only_services_that_know_their_callers_are_published_on_the_bind_address(name: str) -> None:
+    address = "127.0.0.1:" if name in ("prometheus", "grafana") else "${BIND}:"
+    assert all(port.startswith(address) for port in SERVICES[name].get("ports", ()))
 
 
 def test_executors_publish_no_port() -> None:
@@ -97,6 +101,41 @@ def test_a_service_that_hangs_is_killed_and_restarted() -> None:
         assert (SERVICES[name]["restart"], SERVICES[name]["init"]) == ("unless-stopped", True)
         assert int(check[check.index("--kill-after") + 1]) > 1
         assert ("--alive" in check) == name.startswith("scheduler")
+
+
+def config_of(config: type[Any], service: str, settings: dict[str, str]) -> Any:
+    """Returns the configuration that a service gets from compose.yaml with these settings."""
+    words = Template(SERVICES[service]["command"]).substitute(settings).split()
+    starts = [index for index, word in enumerate(words) if word.startswith("--")]
+    values: dict[str, Any] = {}
+    for start, end in zip(starts, [*starts[1:], len(words)], strict=True):
+        name = words[start].removeprefix("--").replace("-", "_")
+        values[name] = " ".join(words[start + 1 : end]) or True
+    return config.from_dict(values | {"drain_timeout_s": float(values["drain_timeout_s"])})
+
+
+def test_what_the_page_says_lets_others_in_with_a_key_and_over_tls() -> None:
+    """Section "Let others reach it" of docs/operations.md, whose settings replace those of .env."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    section = page.split("### Let others reach it\n")[1].split("\n## ")[0]
+    changed = dict(re.findall(r"^    ([A-Z_]+)=(.+)$", section, re.MULTILINE))
+    assert changed.keys() == {"BIND", "IDENTITY_FLAGS", "GATEWAY_FLAGS", "GATEWAY_SCHEME", "QUIRE_API_KEY"}
+    assert changed.keys() <= SETTINGS.keys()
+    scheduler = config_of(SchedulerConfig, "scheduler", SETTINGS | changed)
+    gateway = config_of(GatewayConfig, "gateway", SETTINGS | changed)
+    for config in (scheduler, gateway):
+        assert config.tls_certificate is not None
+        assert not config.allow_anonymous
+    assert scheduler.api_keys is not None
+    assert gateway.scheduler_ca is not None, "the scheduler answers over TLS only"
+    check = Template(str(SERVICES["gateway"]["healthcheck"]["test"])).substitute(SETTINGS | changed)
+    assert "https://127.0.0.1:8000/healthz" in check
+    override, scrape = map(yaml.safe_load, re.findall(r"^```yaml\n(.+?)^```", section, re.MULTILINE | re.DOTALL))
+    assert override["services"].keys() == {"scheduler", "gateway", "prometheus"}
+    assert {each for service in override["services"].values() for each in service["volumes"]} == {"./keys:/keys:ro"}
+    assert (scrape["scheme"], set(scrape)) == ("https", {"scheme", "authorization", "tls_config"})
+    named = re.findall(r"/keys/([\w.]+)", f"{changed} {scrape}")
+    assert [name for name in named if f"`{name}`" not in section and f"keys/{name}\n" not in section] == []
 
 
 def test_every_setting_has_a_default() -> None:

@@ -1,6 +1,8 @@
 """The health check of containers: its exit code, and when it kills the service."""
 
+import contextlib
 import http.server
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,8 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from deploy import health_check
 from quire.addresses import with_port
+from quire.tls import ssl_context
+from tests.support.certificates import Authority
 
 Check = Callable[..., int]
 
@@ -85,6 +89,33 @@ def test_no_proxy_is_asked(kills: list[str], check: Check, alive: str, monkeypat
     """Docker can set one in all containers."""
     monkeypatch.setenv("http_proxy", f"http://{unused_address()}")
     assert check("--alive", alive) == 0
+
+
+@pytest.mark.parametrize("needs_certificate", [False, True])
+def test_a_service_with_tls_is_alive_while_it_ends_handshakes(
+    kills: list[str], check: Check, tmp_path: Path, needs_certificate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gateway answers nothing in clear text once it has a certificate, and may want one of its clients."""
+    monkeypatch.setattr(health_check, "TIMEOUT_S", 2.0)
+    context = ssl_context(Authority.create(tmp_path).issue("gateway", "DNS:gateway"), needs_certificate)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        secure = context.wrap_socket(listener, server_side=True)
+        answering = threading.Thread(target=accept, args=(secure, 2))
+        answering.start()
+        assert check("--alive", f"http://127.0.0.1:{port}/healthz") == 1
+        assert check("--alive", f"https://127.0.0.1:{port}/healthz", "--kill-after", "1") == 0
+        answering.join()
+        assert check("--alive", f"https://127.0.0.1:{port}/healthz", "--kill-after", "1") == 1, "it hangs"
+        secure.close()
+    assert kills == ["killed"]
+
+
+def accept(listener: socket.socket, number: int) -> None:
+    """Accepts connections, and ignores those that fail."""
+    for _ in range(number):
+        with contextlib.suppress(OSError):
+            listener.accept()[0].close()
 
 
 def test_a_service_that_has_served_and_hangs_is_killed(

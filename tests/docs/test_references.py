@@ -1,5 +1,6 @@
 """Links, file names and functions that the pages refer to exist."""
 
+import json
 import re
 from pathlib import Path
 
@@ -46,6 +47,24 @@ def test_every_page_begins_with_its_question(page: Path) -> None:
 def test_every_file_of_the_tests_that_a_page_names_exists(page: Path) -> None:
     named = set(re.findall(r"\btests/[\w/]+(?:\.\w+)?", page.read_text(encoding="utf-8")))
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def test_the_glossary_explains_each_word_once() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    words = [word for row in re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE) for word in row.split(", ")]
+    assert [word for word in words if words.count(word) > 1] == []
+
+
+def test_the_last_long_run_of_the_simulation_is_the_recorded_one() -> None:
+    recorded = json.loads((ROOT / "bench" / "results" / "simulation.json").read_text(encoding="utf-8"))
+    counts, found_by = recorded["counts"], recorded["first_seed_that_finds"].values()
+    expected = (
+        f"{counts['seeds']:,} seeds, {counts['requests']:,} requests, {counts['resumptions']:,} resumptions, "
+        f"{counts['scheduler_processes']:,} schedulers, {counts['executor_processes']:,} executors, and no violation; "
+        f"each of {len(found_by)} faults that are put back is found by seed {max(found_by):,} or before"
+    )
+    assert recorded["violations"] == {}
+    assert expected in " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
 
 
 def test_every_hop_of_the_walk_exists() -> None:

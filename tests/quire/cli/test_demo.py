@@ -6,13 +6,18 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
+import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 import quire
+from quire.cli import demo
 from quire.cli.block_map_view import RequestColours
 from quire.cli.demo import perform
 from quire.cli.demo_scenes import SCENES, Scene
 from quire.cli.demo_view import Readings, live_view
+from quire.cli.main import app
+from quire.cli.services import ConfigError
 from quire.v1 import admin_pb2, generation_pb2
 from tests.support.client.scripted_server import ScriptedServer, delta, finished, started
 
@@ -56,6 +61,25 @@ async def test_texts_and_frames_are_printed_without_a_terminal(server: ScriptedS
     assert "Once text 1" in text
     assert "Why?\n text 0" in text
     assert {request.request_id for request in server.requests} == {"three", "chat"}
+
+
+async def test_the_help_shows_the_values_that_it_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def service_pair(values: dict[str, Any]) -> None:
+        seen.update(values)
+        raise ConfigError("seen")
+
+    monkeypatch.setattr(demo, "service_pair", service_pair)
+    with pytest.raises(ConfigError):
+        await demo.run({"model": "tiny"}, console()[0])
+    assert (seen.pop("model"), seen["num_blocks"], seen["gateway"]) == ("tiny", 128, False)
+    help_text = CliRunner().invoke(app, ["demo", "--help"]).output.replace("\n", " ")
+    for name, value in seen.items():
+        _, flag, rest = help_text.partition(f" --{name.replace('_', '-')} ")
+        shown = " ".join(rest.split(" --")[1 if name == "gateway" else 0].split())
+        assert flag, name
+        assert shown.endswith(f"[default: {value}]"), shown
 
 
 async def test_a_scene_that_fails_does_not_affect_the_others(server: ScriptedServer) -> None:

@@ -1,9 +1,12 @@
 """`quire fleet` waits for its parts: with a controller over a fake backend."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from fleet.controller import Controller
 from fleet.parts import Part, Role
@@ -52,6 +55,26 @@ def test_a_part_that_cannot_start_ends_a_new_fleet_only(is_new: bool, capsys: py
     assert (report["wanted"]["down_by_s"] is not None) is is_new
     if not is_new:
         assert {"executor-0", "scheduler-0", "gateway-0"} <= set(client.backend.parts())
+
+
+@pytest.mark.parametrize(
+    ("words", "expected_s"), [([], 300.0), (["--timeout-s", "150"], 150.0), (["--timeout-s", "0"], 0.0)]
+)
+def test_a_replica_is_drained_for_the_time_of_its_fleet_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], expected_s: float
+) -> None:
+    client = Client(2, drain_timeout_s=300.0)
+    cli._until_ready(client, 60.0, is_new=True)  # type: ignore[arg-type]
+    draining: list[float] = []
+
+    def ask(verb: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        report = client.controller.call(verb, arguments)
+        draining.extend(by_s - time.time() for by_s in report["wanted"]["draining"].values())
+        return report
+
+    monkeypatch.setattr(cli, "fleet_client", lambda *_: SimpleNamespace(ask=ask))
+    CliRunner().invoke(cli.app, ["drain", "1", "--wait-s", "0", *words])
+    assert draining[0] == pytest.approx(expected_s, abs=30.0)
 
 
 def test_a_fleet_that_scales_itself_while_it_starts_is_ready_with_the_number_it_wants() -> None:
