@@ -8,15 +8,16 @@ import contextlib
 import itertools
 import json
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import aiohttp
 
 from bench.attacks import http2
 from bench.attacks.busy_cores import compute_on_every_core
+from bench.attacks.connections import connection, discard
+from bench.attacks.resumed_requests import resume_again_and_again
 from bench.command_line import BenchError
-from quire.addresses import HostPort
 from quire.async_client import AsyncClient
 from quire.errors import QuireError
 
@@ -59,9 +60,9 @@ async def _reset_streams(target: Target) -> None:
     fields = http2.grpc_call(target.grpc, GENERATE, target.api_key)
     while True:
         with contextlib.suppress(OSError):
-            async with _connection(target.grpc) as (reader, writer):
+            async with connection(target.grpc) as (reader, writer):
                 writer.write(http2.PREFACE + http2.settings())
-                drained = asyncio.create_task(_discard(reader))
+                drained = asyncio.create_task(discard(reader))
                 try:
                     for first_id in itertools.count(1, 128):
                         ids = range(first_id, first_id + 128, 2)
@@ -102,7 +103,7 @@ async def half_open_bodies(target: Target) -> None:
 
 
 async def _half_open(target: Target) -> None:
-    async with _connection(target.http) as (reader, writer):
+    async with connection(target.http) as (reader, writer):
         head = _http_head(target, "POST", "/live/completions", 8 * _MIB)
         writer.write(head)
         piece = b'{"text": "' + b"a" * (_MIB - 10)
@@ -188,11 +189,18 @@ async def prompt_logprobs(target: Target) -> None:
             group.create_task(loop(seed))
 
 
+async def resumed_requests(target: Target) -> None:
+    """Continues streams of 16 sequences with 2,000 tokens each, with six clients."""
+    async with asyncio.TaskGroup() as group:
+        for seed in range(6):
+            group.create_task(resume_again_and_again(target.grpc, target.api_key, seed))
+
+
 async def silent_connections(target: Target) -> None:
     """Keeps 260 connections to each port open and sends nothing."""
 
     async def hold(address: str) -> None:
-        async with _connection(address) as (reader, _):
+        async with connection(address) as (reader, _):
             await reader.read()
 
     async with asyncio.TaskGroup() as group:
@@ -230,6 +238,7 @@ ATTACKS: dict[str, Attack] = {
         costly_reads,
         empty_messages,
         prompt_logprobs,
+        resumed_requests,
         silent_connections,
         slow_readers,
         busy_cores,
@@ -272,23 +281,6 @@ async def _in_parallel(count: int, attempt: Callable[[], Awaitable[None]]) -> No
 
 async def _run(attempt: Callable[[], Awaitable[None]]) -> None:
     await attempt()
-
-
-async def _discard(reader: asyncio.StreamReader) -> None:
-    """Reads until the peer closes the connection."""
-    with contextlib.suppress(OSError):
-        while await reader.read(_MIB):
-            pass
-
-
-@contextlib.asynccontextmanager
-async def _connection(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    where = HostPort.parse(address)
-    reader, writer = await asyncio.open_connection(where.host, where.port)
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
 
 
 def _http_head(target: Target, method: str, path: str, num_bytes: int) -> bytes:

@@ -43,6 +43,12 @@ def test_a_victim_without_a_request_was_not_served() -> None:
     assert Experience(3, {"TimeoutError": 1}, 1.0, 2.0).served_ratio == 0.75
 
 
+def test_a_long_step_is_met_more_often_than_a_short_one() -> None:
+    assert command.met_percentile_99([]) is None
+    assert command.met_percentile_99([1.0] * 980 + [20.0]) == 20.0, "a fiftieth of the time"
+    assert command.met_percentile_99([1.0] * 9900 + [20.0]) == 1.0, "a five-hundredth of the time"
+
+
 def test_an_unknown_attack_is_refused() -> None:
     with pytest.raises(BenchError, match="rapid-resets"):
         command.main(["--only", "rapid-resets"])
