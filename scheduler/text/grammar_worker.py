@@ -50,8 +50,13 @@ def grammar_of(kind: str, text: str) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if kind == "choice":
-        text = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in json.loads(text))
+        text = "start: " + " | ".join(map(_lark_string, json.loads(text)))
     return json.dumps({"grammars": [{"lark_grammar": text}]}, ensure_ascii=False)
+
+
+def _lark_string(text: str) -> str:
+    """Returns a text as a string of Lark: as in JSON, but DEL has to be escaped as well."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _restated(text: str) -> str:

@@ -33,7 +33,7 @@ def matches(vocabulary: LLTokenizer, grammar: str, text: str) -> bool:
     return followed.try_consume_tokens(tokens) == len(tokens) and followed.is_accepting()
 
 
-ODD = ["yes", "", 'say "no"\\', "line\nbreak\t\x00", "a/b", "🦊é", "yes and no", "%json", "{}", "<|end|>"]
+ODD = ["del\x7f", "yes", "", 'say "no"\\', "line\nbreak\t\x00", "a/b", "🦊é", "yes and no", "%json", "{}", "<|end|>"]
 
 
 @pytest.mark.parametrize(
