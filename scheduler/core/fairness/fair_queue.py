@@ -29,8 +29,8 @@ class FairQueue:
 
     The next sequence is the head of the tenant with the lowest priority number, then the smallest counter. Of equal
     tenants, those are first that were not charged since they were lifted, because what the others have in flight is not
-    charged yet; then the head that arrived first. Tenants at a cap of their own are passed over, and so are sequences
-    that are set aside. `holdings` returns the running batch and the KV cache.
+    charged yet; then the head that arrived first. Sequences that are set aside are passed over, and so are tenants at a
+    cap of their own. `holdings` returns the running batch and the KV cache.
 
     A tenant saves no service for later: when it has nothing in the queue and adds a sequence, its counter is lifted to
     the smallest of the tenants in the queue or, if there are none, to the largest of all tenants. The counter of a
@@ -79,13 +79,12 @@ class FairQueue:
         """
         heap, best = self._heap, None
         passed_over: list[_Entry] = []
-        without_head: list[_Entry] = []
         while heap and best is None:
             place, number, account = heap[0]
             if self._entries.get(account) != number:
                 heappop(heap)
-            elif (head := self._head(account)) is None:
-                without_head.append(heappop(heap))
+            elif (head := self.head_of(account)) is None:
+                passed_over.append(heappop(heap))
             elif place != (current := _place(head)):
                 heapreplace(heap, (current, number, account))
             elif self.may_enter(head):
@@ -94,12 +93,12 @@ class FairQueue:
                 passed_over.append(heappop(heap))
         if passed_over:
             self._lift_passed_over([account for _, _, account in passed_over], best)
-        for entry in (*passed_over, *without_head):
+        for entry in passed_over:
             heappush(heap, entry)
         return best
 
     def set_aside(self, sequence: Sequence) -> None:
-        """Passes over a sequence of the queue until `take_back`. Its tenant keeps its counter, and the others go on."""
+        """Passes over a sequence of the queue until `take_back`."""
         sequence.is_set_aside = True
         self._set_aside.append(sequence)
 
@@ -157,6 +156,10 @@ class FairQueue:
         """Returns the queue of one tenant, which may be empty."""
         return self._queues.get(account) or WaitingQueue(self._policy)
 
+    def head_of(self, account: Account) -> Sequence | None:
+        """Returns the first sequence of a tenant that is not set aside; None if there is none, or too many are."""
+        return next((each for each in islice(self.of(account), MAX_SET_ASIDE) if not each.is_set_aside), None)
+
     def check_takes(self, request: Request) -> None:
         """Raises QueueFull if the queue, or its tenant's, is at its bound of requests or of prompt tokens.
 
@@ -190,17 +193,13 @@ class FairQueue:
             self._heap = [entry for entry in self._heap if self._entries.get(entry[2]) == entry[1]]
             heapify(self._heap)
 
-    def _head(self, account: Account) -> Sequence | None:
-        """Returns the first sequence of a tenant that is not set aside; None if too many are."""
-        return next((each for each in islice(self._queues[account], MAX_SET_ASIDE) if not each.is_set_aside), None)
-
     def _lift(self, account: Account) -> None:
         priority = account.terms.priority
         waiting = [other.level for other in self._queues if other.terms.priority == priority]
         account.raise_to(min(waiting) if waiting else self._accounts.highest_level(priority))
 
     def _lift_passed_over(self, accounts: list[Account], best: Sequence | None) -> None:
-        """Lifts tenants at a cap. All waiting tenants of a priority above that of `best` are among them."""
+        """Lifts tenants at a cap or without a head. All that wait of a priority above that of `best` are among them."""
         for priority in {account.terms.priority for account in accounts}:
             peers = [account for account in accounts if account.terms.priority == priority]
             if best is not None and best.account.terms.priority == priority:

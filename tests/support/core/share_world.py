@@ -87,7 +87,7 @@ class GapWatch:
 
     def look(self) -> None:
         state = self._scheduler.state
-        heads = [(account, state.waiting.of(account).first()) for account in state.accounts]
+        heads = [(account, state.waiting.head_of(account)) for account in state.accounts]
         backlogged = [account for account, head in heads if head is not None and state.waiting.may_enter(head)]
         pairs = {}
         for first, second in combinations(backlogged, 2):
