@@ -10,7 +10,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from planning import plan_view, simulate_view
 from planning.capacity import find_capacity
 from planning.demand import find_demand
-from planning.deployment import deploy
+from planning.deployment import check_fits, deploy
 from planning.fleet import view
 from planning.fleet.run import FleetOutcome, check_has_no_fleet, simulate_fleet
 from planning.roofline import Efficiencies
@@ -22,6 +22,7 @@ from planning.summary import timeline
 def run_plan(model: str, settings: DeploymentSettings, console: Console, *, as_json: bool) -> None:
     """Prints the plan of a deployment. Raises PlanningError."""
     deployment = deploy(model, settings)
+    check_fits(deployment)
     capacity = find_capacity(deployment)
     if as_json:
         _print_json(plan_view.as_values(deployment, capacity, Efficiencies()))

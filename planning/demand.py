@@ -1,6 +1,9 @@
 """The requests that the settings describe: their sources, and the end of the simulation."""
 
-from dataclasses import dataclass
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 
 from planning.arrivals import Arrivals, Bursts, ClosedLoop, Diurnal, Poisson
@@ -11,8 +14,19 @@ from planning.request_file import read_jobs, read_tenants
 from planning.settings import SimulateSettings
 from planning.simulation import Horizon, JobSource
 from planning.workload import ListedJobs, Source, Tenant
+from scheduler.core import TenantTerms
 
 _DEFAULT_NUM_REQUESTS = 1000
+_OF_RATES = ("burstiness", "daily_swing")
+_OF_CLIENTS = ("turnaround_s",)
+_OF_DRAWN_REQUESTS = (
+    "prompt_tokens",
+    "output_tokens",
+    "system_tokens",
+    "system_share",
+    "system_prompts",
+    "system_skew",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +34,7 @@ class Demand:
     """Sources of requests, one for each of the names.
 
     is_closed_loop  some requests arrive because others have ended
+    terms           terms of the tenants, one for each source; empty: all requests are of one tenant
     """
 
     names: list[str]
@@ -27,12 +42,13 @@ class Demand:
     horizon: Horizon
     has_shared_prefixes: bool
     is_closed_loop: bool
+    terms: tuple[TenantTerms, ...] = ()
 
 
 def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
     """Returns the sources and the end of the simulation that the settings describe. Raises PlanningError."""
     for name in ("num_requests", "duration_s"):
-        if (value := getattr(settings, name)) is not None and value <= 0:
+        if (value := getattr(settings, name)) is not None and not 0 < value < inf:
             raise PlanningError(f"{name}: must be above 0, not {value}")
     if settings.num_requests is None and settings.duration_s is None:
         horizon = Horizon(num_requests=_DEFAULT_NUM_REQUESTS)
@@ -41,7 +57,7 @@ def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
     if settings.lengths not in (*LENGTHS, "fixed") and settings.tenants is None:
         return _listed(settings, horizon)
     if settings.tenants is None:
-        tenants = [_tenant("requests", 0, settings, max_model_len)]
+        tenants = [_tenant("requests", TenantTerms(), settings, max_model_len)]
     else:
         tenants = [_tenant(*parts, max_model_len) for parts in read_tenants(Path(settings.tenants), settings)]
     return Demand(
@@ -50,31 +66,60 @@ def find_demand(settings: SimulateSettings, max_model_len: int) -> Demand:
         horizon,
         any(tenant.num_system_tokens for tenant in tenants),
         any(isinstance(tenant.arrivals, ClosedLoop) for tenant in tenants),
+        () if settings.tenants is None else tuple(tenant.terms for tenant in tenants),
     )
 
 
 def _listed(settings: SimulateSettings, horizon: Horizon) -> Demand:
-    jobs = read_jobs(Path(settings.lengths))
+    """Returns the demand of a file of requests.
+
+    They arrive at their own times; without times at those of `rate`, or all at once. `clients` send them in their order
+    as a closed loop. Raises PlanningError for settings that the file leaves no use for.
+    """
+    jobs, have_times = read_jobs(Path(settings.lengths))
+    if settings.rate is not None and have_times:
+        raise PlanningError(f"rate: the requests in {settings.lengths} have times of their own (arrival_s)")
+    refuse(settings, _OF_DRAWN_REQUESTS, "has no effect with lengths from a file")
+    if settings.rate is None:
+        refuse(settings, _OF_RATES, "requires a rate")
+    if settings.clients is None:
+        refuse(settings, _OF_CLIENTS, "requires clients")
     if settings.num_requests is None and settings.duration_s is None:
         horizon = Horizon(num_requests=len(jobs))
-    loop = None if settings.clients is None else ClosedLoop(settings.clients, settings.turnaround_s)
+        settings = replace(settings, num_requests=len(jobs))
+    loop = None
+    if settings.rate is not None or settings.clients is not None:
+        arrivals = _arrivals(settings)
+        if isinstance(arrivals, ClosedLoop):
+            loop = arrivals
+        else:
+            times_s = arrivals.times_s(random.Random(f"{settings.seed} arrivals 0"))
+            jobs = [replace(job, arrival_s=time_s) for job, time_s in zip(jobs, times_s, strict=False)]
     return Demand(["requests"], [ListedJobs(jobs, loop)], horizon, False, loop is not None)
 
 
-def _tenant(name: str, priority: int, settings: SimulateSettings, max_model_len: int) -> Tenant:
+def refuse(settings: SimulateSettings, names: Iterable[str], reason: str) -> None:
+    """Raises PlanningError if one of these settings has another value than its default; `reason` follows its name."""
+    defaults = {field.name: field.default for field in fields(settings)}
+    for name in names:
+        if getattr(settings, name) != defaults[name]:
+            raise PlanningError(f"{name}: {reason}")
+
+
+def _tenant(name: str, terms: TenantTerms, settings: SimulateSettings, max_model_len: int) -> Tenant:
     if not 0 <= settings.system_tokens <= max_model_len // 2 or not 0 <= settings.system_share <= 1:
         raise PlanningError("system_tokens: from 0 to half of max_model_len; system_share: from 0 to 1")
     if (
         type(settings.system_prompts) is not int
         or not 1 <= settings.system_prompts <= MAX_SYSTEM_PROMPTS
-        or settings.system_skew < 0
+        or not 0 <= settings.system_skew < inf
     ):
         raise PlanningError(f"system_prompts: from 1 to {MAX_SYSTEM_PROMPTS}; system_skew: must not be negative")
     return Tenant(
         name,
         _arrivals(settings),
         _lengths(settings),
-        priority,
+        terms,
         settings.system_tokens,
         settings.system_share,
         settings.system_prompts,
@@ -101,12 +146,12 @@ def _arrivals(settings: SimulateSettings) -> Arrivals:
     if (rate is None) == (clients is None):
         raise PlanningError("give either clients (a closed loop) or rate (an open one)")
     if clients is not None:
-        if clients < 1 or settings.turnaround_s < 0:
+        if clients < 1 or not 0 <= settings.turnaround_s < inf:
             raise PlanningError("clients: must be at least 1; turnaround_s: must not be negative")
         if settings.num_requests is None and settings.duration_s is None and clients > _DEFAULT_NUM_REQUESTS:
             raise PlanningError(f"clients: {clients} clients require num_requests or duration_s")
         return ClosedLoop(clients, settings.turnaround_s)
-    if rate is None or rate <= 0 or settings.burstiness <= 0 or not 0 <= settings.daily_swing <= 1:
+    if rate is None or not (0 < rate < inf and 0 < settings.burstiness < inf and 0 <= settings.daily_swing <= 1):
         raise PlanningError("rate and burstiness: must be above 0; daily_swing: from 0 to 1")
     if settings.daily_swing and settings.burstiness != 1:
         raise PlanningError("burstiness and daily_swing cannot both be given")

@@ -64,6 +64,17 @@ def deploy(model: str, settings: DeploymentSettings) -> Deployment:
     return place(shape, device, settings)
 
 
+def check_fits(deployment: Deployment) -> None:
+    """Raises PlanningError if the blocks, whose number can be given, need more memory than is left for the pool."""
+    needed_bytes = deployment.num_blocks * deployment.block_bytes
+    if needed_bytes > deployment.pool_bytes:
+        raise PlanningError(
+            f"num_blocks: {deployment.num_blocks:,} blocks need {needed_bytes / 1e9:.1f} GB on each of "
+            f"{deployment.tensor_parallel} device(s), but {max(0, deployment.pool_bytes) / 1e9:.1f} GB are left beside "
+            f"{deployment.weight_bytes / 1e9:.1f} GB of weights"
+        )
+
+
 def place(shape: ModelShape, device: Device, settings: DeploymentSettings) -> Deployment:
     """Returns the deployment of a shape on a device. Raises PlanningError for invalid settings or too little memory."""
     _check(settings)

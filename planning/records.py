@@ -58,7 +58,9 @@ class Records:
 
     sequence_steps_s  number of sequences in a step x its duration
     waiting_s         length of the queue x time
-    block_s           number of blocks that sequences hold x time
+    block_s           number of blocks that sequences hold x time. It counts as if it changed evenly during a leap,
+                      which is right within a block for each sequence
+    next_sample_s     time of the next sample; no leap goes beyond it
     """
 
     def __init__(self, num_usable_blocks: int, duration_s: float | None) -> None:
@@ -80,7 +82,7 @@ class Records:
         self._num_usable_blocks = num_usable_blocks
         self._at_s = 0.0
         self._interval_s = _FIRST_INTERVAL_S if duration_s is None else duration_s / (_MAX_SAMPLES - 100)
-        self._next_sample_s = 0.0
+        self.next_sample_s = 0.0
 
     @property
     def num_ended(self) -> int:
@@ -125,11 +127,20 @@ class Records:
         self._busy(now_s - started_s, load.num_decodes + load.num_prefills)
         self.pass_until(now_s, scheduler)
 
-    def leap(self, now_s: float, started_s: float, num_steps: int, num_decodes: int, scheduler: Scheduler) -> None:
+    def leap(
+        self,
+        now_s: float,
+        started_s: float,
+        num_steps: int,
+        num_decodes: int,
+        num_free_blocks_before: int,
+        scheduler: Scheduler,
+    ) -> None:
         """Records several steps of the same sequences, without a pause between them."""
         self.num_leaps += 1
         self.num_leapt_steps += num_steps
         self._busy(now_s - started_s, num_decodes)
+        self.block_s -= (now_s - started_s) * (num_free_blocks_before - scheduler.state.cache.pool.num_free_blocks) / 2
         self.pass_until(now_s, scheduler)
 
     def close(self, now_s: float, scheduler: Scheduler) -> None:
@@ -147,7 +158,7 @@ class Records:
             if num_waiting > self.max_waiting:
                 self.max_waiting = num_waiting
         self.block_s += passed_s * (self._num_usable_blocks - scheduler.state.cache.pool.num_free_blocks)
-        if now_s >= self._next_sample_s:
+        if now_s >= self.next_sample_s:
             self._sample(now_s, scheduler)
 
     def _busy(self, duration_s: float, num_sequences: int) -> None:
@@ -170,4 +181,4 @@ class Records:
         if len(self.samples) > _MAX_SAMPLES:  # double the interval, and drop every second of the earlier samples
             self.samples = self.samples[::2]
             self._interval_s *= 2
-        self._next_sample_s = now_s + self._interval_s
+        self.next_sample_s = now_s + self._interval_s

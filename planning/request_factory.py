@@ -1,5 +1,6 @@
 """Makes the requests of a simulation: token ids are numbers without a meaning, except that equal ones can be shared."""
 
+from planning.server import Server
 from planning.workload import Job
 from scheduler.core import ReceivedOutput, Request, SequenceParams
 
@@ -12,7 +13,8 @@ MAX_SYSTEM_PROMPTS = 1 << 20
 class RequestFactory:
     """Makes requests whose prompts share only the system prompt with others. Keeps one object for equal parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: Server) -> None:
+        self._tenant_of = server.tenant_of
         self._params: dict[int, SequenceParams] = {}
 
     def make(self, request_id: int, job: Job, num_received: int = 0) -> Request:
@@ -25,4 +27,5 @@ class RequestFactory:
         if params is None:
             params = self._params[max_total] = SequenceParams(max_total_tokens=max_total)
         outputs = (ReceivedOutput([0] * num_received),) if num_received else ()
-        return Request(request_id, prompt, params, priority=job.priority, outputs=outputs)
+        tenant = self._tenant_of(job.tenant)
+        return Request(request_id, prompt, params, priority=job.priority, outputs=outputs, tenant=tenant)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from planning.cost import CostModel
 from planning.demand import find_demand
-from planning.deployment import Deployment, deploy
+from planning.deployment import Deployment, check_fits, deploy
 from planning.errors import PlanningError
 from planning.fit import fit_cost
 from planning.measured_steps import read_steps, timed
@@ -37,8 +37,8 @@ class Outcome:
 def simulate(model: str, settings: SimulateSettings, progress: Progress | None = None) -> Outcome:
     """Simulates a server for the requests that the settings describe. Raises PlanningError."""
     deployment = make_deployment(model, settings)
-    server = make_server(deployment, settings)
     demand = find_demand(settings, deployment.max_model_len)
+    server = replace(make_server(deployment, settings), tenants=demand.terms)
     cost = make_cost(deployment, settings)
     simulation = Simulation(
         server, demand.sources, cost, demand.horizon, has_shared_prefixes=demand.has_shared_prefixes
@@ -77,11 +77,17 @@ def make_server(deployment: Deployment, settings: SimulateSettings) -> Server:
 
 
 def make_deployment(model: str, settings: SimulateSettings) -> Deployment:
-    """Returns the deployment, with a limit of the sequences' length that suits simulations. Raises PlanningError."""
+    """Returns the deployment, with a limit of the sequences' length that suits simulations.
+
+    Raises PlanningError, also if the pool does not fit the device, unless its steps were measured: then it is another.
+    """
     if settings.max_model_len is None:
         reach = deploy(model, settings).max_model_len
         settings = replace(settings, max_model_len=min(reach, _DEFAULT_MAX_MODEL_LEN))
-    return deploy(model, settings)
+    deployment = deploy(model, settings)
+    if settings.fit is None:
+        check_fits(deployment)
+    return deployment
 
 
 def make_cost(deployment: Deployment, settings: SimulateSettings) -> CostModel:

@@ -17,7 +17,7 @@ class DeploymentSettings:
     block_size              tokens per KV block
     max_model_len           maximum number of tokens of one sequence; absent: what the checkpoint was made for
     gpu_memory_utilization  share of a device's memory for weights and KV; the rest is for activations
-    num_blocks              number of blocks in the pool; absent: as many as fit
+    num_blocks              number of blocks in the pool, which must fit; absent: as many as fit
     """
 
     device: str = "h100"
@@ -42,14 +42,15 @@ class SimulateSettings(DeploymentSettings):
     max_model_len           maximum number of tokens of one sequence; absent: what the checkpoint was made for, at most
                             8192
     gpu_memory_utilization  share of a device's memory for weights and KV; the rest is for activations
-    num_blocks              number of blocks in the pool; absent: as many as fit. Fewer simulate memory pressure
+    num_blocks              number of blocks in the pool, which must fit, except with fit; absent: as many as fit. Fewer
+                            simulate memory pressure
     fit                     files of measured steps (quire bench serve --chrome-trace), separated by commas, to fit the
                             cost model to; absent: a roofline model of the device
     max_num_seqs            maximum number of sequences that run at once
     max_num_batched_tokens  maximum number of tokens of one step
     target_inter_token_latency_ms  time that a step with decodes should take at most; it bounds their prompt tokens
     max_in_flight           maximum number of plans that are sent and not yet answered
-    policy                  order of the queue: fcfs, priority
+    policy                  order of the requests of a tenant: fcfs, priority
     batching                continuous; for measurement: dynamic, static
     memory                  paged; for measurement: contiguous, contiguous-power-of-two, contiguous-exact
     clients                 number of clients of a closed loop, each with one open request
@@ -58,14 +59,16 @@ class SimulateSettings(DeploymentSettings):
     burstiness              squared coefficient of variation of the open loop's gaps; 1 is Poisson
     daily_swing             amplitude of a daily sine of the open loop's rate, as a share of the rate, 0 to 1
     lengths                 alpaca, sharegpt, fixed, or a file with one JSON object per line: prompt_tokens,
-                            output_tokens and optionally arrival_s
+                            output_tokens and optionally arrival_s and priority. Without arrival_s, the requests arrive
+                            at the given rate, or all at once
     prompt_tokens           prompt tokens of every request, for lengths fixed
     output_tokens           output tokens of every request, for lengths fixed
     system_tokens           number of tokens of a system prompt
     system_share            share of the requests that begin with a system prompt
     system_prompts          number of different system prompts
     system_skew             how unequally they are used: the k-th has a weight of k ** -system_skew (Zipf); 0: equally
-    tenants                 JSON file with several such workloads, instead of the flags from clients to system_share
+    tenants                 JSON file with several such workloads, instead of the flags from clients to system_skew.
+                            Each is of one tenant, with a weight and a priority
     replicas                number of replicas behind routers; absent: one server without a router
     routing                 choice of the replica: round-robin, least-loaded, ring, cost; for comparison: oracle, which
                             knows the true state of all replicas

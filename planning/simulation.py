@@ -78,7 +78,7 @@ class Simulation:
         self._num_requests = 0
         self._num_jobs = 0
         self._arrivals: list[tuple[float, int, Job]] = []
-        self._requests = RequestFactory()
+        self._requests = RequestFactory(server)
 
     @property
     def now_s(self) -> float:
@@ -98,7 +98,7 @@ class Simulation:
 
     def _advance(self) -> bool:
         """Processes one event; returns False if there is none left."""
-        if self._server.advance(self._next_arrival_s(), self._next_arrival_s):
+        if self._server.advance(self._next_arrival_s(), self._leap_until_s):
             return True
         if self._arrivals:
             self._arrive()
@@ -109,6 +109,10 @@ class Simulation:
 
     def _next_arrival_s(self) -> float:
         return self._arrivals[0][0] if self._arrivals else inf
+
+    def _leap_until_s(self) -> float:
+        """Returns the time up to which steps can be taken at once: a request arrives there, or a sample is due."""
+        return min(self._next_arrival_s(), self.records.next_sample_s)
 
     # --- requests ---------------------------------------------------------------------------------------------
 
@@ -136,8 +140,10 @@ class Simulation:
     def stepped(self, now_s: float, started_s: float, load: StepLoad) -> None:
         self.records.step(now_s, started_s, load, self.scheduler)
 
-    def leapt(self, now_s: float, started_s: float, num_steps: int, num_decodes: int) -> None:
-        self.records.leap(now_s, started_s, num_steps, num_decodes, self.scheduler)
+    def leapt(
+        self, now_s: float, started_s: float, num_steps: int, num_decodes: int, num_free_blocks_before: int
+    ) -> None:
+        self.records.leap(now_s, started_s, num_steps, num_decodes, num_free_blocks_before, self.scheduler)
 
     def committed(self, now_s: float, planned_s: float, events: Events, *, has_first_tokens: bool) -> None:
         records = self.records

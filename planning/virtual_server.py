@@ -36,8 +36,10 @@ class Observer(Protocol):
     def committed(self, now_s: float, planned_s: float, events: Events, *, has_first_tokens: bool) -> None:
         """Called when a step was committed in which sequences started, ended or had their first token."""
 
-    def leapt(self, now_s: float, started_s: float, num_steps: int, num_decodes: int) -> None:
-        """Called when several steps of the same sequences were taken at once."""
+    def leapt(
+        self, now_s: float, started_s: float, num_steps: int, num_decodes: int, num_free_blocks_before: int
+    ) -> None:
+        """Called when several steps of the same sequences were taken at once, from `started_s` to now."""
 
 
 @dataclass(slots=True)
@@ -184,6 +186,8 @@ class VirtualServer:
         num_seated = self.scheduler.state.limits.max_num_seqs - self.scheduler.state.batch.num_free_slots
         if not num_decodes == self._loads.num_slots == num_seated:
             return  # a sequence computes its prompt, or has started or ended and is not in a plan yet
+        if any(step.releases for step in self.scheduler.state.in_flight):
+            return  # blocks of an ended sequence are released at once, and not evenly during a leap
         free_s = max(self.now_s, self._free_s)
         if until_s < free_s:
             return
@@ -191,9 +195,11 @@ class VirtualServer:
         max_steps = num_in_flight + steps_s.num_terms_within(until_s - free_s)
         if max_steps < _MIN_LEAP:
             return
+        started_s, num_free_blocks = self.now_s, self.scheduler.state.cache.pool.num_free_blocks
         num_steps = leap(self.scheduler, max_steps)
         if num_steps > 0:
             self._after_leap(num_steps, num_in_flight, free_s, steps_s)
+            self._observer.leapt(self.now_s, started_s, num_steps, num_decodes, num_free_blocks)
 
     def _next_decodes_s(self) -> Series:
         """Returns the durations of the next steps in which all sequences decode."""
@@ -204,8 +210,8 @@ class VirtualServer:
         return Series(first_s, second_s - first_s)
 
     def _after_leap(self, num_steps: int, num_in_flight: int, free_s: float, steps_s: Series) -> None:
-        """Sets clock, flights and records to the state after num_steps pairs of schedule and commit."""
-        loads, started_s = self._loads, self.now_s
+        """Sets clock and flights to the state after num_steps pairs of schedule and commit."""
+        loads = self._loads
         num_decodes, context = loads.num_decodes, loads.num_decode_context
         flights = list(self._in_flight)
         for i in range(max(0, num_steps - num_in_flight), num_steps):  # planned and not committed
@@ -225,4 +231,3 @@ class VirtualServer:
         self._done_s = self.now_s
         self._free_s = free_s + steps_s.total(num_steps)
         loads.skip(num_steps)
-        self._observer.leapt(self.now_s, started_s, num_steps, num_decodes)

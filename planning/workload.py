@@ -3,18 +3,19 @@
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from planning.arrivals import Arrivals, ClosedLoop
 from planning.lengths import LengthSource
+from scheduler.core import TenantTerms
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
     """A source of similar requests.
 
-    priority           requests with lower values run earlier, under the priority policy
+    terms              what the core grants it, if the server has tenants
     num_system_tokens  length of the system prompt, in addition to `lengths`; the prefix cache can find it
     system_share       share of the requests that begin with a system prompt
     num_system_prompts number of different system prompts
@@ -24,7 +25,7 @@ class Tenant:
     name: str
     arrivals: Arrivals
     lengths: LengthSource
-    priority: int = 0
+    terms: TenantTerms = field(default_factory=TenantTerms)
     num_system_tokens: int = 0
     system_share: float = 1.0
     num_system_prompts: int = 1
@@ -35,7 +36,9 @@ class Tenant:
 class Job:
     """A request that arrives at `arrival_s`.
 
+    tenant             number of its source
     num_shared_tokens  number of its prompt tokens that are a system prompt of the tenant
+    priority           its place among the requests of its tenant, under the priority policy: lower runs earlier
     system_prompt      which one
     """
 
@@ -94,8 +97,7 @@ class Source:
             num_prompt_tokens + num_shared,
             num_output_tokens,
             num_shared,
-            tenant.priority,
-            min(system_prompt, tenant.num_system_prompts - 1),
+            system_prompt=min(system_prompt, tenant.num_system_prompts - 1),
         )
 
 

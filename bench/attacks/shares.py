@@ -26,6 +26,8 @@ from quire.errors import QuireError
 _OUTPUT_TOKENS = 64
 _WARM_UP_S = 2.0
 _PAUSE_S = 0.05
+_CLIENTS_PER_CONNECTION = 200
+"""A server permits 256 streams on a connection; the requests of further ones would wait at the client, unseen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +68,15 @@ async def measure(flags: Sequence[str], num_clients: dict[str, int], duration_s:
 
 
 async def _clients(address: str, key: str, tenant: str, number: int, counts: Counter[str]) -> None:
+    async with asyncio.TaskGroup() as group:
+        for first in range(0, number, _CLIENTS_PER_CONNECTION):
+            seeds = range(first, min(number, first + _CLIENTS_PER_CONNECTION))
+            group.create_task(_clients_of_connection(address, key, tenant, seeds, counts))
+
+
+async def _clients_of_connection(address: str, key: str, tenant: str, seeds: range, counts: Counter[str]) -> None:
     async with AsyncClient(address, api_key=key, resume_timeout_s=0) as client, asyncio.TaskGroup() as group:
-        for seed in range(number):
+        for seed in seeds:
             group.create_task(_client(client, tenant, random.Random(f"{tenant} {seed}"), counts))
 
 

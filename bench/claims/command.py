@@ -50,11 +50,11 @@ class ClaimsRun:
 def measure(run: ClaimsRun, console: Console) -> bool:
     """Measures and writes the report, also when it is interrupted. Returns True if no claim failed.
 
-    With `only`, the results of the other claims are kept from an earlier run of the same model, seed and size in the
-    output directory. Raises BenchError and KeyboardInterrupt.
+    With `only`, the results of the other claims are kept from an earlier run in the output directory, if its machine,
+    versions, model, seed, size and flags were the same. Raises BenchError and KeyboardInterrupt.
     """
     chosen = _chosen(run.only)
-    results = _begun(run)
+    results = _begun(run, console)
     try:
         with ProgressBars(console, len(chosen)) as bars:
             setting = Setting(run.model, run.is_quick, run.seed, run.flags)
@@ -100,17 +100,22 @@ def _chosen(names: Sequence[str]) -> list[Claim]:
     return [claim for claim in CLAIMS if not names or claim.name in names]
 
 
-def _begun(run: ClaimsRun) -> Results:
+def _begun(run: ClaimsRun, console: Console) -> Results:
     model = Path(run.model).name
-    results = Results(describe_machine(device_of(run.flags)), model, run.seed, run.is_quick)
+    results = Results(describe_machine(device_of(run.flags)), model, run.seed, run.is_quick, dict(run.flags))
     earlier = run.output / FILE_NAME
     if run.only and earlier.exists():
         try:
             before = load(earlier)
         except ResultsError as error:
             raise BenchError(str(error)) from error
-        if (before.model, before.seed, before.is_quick) == (results.model, results.seed, results.is_quick):
+        if before.has_conditions_of(results):
             results.outcomes.update(before.outcomes)
+        else:
+            console.print(
+                f"not kept, because its machine, versions, model, seed, size or flags were others: {earlier}",
+                soft_wrap=True,
+            )
     return results
 
 

@@ -33,13 +33,26 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All outcomes by the claim's name, with the machine, the model and the seed of the measurement."""
+    """All outcomes by the claim's name, with the conditions that all of them were measured under.
+
+    machine  the machine, with the date of the last run
+    flags    flags of the services, in addition to those that a claim sets
+    """
 
     machine: Mapping[str, Any]
     model: str
     seed: int
     is_quick: bool
+    flags: Mapping[str, Any] = field(default_factory=dict)
     outcomes: dict[str, Outcome] = field(default_factory=dict)
+
+    def has_conditions_of(self, other: "Results") -> bool:
+        """Returns whether two runs had the same conditions, so that their outcomes can be in one report."""
+        return self._conditions() == other._conditions()
+
+    def _conditions(self) -> tuple[object, ...]:
+        machine = {name: value for name, value in self.machine.items() if name != "date"}
+        return machine, self.model, self.seed, self.is_quick, self.flags
 
     def verdict(self, claim: Claim) -> Verdict:
         """Returns the verdict on a claim, even if it failed or was not measured."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -22,9 +22,9 @@ _DAY_MODEL, _DAY_DEVICE, _DAY_RATE, _DAY_SWING = "llama-3.1-8b", "h100", 2.0, 0.
 
 
 async def measure(setting: Setting, watch: Watch) -> Data:
-    settings = PredictionSettings(seed=setting.seed)
+    settings = PredictionSettings(seed=setting.seed, device=setting.flags.get("device", "auto"))
     if setting.is_quick:
-        settings = PredictionSettings(fitted=(1, 4), predicted=(2,), num_requests=8, seed=setting.seed)
+        settings = replace(settings, fitted=(1, 4), predicted=(2,), num_requests=8)
     watch.expect(2)
     watch.step(f"runs of {', '.join(map(str, sorted({*settings.fitted, *settings.predicted})))} clients")
     prediction = await at_services(

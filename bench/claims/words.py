@@ -15,13 +15,14 @@ QUICK_WARNING = (
 
 
 def described_machine(results: Results) -> str:
-    """Returns one line about the machine, the time and the versions."""
+    """Returns one line about the machine, the model, the versions and the flags."""
     machine = results.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.get("versions", {}).items())
+    flags = "".join(f", --{name} {value}" for name, value in results.flags.items())
     minutes = sum(outcome.seconds for outcome in results.outcomes.values()) / 60
     return (
-        f"{machine.get('device', 'unknown device')}, {machine.get('num_cpus', '?')} cores, {machine.get('date', '')}; "
-        f"model {results.model}, seed {results.seed}; {versions}; measured in {minutes:.1f} minutes."
+        f"{machine.get('device', 'unknown device')}, {machine.get('num_cpus', '?')} cores; "
+        f"model {results.model}, seed {results.seed}{flags}; {versions}; measured in {minutes:.1f} minutes."
     )
 
 
@@ -30,4 +31,4 @@ def conditions_of(results: Results, claim: Claim) -> str:
     outcome = results.outcomes.get(claim.name)
     if outcome is None or outcome.data is None:
         return "none: nothing was measured."
-    return f"{claim.conditions(outcome.data)} Measured in {outcome.seconds:.0f} s."
+    return f"{claim.conditions(outcome.data)} Measured on {outcome.date[:10]} in {outcome.seconds:.0f} s."

@@ -5,6 +5,9 @@
 Measures a server at several numbers of clients, fits a cost model to the steps of some of these runs, and simulates all
 of them. The runs that were not used for the fit are the test. All runs are on one machine: the time of a step includes
 what scheduler, transport and clients take from the cores that they share with the executor, and so does the prediction.
+
+The simulated server has the limits that the real one reports, and otherwise the defaults of `quire serve`. Flags that
+change something else in the scheduler are refused, and a server at --url must have been started without them.
 """
 
 import asyncio
@@ -40,6 +43,19 @@ from scheduler.engine.options import TARGET_ON_CPU_MS, TARGET_ON_GPU_MS
 
 _MIN_REQUESTS = 24
 _REQUESTS_PER_CLIENT = 6
+NOT_SIMULATED = (
+    "batching",
+    "batch_timeout_s",
+    "memory",
+    "target_inter_token_latency_ms",
+    "max_in_flight",
+    "max_waiting_requests",
+    "max_waiting_prompt_tokens",
+    "enable_prefix_caching",
+    "tenants",
+    "replicas",
+)
+"""Settings of `quire serve` that change what the scheduler does, and that the simulation does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +66,7 @@ class PredictionSettings:
     predicted     numbers of clients that it is tested on
     num_requests  requests of each run; None: six for each client, at least 24
     lengths       lengths of prompts and outputs: a name of `bench.trace.LENGTHS`
+    device        device of the executor, as in `quire serve`: the default target of a step depends on it
     """
 
     fitted: tuple[int, ...] = (1, 8, 32)
@@ -57,6 +74,13 @@ class PredictionSettings:
     num_requests: int | None = None
     seed: int = 7
     lengths: str = "mixed"
+    device: str = "auto"
+
+    @property
+    def target_s(self) -> float:
+        """The time that a step with decodes should take at most."""
+        is_cpu = self.device == "cpu" or (self.device == "auto" and local_device() is None)
+        return (TARGET_ON_CPU_MS if is_cpu else TARGET_ON_GPU_MS) / 1e3
 
     def load(self, num_clients: int) -> LoadSettings:
         """Returns the load of one run."""
@@ -91,14 +115,14 @@ class Comparison:
 class Prediction:
     """The fitted cost model and all comparisons.
 
-    max_error_ratio  largest absolute error of the runs that the model was not fitted to
+    max_error_ratio  largest absolute error of the runs that the model was not fitted to; None if there are none
     """
 
     model_name: str
     fit: Fit
     turnaround_s: float
     comparisons: tuple[Comparison, ...]
-    max_error_ratio: float
+    max_error_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +157,19 @@ def predict(info: ServerInfo, runs: dict[int, MeasuredRun], settings: Prediction
     fit = fit_cost(*(timed(runs[number].steps) for number in settings.fitted))
     pause_s = turnaround_s(runs[min(settings.fitted)].steps) or 0.0
     comparisons = tuple(
-        _compare(number, run, number in settings.fitted, info, fit, pause_s) for number, run in runs.items()
+        _compare(number, run, number in settings.fitted, info, fit, pause_s, settings.target_s)
+        for number, run in runs.items()
     )
     errors = [abs(comparison.error_ratio) for comparison in comparisons if not comparison.is_fitted]
-    return Prediction(info.model_name, fit, pause_s, comparisons, max(errors, default=0.0))
+    return Prediction(info.model_name, fit, pause_s, comparisons, max(errors, default=None))
 
 
-def _compare(number: int, run: MeasuredRun, is_fitted: bool, info: ServerInfo, fit: Fit, pause_s: float) -> Comparison:
+def _compare(
+    number: int, run: MeasuredRun, is_fitted: bool, info: ServerInfo, fit: Fit, pause_s: float, target_s: float
+) -> Comparison:
     clients = ClosedLoop(number, pause_s)
-    records = simulate_trace(info, run.trace, fit, clients)
-    own = simulate_trace(info, run.trace, fit_cost(timed(run.steps)), clients)
+    records = simulate_trace(info, run.trace, fit, clients, target_s)
+    own = simulate_trace(info, run.trace, fit_cost(timed(run.steps)), clients, target_s)
     requests = records.requests
     first = [f - a for f, a in zip(requests.first_token_s, requests.arrival_s, strict=True)]
     rest = [
@@ -167,14 +194,16 @@ def _compare(number: int, run: MeasuredRun, is_fitted: bool, info: ServerInfo, f
     )
 
 
-def simulate_trace(info: ServerInfo, trace: Sequence[TraceRequest], fit: Fit, clients: ClosedLoop) -> Records:
-    """Simulates the trace on a server with the limits of `info`."""
+def simulate_trace(
+    info: ServerInfo, trace: Sequence[TraceRequest], fit: Fit, clients: ClosedLoop, target_s: float
+) -> Records:
+    """Simulates the trace on a server with the limits of `info` and this target for the time of a step with decodes."""
     server = Server(
         SchedulerLimits(
             info.max_num_seqs,
             info.max_num_batched_tokens,
             info.max_model_len,
-            target_inter_token_latency_s=(TARGET_ON_GPU_MS if local_device() else TARGET_ON_CPU_MS) / 1e3,
+            target_inter_token_latency_s=target_s,
         ),
         num_blocks=info.num_blocks + 1,
         block_size=info.block_size,
@@ -231,6 +260,15 @@ async def run(
             raise BenchError(str(error)) from error
 
 
+def find_not_simulated(flags: Sequence[str]) -> list[str]:
+    """Returns those of the flags of `quire serve` that change the scheduler in a way that is not simulated."""
+    return [
+        name
+        for flag in flags
+        if (name := flag.split("=")[0]).removeprefix("--").removeprefix("no-").replace("-", "_") in NOT_SIMULATED
+    ]
+
+
 def main(arguments: Sequence[str]) -> None:
     flags = Parser("prediction", f"{__doc__}\n{SERVICE_FLAGS}")
     flags.add_argument("--url", help="gRPC address of a server (default: one is started)")
@@ -239,16 +277,19 @@ def main(arguments: Sequence[str]) -> None:
     flags.add_argument("--num-requests", type=at_least(1), help="requests of each run (default: 6 for each client)")
     flags.add_argument("--seed", type=int, default=7, help="seed of the traces")
     flags.add_argument("--lengths", choices=sorted(LENGTHS), default="mixed", help="lengths of prompts and outputs")
+    flags.add_argument("--device", default="auto", help="device of the executor, also of that at --url")
     flags.add_argument("--output", type=Path, default=Path("bench/results/prediction.json"), help="file of results")
     given, others = flags.parse_known_args(arguments)
     if others and given.url:
         flags.error(f"unknown flags: {' '.join(others)}")
+    if not_simulated := find_not_simulated(others):
+        flags.error(f"not simulated: {', '.join(not_simulated)}")
     settings = PredictionSettings(
         parse_concurrencies(given.fitted), parse_concurrencies(given.predicted), given.num_requests, given.seed,
-        given.lengths,
+        given.lengths, given.device,
     )  # fmt: skip
     console = open_console()
-    prediction = asyncio.run(run(settings, given.url, others, console))
+    prediction = asyncio.run(run(settings, given.url, ["--device", given.device, *others], console))
     console.print(render_table(prediction))
     save(given.output, asdict(prediction))
     console.print(f"saved to {given.output}")

@@ -55,7 +55,7 @@ def report(runs: Sequence[Run], info: ServerInfo) -> dict[str, Any]:
     """Returns the whole measurement as JSON values.
 
     runs    a summary of each run, with its round
-    pairs   Quire's run beside each other engine's run ("peer") of the same turn, with their ratio
+    pairs   Quire's run beside each other engine's run ("peer") of the same turn, with their round and their ratio
     ratios  medians by number of clients, where exactly one other engine took part
     """
     medians = ratios(runs)
@@ -82,6 +82,8 @@ def _pairs(runs: Sequence[Run]) -> list[dict[str, Any]]:
             "quire": asdict(quires[run.turn]),
             "peer": asdict(run.summary),
             "ratio": quires[run.turn].output_tokens_per_s / run.summary.output_tokens_per_s,
+            "round": run.turn.round_index,
+            "profile": run.turn.profile,
         }
         for run in runs
         if run.summary.engine != "quire" and run.turn in quires

@@ -2,11 +2,11 @@
 
 import random
 import time
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 
 from gateway.routing.choice import POLICIES
-from planning.demand import find_demand
+from planning.demand import find_demand, refuse
 from planning.deployment import Deployment
 from planning.errors import PlanningError
 from planning.fleet.failures import Failures, parse_failures
@@ -19,9 +19,7 @@ from planning.settings import SimulateSettings
 
 MAX_REPLICAS = 10_000
 MAX_ROUTERS = 1_000
-_FLEET_SETTINGS = frozenset(
-    ("routing", "routers", "event_delay_ms", "event_loss", "failures", "mean_failure_s", "repair_s")
-)
+_FLEET_SETTINGS = ("routing", "routers", "event_delay_ms", "event_loss", "failures", "mean_failure_s", "repair_s")
 """The settings that mean nothing for a single server without a router."""
 
 
@@ -41,7 +39,7 @@ def simulate_fleet(model: str, settings: SimulateSettings, progress: Progress | 
     demand = find_demand(settings, deployment.max_model_len)
     simulation = FleetSimulation(
         fleet,
-        make_server(deployment, settings),
+        replace(make_server(deployment, settings), tenants=demand.terms),
         demand.sources,
         make_cost(deployment, settings),
         demand.horizon,
@@ -57,9 +55,7 @@ def simulate_fleet(model: str, settings: SimulateSettings, progress: Progress | 
 
 def check_has_no_fleet(settings: SimulateSettings) -> None:
     """Raises PlanningError if a setting of fleets is given without a number of replicas."""
-    for field in fields(settings):
-        if field.name in _FLEET_SETTINGS and getattr(settings, field.name) != field.default:
-            raise PlanningError(f"{field.name}: requires replicas")
+    refuse(settings, _FLEET_SETTINGS, "requires replicas")
 
 
 def make_fleet(settings: SimulateSettings) -> Fleet:

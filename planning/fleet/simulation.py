@@ -44,7 +44,9 @@ class _ReplicaObserver:
     def stepped(self, now_s: float, started_s: float, load: StepLoad) -> None:
         self._replica.stepped(now_s - started_s, load)
 
-    def leapt(self, now_s: float, started_s: float, num_steps: int, num_decodes: int) -> None:
+    def leapt(
+        self, now_s: float, started_s: float, num_steps: int, num_decodes: int, num_free_blocks_before: int
+    ) -> None:
         self._replica.stepped(now_s - started_s, StepLoad(0, 0))
 
     def committed(self, now_s: float, planned_s: float, events: Events, *, has_first_tokens: bool) -> None:
@@ -85,7 +87,7 @@ class FleetSimulation:
         loss = 0.0 if is_oracle else fleet.event_loss
         self._network = Network(0.0 if is_oracle else fleet.event_delay_s, loss, random.Random(f"{seed} network"))
         self._routers = [self._router(i, seed) for i in range(fleet.num_routers)]
-        self._requests = RequestFactory()
+        self._requests = RequestFactory(server)
         self._prompts = PromptDigests(server.block_size, has_digests=has_shared_prefixes)
         self._num_jobs = 0
         self._num_requests = 0

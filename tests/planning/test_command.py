@@ -51,6 +51,13 @@ def test_a_plan_is_printed_as_json() -> None:
     assert any("8 kv heads: each head, and its KV, is on 2 devices" in note for note in values["notes"])
 
 
+@pytest.mark.parametrize("words", [("llama-3-70b", "--num-blocks", "10"), ("qwen3-0.6b", "--num-blocks", "1000000")])
+def test_a_plan_whose_blocks_do_not_fit_is_refused(words: tuple[str, ...]) -> None:
+    result = invoke("plan", *words)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "num_blocks" in result.stderr
+
+
 def test_a_simulation_is_printed() -> None:
     result = invoke("simulate", "llama-3.1-8b", "--rate", "2", "--num-requests", "10")
     assert result.exit_code == 0
@@ -100,6 +107,11 @@ def test_every_kind_of_workload_is_simulated(words: tuple[str, ...]) -> None:
         ((), "give either clients"),
         (("--rate", "1", "--clients", "1"), "give either clients"),
         (("--rate", "0"), "rate and burstiness"),
+        (("--rate", "nan"), "rate and burstiness"),
+        (("--rate", "1", "--burstiness", "inf"), "rate and burstiness"),
+        (("--rate", "1", "--duration-s", "inf"), "duration_s"),
+        (("--clients", "1", "--turnaround-s", "nan"), "turnaround_s"),
+        (("--rate", "1", "--num-blocks", "1000000"), "num_blocks: 1,000,000 blocks need"),
         (("--clients", "0"), "clients: must be at least 1"),
         (("--clients", "1001"), "require num_requests"),
         (("--rate", "1", "--daily-swing", "2"), "daily_swing"),
@@ -181,7 +193,8 @@ def test_a_trace_of_requests_is_simulated(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl"
     lines = [{"prompt_tokens": 10 + i, "output_tokens": 5, "arrival_s": 3.0 - i} for i in range(3)]
     path.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    jobs = read_jobs(path)
+    jobs, have_times = read_jobs(path)
+    assert have_times
     assert [(job.arrival_s, job.num_prompt_tokens) for job in jobs] == [(1.0, 12), (2.0, 11), (3.0, 10)]
     result = invoke("simulate", "qwen3-0.6b", "--lengths", str(path), "--json")
     summary = json.loads(result.stdout)["summary"]
@@ -202,6 +215,8 @@ def test_a_trace_of_requests_is_simulated(tmp_path: Path) -> None:
         ('{"prompt_tokens": 5, "output_tokens": 2}\n{"prompt_tokens": 0, "output_tokens": 2}\n', "line 2"),
         ('{"prompt_tokens": 5, "output_tokens": 2, "arrival_s": -1}\n', "line 1"),
         ('{"prompt_tokens": 5, "output_tokens": 2, "arrival_s": NaN}\n', "line 1"),
+        (f'{{"prompt_tokens": 5, "output_tokens": 2, "arrival_s": 1{"0" * 400}}}\n', "line 1"),
+        ('{"prompt_tokens": 5, "output_tokens": 2, "priority": 1.5}\n', "line 1: priority"),
         (
             '{"prompt_tokens": 5, "output_tokens": 2}\n{"prompt_tokens": 5, "output_tokens": 2, "arrival_s": 1}\n',
             "1 of 2 requests have arrival_s",
@@ -237,6 +252,16 @@ def test_tenants_from_a_file_are_simulated(tmp_path: Path) -> None:
         '[{"rate": 1, "priority": 0.5}]',
         '[{"name": 3, "rate": 1}]',
         '[{"rate": 1, "system_tokens": 64, "system_prompts": "2"}]',
+        '[{"clients": 2.5}]',
+        '[{"rate": 1, "lengths": "fixed", "prompt_tokens": 10.5, "output_tokens": 3}]',
+        '[{"rate": 1, "system_tokens": 64.5}]',
+        '[{"rate": NaN}]',
+        f'[{{"rate": 1{"0" * 400}}}]',
+        '[{"rate": 1, "burstiness": Infinity}]',
+        '[{"clients": 3, "turnaround_s": NaN}]',
+        '[{"rate": 1, "priority": 1001}]',
+        '[{"rate": 1, "weight": 0}]',
+        '[{"rate": 1, "weight": "2"}]',
     ],
 )
 def test_invalid_tenants_are_refused(tmp_path: Path, content: str) -> None:
@@ -265,6 +290,8 @@ def test_the_cost_model_can_be_fitted_to_measured_steps(tmp_path: Path) -> None:
     words = (
         "--clients",
         "5",
+        "--num-blocks",
+        "1000000",  # of the measured device, which is not that of the data sheet
         "--fit",
         f"{path},{path}",
         "--lengths",

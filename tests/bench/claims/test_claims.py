@@ -27,6 +27,7 @@ from bench.claims.outcome import Outcome, Results, ResultsError, load
 from bench.claims.page import render_page
 from bench.claims.runner import ProgressBars, measure_all
 from bench.command_line import BenchError
+from bench.machine import describe_machine
 from quire.cli.main import app
 from tests.support.bench import claims_data as data
 
@@ -61,7 +62,8 @@ def sampled_results(samples: dict[str, Data] | None = None) -> Results:
     outcomes = {
         name: Outcome(2.0, "2026-01-01T00:00:00+00:00", json.loads(json.dumps(d))) for name, d in chosen.items()
     }
-    return Results({"device": "a device", "num_cpus": 2, "versions": {"torch": "2"}}, "tiny", 7, False, outcomes)
+    machine = {"device": "a device", "num_cpus": 2, "versions": {"torch": "2"}}
+    return Results(machine, "tiny", 7, False, outcomes=outcomes)
 
 
 # --- the report -----------------------------------------------------------------------------------------------------
@@ -184,14 +186,42 @@ def test_report_can_be_rewritten_without_measuring(core_only: Path, tmp_path: Pa
     assert (tmp_path / "evidence.md").read_text() == (core_only / "evidence.md").read_text()
 
 
-def test_only_keeps_earlier_results_of_the_same_kind(core_only: Path, tmp_path: Path) -> None:
-    sampled = replace(sampled_results({"sharing": SAMPLES["sharing"]}), is_quick=True)
-    sampled.save(tmp_path)
+def test_only_keeps_earlier_results_of_the_same_kind(tmp_path: Path) -> None:
+    sampled = sampled_results({"sharing": SAMPLES["sharing"]})
+    earlier = replace(sampled, machine=describe_machine(None) | {"date": "long ago"}, is_quick=True)
     run = ClaimsRun("models/tiny", ("timeline",), True, output=tmp_path, evidence=tmp_path / "evidence.md")
+    earlier.save(tmp_path)
     measure(run, quiet())
     assert set(load(tmp_path / "results.json").outcomes) == {"sharing", "timeline"}
     measure(replace(run, seed=8), quiet())
     assert set(load(tmp_path / "results.json").outcomes) == {"timeline"}
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags"),
+    [({"device": "another"}, {}), ({"versions": {"torch": "1"}}, {}), ({}, {"dtype": "bfloat16"})],
+)
+def test_only_drops_earlier_results_of_other_machines_and_flags(
+    tmp_path: Path, machine: dict[str, Any], flags: dict[str, Any]
+) -> None:
+    """They would be shown as results of this machine. The console says that they are dropped."""
+    sampled = sampled_results({"sharing": SAMPLES["sharing"]})
+    replace(sampled, machine=describe_machine(None) | machine, is_quick=True, flags=flags).save(tmp_path)
+    console = quiet()
+    measure(ClaimsRun("models/tiny", ("timeline",), True, output=tmp_path, evidence=tmp_path / "evidence.md"), console)
+    assert set(load(tmp_path / "results.json").outcomes) == {"timeline"}
+    assert isinstance(console.file, io.StringIO)
+    assert "not kept" in console.file.getvalue()
+
+
+def test_the_flags_of_the_services_are_kept_with_the_results(tmp_path: Path) -> None:
+    flags = {"dtype": "bfloat16"}
+    measure(
+        ClaimsRun("models/tiny", ("timeline",), True, output=tmp_path, evidence=tmp_path / "evidence.md", flags=flags),
+        quiet(),
+    )
+    assert load(tmp_path / "results.json").flags == flags
+    assert "--dtype bfloat16" in (tmp_path / "evidence.md").read_text()
 
 
 class Silent:

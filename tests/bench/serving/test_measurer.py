@@ -129,6 +129,8 @@ async def test_engines_take_turns_on_the_same_traces_in_alternating_order(sleepe
     assert values["ratios"] == pytest.approx({1: 4.0, 2: 4.0})
     assert [pair["ratio"] for pair in values["pairs"]] == pytest.approx([4.0] * 4)
     assert {pair["peer"]["engine"] for pair in values["pairs"]} == {"peer"}
+    places = [(trace["round"], trace["profile"]) for trace in values["traces"]]
+    assert sorted((pair["round"], pair["profile"]) for pair in values["pairs"]) == sorted(places)
     assert [(trace["concurrency"], trace["round"]) for trace in values["traces"]] == [(1, 0), (2, 0), (1, 1), (2, 1)]
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(render_table(runs))
