@@ -93,6 +93,8 @@ class ExecutorConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}: must be at least {least}, is {value}")
+            if value is not None and value > _MAX_COUNT:
+                raise ConfigError(f"{name}: must be at most {_MAX_COUNT}, is {value}")
         if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise ConfigError(f"memory_fraction: must be in (0, 1], is {self.memory_fraction}")
         for name in ("step_timeout_s", "load_timeout_s"):
@@ -136,6 +138,9 @@ _TLS = ("tls_certificate", "tls_key", "tls_client_ca", "scheduler_name")
 
 _MAX_TIMEOUT_S = 1e6
 """About eleven days: timers take no infinity."""
+
+_MAX_COUNT = (1 << 31) - 1
+"""Blocks, slots and positions are int32 numbers."""
 
 _LEAST = {
     "block_size": 1,

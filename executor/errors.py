@@ -14,7 +14,7 @@ class CheckpointError(ExecutorError):
 
 
 class OutOfMemory(ExecutorError):
-    """The device has too little free memory for a KV pool."""
+    """The device has too little free memory for the weights, for a step or for a KV pool."""
 
 
 class PlanRejected(ExecutorError):

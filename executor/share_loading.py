@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from executor.config import ExecutorConfig
 from executor.device.device_memory import fitting
 from executor.device.free_memory import free_memory_bytes
 from executor.device.kv_pool import allocate_pool, fitting_blocks, kv_bytes_per_token
+from executor.errors import CheckpointError
 from executor.grammars.grammar_cache import Grammars
 from executor.models.decoder import Decoder
 from executor.models.eager import EagerModel
@@ -70,8 +71,9 @@ class LoadedShare:
     pool: "Tensor"
 
     def make_model(self) -> Model:
-        """Returns the model of this share alone, on the CPU."""
-        return _model(self.decoder, self.backend, self.pool, self.limits)
+        """Returns the model of this share alone, on the CPU. Raises OutOfMemory."""
+        with _fitting_step(self.limits):
+            return _model(self.decoder, self.backend, self.pool, self.limits)
 
 
 def load_share(
@@ -89,13 +91,15 @@ def load_share(
     own = share.of(whole)
     max_model_len = resolve_max_model_len(config, whole)
     limits = resolve_limits(config, whole, max_model_len, config.num_blocks or 0, device.type == "cpu")
+    check_head_dim(config, whole, device)
     backend = _kernels(config.kernels, device)
     with timed(startup_s, "weights"), fitting(f"weights on {device}"):
         weights = _load_weights(config, whole, share, directory, device, backend, say)
         block_bytes = kv_bytes_per_token(own, weights.dtype) * config.block_size
         memory_bytes = {"weights": weights.num_bytes, "kv_block": block_bytes}
         communicator = ranks.connect(share, whole.vocab_size, memory_bytes)
-        decoder = Decoder(own, weights, backend, max_model_len, communicator)
+        with fitting(f"rotary embeddings of {max_model_len:,} positions (lower --max-model-len)"):
+            decoder = Decoder(own, weights, backend, max_model_len, communicator)
     shape = kernels.AttentionShape(
         dtype=decoder.dtype,
         num_heads=own.num_heads,
@@ -118,6 +122,16 @@ def load_share(
         f" {limits.max_num_seqs} sequences, {limits.max_num_batched_tokens} tokens per step"
     )
     return LoadedShare(own, decoder, backend, start, limits, pool)
+
+
+def check_head_dim(config: ExecutorConfig, model: ModelConfig, device: torch.device) -> None:
+    """Raises CheckpointError for heads that the kernels cannot compute, before any weights are loaded."""
+    if config.kernels == "reference":
+        return
+    if device.type == "cpu" and model.head_dim % 4:
+        raise CheckpointError(f"head_dim: must be a multiple of 4 on the CPU, is {model.head_dim}")
+    if device.type == "cuda" and model.head_dim > 256:
+        raise CheckpointError(f"head_dim: must be at most 256 on a GPU, is {model.head_dim}")
 
 
 def _start(
@@ -152,8 +166,9 @@ class PlainStart:
     def make_runner(self, pool: "Tensor", limits: PlanLimits, grammars: Grammars | None) -> "ModelRunner":
         from executor.device.runner import ModelRunner  # loads numba, which a GPU host does without
 
-        model = _model(self.decoder, self.backend, pool, limits)
-        return ModelRunner(self.lead(model), limits, grammars)
+        with _fitting_step(limits):
+            model = _model(self.decoder, self.backend, pool, limits)
+            return ModelRunner(self.lead(model), limits, grammars)
 
 
 def _model(decoder: Decoder, backend: kernels.Kernels, pool: torch.Tensor, limits: PlanLimits) -> Model:
@@ -163,6 +178,14 @@ def _model(decoder: Decoder, backend: kernels.Kernels, pool: torch.Tensor, limit
     from executor.models.program import ProgramModel  # loads numba
 
     return ProgramModel(decoder, pool, limits.max_num_batched_tokens, limits.max_num_seqs)
+
+
+def _fitting_step(limits: PlanLimits) -> AbstractContextManager[None]:
+    """Returns a context for what allocates memory for the largest step, and for the slots."""
+    return fitting(
+        f"a step of {limits.max_num_batched_tokens:,} tokens and {limits.max_num_seqs:,} sequences"
+        " (lower --max-num-batched-tokens, --max-num-seqs or --max-model-len)"
+    )
 
 
 def _load_weights(

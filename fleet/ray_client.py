@@ -109,9 +109,7 @@ def _names() -> set[str]:
 def _with_gpus(settings: FleetSettings, nodes: list[dict[str, Any]]) -> FleetSettings:
     """Returns the settings with the GPUs of one executor. Raises FleetError if no node has as many."""
     most = max((node["Resources"].get("GPU", 0.0) for node in nodes), default=0.0)
-    wanted = settings.num_gpus
-    if wanted is None:
-        wanted = float(settings.tensor_parallel_size) if most else 0.0
+    wanted = settings.num_gpus_of(most)
     if wanted > most:
         raise FleetError(f"an executor needs {wanted:g} GPUs, and no node of the cluster has more than {most:g}")
     return replace(settings, num_gpus=wanted or None)

@@ -20,7 +20,7 @@ class FleetSettings:
     name                  name of the fleet, which tells fleets of one machine or one cluster apart
     backend               "local": processes on this machine; "ray": actors of a Ray cluster hold them
     model                 directory or hub id, which every machine has to reach
-    tensor_parallel_size  ranks of one executor
+    tensor_parallel_size  ranks of one executor; several compute on CPUs
     executor_flags        further flags of `quire executor`
     scheduler_flags       further flags of `quire scheduler`
     gateway_flags         further flags of `quire gateway`
@@ -33,7 +33,7 @@ class FleetSettings:
                           scale the fleet
     executor_resource     name of a custom resource of Ray's nodes on which executors run; None: any node
     scheduler_resource    the same for schedulers and gateways
-    num_gpus              GPUs that Ray reserves for one executor; None: as many as it has ranks
+    num_gpus              GPUs that Ray reserves for one executor; None: 1 if nodes have any and it has one rank, else 0
     """
 
     name: str
@@ -63,6 +63,8 @@ class FleetSettings:
         _, colon, port = self.gateway_listen.rpartition(":")
         if not (colon and port.isascii() and port.isdigit() and int(port) < 1 << 16):
             raise ValueError(f"gateway_listen must be host:port, not {self.gateway_listen!r}")
+        if self.num_gpus and self.tensor_parallel_size > 1:
+            raise ValueError("num_gpus must be 0 with several ranks, which compute on CPUs")
         if not 1 <= self.min_replicas <= self.max_replicas <= MAX_REPLICAS:
             raise ValueError(
                 f"min_replicas and max_replicas must be 1 to {MAX_REPLICAS}, and the first not above the second, not "
@@ -73,12 +75,19 @@ class FleetSettings:
             if (value is not None and not (value > 0 or (name == "num_gpus" and value == 0))) or value == float("inf"):
                 raise ValueError(f"{name} must be positive, not {value}")
 
+    def num_gpus_of(self, most: float) -> float:
+        """Returns the GPUs of one executor in a cluster whose nodes have at most `most`."""
+        if self.num_gpus is not None:
+            return self.num_gpus
+        return 1.0 if most and self.tensor_parallel_size == 1 else 0.0
+
     def flags(self, role: Role) -> tuple[str, ...]:
         """Returns the flags that the user gave for a service."""
         match role:
             case Role.EXECUTOR:
                 ranks = self.tensor_parallel_size
-                parallel = ("--tensor-parallel-size", str(ranks)) if ranks > 1 else ()
+                # An executor with several ranks refuses a GPU, which it would take where it sees one.
+                parallel = ("--tensor-parallel-size", str(ranks), "--device", "cpu") if ranks > 1 else ()
                 return ("--model", self.model, *parallel, *self.executor_flags)
             case Role.SCHEDULER:
                 return ("--model", self.model, *self.scheduler_flags)

@@ -31,8 +31,8 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     page_bytes = _HUGE_BYTES if num_bytes >= _HUGE_BYTES // 2 else mmap.PAGESIZE
     try:
         memory = mmap.mmap(-1, -(-num_bytes // page_bytes) * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"{num_bytes} bytes: {error.strerror or error}") from None
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"{num_bytes} bytes: {error}") from None
     if page_bytes == _HUGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a system without huge pages uses small ones
             memory.madvise(mmap.MADV_HUGEPAGE)

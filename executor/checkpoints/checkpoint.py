@@ -20,6 +20,7 @@ from quire.model_path import ModelNotFound, local_directory
 
 _SINGLE_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
+_DTYPES = ("F32", "BF16", "F16")
 _WANTED = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
 
 
@@ -93,7 +94,10 @@ class Checkpoint:
         return of_part(self._file_of[name].get_slice(name), rows, columns)
 
     def check_shapes(self, expected: Mapping[str, tuple[int, ...]], ignored: re.Pattern[str]) -> None:
-        """Raises CheckpointError unless the checkpoint holds exactly these tensors, apart from `ignored` ones."""
+        """Raises CheckpointError unless the checkpoint holds exactly these tensors, apart from `ignored` ones.
+
+        Other numbers than floats of 16 and 32 bits are quantized weights, or none: they would load as wrong weights.
+        """
         if missing := [name for name in expected if name not in self._file_of]:
             raise CheckpointError(f"{self.directory}: missing tensors: {_some(missing)}")
         if unknown := sorted(name for name in self.names - expected.keys() if not ignored.search(name)):
@@ -101,6 +105,8 @@ class Checkpoint:
         for name, shape in expected.items():
             if (found := self.shape(name)) != shape:
                 raise CheckpointError(f"{self.directory}: {name}: expected shape {shape}, found {found}")
+            if (dtype := self._file_of[name].get_slice(name).get_dtype()) not in _DTYPES:
+                raise CheckpointError(f"{self.directory}: {name}: expected dtype {' or '.join(_DTYPES)}, found {dtype}")
 
 
 def of_part(stored: Any, rows: Span | None, columns: Span | None) -> Tensor:

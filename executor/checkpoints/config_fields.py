@@ -1,12 +1,13 @@
 """Typed access to a JSON object: each access says what it expects, and each error names the field."""
 
-import math
 from collections.abc import Mapping
 from typing import Any, overload
 
 from executor.errors import CheckpointError
 
 _REQUIRED: Any = object()
+_MAX_SIZE = (1 << 31) - 1  # positions and token ids are int32
+_MAX_NUMBER = 3.4e38  # of float32
 
 
 class Fields:
@@ -27,6 +28,8 @@ class Fields:
         value = self._get(name, default)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise self._error(name, "a positive integer", value)
+        if value is not None and value > _MAX_SIZE:
+            raise self._error(name, f"at most {_MAX_SIZE}", value)
         return value
 
     def nullable_size(self, name: str, absent: int) -> int | None:
@@ -41,16 +44,24 @@ class Fields:
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
-        """Returns a finite number, 0 or more."""
+        """Returns a number of float32, 0 or more."""
         value = self._get(name, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
-            raise self._error(name, "a number, 0 or more", value)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= _MAX_NUMBER:
+            raise self._error(name, f"a number from 0 to {_MAX_NUMBER:g}", value)
         return float(value)
+
+    def positive(self, name: str, default: float = _REQUIRED) -> float:
+        """Returns a number of float32 above 0."""
+        if not (value := self.number(name, default)):
+            raise self._error(name, "a positive number", value)
+        return value
 
     def numbers(self, name: str) -> tuple[float, ...]:
         """Returns a list of positive numbers."""
         value = self._get(name, _REQUIRED)
-        if not isinstance(value, list) or not all(isinstance(item, int | float) and item > 0 for item in value):
+        if not isinstance(value, list) or not all(
+            isinstance(item, int | float) and 0 < item <= _MAX_NUMBER for item in value
+        ):
             raise self._error(name, "a list of positive numbers", value)
         return tuple(float(item) for item in value)
 

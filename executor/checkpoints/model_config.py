@@ -169,12 +169,12 @@ def parse_model_config(content: Mapping[str, Any]) -> ModelConfig:
 
 
 def _architecture(content: Mapping[str, Any]) -> str:
-    named = content.get("architectures") or [_ARCHITECTURE_OF_MODEL_TYPE.get(content.get("model_type", ""))]
+    named = content.get("architectures") or [_ARCHITECTURE_OF_MODEL_TYPE.get(str(content.get("model_type")))]
     architecture = named[0] if isinstance(named, list) and named else None
-    if architecture not in FAMILIES:
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         found = architecture or content.get("model_type")
         raise CheckpointError(f"architecture {found!r} is not supported; known: {', '.join(FAMILIES)}")
-    return str(architecture)
+    return architecture
 
 
 def _refuse_unsupported_fields(content: Mapping[str, Any]) -> None:
@@ -216,7 +216,7 @@ def _rope(config: Fields, head_dim: int) -> Rope:
     if nested.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise CheckpointError("rope_parameters.partial_rotary_factor is not supported")
     kind = nested.get("rope_type") or nested.get("type") or "default"
-    theta = parameters.number("rope_theta", config.number("rope_theta", 10000.0))
+    theta = parameters.positive("rope_theta", config.positive("rope_theta", 10000.0))
     reach = config.size("max_position_embeddings")
     original = config.size(
         "original_max_position_embeddings", parameters.size("original_max_position_embeddings", reach)
@@ -225,15 +225,17 @@ def _rope(config: Fields, head_dim: int) -> Rope:
         case "default":
             return DefaultRope(theta, reach)
         case "linear":
-            return LinearRope(theta, parameters.number("factor"), reach)
+            return LinearRope(theta, parameters.positive("factor"), reach)
         case "dynamic":
-            return DynamicNtkRope(theta, parameters.number("factor"), reach)
+            if head_dim == 2:
+                raise CheckpointError("head_dim: must be above 2 for rope scaling 'dynamic'")
+            return DynamicNtkRope(theta, parameters.positive("factor"), reach)
         case "llama3":
             return Llama3Rope(
                 theta=theta,
-                factor=parameters.number("factor"),
-                low_freq_factor=parameters.number("low_freq_factor"),
-                high_freq_factor=parameters.number("high_freq_factor"),
+                factor=parameters.positive("factor"),
+                low_freq_factor=parameters.positive("low_freq_factor"),
+                high_freq_factor=parameters.positive("high_freq_factor"),
                 original_max_position_embeddings=original,
                 max_context_len=reach,
             )
@@ -246,7 +248,9 @@ def _rope(config: Fields, head_dim: int) -> Rope:
 
 
 def _yarn(parameters: Fields, theta: float, reach: int, original: int) -> YarnRope:
-    factor = parameters.number("factor", reach / original)
+    if theta == 1:
+        raise CheckpointError("rope_theta: must not be 1 for rope scaling 'yarn'")
+    factor = parameters.positive("factor", reach / original)
     mscale, mscale_all_dim = parameters.number("mscale", 0.0), parameters.number("mscale_all_dim", 0.0)
     if mscale and mscale_all_dim:
         inferred = yarn_attention_factor(factor, mscale) / yarn_attention_factor(factor, mscale_all_dim)
@@ -265,7 +269,9 @@ def _yarn(parameters: Fields, theta: float, reach: int, original: int) -> YarnRo
 
 
 def _longrope(parameters: Fields, theta: float, reach: int, original: int, head_dim: int) -> LongRope:
-    factor = parameters.number("factor", reach / original)
+    if original == 1:
+        raise CheckpointError("original_max_position_embeddings: must be above 1 for rope scaling 'longrope'")
+    factor = parameters.positive("factor", reach / original)
     short, long = parameters.numbers("short_factor"), parameters.numbers("long_factor")
     if not len(short) == len(long) == head_dim // 2:
         raise CheckpointError(f"rope_parameters: short_factor and long_factor need {head_dim // 2} numbers each")

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from executor.errors import CheckpointError
+
 
 class Rope(Protocol):
     """One scaling of the rotary embedding."""
@@ -24,7 +26,10 @@ class Rope(Protocol):
         ...
 
     def tables(self, head_dim: int, num_positions: int) -> tuple[Tensor, Tensor]:
-        """Returns cos[num_positions, head_dim / 2] and sin of the same shape, float32, attention factor included."""
+        """Returns cos[num_positions, head_dim / 2] and sin of the same shape, float32, attention factor included.
+
+        Raises CheckpointError for angles that are not finite.
+        """
         ...
 
 
@@ -185,6 +190,11 @@ def _frequencies(theta: float, head_dim: int) -> Tensor:
 
 
 def _tables(frequencies: Tensor, num_positions: int, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Returns cos and sin for frequencies[head_dim / 2], or for [num_positions, head_dim / 2] where they vary."""
+    """Returns cos and sin for frequencies[head_dim / 2], or for [num_positions, head_dim / 2] where they vary.
+
+    Raises CheckpointError if an angle overflows, because of an extreme base or factor.
+    """
     angles = torch.arange(num_positions, dtype=torch.float32).unsqueeze(1) * frequencies
+    if not torch.isfinite(angles).all():
+        raise CheckpointError("config.json: the rotary embedding has angles that are not finite (rope_theta, factor)")
     return angles.cos() * factor, angles.sin() * factor

@@ -48,17 +48,21 @@ class CudaMemory:
         return free_bytes
 
 
+_MESSAGES = ("out of memory", "cublas_status_alloc_failed", "can't allocate memory", "cannot allocate memory")
+
+
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Returns whether this error, or one that it was raised in place of, says that the device has no memory left.
 
-    torch's allocator raises OutOfMemoryError. The driver, cuBLAS and Triton raise a RuntimeError with one of these
-    messages; and ending a capture that has failed for lack of memory can raise an error that hides the first one.
+    torch's allocators raise OutOfMemoryError for a GPU and a RuntimeError for the CPU, numpy and `kernels.memory` a
+    MemoryError. The driver, cuBLAS and Triton raise a RuntimeError with one of these messages; and ending a capture
+    that has failed for lack of memory can raise an error that hides the first one.
     """
     while error is not None:
         text = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
-        if isinstance(error, RuntimeError) and ("out of memory" in text or "cublas_status_alloc_failed" in text):
+        if isinstance(error, RuntimeError) and any(message in text for message in _MESSAGES):
             return True
         error = error.__context__
     return False
@@ -69,7 +73,8 @@ def fitting(what: str) -> Iterator[None]:
     """Turns an error about too little memory into OutOfMemory with a text that says what did not fit."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise OutOfMemory(f"{what}: {str(error).splitlines()[0]}") from None
+        reason = str(error) or "out of memory"  # Python's own MemoryError says nothing
+        raise OutOfMemory(f"{what}: {reason.splitlines()[0]}") from None

@@ -11,7 +11,7 @@ from executor.checkpoints.checkpoint import TensorSource
 from executor.checkpoints.model_config import ModelConfig
 from executor.checkpoints.shares import Share, Span, share_of
 from executor.errors import CheckpointError
-from kernels import Kernels, Linear
+from kernels import Kernels, Linear, reference
 
 Progress = Callable[[int, int], None]
 """Called after each layer with the number of layers loaded and the number of all layers."""
@@ -85,10 +85,10 @@ def load_weights(
         layers.append(_load_layer(reader, config, f"model.layers.{index}."))
         if progress is not None:
             progress(index + 1, config.num_layers)
-    embedding = reader.tensor("model.embed_tokens.weight")
+    embedding = reader.kept("model.embed_tokens.weight")
     head = embedding[reader.share.vocab.start : reader.share.vocab.stop]
     if not config.tie_word_embeddings:
-        head = reader.tensor(_HEAD, rows=reader.share.vocab)
+        head = reader.tensor(_HEAD, rows=reader.share.vocab, is_kept=reader.packing_keeps)
     elif _HEAD in checkpoint.names and not torch.equal(reader.tensor(_HEAD, rows=reader.share.vocab), head):
         raise CheckpointError(
             f"{_HEAD} is not model.embed_tokens.weight, although config.json says so: set tie_word_embeddings to false,"
@@ -97,7 +97,7 @@ def load_weights(
     return DecoderWeights(
         embedding=embedding,
         layers=tuple(layers),
-        final_norm=reader.tensor("model.norm.weight"),
+        final_norm=reader.kept("model.norm.weight"),
         head=kernels.pack_linear([head]),
     )
 
@@ -150,14 +150,31 @@ class _Reader:
     kernels: Kernels
     share: Share
 
-    def tensor(self, name: str, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+    @property
+    def packing_keeps(self) -> bool:
+        """True if a layer that is packed from one weight keeps that tensor."""
+        return self.kernels.pack_linear is reference.pack_linear
+
+    def kept(self, name: str) -> Tensor:
+        """Returns a tensor that the model keeps as it is. Raises as `tensor` does."""
+        return self.tensor(name, is_kept=True)
+
+    def tensor(
+        self, name: str, rows: Span | None = None, columns: Span | None = None, *, is_kept: bool = False
+    ) -> Tensor:
         """Returns a tensor of finite numbers, or these rows or columns of it.
+
+        is_kept  the tensor gets memory of its own. It may otherwise be a view of the mapped file, which changes when
+                 the file is replaced in place, and whose pages are gone when the file is truncated
 
         Raises CheckpointError if some are not finite, or overflow in the dtype.
         """
         whole = rows is None and columns is None
         stored = self.checkpoint.tensor(name) if whole else self.checkpoint.part(name, rows, columns)
-        tensor = stored.to(device=self.device, dtype=self.dtype)
+        # One copy, even if the dtype changes too. It costs each rank the size of the embedding and the norms, which as
+        # views all processes of a machine would share. A tensor on a GPU is no view of a file.
+        is_copied = is_kept and stored.device.type == "cpu"
+        tensor = stored.to(device=self.device, dtype=self.dtype, copy=is_copied)
         least, most = torch.aminmax(tensor)  # one pass without temporaries; NaN propagates
         if not (torch.isfinite(least) and torch.isfinite(most)):
             count = int((~torch.isfinite(tensor)).sum())
@@ -172,7 +189,7 @@ class _Reader:
 
     def by_columns(self, name: str, columns: Span, has_bias: bool) -> Linear:
         """Returns a linear layer over these inputs, whose output is this share's part of a sum over all shares."""
-        weight = self.tensor(f"{name}.weight", columns=columns)
+        weight = self.tensor(f"{name}.weight", columns=columns, is_kept=self.packing_keeps)
         adds_bias = has_bias and self.share.is_leading
         return self.kernels.pack_linear([weight], [self.tensor(f"{name}.bias")] if adds_bias else None)
 
@@ -181,12 +198,12 @@ def _load_layer(reader: _Reader, config: ModelConfig, prefix: str) -> LayerWeigh
     attention, mlp, share = prefix + "self_attn.", prefix + "mlp.", reader.share
     queries, kv = share.heads.times(config.head_dim), share.kv_heads.times(config.head_dim)
     return LayerWeights(
-        input_norm=reader.tensor(prefix + "input_layernorm.weight"),
+        input_norm=reader.kept(prefix + "input_layernorm.weight"),
         qkv=reader.by_rows(attention, {"q_proj": queries, "k_proj": kv, "v_proj": kv}, config.qkv_bias),
-        query_norm=reader.tensor(attention + "q_norm.weight") if config.qk_norm else None,
-        key_norm=reader.tensor(attention + "k_norm.weight") if config.qk_norm else None,
+        query_norm=reader.kept(attention + "q_norm.weight") if config.qk_norm else None,
+        key_norm=reader.kept(attention + "k_norm.weight") if config.qk_norm else None,
         output=reader.by_columns(attention + "o_proj", queries, config.output_bias),
-        mlp_norm=reader.tensor(prefix + "post_attention_layernorm.weight"),
+        mlp_norm=reader.kept(prefix + "post_attention_layernorm.weight"),
         gate_up=reader.by_rows(mlp, dict.fromkeys(("gate_proj", "up_proj"), share.intermediate), config.mlp_bias),
         down=reader.by_columns(mlp + "down_proj", share.intermediate, config.mlp_bias),
     )

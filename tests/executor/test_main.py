@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,14 +11,18 @@ import sys
 from contextlib import suppress
 
 import grpc
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from executor.config import ExecutorConfig
 from executor.main import EXIT_ADDRESS_IN_USE, EXIT_CONFIG, EXIT_DEVICE_LOST, EXIT_OK, run
+from kernels.memory import zeros
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from tests.support.executor.checkpoints import make_checkpoint
+from tests.support.executor.model_configs import BASE
 from tests.support.executor.served import opening, plan
 
 _PROGRAM = (
@@ -113,7 +118,7 @@ def test_loading_without_progress_logs_stacks_and_exits(num_lines, return_code) 
         ({"model": "/no/such/model"}, "/no/such/model: no such directory"),
         ({"model": "{directory}", "device": "cuda:77"}, "device: "),
         ({"model": "{directory}", "max_model_len": 1_000_000}, "max_model_len: 1000000 is more than"),
-        ({"model": "{directory}", "num_blocks": 1 << 45}, "KV pool of"),
+        ({"model": "{directory}", "num_blocks": (1 << 31) - 1, "block_size": 1 << 16}, "KV pool of"),
         (
             {"model": "{directory}", "tensor_parallel_size": 5},
             "tensor_parallel_size: 5 ranks cannot share 4 attention heads",
@@ -125,12 +130,63 @@ def test_a_wrong_configuration_or_model_exits_with_its_code(settings, message, c
     config = ExecutorConfig.from_dict(
         {"device": "cpu", "listen_address": "127.0.0.1:0", "metrics_address": "", **settings, "model": model}
     )
-    capfd.readouterr()  # drops the output of making the checkpoint
+    assert message in refusal(config, capfd)
+
+
+def refusal(config: ExecutorConfig, capfd) -> str:
+    """Runs an executor that ends with the code for a wrong configuration, and returns its only line of errors."""
+    capfd.readouterr()
     assert run(config) == EXIT_CONFIG
     errors = capfd.readouterr().err.strip().splitlines()
     assert len(errors) == 1
     assert errors[0].startswith("executor: ")
-    assert message in errors[0]
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("allocator", "allocate", "message"),
+    [
+        (
+            "executor.models.program.zeros",
+            lambda *_: zeros((1 << 60,), torch.uint8),
+            "a step of 512 tokens and 64 sequences (lower --max-num-batched-tokens, ",
+        ),
+        ("executor.device.runner.Slots", lambda *_: np.zeros(1 << 50), "a step of 512 tokens and 64 sequences"),
+        (
+            "executor.checkpoints.rope._tables",
+            lambda *_: torch.empty(1 << 50),
+            "rotary embeddings of 128 positions (lower --max-model-len)",
+        ),
+    ],
+)
+def test_a_lack_of_memory_while_loading_exits_with_its_code(
+    allocator, allocate, message, checkpoint, capfd, monkeypatch
+) -> None:
+    """Otherwise `quire serve` would start the executor again and again."""
+    monkeypatch.setattr(allocator, allocate)
+    config = ExecutorConfig(
+        model=str(checkpoint("llama").directory), listen_address="127.0.0.1:0", metrics_address="", device="cpu"
+    )
+    assert message in refusal(config, capfd)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_position_embeddings": 1 << 31}, "max_position_embeddings: expected at most 2147483647"),
+        ({"head_dim": 6}, "head_dim: must be a multiple of 4 on the CPU, is 6"),
+        ({"model_type": ["llama"], "architectures": None}, "architecture ['llama'] is not supported"),
+        ({"rope_theta": 10**400}, "rope_theta: expected a number from 0 to"),
+        ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "rope_theta: must not be 1"),
+        ({"rope_theta": 1e-44}, "the rotary embedding has angles that are not finite"),
+    ],
+)
+def test_a_config_json_that_cannot_be_computed_exits_with_its_code(fields, message, tmp_path, capfd) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BASE | fields))
+    config = ExecutorConfig(
+        model=str(tmp_path), load_format="random", listen_address="127.0.0.1:0", metrics_address="", device="cpu"
+    )
+    assert message in refusal(config, capfd)
 
 
 def test_sigterm_while_loading_exits_cleanly(monkeypatch) -> None:

@@ -139,6 +139,23 @@ def test_a_file_of_another_format_is_rejected(directory, make_runner) -> None:
     assert "broken safetensors file" in complaint(make_runner, directory)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "found"),
+    [
+        (torch.int8, "I8"),
+        (torch.bool, "BOOL"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+        (torch.float64, "F64"),
+        (torch.complex64, "C64"),
+    ],
+)
+def test_tensors_that_hold_no_weights_are_named(dtype, found, directory, make_runner) -> None:
+    """Their numbers mean something else: those of a quantized model have to be multiplied by scales."""
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit_tensors(directory, lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    assert f"{name}: expected dtype F32 or BF16 or F16, found {found}" in complaint(make_runner, directory)
+
+
 def test_missing_tensors_are_named(directory, make_runner) -> None:
     def drop(tensors):
         for name in [name for name in tensors if "layers.1" in name]:

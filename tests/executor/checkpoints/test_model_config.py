@@ -85,6 +85,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2] * 8}
+
 
 @pytest.mark.parametrize(
     ("scaling", "rope", "max_context_len"),
@@ -100,13 +102,7 @@ LLAMA3 = {
             1024,
         ),
         (
-            {
-                "type": "longrope",
-                "short_factor": [1.0] * 8,
-                "long_factor": [2] * 8,
-                "original_max_position_embeddings": 64,
-                "attention_factor": 1.25,
-            },
+            {**LONGROPE, "original_max_position_embeddings": 64, "attention_factor": 1.25},
             LongRope(5e5, (1.0,) * 8, (2.0,) * 8, 64, 256, 1.25),
             256,
         ),
@@ -151,7 +147,29 @@ def test_rope_scalings_are_read_in_both_spellings(spelling, scaling, rope, max_c
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: 30.0 is not supported"),
         ({"num_key_value_heads": 3}, "4 heads cannot share 3 key-value heads"),
+        ({"architectures": ..., "model_type": ["llama"]}, "architecture ['llama'] is not supported"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architecture ['LlamaForCausalLM'] is not supported"),
         ({"head_dim": 15}, "head_dim: must be even"),
+        ({"max_position_embeddings": 1 << 31}, "max_position_embeddings: expected at most 2147483647, found"),
+        ({"vocab_size": 10**400}, "vocab_size: expected at most 2147483647, found"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: expected a number from 0 to 3.4e+38, found"),
+        ({"rope_theta": 0}, "rope_theta: expected a positive number, found 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_parameters.factor: expected a positive number"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 0.0}}, "rope_parameters.factor: expected a positive number"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2}, "head_dim": 2}, "head_dim: must be above 2 for"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "factor": 0}}, "rope_parameters.factor: expected a positive"),
+        ({"rope_scaling": {"type": "llama3", **LLAMA3, "low_freq_factor": 0}}, "low_freq_factor: expected a positive"),
+        ({"rope_scaling": {"type": "yarn", "factor": 0}}, "rope_parameters.factor: expected a positive number"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_theta": 1}, "rope_theta: must not be 1"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 1e308}},
+            "rope_parameters.factor: expected a number from 0 to 3.4e+38",
+        ),
+        (
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings: must be above 1",
+        ),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [10**400] * 8}}, "long_factor: expected a list of positive"),
         ({"rope_scaling": {"type": "su"}}, "rope scaling 'su' is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_parameters.factor: missing"),
         ({"rope_scaling": "linear"}, "rope_scaling: expected an object"),

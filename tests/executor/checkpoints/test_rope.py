@@ -8,6 +8,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from executor.checkpoints.model_config import parse_model_config
+from executor.checkpoints.rope import DefaultRope, DynamicNtkRope, LinearRope, LongRope
+from executor.errors import CheckpointError
 
 HEAD_DIM = 16
 REACH = 64
@@ -89,3 +91,17 @@ def test_a_position_does_not_depend_on_the_table_length(name) -> None:
     few, many = rope.tables(HEAD_DIM, 50), rope.tables(HEAD_DIM, 120)
     assert torch.equal(few[0], many[0][:50])
     assert torch.equal(few[1], many[1][:50])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        DefaultRope(1e-44, REACH),
+        LinearRope(5000.0, 1e-44, REACH),
+        DynamicNtkRope(1e-44, 2.0, REACH),
+        LongRope(5000.0, (1e-44,) * 8, (1.0,) * 8, REACH, REACH, 1.0),
+    ],
+)
+def test_angles_that_overflow_are_rejected(rope) -> None:
+    with pytest.raises(CheckpointError, match="angles that are not finite"):
+        rope.tables(HEAD_DIM, REACH)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from executor.device.device_memory import CudaMemory, fitting, is_out_of_memory
 from executor.errors import OutOfMemory
+from kernels.memory import zeros
 
 
 class Card:
@@ -56,6 +58,7 @@ def test_cached_memory_is_free_and_peaks_are_not(card) -> None:
         (RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'"), True),
         (RuntimeError("Triton Error [CUDA]: out of memory"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("unable to mmap 16 bytes from file <x>: Cannot allocate memory (12)"), True),
         (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
         (ValueError("out of memory"), False),
     ],
@@ -77,3 +80,23 @@ def test_what_does_not_fit_is_named() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB\nmore")
     with pytest.raises(RuntimeError, match="another"), fitting("weights"):
         raise RuntimeError("another")
+
+
+def _nothing_said() -> None:
+    raise MemoryError
+
+
+@pytest.mark.parametrize(
+    ("allocate", "message"),
+    [
+        (lambda: torch.empty(1 << 60, dtype=torch.uint8), "can't allocate memory"),
+        (lambda: np.zeros(1 << 60, dtype=np.uint8), "Unable to allocate 1.00 EiB"),
+        (lambda: zeros((1 << 60,), torch.uint8), "1152921504606846976 bytes"),
+        (_nothing_said, "out of memory"),
+    ],
+)
+def test_a_lack_of_the_hosts_memory_is_named(allocate, message) -> None:
+    with pytest.raises(OutOfMemory) as caught, fitting("a step"):
+        allocate()
+    assert str(caught.value).startswith("a step: ")
+    assert message in str(caught.value)
