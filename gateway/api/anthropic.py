@@ -33,6 +33,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 _CACHE_CONTROL: dict[str, tuple[Any, ...]] = {"cache_control": ({"type": "ephemeral"},)}
 _NEUTRAL_IN_TEXT = _CACHE_CONTROL | {"citations": ([],)}
+_NEUTRAL_IN_CALL = _CACHE_CONTROL | {"caller": ({"type": "direct"},)}
+"""Blocks of answers have these fields, too, and clients send them back."""
+
 NAMES = (
     SAMPLING_NAMES
     | GRAMMAR_NAMES
@@ -58,7 +61,7 @@ def parse_message(body: object) -> ParsedRequest:
     if "max_tokens" not in fields:
         fields.add_problem("max_tokens", "must be given")
     names = NAMES | add_output_format(fields, request)
-    stop = [fields.check_text(f"stop_sequences[{i}]", each) for i, each in enumerate(fields.items("stop_sequences"))]
+    stop = fields.texts("stop_sequences")
     request.stopping.stop.extend(stop)
     request.stopping.include_stop = True  # the answer says which one it was; it is cut off again there
     tools = _add_prompt(fields, request.chat)
@@ -138,14 +141,13 @@ def _add_blocks(message: Fields, role: str, chat: pb.ChatPrompt) -> None:
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[pb.ToolCall] = []
-    for i, value in enumerate(message.items("content")):
-        block = Fields(value, f"{message.path}content[{i}].", message.problems)
+    for block in message.objects("content", message.items("content")):
         match block.get("type"), role:
             case "text", _:
                 block.check_names({"type", "text"}, _NEUTRAL_IN_TEXT)
                 texts.append(block.required("text"))
             case "tool_use", "assistant":
-                block.check_names({"type", "id", "name", "input"}, _CACHE_CONTROL)
+                block.check_names({"type", "id", "name", "input"}, _NEUTRAL_IN_CALL)
                 given = block.nested("input")
                 arguments = json.dumps({} if given is None else given.values)
                 call_id, name = block.required("id"), block.required("name")

@@ -37,7 +37,8 @@ def error_body(error: ApiError) -> dict[str, Any]:
 class End:
     """Counts tokens, and finds out why the answer ended. The text arrives with the stop string that ended it."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, head: Head, stop: Sequence[str]) -> None:
+        self._eos_tokens = head.eos_tokens
         self._stop = sorted(stop, key=len, reverse=True)
         self._stop_sequence: str | None = None
         self._reason: str | None = None
@@ -48,13 +49,15 @@ class End:
         self._num_cached_tokens = started.cached_tokens
 
     def text_of(self, delta: pb.Delta) -> str:
-        """Returns the text of a delta, without a stop string at its end.
+        """Returns the text of a delta, without a stop string or the name of an EOS token at its end.
 
         A text that may become a stop string is held back by the scheduler, so such a string ends in the delta in which
-        it begins.
+        it begins. An EOS token is the last one; the text has its name if it is not a special token.
         """
         self.num_output_tokens += len(delta.token_ids)
         text = delta.text
+        if delta.token_ids:
+            text = text.removesuffix(self._eos_tokens.get(delta.token_ids[-1], ""))
         found = next((stop for stop in self._stop if text.endswith(stop)), None)
         if found is not None:
             self._stop_sequence = found
@@ -93,7 +96,7 @@ class MessageChunks:
 
     def __init__(self, head: Head, stop: Sequence[str]) -> None:
         self._head = head
-        self._answer = End(stop)
+        self._answer = End(head, stop)
 
     def encode(self, prompt: int, message: pb.GenerateResponse) -> str:
         match message.WhichOneof("event"):
@@ -129,7 +132,7 @@ class MessageCollector:
 
     def __init__(self, head: Head, stop: Sequence[str]) -> None:
         self._head = head
-        self._answer = End(stop)
+        self._answer = End(head, stop)
         self._texts: list[str] = []
 
     def add(self, prompt: int, message: pb.GenerateResponse) -> None:

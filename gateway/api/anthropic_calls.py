@@ -11,6 +11,7 @@ from gateway.api.anthropic_answer import End, error_body, event_text, message_bo
 from gateway.api.chat_answer import to_json
 from gateway.api.endpoint import Head
 from gateway.api.errors import ApiError
+from gateway.api.json_values import is_writable
 from gateway.api.tool_calls import ToolReading
 from gateway.tools.events import Arguments, CallStarted, Event, Reasoning
 from quire.v1 import generation_pb2 as pb
@@ -54,7 +55,7 @@ class CallMessageChunks:
 
     def __init__(self, head: Head, stop: Sequence[str], tools: ToolReading) -> None:
         self._head = head
-        self._answer = End(stop)
+        self._answer = End(head, stop)
         self._tools = tools
         self._reader = tools.reader()
         self._blocks: list[_Block] = []
@@ -136,7 +137,6 @@ def _input(text: str) -> dict[str, Any]:
     """Returns the arguments of a call as an object. Text that is none, as of a call that broke off, becomes a field."""
     try:
         found = json.loads(text)
-        to_json(found)
     except (ValueError, RecursionError):
         found = None
-    return found if isinstance(found, dict) else {"invalid_json": text}
+    return found if isinstance(found, dict) and is_writable(found) else {"invalid_json": text}

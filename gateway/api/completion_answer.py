@@ -71,9 +71,8 @@ class _Answer:
                 echoed = self._prompts[prompt]
                 choice.texts.append(echoed.text)
                 if self._options.has_logprobs and echoed.first_token is not None:
-                    is_shown = echoed.text.startswith(echoed.first_token)
-                    choice.logprobs.add_first(echoed.first_token, is_shown=is_shown)
-                    choice.logprobs.add(self._prompt_logprobs.get(prompt, ()))
+                    found = self._prompt_logprobs.get(prompt, ())
+                    choice.logprobs.add_prompt(echoed.text, echoed.first_token, found)
         return choice
 
     def _take(self, prompt: int, message: pb.GenerateResponse) -> _Choice | None:

@@ -42,6 +42,8 @@ def parse_completion(body: object) -> ParsedRequest:
     shared.stopping.max_tokens = max(1, max_tokens)
     num_top = fields.integer("logprobs")
     num_returned = _check_number(fields, shared, stream)
+    if num_returned is not None:
+        names["sampling.n"] = "best_of"
     if num_top is not None:
         shared.output.logprobs = num_top
         shared.output.token_bytes = True

@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 class Head:
     """The values that all parts of an answer repeat.
 
-    created  Unix time in seconds
-    tools    makes readers of the texts; None: texts have no structure
+    created     Unix time in seconds
+    tools       makes readers of the texts; None: texts have no structure
+    eos_tokens  the name of each EOS token that is known
     """
 
     id: str
     model: str
     created: int
     tools: ToolReading | None = None
+    eos_tokens: Mapping[int, str] = field(default_factory=dict)
 
 
 class Chunks(Protocol):

@@ -5,7 +5,7 @@ scheduler checks ranges.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -28,7 +28,7 @@ class Fields:
         self.values: dict[str, Any] = {}
         if isinstance(value, dict):
             self.values = value
-        else:
+        elif not self.is_full:
             self.problems[path.rstrip(".")] = "must be a JSON object"
 
     def __contains__(self, name: str) -> bool:
@@ -37,8 +37,13 @@ class Fields:
     def get(self, name: str) -> Any:
         return self.values.get(name)
 
+    @property
+    def is_full(self) -> bool:
+        """True if no further problem is kept."""
+        return len(self.problems) >= MAX_PROBLEMS
+
     def add_problem(self, name: str, problem: str) -> None:
-        if len(self.problems) < MAX_PROBLEMS:
+        if not self.is_full:
             self.problems.setdefault(f"{self.path}{name}", problem)
 
     def raise_problems(self) -> None:
@@ -145,6 +150,22 @@ class Fields:
         self.add_problem(name, f"must be at most {most}, not {len(items)}")
         return []
 
+    def numbered(self, name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
+        """Yields the name and the value of each item of a list, until no further problem is kept."""
+        for i, item in enumerate(items):
+            if self.is_full:
+                return
+            yield f"{name}[{i}]", item
+
+    def texts(self, name: str) -> list[str]:
+        """Returns a list of strings; an empty one if the field is absent or no list."""
+        return [self.check_text(place, each) for place, each in self.numbered(name, self.items(name))]
+
+    def objects(self, name: str, items: list[Any]) -> Iterator["Fields"]:
+        """Yields the fields of each item of a list, until no further problem is kept."""
+        for place, item in self.numbered(name, items):
+            yield Fields(item, f"{self.path}{place}.", self.problems)
+
     def joined_text(
         self,
         name: str,
@@ -165,8 +186,7 @@ class Fields:
             self.add_problem(name, f"must be a string or a list of text parts, not {shown(value)}")
             return ""
         texts = []
-        for i, each in enumerate(value):
-            part = Fields(each, f"{self.path}{name}[{i}].", self.problems)
+        for part in self.objects(name, value):
             kind = part.get("type")
             if not isinstance(kind, str) or kind not in kinds:
                 part.add_problem("type", f"must be {' or '.join(kinds)}, not {shown(kind)}: this model takes text only")

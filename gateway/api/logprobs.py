@@ -2,7 +2,7 @@
 
 import codecs
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from quire.v1 import generation_pb2 as pb
@@ -31,13 +31,10 @@ def prompt_logprobs(tokens: Iterable[pb.TokenLogprobs]) -> list[dict[str, Any] |
 
 
 class LegacyLogprobs:
-    """The `logprobs` of one choice of a completion: four lists with an entry for each token.
+    """The `logprobs` of one choice of a completion: four lists with an entry for each token."""
 
-    offset  characters of the choice before its first entry
-    """
-
-    def __init__(self, offset: int = 0) -> None:
-        self._offset = offset
+    def __init__(self) -> None:
+        self._offset = 0  # below 0 within characters of tokens that the text does not have
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._start()
 
@@ -47,12 +44,24 @@ class LegacyLogprobs:
         self._top: list[dict[str, float] | None] = []
         self._offsets: list[int] = []
 
-    def add_first(self, text: str, *, is_shown: bool) -> None:
-        """Adds the first token of a prompt, which has no log-probability.
+    def add_prompt(self, text: str, first_token: str, others: Sequence[pb.TokenLogprobs]) -> None:
+        """Adds the tokens of a prompt, with which the text of the choice begins.
 
-        is_shown  the text of the choice begins with it; False for a special token that the tokenizer has added
+        first_token  text of the first token, which has no log-probability; `text` lacks a token that the tokenizer adds
+
+            <s>│ Hello│ world     tokens
+                 Hello│ world     text: sentencepiece leaves the first space out
         """
-        self._add(text, None, None, len(text) if is_shown else 0)
+        shown, rest = text.encode(), b"".join(each.chosen.bytes for each in others)
+        if shown.endswith(rest):
+            self._add(first_token, None, None, len(self._utf8.decode(shown[: len(shown) - len(rest)])))
+        elif rest.lstrip(b" ") == shown.lstrip(b" "):
+            self._add(first_token, None, None, len(shown) - len(rest))
+        else:
+            self._add(first_token, None, None, len(first_token) if text.startswith(first_token) else 0)
+        self.add(others)
+        self._offset = len(text)
+        self._utf8.reset()
 
     def add(self, tokens: Iterable[pb.TokenLogprobs]) -> None:
         for each in tokens:
@@ -77,7 +86,7 @@ class LegacyLogprobs:
         self._tokens.append(text)
         self._logprobs.append(logprob)
         self._top.append(top)
-        self._offsets.append(self._offset)
+        self._offsets.append(max(0, self._offset))
         self._offset += num_characters
 
 

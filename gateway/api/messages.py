@@ -42,8 +42,7 @@ def each_message(fields: Fields) -> Iterator[Fields]:
     messages = fields.few_items("messages", MAX_MESSAGES)
     if not messages:
         fields.add_problem("messages", "must have at least one message")
-    for i, value in enumerate(messages):
-        yield Fields(value, f"{fields.path}messages[{i}].", fields.problems)
+    yield from fields.objects("messages", messages)
 
 
 def _add_message(message: Fields, role: str, added: pb.ChatMessage) -> None:
@@ -53,8 +52,8 @@ def _add_message(message: Fields, role: str, added: pb.ChatMessage) -> None:
         added.content = message.joined_text("content", TEXT_PARTS, _NEUTRAL_IN_PARTS)
     elif role != "assistant" or not (calls or "reasoning_content" in message or "reasoning" in message):
         message.add_problem("content", "must be given")
-    for i, value in enumerate(calls):
-        _add_call(Fields(value, f"{message.path}tool_calls[{i}].", message.problems), added.tool_calls.add())
+    for call in message.objects("tool_calls", calls):
+        _add_call(call, added.tool_calls.add())
     if role == "tool":
         if "tool_call_id" not in message:
             message.add_problem("tool_call_id", "must be given: it names the call that the message answers")

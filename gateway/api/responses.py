@@ -1,11 +1,11 @@
 """POST /v1/responses, without stored state: the body as a request to a scheduler."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import Fields, shown
+from gateway.api.json_values import is_writable
 from gateway.api.messages import MAX_MESSAGES, TEXT_PARTS, add_plain_tool
 from gateway.api.responses_answer import ResponseChunks, ResponseCollector, Settings
 from gateway.api.responses_calls import CallResponseChunks, CallResponseCollector
@@ -91,7 +91,8 @@ def parse_response(body: object) -> ParsedRequest:
     )
     fields.raise_problems()
     for name, value in settings.repeated.items():
-        _check_json(fields, name, value)
+        if not is_writable(value):  # the answer repeats it
+            fields.add_problem(name, "must be JSON with finite numbers and without lone surrogates")
     fields.raise_problems()
 
     def chunks(head: Head, _: Sequence[EchoedPrompt]) -> Chunks:
@@ -108,20 +109,12 @@ def parse_response(body: object) -> ParsedRequest:
     return ParsedRequest(model, [request], names, "resp_", is_streamed, chunks, collector, tools=tools)
 
 
-def _check_json(fields: Fields, name: str, value: object) -> None:
-    """Adds a problem if the answer, which repeats the value, could not be written."""
-    try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except (ValueError, RecursionError):
-        fields.add_problem(name, "must be JSON with finite numbers and without lone surrogates")
-
-
 def _add_logprobs(fields: Fields, request: pb.GenerateRequest) -> bool:
     """Reads `include` and `top_logprobs`. Returns whether the answer has log-probabilities."""
     included = fields.items("include")
-    for i, each in enumerate(included):
+    for place, each in fields.numbered("include", included):
         if not isinstance(each, str) or (each != LOGPROBS and each not in IGNORED_INCLUDES):
-            fields.add_problem(f"include[{i}]", f"is not supported: {shown(each)}")
+            fields.add_problem(place, f"is not supported: {shown(each)}")
     num_top = fields.integer("top_logprobs")
     has_logprobs = LOGPROBS in included
     if has_logprobs:
@@ -155,8 +148,8 @@ def _add_input(fields: Fields, chat: pb.ChatPrompt) -> None:
     items = fields.few_items("input", MAX_MESSAGES)
     if not items:
         fields.add_problem("input", "must be a string, or a list with at least one item")
-    for i, value in enumerate(items):
-        item = Fields(value, f"input[{i}].", fields.problems)
+    for place, value in fields.numbered("input", items):
+        item = Fields(value, f"{place}.", fields.problems)
         if isinstance(value, dict):
             _add_item(item, chat)
 

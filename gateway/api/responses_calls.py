@@ -8,9 +8,10 @@ from typing import Any, Literal
 from gateway.api.chat_answer import to_json
 from gateway.api.endpoint import Head
 from gateway.api.errors import ApiError
+from gateway.api.message_logprobs import MessageLogprobs
 from gateway.api.responses_answer import Answer, Settings
 from gateway.api.tool_calls import ToolReading
-from gateway.tools.events import Arguments, CallStarted, Event, Reasoning
+from gateway.tools.events import Arguments, CallStarted, Event, Markup, Reasoning
 from quire.v1 import generation_pb2 as pb
 
 Kind = Literal["message", "reasoning", "function_call"]
@@ -60,7 +61,8 @@ class CallResponseChunks:
     def __init__(self, head: Head, settings: Settings, tools: ToolReading) -> None:
         self._answer = Answer(head, settings)
         self._tools = tools
-        self._reader = tools.reader()
+        self._reader = tools.reader(has_markup=True)
+        self._logprobs = MessageLogprobs()
         self._answer_id = head.id.removeprefix("resp_")
         self._number = -1
         self._items: list[_Item] = []
@@ -69,11 +71,11 @@ class CallResponseChunks:
     def encode(self, prompt: int, message: pb.GenerateResponse) -> str:
         match message.WhichOneof("event"):
             case "delta":
-                logprobs = self._answer.add(message.delta)
+                self._logprobs.add(message.delta.text, self._answer.add(message.delta))
                 events = self._reader.feed(message.delta.text, len(message.delta.token_ids))
-                return self._encode_events(events, logprobs)
+                return self._encode_events(events)
             case "finished":
-                shown = self._encode_events(self._reader.end(), [])
+                shown = self._encode_events(self._reader.end()) + self._encode_rest(is_end=True)
                 self._answer.num_reasoning_tokens = self._reader.num_reasoning_tokens
                 self._answer.finished(message.finished)
                 return shown
@@ -87,7 +89,7 @@ class CallResponseChunks:
 
     def end(self) -> str:
         # The model has written nothing, or the last item is still open.
-        events = self._begin("message") if not self._items else ""
+        events = self._begin("message") + self._encode_rest(is_end=True) if not self._items else ""
         events += self._close(self._answer.status)
         return events + self._event(f"response.{self._answer.status}", response=self.body())
 
@@ -101,27 +103,40 @@ class CallResponseChunks:
         output = [item.as_json(status if item.index == last else "completed") for item in self._items]
         return self._answer.response(status) | {"output": output}
 
-    def _encode_events(self, events: list[Event], logprobs: list[dict[str, Any]]) -> str:
+    def _encode_events(self, events: list[Event]) -> str:
         found = []
         for event in events:
             match event:
                 case CallStarted(call, name):
                     call_id = self._tools.call_id("call_", 0, call)
                     found.append(self._begin("function_call", {"call_id": call_id, "name": name}))
-                case Arguments(_, text):
+                case Arguments(_, text, is_written):
+                    if is_written:
+                        self._logprobs.cover(text)
                     found.append(self._add_text("response.function_call_arguments", text))
+                case Markup(text):
+                    self._logprobs.cover(text)
                 case Reasoning(text):
+                    self._logprobs.cover(text)
                     found.append(
                         self._begin("reasoning") + self._add_text("response.reasoning_text", text, content_index=0)
                     )
                 case _:
-                    begun = self._begin("message")
-                    if self._open is not None:
-                        self._open.logprobs += logprobs
-                    extra = {"content_index": 0, "logprobs": logprobs}
-                    found.append(begun + self._add_text("response.output_text", event.text, **extra))
-                    logprobs = []
-        return "".join(found)
+                    logprobs = self._logprobs.cover(event.text, is_message=True)
+                    found.append(self._begin("message") + self._add_to_message(event.text, logprobs))
+        return "".join(found) + self._encode_rest()
+
+    def _encode_rest(self, *, is_end: bool = False) -> str:
+        """Adds tokens without text to the open item. Only messages have log-probabilities."""
+        if self._open is None:
+            return ""
+        rest = self._logprobs.rest(is_end=is_end)
+        return self._add_to_message("", rest) if rest and self._open.kind == "message" else ""
+
+    def _add_to_message(self, text: str, logprobs: list[dict[str, Any]]) -> str:
+        if self._open is not None:
+            self._open.logprobs += logprobs
+        return self._add_text("response.output_text", text, content_index=0, logprobs=logprobs)
 
     def _add_text(self, kind: str, text: str, **extra: Any) -> str:
         """Adds text to the open item."""

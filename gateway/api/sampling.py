@@ -136,7 +136,7 @@ def _stop_strings(fields: Fields) -> list[str]:
     value = fields.get("stop")
     if isinstance(value, str):
         return [fields.check_text("stop", value)]
-    return [fields.check_text(f"stop[{i}]", each) for i, each in enumerate(fields.items("stop"))]
+    return fields.texts("stop")
 
 
 def _object(fields: Fields, name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Reads calls of tools and thoughts from the texts of one answer, in the format of the served model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 
 from gateway.tools.events import CallStarted, Event, Markup, Reasoning
@@ -18,13 +18,15 @@ GRAMMAR_NAMES = {f"structured_output{field}": "tools" for field in ("", ".lark")
 class ModelTools:
     """The format of a model.
 
-    tokens    the ids of its markers that are one token of the vocabulary
-    thoughts  the tags of its thoughts; None if its template shows none
+    tokens      the ids of its markers that are one token of the vocabulary
+    thoughts    the tags of its thoughts; None if its template shows none
+    eos_tokens  the name of each EOS token
     """
 
     format: ToolFormat
     tokens: Mapping[str, int]
     thoughts: ThoughtTags | None = None
+    eos_tokens: Mapping[int, str] = field(default_factory=dict)
 
 
 class ToolReading:
@@ -49,13 +51,14 @@ class ToolReading:
         self._thoughts = thoughts
         self._is_within = is_within
 
-    def reader(self) -> "ChoiceReader":
+    def reader(self, *, has_markup: bool = False) -> "ChoiceReader":
+        """Returns a new reader. `has_markup`: its events include those of markup."""
         reader = self._format.reader(self._use)
         if self._thoughts is not None:
             reader = ThoughtReader(self._thoughts, reader, is_within=self._is_within)
         if reader is None:
             raise ValueError("the text of this answer has no structure")
-        return ChoiceReader(reader)
+        return ChoiceReader(reader, has_markup=has_markup)
 
     def call_id(self, prefix: str, choice: int, call: int) -> str:
         """Returns the id of a call. Templates of Mistral accept only ids of nine letters and digits."""
@@ -64,15 +67,17 @@ class ToolReading:
 
 
 class ChoiceReader:
-    """Reads one choice. Returned events have no markup.
+    """Reads one choice.
 
+    has_markup            returned events include those of markup
     has_calls             a call has begun
     num_reasoning_tokens  tokens of thoughts. Tokens of a text that is held, or is markup, count with the text after it,
                           and tokens of one piece of text count with its beginning.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, *, has_markup: bool = False) -> None:
         self._reader = reader
+        self._has_markup = has_markup
         self._num_held_tokens = 0
         self.has_calls = False
         self.num_reasoning_tokens = 0
@@ -92,4 +97,4 @@ class ChoiceReader:
             if isinstance(shown[0], Reasoning):
                 self.num_reasoning_tokens += self._num_held_tokens
             self._num_held_tokens = 0
-        return shown
+        return events if self._has_markup else shown

@@ -9,12 +9,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-from typing import TYPE_CHECKING
+
+from aiohttp import web
 
 from gateway.api.errors import ApiError
-
-if TYPE_CHECKING:
-    from aiohttp import web
+from gateway.api.json_values import MAX_JSON_DEPTH, is_deep
 
 MAX_BODY_S = 10.0
 """Time in which a body has to arrive."""
@@ -62,6 +61,8 @@ class RequestBodies:
             return parse_json(bytes(data))
         except TimeoutError:
             raise ApiError(f"the body must arrive within {MAX_BODY_S:g} s", status=408) from None
+        except web.RequestPayloadError:
+            raise ApiError("the body must have the encoding that its header names") from None
         finally:
             self._num_held_bytes -= num_held
 
@@ -77,13 +78,16 @@ class RequestBodies:
 
 
 def parse_json(data: bytes) -> object:
-    """Returns the value. Raises ApiError if the text is not JSON, or has too many values."""
+    """Returns the value. Raises ApiError if the text is not JSON, or has too many values or levels."""
     if sum(data.count(mark) for mark in _MARKS) > MAX_JSON_MARKS:
         raise ApiError(f"the body must have at most {MAX_JSON_MARKS} commas, colons and opening brackets", status=413)
     gc.disable()  # else 100,000 new values begin a collection of all objects, which takes longer than parsing
     try:
-        return json.loads(data)
+        value: object = json.loads(data)
     except (ValueError, RecursionError):
         raise ApiError("We could not parse the JSON body of your request.") from None
     finally:
         gc.enable()
+    if data.count(b"{") + data.count(b"[") > MAX_JSON_DEPTH and is_deep(value):
+        raise ApiError(f"the body must have at most {MAX_JSON_DEPTH} levels of lists and objects")
+    return value

@@ -104,7 +104,7 @@ class GenerationHandler:
         if tools is not None:
             is_within = await self._tools.begins_in_thought(parsed, tools, caller.authorization)
             reading = prepare(parsed, tools, answer_id, begins_in_thought=is_within)
-        head = Head(answer_id, model, int(time.time()), reading)
+        head = Head(answer_id, model, int(time.time()), reading, {} if tools is None else tools.eos_tokens)
         echoes = await self._echoes(parsed, caller) if parsed.echo else ()
         streams: list[GenerationStream] = []
         try:

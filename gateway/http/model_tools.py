@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from gateway.api.errors import ApiError
 from gateway.api.tool_calls import ModelTools, ToolReading
 from gateway.tools.formats import FORMATS, format_of
 from gateway.tools.thoughts import tags_of
-from quire.errors import QuireError
+from quire.errors import InternalError, InvalidRequestError, QuireError
 from quire.v1 import generation_pb2
 from quire.v1 import tokenization_pb2 as pb
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gateway.api.endpoint import ParsedRequest
     from gateway.schedulers.schedulers import Schedulers
 
@@ -87,7 +90,17 @@ class ServedModelTools:
             response = await self._schedulers.tokenization("Tokenize", request, authorization)
             if list(response.tokens) == [text.encode()]:
                 tokens[text] = response.token_ids[0]
-        return ModelTools(tool_format, tokens, None if tool_format.name == "harmony" else tags_of(template))
+        thoughts = None if tool_format.name == "harmony" else tags_of(template)
+        return ModelTools(tool_format, tokens, thoughts, await self._names(info.eos_token_ids, authorization))
+
+    async def _names(self, token_ids: Iterable[int], authorization: str) -> dict[int, str]:
+        """Returns the names of those tokens that have one. Raises QuireError."""
+        names = {}
+        for token_id in token_ids:
+            request = pb.DetokenizeRequest(token_ids=[token_id])
+            with suppress(InvalidRequestError, InternalError):  # a checkpoint can name an id that its tokenizer lacks
+                names[token_id] = (await self._schedulers.tokenization("Detokenize", request, authorization)).text
+        return names
 
 
 def prepare(

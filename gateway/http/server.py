@@ -119,7 +119,7 @@ class GatewayServer:
         except OSError as error:
             raise listen_error(self._config.listen, error) from error
         self.address = at_port(self._config.listen, self._listening.sockets[0].getsockname()[1])
-        self._readers.start()
+        self._readers.start(server)
 
     async def stop(self, drain_timeout_s: float = 0.0) -> bool:
         """Refuses new requests, and waits for the open ones. Returns False if some had to be cancelled."""

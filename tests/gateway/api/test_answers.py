@@ -115,6 +115,38 @@ def test_offsets_of_streamed_choices_go_on_after_the_prompt() -> None:
         assert "".join(c["text"] for c in mine) == "abcd"
 
 
+@pytest.mark.parametrize(
+    ("text", "first", "others", "offsets"),
+    [
+        # Sentencepiece writes a space before the first word, which the text does not have.
+        ("Hi you", "<s>", [b" Hi", b" you"], [0, 0, 2]),
+        (" Hi you", "<s>", [b" ", b" Hi", b" you"], [0, 0, 0, 3]),
+        ("<s> Hi you", "<s>", [b" Hi", b" you"], [0, 3, 6]),
+        ("Hi you", "Hi", [b" you"], [0, 2]),
+        # The first token is a part of the first character.
+        ("😀 hi", "�", [b"\x9f", b"\x98\x80", b" hi"], [0, 0, 0, 1]),
+        ("é", "�", [b"\xa9"], [0, 0]),
+        # The bytes are not those of the text.
+        ("Hi you", "hi", [b"##you"], [0, 0]),
+    ],
+)
+def test_text_offsets_of_an_echoed_prompt(text: str, first: str, others: list[bytes], offsets: list[int]) -> None:
+    """Those of the generated tokens begin where the prompt ends, in any case."""
+    parsed = parse_completion({"prompt": text, "echo": True, "logprobs": 0})
+    collector = parsed.collector(HEAD, [EchoedPrompt(text, first)])
+    prompt = pb.PromptLogprobs(first_position=1, tokens=[logprob(7, -0.5, each) for each in others])
+    for message in (
+        started(),
+        pb.GenerateResponse(prompt_logprobs=prompt),
+        delta(0, "é", 1, logprobs=True),
+        delta(0, "!", 2, logprobs=True),
+    ):
+        collector.add(0, message)
+    found = collector.body()["choices"][0]["logprobs"]
+    assert found["tokens"][0] == first
+    assert found["text_offset"] == [*offsets, len(text), len(text) + 1]
+
+
 def test_text_offsets_count_the_characters_of_the_text() -> None:
     """A part of a character is shown by its bytes, which are not in the text."""
     parts = [b"I ", b"\xf0\x9f", b"\x98", b"\x80", b" you", b"!"]

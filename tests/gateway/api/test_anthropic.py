@@ -1,6 +1,7 @@
 """The fields of Anthropic's API: what they become, and what is refused."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from gateway.api.anthropic import NEUTRAL, parse_count, parse_message
 from gateway.api.anthropic_answer import MessageCollector
 from gateway.api.endpoint import Head
 from gateway.api.errors import ApiError
+from gateway.api.tool_calls import ModelTools, ToolReading
+from gateway.tools.formats import FORMATS
 from quire.v1 import generation_pb2 as pb
 
 TOOL = {"name": "f", "description": "d", "input_schema": {"type": "object"}}
@@ -62,6 +65,20 @@ def test_blocks_become_messages() -> None:
     assert [json.loads(tool) for tool in chat.tools] == [{"type": "function", "function": function}]
     assert not chat.continue_final_message
     assert parse(tools=[TOOL], tool_choice={"type": "none"}).chat.tools
+
+
+@pytest.mark.parametrize(
+    "parse_chat", [lambda **fields: parse(**fields).chat, lambda **fields: parse_count(fields)[1].chat]
+)
+def test_a_call_may_say_that_the_model_made_it(parse_chat: Callable[..., pb.ChatPrompt]) -> None:
+    """Blocks of answers do, and clients send them back."""
+    call = {"type": "tool_use", "id": "t1", "name": "f", "input": {}, "caller": {"type": "direct"}}
+    chat = parse_chat(messages=[{"role": "assistant", "content": [call]}])
+    assert [(c.id, c.name) for c in chat.messages[0].tool_calls] == [("t1", "f")]
+    call["caller"] = {"type": "code_execution_20250825", "tool_id": "srvtoolu_1"}
+    with pytest.raises(ApiError) as caught:
+        parse_chat(messages=[{"role": "assistant", "content": [call]}])
+    assert caught.value.param == "messages[0].content[0].caller"
 
 
 def test_an_answer_continues_a_last_message_of_the_assistant() -> None:
@@ -177,6 +194,31 @@ def test_the_answer_names_the_stop_sequence_without_containing_it(
     assert body["content"] == [{"type": "text", "text": text, "citations": None}]
     assert body["stop_sequence"] == found
     assert body["stop_reason"] == ("stop_sequence" if found else "end_turn")
+
+
+@pytest.mark.parametrize(
+    ("text", "token_id", "shown", "found"),
+    [
+        ("Yes.<|im_end|>", 7, "Yes.", None),
+        ("<|im_end|>", 7, "", None),
+        ("Yes.", 7, "Yes.", None),  # a special token has no text
+        ("<|im_end|>", 8, "<|im_end|>", None),  # the model has spelled it
+        ("Yes.END", 8, "Yes.", "END"),
+    ],
+)
+@pytest.mark.parametrize("tools", [None, ToolReading(ModelTools(FORMATS["harmony"], {}), None, "id")])
+def test_the_name_of_an_eos_token_is_no_text(
+    text: str, token_id: int, shown: str, found: str | None, tools: ToolReading | None
+) -> None:
+    """Some checkpoints do not mark it as a special token. It may be in the text because the stop sequence has to be."""
+    body = {"max_tokens": 5, "messages": [{"role": "user", "content": "hi"}], "stop_sequences": ["END", "STOP"]}
+    head = Head("msg_1", "m", 0, tools, {7: "<|im_end|>"})
+    collector = parse_message(body).collector(head, ())
+    collector.add(0, pb.GenerateResponse(delta=pb.Delta(text=text, token_ids=[1, token_id])))
+    collector.add(0, pb.GenerateResponse(finished=pb.Finished(reason=pb.FINISH_REASON_EOS)))
+    answer = collector.body()
+    assert "".join(block["text"] for block in answer["content"]) == shown
+    assert answer["stop_sequence"] == found
 
 
 def test_an_answer_of_full_length_says_so() -> None:

@@ -90,6 +90,19 @@ async def test_the_name_is_that_of_the_field_that_was_sent() -> None:
     assert body["error"]["param"] == "max_completion_tokens"
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"best_of": 5000000, "n": 2}, "best_of"), ({"best_of": 5000000, "n": 5000000}, "n"), ({}, "n")],
+)
+async def test_too_many_sequences_are_those_of_the_field_that_asked_for_them(
+    fields: dict[str, Any], param: str
+) -> None:
+    async with Rig() as rig:
+        rig.fake.answer = failing(Failure(Code.INVALID_ARGUMENT, "bad", violations={"sampling.n": "is too large"}))
+        _, body = await rig.complete(**fields)
+    assert body["error"]["param"] == param
+
+
 async def test_an_error_after_the_beginning_is_the_last_event() -> None:
     async with Rig() as rig:
         rig.fake.answer = failing(Failure(Code.INTERNAL, "bug"), started(), delta(0, "a", 1))

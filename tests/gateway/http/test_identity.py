@@ -2,6 +2,7 @@
 
 from tests.support.gateway.fake_scheduler import MODEL
 from tests.support.gateway.rig import CHAT, Rig
+from tests.support.waiting import until
 
 KEY = "quire-secret"
 AUTHORIZATION = f"Bearer {KEY}"
@@ -35,6 +36,24 @@ async def test_probes_need_no_key() -> None:
         assert (await rig.get("/healthz"))[0] == 200
         assert (await rig.get("/version"))[0] == 200
         assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 200
+
+
+async def test_metrics_are_for_known_callers_while_no_scheduler_answers() -> None:
+    async with Rig(key=KEY, own_key=KEY) as rig:
+        assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 200
+        await rig.fake.stop()
+        for headers in ({}, {"Authorization": "Bearer other"}):
+            assert (await rig.get("/metrics", **headers))[0] == 503
+        assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 200
+        rig.fake.key = "another"
+        await rig.fake.start()
+
+        async def is_refused() -> bool:
+            return (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 401
+
+        await until(is_refused, what="once the gateway has connected again")
+        await rig.fake.stop()
+        assert (await rig.get("/metrics", Authorization=AUTHORIZATION))[0] == 503, "it is forgotten"
 
 
 async def test_headers_that_grpc_cannot_carry_are_refused() -> None:

@@ -10,10 +10,12 @@ from gateway.api.errors import ApiError
 from gateway.api.tool_calls import ModelTools
 from gateway.http.model_tools import prepare
 from gateway.tools.formats import FORMATS
+from quire.v1 import generation_pb2 as pb
 from quire.v1 import tokenization_pb2 as tokens_pb
-from tests.gateway.http.test_tool_calls import TOOLS, says
+from tests.gateway.http.test_other_apis import MESSAGE, named_events
+from tests.gateway.http.test_tool_calls import MESSAGE_TOOLS, TOOLS, says
 from tests.gateway.tools.texts import one_call
-from tests.support.gateway.fake_scheduler import FakeScheduler
+from tests.support.gateway.fake_scheduler import Answer, FakeScheduler, delta, finished, started
 from tests.support.gateway.rig import CHAT, Rig
 
 MARKERS = {"<tool_call>": 300, "</tool_call>": 301}
@@ -68,6 +70,43 @@ async def test_chats_without_tools_need_no_format() -> None:
         assert (await rig.chat(tools=TOOLS))[0] == 503
         qwen.code = None
         assert (await rig.chat(tools=TOOLS))[0] == 200
+
+
+class Named(Qwen):
+    """Has two EOS tokens with a name, and one that its tokenizer lacks."""
+
+    async def GetTokenizerInfo(  # noqa: N802
+        self, request: tokens_pb.GetTokenizerInfoRequest, context: Any
+    ) -> tokens_pb.GetTokenizerInfoResponse:
+        return tokens_pb.GetTokenizerInfoResponse(eos_token_ids=[300, 400, 301], chat_template="{{ messages }}")
+
+    async def Detokenize(  # noqa: N802
+        self, request: tokens_pb.DetokenizeRequest, context: Any
+    ) -> tokens_pb.DetokenizeResponse:
+        names = {number: name for name, number in MARKERS.items()}
+        if request.token_ids[0] not in names:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "is no token")
+        return tokens_pb.DetokenizeResponse(text="".join(names[each] for each in request.token_ids))
+
+
+@pytest.mark.parametrize("token_id", [300, 301])
+@pytest.mark.parametrize("tools", [[], MESSAGE_TOOLS])
+async def test_names_of_eos_tokens_are_no_text_of_a_message(token_id: int, tools: list[Any]) -> None:
+    async def answer(request: pb.GenerateRequest) -> Answer:
+        assert request.stopping.include_stop
+        name = {number: name for name, number in MARKERS.items()}[token_id]
+        yield started()
+        yield delta(0, "Yes.", 10)
+        yield delta(0, name, token_id)
+        yield finished(0, 2)
+
+    async with rig_of(Named()) as rig:
+        rig.fake.answer = answer
+        body = MESSAGE | {"stop_sequences": ["a", "b"], "tools": tools}
+        _, whole = await rig.post("/v1/messages", body)
+        events = await named_events(rig, "/v1/messages", body)
+    assert [block["text"] for block in whole["content"]] == ["Yes."]
+    assert "".join(event["delta"]["text"] for event in events if event["type"] == "content_block_delta") == "Yes."
 
 
 async def test_the_flag_replaces_the_template() -> None:

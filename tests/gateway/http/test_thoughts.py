@@ -185,6 +185,29 @@ async def test_log_probabilities_stay_complete() -> None:
     assert found == body["choices"][0]["logprobs"]["content"]
 
 
+async def logprobs_of_response(rig: Rig, **fields: Any) -> list[str]:
+    """Returns the tokens of the message, for which both forms of the answer have log-probabilities."""
+    body = RESPONSE | {"include": ["message.output_text.logprobs"]} | fields
+    _, whole = await rig.post("/v1/responses", body)
+    events = await named_events(rig, "/v1/responses", body)
+    streamed = [each for event in events if event["type"].endswith("text.delta") for each in event.get("logprobs", ())]
+    message = next(item for item in whole["output"] if item["type"] == "message")
+    assert streamed == message["content"][0]["logprobs"]
+    return [each["token"] for each in streamed]
+
+
+@pytest.mark.parametrize("tools", [[], PLAIN_TOOLS])
+async def test_a_response_has_log_probabilities_of_text_that_was_held_back(tools: list[Any]) -> None:
+    text = "One  \n  two <b> three  \n\n  four."
+    async with thinking_rig(text) as rig:
+        assert "".join(await logprobs_of_response(rig, tools=tools)) == text
+
+
+async def test_a_message_of_a_response_has_the_tokens_of_its_own_text() -> None:
+    async with thinking_rig("<think>\nHm, a < b.\n</think>\n\nYes, so.") as rig:
+        assert await logprobs_of_response(rig) == ["\n\nY", "es,", " so", "."]
+
+
 async def test_a_scheduler_that_does_not_tell_is_asked_again() -> None:
     async with thinking_rig(is_opened=True) as rig:
         rig.fake.fails = True  # type: ignore[attr-defined]

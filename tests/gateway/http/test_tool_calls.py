@@ -183,6 +183,32 @@ async def test_a_call_that_breaks_off() -> None:
     assert message["content"][0]["input"] == {"invalid_json": '{"city": "Ro'}
 
 
+@pytest.mark.parametrize("value", [r'"\ud83d"', "NaN", "-Infinity", "1e999", "[" * 500 + "]" * 500])
+async def test_arguments_that_no_answer_can_contain(value: str) -> None:
+    """Python reads them, but they are no JSON, no Unicode text, or too deep to be written."""
+    arguments = f'{{"city": {value}}}'
+    async with Rig(tool_format="hermes") as rig:
+        rig.fake.answer = says(one_call("hermes", arguments))
+        async with rig.http.post("/v1/messages", json=MESSAGE | {"tools": MESSAGE_TOOLS}) as response:
+            assert response.status == 200, await response.text()
+            (block,) = json.loads(await response.text(), parse_constant=pytest.fail)["content"]
+    assert block["input"] == {"invalid_json": arguments}
+
+
+async def test_a_message_of_anthropic_can_be_sent_back() -> None:
+    async with Rig(tool_format="hermes") as rig:
+        rig.fake.answer = says(CALLS)
+        _, answer = await rig.post("/v1/messages", MESSAGE | {"tools": MESSAGE_TOOLS})
+        results = [
+            {"type": "tool_result", "tool_use_id": block["id"], "content": "sunny"} for block in answer["content"][1:]
+        ]
+        said = [{"role": "assistant", "content": answer["content"]}, {"role": "user", "content": results}]
+        body = {"model": MODEL, "messages": [*MESSAGE["messages"], *said], "tools": MESSAGE_TOOLS}
+        assert (await rig.post("/v1/messages", MESSAGE | body))[0] == 200
+        assert (await rig.post("/v1/messages/count_tokens", body))[0] == 200
+        assert [message.role for message in rig.fake.requests[1].chat.messages] == ["user", "assistant", "tool", "tool"]
+
+
 async def test_reasoning_content_without_tools() -> None:
     async with Rig(tool_format="harmony") as rig:
         rig.fake.answer = says(

@@ -235,7 +235,7 @@ class FakeScheduler(GenerationServicer, TokenizationServicer, ReplicaServicer):
 
 
 def _token_bytes(token_id: int) -> bytes:
-    return b"<s>" if token_id == 1 else bytes([token_id - 2])
+    return (b"</s>", b"<s>")[token_id] if token_id < 2 else bytes([token_id - 2])
 
 
 def started(prompt_tokens: int = 3, cached_tokens: int = 0) -> pb.GenerateResponse:

@@ -15,7 +15,6 @@ from common import (
     SCHEMA,
     STOP,
     TOOL_CHAT,
-    TOOLS,
     WEATHER,
     cancelled,
     run,
@@ -41,25 +40,6 @@ def tool(given: dict[str, Any]) -> dict[str, Any]:
     return {"name": function["name"], "description": function["description"], "input_schema": parameters}
 
 
-def blocks(said: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message of OpenAI's API with calls or a result of a tool in the form of this one."""
-    if said["role"] == "tool":
-        result = {"type": "tool_result", "tool_use_id": said["tool_call_id"], "content": said["content"]}
-        return {"role": "user", "content": [result]}
-    if not said.get("tool_calls"):
-        return said
-    calls = [
-        {
-            "type": "tool_use",
-            "id": call["id"],
-            "name": call["function"]["name"],
-            "input": json.loads(call["function"]["arguments"]),
-        }
-        for call in said["tool_calls"]
-    ]
-    return {"role": said["role"], "content": calls}
-
-
 FORCED: dict[str, Any] = {"tools": [tool(WEATHER)], "tool_choice": {"type": "any"}, "max_tokens": 200}
 NAMED: dict[str, Any] = {
     "tools": [tool(OTHER), tool(WEATHER)],
@@ -69,8 +49,13 @@ NAMED: dict[str, Any] = {
 
 
 def tool_conversation() -> object:
-    system, *others = TOOL_CHAT
-    return text(system=system["content"], messages=list(map(blocks, others)), tools=list(map(tool, TOOLS)))
+    """Sends the content of an answer back as it is, with the result of its call."""
+    system, question, _, result = TOOL_CHAT
+    answer = message(system=system["content"], messages=[question], **FORCED)
+    (call,) = answer.content
+    results = [{"type": "tool_result", "tool_use_id": call.id, "content": result["content"]}]
+    said = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
+    return text(system=system["content"], messages=[question, *said], tools=FORCED["tools"])
 
 
 def call_of(answer: Any) -> list[Any]:
