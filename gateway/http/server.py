@@ -46,6 +46,7 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 FIRST_REQUEST_S = 10.0
 """Time in which a connection has to send the header of its first request."""
 
+HANDSHAKE_TIMEOUT_S = 1.0
 KEEPALIVE_S = 75.0
 """Time in which it has to send the header of a further request."""
 

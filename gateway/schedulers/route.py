@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -101,8 +102,8 @@ class Route:
 
     @property
     def must_wait(self) -> bool:
-        """True if other requests wait."""
-        return self._waiting is not None and len(self._waiting) > 0
+        """True if other requests wait, or streams that have begun."""
+        return self._waiting is not None and self._waiting.has_any
 
     @property
     def can_wait(self) -> bool:
@@ -117,6 +118,13 @@ class Route:
             self._waits = self._waiting.enter(tenant, least_uncached_tokens(self._prompt, self._router.replicas))
         await self._waits.turn(self._deadline_s, refusal)
 
+    async def pause(self, most_s: float) -> None:
+        """Waits before the next try of a stream that has begun: until there may be room, and `most_s` at most."""
+        if self._waiting is None:
+            await asyncio.sleep(most_s)
+        else:
+            await self._waiting.pause(most_s)
+
     def received(self, num_tokens: int) -> None:
         """Counts tokens that the client has got."""
         if num_tokens and self._number and self._state is not None and not self._has_token:
@@ -126,7 +134,7 @@ class Route:
             self._waits.charge(GENERATED_TOKEN_COST * num_tokens)
 
     def left(self, *, frees_room: bool = False) -> None:
-        """Called when the stream at the scheduler has ended. `frees_room`: it was not refused."""
+        """Called when the stream at the scheduler has ended. `frees_room`: another one may have its place."""
         if frees_room and self._number and self._waiting is not None:
             self._waiting.wake()
         if self._number and self._state is not None:

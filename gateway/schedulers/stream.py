@@ -74,7 +74,7 @@ class Way(Protocol):
         """Returns another scheduler after a refusal or a move; None if there is none that is ready."""
 
     def left(self, *, frees_room: bool = False) -> None:
-        """Called when the stream at the last scheduler has ended. `frees_room`: it was not refused."""
+        """Called when the stream at the last scheduler has ended. `frees_room`: another one may have its place."""
 
     @property
     def can_wait(self) -> bool:
@@ -82,6 +82,9 @@ class Way(Protocol):
 
     async def wait(self, refusal: QueueFullError | None = None) -> None:
         """Waits until the request is to be tried again. Raises QueueFullError and DeadlineExceededError."""
+
+    async def pause(self, most_s: float) -> None:
+        """Waits before the next try of a stream that has begun: until there may be room, and `most_s` at most."""
 
     def received(self, num_tokens: int) -> None:
         """Called for each message, with the number of tokens that it brings."""
@@ -146,7 +149,8 @@ class GenerationStream:
                 self._refusals.clear()
                 self._begin(self._way.first())
             else:
-                await asyncio.sleep(self._tries.pause_s(self._final_error(self._error)))
+                pause_s = self._tries.pause_s(full)
+                await (self._way.pause(pause_s) if isinstance(full, QueueFullError) else asyncio.sleep(pause_s))
                 self._refusals.clear()
                 self._begin(self._way.first())
 
@@ -181,7 +185,7 @@ class GenerationStream:
 
     def ended(self, error: QuireError | None) -> None:
         self._is_open = self._is_paused = False
-        self._way.left(frees_room=self._has_begun)
+        self._way.left(frees_room=self._has_begun and not isinstance(error, StreamMoved))
         self._error = error
         self._wake()
 

@@ -3,13 +3,15 @@
     refused by all ──► FairLine ──► tried again: when a stream ends, and now and then ──► refused: back to its place
 
 A gateway cannot know how much room there is, because others may take it. So a turn is a try: one for each stream that
-ends, and every quarter of a second one more, or twice as many as before while none is refused.
+ends, and every quarter of a second one more, or twice as many as before while none is refused. A stream that has begun,
+and has to continue at another scheduler, gets its turn before all requests of the line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from typing import TYPE_CHECKING
 
 from gateway.routing.fair_line import FairLine, LineFull
@@ -38,6 +40,7 @@ class WaitingRequests:
         self._line = FairLine(max_waiting)
         self._max_wait_s = max_wait_s
         self._turns: dict[Place, asyncio.Future[None]] = {}
+        self._begun: deque[asyncio.Future[None]] = deque()  # turns of streams that have begun
         self._num_tries = 1
         self._was_refused = False
         self._timer: asyncio.TimerHandle | None = None
@@ -46,6 +49,11 @@ class WaitingRequests:
 
     def __len__(self) -> int:
         return len(self._line)
+
+    @property
+    def has_any(self) -> bool:
+        """True if a request waits, or a stream that has begun."""
+        return bool(self._begun) or len(self._line) > 0
 
     def enter(self, tenant: Tenant, num_tokens: int) -> WaitingRequest:
         """Adds a request that computes `num_tokens` tokens of its prompt. Raises QueueFullError if the line is full."""
@@ -58,12 +66,14 @@ class WaitingRequests:
         return WaitingRequest(self, place, time.monotonic() + self._max_wait_s)
 
     def wake(self, number: int = 1) -> None:
-        """Gives turns to the next requests. Called when a stream has ended, and by the timer."""
+        """Gives turns to the next streams and requests. Called when a stream has ended, and by the timer."""
         for _ in range(number):
-            place = self._line.take()
-            if place is None:
+            if self._begun:
+                turn = self._begun.popleft()
+            elif (place := self._line.take()) is not None:
+                turn = self._turns.pop(place)
+            else:
                 return
-            turn = self._turns.pop(place)
             if not turn.done():
                 turn.set_result(None)
 
@@ -73,6 +83,23 @@ class WaitingRequests:
 
     def charge(self, tenant: Tenant, service: float) -> None:
         self._line.charge(tenant, service)
+
+    async def pause(self, most_s: float) -> None:
+        """Waits for the turn of a stream that has begun and was refused, `most_s` at most."""
+        turn = asyncio.get_running_loop().create_future()
+        self._begun.append(turn)
+        try:
+            async with asyncio.timeout(most_s):
+                await turn
+        except TimeoutError:
+            pass
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.wake()  # the turn was for nothing
+            raise
+        finally:
+            if turn in self._begun:
+                self._begun.remove(turn)
 
     async def turn(self, place: Place, until_s: float, *, comes_back: bool) -> bool:
         """Waits for the turn of a request. Returns False if it has not come until then."""

@@ -112,7 +112,8 @@ class ReplicaWatch:
             call.cancel()
 
     def _replace(self, snapshot: pb.PrefixSnapshot) -> None:
-        self.scheme = DigestScheme(snapshot.scheme, snapshot.namespace, snapshot.block_size)
+        if snapshot.scheme:  # a scheduler that has not had an executor yet has no digests
+            self.scheme = DigestScheme(snapshot.scheme, snapshot.namespace, snapshot.block_size)
         self._state.view.replace(snapshot.sequence_number, numbers(snapshot.digests))
 
     def _apply(self, events: pb.PrefixEvents) -> bool:

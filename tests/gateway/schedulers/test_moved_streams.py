@@ -16,6 +16,7 @@ from quire.errors import DeadlineExceededError
 from quire.v1 import generation_pb2 as pb
 from quire.v1 import replica_pb2 as replica_pb
 from tests.gateway.schedulers.test_reports import ReportRig, load
+from tests.gateway.schedulers.test_waiting import Bounded
 from tests.support.gateway.fake_scheduler import Answer, Failure, FakeScheduler
 from tests.support.gateway.rig import Rig, content
 from tests.support.waiting import until
@@ -54,6 +55,27 @@ class Following:
 def counts(rig: Rig) -> list[int]:
     """Returns the requests that the router counts at each scheduler."""
     return [rig.schedulers._replicas[each.address].num_requests for each in rig.schedulers.all]
+
+
+async def test_a_stream_that_moves_continues_before_waiting_requests() -> None:
+    async with ReportRig(2, routing="round-robin") as rig:
+        await rig.watched()
+        bounded = [Bounded(fake, 1) for fake in rig.fakes]
+        for fake in rig.fakes:
+            fake.words_each, fake.step_s = 30, 0.02
+
+        async def send(prompt: str) -> int:
+            return (await rig.post("/v1/completions", {"prompt": prompt}))[0]
+
+        streams = [asyncio.create_task(send(f"stream {number}")) for number in range(2)]
+        await until(lambda: all(each.num_open for each in bounded))
+        streams += [asyncio.create_task(send(f"new {number}")) for number in range(3)]
+        await until(lambda: len(rig.schedulers.waiting) == 3)
+        (moved,), (other,) = bounded[0].order, bounded[1].order
+        bounded[0].most = 0
+        rig.report(rig.fakes[0], DRAINS)
+        assert await asyncio.gather(*streams) == [200] * 5
+        assert bounded[1].order[:2] == [other, moved]
 
 
 @pytest.mark.parametrize("is_moved", [True, False])

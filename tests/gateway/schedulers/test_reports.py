@@ -125,6 +125,18 @@ async def test_what_is_forgotten_counts_no_more() -> None:
         await until(lambda: rig.known(rig.fakes[0]) == 0)
 
 
+async def test_a_scheduler_without_an_executor_does_not_say_how_digests_are_made() -> None:
+    """Requests would otherwise be routed as if no scheduler reported its cached prompts."""
+    rig = ReportRig(2)
+    rig.fakes[0].reports = asyncio.Queue()
+    rig.report(rig.fakes[0], replica_pb.WatchResponse(load=load(), snapshot=replica_pb.PrefixSnapshot()))
+    async with rig:
+        await rig.watched()
+        scheme = rig.schedulers.digest_scheme
+        assert scheme is not None
+        assert scheme.name == "words"
+
+
 async def test_a_gap_in_the_events_leads_to_a_new_snapshot() -> None:
     async with ReportRig(2) as rig:
         await rig.watched()
