@@ -1,8 +1,9 @@
-"""TLS for servers and clients: credentials from PEM files, which servers read again when the files change.
+"""TLS for servers and clients: credentials from PEM files, which are read again when the files change.
 
 A server looks at its files at each new connection, so a renewed certificate needs no restart and no signal. Open
 connections keep the certificate they began with. A new pair that cannot be used (a key of another certificate, half a
-file) is logged, and the server goes on with the pair it has.
+file) is logged, and the server goes on with the pair it has. The credentials of a channel cannot change: a client that
+connects for long asks for them before each attempt (`watched_channel_credentials`).
 """
 
 from __future__ import annotations
@@ -74,7 +75,15 @@ def channel_credentials(tls: TlsFiles | str | None) -> grpc.ChannelCredentials:
     """
     if not isinstance(tls, TlsFiles):
         return grpc.ssl_channel_credentials(None if tls is None else _authorities(tls))
-    return _load(tls, lambda pems: grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate))
+    return _load(tls, _grpc_channel_credentials)
+
+
+def watched_channel_credentials(files: TlsFiles) -> Callable[[], grpc.ChannelCredentials]:
+    """Returns a function that gives the credentials of a new channel, the same object until the files change.
+
+    Raises TlsError. The function does not: it gives the credentials before that while the files cannot be used.
+    """
+    return _watched(files, _grpc_channel_credentials).get
 
 
 def ssl_context(files: TlsFiles, require_client: bool = False) -> ssl.SSLContext:
@@ -169,6 +178,10 @@ def _load_pair(context: ssl.SSLContext, files: TlsFiles) -> None:
         context.load_cert_chain(files.certificate, files.key, no_password)
     except OSError as error:  # ssl.SSLError is one
         raise TlsError(f"{files.certificate} and {files.key} are not a certificate and its key: {error}") from None
+
+
+def _grpc_channel_credentials(pems: _Pems) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.certificate)
 
 
 def _grpc_configuration(pems: _Pems) -> grpc.ServerCertificateConfiguration:

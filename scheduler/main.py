@@ -18,7 +18,7 @@ from quire.addresses import AddressInUse, AddressUnusable, is_local
 from quire.garbage import collect_rarely
 from quire.log_writer import put_line
 from quire.signals import EndSignals
-from quire.tls import TlsError, TlsFiles, channel_credentials
+from quire.tls import TlsError, TlsFiles
 from scheduler.config import ConfigError, SchedulerConfig
 from scheduler.core import Scheduler, StepPlan
 from scheduler.engine.engine import Engine, ServerState
@@ -233,20 +233,19 @@ def _token_verifier(config: SchedulerConfig) -> "TokenVerifier":
 
 def _executor_client(config: SchedulerConfig) -> ExecutorClient:
     """Raises ConfigError if the TLS files cannot be used."""
-    credentials = None
+    tls = None
     if config.executor_tls_certificate and config.executor_tls_key:
-        try:
-            files = TlsFiles(config.executor_tls_certificate, config.executor_tls_key, config.executor_tls_ca)
-            credentials = channel_credentials(files)
-        except TlsError as error:
-            raise ConfigError(f"executor_tls_certificate: {error}") from None
-    return ExecutorClient(
-        config.executor,
-        holder=f"{socket.gethostname()}, process {os.getpid()}, serving {config.listen}",
-        takes_over=config.takeover,
-        credentials=credentials,
-        executor_name=config.executor_name or "",
-    )
+        tls = TlsFiles(config.executor_tls_certificate, config.executor_tls_key, config.executor_tls_ca)
+    try:
+        return ExecutorClient(
+            config.executor,
+            holder=f"{socket.gethostname()}, process {os.getpid()}, serving {config.listen}",
+            takes_over=config.takeover,
+            tls=tls,
+            executor_name=config.executor_name or "",
+        )
+    except TlsError as error:
+        raise ConfigError(f"executor_tls_certificate: {error}") from None
 
 
 def _tracer(endpoint: str) -> "OtlpTracer":

@@ -24,7 +24,7 @@ from quire.async_client import AsyncClient
 from quire.errors import QuireError
 
 _OUTPUT_TOKENS = 64
-_WARM_UP_S = 2.0
+_WARM_UP_S = 5.0
 _PAUSE_S = 0.05
 _CLIENTS_PER_CONNECTION = 200
 """A server permits 256 streams on a connection; the requests of further ones would wait at the client, unseen."""

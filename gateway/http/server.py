@@ -46,7 +46,9 @@ COUNT_TOKENS = f"{MESSAGES}/count_tokens"
 FIRST_REQUEST_S = 10.0
 """Time in which a connection has to send the header of its first request."""
 
-HANDSHAKE_TIMEOUT_S = 1.0
+HANDSHAKE_TIMEOUT_S = 10.0
+"""Time that a client has for the handshake of TLS. It may not exceed FIRST_REQUEST_S, for which handshakes count."""
+
 KEEPALIVE_S = 75.0
 """Time in which it has to send the header of a further request."""
 
@@ -69,7 +71,7 @@ class GatewayServer:
             schedulers, models, tools, bodies, self.metrics, self._readers, config.max_requests
         )
         self._pages = Pages(schedulers, models, bodies, self.metrics, self.generation)
-        self._silent: set[asyncio.BaseProtocol] = set()  # new connections that have sent no request
+        self._silent: set[asyncio.Protocol] = set()  # new connections that have sent no request
         self._unread_bodies = UnreadBodies()
         self._listening: asyncio.Server | None = None
         self.address = ""
@@ -115,7 +117,12 @@ class GatewayServer:
         wanted = HostPort.parse(self._config.listen)
         try:
             self._listening = await asyncio.get_running_loop().create_server(
-                lambda: self._protocol(server), wanted.host, wanted.port, ssl=self._tls, reuse_address=True
+                lambda: self._protocol(server),
+                wanted.host,
+                wanted.port,
+                ssl=self._tls,
+                reuse_address=True,
+                ssl_handshake_timeout=None if self._tls is None else HANDSHAKE_TIMEOUT_S,
             )
         except OSError as error:
             raise listen_error(self._config.listen, error) from error
@@ -133,7 +140,10 @@ class GatewayServer:
 
     def _protocol(self, server: web.Server) -> asyncio.Protocol:
         """Returns the protocol of a new connection."""
-        if len(server.connections) >= self._config.max_connections:
+        connections: set[asyncio.Protocol] = set(server.connections)
+        if self._tls is not None:
+            connections |= self._silent  # aiohttp does not know those whose handshake has not ended
+        if len(connections) >= self._config.max_connections:
             self.metrics.refused_connections.inc()
             return _Refusal()
         protocol = server()
@@ -141,7 +151,7 @@ class GatewayServer:
         asyncio.get_running_loop().call_later(FIRST_REQUEST_S, self._close_if_silent, protocol)
         return protocol
 
-    def _close_if_silent(self, protocol: asyncio.BaseProtocol) -> None:
+    def _close_if_silent(self, protocol: asyncio.Protocol) -> None:
         """Closes a connection that has not sent the header of a request. aiohttp would wait for it for ever."""
         if protocol not in self._silent:
             return

@@ -16,6 +16,7 @@ import grpc
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from quire.plan_stream import FEATURES, LEAST_PROTOCOL_VERSION, OPTIONAL_FEATURES, PROTOCOL_VERSION
+from quire.tls import watched_channel_credentials
 from quire.unexpected import unexpected
 from scheduler.core import ExecutorLost, ExecutorNotOurs, PlanRejected, ResultMismatch, StepPlan, StepResult
 from scheduler.engine import plan_wire
@@ -24,6 +25,7 @@ from scheduler.engine.executor_channel import FILE, address_in, open_channel
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
+    from quire.tls import TlsFiles
     from scheduler.engine.step_trace import ExecutorTimings
 
     Call = grpc.aio.StreamStreamCall[pb.RunRequest, pb.RunResponse]
@@ -48,7 +50,7 @@ class ExecutorClient:
 
     holder         name of this scheduler for people, which the executor tells other schedulers
     takes_over     takes the executor from another scheduler, once: after the first lease it asks like all others
-    credentials    for TLS; None: none
+    tls            the scheduler's certificate, read again before an attempt if it has changed; None: no TLS
     executor_name  subject alternative name that the executor's certificate must have
     """
 
@@ -58,15 +60,17 @@ class ExecutorClient:
         *,
         holder: str = "",
         takes_over: bool = False,
-        credentials: grpc.ChannelCredentials | None = None,
+        tls: TlsFiles | None = None,
         executor_name: str = "",
     ) -> None:
+        """Raises TlsError."""
         self._place = address
         self.address = "" if address.startswith(FILE) else address
         self._holder = holder
         self._takes_over = takes_over
         self._instance = uuid.uuid4().hex
-        self._credentials = credentials
+        self._latest_credentials = (lambda: None) if tls is None else watched_channel_credentials(tls)
+        self._credentials: grpc.ChannelCredentials | None = None
         self._executor_name = executor_name
         self._channel: grpc.aio.Channel | None = None
         if self.address:
@@ -78,13 +82,14 @@ class ExecutorClient:
         Raises what `describe` raises, and ExecutorLost if the file that should hold the address cannot be used, or
         changes meanwhile.
         """
-        if not self._place.startswith(FILE):
-            return await self.describe(timeout_s)
         path = self._place.removeprefix(FILE)
-        if (address := address_in(path)) != self.address:
+        address = self.address if path == self._place else address_in(path)
+        if address != self.address or self._latest_credentials() is not self._credentials:
             await self.close()
             self.address = address
             self._connect()
+        if path == self._place:
+            return await self.describe(timeout_s)
         describing = asyncio.create_task(self.describe(timeout_s))
         try:
             while not (await asyncio.wait({describing}, timeout=_LOOK_INTERVAL_S))[0]:
@@ -95,6 +100,7 @@ class ExecutorClient:
             describing.cancel()
 
     def _connect(self) -> None:
+        self._credentials = self._latest_credentials()
         self._channel = open_channel(self.address, self._credentials, self._executor_name)
         self._stub = ExecutorStub(self._channel)
 

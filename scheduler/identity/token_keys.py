@@ -27,7 +27,7 @@ MAX_AGE_S = 300.0
 REFRESH_AGE_S = 240.0
 """A token that comes when the keys are older than this starts a fetch, and does not wait for it."""
 MIN_AGE_S = 10.0
-"""Tokens with unknown key ids cause a fetch at most this often."""
+"""A fetch starts at most this often, also if tokens have unknown key ids or the last fetch has failed."""
 _TIMEOUT_S = 5.0  # of each read
 _FETCH_S = 10.0
 """Longest time that tokens wait for a fetch."""
@@ -66,7 +66,7 @@ class FileKeys:
 
     def __init__(self, path: str) -> None:
         """Raises TokenKeysError."""
-        self._file = WatchedFiles([path], lambda: parse_keys(_read_file(path), path), _FILE_INTERVAL_S)
+        self._file = WatchedFiles([path], lambda: _keys_in_file(path), _FILE_INTERVAL_S)
 
     async def current(self) -> TokenKeys:
         return self._file.get()
@@ -79,30 +79,32 @@ class UrlKeys:
     """Keys at a URL, fetched in a thread when the first token arrives, and then again from time to time.
 
     Keys that are too old, because no token came for a while, are fetched before a token is verified with them. If a
-    fetch fails, the keys of the last one stay in use.
+    fetch fails, the keys of the last one stay in use, keep their age, and are soon fetched again. A set without usable
+    keys is no failure: all keys were withdrawn.
     """
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._keys: TokenKeys = {}
-        self._fetched_s: float | None = None
+        self._fetched_s = self._tried_s = float("-inf")  # beginning of the last success, end of the last attempt
         self._fetching: asyncio.Task[None] | None = None
 
     async def current(self) -> TokenKeys:
-        if self._age_s > MAX_AGE_S:
-            await asyncio.shield(self._fetch_soon())
-        elif self._age_s > REFRESH_AGE_S:
-            self._fetch_soon()
+        age_s = time.monotonic() - self._fetched_s
+        if age_s > REFRESH_AGE_S and self._may_fetch:
+            fetching = self._fetch_soon()
+            if age_s > MAX_AGE_S:
+                await asyncio.shield(fetching)
         return self._keys
 
     async def refreshed(self) -> TokenKeys:
-        if self._age_s > MIN_AGE_S or self._fetching is not None:
+        if self._may_fetch:
             await asyncio.shield(self._fetch_soon())
         return self._keys
 
     @property
-    def _age_s(self) -> float:
-        return float("inf") if self._fetched_s is None else time.monotonic() - self._fetched_s
+    def _may_fetch(self) -> bool:
+        return self._fetching is not None or time.monotonic() - self._tried_s > MIN_AGE_S
 
     def _fetch_soon(self) -> asyncio.Task[None]:
         if self._fetching is None:
@@ -110,6 +112,7 @@ class UrlKeys:
         return self._fetching
 
     async def _fetch(self) -> None:
+        began_s = time.monotonic()
         try:
             async with asyncio.timeout(_FETCH_S):
                 text = await asyncio.to_thread(_read_url, self._url)
@@ -117,14 +120,16 @@ class UrlKeys:
         except (TokenKeysError, TimeoutError) as error:
             log.error("the keys fetched before stay in use: %s", str(error) or f"{self._url} takes too long")
         else:
-            self._keys = keys
+            if not keys:
+                log.warning("%s has no public signature keys: all tokens are refused", self._url)
+            self._keys, self._fetched_s = keys, began_s
         finally:
-            self._fetched_s = time.monotonic()
+            self._tried_s = time.monotonic()
             self._fetching = None
 
 
 def parse_keys(text: bytes, source: str) -> TokenKeys:
-    """Returns the public signature keys of a JWKS. Raises TokenKeysError, also if it has none.
+    """Returns the public signature keys of a JWKS, which may be none. Raises TokenKeysError.
 
     Symmetric keys are left out: with such a key, a server that checks tokens could also make them.
     """
@@ -133,8 +138,6 @@ def parse_keys(text: bytes, source: str) -> TokenKeys:
         keys = {entry.get("kid"): _key(entry) for entry in entries if _is_public_signature_key(entry)}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, jwt.PyJWTError) as error:
         raise TokenKeysError(f"{source} is not a JWKS: {type(error).__name__}") from None
-    if not keys:
-        raise TokenKeysError(f"{source} has no public signature keys")
     return keys
 
 
@@ -145,6 +148,13 @@ def _is_public_signature_key(entry: Mapping[str, Any]) -> bool:
 def _key(entry: Mapping[str, Any]) -> TokenKey:
     public = {name: value for name, value in entry.items() if name != "d"}  # "d" makes a private key
     return TokenKey(jwt.PyJWK(public).key, entry.get("alg"))
+
+
+def _keys_in_file(path: str) -> TokenKeys:
+    """Raises TokenKeysError, also if the file has no usable keys."""
+    if keys := parse_keys(_read_file(path), path):
+        return keys
+    raise TokenKeysError(f"{path} has no public signature keys")
 
 
 def _read_file(path: str) -> bytes:

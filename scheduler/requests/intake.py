@@ -17,7 +17,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from quire.v1 import generation_pb2 as pb
-from scheduler.core import FinishReason, Request, Unavailable
+from scheduler.core import FinishReason, QueueFull, Request, Unavailable
 from scheduler.engine.engine import ServerState
 from scheduler.requests.completion import Completion
 from scheduler.requests.limits import ModelBounds, RequestLimits
@@ -154,11 +154,13 @@ class Intake:
         return self._client_request_ids.get(request_id, str(request_id))
 
     def _submit(self, request: Request, sink: Sink) -> None:
-        """Gives the prompt's tokens back to the tenant's rate if the engine refuses the request."""
+        """Gives the prompt's tokens, and a request that may be tried again, back to the tenant's rates if refused."""
         try:
             self._engine.submit(request, sink)
-        except Exception:
+        except Exception as error:
             self._rates.add_tokens(request.tenant, -request.num_given_tokens)
+            if isinstance(error, (QueueFull, Unavailable)):
+                self._rates.give_back_request(request.tenant)
             raise
 
     def _observed(self, fields: RequestFields, caller: Caller) -> ObservedRequest:

@@ -16,7 +16,7 @@ from quire.v1 import generation_pb2 as pb
 from scheduler.telemetry.limits import MESSAGE_FIELDS, limited
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
     from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
@@ -30,13 +30,13 @@ MAX_TOKEN_IDS = 1 << 20
 _CHEAP_BYTES = 1 << 14
 """A message of this size is cheap to parse, whatever it holds."""
 
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _LENGTH, _GROUP, _END_GROUP, _FIXED32 = 0, 1, 2, 3, 4, 5
 _MAX_DEPTH = 6
 _MORE = 0x80  # set in every byte of a varint but the last
 
 
 class TooCostly(Exception):
-    """A message has too many fields. The text says what there is too much of.
+    """A message may take long to parse. The text says why.
 
     first_number  the value of the message's first field if that is a number with field number 1; otherwise None. It
                   identifies the stream of a GenerateManyRequest
@@ -52,7 +52,7 @@ class _Malformed(Exception):
 
 
 def check_cost(data: bytes, message: Descriptor = pb.GenerateRequest.DESCRIPTOR) -> None:
-    """Raises TooCostly if a serialized message has too many fields to be parsed on the event loop."""
+    """Raises TooCostly if a serialized message may take too long to be parsed on the event loop."""
     if len(data) <= _CHEAP_BYTES:
         return
     counter = _FieldCounter(data)
@@ -65,47 +65,70 @@ def check_cost(data: bytes, message: Descriptor = pb.GenerateRequest.DESCRIPTOR)
         return
 
 
+def check_size(data: bytes) -> None:
+    """Raises TooCostly if a serialized message is larger than every message that is cheap to parse."""
+    if len(data) > _CHEAP_BYTES:
+        raise TooCostly(f"the request has more than {_CHEAP_BYTES} bytes")
+
+
 class BoundedMessages(grpc.aio.ServerInterceptor):
     """Refuses costly requests with INVALID_ARGUMENT.
 
-    A method that receives a stream finds a TooCostly in the place of a costly message, and decides itself.
+    A method of `requests` that receives a stream finds a TooCostly in the place of a costly message, and decides
+    itself.
     """
 
     def __init__(self, requests: Mapping[str, Descriptor]) -> None:
-        """Takes the type of each method's requests, by full names such as "/quire.v1.Generation/Generate"."""
+        """Takes the types of large requests, by full names of methods such as "/quire.v1.Generation/Generate".
+
+        The requests of all other methods may have 16 KiB.
+        """
         self._requests = requests
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
         message = self._requests.get(handler_call_details.method)
-        if message is None or handler is None:
-            return handler
 
         def parse_if_cheap(data: bytes) -> object:
             try:
-                check_cost(data, message)
+                if message is None:
+                    check_size(data)
+                else:
+                    check_cost(data, message)
             except TooCostly as error:
                 limited(MESSAGE_FIELDS)
                 return error
             return handler.request_deserializer(data)
 
-        behaviour = handler.unary_stream or handler.unary_unary
+        kind = next(kind for kind in ("unary_unary", "unary_stream", "stream_stream") if getattr(handler, kind))
+        behaviour = getattr(handler, kind)
 
         async def serve_if_parsed(request: object, context: Any) -> Any:
-            if isinstance(request, TooCostly):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
+            await _abort_if_costly(request, context)
             return await behaviour(request, context)
 
-        if handler.request_streaming:
-            return handler._replace(request_deserializer=parse_if_cheap)
-        new_handler = (
-            grpc.unary_stream_rpc_method_handler if handler.unary_stream else grpc.unary_unary_rpc_method_handler
-        )
-        return new_handler(
-            serve_if_parsed,
-            request_deserializer=parse_if_cheap,
-            response_serializer=handler.response_serializer,
-        )
+        async def serve_parsed(requests: AsyncIterator[object], context: Any) -> AsyncIterator[object]:
+            async for response in behaviour(_parsed(requests, context), context):
+                yield response
+
+        bounded = handler._replace(request_deserializer=parse_if_cheap)
+        if not handler.request_streaming:
+            return bounded._replace(**{kind: serve_if_parsed})
+        return bounded if message is not None else bounded._replace(stream_stream=serve_parsed)
+
+
+async def _parsed(requests: AsyncIterator[object], context: Any) -> AsyncIterator[object]:
+    """Yields the requests of a stream, and aborts the call at a costly one."""
+    async for request in requests:
+        await _abort_if_costly(request, context)
+        yield request
+
+
+async def _abort_if_costly(request: object, context: Any) -> None:
+    if isinstance(request, TooCostly):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
 
 
 class _FieldCounter:
@@ -135,8 +158,11 @@ class _FieldCounter:
                 if field is not None:
                     self._look_into(field, position, position + size, depth)
                 position += size
+            elif kind in (_GROUP, _END_GROUP):
+                # proto3 has no groups, but protobuf skips them and parses what follows.
+                raise TooCostly("the request has a group, so its fields cannot be counted")
             else:
-                raise _Malformed  # groups, which proto3 does not have
+                raise _Malformed
 
     def first_number(self) -> int | None:
         """Returns the value of the first field, if it is a number with field number 1."""

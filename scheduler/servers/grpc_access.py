@@ -5,14 +5,17 @@ from __future__ import annotations
 import inspect
 import logging
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
+from quire.log_rate import RateLimit
 from quire.tls import peer_names
 from scheduler.identity.identity import CALLER, Identity, Unauthenticated
 from scheduler.identity.permissions import METHODS, OPEN
 from scheduler.servers.refusals import PERMISSION_DENIED, UNAUTHENTICATED
+from scheduler.telemetry.limits import LOG_LINES, limited
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
     Around = Callable[[Context], AbstractAsyncContextManager[None]]
 
 audit_log = logging.getLogger("scheduler.audit")
+# A refused call costs its client nothing.
+audit_log.addFilter(RateLimit("admin call refused", per_second=10, on_left_out=partial(limited, LOG_LINES)))
 
 _REASONS = {
     grpc.StatusCode.UNAUTHENTICATED: UNAUTHENTICATED,
@@ -36,7 +41,8 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
     """Lets a call through if the table in `scheduler.identity.permissions` allows it to the caller.
 
     default   identity of callers that send no credentials; None: they have to
-    is_audit  True: each call of the table is logged with its caller and its result
+    is_audit  True: each call of a known caller is logged with the caller and the result, also if it is refused.
+              Calls that are open to every caller are not logged
 
     A gateway calls on behalf of its clients. For one that has no credentials it sends an empty header: that client's
     call has the rights of a stranger, and never those of the gateway.
@@ -58,29 +64,34 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         try:
             identity = await self._access.verifier.identify(authorization or None)
         except Unauthenticated as error:
-            return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, str(error))
+            return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, str(error), None)
         identity = identity or (self._access.verifier.stranger if is_for_stranger else self._default)
         if identity is None and (is_for_stranger or not self._access.requires_client_certificate):
-            return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, "the call has no credentials")
+            return self._refusal(grpc.StatusCode.UNAUTHENTICATED, method, "the call has no credentials", None)
         handler = await continuation(details)
         if handler is None:  # the method does not exist
             return None
+        if self._is_audit:
+            handler = _around(handler, lambda context: _audited(method, context))
         if identity is None:
-            handler = _around(handler, lambda context: self._with_certificate(method, context))
-        elif allowed is None or not identity.may(allowed):
-            return self._refusal(grpc.StatusCode.PERMISSION_DENIED, method, _not_allowed(identity))
-        else:
-            CALLER.set(identity)
-        return _around(handler, lambda context: _audited(method, context)) if self._is_audit else handler
+            return _around(handler, lambda context: self._with_certificate(method, context))
+        if allowed is None or not identity.may(allowed):
+            return self._refusal(grpc.StatusCode.PERMISSION_DENIED, method, _not_allowed(identity), identity)
+        CALLER.set(identity)
+        return handler
 
-    def _refusal(self, code: grpc.StatusCode, method: str, why: str) -> Any:
+    def _refusal(self, code: grpc.StatusCode, method: str, why: str, caller: Identity | None) -> Any:
         async def refuse(_: object, context: Context) -> None:
-            await self._refuse(code, method, why, context)
+            await self._refuse(code, method, why, caller, context)
 
         # A handler of a stream is called before the first message has arrived. Clients cannot tell the difference.
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    async def _refuse(self, code: grpc.StatusCode, method: str, why: str, context: Context) -> None:
+    async def _refuse(
+        self, code: grpc.StatusCode, method: str, why: str, caller: Identity | None, context: Context
+    ) -> None:
+        if self._is_audit and caller is not None:
+            _audit("admin call refused", caller, method, code.name, context)
         self._access.refusals.refused(_REASONS[code], method, context.peer(), why)
         await context.abort(code, why)
 
@@ -91,9 +102,9 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         allowed = METHODS.get(method)
         if identity is None:
             why = "the call has no credentials, and the certificate is not in the key file"
-            await self._refuse(grpc.StatusCode.UNAUTHENTICATED, method, why, context)
+            await self._refuse(grpc.StatusCode.UNAUTHENTICATED, method, why, None, context)
         elif allowed is None or not identity.may(allowed):
-            await self._refuse(grpc.StatusCode.PERMISSION_DENIED, method, _not_allowed(identity), context)
+            await self._refuse(grpc.StatusCode.PERMISSION_DENIED, method, _not_allowed(identity), identity, context)
         else:
             CALLER.set(identity)
         yield
@@ -102,6 +113,7 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 @asynccontextmanager
 async def _audited(method: str, context: Context) -> AsyncIterator[None]:
     """Logs the call when it has ended: one line with caller, method and status."""
+    caller = CALLER.get()
     result = "CANCELLED"  # of a call whose client has disconnected
     try:
         yield
@@ -113,10 +125,12 @@ async def _audited(method: str, context: Context) -> AsyncIterator[None]:
         result = "UNKNOWN"
         raise
     finally:
-        caller = CALLER.get(None)
-        fields = {"tenant": caller.tenant, "caller": caller.name} if caller else {"caller": "unknown"}
-        call = method.rpartition("/")[2]
-        audit_log.info("admin call", extra=fields | {"call": call, "result": result, "client": context.peer()})
+        _audit("admin call", caller, method, result, context)
+
+
+def _audit(message: str, caller: Identity, method: str, result: str, context: Context) -> None:
+    fields = {"tenant": caller.tenant, "caller": caller.name, "call": method.rpartition("/")[2]}
+    audit_log.info(message, extra=fields | {"result": result, "client": context.peer()})
 
 
 def _code_name(code: Any) -> str:

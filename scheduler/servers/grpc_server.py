@@ -43,7 +43,7 @@ BOUNDED = {
     "/quire.v1.Tokenization/Tokenize": tokenization_pb2.TokenizeRequest.DESCRIPTOR,
     "/quire.v1.Tokenization/Detokenize": tokenization_pb2.DetokenizeRequest.DESCRIPTOR,
 }
-"""Methods whose requests clients can make costly to parse."""
+"""Methods whose requests may be large. Their fields are counted; the requests of all other methods have to be small."""
 GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 TOKENIZATION = tokenization_pb2.DESCRIPTOR.services_by_name["Tokenization"].full_name
 REPLICA = replica_pb2.DESCRIPTOR.services_by_name["Replica"].full_name
@@ -119,8 +119,8 @@ class GrpcServer:
             admin_listen = default_admin_address(self.address)
         # A process that could open the socket runs as the user of this process, which could do everything anyway.
         default = LOCAL if admin_listen.startswith(UNIX) else access.verifier.stranger
-        interceptor = AccessInterceptor(access, default, is_audit=True)
-        self._admin = grpc.aio.server(options=OPTIONS, interceptors=[interceptor])
+        interceptors = [AccessInterceptor(access, default, is_audit=True), BoundedMessages(BOUNDED)]
+        self._admin = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
         add_AdminServicer_to_server(admin, self._admin)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._admin)
         # Reflection describes all services, although Generation is at the other address.

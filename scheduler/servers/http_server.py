@@ -141,17 +141,18 @@ class HttpServer:
         await self._runner.cleanup()
 
     def _accept(self, connection: socket.socket) -> None:
-        task = asyncio.create_task(self._serve(connection))
-        self._accepting.add(task)
-        task.add_done_callback(self._accepting.discard)
-
-    async def _serve(self, connection: socket.socket) -> None:
         server = self._runner.server
-        # The server was stopped meanwhile, or holds as many connections as it has descriptors for.
-        if server is None or len(server.connections) >= self._max_connections:
+        # The server was stopped meanwhile, or holds as many connections as it has descriptors for. aiohttp does not
+        # know those whose handshake has not ended.
+        if server is None or len(server.connections) + len(self._accepting) >= self._max_connections:
             limited(OPEN_CONNECTIONS)
             connection.close()
             return
+        task = asyncio.create_task(self._serve(server, connection))
+        self._accepting.add(task)
+        task.add_done_callback(self._accepting.discard)
+
+    async def _serve(self, server: web.Server, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         timeout_s = None if self._tls is None else HANDSHAKE_TIMEOUT_S
         with suppress(OSError):  # a handshake that fails or takes too long closes the connection

@@ -44,6 +44,11 @@ class RateLimits:
         """Counts a request. Raises TenantLimitReached, with the time to wait, if a minute had too many."""
         self._take(tenant, "requests", 1)
 
+    def give_back_request(self, tenant: str) -> None:
+        """Counts a request no longer, because it was not accepted. A gateway may try it again many times."""
+        if (bucket := self._bucket(tenant, "requests")) is not None:
+            bucket.balance += 1
+
     def take_tokens(self, tenant: str, num_tokens: int) -> None:
         """Counts the tokens of a prompt. Raises TenantLimitReached, with the time to wait, if there were too many."""
         self._take(tenant, "tokens", num_tokens)

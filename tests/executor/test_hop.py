@@ -25,7 +25,7 @@ from quire.executor.v1.executor_pb2_grpc import ExecutorStub
 from quire.tls import TlsFiles, channel_credentials
 from scheduler.core import ExecutorLost, ExecutorNotOurs
 from scheduler.engine.executor_client import ExecutorClient
-from tests.support.certificates import Authority
+from tests.support.certificates import Authority, replace_pair
 from tests.support.executor.fake_runner import FakeRunner, loaded
 from tests.support.executor.served import CONFIG, open_stream, opening, status
 
@@ -71,7 +71,7 @@ async def refused(stub: ExecutorStub) -> list[grpc.StatusCode]:
 
 async def test_the_scheduler_that_the_executor_names_is_served(tls_server: Server, authority: Authority) -> None:
     files = authority.issue("scheduler", f"DNS:{SCHEDULER}")
-    client = ExecutorClient(tls_server.address, credentials=channel_credentials(files), executor_name=EXECUTOR)
+    client = ExecutorClient(tls_server.address, tls=files, executor_name=EXECUTOR)
     description = await client.describe(10)
     stream = await client.open_stream(lambda: None, 1, description.incarnation, 10)
     assert stream.lease == 1
@@ -115,16 +115,33 @@ async def test_another_name_of_the_same_authority_may_only_ask_for_the_health(
 
 
 async def test_a_scheduler_without_the_right_name_learns_why(tls_server: Server, authority: Authority) -> None:
-    credentials = channel_credentials(authority.issue("other", "DNS:other.quire.test"))
-    client = ExecutorClient(tls_server.address, credentials=credentials, executor_name=EXECUTOR)
+    files = authority.issue("other", "DNS:other.quire.test")
+    client = ExecutorClient(tls_server.address, tls=files, executor_name=EXECUTOR)
     with pytest.raises(ExecutorNotOurs, match=f"serves '{SCHEDULER}' only"):
         await client.describe(10)
     await client.close()
 
 
+async def test_a_renewed_certificate_is_used_from_the_next_attempt_on(
+    tls_server: Server, authority: Authority, tmp_path: Path
+) -> None:
+    """Before, a scheduler showed the certificate of its start, also after that had expired."""
+    files = authority.issue("changing", "DNS:other.quire.test")
+    client = ExecutorClient(tls_server.address, tls=files, executor_name=EXECUTOR)
+    with pytest.raises(ExecutorNotOurs, match=r"has 'other\.quire\.test'"):
+        await client.find(10)
+    replace_pair(files, authority.issue("renewed", f"DNS:{SCHEDULER}"))
+    description = await client.find(10)
+    for path in (files.certificate, files.key):
+        tmp_path.joinpath("x").write_text("half a file")
+        tmp_path.joinpath("x").replace(path)
+    assert (await client.find(10)).incarnation == description.incarnation, "the pair before that stays in use"
+    await client.close()
+
+
 async def test_an_executor_of_another_name_is_not_used(tls_server: Server, authority: Authority) -> None:
     files = authority.issue("scheduler", f"DNS:{SCHEDULER}")
-    client = ExecutorClient(tls_server.address, credentials=channel_credentials(files), executor_name="another.test")
+    client = ExecutorClient(tls_server.address, tls=files, executor_name="another.test")
     with pytest.raises(ExecutorLost):
         await client.describe(1)
     await client.close()

@@ -199,6 +199,7 @@ async def test_a_key_that_was_withdrawn_while_no_token_came_is_refused(monkeypat
     await verifier.identify(known)
     answers.append(jwks(public_entry("second")).encode())
     verifier._source._fetched_s -= token_keys.MAX_AGE_S + 1  # type: ignore[attr-defined]
+    verifier._source._tried_s -= token_keys.MAX_AGE_S + 1  # type: ignore[attr-defined]
     for each in (token(), known):
         with pytest.raises(Unauthenticated, match="key is not known"):
             await verifier.identify(each)
@@ -216,7 +217,7 @@ async def test_keys_are_fetched_before_they_are_too_old_and_no_token_waits(monke
     source = UrlKeys("https://issuer/keys")
     await source.current()
     assert num_fetches == 1
-    source._fetched_s = time.monotonic() - token_keys.REFRESH_AGE_S - 1
+    source._fetched_s = source._tried_s = time.monotonic() - token_keys.REFRESH_AGE_S - 1
     current = source.current()
     with pytest.raises(StopIteration):  # it does not wait
         current.send(None)
@@ -265,6 +266,7 @@ def test_only_public_signature_keys_count() -> None:
     oct_entry = {"kty": "oct", "k": "c2VjcmV0", "kid": "shared"}
     keys = parse_keys(jwks(oct_entry, public_entry("first"), public_entry("second", use="enc")).encode(), "x")
     assert set(keys) == {"first"}
-    for bad in (jwks(oct_entry), "[]", "{", "{}", jwks({"kty": "RSA", "kid": "x"})):
+    assert not parse_keys(jwks(oct_entry).encode(), "x")
+    for bad in ("[]", "{", "{}", jwks({"kty": "RSA", "kid": "x"})):
         with pytest.raises(TokenKeysError):
             parse_keys(bad.encode(), "x")

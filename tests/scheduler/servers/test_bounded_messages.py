@@ -11,15 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.v1 import generation_pb2 as pb
+from quire.v1 import replica_pb2
 from quire.v1.generation_pb2_grpc import GenerationServicer, GenerationStub, add_GenerationServicer_to_server
+from quire.v1.replica_pb2_grpc import ReplicaStub
+from scheduler.identity.permissions import METHODS
 from scheduler.requests.limits import RequestLimits
 from scheduler.servers import bounded_messages
 from scheduler.servers.bounded_messages import MAX_TOKEN_IDS, BoundedMessages, TooCostly, check_cost
 from scheduler.servers.grpc_server import GENERATE
 from scheduler.telemetry.limits import MESSAGE_FIELDS
+from tests.scheduler.servers.test_grpc_access import ADMIN as METHODS_OF_ADMIN
+from tests.scheduler.servers.test_grpc_access import PUBLIC as METHODS_OF_PUBLIC
 from tests.support.scheduler.limits import counted
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.support.scheduler.servers import Servers
 
 MIB = 1 << 20
@@ -60,6 +67,14 @@ def test_costly_messages_are_refused(data: bytes) -> None:
         check_cost(data)
 
 
+@pytest.mark.parametrize("start", [b"\xa3\x06\xa4\x06", b"\x23\x24"], ids=["unknown group", "group for a message"])
+def test_groups_do_not_hide_the_fields_behind_them(start: bytes) -> None:
+    data = start + COSTLY["empty chat messages"]
+    assert len(pb.GenerateRequest.FromString(data).chat.messages) == MIB, "protobuf skips the group"
+    with pytest.raises(TooCostly, match="group"):
+        check_cost(data)
+
+
 def test_the_largest_valid_requests_are_accepted() -> None:
     limits = RequestLimits()
     message = pb.ChatMessage(role="user", content="a" * 1000)
@@ -93,6 +108,30 @@ async def test_the_public_server_refuses_costly_messages(servers: Servers) -> No
     with counted(MESSAGE_FIELDS), pytest.raises(grpc.aio.AioRpcError) as refused:
         await anext(aiter(served.generation.Generate(pb.GenerateRequest.FromString(COSTLY["stop strings"]))))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize("server", ["public", "admin", "local"])
+async def test_every_method_refuses_costly_messages(server: str, servers: Servers, tmp_path: Path) -> None:
+    local_listen = f"unix:{tmp_path}/local"
+    served = await servers.start(local_listen=local_listen)
+    async with grpc.aio.insecure_channel(local_listen) as local:
+        channel = {"public": served.channel, "admin": served.admin_channel, "local": local}[server]
+        for method in METHODS_OF_ADMIN if server == "admin" else METHODS_OF_PUBLIC:
+            if method not in METHODS:  # every caller is refused before the message is read
+                continue
+            with counted(MESSAGE_FIELDS), pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(aiter(channel.unary_stream(method)(COSTLY["unknown texts"], timeout=30)))
+            found = (refused.value.code(), "the request has more than" in str(refused.value.details()))
+            assert found == (grpc.StatusCode.INVALID_ARGUMENT, True), method
+
+
+async def test_long_tokens_can_be_identified(servers: Servers) -> None:
+    """A gateway asks for the tenant of a client with the header that the client sent."""
+    served = await servers.start()
+    request = replica_pb2.IdentifyRequest(authorization="Bearer " + "a" * 16_000)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await ReplicaStub(served.channel).Identify(request, timeout=30)
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_the_client_is_told_and_the_service_is_not_called() -> None:

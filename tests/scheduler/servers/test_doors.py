@@ -143,10 +143,11 @@ async def test_tokens_a_minute_count_prompts_and_outputs(door: str, checkpoint: 
 
 
 @both
-async def test_a_request_that_the_queue_refuses_costs_no_tokens(
-    door: str, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("settings", [TenantSettings(tokens_per_minute=100), TenantSettings(requests_per_minute=2)])
+async def test_a_request_that_the_queue_refuses_costs_nothing(
+    door: str, settings: TenantSettings, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with doors(checkpoint, tmp_path, TenantSettings(tokens_per_minute=100)) as both_doors:
+    async with doors(checkpoint, tmp_path, settings) as both_doors:
 
         def refuse(*_: object) -> None:
             raise QueueFull("the queue is full", 0.5)

@@ -11,12 +11,14 @@ import grpc.aio
 import pytest
 
 from quire.addresses import UNIX, default_admin_address
+from quire.log_rate import RateLimit
 from quire.tls import channel_credentials
 from quire.v1 import admin_pb2, generation_pb2
 from quire.v1.admin_pb2_grpc import AdminStub
 from scheduler.identity.identity import CALLER, Identity, Role
 from scheduler.identity.key_file import add_certificate, add_key, revoke
 from scheduler.identity.permissions import METHODS
+from scheduler.servers import grpc_access
 from scheduler.servers.access import Access
 from tests.support.certificates import Authority
 from tests.support.scheduler.callers import Callers
@@ -258,4 +260,29 @@ async def test_each_admin_call_leaves_a_line(
     assert [(line["caller"], line["tenant"], line["call"], line["result"]) for line in lines] == [
         ("the-admin", "tenant-of-admin", "Resume", "OK"),
         ("the-admin", "tenant-of-admin", "GetBlockMap", "UNAVAILABLE"),
+    ]
+
+
+async def test_an_admin_call_that_is_refused_to_a_known_caller_leaves_a_line(
+    servers: Servers, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (limit,) = [each for each in grpc_access.audit_log.filters if isinstance(each, RateLimit)]
+    monkeypatch.setattr(limit, "_clock", lambda: 2e9)  # a second of its own
+    callers, authority = Callers(tmp_path), Authority.create(tmp_path / "authority")
+    add_certificate(callers.path, Identity("billing", "money", frozenset({Role.GENERATE})), "billing.example")
+    access = callers.access()
+    access = Access(access.verifier, access.refusals, authority.issue_for_loopback())
+    served = await servers.start(access=access, admin_listen=LOCAL_ADMIN)
+    with caplog.at_level(logging.INFO):
+        for san, keys in (("stranger", ["none", "wrong"]), ("billing", ["none"] + 11 * ["observe"])):
+            credentials = channel_credentials(authority.issue("client", f"DNS:{san}.example"))
+            async with grpc.aio.secure_channel(served.server.admin_address, credentials) as channel:
+                for key in keys:
+                    await status(channel, "/quire.v1.Admin/Drain", callers.metadata(key))
+    assert callers.counted == ["unauthenticated"] * 2 + ["permission_denied"] * 12
+    lines = [vars(record) for record in caplog.records if record.name == "scheduler.audit"]
+    assert {(line["call"], line["result"]) for line in lines} == {("Drain", "PERMISSION_DENIED")}
+    assert [(line["caller"], line["tenant"]) for line in lines] == [
+        ("billing", "money"),
+        *[("the-observe", "tenant-of-observe")] * 9,  # ten lines a second
     ]

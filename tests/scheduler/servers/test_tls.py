@@ -19,11 +19,13 @@ from scheduler.identity.key_file import add_certificate
 from scheduler.identity.verifier import Verifier
 from scheduler.servers.access import Access
 from scheduler.servers.http_server import HttpServer
+from scheduler.telemetry.limits import NUM_LIMITED, OPEN_CONNECTIONS
 from scheduler.telemetry.metrics import SchedulerMetrics
 from tests.support.certificates import Authority, replace_pair
 from tests.support.scheduler.callers import Callers
 from tests.support.scheduler.fake_engine import FakeEngine
 from tests.support.scheduler.servers import Servers
+from tests.support.waiting import until
 
 if TYPE_CHECKING:
     from scheduler.engine.engine import Engine
@@ -146,6 +148,23 @@ async def test_http_speaks_tls_and_follows_the_certificate(
     # Liveness probes may come in clear text, so that a probe needs no certificate; nothing else may.
     assert (await plain(server, "/healthz")).startswith(b"HTTP/1.1 200 ")
     assert not (await plain(server, "/readyz")).startswith(b"HTTP/")
+    await server.stop()
+
+
+async def test_unfinished_handshakes_count_as_connections(
+    engine: FakeEngine, files: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scheduler.servers.http_server.max_http_connections", lambda: 2)
+    server = http_server(engine, Access(tls=files))
+    await server.start("127.0.0.1:0")
+    host, _, port = server.address.rpartition(":")
+    before = NUM_LIMITED[OPEN_CONNECTIONS]
+    held = [socket.create_connection((host, int(port)), timeout=20) for _ in range(3)]
+    for connection in held:
+        connection.sendall(b"\x16\x03\x01")  # the beginning of a ClientHello
+    await until(lambda: NUM_LIMITED[OPEN_CONNECTIONS] == before + 1)
+    for connection in held:
+        connection.close()
     await server.stop()
 
 
