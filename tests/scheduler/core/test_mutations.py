@@ -25,6 +25,7 @@ from scheduler.core.block_pool import BlockPool
 from scheduler.core.fairness.fair_queue import FairQueue
 from scheduler.core.kv_cache import Allocation, KVCache
 from scheduler.core.step import Step, StepBuilder
+from scheduler.core.tenants.account import Account
 from scheduler.core.timing import step_budget
 from scheduler.core.timing.step_budget import StepBudget
 from scheduler.core.waiting_queue import WaitingQueue
@@ -144,7 +145,10 @@ def forget_generated_tokens_when_preempting(patch: pytest.MonkeyPatch) -> None:
 
 
 def let_short_sequences_overtake(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(FairQueue, "_head", lambda queue, account: min(queue.of(account), key=lambda s: s.num_tokens))
+    def shortest(queue: FairQueue, account: Account) -> Sequence | None:
+        return min((s for s in queue.of(account) if not s.is_set_aside), key=lambda s: s.num_tokens, default=None)
+
+    patch.setattr(FairQueue, "head_of", shortest)
 
 
 def preempt_without_end(patch: pytest.MonkeyPatch) -> None:
