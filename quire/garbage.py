@@ -17,3 +17,14 @@ def collect_rarely() -> None:
     gc.freeze()
     young, middle, _ = gc.get_threshold()
     gc.set_threshold(young, middle, _NUM_YOUNG_COLLECTIONS)
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Drops the frames in which an error was raised and handled.
+
+    A frame with a variable for the error is part of a cycle with it, which keeps everything that the frame's other
+    variables hold until the next full collection: a refused request of 4 MiB, for example.
+    """
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__context__

@@ -16,6 +16,7 @@ import aiohttp
 from bench.attacks import http2
 from bench.attacks.busy_cores import compute_on_every_core
 from bench.attacks.connections import connection, discard
+from bench.attacks.large_messages import send_large_messages
 from bench.attacks.resumed_requests import resume_again_and_again
 from bench.command_line import BenchError
 from quire.async_client import AsyncClient
@@ -142,6 +143,11 @@ async def huge_texts(target: Target) -> None:
     await _in_parallel(6, loop)
 
 
+async def large_messages(target: Target) -> None:
+    """Keeps 1,000 calls open on 20 connections, each with a message of 4 MB. A tenth end while it is sent."""
+    await _in_parallel(20, lambda: send_large_messages(target.grpc, target.api_key))
+
+
 async def costly_reads(target: Target) -> None:
     """Reads metrics, the live page's stream and readiness in eight loops each."""
 
@@ -235,6 +241,7 @@ ATTACKS: dict[str, Attack] = {
         half_open_bodies,
         deep_json,
         huge_texts,
+        large_messages,
         costly_reads,
         empty_messages,
         prompt_logprobs,

@@ -11,6 +11,7 @@ from google.rpc.error_details_pb2 import BadRequest, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
 from quire.errors import InvalidRequestError, QueueFullError
+from quire.garbage import drop_frames
 from quire.status_details import TRAILER
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ _CODES = {code.name: code for code in grpc.StatusCode}
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: QuireError) -> NoReturn:
     """Ends a call with the status of an error."""
     code, message, trailers = rpc_status(error)
+    drop_frames(error)
     await context.abort(code, message, trailers)
 
 

@@ -16,6 +16,7 @@ from google.protobuf.duration_pb2 import Duration
 from google.rpc.error_details_pb2 import BadRequest, QuotaFailure, RetryInfo
 from google.rpc.status_pb2 import Status
 
+from quire.garbage import drop_frames
 from scheduler.core import (
     CapacityExceeded,
     InvalidRequest,
@@ -111,6 +112,7 @@ def status_of(error: BaseException) -> RpcStatus:
 async def abort(context: grpc.aio.ServicerContext[AnyType, AnyType], error: BaseException) -> NoReturn:
     """Ends a call with the status of an error."""
     status = status_of(error)
+    drop_frames(error)
     await context.abort(status.code, status.message, status.trailers)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from quire.v1 import generation_pb2 as pb
 from scheduler.telemetry.limits import MESSAGE_FIELDS, limited
@@ -35,8 +36,8 @@ _MAX_DEPTH = 6
 _MORE = 0x80  # set in every byte of a varint but the last
 
 
-class TooCostly(Exception):
-    """A message may take long to parse. The text says why.
+class BadMessage(Exception):
+    """A message may take long to parse, or cannot be parsed. The text says why.
 
     first_number  the value of the message's first field if that is a number with field number 1; otherwise None. It
                   identifies the stream of a GenerateManyRequest
@@ -48,17 +49,17 @@ class TooCostly(Exception):
 
 
 class _Malformed(Exception):
-    """The bytes are no message. protobuf says so itself, with its own status."""
+    """The bytes are no message. protobuf says so itself."""
 
 
 def check_cost(data: bytes, message: Descriptor = pb.GenerateRequest.DESCRIPTOR) -> None:
-    """Raises TooCostly if a serialized message may take too long to be parsed on the event loop."""
+    """Raises BadMessage if a serialized message may take too long to be parsed on the event loop."""
     if len(data) <= _CHEAP_BYTES:
         return
     counter = _FieldCounter(data)
     try:
         counter.count(0, len(data), message, 1)
-    except TooCostly as error:
+    except BadMessage as error:
         error.first_number = counter.first_number()
         raise
     except _Malformed:
@@ -66,15 +67,15 @@ def check_cost(data: bytes, message: Descriptor = pb.GenerateRequest.DESCRIPTOR)
 
 
 def check_size(data: bytes) -> None:
-    """Raises TooCostly if a serialized message is larger than every message that is cheap to parse."""
+    """Raises BadMessage if a serialized message is larger than every message that is cheap to parse."""
     if len(data) > _CHEAP_BYTES:
-        raise TooCostly(f"the request has more than {_CHEAP_BYTES} bytes")
+        raise BadMessage(f"the request has more than {_CHEAP_BYTES} bytes")
 
 
 class BoundedMessages(grpc.aio.ServerInterceptor):
-    """Refuses costly requests with INVALID_ARGUMENT.
+    """Refuses costly requests, and bytes that are no request, with INVALID_ARGUMENT.
 
-    A method of `requests` that receives a stream finds a TooCostly in the place of a costly message, and decides
+    A method of `requests` that receives a stream finds a BadMessage in the place of such a message, and decides
     itself.
     """
 
@@ -97,16 +98,19 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
                     check_size(data)
                 else:
                     check_cost(data, message)
-            except TooCostly as error:
+            except BadMessage as error:
                 limited(MESSAGE_FIELDS)
                 return error
-            return handler.request_deserializer(data)
+            try:
+                return handler.request_deserializer(data)
+            except DecodeError:
+                return BadMessage("the message cannot be parsed")
 
         kind = next(kind for kind in ("unary_unary", "unary_stream", "stream_stream") if getattr(handler, kind))
         behaviour = getattr(handler, kind)
 
         async def serve_if_parsed(request: object, context: Any) -> Any:
-            await _abort_if_costly(request, context)
+            await _abort_if_bad(request, context)
             return await behaviour(request, context)
 
         async def serve_parsed(requests: AsyncIterator[object], context: Any) -> AsyncIterator[object]:
@@ -120,14 +124,14 @@ class BoundedMessages(grpc.aio.ServerInterceptor):
 
 
 async def _parsed(requests: AsyncIterator[object], context: Any) -> AsyncIterator[object]:
-    """Yields the requests of a stream, and aborts the call at a costly one."""
+    """Yields the requests of a stream, and aborts the call at a bad one."""
     async for request in requests:
-        await _abort_if_costly(request, context)
+        await _abort_if_bad(request, context)
         yield request
 
 
-async def _abort_if_costly(request: object, context: Any) -> None:
-    if isinstance(request, TooCostly):
+async def _abort_if_bad(request: object, context: Any) -> None:
+    if isinstance(request, BadMessage):
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(request))
 
 
@@ -139,11 +143,11 @@ class _FieldCounter:
         self._num_fields = 0
 
     def count(self, position: int, end: int, message: Descriptor, depth: int) -> None:
-        """Counts the fields in data[position:end]. Raises TooCostly."""
+        """Counts the fields in data[position:end]. Raises BadMessage."""
         while position < end:
             self._num_fields += 1
             if self._num_fields > MAX_FIELDS:
-                raise TooCostly(f"the request has more than {MAX_FIELDS} fields, list items included")
+                raise BadMessage(f"the request has more than {MAX_FIELDS} fields, list items included")
             tag, position = self._varint(position, end)
             kind = tag & 7
             if kind == _VARINT:
@@ -160,7 +164,7 @@ class _FieldCounter:
                 position += size
             elif kind in (_GROUP, _END_GROUP):
                 # proto3 has no groups, but protobuf skips them and parses what follows.
-                raise TooCostly("the request has a group, so its fields cannot be counted")
+                raise BadMessage("the request has a group, so its fields cannot be counted")
             else:
                 raise _Malformed
 
@@ -176,7 +180,7 @@ class _FieldCounter:
         elif field.is_repeated and field.type not in (field.TYPE_STRING, field.TYPE_BYTES):
             numbers = np.frombuffer(self._data, dtype=np.uint8, count=end - position, offset=position)
             if int((numbers < _MORE).sum()) > MAX_TOKEN_IDS:
-                raise TooCostly(f"{field.name} has more than {MAX_TOKEN_IDS} numbers")
+                raise BadMessage(f"{field.name} has more than {MAX_TOKEN_IDS} numbers")
 
     def _varint(self, position: int, end: int) -> tuple[int, int]:
         """Returns a number of up to ten bytes, and the position after it."""

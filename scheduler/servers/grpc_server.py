@@ -26,6 +26,7 @@ from scheduler.servers.bounded_messages import BoundedMessages
 from scheduler.servers.descriptors import max_grpc_connections
 from scheduler.servers.grpc_access import AccessInterceptor
 from scheduler.servers.replica_server import ReplicaServer
+from scheduler.servers.request_reads import ReadRequests, RequestReads
 from scheduler.servers.reset_calls import ResetCalls
 
 if TYPE_CHECKING:
@@ -49,15 +50,27 @@ TOKENIZATION = tokenization_pb2.DESCRIPTOR.services_by_name["Tokenization"].full
 REPLICA = replica_pb2.DESCRIPTOR.services_by_name["Replica"].full_name
 ADMIN = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 
+MAX_PENDING_CALLS = 16_384
+
 OPTIONS = [
     # Prevents two servers from sharing a port and splitting the clients between them.
     ("grpc.so_reuseport", 0),
     # Larger than the validator allows (2 MiB of text, or a million token ids), because its message is clearer. Not much
     # larger: messages are parsed on the event loop, where 2 million empty parts take half a second.
     ("grpc.max_receive_message_length", 4 * 2**20),
+    # gRPC receives 64 KiB of a request before it is read. With the probe it would receive megabytes on fast networks.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 2**16),
     # Limits the streams that a connection may have open; clients queue the others. Without a limit, a client that opens
     # streams and cancels each at once (CVE-2023-44487) keeps the event loop busy with calls without a reader.
     ("grpc.max_concurrent_streams", 256),
+    # As many streams may have ended without being released yet. By default new ones are refused in their place, even if
+    # the client has fewer than 256 open.
+    ("grpc.http2.max_deallocating_streams", 256),
+    # gRPC queues the calls that arrive faster than the event loop takes them. If a thousand wait, it cancels some by
+    # default, whoever made them.
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     # A connection that does not begin HTTP/2 within this time is closed, and one without streams after five minutes.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
@@ -102,10 +115,16 @@ class GrpcServer:
         replica = ReplicaServer(engine, access, generation.arrivals, lambda: admin.moves_streams, terms_of)
         limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
         self._resets = ResetCalls()
+        reads = RequestReads()
 
         def generating(default: Identity | None, *more: tuple[str, int]) -> grpc.aio.Server:
             # Access is decided first, so that nothing is read of a call that is refused.
-            interceptors = [self._resets, AccessInterceptor(access, default), BoundedMessages(BOUNDED)]
+            interceptors = [
+                self._resets,
+                AccessInterceptor(access, default),
+                ReadRequests(reads),
+                BoundedMessages(BOUNDED),
+            ]
             server = grpc.aio.server(options=[*OPTIONS, *more], interceptors=interceptors)
             add_GenerationServicer_to_server(generation, server)
             add_TokenizationServicer_to_server(tokenization, server)
@@ -119,7 +138,11 @@ class GrpcServer:
             admin_listen = default_admin_address(self.address)
         # A process that could open the socket runs as the user of this process, which could do everything anyway.
         default = LOCAL if admin_listen.startswith(UNIX) else access.verifier.stranger
-        interceptors = [AccessInterceptor(access, default, is_audit=True), BoundedMessages(BOUNDED)]
+        interceptors = [
+            AccessInterceptor(access, default, is_audit=True),
+            ReadRequests(reads),
+            BoundedMessages(BOUNDED),
+        ]
         self._admin = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
         add_AdminServicer_to_server(admin, self._admin)
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._admin)

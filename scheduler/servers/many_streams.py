@@ -16,12 +16,10 @@ import logging
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-from google.protobuf.message import DecodeError
-
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import InvalidRequest, QueueFull, QuireError, Unavailable
 from scheduler.requests.write_timeout import WriteTimeout
-from scheduler.servers.bounded_messages import TooCostly
+from scheduler.servers.bounded_messages import BadMessage
 from scheduler.servers.stream_of_many import StreamOfMany
 from scheduler.telemetry.limits import STREAMS_OF_A_CALL, limited
 
@@ -71,7 +69,7 @@ class ManyStreams:
         self._response = pb.GenerateManyResponse()  # being collected
         self._is_stopping = False
 
-    async def serve(self, requests: AsyncIterator[pb.GenerateManyRequest | TooCostly], write: Write) -> None:
+    async def serve(self, requests: AsyncIterator[pb.GenerateManyRequest | BadMessage], write: Write) -> None:
         """Returns when the client has sent its last request and all streams have ended. Cancels the rest on leaving.
 
         Raises InvalidRequest if the client breaks the protocol, ReaderStalled, and Unavailable after `stop`.
@@ -113,19 +111,16 @@ class ManyStreams:
 
     # --- reading --------------------------------------------------------------------------------------------------
 
-    async def _read(self, requests: AsyncIterator[pb.GenerateManyRequest | TooCostly]) -> None:
+    async def _read(self, requests: AsyncIterator[pb.GenerateManyRequest | BadMessage]) -> None:
         """Acts on each request. Raises InvalidRequest if one makes no sense."""
-        try:
-            async for request in requests:
-                self._act(request)
-                while len(self._streams) >= 2 * self._max_streams:
-                    self._written.clear()
-                    await self._written.wait()
-        except DecodeError:
-            raise InvalidRequest({"": "the message cannot be parsed"}) from None
+        async for request in requests:
+            self._act(request)
+            while len(self._streams) >= 2 * self._max_streams:
+                self._written.clear()
+                await self._written.wait()
 
-    def _act(self, request: pb.GenerateManyRequest | TooCostly) -> None:
-        if isinstance(request, TooCostly):
+    def _act(self, request: pb.GenerateManyRequest | BadMessage) -> None:
+        if isinstance(request, BadMessage):
             if request.first_number is None:
                 raise InvalidRequest({"": str(request)})
             self._add(request.first_number).fail(InvalidRequest({"open": str(request)}))

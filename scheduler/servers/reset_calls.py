@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from quire.garbage import drop_frames
 from scheduler.identity.identity import CALLER
+from scheduler.servers.request_reads import ARRIVED_S
 from scheduler.telemetry.limits import RESET_CALLS, limited
 
 if TYPE_CHECKING:
@@ -45,7 +47,10 @@ _MAX_TENANTS = 4096
 
 
 class ResetCalls(grpc.aio.ServerInterceptor):
-    """Lets calls linger that were cancelled at once, or refused to a stranger. It has to be the first interceptor."""
+    """Lets calls linger that were cancelled at once, or refused to a stranger.
+
+    It has to be the first interceptor, and serves calls that another one (`ReadRequests`) has made calls of streams.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,15 +59,15 @@ class ResetCalls(grpc.aio.ServerInterceptor):
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
-        if handler is None or (handler.request_streaming and not handler.response_streaming):
+        if handler is None or not (handler.request_streaming and handler.response_streaming):
             return handler
 
         async def serve(messages: Any, context: Context) -> None:
-            call = _Call(handler, context, self._clock)
             try:
-                await call.serve(messages)
-            except asyncio.CancelledError:
-                if call.has_brought_nothing:
+                await handler.stream_stream(messages, context)
+            except asyncio.CancelledError as error:
+                drop_frames(error)  # they hold the request, which may be large
+                if self._has_brought_nothing(context):
                     await self._linger()
                 raise
             except grpc.aio.AbortError:
@@ -70,10 +75,7 @@ class ResetCalls(grpc.aio.ServerInterceptor):
                     await self._linger()
                 raise
 
-        # The handler of a stream is called before the first message has arrived, which may never come.
-        return grpc.stream_stream_rpc_method_handler(
-            serve, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
-        )
+        return handler._replace(stream_stream=serve)
 
     def close(self) -> None:
         """Ends all calls that linger, and lets no more do so."""
@@ -87,6 +89,14 @@ class ResetCalls(grpc.aio.ServerInterceptor):
         free_s = self._free_s[tenant] = max(now_s, self._free_s.get(tenant, now_s)) + 1 / RATE_PER_S
         return min(max(0.0, free_s - now_s - BURST / RATE_PER_S), MAX_LINGER_S)
 
+    def _has_brought_nothing(self, context: Context) -> bool:
+        """True if the call was cancelled at once: before its request came, or soon after it and not by a deadline."""
+        arrived_s = ARRIVED_S.get(None)
+        if arrived_s is None:
+            return True
+        left_s = context.time_remaining()
+        return self._clock() - arrived_s < AT_ONCE_S and (left_s is None or left_s > DEADLINE_S)
+
     async def _linger(self) -> None:
         caller = CALLER.get(None)
         linger_s = self.linger_s("" if caller is None else caller.tenant)
@@ -97,35 +107,3 @@ class ResetCalls(grpc.aio.ServerInterceptor):
                     await self._closing.wait()
             except TimeoutError:
                 pass
-
-
-class _Call:
-    """A call of any kind, which is served as the call of a stream of requests."""
-
-    def __init__(self, handler: Any, context: Context, clock: Callable[[], float]) -> None:
-        self._handler = handler
-        self._context = context
-        self._clock = clock
-        self._began_s: float | None = None  # when its request had arrived
-
-    async def serve(self, messages: Any) -> None:
-        handler, context = self._handler, self._context
-        if handler.request_streaming:
-            await handler.stream_stream(messages, context)
-            return
-        request: Any = await context.read()
-        if request is grpc.aio.EOF:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
-        self._began_s = self._clock()
-        if handler.response_streaming:
-            await handler.unary_stream(request, context)
-        else:
-            await context.write(await handler.unary_unary(request, context))
-
-    @property
-    def has_brought_nothing(self) -> bool:
-        """True if the call was cancelled at once: before its request came, or soon after it and not by a deadline."""
-        if self._began_s is None:
-            return True
-        left_s = self._context.time_remaining()
-        return self._clock() - self._began_s < AT_ONCE_S and (left_s is None or left_s > DEADLINE_S)

@@ -12,6 +12,7 @@ LOG_LINES = "log_lines"
 MESSAGE_FIELDS = "message_fields"
 OPEN_CONNECTIONS = "open_connections"
 READS = "reads"
+REQUEST_READS = "request_reads"
 RESET_CALLS = "reset_calls"
 SILENT_CONNECTIONS = "silent_connections"
 STALLED_READERS = "stalled_readers"
@@ -26,6 +27,7 @@ NUM_LIMITED: Counter[str] = Counter(
             MESSAGE_FIELDS,
             OPEN_CONNECTIONS,
             READS,
+            REQUEST_READS,
             RESET_CALLS,
             SILENT_CONNECTIONS,
             STALLED_READERS,

@@ -17,7 +17,7 @@ from quire.v1.replica_pb2_grpc import ReplicaStub
 from scheduler.identity.permissions import METHODS
 from scheduler.requests.limits import RequestLimits
 from scheduler.servers import bounded_messages
-from scheduler.servers.bounded_messages import MAX_TOKEN_IDS, BoundedMessages, TooCostly, check_cost
+from scheduler.servers.bounded_messages import MAX_TOKEN_IDS, BadMessage, BoundedMessages, check_cost
 from scheduler.servers.grpc_server import GENERATE
 from scheduler.telemetry.limits import MESSAGE_FIELDS
 from tests.scheduler.servers.test_grpc_access import ADMIN as METHODS_OF_ADMIN
@@ -63,7 +63,7 @@ COSTLY = {
 @pytest.mark.parametrize("data", COSTLY.values(), ids=COSTLY)
 def test_costly_messages_are_refused(data: bytes) -> None:
     assert pb.GenerateRequest.FromString(data) is not None, "protobuf accepts it"
-    with pytest.raises(TooCostly, match="more than"):
+    with pytest.raises(BadMessage, match="more than"):
         check_cost(data)
 
 
@@ -71,7 +71,7 @@ def test_costly_messages_are_refused(data: bytes) -> None:
 def test_groups_do_not_hide_the_fields_behind_them(start: bytes) -> None:
     data = start + COSTLY["empty chat messages"]
     assert len(pb.GenerateRequest.FromString(data).chat.messages) == MIB, "protobuf skips the group"
-    with pytest.raises(TooCostly, match="group"):
+    with pytest.raises(BadMessage, match="group"):
         check_cost(data)
 
 
@@ -97,9 +97,9 @@ def test_biases_of_the_largest_number_are_accepted() -> None:
 
 @given(st.binary(max_size=200), st.integers(0, 200), st.sampled_from(sorted(COSTLY)))
 def test_any_bytes_are_walked_to_their_end(start: bytes, cut: int, name: str) -> None:
-    """The check of any bytes ends, with TooCostly or without an error."""
+    """The check of any bytes ends, with BadMessage or without an error."""
     data = start + COSTLY[name][: MIB // 16 - cut]
-    with contextlib.suppress(TooCostly):
+    with contextlib.suppress(BadMessage):
         check_cost(data)
 
 

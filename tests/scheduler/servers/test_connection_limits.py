@@ -2,11 +2,15 @@
 
 import asyncio
 import struct
+from collections import Counter
 
+import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from bench.attacks import http2
+from quire.v1 import generation_pb2 as pb
+from quire.v1.generation_pb2_grpc import GenerationStub
 from tests.support.scheduler.servers import Servers
 
 MAX_CONCURRENT_STREAMS = 3  # RFC 9113, 6.5.2
@@ -30,6 +34,20 @@ async def test_a_connection_may_have_256_streams_open(servers: Servers) -> None:
     served = await servers.start(admin_listen="127.0.0.1:0")
     for address in (served.server.address, served.server.admin_address):
         assert (await settings_of(address))[MAX_CONCURRENT_STREAMS] == 256
+
+
+@pytest.mark.parametrize(("num_connections", "num_calls"), [(1, 1000), (8, 2000)])
+async def test_no_call_of_a_burst_is_lost(num_connections: int, num_calls: int, servers: Servers) -> None:
+    """A client makes more calls at once than a connection has streams, or than gRPC queues by default."""
+    served = await servers.start()
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [grpc.aio.insecure_channel(served.server.address, options=own) for _ in range(num_connections)]
+    stubs = [GenerationStub(channel) for channel in channels]
+    calls = [stubs[i % num_connections].Generate(pb.GenerateRequest(), timeout=60) for i in range(num_calls)]
+    statuses = Counter(await asyncio.gather(*(call.code() for call in calls)))
+    assert statuses == {grpc.StatusCode.INVALID_ARGUMENT: num_calls}, "the server has read all of them"
+    for channel in channels:
+        await channel.close()
 
 
 async def test_grpc_connections_beyond_the_descriptors_are_closed(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from tests.support.scheduler.servers import Served, Servers
 
-MAX_STREAMS = 256
+MAX_STREAMS = 2 * 256  # open ones, and ones that were reset
 HEALTH = "/grpc.health.v1.Health/Check"
 
 

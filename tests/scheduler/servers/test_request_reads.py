@@ -1,0 +1,335 @@
+"""Few requests are received at once, tenants take turns, and what is received is freed when its call ends."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from bench.attacks import http2
+from quire.v1 import generation_pb2 as pb
+from scheduler.core import QueueFull
+from scheduler.requests.status import DeadlineExceeded
+from scheduler.servers import request_reads
+from scheduler.servers.grpc_server import GENERATE
+from scheduler.servers.request_reads import ReadRequests, RequestReads
+from scheduler.telemetry.limits import REQUEST_READS
+from tests.scheduler.servers.test_reset_calls import connection, is_served
+from tests.support.scheduler.limits import counted
+from tests.support.waiting import until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.scheduler.servers import Servers
+
+BIG = 4 * 2**20 - 64
+
+
+class Message:
+    """A message that has not arrived yet."""
+
+    def __init__(self) -> None:
+        self.arrival: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.is_awaited = False
+        self.is_cancelled = False
+
+    async def receive(self) -> str:
+        self.is_awaited = True
+        try:
+            return await self.arrival
+        except asyncio.CancelledError:
+            self.is_cancelled = True
+            raise
+
+
+class World:
+    """Calls whose messages arrive when a test says so."""
+
+    def __init__(self) -> None:
+        self.reads = RequestReads()
+        self.messages: list[Message] = []
+
+    def call(self, tenant: str, connection: str = "c") -> tuple[Message, asyncio.Task[Any]]:
+        message = Message()
+        self.messages.append(message)
+        return message, asyncio.create_task(self.reads.read(tenant, connection, message.receive))
+
+    @property
+    def awaited(self) -> list[int]:
+        return [i for i, message in enumerate(self.messages) if message.is_awaited]
+
+
+async def turn_of_the_loop() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(autouse=True)
+def _few_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reads, "MAX_READS", 3)
+    monkeypatch.setattr(request_reads, "MAX_WAITING", 4)
+
+
+async def test_calls_beyond_the_places_wait_and_nothing_is_lost() -> None:
+    world = World()
+    calls = [world.call("a") for _ in range(6)]
+    await turn_of_the_loop()
+    assert world.awaited == [0, 1, 2]
+    for i, (message, call) in enumerate(calls):
+        message.arrival.set_result(str(i))
+        assert await call == str(i)
+    assert world.reads._reads == {}
+    assert not world.reads._queues
+    assert not world.reads._num_reads
+    assert not world.reads._num_waiting
+
+
+async def test_the_next_place_is_for_the_tenant_and_the_connection_with_the_fewest() -> None:
+    world = World()
+    held = [world.call("a", "1")[0] for _ in range(2)] + [world.call("b", "2")[0]]
+    for key in (("a", "1"), ("a", "3"), ("b", "2"), ("c", "4")):
+        world.call(*key)
+        await turn_of_the_loop()
+    # b and c receive nothing then, and b came first; then c; then the connection of a that receives nothing.
+    for ending, next_one in ((held[2], 5), (held[0], 6), (world.messages[5], 4)):
+        num_before = len(world.awaited)
+        ending.arrival.set_result("")
+        await turn_of_the_loop()
+        assert next_one in world.awaited
+        assert len(world.awaited) == num_before + 1
+
+
+async def test_calls_of_a_tenant_beyond_those_that_may_wait_are_refused() -> None:
+    world = World()
+    calls = [world.call("a") for _ in range(7)]
+    await turn_of_the_loop()
+    with counted(REQUEST_READS), pytest.raises(QueueFull):
+        await world.call("a")[1]
+    other, call = world.call("b")
+    calls[0][0].arrival.set_result("")
+    other.arrival.set_result("b")
+    assert await call == "b", "the calls of another tenant wait, and are next"
+
+
+async def test_a_waiting_call_that_is_cancelled_leaves_nothing() -> None:
+    world = World()
+    held = [world.call("a")[0] for _ in range(3)]
+    await turn_of_the_loop()
+    _, waiting = world.call("a")
+    await turn_of_the_loop()
+    waiting.cancel()
+    await turn_of_the_loop()
+    assert not world.reads._num_waiting
+    for message in held:
+        message.arrival.set_result("")
+    await turn_of_the_loop()
+    assert (world.reads._reads, world.reads._queues) == ({}, {})
+
+
+async def test_a_call_that_is_cancelled_when_it_gets_its_place_gives_it_back() -> None:
+    world = World()
+    held = [world.call("a") for _ in range(3)]
+    await turn_of_the_loop()
+    message, waiting = world.call("a")
+    await turn_of_the_loop()
+    world.reads._leave(next(iter(world.reads._reads)))  # the place is given; its call has not run since
+    waiting.cancel()
+    await turn_of_the_loop()
+    assert len(world.reads._reads) == 2
+    assert not message.is_awaited
+    assert held
+
+
+async def test_a_call_that_is_cancelled_does_not_cancel_its_read() -> None:
+    """Otherwise grpc.aio would not free its message. The place is kept until then."""
+    world = World()
+    message, call = world.call("a")
+    await turn_of_the_loop()
+    call.cancel()
+    await turn_of_the_loop()
+    assert call.cancelled()
+    assert (message.is_cancelled, len(world.reads._reads)) == (False, 1)
+    message.arrival.set_result("")
+    await turn_of_the_loop()
+    assert world.reads._reads == {}
+
+
+async def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reads, "TIMEOUT_S", 0.05)
+    message, call = World().call("a")
+    with counted(REQUEST_READS), pytest.raises(DeadlineExceeded):
+        await call
+    assert not message.is_cancelled
+
+
+async def test_late_messages_of_the_tenant_with_the_most_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reads, "GIVE_WAY_S", 0.0)
+    world = World()
+    first, other, last = world.call("b")[1], world.call("a")[1], world.call("a")[1]
+    await turn_of_the_loop()
+    waiting, call = world.call("c")
+    with pytest.raises(DeadlineExceeded):
+        await other
+    assert not first.done()
+    assert not last.done()
+    world.messages[1].arrival.set_result("")  # its call has ended
+    waiting.arrival.set_result("c")
+    assert await call == "c"
+
+
+async def test_no_message_gives_way_to_a_tenant_that_has_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reads, "GIVE_WAY_S", 0.0)
+    world = World()
+    late = world.call("b")[1]
+    await turn_of_the_loop()
+    reads = world.reads
+    new_ones = [reads._enter(("a", "c")) for _ in range(2)]
+    for read in new_ones:
+        read.began_s += 3600.0  # they are not late
+    waiting = world.call("a")[1]
+    await turn_of_the_loop()
+    for _ in range(3):
+        reads._sweep()
+    assert not late.done()
+    assert not waiting.done()
+    reads._leave(new_ones[0])
+    await turn_of_the_loop()
+    assert world.awaited == [0, 1]
+
+
+def test_a_tenant_has_a_bounded_number_of_streams_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reads, "MAX_STREAMS", 1)
+    reads = RequestReads()
+    with reads.stream("a"):
+        with counted(REQUEST_READS), pytest.raises(QueueFull), reads.stream("a"):
+            pass
+        with reads.stream("b"):
+            pass
+    with reads.stream("a"):
+        pass
+
+
+async def test_half_open_calls_wait_at_the_server_and_others_are_served(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_reads, "GIVE_WAY_S", 0.0)
+    served = await servers.start()
+    fields = http2.grpc_call(served.server.address, GENERATE, None)
+    async with connection(served.server.address) as (_, writer):
+        for i in range(1, 13, 2):
+            writer.write(http2.headers(i, fields))
+        await writer.drain()
+        for _ in range(20):
+            assert await is_served(served)
+
+
+async def test_the_public_server_bounds_the_streams_of_requests(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_reads, "MAX_STREAMS", 2)
+    served = await servers.start()
+    held = [served.generation.GenerateMany() for _ in range(2)]
+    for call in held:
+        await call.write(pb.GenerateManyRequest(stream_id=1, open=pb.OpenStream()))
+        await call.read()
+    third = served.generation.GenerateMany()
+    assert await third.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    held[0].cancel()
+    watches = [health_pb2_grpc.HealthStub(served.channel).Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
+    for watch in watches[:2]:
+        await watch.read()
+    assert await watches[2].code() is grpc.StatusCode.RESOURCE_EXHAUSTED, "and those of strangers that watch its health"
+    info = await served.generation.GetServerInfo(pb.GetServerInfoRequest(), timeout=30)
+    assert info.block_size > 0
+
+
+@pytest.fixture
+def _no_collections() -> Iterator[None]:
+    """Full collections are rare in a server."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+@pytest.mark.usefixtures("_no_collections")
+@pytest.mark.parametrize("method", ["generate", "tokenize", "check"])
+async def test_refused_requests_are_freed_at_once(method: str, servers: Servers) -> None:
+    """No cycle of an error and its frames holds them until the next full collection."""
+    served = await servers.start()
+    path = {
+        "generate": GENERATE,
+        "tokenize": "/quire.v1.Tokenization/Tokenize",
+        "check": "/grpc.health.v1.Health/Check",
+    }[method]
+    data = pb.GenerateRequest(text="a" * BIG).SerializeToString()
+
+    async def refused() -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await anext(aiter(served.channel.unary_stream(path)(data, timeout=30)))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+    for _ in range(5):
+        await refused()
+    before = _resident_bytes()
+    for _ in range(50):
+        await refused()
+    assert _resident_bytes() - before < 20 * BIG
+
+
+@pytest.mark.usefixtures("_no_collections")
+async def test_calls_that_linger_hold_no_requests(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that was cancelled at once keeps its stream, and not the request that has arrived meanwhile."""
+    monkeypatch.setattr("scheduler.servers.reset_calls.BURST", 0)
+    monkeypatch.setattr("scheduler.servers.reset_calls.RATE_PER_S", 1e-3)
+    served = await servers.start()
+    serve = ReadRequests._serve_one
+    num_held = 0
+
+    async def hold(self: Any, handler: Any, peer: str, context: Any) -> None:
+        async def wait(request: object, _: object) -> None:
+            nonlocal num_held
+            num_held += 1
+            await asyncio.Event().wait()
+            del request
+
+        await serve(self, handler._replace(unary_stream=wait, response_streaming=True), peer, context)
+
+    monkeypatch.setattr(ReadRequests, "_serve_one", hold)
+    data = pb.GenerateRequest(text="a" * BIG).SerializeToString()
+
+    async def cancelled_at_once() -> None:
+        num_before = num_held
+        call = served.channel.unary_stream(GENERATE)(data, timeout=60)
+        await until(lambda: num_held > num_before)
+        call.cancel()
+
+    for _ in range(5):
+        await cancelled_at_once()
+    before = _resident_bytes()
+    for _ in range(50):
+        await cancelled_at_once()
+    await until(lambda: _resident_bytes() - before < 20 * BIG)
+
+
+async def test_bytes_that_are_no_message_are_refused_without_a_traceback(
+    servers: Servers, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = await servers.start()
+    for path in (GENERATE, "/grpc.health.v1.Health/Check"):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await anext(aiter(served.channel.unary_stream(path)(b"\x0a\xff\xff\xff\xff\x0f", timeout=30)))
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "Traceback" not in caplog.text
+    answer = await health_pb2_grpc.HealthStub(served.channel).Check(health_pb2.HealthCheckRequest(), timeout=30)
+    assert answer.status == health_pb2.HealthCheckResponse.SERVING
