@@ -17,7 +17,8 @@ from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
 from quire.v1.tokenization_pb2_grpc import add_TokenizationServicer_to_server
 from scheduler.servers.bounded_messages import BoundedMessages
 from scheduler.servers.grpc_server import BOUNDED, OPTIONS
-from scheduler.servers.request_reads import ReadRequests, RequestReads
+from scheduler.servers.read_requests import ReadRequests
+from scheduler.servers.request_places import RequestPlaces
 from scheduler.servers.reset_calls import ResetCalls
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class RpcServer:
         connections = ("grpc.max_allowed_incoming_connections", config.max_connections)
         self._server = grpc.aio.server(
             options=[*OPTIONS, connections],
-            interceptors=[self._resets, TakenCalls(), ReadRequests(RequestReads()), BoundedMessages(BOUNDED)],
+            interceptors=[self._resets, TakenCalls(), ReadRequests(RequestPlaces()), BoundedMessages(BOUNDED)],
         )
         add_GenerationServicer_to_server(self._generation, self._server)
         add_TokenizationServicer_to_server(TokenizationForwarder(schedulers), self._server)

@@ -25,8 +25,9 @@ from scheduler.servers.access import Access
 from scheduler.servers.bounded_messages import BoundedMessages
 from scheduler.servers.descriptors import max_grpc_connections
 from scheduler.servers.grpc_access import AccessInterceptor
+from scheduler.servers.read_requests import ReadRequests
 from scheduler.servers.replica_server import ReplicaServer
-from scheduler.servers.request_reads import ReadRequests, RequestReads
+from scheduler.servers.request_places import RequestPlaces
 from scheduler.servers.reset_calls import ResetCalls
 
 if TYPE_CHECKING:
@@ -115,14 +116,14 @@ class GrpcServer:
         replica = ReplicaServer(engine, access, generation.arrivals, lambda: admin.moves_streams, terms_of)
         limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
         self._resets = ResetCalls()
-        reads = RequestReads()
+        places = RequestPlaces()
 
         def generating(default: Identity | None, *more: tuple[str, int]) -> grpc.aio.Server:
             # Access is decided first, so that nothing is read of a call that is refused.
             interceptors = [
                 self._resets,
                 AccessInterceptor(access, default),
-                ReadRequests(reads),
+                ReadRequests(places),
                 BoundedMessages(BOUNDED),
             ]
             server = grpc.aio.server(options=[*OPTIONS, *more], interceptors=interceptors)
@@ -140,7 +141,7 @@ class GrpcServer:
         default = LOCAL if admin_listen.startswith(UNIX) else access.verifier.stranger
         interceptors = [
             AccessInterceptor(access, default, is_audit=True),
-            ReadRequests(reads),
+            ReadRequests(places),
             BoundedMessages(BOUNDED),
         ]
         self._admin = grpc.aio.server(options=OPTIONS, interceptors=interceptors)

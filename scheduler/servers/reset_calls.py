@@ -23,7 +23,7 @@ import grpc
 
 from quire.garbage import drop_frames
 from scheduler.identity.identity import CALLER
-from scheduler.servers.request_reads import ARRIVED_S
+from scheduler.servers.read_requests import ARRIVED_S
 from scheduler.telemetry.limits import RESET_CALLS, limited
 
 if TYPE_CHECKING:

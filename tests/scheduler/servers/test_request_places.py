@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -14,9 +15,10 @@ from bench.attacks import http2
 from quire.v1 import generation_pb2 as pb
 from scheduler.core import QueueFull
 from scheduler.requests.status import DeadlineExceeded
-from scheduler.servers import request_reads
+from scheduler.servers import request_places
 from scheduler.servers.grpc_server import GENERATE
-from scheduler.servers.request_reads import ReadRequests, RequestReads
+from scheduler.servers.read_requests import ReadRequests
+from scheduler.servers.request_places import LARGE_BYTES, RequestPlaces
 from scheduler.telemetry.limits import REQUEST_READS
 from tests.scheduler.servers.test_reset_calls import connection, is_served
 from tests.support.scheduler.limits import counted
@@ -34,11 +36,11 @@ class Message:
     """A message that has not arrived yet."""
 
     def __init__(self) -> None:
-        self.arrival: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.arrival: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.is_awaited = False
         self.is_cancelled = False
 
-    async def receive(self) -> str:
+    async def receive(self) -> bytes:
         self.is_awaited = True
         try:
             return await self.arrival
@@ -51,13 +53,13 @@ class World:
     """Calls whose messages arrive when a test says so."""
 
     def __init__(self) -> None:
-        self.reads = RequestReads()
+        self.places = RequestPlaces()
         self.messages: list[Message] = []
 
     def call(self, tenant: str, connection: str = "c") -> tuple[Message, asyncio.Task[Any]]:
         message = Message()
         self.messages.append(message)
-        return message, asyncio.create_task(self.reads.read(tenant, connection, message.receive))
+        return message, asyncio.create_task(self.places.read((tenant, connection), message.receive, bytes.decode))
 
     @property
     def awaited(self) -> list[int]:
@@ -71,8 +73,9 @@ async def turn_of_the_loop() -> None:
 
 @pytest.fixture(autouse=True)
 def _few_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reads, "MAX_READS", 3)
-    monkeypatch.setattr(request_reads, "MAX_WAITING", 4)
+    monkeypatch.setattr(request_places, "MAX_READS", 3)
+    monkeypatch.setattr(request_places, "MAX_READS_OF_A_TENANT", 3)
+    monkeypatch.setattr(request_places, "MAX_WAITING", 4)
 
 
 async def test_calls_beyond_the_places_wait_and_nothing_is_lost() -> None:
@@ -81,12 +84,12 @@ async def test_calls_beyond_the_places_wait_and_nothing_is_lost() -> None:
     await turn_of_the_loop()
     assert world.awaited == [0, 1, 2]
     for i, (message, call) in enumerate(calls):
-        message.arrival.set_result(str(i))
+        message.arrival.set_result(b"%d" % i)
         assert await call == str(i)
-    assert world.reads._reads == {}
-    assert not world.reads._queues
-    assert not world.reads._num_reads
-    assert not world.reads._num_waiting
+    assert world.places._reads == {}
+    assert not world.places._queues
+    assert not world.places._num_reads
+    assert not world.places._num_waiting
 
 
 async def test_the_next_place_is_for_the_tenant_and_the_connection_with_the_fewest() -> None:
@@ -98,7 +101,7 @@ async def test_the_next_place_is_for_the_tenant_and_the_connection_with_the_fewe
     # b and c receive nothing then, and b came first; then c; then the connection of a that receives nothing.
     for ending, next_one in ((held[2], 5), (held[0], 6), (world.messages[5], 4)):
         num_before = len(world.awaited)
-        ending.arrival.set_result("")
+        ending.arrival.set_result(b"")
         await turn_of_the_loop()
         assert next_one in world.awaited
         assert len(world.awaited) == num_before + 1
@@ -111,8 +114,8 @@ async def test_calls_of_a_tenant_beyond_those_that_may_wait_are_refused() -> Non
     with counted(REQUEST_READS), pytest.raises(QueueFull):
         await world.call("a")[1]
     other, call = world.call("b")
-    calls[0][0].arrival.set_result("")
-    other.arrival.set_result("b")
+    calls[0][0].arrival.set_result(b"")
+    other.arrival.set_result(b"b")
     assert await call == "b", "the calls of another tenant wait, and are next"
 
 
@@ -124,11 +127,11 @@ async def test_a_waiting_call_that_is_cancelled_leaves_nothing() -> None:
     await turn_of_the_loop()
     waiting.cancel()
     await turn_of_the_loop()
-    assert not world.reads._num_waiting
+    assert not world.places._num_waiting
     for message in held:
-        message.arrival.set_result("")
+        message.arrival.set_result(b"")
     await turn_of_the_loop()
-    assert (world.reads._reads, world.reads._queues) == ({}, {})
+    assert (world.places._reads, world.places._queues) == ({}, {})
 
 
 async def test_a_call_that_is_cancelled_when_it_gets_its_place_gives_it_back() -> None:
@@ -137,10 +140,10 @@ async def test_a_call_that_is_cancelled_when_it_gets_its_place_gives_it_back() -
     await turn_of_the_loop()
     message, waiting = world.call("a")
     await turn_of_the_loop()
-    world.reads._leave(next(iter(world.reads._reads)))  # the place is given; its call has not run since
+    world.places._leave(next(iter(world.places._reads)))  # the place is given; its call has not run since
     waiting.cancel()
     await turn_of_the_loop()
-    assert len(world.reads._reads) == 2
+    assert len(world.places._reads) == 2
     assert not message.is_awaited
     assert held
 
@@ -153,14 +156,14 @@ async def test_a_call_that_is_cancelled_does_not_cancel_its_read() -> None:
     call.cancel()
     await turn_of_the_loop()
     assert call.cancelled()
-    assert (message.is_cancelled, len(world.reads._reads)) == (False, 1)
-    message.arrival.set_result("")
+    assert (message.is_cancelled, len(world.places._reads)) == (False, 1)
+    message.arrival.set_result(b"")
     await turn_of_the_loop()
-    assert world.reads._reads == {}
+    assert world.places._reads == {}
 
 
 async def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reads, "TIMEOUT_S", 0.05)
+    monkeypatch.setattr(request_places, "TIMEOUT_S", 0.05)
     message, call = World().call("a")
     with counted(REQUEST_READS), pytest.raises(DeadlineExceeded):
         await call
@@ -168,7 +171,7 @@ async def test_a_message_that_does_not_arrive_ends_its_call(monkeypatch: pytest.
 
 
 async def test_late_messages_of_the_tenant_with_the_most_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reads, "GIVE_WAY_S", 0.0)
+    monkeypatch.setattr(request_places, "GIVE_WAY_S", 0.0)
     world = World()
     first, other, last = world.call("b")[1], world.call("a")[1], world.call("a")[1]
     await turn_of_the_loop()
@@ -177,47 +180,110 @@ async def test_late_messages_of_the_tenant_with_the_most_give_way(monkeypatch: p
         await other
     assert not first.done()
     assert not last.done()
-    world.messages[1].arrival.set_result("")  # its call has ended
-    waiting.arrival.set_result("c")
+    world.messages[1].arrival.set_result(b"")  # its call has ended
+    waiting.arrival.set_result(b"c")
     assert await call == "c"
 
 
 async def test_no_message_gives_way_to_a_tenant_that_has_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reads, "GIVE_WAY_S", 0.0)
+    monkeypatch.setattr(request_places, "GIVE_WAY_S", 0.0)
     world = World()
     late = world.call("b")[1]
     await turn_of_the_loop()
-    reads = world.reads
-    new_ones = [reads._enter(("a", "c")) for _ in range(2)]
+    places = world.places
+    new_ones = [places._enter(("a", "c")) for _ in range(2)]
     for read in new_ones:
         read.began_s += 3600.0  # they are not late
     waiting = world.call("a")[1]
     await turn_of_the_loop()
     for _ in range(3):
-        reads._sweep()
+        places._sweep()
     assert not late.done()
     assert not waiting.done()
-    reads._leave(new_ones[0])
+    places._leave(new_ones[0])
     await turn_of_the_loop()
     assert world.awaited == [0, 1]
 
 
+async def test_a_tenant_leaves_places_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_places, "MAX_READS_OF_A_TENANT", 2)
+    world = World()
+    for _ in range(3):
+        world.call("a")
+    await turn_of_the_loop()
+    world.call("b")
+    await turn_of_the_loop()
+    assert world.awaited == [0, 1, 3]
+    world.messages[0].arrival.set_result(b"")
+    await turn_of_the_loop()
+    assert world.awaited == [0, 1, 2, 3]
+
+
+async def test_large_messages_are_parsed_one_after_the_other_and_tenants_take_turns() -> None:
+    places, large = RequestPlaces(), b"a" * (LARGE_BYTES + 1)
+    order: list[str] = []
+
+    def parse(data: bytes) -> int:
+        order.append(data[-1:].decode())
+        time.sleep(0.01)
+        return len(data)
+
+    calls = [asyncio.create_task(places.parsed("a", large, parse)) for _ in range(3)]
+    await turn_of_the_loop()
+    assert order == ["a"]
+    calls.append(asyncio.create_task(places.parsed("b", large + b"b", parse)))
+    began_s = time.monotonic()
+    assert await places.parsed("c", b"c", parse) == 1, "a small message does not wait"
+    assert await asyncio.gather(*calls) == [LARGE_BYTES + 1] * 3 + [LARGE_BYTES + 2]
+    assert order == ["a", "c", "a", "b", "a"]
+    assert time.monotonic() - began_s > 0.1, "a pause follows each large message"
+
+
+async def test_a_message_that_cannot_be_parsed_gives_its_turn_back() -> None:
+    places, large = RequestPlaces(), b"a" * (LARGE_BYTES + 1)
+
+    def fail(_: bytes) -> None:
+        raise KeyError
+
+    for _ in range(3):
+        with pytest.raises(KeyError):
+            await places.parsed("a", large, fail)
+    assert await places.parsed("a", large, len) == len(large)
+
+
+async def test_a_message_that_has_arrived_is_not_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_places, "GIVE_WAY_S", 0.0)
+    monkeypatch.setattr(request_places, "TIMEOUT_S", 0.05)
+    world = World()
+    turn = await world.places._parsing.take("other", 1)
+    message, call = world.call("a")
+    message.arrival.set_result(b"a" * (LARGE_BYTES + 1))
+    waiting = [world.call("a")[1] for _ in range(3)]
+    await asyncio.sleep(0.1)
+    assert not call.done()
+    turn.end()
+    assert len(await call) == LARGE_BYTES + 1
+    for each in waiting[:2]:
+        with pytest.raises(DeadlineExceeded):
+            await each
+
+
 def test_a_tenant_has_a_bounded_number_of_streams_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_reads, "MAX_STREAMS", 1)
-    reads = RequestReads()
-    with reads.stream("a"):
-        with counted(REQUEST_READS), pytest.raises(QueueFull), reads.stream("a"):
+    monkeypatch.setattr(request_places, "MAX_STREAMS", 1)
+    places = RequestPlaces()
+    with places.stream("a"):
+        with counted(REQUEST_READS), pytest.raises(QueueFull), places.stream("a"):
             pass
-        with reads.stream("b"):
+        with places.stream("b"):
             pass
-    with reads.stream("a"):
+    with places.stream("a"):
         pass
 
 
 async def test_half_open_calls_wait_at_the_server_and_others_are_served(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_reads, "GIVE_WAY_S", 0.0)
+    monkeypatch.setattr(request_places, "GIVE_WAY_S", 0.0)
     served = await servers.start()
     fields = http2.grpc_call(served.server.address, GENERATE, None)
     async with connection(served.server.address) as (_, writer):
@@ -231,7 +297,7 @@ async def test_half_open_calls_wait_at_the_server_and_others_are_served(
 async def test_the_public_server_bounds_the_streams_of_requests(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(request_reads, "MAX_STREAMS", 2)
+    monkeypatch.setattr(request_places, "MAX_STREAMS", 2)
     served = await servers.start()
     held = [served.generation.GenerateMany() for _ in range(2)]
     for call in held:

@@ -9,6 +9,9 @@ connections, a client would fill the memory with messages that it never complete
 The next call is one of the tenant with the fewest that are received, and of its connections the one with the fewest.
 A call whose message is late ends, after a shorter time if others wait for its place.
 
+A message of 4 MiB takes 5 ms to parse, during which the event loop cannot run. So large messages are parsed one after
+the other, with a pause after each.
+
 grpc.aio frees a message only when somebody awaits it (https://github.com/grpc/grpc/issues/43360, true of 1.85). So a
 read is never cancelled. It is a task of its own, which ends with its call.
 """
@@ -16,29 +19,32 @@ read is never cancelled. It is a task of its own, which ends with its call.
 from __future__ import annotations
 
 import asyncio
-import inspect
+import sys
 import time
 from collections import Counter, deque
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import grpc.aio
 
-from quire.garbage import drop_frames
-from scheduler.core import QueueFull, QuireError
-from scheduler.identity.identity import CALLER
-from scheduler.requests.status import DeadlineExceeded, abort
+from scheduler.core import QueueFull
+from scheduler.requests.status import DeadlineExceeded
 from scheduler.telemetry.limits import REQUEST_READS, limited
+from scheduler.text.turns import Turns
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     Context = grpc.aio.ServicerContext[Any, Any]
     Key = tuple[str, str]  # a tenant, and one of its connections
+    Receive = Callable[[], Awaitable[Any]]  # returns the bytes of a message, or EOF
+    Parse = Callable[[bytes], Any]
 
 MAX_READS = 32
 """Most requests that are received at once: 128 MiB, if each has the most bytes."""
+
+MAX_READS_OF_A_TENANT = 24
+"""Other tenants do not wait for the messages of one tenant."""
 
 MAX_WAITING = 1024
 """Most calls of a tenant that wait until their request is received: 64 MiB."""
@@ -47,20 +53,20 @@ MAX_STREAMS = 64
 """Most calls of a tenant whose requests are a stream. Such a call receives a message at any time: 256 MiB in all. As
 many calls of `_WATCH` may be open."""
 
-_WATCH = "/grpc.health.v1.Health/Watch"
-"""Callers without credentials may make this call, and it never ends."""
-
 TIMEOUT_S = 10.0
 """Time that a request has to arrive."""
 
 GIVE_WAY_S = 2.0
 """The same while other calls wait."""
 
+LARGE_BYTES = 1 << 16
+"""A message of more bytes waits for its turn until it is parsed. Tenants take turns."""
+
+_MAX_SHARE = 0.2
+"""Share of the event loop's time in which large messages are parsed."""
+
 _SWEEP_S = 0.02
 """While calls wait, one call whose request is late ends in each interval of this length."""
-
-ARRIVED_S: ContextVar[float] = ContextVar("arrived_s")
-"""When the request of this call had arrived, on time.monotonic()."""
 
 
 class _Read:
@@ -70,15 +76,18 @@ class _Read:
         self.key = key
         self.began_s = began_s
         self.message: asyncio.Future[Any] | None = None
+        self.has_arrived = False
         self.is_late = False
+        self.is_over = False  # nobody waits for the message any more
 
     def end(self) -> None:
-        self.is_late = True
-        if self.message is not None:
+        """Ends a call whose message has not arrived."""
+        if self.message is not None and not self.has_arrived:
+            self.is_late = True
             self.message.cancel()
 
 
-class RequestReads:
+class RequestPlaces:
     """The requests that all servers of this process receive. Used from one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,11 +98,19 @@ class RequestReads:
         self._num_streams: Counter[str] = Counter()
         self._queues: dict[Key, deque[asyncio.Future[_Read]]] = {}  # no queue is empty
         self._sweeping: asyncio.TimerHandle | None = None
+        no_limit = sys.maxsize
+        self._parsing = Turns(1, large=no_limit, max_size=no_limit, max_size_of_a_tenant=no_limit)
 
-    async def read(self, tenant: str, connection: str, receive: Callable[[], Awaitable[Any]]) -> Any:
-        """Returns what `receive` returns, when it is this call's turn. Raises QueueFull and DeadlineExceeded."""
-        read = await self._begin((tenant, connection))
-        task = _begin(receive)
+    async def read(self, key: Key, receive: Receive, parse: Parse) -> Any:
+        """Returns the message of a call, when it is its turn, or EOF. Raises QueueFull and DeadlineExceeded."""
+        read = await self._begin(key)
+
+        async def parsed() -> Any:
+            data = await receive()
+            read.has_arrived = True
+            return grpc.aio.EOF if read.is_over else await self.parsed(key[0], data, parse)
+
+        task = begin_read(parsed)
         # The place is kept until the message is freed, also if this call is cancelled before.
         task.add_done_callback(lambda _: self._leave(read))
         read.message = asyncio.shield(task)
@@ -106,7 +123,20 @@ class RequestReads:
             limited(REQUEST_READS)
             raise DeadlineExceeded("the request did not arrive in time") from None
         finally:
+            read.is_over = True
             late.cancel()
+
+    async def parsed(self, tenant: str, data: Any, parse: Parse) -> Any:
+        """Returns the message, or EOF if `data` is EOF. A large one waits for its turn."""
+        if data is grpc.aio.EOF or len(data) <= LARGE_BYTES:
+            return data if data is grpc.aio.EOF else parse(data)
+        turn = await self._parsing.take(tenant, len(data))
+        began_s = time.monotonic()
+        try:
+            return parse(data)
+        finally:
+            pause_s = (1 / _MAX_SHARE - 1) * (time.monotonic() - began_s)
+            asyncio.get_running_loop().call_later(pause_s, turn.end)
 
     @contextmanager
     def stream(self, tenant: str) -> Iterator[None]:
@@ -122,9 +152,9 @@ class RequestReads:
 
     async def _begin(self, key: Key) -> _Read:
         """Waits for a place. Raises QueueFull if too many calls of the tenant wait."""
-        if len(self._reads) < MAX_READS and not self._queues:
-            return self._enter(key)
         tenant = key[0]
+        if not self._queues and self._has_place(tenant):
+            return self._enter(key)
         if self._num_waiting[tenant] >= MAX_WAITING:
             limited(REQUEST_READS)
             raise QueueFull(f"{MAX_WAITING} calls wait until their requests are received")
@@ -143,8 +173,8 @@ class RequestReads:
 
     def _serve(self) -> None:
         """Gives free places to waiting calls."""
-        while self._queues and len(self._reads) < MAX_READS:
-            key = min(self._queues, key=self._load)
+        while keys := [key for key in self._queues if self._has_place(key[0])]:
+            key = min(keys, key=self._load)
             queue = self._queues.pop(key)
             place = queue.popleft()
             if queue:
@@ -162,11 +192,14 @@ class RequestReads:
             return
         least, _ = min(map(self._load, self._queues))
         late_s = self._clock() - GIVE_WAY_S
-        late = [read for read in self._reads if read.began_s <= late_s and not read.is_late]
+        late = [read for read in self._reads if read.began_s <= late_s and not (read.has_arrived or read.is_late)]
         if late:
             heaviest = max(late, key=lambda read: self._load(read.key))  # the oldest of equal ones
             if self._num_reads[heaviest.key[0]] >= least:
                 heaviest.end()
+
+    def _has_place(self, tenant: str) -> bool:
+        return len(self._reads) < MAX_READS and self._num_reads[tenant] < MAX_READS_OF_A_TENANT
 
     def _load(self, key: Key) -> tuple[int, int]:
         return self._num_reads[key[0]], self._num_reads[key]
@@ -185,89 +218,20 @@ class RequestReads:
         self._serve()
 
 
-class ReadRequests(grpc.aio.ServerInterceptor):
-    """Serves each call as one of a stream of requests, and reads its request when it is its turn.
-
-    It has to come after the interceptors that decide about access. The handler of a stream is called before the first
-    message has arrived; clients cannot tell the difference.
-    """
-
-    def __init__(self, reads: RequestReads) -> None:
-        self._reads = reads
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        handler = await continuation(handler_call_details)
-        if handler is None or (handler.request_streaming and not handler.response_streaming):
-            return handler
-
-        is_counted = handler.request_streaming or handler_call_details.method == _WATCH
-
-        async def serve(_: object, context: Context) -> None:
-            peer = context.peer() or ""
-            try:
-                with self._reads.stream(_tenant(peer)) if is_counted else nullcontext():
-                    if handler.request_streaming:
-                        await _respond(handler.stream_stream(_messages(context), context), context)
-                    else:
-                        await self._serve_one(handler, peer, context)
-            except QuireError as error:
-                await abort(context, error)
-            except grpc.aio.AbortError as error:
-                drop_frames(error)  # gRPC keeps the error with the call, which the frames refer to
-                raise
-
-        return grpc.stream_stream_rpc_method_handler(
-            serve, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer
-        )
-
-    async def _serve_one(self, handler: Any, peer: str, context: Context) -> None:
-        request = await self._reads.read(_tenant(peer), peer, context.read)
-        if request is grpc.aio.EOF:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
-        ARRIVED_S.set(time.monotonic())
-        if handler.response_streaming:
-            await _respond(handler.unary_stream(request, context), context)
-        else:
-            await context.write(await handler.unary_unary(request, context))
-
-
-async def _respond(responses: Any, context: Context) -> None:
-    """Runs the handler of a stream of responses, which writes them itself or yields them."""
-    if inspect.isasyncgen(responses):
-        async for response in responses:
-            await context.write(response)
-    else:
-        await responses
-
-
-async def _messages(context: Context) -> AsyncIterator[Any]:
-    """Yields the requests of a stream."""
-    while (message := await asyncio.shield(_begin(context.read))) is not grpc.aio.EOF:
-        yield message
-
-
 _running: set[asyncio.Task[Any]] = set()
 """The event loop itself holds tasks weakly."""
 
 
-def _begin(receive: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
+def begin_read(read: Callable[[], Awaitable[Any]]) -> asyncio.Task[Any]:
     """Starts a read that its caller may leave, but never cancels."""
 
     async def run() -> Any:
-        return await receive()
+        return await read()
 
     task = asyncio.create_task(run())
     _running.add(task)
     task.add_done_callback(_running.discard)
     return task
-
-
-def _tenant(peer: str) -> str:
-    """Returns the tenant of the caller, or the network address of one that is not known."""
-    caller = CALLER.get(None)
-    if caller is not None:
-        return caller.tenant
-    return peer if peer.startswith("unix:") else f"address {peer.rpartition(':')[0]}"
 
 
 def _add(counts: Counter[Any], key: object, number: int) -> None:
