@@ -69,7 +69,7 @@ OPTIONS = [
     # the client has fewer than 256 open.
     ("grpc.http2.max_deallocating_streams", 256),
     # gRPC queues the calls that arrive faster than the event loop takes them. If a thousand wait, it cancels some by
-    # default, whoever made them.
+    # default, also those of other clients.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     # A connection that does not begin HTTP/2 within this time is closed, and one without streams after five minutes.

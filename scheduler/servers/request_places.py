@@ -12,8 +12,8 @@ A call whose message is late ends, after a shorter time if others wait for its p
 A message of 4 MiB takes 5 ms to parse, during which the event loop cannot run. So large messages are parsed one after
 the other, with a pause after each.
 
-grpc.aio frees a message only when somebody awaits it (https://github.com/grpc/grpc/issues/43360, true of 1.85). So a
-read is never cancelled. It is a task of its own, which ends with its call.
+grpc.aio 1.85 frees a message only if its read is awaited to the end (https://github.com/grpc/grpc/issues/43360).
+So a read is never cancelled. It is a task of its own, which ends with its call.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Read:
         self.message: asyncio.Future[Any] | None = None
         self.has_arrived = False
         self.is_late = False
-        self.is_over = False  # nobody waits for the message any more
+        self.is_over = False  # the call has ended
 
     def end(self) -> None:
         """Ends a call whose message has not arrived."""
