@@ -30,6 +30,9 @@ class ExecutorConfig:
     num_blocks              blocks of the KV pool, including the null block; None: as many as memory_fraction allows
     tensor_parallel_size    number of ranks that share the model: processes of this executor, each with its part of the
                             weights and of the KV. On the CPU, they divide its threads and its memory
+    remote_ranks            number of these ranks that `quire rank` starts on other machines
+    ranks_listen            address at which these join, "host:port"; it needs remote_ranks and ranks_key
+    ranks_key               file with a secret of at least 32 bytes, the same on all machines
     memory_fraction         share of the memory that is left, for the KV pool: after loading the weights, and on a GPU
                             beside the largest step and the graphs; None: 0.9 on a GPU; 0.4 on the CPU, but at most
                             2 GiB
@@ -65,6 +68,9 @@ class ExecutorConfig:
     block_size: int = 16
     num_blocks: int | None = None
     tensor_parallel_size: int = 1
+    remote_ranks: int = 0
+    ranks_listen: str | None = None
+    ranks_key: str | None = None
     memory_fraction: float | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -103,6 +109,7 @@ class ExecutorConfig:
         if not self.listen_address.startswith(UNIX):
             _check_address("listen_address", self.listen_address, '"host:port" or "unix:/path"')
         self._check_tls()
+        self._check_remote_ranks()
         if self.metrics_address:
             _check_address("metrics_address", self.metrics_address, '"host:port"')
 
@@ -118,6 +125,23 @@ class ExecutorConfig:
                 "KV of all requests: listen on unix:/path, or give --tls-certificate, --tls-key, --tls-client-ca and "
                 "--scheduler-name"
             )
+
+    def _check_remote_ranks(self) -> None:
+        if self.remote_ranks >= self.tensor_parallel_size > 1 or (self.remote_ranks and self.tensor_parallel_size == 1):
+            most = self.tensor_parallel_size - 1
+            raise ConfigError(f"remote_ranks: must be at most {most}, one less than all ranks, is {self.remote_ranks}")
+        given = [name for name in ("remote_ranks", "ranks_listen", "ranks_key") if getattr(self, name)]
+        if 0 < len(given) < 3:
+            raise ConfigError(f"{given[0]}: remote_ranks, ranks_listen and ranks_key have to be given together")
+        if self.ranks_listen:
+            _check_address("ranks_listen", self.ranks_listen, '"host:port"')
+            if HostPort.parse(self.ranks_listen).host in ("0.0.0.0", "::"):
+                raise ConfigError("ranks_listen: must be the address at which other machines reach this one")
+
+    @property
+    def num_local_ranks(self) -> int:
+        """Returns the number of ranks that share the threads and the memory of this machine."""
+        return self.tensor_parallel_size - self.remote_ranks
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Self:
@@ -146,6 +170,7 @@ _LEAST = {
     "block_size": 1,
     "num_blocks": 2,
     "tensor_parallel_size": 1,
+    "remote_ranks": 0,
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "max_model_len": 2,

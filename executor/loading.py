@@ -59,7 +59,10 @@ class LoadedModel:
 
 
 def load_model(config: ExecutorConfig, say: Say) -> LoadedModel:
-    """Loads the model. Raises ConfigError, CheckpointError, OutOfMemory, and RankLost if another rank ends."""
+    """Loads the model. Raises ConfigError, CheckpointError, OutOfMemory, and RankLost if another rank ends.
+
+    With ranks of other machines also AddressInUse and AddressUnusable.
+    """
     startup_s: dict[str, float] = {}
     device = resolve_device(config.device)
     if device.type == "cuda":
@@ -107,7 +110,7 @@ def _load(
     with timed(startup_s, "checksums"):
         digest = check.digest()
     if group is not None:
-        group.await_ready()
+        group.await_ready(digest)
     weights_bytes = {"weights": share.decoder.weights.num_bytes}
     return LoadedModel(
         runner=runner,

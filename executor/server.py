@@ -65,7 +65,7 @@ class Server:
         self._ended = asyncio.Event()
         self.device_lost = False
         loop = asyncio.get_running_loop()
-        num_threads = resolve_num_threads(config.num_threads, config.tensor_parallel_size)
+        num_threads = resolve_num_threads(config.num_threads, config.num_local_ranks)
         self._device = DeviceThread(
             model.runner,
             prepare=lambda: prepare_compute_thread(model.device, num_threads),

@@ -42,7 +42,7 @@ def fitting_blocks(
     on_cpu = device.type == "cpu"
     budget_bytes = _budget_bytes(config.memory_fraction, free_bytes, on_cpu)
     if on_cpu:
-        budget_bytes //= config.tensor_parallel_size
+        budget_bytes //= config.num_local_ranks
     block_bytes = kv_bytes_per_token(model, dtype) * config.block_size
     num_blocks = budget_bytes // block_bytes
     if num_blocks < 2:

@@ -2,7 +2,8 @@
 
     │ kind: 1 byte │ size: 4 bytes, little endian │ payload: size bytes │
 
-The socket is one end of a pair that rank 0 makes before it starts the other rank: no other process can reach it.
+The socket is one end of a pair that rank 0 makes before it starts the other rank: no other process can reach it. To a
+rank of another machine it is a TCP connection (`joining.py`).
 """
 
 import json
@@ -12,6 +13,8 @@ import struct
 import threading
 from enum import IntEnum
 from typing import Any
+
+from quire.addresses import HostPort
 
 _HEADER = struct.Struct("<BI")
 MAX_BYTES = 1 << 30
@@ -26,11 +29,13 @@ class FrameKind(IntEnum):
     NUM_BLOCKS = 3
     COPY_BLOCKS = 4
     FORWARD = 5
+    ADDRESSES = 6
     PROGRESS = 16
     LOADED = 17
     FITTING_BLOCKS = 18
     READY = 19
     FAILED = 20
+    ADDRESS = 21
 
 
 class ChannelClosed(Exception):
@@ -50,6 +55,20 @@ class Channel:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    @property
+    def peer(self) -> str:
+        """Returns the address of the other end of a TCP connection."""
+        try:
+            return str(HostPort(*self._socket.getpeername()[:2]))
+        except OSError:
+            return "an address that is no longer connected"
+
+    @property
+    def host(self) -> str:
+        """Returns the address of this machine on a TCP connection, and "" for a pair of sockets."""
+        name = self._socket.getsockname()
+        return name[0] if isinstance(name, tuple) else ""
 
     def limit_waits(self, timeout_s: float) -> None:
         """Lets `send` and `receive` raise ChannelBroken if nothing moves for so long."""

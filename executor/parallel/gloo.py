@@ -1,4 +1,4 @@
-"""The collectives of ranks on CPUs of one machine, by gloo (torch.distributed) over the loopback interface.
+"""The collectives of ranks on CPUs, by gloo (torch.distributed): over the loopback interface, or between machines.
 
 A sum is a gathering of all parts, which each rank then adds by itself: gloo's own reduction of more than two ranks need
 not add in the order of the ranks.
@@ -6,7 +6,6 @@ not add in the order of the ranks.
 
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +14,9 @@ from torch import Tensor, distributed
 from executor.checkpoints.shares import Share, Span
 from executor.errors import RankLost
 from executor.models.communicator import add_in_order
+from executor.parallel.rendezvous import AddressStore
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 R = TypeVar("R")
 
@@ -29,19 +29,25 @@ class GlooCommunicator:
     num_collectives and num_bytes count the collectives, and the bytes of tensors that this rank has sent.
     """
 
-    def __init__(self, share: Share, store: Path, vocab_size: int, timeout_s: float) -> None:
-        """Waits until all ranks have called this. store: a file that all of them can write. Raises RankLost."""
+    def __init__(self, share: Share, store: AddressStore, vocab_size: int, timeout_s: float, host: str) -> None:
+        """Waits until all ranks have called this. Raises RankLost, and the errors of the store's exchange.
+
+        host  the address of this machine, at which the other ranks reach this one
+        """
         self.share = share
         self.num_collectives = self.num_bytes = 0
         self._vocab = [Span.part(vocab_size, rank, share.size) for rank in range(share.size)]
         options = dist.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
         self._to_leader = dist.GatherOptions()
         self._to_leader.rootRank = 0
-        files = dist.FileStore(str(store), share.size)
-        files.set_timeout(options._timeout)
-        self._group = self._met(lambda: dist.ProcessGroupGloo(files, share.rank, share.size, options))
+        try:
+            self._group = self._met(lambda: dist.ProcessGroupGloo(store, share.rank, share.size, options))
+        except Exception:
+            if store.problem is not None:
+                raise store.problem from None
+            raise
 
     def sum(self, partial: Tensor) -> None:
         """See `Communicator`. All ranks send their part to all others."""

@@ -1,96 +1,71 @@
 """The group of ranks as rank 0 sees it: the other ranks are its child processes, and receive launches from it.
 
+Ranks of other machines join it instead (`joining.py`), and receive the same.
+
 The group lives and dies as one. A rank whose channel closes has ended, and so has the group: this process ends, and the
 scheduler recovers as from any lost executor. The other ranks die with this process, however it ends.
 """
 
 import logging
-import os
 import selectors
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from typing import Any
 
-import psutil
-
-import quire
 from executor import errors
 from executor.checkpoints.model_config import ModelConfig
 from executor.checkpoints.shares import Share, share_of
 from executor.config import ExecutorConfig
-from executor.errors import ExecutorError, RankLost
+from executor.errors import CheckpointError, ExecutorError, RankLost
 from executor.models.communicator import Communicator
 from executor.parallel.channel import Channel, ChannelBroken, ChannelClosed, FrameKind, values_of
-from executor.parallel.gloo import GlooCommunicator
-from quire.command import interpreter
+from executor.parallel.gloo import LOOPBACK, GlooCommunicator
+from executor.parallel.joining import RankDoor, read_key
+from executor.parallel.member import Member, set_up, start_member
+from executor.parallel.rendezvous import Addresses, AddressStore, addresses_of
 
 _log = logging.getLogger(__name__)
 
-_LIFELINE = Path(quire.__file__).with_name("lifeline.py")
-_MODULE = "executor.worker"
 _REASON_S = 2.0
-"""Time to wait for the process of a rank to end after its channel has closed, so that its exit status can be told."""
+"""Time to wait for the process of a rank to end, so that its exit status can be told."""
 
-_END_S = 10.0
-"""Time that a rank has to end after its channel was closed."""
+_SAY_S = 30.0
+"""While ranks of other machines are missing, a line says so in intervals of this length."""
 
 Say = Callable[[str], None]
-
-
-@dataclass(slots=True)
-class Member:
-    """One of the other ranks.
-
-    memory_bytes  what it has loaded: "weights", and "kv_block" for one block of its pool
-    """
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    channel: Channel
-    memory_bytes: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} (process {self.process.pid})"
-
-    def state(self) -> str:
-        """Returns what the process does: "was killed by SIGKILL", "exited with status 1", "is stopped"."""
-        code = self.process.poll()
-        if code is None:
-            with suppress(psutil.Error):
-                return f"is {psutil.Process(self.process.pid).status()}"
-            return "has ended"
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
 
 class RankGroup:
     """All ranks but this one. Implements `executor.parallel.ranks.Ranks` for rank 0."""
 
     def __init__(self, config: ExecutorConfig, directory: Path, say: Say) -> None:
-        """Starts a process for each of the other ranks, which load their shares at once.
+        """Starts a process for each of the other ranks of this machine, and waits for those of other machines.
 
-        They end when the thread that calls this ends. directory: that of the model.
+        Each loads its share at once. The processes end when the thread that calls this ends. directory: that of the
+        model. Raises ConfigError, AddressInUse and AddressUnusable.
         """
         self.size = config.tensor_parallel_size
         self._say = say
         self._timeout_s = config.step_timeout_s
-        self._files = Path(tempfile.mkdtemp(prefix="quire-ranks-"))
         self._is_closing = self._is_lost = False
-        setup = {"config": asdict(config), "directory": str(directory), "store": str(self._store)}
-        self.members = [_start(rank, setup) for rank in range(1, self.size)]
-
-    @property
-    def _store(self) -> Path:
-        return self._files / "store"
+        self._door: RankDoor | None = None
+        self._host = LOOPBACK
+        if config.remote_ranks:
+            self._door = RankDoor(config.ranks_listen or "", read_key(config.ranks_key or ""))
+            self._host = self._door.host
+        setup = {"config": asdict(config), "directory": str(directory), "host": self._host}
+        self.members = [start_member(rank, setup) for rank in range(1, config.num_local_ranks)]
+        if self._door is not None:
+            try:
+                self._let_in(self._door, config.remote_ranks, setup)
+            except BaseException:
+                self.close(at_once=True)
+                raise
 
     def share(self, model: ModelConfig) -> Share:
         return share_of(model, 0, self.size)
@@ -100,7 +75,7 @@ class RankGroup:
             member.memory_bytes = values
         self._tell(FrameKind.CONNECT)
         try:
-            return GlooCommunicator(share, self._store, vocab_size, self._timeout_s)
+            return GlooCommunicator(share, AddressStore(self._exchange), vocab_size, self._timeout_s, self._host)
         except RankLost as error:
             raise self.lost(error) from None
 
@@ -110,11 +85,14 @@ class RankGroup:
         self._tell(FrameKind.NUM_BLOCKS, {"num_blocks": least})
         return least
 
-    def await_ready(self) -> None:
-        """Waits until the others can compute a step. Raises RankLost, and errors of ranks that could not load."""
-        self._collect(FrameKind.READY)
-        shutil.rmtree(self._files, ignore_errors=True)  # not before all have connected: they read what the others write
-        for member in self.members:
+    def await_ready(self, weights_digest: str) -> None:
+        """Waits until the others can compute a step. Raises RankLost, and errors of ranks that could not load.
+
+        Ranks of other machines say which weights they have: CheckpointError if they have others than rank 0.
+        """
+        for member, values in self._collect(FrameKind.READY):
+            if values.get("digest", weights_digest) != weights_digest:
+                raise CheckpointError(f"{member} has other weights, or another config.json, than rank 0")
             member.channel.limit_waits(self._timeout_s)
 
     def send(self, kind: FrameKind, payload: bytes) -> None:
@@ -140,13 +118,34 @@ class RankGroup:
         for member in self.members:
             member.channel.close()
             if at_once or self._is_lost:
-                member.process.kill()
+                member.kill()
+        if self._door is not None:
+            self._door.close()
         for member in self.members:
-            with suppress(subprocess.TimeoutExpired):
-                member.process.wait(_END_S)
-            member.process.kill()
-            member.process.wait()
-        shutil.rmtree(self._files, ignore_errors=True)
+            member.end()
+
+    def _let_in(self, door: RankDoor, num_ranks: int, setup: dict[str, Any]) -> None:
+        """Waits until so many ranks have joined, and tells them the settings."""
+        joined: list[Channel] = []
+        said_s = -inf
+        while len(joined) < num_ranks:
+            if time.monotonic() - said_s >= _SAY_S:
+                self._say(f"waiting at {door.address} for {num_ranks - len(joined)} ranks of other machines")
+                said_s = time.monotonic()
+            if (channel := door.next(1.0)) is not None:
+                self._say(f"a rank has joined from {channel.peer}")
+                joined.append(channel)
+            joined = [channel for channel in joined if not channel.has_frame()]  # those that have not left again
+        for channel in joined:
+            self.members.append(Member(len(self.members) + 1, channel, None, channel.peer))
+            set_up(self.members[-1], setup)
+
+    def _exchange(self, own: Addresses) -> Addresses:
+        addresses = dict(own)
+        for _, values in self._collect(FrameKind.ADDRESS):
+            addresses |= addresses_of(values)
+        self._tell(FrameKind.ADDRESSES, addresses)
+        return addresses
 
     def _tell(self, kind: FrameKind, values: dict[str, Any] | None = None) -> None:
         for member in self.members:
@@ -178,7 +177,7 @@ class RankGroup:
             kind, payload = member.channel.receive()
             values = values_of(payload)
         except ChannelClosed:
-            raise RankLost(f"{member} {_last_state(member)}") from None
+            raise RankLost(f"{member} {member.last_state()}") from None
         except ChannelBroken as error:
             raise RankLost(f"{member} {error}") from None
         if kind is FrameKind.FAILED:
@@ -204,33 +203,11 @@ class RankGroup:
         """Returns the states of ranks that do not run; waits for a moment, because a process takes time to end."""
         until_s = time.monotonic() + _REASON_S
         while True:
-            gone = [member for member in self.members if member.process.poll() is not None]
-            stopped = [member for member in self.members if member.state() == f"is {psutil.STATUS_STOPPED}"]
+            gone = [member for member in self.members if member.is_gone]
+            stopped = [member for member in self.members if member.is_stopped]
             if gone or stopped or time.monotonic() > until_s:
                 return ", ".join(f"{member} {member.state()}" for member in gone or stopped or self.members)
             time.sleep(0.05)
-
-
-def _start(rank: int, setup: dict[str, Any]) -> Member:
-    own, other = socket.socketpair()
-    with other:
-        command = (*interpreter(), "-m", _MODULE, str(other.fileno()))
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_LIFELINE), str(os.getpid()), *command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,  # where this process prints `ready`
-            pass_fds=[other.fileno()],
-        )
-    channel = Channel(own)
-    with suppress(ChannelClosed):  # then the rank is found to have ended
-        channel.send_values(FrameKind.SETUP, setup | {"rank": rank})
-    return Member(rank, process, channel)
-
-
-def _last_state(member: Member) -> str:
-    with suppress(subprocess.TimeoutExpired):
-        member.process.wait(_REASON_S)
-    return member.state()
 
 
 def _error_of(values: dict[str, Any], member: Member) -> ExecutorError:

@@ -23,6 +23,7 @@ from quire.cli.service_flags import (
     DEMO_FLAGS,
     EXECUTOR_FLAGS,
     GATEWAY_FLAGS,
+    RANK_FLAGS,
     SCHEDULER_FLAGS,
     SERVE_FLAGS,
     with_model,
@@ -31,8 +32,10 @@ from quire.cli.service_flags import (
 from quire.cli.services import (
     executor_config,
     gateway_config,
+    rank_config,
     run_executor,
     run_gateway,
+    run_ranks,
     run_scheduler,
     scheduler_config,
     service_pair,
@@ -94,6 +97,15 @@ def executor(**values: Any) -> None:
         raise typer.Exit(run_executor(executor_config(with_model(values))))
 
 
+def rank(**values: Any) -> None:
+    """Runs ranks of an executor on another machine, which has been given --remote-ranks, --ranks-listen, --ranks-key.
+
+    They join its group again and again, until SIGTERM.
+    """
+    with reported():
+        raise typer.Exit(run_ranks(rank_config(with_model(values))))
+
+
 def gateway(**values: Any) -> None:
     """Runs the gateway alone: OpenAI's API, in front of the schedulers at each --scheduler.
 
@@ -106,6 +118,7 @@ def gateway(**values: Any) -> None:
 app.command()(with_flags(serve, SERVE_FLAGS))
 app.command()(with_flags(scheduler, SCHEDULER_FLAGS))
 app.command()(with_flags(executor, EXECUTOR_FLAGS))
+app.command()(with_flags(rank, RANK_FLAGS))
 app.command()(with_flags(gateway, GATEWAY_FLAGS))
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from executor.config import ExecutorConfig
+from executor.parallel.rank_config import RankConfig
 from gateway.config import GatewayConfig
 from quire.channel import DEFAULT_ADDRESS
 from quire.cli.config_flags import flag_parameters, given, with_defaults
@@ -17,6 +18,7 @@ from scheduler.config import SchedulerConfig
 
 SCHEDULER_FLAGS = flag_parameters(SchedulerConfig)
 EXECUTOR_FLAGS = flag_parameters(ExecutorConfig)
+RANK_FLAGS = flag_parameters(RankConfig)
 GATEWAY_FLAGS = [
     # The only flag that can be given more than once.
     Parameter(

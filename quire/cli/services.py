@@ -7,6 +7,7 @@ from typing import Any
 
 from executor.config import ExecutorConfig
 from executor.errors import ConfigError as ExecutorConfigError
+from executor.parallel.rank_config import RankConfig
 from gateway.config import ConfigError as GatewayConfigError
 from gateway.config import GatewayConfig
 from quire.addresses import (
@@ -160,6 +161,14 @@ def executor_config(values: Mapping[str, Any]) -> ExecutorConfig:
         raise ConfigError(str(error)) from None
 
 
+def rank_config(values: Mapping[str, Any]) -> RankConfig:
+    """Returns the checked configuration. Raises ConfigError."""
+    try:
+        return RankConfig(**{"join": "", "ranks_key": ""} | dict(values))
+    except ExecutorConfigError as error:
+        raise ConfigError(str(error)) from None
+
+
 def gateway_config(values: Mapping[str, Any]) -> GatewayConfig:
     """Returns the checked configuration. Raises ConfigError."""
     try:
@@ -178,6 +187,13 @@ def run_scheduler(config: SchedulerConfig) -> int:
 def run_executor(config: ExecutorConfig) -> int:
     """Runs the executor in this process until it is told to end; returns the exit code."""
     from executor.main import run
+
+    return run(config)
+
+
+def run_ranks(config: RankConfig) -> int:
+    """Keeps ranks of an executor on another machine until it is told to end; returns the exit code."""
+    from executor.parallel.rank_host import run
 
     return run(config)
 

@@ -3,13 +3,17 @@
 import os
 import re
 import signal
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
 
 from quire import AsyncClient, Completion
+from quire.addresses import with_port
+from quire.command import quire_command
 from tests.support.e2e.process import is_running
 from tests.support.e2e.stack import Stack
 from tests.support.e2e.streams import StreamGroup, differences, mixed_jobs, outcomes
@@ -103,6 +107,38 @@ async def test_streams_survive_the_loss_of_a_rank(divided: Stack, number: signal
         assert divided.num_losses > num_losses
         await until(lambda: all_ended(ranks), "every rank of the old group has ended")
         assert {each.pid for each in ranks_of(divided)}.isdisjoint(each.pid for each in ranks)
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> Iterator[tuple[psutil.Process, dict[str, object]]]:
+    """Yields a process that keeps a rank, as on another machine, and the flags of an executor that it can join."""
+    key, listen = tmp_path / "ranks.key", with_port("127.0.0.1:0")
+    key.write_text("0123456789abcdef" * 2)
+    command = [*quire_command(), "rank", "--join", listen, "--ranks-key", str(key), "--num-threads", "1"]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        yield psutil.Process(process.pid), {"remote_ranks": 1, "ranks_listen": listen, "ranks_key": str(key)}
+        process.kill()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_streams_survive_the_loss_of_a_rank_that_has_joined(
+    number: signal.Signals, one_rank: Stack, joining: tuple[psutil.Process, dict[str, object]]
+) -> None:
+    """The next group has a rank of the other machine as well, in a new process."""
+    host, flags = joining
+    stack = stack_of(2, **flags)
+    try:
+        async with one_rank.client() as one, stack.client() as client:
+            expected = await outcomes(one, JOBS)
+            streams = await started(client)
+            (rank,) = host.children()
+            rank.send_signal(number)
+            assert streams.num_running > 0
+            assert differences(await streams.ended(), expected) == []
+            await until(lambda: all_ended([rank]), "the rank of the old group has ended")
+    finally:
+        stack.kill()
 
 
 async def test_no_rank_outlives_a_server_that_is_killed() -> None:

@@ -1,0 +1,169 @@
+"""Only a connection that knows the secret becomes a rank, and the other end proves that it knows it, too."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+import pytest
+
+from executor.errors import ConfigError
+from executor.parallel import joining
+from executor.parallel.channel import Channel, ChannelClosed, FrameKind
+from executor.parallel.joining import NotARank, RankDoor, join, read_key
+from quire.addresses import AddressInUse, AddressUnusable
+from tests.support.waiting import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+KEY = secrets.token_bytes(32)
+_WAIT_S = 30.0
+
+
+@pytest.fixture
+def door() -> Iterator[RankDoor]:
+    with closing(RankDoor("127.0.0.1:0", KEY)) as door:
+        yield door
+
+
+def connected(door: RankDoor) -> socket.socket:
+    host, port = door.address.split(":")
+    return socket.create_connection((host, int(port)), timeout=_WAIT_S)
+
+
+def joined_at_last(address: str) -> socket.socket:
+    """Tries as often as `quire rank` does."""
+    while True:
+        try:
+            return join(address, KEY)
+        except NotARank:
+            time.sleep(0.05)
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Returns whether the other end closes the connection, after what it has sent."""
+    try:
+        while connection.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def test_a_rank_joins_and_receives_frames(door: RankDoor) -> None:
+    with join(door.address, KEY) as connection:
+        channel = door.next(_WAIT_S)
+        assert channel is not None
+        channel.send_values(FrameKind.SETUP, {"rank": 1})
+        assert Channel(connection).expect(FrameKind.SETUP) == b'{"rank": 1}'
+        assert channel.peer == f"127.0.0.1:{connection.getsockname()[1]}"
+        assert channel.host == "127.0.0.1"
+        assert connection.gettimeout() is None, "a rank waits for launches without a limit"
+
+
+def test_another_secret_does_not_join(door: RankDoor, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(NotARank):
+        join(door.address, secrets.token_bytes(32))
+    assert door.next(0.1) is None
+    assert "a connection is no rank" in caplog.text
+
+
+def test_another_version_does_not_join(door: RankDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = connected(door)  # its nonce comes from the version of the executor
+    monkeypatch.setattr(joining, "build_version", lambda: "another")
+    nonce = connection.recv(32)
+    proof = joining._proof(KEY, "rank", nonce + bytes(32))
+    monkeypatch.undo()
+    connection.sendall(bytes(32) + proof)
+    assert is_closed(connection)
+    assert door.next(0.1) is None
+
+
+@pytest.mark.parametrize("role", ["executor", "none"])
+def test_no_proof_can_be_used_again(role: str, door: RankDoor) -> None:
+    """Neither the proof of the other role, nor one that was made for other nonces."""
+    first, second = connected(door), connected(door)
+    nonce, other = first.recv(32), second.recv(32)
+    proof = joining._proof(KEY, "rank" if role == "none" else role, (other if role == "none" else nonce) + bytes(32))
+    first.sendall(bytes(32) + proof)
+    assert is_closed(first)
+    assert door.next(0.1) is None
+    second.close()
+
+
+def test_an_executor_that_does_not_know_the_secret_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def pretend() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(bytes(32))
+                connection.recv(64)
+                connection.sendall(bytes(32))
+
+        thread = threading.Thread(target=pretend)
+        thread.start()
+        with pytest.raises(NotARank, match="another secret"):
+            join(f"127.0.0.1:{server.getsockname()[1]}", KEY)
+        thread.join()
+
+
+def test_silent_connections_do_not_keep_ranks_out(door: RankDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "HANDSHAKE_S", 0.2)
+    silent = [connected(door) for _ in range(joining.MAX_HANDSHAKES * 3 // 2)]
+    with joined_at_last(door.address):
+        assert door.next(_WAIT_S) is not None
+    assert all(is_closed(connection) for connection in silent)
+
+
+def test_garbage_is_refused(door: RankDoor) -> None:
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 9, b"", bytes(1 << 20)):
+        with connected(door) as connection:
+            try:
+                connection.sendall(garbage)
+                connection.shutdown(socket.SHUT_WR)
+            except OSError:
+                continue
+            assert is_closed(connection)
+    assert door.next(0.1) is None
+
+
+def test_a_closed_door_lets_no_rank_in() -> None:
+    door = RankDoor("127.0.0.1:0", KEY)
+    waiting = join(door.address, KEY)
+    time.sleep(0.05)
+    door.close()
+    with pytest.raises(ChannelClosed):
+        Channel(waiting).receive()
+    with pytest.raises(ConnectionError):
+        join(door.address, KEY)
+    wait_until(lambda: not any(thread.name == "ranks that join" for thread in threading.enumerate()))
+
+
+def test_the_address_is_checked(door: RankDoor) -> None:
+    with pytest.raises(AddressInUse):
+        RankDoor(door.address, KEY)
+    with pytest.raises(AddressUnusable):
+        RankDoor("192.0.2.1:7000", KEY)
+    with pytest.raises(AddressUnusable):
+        RankDoor("no-such-host.invalid:7000", KEY)
+
+
+@pytest.mark.parametrize(("text", "is_valid"), [(b"x" * 31, False), (b"x" * 32 + b"\n", True), (b"x" * 5000, False)])
+def test_a_secret_has_enough_bytes(text: bytes, is_valid: bool, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_bytes(text)
+    if is_valid:
+        assert read_key(str(path)) == b"x" * 32
+    else:
+        with pytest.raises(ConfigError, match="ranks_key"):
+            read_key(str(path))
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_key(str(tmp_path / "missing"))
