@@ -62,7 +62,7 @@ GIVE_WAY_S = 2.0
 LARGE_BYTES = 1 << 16
 """A message of more bytes waits for its turn until it is parsed. Tenants take turns."""
 
-_MAX_SHARE = 0.2
+_MAX_SHARE = 0.1
 """Share of the event loop's time in which large messages are parsed."""
 
 _SWEEP_S = 0.02
