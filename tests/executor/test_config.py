@@ -16,6 +16,7 @@ def test_a_dict_becomes_a_configuration() -> None:
     assert config == ExecutorConfig(model="m", num_blocks=10, memory_fraction=1.0, step_timeout_s=3.0)
 
 
+RANKS = {"tensor_parallel_size": 2, "remote_ranks": 1, "ranks_listen": "10.0.0.1:9", "ranks_key": "k"}
 TLS = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a", "scheduler_name": "n"}
 
 
@@ -49,6 +50,18 @@ TLS = {"tls_certificate": "c", "tls_key": "k", "tls_client_ca": "a", "scheduler_
         ({"model": "m", "listen_address": "example.org:1"}, "listen on unix:/path, or give --tls-certificate"),
         ({"model": "m", "tls_key": "k"}, "tls_certificate: must be given together with tls_key"),
         ({"model": "m", "listen_address": "unix:/x", **TLS}, "a socket file needs no TLS"),
+        ({"model": "m", **RANKS, "remote_ranks": 2}, "remote_ranks: must be at most 1, one less than all ranks, is 2"),
+        ({"model": "m", "remote_ranks": 1}, "remote_ranks: must be at most 0"),
+        (
+            {"model": "m", **RANKS, "remote_ranks": 0},
+            "ranks_listen: remote_ranks, ranks_listen and ranks_key have to be",
+        ),
+        (
+            {"model": "m", **RANKS, "ranks_key": None},
+            "remote_ranks: remote_ranks, ranks_listen and ranks_key have to be",
+        ),
+        ({"model": "m", **RANKS, "ranks_listen": "9100"}, 'ranks_listen: expected "host:port"'),
+        ({"model": "m", **RANKS, "ranks_listen": "0.0.0.0:9"}, "ranks_listen: must be the address at which other"),
         ({"model": "m", "metrics_address": "localhost:"}, "metrics_address: expected"),
         ({"model": "m", "metrics_address": "unix:/tmp/x"}, 'metrics_address: expected "host:port", found'),
     ],

@@ -136,7 +136,8 @@ def other_value(name: str, default: Any) -> Any:
         "local_listen": "unix:/tmp/local.sock",
         "grpc_listen": "127.0.0.1:7",
         "routing": "ring",
-        **dict.fromkeys(("executor", "listen_address"), "127.0.0.1:7"),
+        "ranks_key": "ranks.key",
+        **dict.fromkeys(("executor", "listen_address", "ranks_listen"), "127.0.0.1:7"),
         **dict.fromkeys((*EXECUTOR_HOP, *SCHEDULER_HOP - {"takeover"}), "x"),
     }
     if name in chosen:
