@@ -21,7 +21,7 @@ test: $(INSTALLED)  ## the test suite, without what is exhaustive
 	$(BIN)/pytest -n 5 --dist worksteal -m 'not exhaustive' $(ARGS)
 
 test-all: $(INSTALLED)  ## every test: also long searches, GPU kernels in an interpreter, benchmarks (ARGS='-m exhaustive': only those)
-	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: $(INSTALLED)  ## load of all kinds and faults at random, every token compared (DURATION=2h ARGS='--seed 7 --output …')
 	$(BIN)/python -m tests.soak --duration $(or $(DURATION),60) $(ARGS)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
 # Before torch is imported, here and in the processes that tests start: one thread each. The suite's workers, and the
 # services they start, share the cores; of two threads that meet at each operator's end, one always waits for a core
@@ -44,12 +46,19 @@ def choose_examples() -> None:
     settings.load_profile("suite")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker how the tests are shared."""
+    node.workerinput["dist"] = node.config.option.dist
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Lets every worker begin with tests that have a longer time-out, if workers share the suite.
 
     A worker cannot take over a test that has begun, so a long test that begins last would keep one worker busy alone.
-    With `--dist worksteal`, each worker begins with one of as many equal parts of the list as there are workers.
+    With `--dist loadfile`, the files are given out in the order of the list (with `--no-loadscope-reorder`). With
+    `--dist worksteal`, each worker begins with one of as many equal parts of the list as there are workers.
     """
     if not hasattr(config, "workerinput"):
         return
@@ -59,6 +68,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("timeout")
         return default_s if mark is None else mark.args[0]
 
+    if config.workerinput["dist"] == "loadfile":
+        sums_s: Counter[Path] = Counter()
+        for item in items:
+            sums_s[item.path] += timeout_s(item) - default_s
+        items.sort(key=lambda item: -sums_s[item.path])
+        return
     long = sorted((item for item in items if timeout_s(item) > default_s), key=timeout_s, reverse=True)
     others = [item for item in items if timeout_s(item) <= default_s]
     shared: list[pytest.Item] = []

@@ -39,8 +39,9 @@ def run_worlds(seeds: Iterable[int]) -> None:
         run_world(seed)
 
 
-HARDEST = 129
-"""A seed that finds what few seeds find: that no sequence is preempted for the share of another tenant."""
+FINDERS = (0, 13, 129)
+"""Seeds that find the mutations soon. The last one finds what few do: that no sequence is preempted for the share of
+another tenant."""
 
 
 @pytest.mark.exhaustive
@@ -48,7 +49,7 @@ HARDEST = 129
 def test_each_mutation_is_found(monkeypatch: pytest.MonkeyPatch, mutate: Callable[[pytest.MonkeyPatch], None]) -> None:
     mutate(monkeypatch)
     with pytest.raises(AssertionError, match="I22: the gap"):
-        run_worlds(chain((HARDEST,), range(200)))
+        run_worlds(chain(FINDERS, range(200)))
 
 
 def test_eight_tenants_get_equal_service_though_one_sends_a_hundred_times_the_requests() -> None:
