@@ -88,8 +88,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayFleet]:
             add_node(cluster, num_cpus=1, resources={"for-executors": 1})
         fleet = RayFleet(cluster)
         with fleet:
-            fleet.up(2, *_flags(folder, key_file), gateway_listen=with_port("127.0.0.1:0"))
             fleet.key = quire("keys", "add", "client", "--file", str(key_file), "--role", "generate").stdout.strip()
+            fleet.up(2, *_flags(folder, key_file), gateway_listen=with_port("127.0.0.1:0"))
             yield fleet
     finally:
         ray.shutdown()
