@@ -13,7 +13,6 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
-from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from executor.config import ExecutorConfig
@@ -30,6 +29,7 @@ from executor.stream.servicer import ExecutorServicer
 from quire.addresses import UNIX, AddressInUse, at_port, private_files
 from quire.executor.v1 import executor_pb2 as pb
 from quire.executor.v1 import executor_pb2_grpc
+from quire.health_service import HealthService
 from quire.tls import TlsError, TlsFiles, server_credentials
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Server:
         self._servicer = ExecutorServicer(
             self._device, limits, _description(model), self.metrics.observe, _expect(model)
         )
-        self._health = health_aio.HealthServicer()
+        self._health = HealthService()
         self._server = grpc.aio.server(
             interceptors=[PeerCheck(config.scheduler_name)] if config.scheduler_name else [],
             options=[
@@ -101,7 +101,7 @@ class Server:
         if self._config.metrics_address:
             self.metrics.serve(self._config.metrics_address)
         await self._server.start()
-        await self._set_health(is_serving=True)
+        self._set_health(is_serving=True)
         return address
 
     async def wait(self) -> bool:
@@ -117,7 +117,7 @@ class Server:
             is_serving = self._device.is_alive and self._device.silent_s() < timeout_s
             # Counts checks. A clock would also advance while the process or the machine is suspended.
             stalled_s = 0.0 if is_serving else stalled_s + interval_s
-            await self._set_health(is_serving)
+            self._set_health(is_serving)
             if stalled_s > timeout_s:
                 self._device_hangs()
             with contextlib.suppress(TimeoutError):
@@ -131,7 +131,7 @@ class Server:
 
     async def stop(self) -> None:
         """Ends all streams, waits for the running step, and closes the address."""
-        await self._set_health(is_serving=False)
+        self._set_health(is_serving=False)
         self._servicer.shut_down()
         await self._server.stop(_STOP_GRACE_S)
         self.metrics.close()
@@ -159,11 +159,11 @@ class Server:
         self.device_lost = True
         self._ended.set()
 
-    async def _set_health(self, is_serving: bool) -> None:
+    def _set_health(self, is_serving: bool) -> None:
         kind = health_pb2.HealthCheckResponse
         status = kind.SERVING if is_serving else kind.NOT_SERVING
         for service in ("", _EXECUTOR_SERVICE):
-            await self._health.set(service, status)
+            self._health.set(service, status)
 
 
 async def serve(config: ExecutorConfig, model: LoadedModel, say: Callable[[str], None]) -> bool:

@@ -6,11 +6,12 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.rpc.calls import TakenCalls
 from gateway.rpc.servicers import GenerationForwarder, TokenizationForwarder
 from quire.addresses import UNIX, AddressUnusable, at_port, check_free, private_files
+from quire.health_service import HealthService
 from quire.tls import server_credentials
 from quire.v1 import generation_pb2
 from quire.v1.generation_pb2_grpc import add_GenerationServicer_to_server
@@ -36,13 +37,18 @@ class RpcServer:
         """Binds the address. Raises AddressError, AddressInUse, AddressUnusable and TlsError."""
         self._schedulers = schedulers
         self._generation = GenerationForwarder(schedulers, config.max_requests, config.stalled_reader_timeout_s)
-        self._health = health.aio.HealthServicer()
+        self._health = HealthService(config.stalled_reader_timeout_s)
         self._following: asyncio.Task[None] | None = None
         self._resets = ResetCalls()
         connections = ("grpc.max_allowed_incoming_connections", config.max_connections)
         self._server = grpc.aio.server(
             options=[*OPTIONS, connections],
-            interceptors=[self._resets, TakenCalls(), ReadRequests(RequestPlaces()), BoundedMessages(BOUNDED)],
+            interceptors=[
+                self._resets,
+                TakenCalls(),
+                ReadRequests(RequestPlaces(), config.stalled_reader_timeout_s),
+                BoundedMessages(BOUNDED),
+            ],
         )
         add_GenerationServicer_to_server(self._generation, self._server)
         add_TokenizationServicer_to_server(TokenizationForwarder(schedulers), self._server)
@@ -52,7 +58,7 @@ class RpcServer:
             self.address = _bind(self._server, listen, tls)
 
     async def start(self) -> None:
-        await self._report()
+        self._report()
         self._following = asyncio.create_task(self._follow(), name="health")
         await self._server.start()
 
@@ -60,7 +66,7 @@ class RpcServer:
         """Refuses new requests, and waits for the open ones. Returns False if some had to be cancelled."""
         if self._following is not None:
             self._following.cancel()
-        await self._health.enter_graceful_shutdown()
+        self._health.close()
         has_drained = True
         try:
             async with asyncio.timeout(drain_timeout_s):
@@ -74,14 +80,14 @@ class RpcServer:
     async def _follow(self) -> None:
         while True:
             await self._schedulers.changed()
-            await self._report()
+            self._report()
 
-    async def _report(self) -> None:
+    def _report(self) -> None:
         """Reports grpc.health.v1 for the server ("") and for Generation: SERVING if a scheduler is ready."""
         response = health_pb2.HealthCheckResponse
         status = response.SERVING if self._schedulers.is_ready else response.NOT_SERVING
         for service in ("", GENERATION):
-            await self._health.set(service, status)
+            self._health.set(service, status)
 
 
 def _bind(server: grpc.aio.Server, listen: str, tls: TlsFiles | None) -> str:

@@ -63,7 +63,7 @@ class GenerationServer(GenerationServicer):
         self._engine = engine
         self._intake = intake
         self._policy_name = policy_name
-        self._stalled_reader_timeout_s = stalled_reader_timeout_s
+        self.stalled_reader_timeout_s = stalled_reader_timeout_s
         self._access = access or Access()
         self._calls_of_many: set[ManyStreams] = set()
         self._share = LoopShare()
@@ -73,7 +73,7 @@ class GenerationServer(GenerationServicer):
         """Maps errors to statuses (`scheduler.requests.status`); cancellation passes through to gRPC."""
         try:
             async with self._intake.open(read_fields(request), _caller(context), _deadline_s(context)) as stream:
-                await deliver(stream, context.write, self._stalled_reader_timeout_s)
+                await deliver(stream, context.write, self.stalled_reader_timeout_s)
         except QuireError as error:
             failure: Exception = error
         except Exception as error:
@@ -90,7 +90,7 @@ class GenerationServer(GenerationServicer):
         """A request that fails ends its stream; the call fails if its client breaks the protocol or reads nothing."""
         counted = self.arrivals.counter(dict(context.invocation_metadata() or ()).get(ROUTER))
         opener = StreamOpener(self._intake, self._access, read_fields, CALLER.get(), context.peer(), counted)
-        streams = ManyStreams(opener, self._share, self._stalled_reader_timeout_s, MAX_STREAMS)
+        streams = ManyStreams(opener, self._share, self.stalled_reader_timeout_s, MAX_STREAMS)
         self._calls_of_many.add(streams)
         try:
             await streams.serve(request_iterator, context.write)

@@ -13,6 +13,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from quire.addresses import UNIX, AddressUnusable, at_port, check_free, default_admin_address, private_files
+from quire.health_service import HealthService
 from quire.tls import server_credentials
 from quire.v1 import admin_pb2, generation_pb2, replica_pb2, tokenization_pb2
 from quire.v1.admin_pb2_grpc import add_AdminServicer_to_server
@@ -110,27 +111,30 @@ class GrpcServer:
     ) -> None:
         """Binds the addresses. Raises AddressError, AddressInUse and AddressUnusable."""
         access = access or Access()
-        self._health = HealthReporter(engine)
+        self._health = HealthService(generation.stalled_reader_timeout_s)
+        report_health(engine, self._health)
         self._generation = generation
         self._admin_calls = admin
         replica = ReplicaServer(engine, access, generation.arrivals, lambda: admin.moves_streams, terms_of)
         limit = ("grpc.max_allowed_incoming_connections", max_grpc_connections())
         self._resets = ResetCalls()
-        places = RequestPlaces()
+        places, timeout_s = RequestPlaces(), generation.stalled_reader_timeout_s
+        # Calls that need no identity, which may be half-open, take no places of the others.
+        places_of_unknown = RequestPlaces(max_reads=8, max_reads_of_a_tenant=4)
 
         def generating(default: Identity | None, *more: tuple[str, int]) -> grpc.aio.Server:
             # Access is decided first, so that nothing is read of a call that is refused.
             interceptors = [
                 self._resets,
                 AccessInterceptor(access, default),
-                ReadRequests(places),
+                ReadRequests(places, timeout_s, places if default is LOCAL else places_of_unknown),
                 BoundedMessages(BOUNDED),
             ]
             server = grpc.aio.server(options=[*OPTIONS, *more], interceptors=interceptors)
             add_GenerationServicer_to_server(generation, server)
             add_TokenizationServicer_to_server(tokenization, server)
             add_ReplicaServicer_to_server(replica, server)
-            health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
             return server
 
         self._public = generating(access.verifier.stranger, limit)
@@ -141,12 +145,12 @@ class GrpcServer:
         default = LOCAL if admin_listen.startswith(UNIX) else access.verifier.stranger
         interceptors = [
             AccessInterceptor(access, default, is_audit=True),
-            ReadRequests(places),
+            ReadRequests(places, timeout_s, places if default is LOCAL else places_of_unknown),
             BoundedMessages(BOUNDED),
         ]
         self._admin = grpc.aio.server(options=OPTIONS, interceptors=interceptors)
         add_AdminServicer_to_server(admin, self._admin)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, self._admin)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._admin)
         # Reflection describes all services, although Generation is at the other address.
         services = (GENERATION, TOKENIZATION, REPLICA, ADMIN, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(services, self._admin)
@@ -159,7 +163,6 @@ class GrpcServer:
                 _bind(self._servers[-1], local_listen, access)
 
     async def start(self) -> None:
-        await self._health.start()
         await asyncio.gather(*(server.start() for server in self._servers))
 
     def move_streams(self) -> None:
@@ -168,46 +171,26 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, and cancels the open ones after `grace_s`."""
-        await self._health.stop()
+        self._health.close()
         self._generation.stop()
         self._resets.close()
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
 
-class HealthReporter:
-    """Reports grpc.health.v1 for the server ("") and Generation: SERVING while the engine is ready, else NOT_SERVING.
+def report_health(engine: Engine, health: HealthService) -> None:
+    """Keeps the status of the server ("") and of Generation: SERVING while the engine is ready, else NOT_SERVING.
 
     Admin is always SERVING, because it answers without an executor too.
     """
+    kind = health_pb2.HealthCheckResponse
 
-    def __init__(self, engine: Engine) -> None:
-        self.servicer = health.aio.HealthServicer()
-        self._engine = engine
-        self._changed = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        engine.on_state_change(lambda _: self._changed.set())
-
-    async def start(self) -> None:
-        await self.servicer.set(ADMIN, health_pb2.HealthCheckResponse.SERVING)
-        await self._report()
-        self._task = asyncio.create_task(self._follow(), name="health")
-
-    async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-        await self.servicer.enter_graceful_shutdown()
-
-    async def _follow(self) -> None:
-        while True:
-            await self._changed.wait()
-            self._changed.clear()
-            await self._report()
-
-    async def _report(self) -> None:
-        response = health_pb2.HealthCheckResponse
-        status = response.SERVING if self._engine.is_ready else response.NOT_SERVING
+    def report(_: object = None) -> None:
         for service in ("", GENERATION):
-            await self.servicer.set(service, status)
+            health.set(service, kind.SERVING if engine.is_ready else kind.NOT_SERVING)
+
+    health.set(ADMIN, kind.SERVING)
+    report()
+    engine.on_state_change(report)
 
 
 def _bind(server: grpc.aio.Server, listen: str, access: Access) -> str:

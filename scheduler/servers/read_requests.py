@@ -15,6 +15,7 @@ from quire.garbage import drop_frames
 from scheduler.core import QuireError
 from scheduler.identity.identity import CALLER
 from scheduler.requests.status import abort
+from scheduler.requests.write_timeout import WriteTimeout
 from scheduler.servers.request_places import begin_read
 
 if TYPE_CHECKING:
@@ -38,8 +39,16 @@ class ReadRequests(grpc.aio.ServerInterceptor):
     message has arrived; clients cannot tell the difference.
     """
 
-    def __init__(self, places: RequestPlaces) -> None:
-        self._places = places
+    def __init__(
+        self, places: RequestPlaces, stalled_reader_timeout_s: float, of_unknown: RequestPlaces | None = None
+    ) -> None:
+        """Takes the places of the requests, and those of callers that are not known; None: they are the same.
+
+        stalled_reader_timeout_s  time after which a call ends whose client does not accept its only answer
+        """
+        self._known = places
+        self._unknown = of_unknown or places
+        self._reader_timeout_s = stalled_reader_timeout_s
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -50,13 +59,14 @@ class ReadRequests(grpc.aio.ServerInterceptor):
 
         async def serve(_: object, context: Context) -> None:
             peer = context.peer() or ""
+            places = self._unknown if CALLER.get(None) is None else self._known
             try:
-                with self._places.stream(_tenant(peer)) if is_counted else nullcontext():
+                with places.stream(_tenant(peer)) if is_counted else nullcontext():
                     if handler.request_streaming:
-                        messages = self._messages(handler.request_deserializer, _tenant(peer), context)
+                        messages = _messages(places, handler.request_deserializer, _tenant(peer), context)
                         await _respond(handler.stream_stream(messages, context), context)
                     else:
-                        await self._serve_one(handler, peer, context)
+                        await self._serve_one(places, handler, peer, context)
             except QuireError as error:
                 await abort(context, error)
             except grpc.aio.AbortError as error:
@@ -65,20 +75,28 @@ class ReadRequests(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(serve, response_serializer=handler.response_serializer)
 
-    async def _serve_one(self, handler: Any, peer: str, context: Context) -> None:
-        request = await self._places.read((_tenant(peer), peer), context.read, handler.request_deserializer)
+    async def _serve_one(self, places: RequestPlaces, handler: Any, peer: str, context: Context) -> None:
+        request = await places.read((_tenant(peer), peer), context.read, handler.request_deserializer)
         if request is grpc.aio.EOF:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the call has no request")
         ARRIVED_S.set(time.monotonic())
         if handler.response_streaming:
             await _respond(handler.unary_stream(request, context), context)
         else:
-            await context.write(await handler.unary_unary(request, context))
+            answer = await handler.unary_unary(request, context)
+            del request  # the client may take its time to accept the answer
+            with (
+                places.answer(_tenant(peer), answer.ByteSize()),
+                WriteTimeout(self._reader_timeout_s) as timeout,
+            ):
+                timeout.begin_write()
+                await context.write(answer)
 
-    async def _messages(self, parse: Parse, tenant: str, context: Context) -> AsyncIterator[Any]:
-        """Yields the requests of a stream."""
-        while (data := await asyncio.shield(begin_read(context.read))) is not grpc.aio.EOF:
-            yield await self._places.parsed(tenant, data, parse)
+
+async def _messages(places: RequestPlaces, parse: Parse, tenant: str, context: Context) -> AsyncIterator[Any]:
+    """Yields the requests of a stream."""
+    while (data := await asyncio.shield(begin_read(context.read))) is not grpc.aio.EOF:
+        yield await places.parsed(tenant, data, parse)
 
 
 async def _respond(responses: Any, context: Context) -> None:

@@ -29,7 +29,7 @@ import grpc.aio
 
 from scheduler.core import QueueFull
 from scheduler.requests.status import DeadlineExceeded
-from scheduler.telemetry.limits import REQUEST_READS, limited
+from scheduler.telemetry.limits import REQUEST_READS, STALLED_READERS, limited
 from scheduler.text.turns import Turns
 
 if TYPE_CHECKING:
@@ -52,6 +52,12 @@ MAX_WAITING = 1024
 MAX_STREAMS = 64
 """Most calls of a tenant whose requests are a stream. Such a call receives a message at any time: 256 MiB in all. As
 many calls of `_WATCH` may be open."""
+
+MAX_ANSWER_BYTES = 64 << 20
+"""Most bytes of answers of a tenant that their clients have not accepted yet. Streams have bounds of their own."""
+
+_CALL_BYTES = 18 << 10
+"""Memory of a call with a small message."""
 
 TIMEOUT_S = 10.0
 """Time that a request has to arrive."""
@@ -88,14 +94,26 @@ class _Read:
 
 
 class RequestPlaces:
-    """The requests that all servers of this process receive. Used from one event loop."""
+    """The requests that all servers of this process receive. Used from one event loop.
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    max_reads              most requests that are received at once; None: MAX_READS
+    max_reads_of_a_tenant  most of one tenant; None: MAX_READS_OF_A_TENANT
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        max_reads: int | None = None,
+        max_reads_of_a_tenant: int | None = None,
+    ) -> None:
         self._clock = clock
+        self._max_reads = max_reads or MAX_READS
+        self._max_reads_of_a_tenant = max_reads_of_a_tenant or MAX_READS_OF_A_TENANT
         self._reads: dict[_Read, None] = {}  # in the order in which they began
         self._num_reads: Counter[str | Key] = Counter()  # by tenant, and by connection
         self._num_waiting: Counter[str] = Counter()
         self._num_streams: Counter[str] = Counter()
+        self._answer_bytes: Counter[str] = Counter()
         self._queues: dict[Key, deque[asyncio.Future[_Read]]] = {}  # no queue is empty
         self._sweeping: asyncio.TimerHandle | None = None
         no_limit = sys.maxsize
@@ -150,6 +168,19 @@ class RequestPlaces:
         finally:
             _add(self._num_streams, tenant, -1)
 
+    @contextmanager
+    def answer(self, tenant: str, num_bytes: int) -> Iterator[None]:
+        """Counts an answer until its client has accepted it. Raises QueueFull."""
+        num_bytes = max(num_bytes, _CALL_BYTES)
+        if self._answer_bytes[tenant] + num_bytes > MAX_ANSWER_BYTES:
+            limited(STALLED_READERS)
+            raise QueueFull("too many answers wait until their clients accept them")
+        _add(self._answer_bytes, tenant, num_bytes)
+        try:
+            yield
+        finally:
+            _add(self._answer_bytes, tenant, -num_bytes)
+
     async def _begin(self, key: Key) -> _Read:
         """Waits for a place. Raises QueueFull if too many calls of the tenant wait."""
         tenant = key[0]
@@ -199,7 +230,7 @@ class RequestPlaces:
                 heaviest.end()
 
     def _has_place(self, tenant: str) -> bool:
-        return len(self._reads) < MAX_READS and self._num_reads[tenant] < MAX_READS_OF_A_TENANT
+        return len(self._reads) < self._max_reads and self._num_reads[tenant] < self._max_reads_of_a_tenant
 
     def _load(self, key: Key) -> tuple[int, int]:
         return self._num_reads[key[0]], self._num_reads[key]

@@ -362,14 +362,14 @@ async def test_calls_that_linger_hold_no_requests(servers: Servers, monkeypatch:
     serve = ReadRequests._serve_one
     num_held = 0
 
-    async def hold(self: Any, handler: Any, peer: str, context: Any) -> None:
+    async def hold(self: Any, places: RequestPlaces, handler: Any, peer: str, context: Any) -> None:
         async def wait(request: object, _: object) -> None:
             nonlocal num_held
             num_held += 1
             await asyncio.Event().wait()
             del request
 
-        await serve(self, handler._replace(unary_stream=wait, response_streaming=True), peer, context)
+        await serve(self, places, handler._replace(unary_stream=wait, response_streaming=True), peer, context)
 
     monkeypatch.setattr(ReadRequests, "_serve_one", hold)
     data = pb.GenerateRequest(text="a" * BIG).SerializeToString()
