@@ -7,7 +7,8 @@
     scheduler/core/baselines/   static and dynamic batching, contiguous KV allocation: for measurement only
     scheduler/core/inspect/     views, invariants, step loads, and the leap of simulators
 
-One decode involves six concepts: Scheduler, SchedulerState, StepBuilder, StepPlan, KVCache and Sequence.
+To follow one decode, begin with six classes: Scheduler, SchedulerState, StepBuilder, StepPlan, KVCache and Sequence.
+`python -m checks.concepts` lists all classes that it handles and all functions that it executes.
 """
 
 from scheduler.core.baselines.batching import BATCHING, DYNAMIC, STATIC
@@ -29,7 +30,7 @@ from scheduler.core.errors import (
     ResultMismatch,
     Unavailable,
 )
-from scheduler.core.fairness.pace import Pace
+from scheduler.core.fairness.run_time import RunTime
 from scheduler.core.inspect.invariants import check_invariants
 from scheduler.core.inspect.leap import leap
 from scheduler.core.inspect.views import (
@@ -89,7 +90,6 @@ __all__ = [
     "KVAllocation",
     "KVUsage",
     "Logprobs",
-    "Pace",
     "PlanRejected",
     "Policy",
     "QueueFull",
@@ -97,6 +97,7 @@ __all__ = [
     "ReceivedOutput",
     "Request",
     "ResultMismatch",
+    "RunTime",
     "Scheduler",
     "SchedulerLimits",
     "SchedulerState",

@@ -38,7 +38,7 @@ def _starts_too_late(state: SchedulerState, sequence: Sequence) -> bool:
     """
     active = state.active(sequence)
     goes_on = active.has_started or any(other.state is State.RUNNING for other in active.sequences)
-    return not goes_on and state.pace.starts_too_late(sequence, state.now_s)
+    return not goes_on and state.run_time.starts_too_late(sequence, state.now_s)
 
 
 def admit(state: SchedulerState, sequence: Sequence, prefix: list[int]) -> None:

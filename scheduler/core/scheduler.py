@@ -25,7 +25,7 @@ from math import inf
 from scheduler.core.capacity import check_fits, fits, max_tokens_per_sequence
 from scheduler.core.commit import commit
 from scheduler.core.errors import InvariantViolation
-from scheduler.core.fairness.pace import Pace
+from scheduler.core.fairness.run_time import RunTime
 from scheduler.core.limits import SchedulerLimits
 from scheduler.core.modes import CONTINUOUS, PAGED, Batching, KVAllocation
 from scheduler.core.plan import Events, StepPlan, StepResult
@@ -128,9 +128,9 @@ class Scheduler:
             events.finished += self.state.end_request(request_id, FinishReason.DEADLINE)
         return events
 
-    def set_pace(self, pace: Pace) -> None:
-        """Sets the pace by which later plans end waiting requests that can no longer meet their deadline."""
-        self.state.pace = pace
+    def set_run_time(self, run_time: RunTime) -> None:
+        """Sets the estimate by which later plans end waiting requests that can no longer meet their deadline."""
+        self.state.run_time = run_time
 
     def set_costs(self, costs: StepCosts) -> None:
         """Sets what steps cost, by which later plans take as many prompt tokens as the target of the limits allows."""

@@ -18,7 +18,7 @@ from scheduler.core.beam_group import BeamGroup
 from scheduler.core.errors import InvariantViolation
 from scheduler.core.fairness.accounts import Accounts
 from scheduler.core.fairness.fair_queue import FairQueue
-from scheduler.core.fairness.pace import Pace
+from scheduler.core.fairness.run_time import RunTime
 from scheduler.core.kv_cache import KVCache
 from scheduler.core.limits import SchedulerLimits
 from scheduler.core.policy import Policy
@@ -80,7 +80,7 @@ class SchedulerState:
         self.now_s = -inf
         self.must_forget = False
         self.accounts = Accounts(terms_of)
-        self.pace = Pace()
+        self.run_time = RunTime()
         self.costs = UNKNOWN_COSTS
         self.missed: Ends = []
         self.waiting = FairQueue(policy, limits, self.accounts, lambda: (self.batch, self.cache))

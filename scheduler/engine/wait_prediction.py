@@ -1,17 +1,18 @@
 """Predicts when a request would end, so that one that cannot meet its deadline is refused at once.
 
-service per second                   measured while sequences wait, because an idle server is slower than it could be;
-                                     a prompt of many steps counts as it is computed
+service per second                   computed prompt tokens, and generated tokens twice, divided by the seconds in which
+                                     sequences waited: without a queue, a server serves less than it could. A prompt of
+                                     many steps counts as it is computed
 step time                            measured then, too, while sequences decode: a step that computes only a long prompt
                                      may take as long as ten with decodes
 output of a request                  the average of those that ended
 wait                                 the service queued before the request, divided by the rate
 
-The machine may become slower while an accepted request waits. The core is therefore told the pace, and ends requests
-that start too late: steps for a request that does not end in time are lost to the others.
+The machine may become slower while an accepted request waits. The core is therefore told how long sequences run, and
+ends requests that start too late: steps for a request that does not end in time are lost to the others.
 """
 
-from scheduler.core import Events, FinishReason, Pace, QueueFull, Scheduler, oldest_waiting_s
+from scheduler.core import Events, FinishReason, QueueFull, RunTime, Scheduler, oldest_waiting_s
 from scheduler.core.tenants.account import GENERATED_TOKEN_COST, PROMPT_TOKEN_COST
 
 HALF_LIFE_S = 2.0
@@ -26,7 +27,7 @@ OUTPUT_GAIN = 0.05
 MARGIN = 1.4
 """Factor on predicted times: under overload each accepted request is close to its limit, so half would be late."""
 
-PACE_MARGIN = 1.2
+RUN_TIME_MARGIN = 1.2
 """Factor on the step time, by which later steps may be slower."""
 
 OLDEST_INTERVAL_S = 0.25
@@ -62,7 +63,7 @@ class WaitPrediction:
         return now_s - self._oldest_queued_s
 
     def committed(self, core: Scheduler, events: Events, now_s: float) -> None:
-        """Measures after each commit, and tells the core the pace."""
+        """Measures after each commit, and tells the core how long sequences run."""
         for sequence, reason in events.finished:
             if num_tokens := sequence.num_tokens - sequence.num_prompt_tokens:
                 known = num_tokens if self._num_output_tokens is None else self._num_output_tokens
@@ -85,12 +86,12 @@ class WaitPrediction:
                 self._num_steps = decay * self._num_steps + num_steps - last_steps
         has_decodes = bool(core.state.batch.decoding)
         self._last = (now_s, service, num_steps, has_decodes) if core.num_waiting else None
-        core.set_pace(self._pace(PACE_MARGIN))
+        core.set_run_time(self._run_time(RUN_TIME_MARGIN))
 
-    def _pace(self, margin: float = 1.0) -> Pace:
+    def _run_time(self, margin: float = 1.0) -> RunTime:
         if self._num_output_tokens is None or not self._num_steps:
-            return Pace()
-        return Pace(margin * self._steps_s / max(1.0, self._num_steps), self._num_output_tokens)
+            return RunTime()
+        return RunTime(margin * self._steps_s / max(1.0, self._num_steps), self._num_output_tokens)
 
     def predicted_s(self, core: Scheduler, tenant: str, max_tokens: float) -> float:
         """Returns the time until a request of up to `max_tokens` would end; 0 if nothing is known or nothing waits.
@@ -108,7 +109,7 @@ class WaitPrediction:
             for queue in (waiting.of(account), waiting)
         )
         wait_s = min(own / share, every) * self._busy_s / self._service
-        return wait_s + self._pace().run_s(max_tokens)
+        return wait_s + self._run_time().run_s(max_tokens)
 
     def check(self, core: Scheduler, tenant: str, deadline_s: float | None, max_tokens: float, now_s: float) -> None:
         """Raises QueueFull, with the time after which it may fit, if a request would miss its deadline."""

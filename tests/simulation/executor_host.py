@@ -164,7 +164,7 @@ class SimulatedServer(Server):
             device_lost=self._lose_device,
         )
 
-    async def _set_health(self, is_serving: bool) -> None:
+    def _set_health(self, is_serving: bool) -> None:
         pass
 
 

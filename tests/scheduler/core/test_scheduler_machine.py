@@ -328,7 +328,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.happened["copies"] += counters.num_cow_copies
             self.happened["hit tokens"] += counters.num_prefix_hit_tokens
             self.happened.update(self.harness.clients.count_ends())
-            del self.happened["finished: too_late"]  # these schedulers are told no pace
+            del self.happened["finished: too_late"]  # these schedulers are told no run time
 
 
 def _pick(choices: list[T], number: int) -> T:

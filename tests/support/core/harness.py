@@ -55,8 +55,8 @@ class Harness(CheckedScheduler):
         return events
 
     def run_s(self, sequence: Sequence) -> float:
-        """Returns the time that a sequence takes at the pace that the scheduler was told."""
-        return self.scheduler.state.pace.run_s(sequence.request.max_tokens)
+        """Returns the time that a sequence takes by the estimate that the scheduler was told."""
+        return self.scheduler.state.run_time.run_s(sequence.request.max_tokens)
 
     def reset_prefix_cache(self) -> int:
         num_forgotten = self.scheduler.reset_prefix_cache()

@@ -27,11 +27,11 @@ from scheduler.core import (
     BeamParams,
     CapacityExceeded,
     KVAllocation,
-    Pace,
     Policy,
     QueueFull,
     Request,
     ResultMismatch,
+    RunTime,
     SchedulerLimits,
     SequenceParams,
     StepCosts,
@@ -180,9 +180,9 @@ class Simulation:
             vocab_size=VOCAB_SIZE,
             enable_prefix_caching=world.enable_prefix_caching,
         )
-        pace = Random(f"pace {seed}")  # one of its own, too
-        if world.batching is CONTINUOUS and pace.random() < 0.5:  # the baselines form batches before they look
-            self.harness.scheduler.set_pace(Pace(pace.uniform(0.0, 0.004), pace.uniform(1.0, 10.0)))
+        run_time = Random(f"pace {seed}")  # one of its own, too
+        if world.batching is CONTINUOUS and run_time.random() < 0.5:  # the baselines form batches before they look
+            self.harness.scheduler.set_run_time(RunTime(run_time.uniform(0.0, 0.004), run_time.uniform(1.0, 10.0)))
         if has_costs:
             self.harness.scheduler.set_costs(draw_costs(costs))
         self.num_requests = self.world.num_requests

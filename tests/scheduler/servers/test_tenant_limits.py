@@ -41,7 +41,7 @@ OK = (True, 0.0)
 
 
 @dataclass
-class Doors:
+class Entries:
     """Both servers in front of one engine. Each of the tenants "busy" and "quiet" has a key."""
 
     served: Served
@@ -49,10 +49,10 @@ class Doors:
     stub: GenerationStub
     session: aiohttp.ClientSession
 
-    async def ask(self, door: str, tenant: str, *, n: int = 1, max_tokens: int = 4) -> tuple[bool, float]:
+    async def ask(self, entry: str, tenant: str, *, n: int = 1, max_tokens: int = 4) -> tuple[bool, float]:
         """Returns whether a request was served, and the seconds after which a refused one may come again."""
         key = {"authorization": f"Bearer {self.keys[tenant]}"}
-        if door == "grpc":
+        if entry == "grpc":
             return await self.ask_grpc(tenant, n=n, max_tokens=max_tokens)
         body = {"text": TEXT, "sampling": {"n": n}, "stopping": {"max_tokens": max_tokens, "ignore_eos": True}}
         async with self.session.post(f"{self.served.url}/live/completions", json=body, headers=key) as response:
@@ -78,14 +78,14 @@ class Doors:
         return OK
 
     @asynccontextmanager
-    async def in_the_queue(self, door: str, tenant: str, count: int) -> AsyncIterator[None]:
+    async def in_the_queue(self, entry: str, tenant: str, count: int) -> AsyncIterator[None]:
         """Keeps `count` requests of a tenant open, in an executor that answers nothing until the block ends."""
         core = self.served.engine.core
         assert core is not None
         self.served.client.is_hanging = True
         asking = []
         for _ in range(count):
-            asking.append(asyncio.create_task(self.ask(door, tenant)))
+            asking.append(asyncio.create_task(self.ask(entry, tenant)))
             await until(lambda: core.num_unfinished_requests == len(asking) and core.state.batch.running)
         yield
         self.served.client.is_hanging = False
@@ -94,8 +94,8 @@ class Doors:
 
 
 @asynccontextmanager
-async def doors(checkpoint: Checkpoint, folder: Path, busy: TenantSettings) -> AsyncIterator[Doors]:
-    """Serves both doors, with these settings for the tenant "busy" and the defaults for "quiet"."""
+async def serving(checkpoint: Checkpoint, folder: Path, busy: TenantSettings) -> AsyncIterator[Entries]:
+    """Serves over gRPC and HTTP, with these settings for the tenant "busy" and the defaults for "quiet"."""
     path = str(folder / "keys.json")
     keys = {name: add_key(path, Identity(name, name, frozenset({Role.GENERATE}))) for name in ("busy", "quiet")}
     access = Access(Verifier(path))
@@ -108,7 +108,7 @@ async def doors(checkpoint: Checkpoint, folder: Path, busy: TenantSettings) -> A
         server = GrpcServer(served.engine, generation, tokenization, admin, *listen, access)
         await server.start()
         async with grpc.aio.insecure_channel(server.address) as channel:
-            yield Doors(served, keys, GenerationStub(channel), http)
+            yield Entries(served, keys, GenerationStub(channel), http)
         await server.stop(0)
 
 
@@ -118,55 +118,55 @@ def retry_after_s(error: grpc.aio.AioRpcError) -> float:
     return float(retry.retry_delay.ToTimedelta().total_seconds())
 
 
-both = pytest.mark.parametrize("door", ["grpc", "http"])
+both = pytest.mark.parametrize("entry", ["grpc", "http"])
 
 
-async def is_refused(doors: Doors, door: str, **fields: int) -> bool:
-    served, retry_s = await doors.ask(door, "busy", **fields)
+async def is_refused(entries: Entries, entry: str, **fields: int) -> bool:
+    served, retry_s = await entries.ask(entry, "busy", **fields)
     return not served and retry_s > 0
 
 
 @both
-async def test_requests_a_minute(door: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    async with doors(checkpoint, tmp_path, TenantSettings(requests_per_minute=2)) as both_doors:
-        assert [await both_doors.ask(door, "busy") for _ in range(2)] == [OK] * 2
-        assert await is_refused(both_doors, door)
-        assert [await both_doors.ask(door, "quiet") for _ in range(4)] == [OK] * 4
+async def test_requests_a_minute(entry: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    async with serving(checkpoint, tmp_path, TenantSettings(requests_per_minute=2)) as entries:
+        assert [await entries.ask(entry, "busy") for _ in range(2)] == [OK] * 2
+        assert await is_refused(entries, entry)
+        assert [await entries.ask(entry, "quiet") for _ in range(4)] == [OK] * 4
 
 
 @both
-async def test_tokens_a_minute_count_prompts_and_outputs(door: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    async with doors(checkpoint, tmp_path, TenantSettings(tokens_per_minute=100)) as both_doors:
-        assert await both_doors.ask(door, "busy", max_tokens=200) == OK, "the length of an output is known at its end"
-        assert await is_refused(both_doors, door)
-        assert [await both_doors.ask(door, "quiet", max_tokens=200) for _ in range(2)] == [OK] * 2
+async def test_tokens_a_minute_count_prompts_and_outputs(entry: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    async with serving(checkpoint, tmp_path, TenantSettings(tokens_per_minute=100)) as entries:
+        assert await entries.ask(entry, "busy", max_tokens=200) == OK, "the length of an output is known at its end"
+        assert await is_refused(entries, entry)
+        assert [await entries.ask(entry, "quiet", max_tokens=200) for _ in range(2)] == [OK] * 2
 
 
 @both
 @pytest.mark.parametrize("settings", [TenantSettings(tokens_per_minute=100), TenantSettings(requests_per_minute=2)])
 async def test_a_request_that_the_queue_refuses_costs_nothing(
-    door: str, settings: TenantSettings, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    entry: str, settings: TenantSettings, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with doors(checkpoint, tmp_path, settings) as both_doors:
+    async with serving(checkpoint, tmp_path, settings) as entries:
 
         def refuse(*_: object) -> None:
             raise QueueFull("the queue is full", 0.5)
 
         with monkeypatch.context() as patch:
-            patch.setattr(both_doors.served.engine, "submit", refuse)
+            patch.setattr(entries.served.engine, "submit", refuse)
             for _ in range(100):
-                assert await is_refused(both_doors, door)
-        assert await both_doors.ask(door, "busy", max_tokens=2) == OK
+                assert await is_refused(entries, entry)
+        assert await entries.ask(entry, "busy", max_tokens=2) == OK
 
 
 @both
-async def test_sequences_that_run_at_once(door: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
-    async with doors(checkpoint, tmp_path, TenantSettings(TenantTerms(max_num_seqs=1))) as both_doors:
-        core = both_doors.served.engine.core
+async def test_sequences_that_run_at_once(entry: str, checkpoint: Checkpoint, tmp_path: Path) -> None:
+    async with serving(checkpoint, tmp_path, TenantSettings(TenantTerms(max_num_seqs=1))) as entries:
+        core = entries.served.engine.core
         assert core is not None
-        both_doors.served.client.step_s = 0.005
-        asking = [asyncio.create_task(both_doors.ask(door, "busy", max_tokens=40)) for _ in range(3)]
-        asking.append(asyncio.create_task(both_doors.ask(door, "quiet", n=4, max_tokens=40)))
+        entries.served.client.step_s = 0.005
+        asking = [asyncio.create_task(entries.ask(entry, "busy", max_tokens=40)) for _ in range(3)]
+        asking.append(asyncio.create_task(entries.ask(entry, "quiet", n=4, max_tokens=40)))
         most: Counter[str] = Counter()
         while not all(task.done() for task in asking):
             most |= Counter(sequence.account.name for sequence in core.state.batch.running)
@@ -184,15 +184,15 @@ async def test_sequences_that_run_at_once(door: str, checkpoint: Checkpoint, tmp
     ],
 )
 async def test_waiting_requests_and_their_tokens(
-    door: str, terms: TenantTerms, checkpoint: Checkpoint, tmp_path: Path
+    entry: str, terms: TenantTerms, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     """One request runs and one waits; the third would exceed the bound."""
-    async with doors(checkpoint, tmp_path, TenantSettings(terms)) as both_doors:
-        core = both_doors.served.engine.core
+    async with serving(checkpoint, tmp_path, TenantSettings(terms)) as entries:
+        core = entries.served.engine.core
         assert core is not None
-        async with both_doors.in_the_queue(door, "busy", 2):
-            assert await is_refused(both_doors, door)
-            quiet = [asyncio.create_task(both_doors.ask(door, "quiet")) for _ in range(3)]
+        async with entries.in_the_queue(entry, "busy", 2):
+            assert await is_refused(entries, entry)
+            quiet = [asyncio.create_task(entries.ask(entry, "quiet")) for _ in range(3)]
             await until(lambda: core.num_unfinished_requests == 5)
         assert await asyncio.gather(*quiet) == [OK] * 3
 
@@ -200,19 +200,19 @@ async def test_waiting_requests_and_their_tokens(
 async def test_a_request_that_would_miss_its_deadline(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """HTTP requests have no deadline, so none is refused. The prediction is tested in tests/scheduler/engine."""
     terms = TenantTerms(max_num_seqs=1)
-    async with doors(checkpoint, tmp_path, TenantSettings(terms)) as both_doors:
-        served = both_doors.served
+    async with serving(checkpoint, tmp_path, TenantSettings(terms)) as entries:
+        served = entries.served
         core = served.engine.core
         assert core is not None
         served.engine._waits.predicted_s = (  # type: ignore[method-assign]
             lambda core, tenant, max_tokens: 600.0 if tenant == "busy" else 0.0
         )
-        async with both_doors.in_the_queue("grpc", "busy", 2):
-            was_served, retry_s = await both_doors.ask_grpc("busy", timeout_s=60)
+        async with entries.in_the_queue("grpc", "busy", 2):
+            was_served, retry_s = await entries.ask_grpc("busy", timeout_s=60)
             assert not was_served
             assert 700 < retry_s < 800, "1.4 times the predicted time, without the time that it has"
             others = [("busy", None), ("busy", 6000.0), ("quiet", 60.0)]
-            asking = [asyncio.create_task(both_doors.ask_grpc(each, timeout_s=time_s)) for each, time_s in others]
-            asking.append(asyncio.create_task(both_doors.ask("http", "busy")))
+            asking = [asyncio.create_task(entries.ask_grpc(each, timeout_s=time_s)) for each, time_s in others]
+            asking.append(asyncio.create_task(entries.ask("http", "busy")))
             await until(lambda: core.num_unfinished_requests == 6)
         assert await asyncio.gather(*asking) == [OK] * 4

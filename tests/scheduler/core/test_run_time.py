@@ -4,18 +4,18 @@ from random import Random
 
 import pytest
 
-from scheduler.core import BeamParams, FinishReason, Pace, SchedulerLimits
+from scheduler.core import BeamParams, FinishReason, RunTime, SchedulerLimits
 from tests.support.core.harness import Harness
 from tests.support.core.letter_tokens import make_request
 
-PACE = Pace(token_s=1.0, num_output_tokens=10.0)
+RUN_TIME = RunTime(token_s=1.0, num_output_tokens=10.0)
 
 
-def one_slot(pace: Pace = PACE) -> Harness:
+def one_slot(run_time: RunTime = RUN_TIME) -> Harness:
     """Returns a harness in which request 1 runs without a deadline, and the next one waits."""
     harness = Harness(SchedulerLimits(1, 16, 40), num_blocks=40, block_size=4)
     harness.attach()
-    harness.scheduler.set_pace(pace)
+    harness.scheduler.set_run_time(run_time)
     harness.add(make_request(1, max_tokens=12))
     harness.schedule()
     return harness
@@ -59,8 +59,8 @@ def test_a_request_that_never_had_the_time_is_served_until_its_deadline() -> Non
 
 
 def test_without_a_pace_or_a_deadline_no_request_is_too_late() -> None:
-    for pace, deadline_s in ((Pace(), 20.0), (PACE, None)):
-        harness = one_slot(pace)
+    for run_time, deadline_s in ((RunTime(), 20.0), (RUN_TIME, None)):
+        harness = one_slot(run_time)
         harness.add(make_request(2, max_tokens=6, deadline_s=deadline_s))
         run_until(harness, 19.9)
         assert harness.clients.ended[2, 0] is FinishReason.LENGTH
@@ -98,7 +98,7 @@ def test_the_next_in_line_starts_in_the_same_plan() -> None:
 def test_samples_and_beams_end_as_a_whole() -> None:
     harness = Harness(SchedulerLimits(3, 16, 40), num_blocks=40, block_size=4)
     harness.attach()
-    harness.scheduler.set_pace(PACE)
+    harness.scheduler.set_run_time(RUN_TIME)
     harness.add(make_request(1, max_tokens=12, seeds=(1, 2, 3)))
     harness.schedule()
     harness.add(make_request(2, max_tokens=6, seeds=(1, 2, 3), deadline_s=20.0))
@@ -116,7 +116,7 @@ def test_a_request_is_not_too_late_while_one_of_its_samples_runs() -> None:
     harness.schedule()
     harness.lose()
     harness.attach()
-    harness.scheduler.set_pace(Pace(0.5, 10.0))
+    harness.scheduler.set_run_time(RunTime(0.5, 10.0))
     harness.expire(4.9)
     harness.schedule()
     assert [sequence.index for sequence in harness.scheduler.state.waiting] == [1]
@@ -129,7 +129,7 @@ def test_a_request_is_not_too_late_while_one_of_its_samples_runs() -> None:
 
 def test_no_step_is_spent_on_requests_that_start_too_late() -> None:
     random = Random(0)
-    harness = one_slot(Pace(0.1, 4.0))
+    harness = one_slot(RunTime(0.1, 4.0))
     for request_id in range(2, 80):
         harness.add(make_request(request_id, max_tokens=4, deadline_s=random.uniform(1.0, 12.0)))
     now_s = 0.0

@@ -42,7 +42,7 @@ UNIMPLEMENTED = grpc.StatusCode.UNIMPLEMENTED
 
 
 @asynccontextmanager
-async def door(*addresses: str, own_key: str | None = None, **settings: Any) -> AsyncIterator[RpcServer]:
+async def started(*addresses: str, own_key: str | None = None, **settings: Any) -> AsyncIterator[RpcServer]:
     """Runs a gateway's gRPC server before the schedulers at these addresses."""
     config = GatewayConfig(scheduler=",".join(addresses), grpc_listen="127.0.0.1:0", **settings)
     schedulers = Schedulers(config.connections(own_key), config.resume_timeout_s)
@@ -61,7 +61,7 @@ async def faked(**settings: Any) -> AsyncIterator[tuple[FakeScheduler, RpcServer
     fake = FakeScheduler()
     await fake.start()
     try:
-        async with door(fake.address, **settings) as server, AsyncClient(server.address, timeout_s=20) as client:
+        async with started(fake.address, **settings) as server, AsyncClient(server.address, timeout_s=20) as client:
             yield fake, server, client
     finally:
         await fake.stop()
@@ -75,7 +75,7 @@ async def test_each_method_answers_each_caller_as_its_scheduler_does(
     callers, local = Callers(tmp_path), f"unix:{tmp_path}/local.sock"
     await servers.start(access=callers.access(), local_listen=local)
     registered.clear()
-    async with door(local) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with started(local) as server, grpc.aio.insecure_channel(server.address) as channel:
         (offered,) = registered.values()
         assert offered >= METHODS
         # A method that a library or a later version adds to the server is refused until it has a row.
@@ -88,7 +88,7 @@ async def test_each_method_answers_each_caller_as_its_scheduler_does(
 async def test_no_other_method_is_reached_even_by_an_admin(method: str, servers: Servers, tmp_path: Path) -> None:
     callers = Callers(tmp_path)
     served = await servers.start(access=callers.access())
-    async with door(served.server.address) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with started(served.server.address) as server, grpc.aio.insecure_channel(server.address) as channel:
         assert await status(channel, method, callers.metadata("admin")) is UNIMPLEMENTED
     assert served.engine.is_ready
 
@@ -99,7 +99,7 @@ async def test_a_method_without_a_row_is_refused(
     info, callers = "/quire.v1.Generation/GetServerInfo", Callers(tmp_path)
     served = await servers.start(access=callers.access())
     monkeypatch.setattr("gateway.rpc.calls.METHODS", METHODS - {info})
-    async with door(served.server.address) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with started(served.server.address) as server, grpc.aio.insecure_channel(server.address) as channel:
         assert await status(channel, info, callers.metadata("admin")) is UNIMPLEMENTED
         other = "/quire.v1.Tokenization/GetTokenizerInfo"
         assert await status(channel, other, callers.metadata("admin")) is grpc.StatusCode.OK
