@@ -11,7 +11,7 @@ from executor.parallel.rank_config import RankConfig
 from gateway.config import GatewayConfig
 from quire.channel import DEFAULT_ADDRESS
 from quire.cli.config_flags import flag_parameters, given, with_defaults
-from quire.cli.services import EXECUTOR_ADDRESS, EXECUTOR_HOP, GATEWAY_HOP, SCHEDULER_HOP, on_free_ports
+from quire.cli.services import EXECUTOR_ADDRESS, EXECUTOR_HOP, GATEWAY_HOP, GATEWAY_OWN, SCHEDULER_HOP, on_free_ports
 from quire.model_path import resolved_model
 from quire.options import field_texts
 from scheduler.config import SchedulerConfig
@@ -67,7 +67,7 @@ SERVE_FLAGS = [
             typer.Option(min=1, help="schedulers with an executor each, all behind the gateway [default: 1]"),
         ],
     ),
-    *[parameter for parameter in flag_parameters(GatewayConfig) if parameter.name == "routing"],
+    *[each for each in flag_parameters(GatewayConfig) if each.name in ("routing", *GATEWAY_OWN)],
 ]
 # For `quire demo`: so small that the whole pool is visible, and that the requests fill the pool and the queue.
 DEMO_DEFAULTS = on_free_ports({"num_blocks": 128, "max_num_seqs": 6})

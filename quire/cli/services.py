@@ -34,9 +34,15 @@ API_KEY = "QUIRE_API_KEY"
 """The environment variable with the key of a client or a gateway. A flag would show it to every user of the machine."""
 
 # Fields of the gateway that have the same meaning for the scheduler, so that one flag sets both.
+GATEWAY_OWN = (
+    *("served_model_name", "tool_format", "max_body_bytes", "max_connections", "max_requests"),
+    *("max_waiting", "max_wait_s", "resume_timeout_s"),
+)
+"""Settings of the gateway that the other services do not have."""
+
 _GATEWAY_SHARED = (
     *("allow_anonymous", "tls_certificate", "tls_key", "tls_client_ca"),
-    *("drain_timeout_s", "log_level", "log_format"),
+    *("stalled_reader_timeout_s", "drain_timeout_s", "log_level", "log_format"),
 )
 _STOP_MARGIN_S = 15.0
 
@@ -112,6 +118,9 @@ def service_pair(values: Mapping[str, Any]) -> ServicePair:
         for_scheduler["local_listen"] = private_socket(f"gateway-{name}")
     scheduler, executor = scheduler_config(for_scheduler), executor_config(for_executor)
     if not has_gateway:
+        for name in GATEWAY_OWN:
+            if name in values:
+                raise ConfigError(f"{name} is a setting of the gateway, which is left out")
         return ServicePair(scheduler, executor, for_scheduler, for_executor)
     for_gateway = gateway_values(values, scheduler)
     return ServicePair(scheduler, executor, for_scheduler, for_executor, gateway_config(for_gateway), for_gateway)
@@ -121,7 +130,7 @@ def gateway_values(values: Mapping[str, Any], scheduler: SchedulerConfig) -> dic
     """Returns the values of the gateway before a scheduler. It calls the scheduler at a socket file, without a key."""
     listen = values.get("gateway_listen", default_of(GatewayConfig, "listen"))
     scheme = "http" if scheduler.tls_certificate is None else "https"
-    return {name: values[name] for name in _GATEWAY_SHARED if name in values} | {
+    return {name: values[name] for name in (*GATEWAY_OWN, *_GATEWAY_SHARED) if name in values} | {
         "scheduler": scheduler.local_listen,
         "listen": chosen_address("gateway_listen", listen),
         "allowed_hosts": scheduler.http_allowed_hosts,

@@ -14,7 +14,7 @@ from executor.config import ExecutorConfig
 from gateway.config import GatewayConfig
 from quire.cli.config_flags import arguments, flag_parameters, given, with_flags
 from quire.cli.option_flags import option_parameters
-from quire.cli.services import EXECUTOR_HOP, SCHEDULER_HOP, ConfigError, on_free_ports, service_pair
+from quire.cli.services import EXECUTOR_HOP, GATEWAY_OWN, SCHEDULER_HOP, ConfigError, on_free_ports, service_pair
 from quire.options import GenerateOptions, field_texts
 from scheduler.config import SchedulerConfig
 
@@ -249,6 +249,29 @@ def test_settings_of_the_scheduler_hold_for_its_gateway() -> None:
     assert {name: getattr(pair.gateway, name) for name in shared} == shared
     assert pair.gateway.hosts == ["quire.example.org"]
     assert pair.gateway.live_page == f"https://{pair.scheduler.http_listen}"
+
+
+def test_settings_of_the_gateway_alone_are_given_to_it() -> None:
+    values = {"model": MODEL, "gateway": True, "gateway_listen": "127.0.0.1:0"}
+    own = {
+        "served_model_name": "small",
+        "tool_format": "hermes",
+        "max_body_bytes": 4096,
+        "max_connections": 11,
+        "max_requests": 12,
+        "max_waiting": 13,
+        "max_wait_s": 14.0,
+        "resume_timeout_s": 15.0,
+    }
+    assert set(own) == set(GATEWAY_OWN)
+    given = own | {"stalled_reader_timeout_s": 16.0}
+    pair = service_pair(on_free_ports(values) | given)
+    assert pair.gateway is not None
+    assert {name: getattr(pair.gateway, name) for name in given} == given
+    assert pair.scheduler.stalled_reader_timeout_s == 16.0
+    for name, value in own.items():
+        with pytest.raises(ConfigError, match=f"{name} is a setting of the gateway"):
+            service_pair(on_free_ports({"model": MODEL}) | {name: value})
 
 
 def test_the_gateway_gets_no_key_of_a_person() -> None:
