@@ -58,9 +58,8 @@ def _flag_table(config: type[Any]) -> str:
 
 
 def _default(field: Field[Any]) -> str:
-    if field.default is MISSING:
-        return "required"
-    return "" if field.default in (None, "") else f"`{field.default}`"
+    """Returns the default; nothing where the text says what the commands take if the flag is not given."""
+    return "" if field.default in (MISSING, None, "") else f"`{field.default}`"
 
 
 class _Family:

@@ -18,7 +18,8 @@ LOAD_FORMATS = ("safetensors", "random")
 class ExecutorConfig:
     """The settings of one executor, which serves one model on one device, or divided among several ranks.
 
-    model                   directory with config.json and safetensors, or a hub id `namespace/name`
+    model                   directory with config.json and safetensors, or a hub id `namespace/name`; default: the
+                            embedded checkpoint
     revision                branch, tag or commit of the hub id; None: the default branch
     model_name              name of the model towards clients; None: the hub id or the directory's name
     dtype                   dtype of weights, activations and KV; "auto": the one the checkpoint names

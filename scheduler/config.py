@@ -33,7 +33,7 @@ class ConfigError(QuireError):
 class SchedulerConfig:
     """The settings of one scheduler process:
 
-    model                      local directory, or hub id, with tokenizer.json
+    model                      local directory, or hub id, with tokenizer.json; default: the embedded checkpoint
     revision                   branch, tag or commit of the hub id, as for the executor; None: the default branch
     listen                     address of the gRPC server: host:port, or unix:path. Port 0: any free one
     http_listen                host:port of metrics, readiness, and the live page

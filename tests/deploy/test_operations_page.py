@@ -26,14 +26,17 @@ def test_every_flag_in_the_text_exists() -> None:
         for config in (SchedulerConfig, ExecutorConfig, GatewayConfig)
         for field in fields(config)
     }
-    of_other_commands = {"--profile", "--undo", "--no-gateway", "--gateway-listen", "--replicas", "--file", "--role"}
+    of_other_commands = {
+        *("--help", "--profile", "--undo", "--no-gateway", "--gateway-listen", "--replicas", "--file", "--role")
+    }
     assert set(re.findall(r"--[a-z][a-z-]+", TEXT)) - flags == of_other_commands
 
 
 def test_the_flags_that_quire_serve_lacks_are_named() -> None:
     names = {field.name for config in (SchedulerConfig, ExecutorConfig) for field in fields(config)}
     lacking = names - {parameter.name for parameter in SERVE_FLAGS}
-    exceptions = TEXT.split("\n`quire serve` takes the flags of both, with three exceptions:\n\n")[1].split("\n\n")[0]
+    start = "\n`quire serve` takes the flags of scheduler and executor, with three exceptions:\n\n"
+    exceptions = TEXT.split(start)[1].split("\n\n")[0]
     flags = set(re.findall(r"--([a-z-]+)", exceptions)) - {"executor", "tls-certificate", "tls-key", "tls-client-ca"}
     assert flags == {name.replace("_", "-") for name in lacking}
 

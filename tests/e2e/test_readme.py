@@ -62,6 +62,8 @@ COVERED = {
     ".venv/bin/python -m bench paired --model models/tiny --baseline --concurrency 1,4,16,64": "test_bench_paired",
     '.venv/bin/quire generate "Once upon a time"': "test_commands_against_a_server",
     ".venv/bin/quire kv": "test_commands_against_a_server",
+    "curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' "
+    '-d \'{"prompt": "Once upon a time", "max_tokens": 32}\'': "test_openai_api_of_the_pages",
     '.venv/bin/quire generate "Once upon a time" --n 4 --seed 7 --max-tokens 40': "test_commands_against_a_server",
     '.venv/bin/quire generate "Once upon a time" --beam-width 4 --n 2 '
     "--max-tokens 40": "test_commands_against_a_server",
@@ -192,10 +194,20 @@ def test_planning() -> None:
 
 
 def test_python_of_the_pages(stack: Stack, capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = blocks("python")
-    assert "quire.Client()" in code
+    (code,) = (block for block in blocks("python") if "quire.Client()" in block)
     exec(code.replace("quire.Client()", f"quire.Client({stack.grpc!r})"), {"quire": quire})  # noqa: S102
     assert {line[0] for line in capsys.readouterr().out.splitlines() if line[:2] in ("0 ", "1 ")} == {"0", "1"}
+
+
+def test_openai_api_of_the_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    (command,) = (command for command, test in COVERED.items() if test == "test_openai_api_of_the_pages")
+    (code,) = (block for block in blocks("python") if "openai.OpenAI(" in block)
+    with Stack(gateway=True, gateway_listen="127.0.0.1:0", num_blocks=256) as stack:
+        if shutil.which("curl"):
+            answer = subprocess.check_output(shlex.split(command.replace("127.0.0.1:8000", stack.openai)), timeout=60)
+            assert json.loads(answer)["choices"][0]["text"]
+        exec(code.replace("127.0.0.1:8000", stack.openai), {})  # noqa: S102
+    assert capsys.readouterr().out.strip()
 
 
 def checkpoint(family: str, directory: Path) -> Path:

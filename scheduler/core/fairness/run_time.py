@@ -7,7 +7,7 @@ from scheduler.core.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class RunTime:
-    """How long sequences run under load, as the engine has measured it.
+    """The estimate of the time that sequences run under load, as the engine has measured it.
 
     token_s            seconds for each token of a running sequence; 0: not known, so no sequence starts too late
     num_output_tokens  output to expect of a sequence, unless its bound is lower
