@@ -2,8 +2,8 @@
 
     │ kind: 1 byte │ size: 4 bytes, little endian │ payload: size bytes │
 
-The socket is one end of a pair that rank 0 makes before it starts the other rank: no other process can reach it. To a
-rank of another machine it is a TCP connection (`joining.py`).
+To a rank of this machine, the socket is one end of a pair that rank 0 makes before it starts the rank, so no other
+process can reach it. To a rank of another machine it is a TCP connection (`joining.py`).
 """
 
 import json

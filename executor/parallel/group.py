@@ -25,7 +25,7 @@ from executor.errors import CheckpointError, ExecutorError, RankLost
 from executor.models.communicator import Communicator
 from executor.parallel.channel import Channel, ChannelBroken, ChannelClosed, FrameKind, values_of
 from executor.parallel.gloo import LOOPBACK, GlooCommunicator
-from executor.parallel.joining import RankDoor, read_key
+from executor.parallel.joining import RankListener, read_key
 from executor.parallel.member import Member, set_up, start_member
 from executor.parallel.rendezvous import Addresses, AddressStore, addresses_of
 
@@ -35,7 +35,8 @@ _REASON_S = 2.0
 """Time to wait for the process of a rank to end, so that its exit status can be told."""
 
 _SAY_S = 30.0
-"""While ranks of other machines are missing, a line says so in intervals of this length."""
+"""While ranks of other machines are missing, a line says so in intervals of this length, or of half the time after
+which an executor that says nothing is given up."""
 
 Say = Callable[[str], None]
 
@@ -52,20 +53,23 @@ class RankGroup:
         self.size = config.tensor_parallel_size
         self._say = say
         self._timeout_s = config.step_timeout_s
+        self._say_s = min(_SAY_S, config.load_timeout_s / 2)
         self._is_closing = self._is_lost = False
-        self._door: RankDoor | None = None
+        listener: RankListener | None = None
         self._host = LOOPBACK
         if config.remote_ranks:
-            self._door = RankDoor(config.ranks_listen or "", read_key(config.ranks_key or ""))
-            self._host = self._door.host
+            listener = RankListener(config.ranks_listen or "", read_key(config.ranks_key or ""))
+            self._host = listener.host
         setup = {"config": asdict(config), "directory": str(directory), "host": self._host}
         self.members = [start_member(rank, setup) for rank in range(1, config.num_local_ranks)]
-        if self._door is not None:
+        if listener is not None:
             try:
-                self._let_in(self._door, config.remote_ranks, setup)
+                self._let_in(listener, config.remote_ranks, setup)
             except BaseException:
                 self.close(at_once=True)
                 raise
+            finally:
+                listener.close()
 
     def share(self, model: ModelConfig) -> Share:
         return share_of(model, 0, self.size)
@@ -119,23 +123,24 @@ class RankGroup:
             member.channel.close()
             if at_once or self._is_lost:
                 member.kill()
-        if self._door is not None:
-            self._door.close()
         for member in self.members:
             member.end()
 
-    def _let_in(self, door: RankDoor, num_ranks: int, setup: dict[str, Any]) -> None:
-        """Waits until so many ranks have joined, and tells them the settings."""
+    def _let_in(self, listener: RankListener, num_ranks: int, setup: dict[str, Any]) -> None:
+        """Waits until so many ranks have joined, and tells them the settings. Raises errors of ranks that ended."""
         joined: list[Channel] = []
         said_s = -inf
         while len(joined) < num_ranks:
-            if time.monotonic() - said_s >= _SAY_S:
-                self._say(f"waiting at {door.address} for {num_ranks - len(joined)} ranks of other machines")
+            if time.monotonic() - said_s >= self._say_s:
+                self._say(f"waiting at {listener.address} for {num_ranks - len(joined)} ranks of other machines")
                 said_s = time.monotonic()
-            if (channel := door.next(1.0)) is not None:
+            if (channel := listener.next(1.0)) is not None:
                 self._say(f"a rank has joined from {channel.peer}")
                 joined.append(channel)
             joined = [channel for channel in joined if not channel.has_frame()]  # those that have not left again
+            for member in self.members:
+                while member.is_gone:
+                    self._receive(member)  # raises after the last frame, which may say why it has failed
         for channel in joined:
             self.members.append(Member(len(self.members) + 1, channel, None, channel.peer))
             set_up(self.members[-1], setup)

@@ -16,6 +16,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -42,6 +43,9 @@ MAX_HANDSHAKES = 64
 
 _BACKLOG = 128
 
+_RETRY_S = 0.1
+"""Time until the next connection is accepted after this process had no descriptor for one."""
+
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 11_000}
 """A machine that vanishes is noticed after 11 seconds."""
 
@@ -62,7 +66,7 @@ def read_key(path: str) -> bytes:
     return key
 
 
-class RankDoor:
+class RankListener:
     """Listens for ranks of other machines. Used by rank 0 until the group is complete, then closed."""
 
     def __init__(self, address: str, key: bytes) -> None:
@@ -87,6 +91,9 @@ class RankDoor:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
+        self._drop()
+
+    def _drop(self) -> None:
         while (channel := self.next(0.0)) is not None:
             channel.close()
 
@@ -96,11 +103,16 @@ class RankDoor:
             try:
                 connection, peer = self._listener.accept()
             except OSError:  # closed, or out of descriptors
-                if self._listener.fileno() < 0:
+                if self._is_closed:
                     return
                 self._free.release()
+                time.sleep(_RETRY_S)
                 continue
-            threading.Thread(target=self._greet, args=(connection, peer[0]), daemon=True).start()
+            try:
+                threading.Thread(target=self._greet, args=(connection, peer[0]), daemon=True).start()
+            except RuntimeError:  # this process may start no more threads now
+                connection.close()
+                self._free.release()
 
     def _greet(self, connection: socket.socket, host: str) -> None:
         try:
@@ -110,16 +122,22 @@ class RankDoor:
             connection.close()
         else:
             self._joined.put(Channel(connection))
+            if self._is_closed:
+                self._drop()
         finally:
             self._free.release()
+
+    @property
+    def _is_closed(self) -> bool:
+        return self._listener.fileno() < 0
 
 
 def greet(connection: socket.socket, key: bytes) -> None:
     """Lets the other end prove that it is a rank, and proves that this one is the executor. Raises NotARank."""
-    with _limited(connection):
+    with _limited(connection) as ends_s:
         own = secrets.token_bytes(_NONCE_BYTES)
         connection.sendall(own)
-        answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES)
+        answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES, ends_s)
         nonces = own + answer[:_NONCE_BYTES]
         if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(key, "rank", nonces)):
             raise NotARank("it has another secret, or another version")
@@ -131,11 +149,12 @@ def join(address: str, key: bytes, timeout_s: float = HANDSHAKE_S) -> socket.soc
     wanted = HostPort.parse(address)
     connection = socket.create_connection((wanted.host, wanted.port), timeout=timeout_s)
     try:
-        with _limited(connection):
-            theirs = _read(connection, _NONCE_BYTES)
+        with _limited(connection) as ends_s:
+            theirs = _read(connection, _NONCE_BYTES, ends_s)
             own = secrets.token_bytes(_NONCE_BYTES)
             connection.sendall(own + _proof(key, "rank", theirs + own))
-            if not hmac.compare_digest(_read(connection, _PROOF_BYTES), _proof(key, "executor", theirs + own)):
+            answer = _read(connection, _PROOF_BYTES, ends_s)
+            if not hmac.compare_digest(answer, _proof(key, "executor", theirs + own)):
                 raise NotARank("it has another secret, or another version")
     except BaseException:
         connection.close()
@@ -144,13 +163,14 @@ def join(address: str, key: bytes, timeout_s: float = HANDSHAKE_S) -> socket.soc
 
 
 class _limited:  # noqa: N801  # a context manager that reads like a function
-    """Limits the time of a handshake, and makes the connection one that lasts."""
+    """Limits the time of a handshake, and makes the connection one that lasts. Gives the time at which it must end."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> float:
         self._connection.settimeout(HANDSHAKE_S)
+        return time.monotonic() + HANDSHAKE_S
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):  # a time-out is one
@@ -168,9 +188,13 @@ def _proof(key: bytes, role: str, nonces: bytes) -> bytes:
     return hmac.digest(key, f"quire {build_version()} {role} ".encode() + nonces, "sha256")
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def _read(connection: socket.socket, size: int, ends_s: float) -> bytes:
+    """Returns so many bytes, which must have arrived at `ends_s`. Raises NotARank and TimeoutError."""
     data = b""
     while len(data) < size:
+        if (left_s := ends_s - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left_s)  # it holds for one call, which may return a single byte
         part = connection.recv(size - len(data))
         if not part:
             raise NotARank("it has closed the connection, as one with another secret or version does")
@@ -183,7 +207,7 @@ def _listen(address: str) -> socket.socket:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # a name such as "a..b" cannot be encoded
         raise AddressUnusable(f"cannot listen on {address}: {error}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

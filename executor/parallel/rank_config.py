@@ -36,8 +36,8 @@ class RankConfig:
             if not getattr(self, name):
                 raise ConfigError(f"{name}: must be given")
         try:
-            HostPort.parse(self.join)
-        except AddressError:
+            HostPort.parse(self.join).host.encode("idna")
+        except (AddressError, UnicodeError):
             raise ConfigError(f'join: expected "host:port", found {self.join!r}') from None
         for name in ("num_ranks", "num_threads"):
             value = getattr(self, name)

@@ -3,7 +3,7 @@
 Each rank is a process that lives as long as its group. When the group has ended, this process joins the next one, which
 the same executor makes when it is started again.
 
-Exit codes: 0 stopped by a signal · 2 wrong configuration or model, or too little memory.
+Exit codes: 0 stopped by a signal · 1 a bug · 2 wrong configuration or model, or too little memory.
 """
 
 import logging
@@ -28,6 +28,7 @@ from quire.log_writer import put_line
 _log = logging.getLogger(__name__)
 
 EXIT_OK = 0
+EXIT_BUG = 1
 EXIT_CONFIG = 2
 
 END_S = 5.0
@@ -56,11 +57,21 @@ def run(config: RankConfig) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     for _ in range(config.num_ranks):
-        threading.Thread(target=_keep_rank, args=(config, key, codes), daemon=True).start()
+        threading.Thread(target=_keep, args=(config, key, codes), daemon=True).start()
     return codes.get()  # the processes of the ranks end with this one
 
 
-def _keep_rank(config: RankConfig, key: bytes, codes: SimpleQueue[int]) -> None:
+def _keep(config: RankConfig, key: bytes, codes: SimpleQueue[int]) -> None:
+    """Keeps one rank, and gives the exit code if that cannot go on."""
+    try:
+        _keep_rank(config, key)
+        codes.put(EXIT_CONFIG)
+    except Exception:  # noqa: BLE001  # nothing would keep the rank, and this process would wait for ever
+        _log.exception("a rank cannot be kept")
+        codes.put(EXIT_BUG)
+
+
+def _keep_rank(config: RankConfig, key: bytes) -> None:
     """Joins one group after the other, until a rank cannot load its share."""
     last_problem = ""
     while True:
@@ -75,10 +86,15 @@ def _keep_rank(config: RankConfig, key: bytes, codes: SimpleQueue[int]) -> None:
         last_problem = ""
         _log.info("joined %s", config.join)
         with connection:
-            code = _ended(start_worker(connection, config.settings), connection)
+            try:
+                process = start_worker(connection, config.settings)
+            except OSError as error:  # this machine has no memory or process number left
+                _log.warning("a rank cannot be started yet: %s", error)
+                time.sleep(RETRY_S)
+                continue
+            code = _ended(process, connection)
         if code == EXIT_CONFIG:
             _log.error("a rank cannot load its share; the executor says why")
-            codes.put(EXIT_CONFIG)
             return
         _log.info("the group has ended (exit status %d)", code)
         time.sleep(RETRY_S)

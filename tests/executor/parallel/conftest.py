@@ -19,12 +19,14 @@ def load_group() -> Iterator[LoadGroup]:
     """Returns a function that loads a model on ranks in processes of their own, which end after the test."""
     loaded: list[LoadedModel] = []
 
-    def load(directory: Path, size: int, **settings: Any) -> LoadedModel:
+    def load(
+        directory: Path, size: int, *, say: Callable[[str], None] = lambda line: None, **settings: Any
+    ) -> LoadedModel:
         defaults = {"kernels": "reference", "block_size": 4, "num_blocks": 200, "max_num_seqs": 8, "device": "cpu"}
         config = ExecutorConfig(
             model=str(directory), tensor_parallel_size=size, num_threads=1, **{**defaults, **settings}
         )
-        loaded.append(load_model(config, lambda line: None))
+        loaded.append(load_model(config, say))
         return loaded[-1]
 
     yield load

@@ -15,7 +15,7 @@ import pytest
 from executor.errors import ConfigError
 from executor.parallel import joining
 from executor.parallel.channel import Channel, ChannelClosed, FrameKind
-from executor.parallel.joining import NotARank, RankDoor, join, read_key
+from executor.parallel.joining import NotARank, RankListener, join, read_key
 from quire.addresses import AddressInUse, AddressUnusable
 from tests.support.waiting import wait_until
 
@@ -28,13 +28,13 @@ _WAIT_S = 30.0
 
 
 @pytest.fixture
-def door() -> Iterator[RankDoor]:
-    with closing(RankDoor("127.0.0.1:0", KEY)) as door:
-        yield door
+def listener() -> Iterator[RankListener]:
+    with closing(RankListener("127.0.0.1:0", KEY)) as listener:
+        yield listener
 
 
-def connected(door: RankDoor) -> socket.socket:
-    host, port = door.address.split(":")
+def connected(listener: RankListener) -> socket.socket:
+    host, port = listener.address.split(":")
     return socket.create_connection((host, int(port)), timeout=_WAIT_S)
 
 
@@ -57,9 +57,9 @@ def is_closed(connection: socket.socket) -> bool:
     return True
 
 
-def test_a_rank_joins_and_receives_frames(door: RankDoor) -> None:
-    with join(door.address, KEY) as connection:
-        channel = door.next(_WAIT_S)
+def test_a_rank_joins_and_receives_frames(listener: RankListener) -> None:
+    with join(listener.address, KEY) as connection:
+        channel = listener.next(_WAIT_S)
         assert channel is not None
         channel.send_values(FrameKind.SETUP, {"rank": 1})
         assert Channel(connection).expect(FrameKind.SETUP) == b'{"rank": 1}'
@@ -68,33 +68,33 @@ def test_a_rank_joins_and_receives_frames(door: RankDoor) -> None:
         assert connection.gettimeout() is None, "a rank waits for launches without a limit"
 
 
-def test_another_secret_does_not_join(door: RankDoor, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_secret_does_not_join(listener: RankListener, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), pytest.raises(NotARank):
-        join(door.address, secrets.token_bytes(32))
-    assert door.next(0.1) is None
+        join(listener.address, secrets.token_bytes(32))
+    assert listener.next(0.1) is None
     assert "a connection is no rank" in caplog.text
 
 
-def test_another_version_does_not_join(door: RankDoor, monkeypatch: pytest.MonkeyPatch) -> None:
-    connection = connected(door)  # its nonce comes from the version of the executor
+def test_another_version_does_not_join(listener: RankListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    connection = connected(listener)  # its nonce comes from the version of the executor
     monkeypatch.setattr(joining, "build_version", lambda: "another")
     nonce = connection.recv(32)
     proof = joining._proof(KEY, "rank", nonce + bytes(32))
     monkeypatch.undo()
     connection.sendall(bytes(32) + proof)
     assert is_closed(connection)
-    assert door.next(0.1) is None
+    assert listener.next(0.1) is None
 
 
 @pytest.mark.parametrize("role", ["executor", "none"])
-def test_no_proof_can_be_used_again(role: str, door: RankDoor) -> None:
+def test_no_proof_can_be_used_again(role: str, listener: RankListener) -> None:
     """Neither the proof of the other role, nor one that was made for other nonces."""
-    first, second = connected(door), connected(door)
+    first, second = connected(listener), connected(listener)
     nonce, other = first.recv(32), second.recv(32)
     proof = joining._proof(KEY, "rank" if role == "none" else role, (other if role == "none" else nonce) + bytes(32))
     first.sendall(bytes(32) + proof)
     assert is_closed(first)
-    assert door.next(0.1) is None
+    assert listener.next(0.1) is None
     second.close()
 
 
@@ -115,45 +115,84 @@ def test_an_executor_that_does_not_know_the_secret_is_refused() -> None:
         thread.join()
 
 
-def test_silent_connections_do_not_keep_ranks_out(door: RankDoor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_connections_do_not_keep_ranks_out(listener: RankListener, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "HANDSHAKE_S", 0.2)
-    silent = [connected(door) for _ in range(joining.MAX_HANDSHAKES * 3 // 2)]
-    with joined_at_last(door.address):
-        assert door.next(_WAIT_S) is not None
+    silent = [connected(listener) for _ in range(joining.MAX_HANDSHAKES * 3 // 2)]
+    with joined_at_last(listener.address):
+        assert listener.next(_WAIT_S) is not None
     assert all(is_closed(connection) for connection in silent)
 
 
-def test_garbage_is_refused(door: RankDoor) -> None:
+def test_connections_that_send_a_byte_now_and_then_do_not_keep_ranks_out(
+    listener: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "HANDSHAKE_S", 0.5)
+    with connected(listener) as connection:
+        connection.settimeout(0.1)
+        connection.recv(32)
+        for _ in range(63):  # one byte fewer than an answer has
+            try:
+                connection.sendall(b"x")
+                assert connection.recv(1) == b"", "nothing more is sent before the proof"
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                pass
+            break
+        else:
+            pytest.fail("the connection was kept for as long as it sent a byte in each interval")
+
+
+def test_ranks_join_after_descriptors_or_threads_were_short(
+    listener: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = threading.Thread.start, iter([RuntimeError("can't start new thread")])
+
+    def start_or_fail(thread: threading.Thread) -> None:
+        for error in failures:
+            raise error
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_or_fail)
+    with pytest.raises(NotARank):
+        join(listener.address, KEY)
+    with join(listener.address, KEY):
+        assert listener.next(_WAIT_S) is not None
+
+
+def test_garbage_is_refused(listener: RankListener) -> None:
     for garbage in (b"GET / HTTP/1.1\r\n\r\n" * 9, b"", bytes(1 << 20)):
-        with connected(door) as connection:
+        with connected(listener) as connection:
             try:
                 connection.sendall(garbage)
                 connection.shutdown(socket.SHUT_WR)
             except OSError:
                 continue
             assert is_closed(connection)
-    assert door.next(0.1) is None
+    assert listener.next(0.1) is None
 
 
-def test_a_closed_door_lets_no_rank_in() -> None:
-    door = RankDoor("127.0.0.1:0", KEY)
-    waiting = join(door.address, KEY)
+def test_a_closed_listener_lets_no_rank_in() -> None:
+    listener = RankListener("127.0.0.1:0", KEY)
+    waiting = join(listener.address, KEY)
     time.sleep(0.05)
-    door.close()
+    listener.close()
     with pytest.raises(ChannelClosed):
         Channel(waiting).receive()
     with pytest.raises(ConnectionError):
-        join(door.address, KEY)
+        join(listener.address, KEY)
     wait_until(lambda: not any(thread.name == "ranks that join" for thread in threading.enumerate()))
 
 
-def test_the_address_is_checked(door: RankDoor) -> None:
+def test_the_address_is_checked(listener: RankListener) -> None:
     with pytest.raises(AddressInUse):
-        RankDoor(door.address, KEY)
+        RankListener(listener.address, KEY)
     with pytest.raises(AddressUnusable):
-        RankDoor("192.0.2.1:7000", KEY)
+        RankListener("192.0.2.1:7000", KEY)
     with pytest.raises(AddressUnusable):
-        RankDoor("no-such-host.invalid:7000", KEY)
+        RankListener("no-such-host.invalid:7000", KEY)
+    with pytest.raises(AddressUnusable):
+        RankListener("a..b:7000", KEY)
 
 
 @pytest.mark.parametrize(("text", "is_valid"), [(b"x" * 31, False), (b"x" * 32 + b"\n", True), (b"x" * 5000, False)])

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from executor.errors import CheckpointError, RankLost
+from executor.errors import CheckpointError, OutOfMemory, RankLost
+from executor.parallel import member
+from executor.parallel.channel import Channel, FrameKind
+from executor.parallel.joining import join, read_key
 from quire.addresses import with_port
 from quire.cli.config_flags import arguments
 from quire.command import quire_command
@@ -23,6 +26,7 @@ from tests.support.executor.plan_driver import PlanDriver, generate
 from tests.support.waiting import wait_until
 
 if TYPE_CHECKING:
+    import socket
     from pathlib import Path
 
     from executor.loading import LoadedModel
@@ -111,6 +115,49 @@ def test_a_rank_that_leaves_ends_the_group(number, checkpoint, load_group, start
     assert "has closed its connection: the group of 2 ranks ends" in caplog.text
 
 
+def test_no_more_ranks_join_a_complete_group(checkpoint, load_group, start_ranks, listen, secret) -> None:
+    source = checkpoint("llama")
+    start_ranks(source.directory)
+    model = load_group(source.directory, 2, **settings(listen, secret, 1))
+    with pytest.raises(ConnectionRefusedError):
+        join(listen, read_key(secret))
+    model.close()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_local_rank_that_ends_is_noticed_while_remote_ones_are_missing(
+    fails: bool, checkpoint, load_group, listen, secret, monkeypatch
+) -> None:
+    start = member.start_worker
+
+    def start_and_end(end: socket.socket, settings: dict[str, Any] | None = None) -> subprocess.Popen[bytes]:
+        if fails:
+            Channel(end).send_values(FrameKind.FAILED, {"kind": "OutOfMemory", "text": "no memory is left"})
+            return subprocess.Popen(["false"])
+        process = start(end, settings)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(member, "start_worker", start_and_end)
+    expected = (OutOfMemory, "no memory is left") if fails else (RankLost, "was killed by SIGKILL")
+    with pytest.raises(expected[0], match=expected[1]):
+        load_group(checkpoint("llama").directory, 3, **settings(listen, secret, 1))
+
+
+def test_an_executor_that_waits_says_so_before_it_is_given_up(checkpoint, load_group, listen, secret) -> None:
+    lines: list[str] = []
+
+    def say(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 3:
+            raise InterruptedError
+
+    config = dict(settings(listen, secret, 1), load_timeout_s=0.2)
+    with pytest.raises(InterruptedError):
+        load_group(checkpoint("llama").directory, 2, say=say, **config)
+    assert all("waiting at" in line for line in lines)
+
+
 def test_a_step_without_a_remote_rank_fails_for_good(checkpoint, load_group, start_ranks, listen, secret) -> None:
     source = checkpoint("llama")
     process = start_ranks(source.directory)
@@ -169,6 +216,7 @@ def test_another_secret_keeps_a_rank_out(checkpoint, load_group, start_ranks, li
     [
         ({"join": ""}, "join: must be given"),
         ({"join": "nowhere"}, 'join: expected "host:port"'),
+        ({"join": "a..b:9100"}, 'join: expected "host:port"'),
         ({"num_ranks": 0}, "num_ranks: must be at least 1"),
         ({"ranks_key": "/missing"}, "ranks_key: cannot read /missing"),
         ({"log_level": "loud"}, "log_level: must be one of"),
