@@ -62,7 +62,7 @@ class GatewayConfig:
     max_connections            connections open at once; more are closed
     max_requests               requests that generate text at once; more are refused
     max_waiting                requests that wait here while all of several schedulers have full queues; tenants take
-                               turns, and more requests are refused
+                               turns. More are refused, except of tenants with less than an equal part of these
     max_wait_s                 time for which such a request waits before it is refused
     stalled_reader_timeout_s   a client that reads nothing for this time, while output waits for it, is dropped
     resume_timeout_s           time for which a stream is tried to continue after its scheduler was lost
@@ -160,8 +160,8 @@ class GatewayConfig:
     @property
     def must_know_callers(self) -> bool:
         """True if other machines can reach this gateway, so that schedulers have to ask callers for a key."""
-        doors = [self.listen, *([self.grpc_listen] if self.grpc_listen is not None else [])]
-        return not (self.allow_anonymous or all(map(is_local, doors)) or self.tls_client_ca is not None)
+        addresses = [self.listen, *([self.grpc_listen] if self.grpc_listen is not None else [])]
+        return not (self.allow_anonymous or all(map(is_local, addresses)) or self.tls_client_ca is not None)
 
     def connections(self, api_key: str | None, addresses: Sequence[str] | None = None) -> list[Connection]:
         """Returns how to reach each scheduler. `api_key` is that of this gateway. Raises ConfigError.

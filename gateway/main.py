@@ -10,6 +10,7 @@ import ssl
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gateway.config import ConfigError, GatewayConfig
@@ -19,6 +20,7 @@ from gateway.schedulers.schedulers_file import SchedulersFile
 from quire import logs, tries
 from quire.addresses import AddressInUse, AddressUnusable, is_local
 from quire.channel import Connection
+from quire.descriptors import raise_descriptor_limit
 from quire.garbage import collect_rarely
 from quire.log_rate import RateLimit
 from quire.log_writer import put_line
@@ -28,6 +30,10 @@ from quire.tls import TlsError, TlsFiles, ssl_context
 if TYPE_CHECKING:
     from gateway.prompts.prompts import Prompts
     from gateway.rpc.server import RpcServer
+
+SHARE_OF_DESCRIPTORS = 0.4
+"""Share of the file descriptors for the connections of the HTTP server, and of the gRPC server. The rest is for
+schedulers, files and logs."""
 
 EXIT_DRAINED = 0
 EXIT_UNFINISHED = 1
@@ -49,6 +55,8 @@ def run(config: GatewayConfig, api_key: str | None = None) -> int:
     # Each stream writes these lines when its scheduler dies and comes back.
     for message in (tries.BROKE_OFF, tries.CONTINUES):
         tries.log.addFilter(RateLimit(message, per_second=5))
+    most = int(raise_descriptor_limit() * SHARE_OF_DESCRIPTORS)
+    config = replace(config, max_connections=max(1, min(config.max_connections, most)))
     try:
         with asyncio.Runner(loop_factory=_loop_factory()) as runner:
             return runner.run(serve(config, api_key))
@@ -84,9 +92,11 @@ async def serve(config: GatewayConfig, api_key: str | None) -> int:
         cleanup.push_async_callback(schedulers.close)
         await schedulers.start()
         if config.must_know_callers and not await _refuse_strangers(schedulers, signals):
-            doors = " and ".join(each for each in (config.listen, config.grpc_listen) if each and not is_local(each))
+            if signals.first.is_set():
+                return EXIT_DRAINED
+            public = " and ".join(each for each in (config.listen, config.grpc_listen) if each and not is_local(each))
             raise ConfigError(
-                f"listen {doors} can be reached from other machines, and everyone could call, because a scheduler "
+                f"listen {public} can be reached from other machines, and everyone could call, because a scheduler "
                 "accepts calls without a key: give the schedulers --api-keys, listen on loopback, or give "
                 "--allow-anonymous"
             )

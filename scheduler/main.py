@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from quire import logs
 from quire.addresses import AddressInUse, AddressUnusable, is_local
+from quire.descriptors import raise_descriptor_limit
 from quire.garbage import collect_rarely
 from quire.log_writer import put_line
 from quire.signals import EndSignals
@@ -34,7 +35,6 @@ from scheduler.requests.intake import Intake, ServedModel
 from scheduler.requests.limits import RequestLimits
 from scheduler.servers.access import Access
 from scheduler.servers.admin_server import AdminServer
-from scheduler.servers.descriptors import raise_descriptor_limit
 from scheduler.servers.generation_server import GenerationServer
 from scheduler.servers.grpc_server import GrpcServer
 from scheduler.servers.http_server import HttpServer

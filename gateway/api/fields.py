@@ -12,8 +12,17 @@ from typing import Any
 from gateway.api.errors import ApiError
 
 MAX_PROBLEMS = 16
+MAX_ITEMS = 8192
+"""Most objects and texts in all lists of a request. The event loop checks them, 1 to 3 µs each."""
+
 MAX_SHOWN = 60
 MAX_UINT32 = 2**32 - 1
+
+
+class Problems(dict[str, str]):
+    """The problems of one request by field, and the number of list items that were checked."""
+
+    num_items = 0
 
 
 class Fields:
@@ -22,9 +31,9 @@ class Fields:
     path  of the object in the request, with a dot at the end: "stream_options."
     """
 
-    def __init__(self, value: object, path: str = "", problems: dict[str, str] | None = None) -> None:
+    def __init__(self, value: object, path: str = "", problems: Problems | None = None) -> None:
         self.path = path
-        self.problems: dict[str, str] = {} if problems is None else problems
+        self.problems = Problems() if problems is None else problems
         self.values: dict[str, Any] = {}
         if isinstance(value, dict):
             self.values = value
@@ -152,6 +161,10 @@ class Fields:
 
     def numbered(self, name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
         """Yields the name and the value of each item of a list, until no further problem is kept."""
+        self.problems.num_items += len(items)
+        if self.problems.num_items > MAX_ITEMS:
+            self.add_problem(name, f"is too long: all lists of a request may have at most {MAX_ITEMS} items")
+            return
         for i, item in enumerate(items):
             if self.is_full:
                 return

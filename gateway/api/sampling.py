@@ -20,6 +20,9 @@ NUMBERS = (
 )
 """Numbers with the same name in `SamplingParams`."""
 
+MAX_LOGIT_BIAS = 1024
+"""Most entries of `logit_bias`, as in the scheduler."""
+
 SHARED = frozenset(
     {
         *NUMBERS,
@@ -87,7 +90,7 @@ def shared_request(fields: Fields) -> pb.GenerateRequest:
     if "early_stopping" in fields:
         sampling.early_stopping = fields.flag("early_stopping")
     sampling.allowed_token_ids.extend(fields.token_ids("allowed_token_ids"))
-    for key, bias in _object(fields, "logit_bias").items():
+    for key, bias in _logit_bias(fields).items():
         name = f"logit_bias[{key[:20]}]"
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_UINT32):
             fields.add_problem(name, "must be of a token id")
@@ -139,9 +142,13 @@ def _stop_strings(fields: Fields) -> list[str]:
     return fields.texts("stop")
 
 
-def _object(fields: Fields, name: str) -> dict[str, Any]:
-    inner = fields.nested(name)
-    return {} if inner is None else inner.values
+def _logit_bias(fields: Fields) -> dict[str, Any]:
+    inner = fields.nested("logit_bias")
+    values = {} if inner is None else inner.values
+    if len(values) <= MAX_LOGIT_BIAS:
+        return values
+    fields.add_problem("logit_bias", f"must be at most {MAX_LOGIT_BIAS}, not {len(values)}")
+    return {}
 
 
 class StreamOptions:

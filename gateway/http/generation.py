@@ -86,7 +86,7 @@ class GenerationHandler:
         """Answers one request. Raises ApiError if it fails before the answer has begun."""
         began_s = time.monotonic()
         with self._counted():
-            parsed = parse(await self._bodies.read_json(request))
+            parsed = await self._bodies.read(request, parse)
             caller = caller_of(request)
             try:
                 return await self._answer(request, parsed, caller, began_s)

@@ -62,17 +62,17 @@ class Pages:
         return web.json_response(card)
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        model, wanted = parse_tokenize(await self._bodies.read_json(request))
+        model, wanted = await self._bodies.read(request, parse_tokenize)
         response = await self._tokenization(request, model, "Tokenize", wanted)
         return web.json_response(tokenized(response, has_strings=wanted.return_bytes))
 
     async def count_tokens(self, request: web.Request) -> web.Response:
-        model, wanted = anthropic.parse_count(await self._bodies.read_json(request))
+        model, wanted = await self._bodies.read(request, anthropic.parse_count)
         response = await self._tokenization(request, model, "Tokenize", wanted, anthropic.NAMES)
         return web.json_response(anthropic.token_count(response))
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        model, wanted = parse_detokenize(await self._bodies.read_json(request))
+        model, wanted = await self._bodies.read(request, parse_detokenize)
         response = await self._tokenization(request, model, "Detokenize", wanted)
         return web.json_response({"prompt": response.text})
 

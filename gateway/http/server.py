@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from aiohttp import web
 
@@ -49,6 +50,9 @@ FIRST_REQUEST_S = 10.0
 HANDSHAKE_TIMEOUT_S = 10.0
 """Time that a client has for the handshake of TLS. It may not exceed FIRST_REQUEST_S, for which handshakes count."""
 
+_ACCEPT_S = 1.0
+"""Time after which an accepted connection has begun, or ended."""
+
 KEEPALIVE_S = 75.0
 """Time in which it has to send the header of a further request."""
 
@@ -71,7 +75,7 @@ class GatewayServer:
             schedulers, models, tools, bodies, self.metrics, self._readers, config.max_requests
         )
         self._pages = Pages(schedulers, models, bodies, self.metrics, self.generation)
-        self._silent: set[asyncio.Protocol] = set()  # new connections that have sent no request
+        self._silent: dict[asyncio.Protocol, float] = {}  # new connections without a request, and when they began
         self._unread_bodies = UnreadBodies()
         self._listening: asyncio.Server | None = None
         self.address = ""
@@ -140,14 +144,15 @@ class GatewayServer:
 
     def _protocol(self, server: web.Server) -> asyncio.Protocol:
         """Returns the protocol of a new connection."""
-        connections: set[asyncio.Protocol] = set(server.connections)
-        if self._tls is not None:
-            connections |= self._silent  # aiohttp does not know those whose handshake has not ended
-        if len(connections) >= self._config.max_connections:
+        now_s = time.monotonic()
+        began_s = now_s - (_ACCEPT_S if self._tls is None else HANDSHAKE_TIMEOUT_S)
+        # aiohttp does not know those that the event loop has accepted in one go, or whose handshake has not ended.
+        beginning = {each for each, since_s in self._silent.items() if _has_no_transport(each) and since_s > began_s}
+        if len(beginning | set(server.connections)) >= self._config.max_connections:
             self.metrics.refused_connections.inc()
             return _Refusal()
         protocol = server()
-        self._silent.add(protocol)
+        self._silent[protocol] = now_s
         asyncio.get_running_loop().call_later(FIRST_REQUEST_S, self._close_if_silent, protocol)
         return protocol
 
@@ -155,7 +160,7 @@ class GatewayServer:
         """Closes a connection that has not sent the header of a request. aiohttp would wait for it for ever."""
         if protocol not in self._silent:
             return
-        self._silent.remove(protocol)
+        del self._silent[protocol]
         transport: asyncio.Transport | None = getattr(protocol, "transport", None)
         if transport is not None and not transport.is_closing():
             transport.close()
@@ -163,7 +168,7 @@ class GatewayServer:
     def _middleware(self) -> Callable[..., Awaitable[web.StreamResponse]]:
         @web.middleware
         async def in_form(request: web.Request, handler: Handler) -> web.StreamResponse:
-            self._silent.discard(request.protocol)
+            self._silent.pop(request.protocol, None)
             resource = request.match_info.route.resource
             path = "unknown" if resource is None else resource.canonical
             try:
@@ -193,12 +198,17 @@ class GatewayServer:
             raise ApiError(message, status=error.status) from None
 
 
+def _has_no_transport(protocol: asyncio.Protocol) -> bool:
+    """Returns whether a connection has not begun yet, or has ended."""
+    return getattr(protocol, "transport", None) is None
+
+
 class _Refusal(asyncio.Protocol):
     """Closes a connection at once."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        if isinstance(transport, asyncio.Transport):
-            transport.abort()
+        # The transports of uvloop are no instances of asyncio.Transport.
+        cast("asyncio.Transport", transport).abort()
 
 
 def _error_response(error: ApiError, path: str) -> web.Response:

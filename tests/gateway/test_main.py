@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import resource
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from tests.support.gateway.rig import content, parsed_events
 from tests.support.paths import ROOT
 from tests.support.waiting import until
 
+LOW_LIMIT = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))"
+
 SCRIPT = """
 import json, sys
 from gateway.config import GatewayConfig
@@ -29,12 +32,13 @@ sys.exit(code)
 class Gateway:
     """A gateway process, which is killed at the end of the context."""
 
-    def __init__(self, **config: Any) -> None:
+    def __init__(self, prefix: str = "", **config: Any) -> None:
+        self._script = f"{prefix}\n{SCRIPT}"
         self._config = {"listen": "127.0.0.1:0"} | config
 
     async def __aenter__(self) -> "Gateway":
         self.process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", SCRIPT, json.dumps(self._config), cwd=ROOT,
+            sys.executable, "-c", self._script, json.dumps(self._config), cwd=ROOT,
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         return self
@@ -76,6 +80,45 @@ async def test_sigterm_drains() -> None:
         assert content(await answering).endswith("w49 ")
         assert (await gateway.ended())[0] == 0
     await fake.stop()
+
+
+async def test_sigterm_before_a_scheduler_has_answered_is_no_failure() -> None:
+    async with Gateway(listen=with_port("0.0.0.0:0"), scheduler=with_port("127.0.0.1:0")) as gateway:
+        assert gateway.process.stderr is not None
+        while b"listening begins when a scheduler answers" not in await gateway.process.stderr.readline():
+            pass
+        gateway.process.send_signal(signal.SIGTERM)
+        code, log = await gateway.ended()
+        assert code == 0, log
+        assert "everyone could call" not in log
+
+
+async def test_connections_leave_descriptors_for_schedulers() -> None:
+    fake = FakeScheduler()
+    await fake.start()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with Gateway(scheduler=fake.address) as gateway:
+        address = await gateway.ready()
+        limit, _ = resource.prlimit(gateway.process.pid, resource.RLIMIT_NOFILE)
+        assert limit == min(most, 2**16), "raised as far as it can be"
+        assert content(await answer(address))
+    async with Gateway(prefix=LOW_LIMIT, scheduler=fake.address) as gateway:
+        address = await gateway.ready()
+        host, port = address.split(":")
+        held = [await asyncio.open_connection(host, int(port)) for _ in range(60)]
+        for reader, _ in held[40:]:
+            assert await asyncio.wait_for(reader.read(), 10) == b"", "25 are kept, of 64 descriptors"
+        for _, writer in held:
+            writer.close()
+        await until(lambda: is_answered(address))
+    await fake.stop()
+
+
+async def is_answered(address: str) -> bool:
+    try:
+        return bool(content(await answer(address)))
+    except aiohttp.ClientError:
+        return False
 
 
 async def test_a_second_signal_breaks_streams_off() -> None:
