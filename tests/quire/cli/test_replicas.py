@@ -56,6 +56,8 @@ def test_the_gateway_ends_first_and_takes_the_addresses_that_clients_know() -> N
     assert names == ["gateway", "scheduler-0", "scheduler-1", "executor-0", "executor-1"]
     assert found.gateway.grpc_listen == listen
     assert (found.gateway.routing, found.gateway.model) == ("ring", MODEL)
+    own = services(tool_format="hermes", max_wait_s=3.0).gateway
+    assert (own.tool_format, own.max_wait_s) == ("hermes", 3.0)
     words = found.ready_line().split()
     assert words[:2] == ["ready", f"grpc={listen}"]
     assert words[-1] == f"openai={found.gateway.listen}"
