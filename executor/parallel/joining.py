@@ -117,7 +117,7 @@ class RankListener:
     def _greet(self, connection: socket.socket, host: str) -> None:
         try:
             greet(connection, self._key)
-        except NotARank as error:
+        except (NotARank, OSError) as error:
             _log.warning("a connection is no rank", extra={"client": host, "problem": str(error)})
             connection.close()
         else:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import secrets
 import socket
 import threading
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING
 
 import pytest
@@ -156,6 +157,59 @@ def test_ranks_join_after_descriptors_or_threads_were_short(
     monkeypatch.setattr(threading.Thread, "start", start_or_fail)
     with pytest.raises(NotARank):
         join(listener.address, KEY)
+    with join(listener.address, KEY):
+        assert listener.next(_WAIT_S) is not None
+
+
+def test_a_rank_does_not_wait_for_an_executor_that_sends_a_byte_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "HANDSHAKE_S", 0.5)
+    num_sent = 0
+
+    def drip(server: socket.socket) -> None:
+        nonlocal num_sent
+        connection, _ = server.accept()
+        with connection, suppress(ConnectionError):
+            for _ in range(31):  # one byte fewer than a nonce has
+                connection.sendall(b"x")
+                num_sent += 1
+                time.sleep(0.1)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=drip, args=(server,))
+        thread.start()
+        with pytest.raises(NotARank, match="does not answer"):
+            join(f"127.0.0.1:{server.getsockname()[1]}", KEY)
+        thread.join()
+    assert num_sent < 31
+
+
+def test_accepting_pauses_while_no_descriptor_is_left(listener: RankListener, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_attempts = 0
+
+    def accept(_: socket.socket) -> None:
+        nonlocal num_attempts
+        num_attempts += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket.socket, "accept", accept)
+        with join(listener.address, KEY):  # the listener has begun to wait for this one before
+            assert listener.next(_WAIT_S) is not None
+        time.sleep(5 * joining._RETRY_S)
+    assert 1 <= num_attempts <= 6
+    with join(listener.address, KEY):
+        assert listener.next(_WAIT_S) is not None
+
+
+def test_a_connection_that_fails_in_the_handshake_is_closed(
+    listener: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(joining, "greet", fail)
+        assert is_closed(connected(listener))
     with join(listener.address, KEY):
         assert listener.next(_WAIT_S) is not None
 
