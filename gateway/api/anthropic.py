@@ -9,8 +9,8 @@ from gateway.api.anthropic_calls import CallMessageChunks, CallMessageCollector
 from gateway.api.endpoint import Chunks, Collector, EchoedPrompt, Head, ParsedRequest
 from gateway.api.fields import Fields, shown
 from gateway.api.messages import add_plain_tool, each_message
+from gateway.api.sampling import MAX_STOP, plain_request
 from gateway.api.sampling import NAMES as SAMPLING_NAMES
-from gateway.api.sampling import plain_request
 from gateway.api.structured_output import add_output_format
 from gateway.api.tool_calls import GRAMMAR_NAMES
 from gateway.api.tool_choice import MAX_TOOLS, anthropic_tool_use
@@ -61,7 +61,7 @@ def parse_message(body: object) -> ParsedRequest:
     if "max_tokens" not in fields:
         fields.add_problem("max_tokens", "must be given")
     names = NAMES | add_output_format(fields, request)
-    stop = fields.texts("stop_sequences")
+    stop = fields.texts("stop_sequences", MAX_STOP)
     request.stopping.stop.extend(stop)
     request.stopping.include_stop = True  # the answer says which one it was; it is cut off again there
     tools = _add_prompt(fields, request.chat)

@@ -11,6 +11,13 @@ from gateway.api.structured_output import add_structured_output
 from quire.v1 import generation_pb2 as pb
 
 MAX_PROMPTS = 256
+MAX_COPIED_ITEMS = 1 << 17
+"""Most token ids, entries of `logit_bias` and choices in the requests of all prompts but the first. Each request has a
+copy of these fields, and the event loop makes the copies."""
+
+MAX_COPIED_BYTES = 4 << 20
+"""The same for the bytes of all fields beside the prompts."""
+
 DEFAULT_MAX_TOKENS = 16
 
 KNOWN = SHARED | {"prompt", "echo", "logprobs", "best_of"}
@@ -94,7 +101,7 @@ def _check_number(fields: Fields, shared: pb.GenerateRequest, stream: StreamOpti
 
 def _requests(fields: Fields, shared: pb.GenerateRequest) -> list[pb.GenerateRequest]:
     requests = []
-    for prompt in _prompts(fields):
+    for prompt in _prompts(fields, _most_prompts(shared)):
         request = pb.GenerateRequest()
         request.CopyFrom(shared)
         if isinstance(prompt, str):
@@ -105,8 +112,16 @@ def _requests(fields: Fields, shared: pb.GenerateRequest) -> list[pb.GenerateReq
     return requests
 
 
-def _prompts(fields: Fields) -> list[str | list[int]]:
-    """Reads `prompt`: a text, token ids, a list of texts, or a list of lists of token ids."""
+def _most_prompts(shared: pb.GenerateRequest) -> int:
+    """Returns how many prompts may have the fields of `shared`."""
+    sampling = shared.sampling
+    num_items = len(sampling.allowed_token_ids) + len(sampling.logit_bias) + len(shared.structured_output.choice.texts)
+    num_copies = min(MAX_COPIED_ITEMS // max(1, num_items), MAX_COPIED_BYTES // max(1, shared.ByteSize()))
+    return min(MAX_PROMPTS, 1 + num_copies)
+
+
+def _prompts(fields: Fields, most: int) -> list[str | list[int]]:
+    """Reads `prompt`: a text, token ids, a list of texts, or a list of lists of token ids. Of lists, `most`."""
     value = fields.get("prompt")
     if isinstance(value, str):
         return [fields.check_text("prompt", value)]
@@ -115,8 +130,9 @@ def _prompts(fields: Fields) -> list[str | list[int]]:
         return []
     if type(value[0]) is int:
         return [fields.check_token_ids("prompt", value)]
-    if len(value) > MAX_PROMPTS:
-        fields.add_problem("prompt", f"must be at most {MAX_PROMPTS}, not {len(value)}")
+    if len(value) > most:
+        reason = "" if most == MAX_PROMPTS else " with other fields of this size"
+        fields.add_problem("prompt", f"must be at most {most}{reason}, not {len(value)}")
         return []
     return [_one_prompt(fields, f"prompt[{i}]", each) for i, each in enumerate(value)]
 

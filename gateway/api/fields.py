@@ -159,6 +159,15 @@ class Fields:
         self.add_problem(name, f"must be at most {most}, not {len(items)}")
         return []
 
+    def few_entries(self, name: str, most: int) -> dict[str, Any]:
+        """Returns the values of an object; none if it is absent, no object or has more than `most`."""
+        inner = self.nested(name)
+        values = {} if inner is None else inner.values
+        if len(values) <= most:
+            return values
+        self.add_problem(name, f"must be at most {most}, not {len(values)}")
+        return {}
+
     def numbered(self, name: str, items: list[Any]) -> Iterator[tuple[str, Any]]:
         """Yields the name and the value of each item of a list, until no further problem is kept."""
         self.problems.num_items += len(items)
@@ -170,9 +179,9 @@ class Fields:
                 return
             yield f"{name}[{i}]", item
 
-    def texts(self, name: str) -> list[str]:
-        """Returns a list of strings; an empty one if the field is absent or no list."""
-        return [self.check_text(place, each) for place, each in self.numbered(name, self.items(name))]
+    def texts(self, name: str, most: int) -> list[str]:
+        """Returns a list of strings; an empty one if the field is absent, no list or has more than `most`."""
+        return [self.check_text(place, each) for place, each in self.numbered(name, self.few_items(name, most))]
 
     def objects(self, name: str, items: list[Any]) -> Iterator["Fields"]:
         """Yields the fields of each item of a list, until no further problem is kept."""
@@ -208,8 +217,9 @@ class Fields:
             texts.append(part.required("text"))
         return "\n".join(texts)
 
-    def token_ids(self, name: str) -> list[int]:
-        return self.check_token_ids(name, self.items(name))
+    def token_ids(self, name: str, most: int | None = None) -> list[int]:
+        """Returns a list of token ids; an empty one after a problem. `most`: None means any number."""
+        return self.check_token_ids(name, self.items(name) if most is None else self.few_items(name, most))
 
     def check_token_ids(self, name: str, values: list[Any]) -> list[int]:
         """Returns the ids; only the first bad one is a problem."""

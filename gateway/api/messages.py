@@ -11,6 +11,8 @@ from quire.v1 import generation_pb2 as pb
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1024
+MAX_TEMPLATE_ARGUMENTS = 64
+"""Most variables of the chat template; a scheduler allows only those that its operator has named."""
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 _NEUTRAL_IN_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ([],), "cache_control": ({"type": "ephemeral"},)}
@@ -128,8 +130,7 @@ def _tool(tool: Fields) -> Tool:
 
 def add_template_options(fields: Fields, chat: pb.ChatPrompt) -> None:
     """Adds `chat_template_kwargs`, `reasoning_effort`, `continue_final_message` and `add_generation_prompt`."""
-    arguments = fields.nested("chat_template_kwargs")
-    for name, value in ({} if arguments is None else arguments.values).items():
+    for name, value in fields.few_entries("chat_template_kwargs", MAX_TEMPLATE_ARGUMENTS).items():
         chat.template_arguments[fields.check_text("chat_template_kwargs", name)] = json.dumps(value)
     if (effort := fields.text("reasoning_effort")) is not None:
         chat.template_arguments["reasoning_effort"] = json.dumps(effort)  # templates without it do not change

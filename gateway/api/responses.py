@@ -33,6 +33,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_tool_calls": (),
     "context_management": (),
 }
+MAX_METADATA = 16
+"""Most entries of `metadata`, as in OpenAI's API. The answer repeats them."""
+
 _ABSENT_OF_TOOL = {"description": None, "parameters": None, "strict": None}
 LOGPROBS = "message.output_text.logprobs"
 IGNORED_INCLUDES = {"reasoning.encrypted_content"}
@@ -71,20 +74,21 @@ def parse_response(body: object) -> ParsedRequest:
     if (options := fields.nested("stream_options")) is not None:
         options.check_names({"include_obfuscation"})
         options.flag("include_obfuscation")
-    metadata = fields.nested("metadata")
     settings = Settings(
         has_logprobs=has_logprobs,
         repeated={
             "instructions": instructions,
             "max_output_tokens": fields.get("max_output_tokens"),
-            "metadata": {} if metadata is None else metadata.values,
+            "metadata": fields.few_entries("metadata", MAX_METADATA),
             "safety_identifier": fields.text("safety_identifier"),
             "prompt_cache_key": fields.text("prompt_cache_key"),
             "parallel_tool_calls": fields.flag("parallel_tool_calls", default=True),
             "temperature": fields.number("temperature"),
             "text": {"format": _format_of(fields)},
             "tool_choice": fields.get("tool_choice") or "auto",
-            "tools": [_ABSENT_OF_TOOL | tool for tool in fields.items("tools") if isinstance(tool, dict)],
+            "tools": [
+                _ABSENT_OF_TOOL | tool for tool in fields.few_items("tools", MAX_TOOLS) if isinstance(tool, dict)
+            ],
             "top_p": fields.number("top_p"),
             "top_logprobs": fields.get("top_logprobs") or 0,
         },

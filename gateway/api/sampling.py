@@ -20,8 +20,11 @@ NUMBERS = (
 )
 """Numbers with the same name in `SamplingParams`."""
 
+# These bounds are those of the scheduler. Here they keep the event loop from reading what it would refuse.
+MAX_STOP = 16
+MAX_STOP_TOKEN_IDS = 64
+MAX_ALLOWED_TOKEN_IDS = 65_536
 MAX_LOGIT_BIAS = 1024
-"""Most entries of `logit_bias`, as in the scheduler."""
 
 SHARED = frozenset(
     {
@@ -89,8 +92,8 @@ def shared_request(fields: Fields) -> pb.GenerateRequest:
     _set_number_of_sequences(fields, sampling)
     if "early_stopping" in fields:
         sampling.early_stopping = fields.flag("early_stopping")
-    sampling.allowed_token_ids.extend(fields.token_ids("allowed_token_ids"))
-    for key, bias in _logit_bias(fields).items():
+    sampling.allowed_token_ids.extend(fields.token_ids("allowed_token_ids", MAX_ALLOWED_TOKEN_IDS))
+    for key, bias in fields.few_entries("logit_bias", MAX_LOGIT_BIAS).items():
         name = f"logit_bias[{key[:20]}]"
         if not (key.isascii() and key.isdigit() and len(key) <= 10 and int(key) <= MAX_UINT32):
             fields.add_problem(name, "must be of a token id")
@@ -99,7 +102,7 @@ def shared_request(fields: Fields) -> pb.GenerateRequest:
     if (min_tokens := fields.integer("min_tokens")) is not None:
         stopping.min_tokens = min_tokens
     stopping.stop.extend(_stop_strings(fields))
-    stopping.stop_token_ids.extend(fields.token_ids("stop_token_ids"))
+    stopping.stop_token_ids.extend(fields.token_ids("stop_token_ids", MAX_STOP_TOKEN_IDS))
     stopping.ignore_eos = fields.flag("ignore_eos")
     stopping.include_stop = fields.flag("include_stop_str_in_output")
     if (num_top := fields.integer("prompt_logprobs")) is not None:
@@ -139,16 +142,7 @@ def _stop_strings(fields: Fields) -> list[str]:
     value = fields.get("stop")
     if isinstance(value, str):
         return [fields.check_text("stop", value)]
-    return fields.texts("stop")
-
-
-def _logit_bias(fields: Fields) -> dict[str, Any]:
-    inner = fields.nested("logit_bias")
-    values = {} if inner is None else inner.values
-    if len(values) <= MAX_LOGIT_BIAS:
-        return values
-    fields.add_problem("logit_bias", f"must be at most {MAX_LOGIT_BIAS}, not {len(values)}")
-    return {}
+    return fields.texts("stop", MAX_STOP)
 
 
 class StreamOptions:

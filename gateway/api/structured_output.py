@@ -10,7 +10,8 @@ from typing import Any
 from gateway.api.fields import Fields, shown
 from quire.v1 import generation_pb2 as pb
 
-MAX_CHOICES = 10_000
+MAX_CHOICES = 1024
+"""Most texts of `choice`, as in the scheduler."""
 
 _SCHEMA = {"name", "schema", "strict", "description"}
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
