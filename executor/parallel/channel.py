@@ -110,6 +110,13 @@ class Channel:
         """Returns whether `receive` would return, or raise, at once."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
+    def is_next(self, kind: FrameKind) -> bool:
+        """Returns whether a frame of this kind has begun to arrive, so that `receive` would return it next."""
+        try:
+            return self.has_frame() and self._socket.recv(1, socket.MSG_PEEK) == bytes([kind])
+        except OSError:  # the connection is lost
+            return False
+
     def close(self) -> None:
         self._socket.close()
 

@@ -38,6 +38,9 @@ _SAY_S = 30.0
 """While ranks of other machines are missing, a line says so in intervals of this length, or of half the time after
 which an executor that says nothing is given up."""
 
+_LOOK_S = 1.0
+"""Time between two looks at the ranks of this machine, while ranks of other machines are missing."""
+
 Say = Callable[[str], None]
 
 
@@ -127,20 +130,24 @@ class RankGroup:
             member.end()
 
     def _let_in(self, listener: RankListener, num_ranks: int, setup: dict[str, Any]) -> None:
-        """Waits until so many ranks have joined, and tells them the settings. Raises errors of ranks that ended."""
+        """Waits until so many ranks have joined, and tells them the settings.
+
+        Meanwhile it prints the progress of the ranks of this machine, and raises their errors as `connect` does.
+        """
         joined: list[Channel] = []
         said_s = -inf
         while len(joined) < num_ranks:
             if time.monotonic() - said_s >= self._say_s:
                 self._say(f"waiting at {listener.address} for {num_ranks - len(joined)} ranks of other machines")
                 said_s = time.monotonic()
-            if (channel := listener.next(1.0)) is not None:
+            if (channel := listener.next(min(_LOOK_S, self._say_s))) is not None:
                 self._say(f"a rank has joined from {channel.peer}")
                 joined.append(channel)
             joined = [channel for channel in joined if not channel.has_frame()]  # those that have not left again
             for member in self.members:
-                while member.is_gone:
-                    self._receive(member)  # raises after the last frame, which may say why it has failed
+                # `connect` collects what a rank has loaded, unless the rank has ended: after its last frame this raises
+                while member.is_gone or (member.channel.has_frame() and not member.channel.is_next(FrameKind.LOADED)):
+                    self._take(member, FrameKind.LOADED)
         for channel in joined:
             self.members.append(Member(len(self.members) + 1, channel, None, channel.peer))
             set_up(self.members[-1], setup)
@@ -166,15 +173,23 @@ class RankGroup:
             while len(found) < len(self.members):
                 for key, _ in selector.select():
                     member = key.data
-                    kind, values = self._receive(member)
-                    if kind is FrameKind.PROGRESS:
-                        self._say(f"rank {member.rank}: {values['line']}")
-                    elif kind is expected:
+                    if (values := self._take(member, expected)) is not None:
                         found[member.rank] = values
                         selector.unregister(member.channel)
-                    else:
-                        raise RankLost(f"{member} sends {kind.name} in place of {expected.name}")
         return [(member, found[member.rank]) for member in self.members]
+
+    def _take(self, member: Member, expected: FrameKind) -> dict[str, Any] | None:
+        """Receives a frame and returns its values, or prints the progress in it and returns None.
+
+        Raises RankLost for any other frame, and as `_receive` does.
+        """
+        kind, values = self._receive(member)
+        if kind is FrameKind.PROGRESS:
+            self._say(f"rank {member.rank}: {values['line']}")
+            return None
+        if kind is not expected:
+            raise RankLost(f"{member} sends {kind.name} in place of {expected.name}")
+        return values
 
     def _receive(self, member: Member) -> tuple[FrameKind, dict[str, Any]]:
         """Returns a frame. Raises the error for which the rank has failed, and RankLost if it has ended."""

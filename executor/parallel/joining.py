@@ -20,6 +20,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Self
 
 from executor.errors import ConfigError
 from executor.parallel.channel import Channel
@@ -36,7 +37,7 @@ _NONCE_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
 
 HANDSHAKE_S = 5.0
-"""Time that a connection has to prove that it is a rank."""
+"""Time for all reads and writes of a handshake, at either end."""
 
 MAX_HANDSHAKES = 64
 """Most connections that prove it at a time. Others wait in the backlog."""
@@ -133,15 +134,18 @@ class RankListener:
 
 
 def greet(connection: socket.socket, key: bytes) -> None:
-    """Lets the other end prove that it is a rank, and proves that this one is the executor. Raises NotARank."""
-    with _limited(connection) as ends_s:
+    """Lets the other end prove that it is a rank, and proves that this one is the executor. Raises NotARank, OSError.
+
+    OSError: this machine cannot make the connection one that lasts.
+    """
+    with _Handshake(connection) as handshake:
         own = secrets.token_bytes(_NONCE_BYTES)
-        connection.sendall(own)
-        answer = _read(connection, _NONCE_BYTES + _PROOF_BYTES, ends_s)
+        handshake.write(own)
+        answer = handshake.read(_NONCE_BYTES + _PROOF_BYTES)
         nonces = own + answer[:_NONCE_BYTES]
         if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(key, "rank", nonces)):
             raise NotARank("it has another secret, or another version")
-        connection.sendall(_proof(key, "executor", nonces))
+        handshake.write(_proof(key, "executor", nonces))
 
 
 def join(address: str, key: bytes, timeout_s: float = HANDSHAKE_S) -> socket.socket:
@@ -149,11 +153,11 @@ def join(address: str, key: bytes, timeout_s: float = HANDSHAKE_S) -> socket.soc
     wanted = HostPort.parse(address)
     connection = socket.create_connection((wanted.host, wanted.port), timeout=timeout_s)
     try:
-        with _limited(connection) as ends_s:
-            theirs = _read(connection, _NONCE_BYTES, ends_s)
+        with _Handshake(connection) as handshake:
+            theirs = handshake.read(_NONCE_BYTES)
             own = secrets.token_bytes(_NONCE_BYTES)
-            connection.sendall(own + _proof(key, "rank", theirs + own))
-            answer = _read(connection, _PROOF_BYTES, ends_s)
+            handshake.write(own + _proof(key, "rank", theirs + own))
+            answer = handshake.read(_PROOF_BYTES)
             if not hmac.compare_digest(answer, _proof(key, "executor", theirs + own)):
                 raise NotARank("it has another secret, or another version")
     except BaseException:
@@ -162,15 +166,15 @@ def join(address: str, key: bytes, timeout_s: float = HANDSHAKE_S) -> socket.soc
     return connection
 
 
-class _limited:  # noqa: N801  # a context manager that reads like a function
-    """Limits the time of a handshake, and makes the connection one that lasts. Gives the time at which it must end."""
+class _Handshake:
+    """The reads and writes of one handshake, which share one deadline. Afterwards the connection is one that lasts."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
+        self._ends_s = time.monotonic() + HANDSHAKE_S
 
-    def __enter__(self) -> float:
-        self._connection.settimeout(HANDSHAKE_S)
-        return time.monotonic() + HANDSHAKE_S
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, OSError):  # a time-out is one
@@ -183,23 +187,31 @@ class _limited:  # noqa: N801  # a context manager that reads like a function
                 if hasattr(socket, name):
                     self._connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
+    def read(self, size: int) -> bytes:
+        """Returns so many bytes. Raises NotARank and OSError, which includes TimeoutError after the deadline."""
+        data = b""
+        while len(data) < size:
+            self._limit_next_call()
+            part = self._connection.recv(size - len(data))
+            if not part:
+                raise NotARank("it has closed the connection, as one with another secret or version does")
+            data += part
+        return data
+
+    def write(self, data: bytes) -> None:
+        """Sends all bytes. Raises OSError, which includes TimeoutError after the deadline."""
+        self._limit_next_call()
+        self._connection.sendall(data)
+
+    def _limit_next_call(self) -> None:
+        """Limits the next call to the time left: a limit holds for one call only, which may return a single byte."""
+        if (left_s := self._ends_s - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        self._connection.settimeout(left_s)
+
 
 def _proof(key: bytes, role: str, nonces: bytes) -> bytes:
     return hmac.digest(key, f"quire {build_version()} {role} ".encode() + nonces, "sha256")
-
-
-def _read(connection: socket.socket, size: int, ends_s: float) -> bytes:
-    """Returns so many bytes, which must have arrived at `ends_s`. Raises NotARank and TimeoutError."""
-    data = b""
-    while len(data) < size:
-        if (left_s := ends_s - time.monotonic()) <= 0:
-            raise TimeoutError("timed out")
-        connection.settimeout(left_s)  # it holds for one call, which may return a single byte
-        part = connection.recv(size - len(data))
-        if not part:
-            raise NotARank("it has closed the connection, as one with another secret or version does")
-        data += part
-    return data
 
 
 def _listen(address: str) -> socket.socket:
@@ -207,8 +219,10 @@ def _listen(address: str) -> socket.socket:
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(wanted.host, wanted.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:  # a name such as "a..b" cannot be encoded
-        raise AddressUnusable(f"cannot listen on {address}: {error}") from None
+    except UnicodeError:  # of a name that cannot be written for the name service, such as "a..b"
+        raise AddressUnusable(f"cannot listen on {address}: this cannot be the name of a host") from None
+    except OSError as error:
+        raise listen_error(address, error) from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(where)

@@ -57,8 +57,11 @@ def test_frames_arrive_in_order_and_unchanged(ends: Ends) -> None:
     assert far.receive() == (FrameKind.COPY_BLOCKS, bytearray())
     sender.join()
     assert not far.has_frame()
+    assert not far.is_next(FrameKind.SETUP)
     near.send_values(FrameKind.SETUP, {"rank": 1})
     assert far.has_frame()
+    assert far.is_next(FrameKind.SETUP)
+    assert not far.is_next(FrameKind.LOADED)
     assert values_of(far.expect(FrameKind.SETUP)) == {"rank": 1}
 
 

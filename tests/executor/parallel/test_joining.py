@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from contextlib import closing, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -129,8 +129,8 @@ def test_connections_that_send_a_byte_now_and_then_do_not_keep_ranks_out(
 ) -> None:
     monkeypatch.setattr(joining, "HANDSHAKE_S", 0.5)
     with connected(listener) as connection:
-        connection.settimeout(0.1)
         connection.recv(32)
+        connection.settimeout(0.1)
         for _ in range(63):  # one byte fewer than an answer has
             try:
                 connection.sendall(b"x")
@@ -181,6 +181,28 @@ def test_a_rank_does_not_wait_for_an_executor_that_sends_a_byte_now_and_then(mon
             join(f"127.0.0.1:{server.getsockname()[1]}", KEY)
         thread.join()
     assert num_sent < 31
+
+
+def test_a_write_has_only_the_time_that_the_reads_have_left(
+    listener: RankListener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delay_s, limits_s = 0.5, []
+
+    class Recorded(socket.socket):
+        def recv(self, *arguments: int) -> bytes:
+            time.sleep(delay_s)
+            return super().recv(*arguments)
+
+        def sendall(self, *arguments: Any) -> None:
+            limits_s.append(self.gettimeout())
+            super().sendall(*arguments)
+
+    recorded = Recorded(fileno=connected(listener).detach())
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "create_connection", lambda *_, **__: recorded)
+        join(listener.address, KEY).close()
+    assert len(limits_s) == 1
+    assert limits_s[0] <= joining.HANDSHAKE_S - delay_s
 
 
 def test_accepting_pauses_while_no_descriptor_is_left(listener: RankListener, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +267,7 @@ def test_the_address_is_checked(listener: RankListener) -> None:
         RankListener("192.0.2.1:7000", KEY)
     with pytest.raises(AddressUnusable):
         RankListener("no-such-host.invalid:7000", KEY)
-    with pytest.raises(AddressUnusable):
+    with pytest.raises(AddressUnusable, match=r"cannot listen on a\.\.b:7000: this cannot be the name of a host"):
         RankListener("a..b:7000", KEY)
 
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -124,38 +125,62 @@ def test_no_more_ranks_join_a_complete_group(checkpoint, load_group, start_ranks
     model.close()
 
 
-@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("sent", [None, FrameKind.FAILED, FrameKind.LOADED])
 def test_a_local_rank_that_ends_is_noticed_while_remote_ones_are_missing(
-    fails: bool, checkpoint, load_group, listen, secret, monkeypatch
+    sent: FrameKind | None, checkpoint, load_group, listen, secret, monkeypatch
 ) -> None:
     start = member.start_worker
 
     def start_and_end(end: socket.socket, settings: dict[str, Any] | None = None) -> subprocess.Popen[bytes]:
-        if fails:
-            Channel(end).send_values(FrameKind.FAILED, {"kind": "OutOfMemory", "text": "no memory is left"})
+        if sent is not None:
+            Channel(end).send_values(sent, {"kind": "OutOfMemory", "text": "no memory is left"})
             return subprocess.Popen(["false"])
         process = start(end, settings)
         process.kill()
         return process
 
     monkeypatch.setattr(member, "start_worker", start_and_end)
-    expected = (OutOfMemory, "no memory is left") if fails else (RankLost, "was killed by SIGKILL")
-    with pytest.raises(expected[0], match=expected[1]):
+    error, text = {
+        None: (RankLost, "was killed by SIGKILL"),
+        FrameKind.FAILED: (OutOfMemory, "no memory is left"),
+        FrameKind.LOADED: (RankLost, "exited with status 1"),
+    }[sent]
+    with pytest.raises(error, match=text):
         load_group(checkpoint("llama").directory, 3, **settings(listen, secret, 1))
 
 
 def test_an_executor_that_waits_says_so_before_it_is_given_up(checkpoint, load_group, listen, secret) -> None:
-    lines: list[str] = []
+    said_s: list[float] = []
 
     def say(line: str) -> None:
-        lines.append(line)
-        if len(lines) == 3:
+        assert "waiting at" in line
+        said_s.append(time.monotonic())
+        if len(said_s) == 4:
             raise InterruptedError
 
     config = dict(settings(listen, secret, 1), load_timeout_s=0.2)
     with pytest.raises(InterruptedError):
         load_group(checkpoint("llama").directory, 2, say=say, **config)
-    assert all("waiting at" in line for line in lines)
+    assert said_s[-1] - said_s[0] < 2.0, "three intervals of 0.1 s each"
+
+
+def test_progress_of_local_ranks_is_said_while_remote_ones_are_missing(
+    checkpoint, load_group, start_ranks, listen, secret
+) -> None:
+    """The other machine comes some seconds later, when the local rank has loaded its share."""
+    source, lines = checkpoint("llama"), list[str]()
+
+    def say(line: str) -> None:
+        lines.append(line)
+        num_later = len(lines) - next((i for i, each in enumerate(lines) if each.startswith("rank 1: ")), len(lines))
+        if num_later == 4:
+            start_ranks(source.directory)
+        elif len(lines) == _WAIT_S:
+            raise InterruptedError
+
+    config = dict(settings(listen, secret, 1), load_timeout_s=2.0)
+    model = load_group(source.directory, 3, say=say, **config)
+    assert len(generate(model.runner, [[1, 2, 3]], 4)[0]) == 4
 
 
 def test_a_step_without_a_remote_rank_fails_for_good(checkpoint, load_group, start_ranks, listen, secret) -> None:
@@ -228,6 +253,16 @@ def test_wrong_flags_end_with_a_line(flags, said, checkpoint, start_ranks) -> No
     assert process.returncode == 2
     assert said in errors
     assert "Traceback" not in errors
+
+
+def test_an_executor_cannot_listen_for_ranks_at_what_is_no_name(checkpoint, secret, tmp_path) -> None:
+    values = settings("a..b:1", secret, 1) | {"tensor_parallel_size": 2, "device": "cpu"}
+    values |= {"model": str(checkpoint("llama").directory), "listen_address": f"unix:{tmp_path}/executor.sock"}
+    command = [*quire_command(), "executor", *arguments(values)]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=_WAIT_S, check=False)
+    assert process.returncode == 2
+    assert "executor: cannot listen on a..b:1: this cannot be the name of a host" in process.stderr
+    assert "Traceback" not in process.stderr
 
 
 def test_a_rank_that_has_left_before_the_group_is_complete_is_forgotten(
