@@ -11,9 +11,9 @@ from pathlib import Path
 
 from bench.attacks.attacks import ATTACKS, Target, run
 from bench.command_line import Parser
+from quire.descriptors import raise_descriptor_limit
 
 _LOWEST_PRIORITY = 19
-_DESCRIPTORS = 4096
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--duration-s", type=float, default=8.0)
     given = parser.parse_args(arguments)
     take_lowest_priority()
-    _raise_descriptor_limit()
+    raise_descriptor_limit()
     target = Target(given.grpc, given.http, os.environ.get("QUIRE_API_KEY"))
     print("ready", flush=True)
     asyncio.run(run(given.attack, target, given.duration_s))
@@ -39,10 +39,3 @@ def take_lowest_priority(autogroup: Path = Path("/proc/self/autogroup")) -> None
     os.nice(_LOWEST_PRIORITY)
     with contextlib.suppress(OSError):  # another system, or a kernel without autogroups
         autogroup.write_text(str(_LOWEST_PRIORITY))
-
-
-def _raise_descriptor_limit() -> None:
-    import resource
-
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most if most < _DESCRIPTORS and most >= 0 else _DESCRIPTORS, most))

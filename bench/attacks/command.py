@@ -7,8 +7,8 @@ The victim runs alone first, in the same services, then beside the attack. Attac
 the server is measured and not the cores. Processes of that priority still cost a victim time where they share its
 cores, so as many of them as there are cores compute beside the victim that is alone. The bound of a time to the first
 token beside an attack is twice that of the victim alone and a step, each the 99th percentile: of the steps that a
-request meets, so that each step counts by its time. The first seconds of an attack are reported on their own. All other
-flags are those of `quire serve`.
+request meets, so that each step counts by its time. The first seconds of an attack are reported on their own
+(onset), and together with what follows (whole). All other flags are those of `quire serve`.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from rich.table import Table
 
 from bench.attacks.attacks import ATTACKS
 from bench.attacks.tenant_keys import make_key
-from bench.attacks.victim import Experience, live
+from bench.attacks.victim import Experience, experience, live
 from bench.command_line import BenchError, Parser, open_console
 from bench.machine import describe_machine
 from bench.report import save
@@ -46,6 +46,7 @@ class Row:
 
     alone        beside processes that compute at the attacker's priority, and send nothing
     onset        during the first seconds of the attack
+    whole        during these and after them
     step_p99_ms  the time that the device spent on a step beside the attack, each step weighted by its time, because a
                  request arrives in a long step more often than in a short one; None without a step
     error        the reason why there is nothing to report beside the attack, such as services that have died
@@ -55,6 +56,7 @@ class Row:
     alone: Experience
     onset: Experience | None
     beside: Experience | None
+    whole: Experience | None
     after: Experience | None
     scheduler_rss_mib: float
     step_p99_ms: float | None = None
@@ -89,18 +91,27 @@ async def measure(
 async def _beside(
     attack: str, pid: int, addresses: dict[str, str], client: AsyncClient, duration_s: float, num_requests: int
 ) -> Row:
-    where = ("--grpc", addresses["grpc"], "--http", addresses["http"], "--duration-s", str(11 * duration_s + 60))
+    longest_s = 10 * (_ONSET_S + duration_s) + 60
+    where = ("--grpc", addresses["grpc"], "--http", addresses["http"], "--duration-s", str(longest_s))
     await live(client, _WARM_UP_S)
     async with child_process("bench", "attacker", _CONTROL, *where, ready="ready"):
-        alone = await live(client, duration_s, num_requests=num_requests)
+        alone = experience(await live(client, duration_s, num_requests=num_requests))
     async with _largest_rss(pid) as rss:
         async with child_process("bench", "attacker", attack, *where, ready="ready"):
-            onset = await live(client, _ONSET_S, seed=1)
             async with StepRecorder(client) as recorder:
-                beside = await live(client, duration_s, num_requests=num_requests, seed=2)
-        after = await live(client, _WARM_UP_S, seed=3)
+                requests = await live(client, _ONSET_S + duration_s, num_requests=num_requests, seed=1)
+        after = experience(await live(client, _WARM_UP_S, seed=2))
     steps_ms = [step.busy_ns / 1e6 for step in recorder.steps]
-    return Row(attack, alone, onset, beside, after, rss() / _MIB, met_percentile_99(steps_ms))
+    return Row(
+        attack,
+        alone=alone,
+        onset=experience(requests, until_s=_ONSET_S),
+        beside=experience(requests, from_s=_ONSET_S),
+        whole=experience(requests),
+        after=after,
+        scheduler_rss_mib=rss() / _MIB,
+        step_p99_ms=met_percentile_99(steps_ms),
+    )
 
 
 def met_percentile_99(steps_ms: Sequence[float]) -> float | None:
@@ -153,6 +164,7 @@ def render(rows: Sequence[Row]) -> Table:
         "beside",
         "bound",
         "onset",
+        "whole",
         "RSS MiB",
         "after",
     ):
@@ -171,6 +183,7 @@ def render(rows: Sequence[Row]) -> Table:
             _ms(beside and beside.ttft_p99_ms),
             _ms(row.bound_ms),
             _ms(row.onset and row.onset.ttft_p99_ms),
+            _ms(row.whole and row.whole.ttft_p99_ms),
             f"{row.scheduler_rss_mib:.0f}",
             "-" if after is None else f"{after.served_ratio:.0%}",
         )

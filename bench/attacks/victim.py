@@ -1,6 +1,7 @@
 """An ordinary client, and what it experiences: requests served, and the time to the first token."""
 
 import asyncio
+import math
 import random
 import statistics
 import time
@@ -33,34 +34,39 @@ class Experience:
         return self.num_served / total if total else 0.0
 
 
-async def live(
-    client: AsyncClient, duration_s: float, num_clients: int = 1, *, num_requests: int = 0, seed: int = 0
-) -> Experience:
-    """Sends one request after the other from each of `num_clients` clients for a time, and waits for the last ones.
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A request of a victim: the time from the first one to it, and from it to its first token, or its error."""
 
-    After `duration_s` they go on until there were `num_requests`, but for ten times `duration_s` at most.
+    sent_s: float
+    ttft_s: float | None
+    error: str = ""
+
+
+async def live(client: AsyncClient, duration_s: float, *, num_requests: int = 0, seed: int = 0) -> list[Sent]:
+    """Sends one request after the other for a time, and waits for the last one.
+
+    After `duration_s` it goes on until there were `num_requests`, but for ten times `duration_s` at most.
     """
-    ttfts_s: list[float] = []
-    failures: Counter[str] = Counter()
+    requests: list[Sent] = []
+    rng = random.Random(seed * 1000)
     begin_s = time.monotonic()
+    while (sent_s := time.monotonic() - begin_s) < (10 * duration_s if len(requests) < num_requests else duration_s):
+        try:
+            requests.append(Sent(sent_s, await _ttft_s(client, rng)))
+        except (QuireError, TimeoutError) as error:
+            requests.append(Sent(sent_s, None, type(error).__name__))
+            await asyncio.sleep(_PAUSE_S)
+    return requests
 
-    def goes_on() -> bool:
-        passed_s = time.monotonic() - begin_s
-        is_short = len(ttfts_s) + failures.total() < num_requests
-        return passed_s < (10 * duration_s if is_short else duration_s)
 
-    async def loop(rng: random.Random) -> None:
-        while goes_on():
-            try:
-                ttfts_s.append(await _ttft_s(client, rng))
-            except (QuireError, TimeoutError) as error:
-                failures[type(error).__name__] += 1
-                await asyncio.sleep(_PAUSE_S)
-
-    async with asyncio.TaskGroup() as group:
-        for i in range(num_clients):
-            group.create_task(loop(random.Random(seed * 1000 + i)))
-    return _experience(ttfts_s, failures)
+def experience(requests: Sequence[Sent], from_s: float = 0.0, until_s: float = math.inf) -> Experience:
+    """Returns what a client experiences whose requests these are, of those that were sent in this time."""
+    chosen = [request for request in requests if from_s <= request.sent_s < until_s]
+    ttfts_ms = [request.ttft_s * 1e3 for request in chosen if request.ttft_s is not None]
+    failures = dict(Counter(request.error for request in chosen if request.ttft_s is None))
+    median_ms = statistics.median(ttfts_ms) if ttfts_ms else None
+    return Experience(len(ttfts_ms), failures, median_ms, percentile_99(ttfts_ms))
 
 
 async def _ttft_s(client: AsyncClient, rng: random.Random) -> float:
@@ -73,14 +79,6 @@ async def _ttft_s(client: AsyncClient, rng: random.Random) -> float:
     if first_s is None:
         raise TimeoutError("the stream ended without a token")
     return first_s - sent_s
-
-
-def _experience(ttfts_s: Sequence[float], failures: Counter[str]) -> Experience:
-    if not ttfts_s:
-        return Experience(0, dict(failures), None, None)
-    return Experience(
-        len(ttfts_s), dict(failures), statistics.median(ttfts_s) * 1e3, percentile_99([each * 1e3 for each in ttfts_s])
-    )
 
 
 def percentile_99(values: Sequence[float]) -> float | None:

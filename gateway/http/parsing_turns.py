@@ -1,4 +1,8 @@
-"""Lets large bodies be parsed one after the other, so that the event loop has pauses between them."""
+"""Lets large bodies be parsed one after the other, so that the event loop has pauses between them.
+
+The scheduler has turns for more kinds of tasks (`scheduler.text.turns`), but a gateway that serves HTTP alone imports
+nothing of it.
+"""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ GATEWAY_HOP = {"local_listen", "move_streams"}
 API_KEY = "QUIRE_API_KEY"
 """The environment variable with the key of a client or a gateway. A flag would show it to every user of the machine."""
 
-# Fields of the gateway that have the same meaning for the scheduler, so that one flag sets both.
 GATEWAY_OWN = (
     *("served_model_name", "tool_format", "max_body_bytes", "max_connections", "max_requests"),
     *("max_waiting", "max_wait_s", "resume_timeout_s"),
 )
 """Settings of the gateway that the other services do not have."""
 
+# Fields of the gateway that have the same meaning for the scheduler, so that one flag sets both.
 _GATEWAY_SHARED = (
     *("allow_anonymous", "tls_certificate", "tls_key", "tls_client_ca"),
     *("stalled_reader_timeout_s", "drain_timeout_s", "log_level", "log_format"),
