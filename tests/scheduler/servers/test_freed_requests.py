@@ -1,4 +1,4 @@
-"""What was received is freed when its call is refused or cancelled, without a collection of garbage."""
+"""Requests are freed when their calls are refused or cancelled, without a collection of garbage."""
 
 from __future__ import annotations
 
