@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from contextlib import closing, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -206,19 +207,23 @@ def test_a_write_has_only_the_time_that_the_reads_have_left(
 
 
 def test_accepting_pauses_while_no_descriptor_is_left(listener: RankListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    num_attempts = 0
+    events: list[str] = []
 
     def accept(_: socket.socket) -> None:
-        nonlocal num_attempts
-        num_attempts += 1
+        events.append("accept")
         raise OSError(errno.EMFILE, "Too many open files")
 
+    def pause(_: float) -> None:
+        events.append("pause")
+        time.sleep(0.001)
+
     with monkeypatch.context() as patch:
+        patch.setattr(joining, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
         patch.setattr(socket.socket, "accept", accept)
         with join(listener.address, KEY):  # the listener has begun to wait for this one before
             assert listener.next(_WAIT_S) is not None
-        time.sleep(5 * joining._RETRY_S)
-    assert 1 <= num_attempts <= 6
+        wait_until(lambda: len(events) >= 6)
+    assert events[:6] == ["accept", "pause"] * 3
     with join(listener.address, KEY):
         assert listener.next(_WAIT_S) is not None
 
