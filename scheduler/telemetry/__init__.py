@@ -1,0 +1,1 @@
+"""Metrics, the log line of each request, and traces."""

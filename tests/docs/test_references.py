@@ -52,7 +52,7 @@ def test_every_file_of_the_tests_that_a_page_names_exists(page: Path) -> None:
 def test_the_glossary_explains_each_word_once() -> None:
     text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     words = [word for row in re.findall(r"^\| ([^|]+) \|", text, re.MULTILINE) for word in row.split(", ")]
-    assert [word for word in words if words.count(word) > 1] == []
+    assert [word for word in words if words.count(word) > 1 and word != "word"] == []  # the head of each table
 
 
 def test_the_last_long_run_of_the_simulation_is_the_recorded_one() -> None:
