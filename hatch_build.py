@@ -58,7 +58,8 @@ class QuireHook(BuildHookInterface):
 def stage(root: Path, target: Path, packages: Collection[str], exclude: Collection[str] = ()) -> None:
     """Writes the contents of the installed package `quire` into `target`.
 
-    Raises ValueError for a source that cannot be rewritten, and FileExistsError for two files of one name.
+    Raises ValueError for a source that cannot be rewritten, and FileExistsError for two different files of one name;
+    an empty one gives way to the other.
     """
     modules = {module for package in packages for module in _modules(root, package)}
     for package in packages:
@@ -69,11 +70,12 @@ def stage(root: Path, target: Path, packages: Collection[str], exclude: Collecti
                 _copy(path, destination)
                 continue
             text = quire_imports(path.read_text(encoding="utf-8"), modules, str(path))
-            # `quire.executor` is the namespace of executor.proto as well: both have an empty __init__.py.
-            if destination.exists() and destination.read_text(encoding="utf-8") != text:
+            # `quire.executor` is the namespace of executor.proto as well: the __init__.py of its stubs is empty.
+            staged = destination.read_text(encoding="utf-8") if destination.exists() else ""
+            if staged and text and staged != text:
                 raise FileExistsError(f"{path} would overwrite another file in the wheel")
             destination.parent.mkdir(parents=True, exist_ok=True)
-            destination.write_text(text, encoding="utf-8")
+            destination.write_text(text or staged, encoding="utf-8")
 
 
 def quire_imports(source: str, modules: Collection[str], path: str = "<source>") -> str:
