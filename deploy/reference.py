@@ -17,7 +17,7 @@ import quire
 from bench.server_process import quire_server
 from executor.config import ExecutorConfig
 from gateway.config import GatewayConfig
-from quire.options import field_texts
+from quire.options import flag_texts
 from scheduler.config import SchedulerConfig
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "operations.md"
@@ -52,7 +52,7 @@ def metric_names(page: str) -> set[str]:
 
 
 def _flag_table(config: type[Any]) -> str:
-    texts = field_texts(config)
+    texts = flag_texts(config)
     rows = ((f"`--{field.name.replace('_', '-')}`", _default(field), texts[field.name]) for field in fields(config))
     return _table(("flag", "default", "what it is"), rows)
 

@@ -148,6 +148,7 @@ class Controller:
             "parts": [
                 {
                     "part": str(each.part),
+                    "is_wanted": self._is_wanted(each.part),
                     "state": "draining" if each.is_draining and each.state.occupies else str(each.state),
                     "address": each.address,
                     "machine": each.machine,

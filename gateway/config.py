@@ -29,13 +29,13 @@ class ConfigError(Exception):
 class GatewayConfig:
     """The settings of one gateway process:
 
-    scheduler                  address of a scheduler: host:port, or unix:path; several, separated by commas, must serve
-                               the same model
-    schedulers_file            file with these addresses, one on each line, instead of scheduler. Changes count within
+    scheduler                  address of a scheduler: host:port, or unix:path. Several serve the same model: separate
+                               them by commas, or repeat the flag
+    schedulers_file            file with these addresses, one on each line, instead of `scheduler`. Changes count within
                                a second; streams of a scheduler that is gone from the file continue
     listen                     host:port of the HTTP server. Port 0: any free one
     grpc_listen                address of a gRPC server, host:port or unix:path: clients of quire.v1 call it as
-                               they call a scheduler, to generate and to tokenize. None: there is none
+                               they call a scheduler, to generate and to tokenize; None: no such address
     routing                    choice among several schedulers: "cost": the one that is expected to answer first, by its
                                queue and by what it has cached of the prompt; "ring": by the beginning of the prompt;
                                "least-loaded"; "round-robin"
@@ -50,7 +50,7 @@ class GatewayConfig:
                                its chat template shows
     allowed_hosts              names, separated by commas, under which browsers may use the API in addition to localhost
                                and addresses; for a reverse proxy. "*": any
-    live_page                  URL of a scheduler's live page, to which the chat page links; None: it has no link
+    live_page                  URL of a scheduler's live page, to which the chat page links; None: no link
     tls_certificate            PEM file of the certificate of the HTTP server. It is read again when it changes
     tls_key                    PEM file of its private key
     tls_client_ca              PEM file of authorities. Clients then need a certificate signed by them

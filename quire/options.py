@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
 _DOCUMENTED = re.compile(r"\s*(?P<name>\w+) {2,}(?P<text>\S.*)")
+_NAMES = re.compile(r"`(?P<quoted>\w+)`|\b(?P<name>[a-z]+(?:_[a-z]+)+)\b")
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -97,3 +98,14 @@ def field_texts(declaration: type[Any]) -> dict[str, str]:
         else:
             current = ""
     return texts
+
+
+def flag_texts(declaration: type[Any]) -> dict[str, str]:
+    """Returns `field_texts` for a command: other fields have the names of their flags, and None is an absent flag."""
+    texts = field_texts(declaration)
+
+    def name_of_flag(match: re.Match[str]) -> str:
+        name = match["quoted"] or match["name"]
+        return f"--{name.replace('_', '-')}" if name in texts else match[0]
+
+    return {name: _NAMES.sub(name_of_flag, text).replace("; None:", "; absent:") for name, text in texts.items()}

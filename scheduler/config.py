@@ -41,9 +41,9 @@ class SchedulerConfig:
                                that of http_listen, localhost and addresses; for a reverse proxy. "*": any. Under
                                `quire serve`, those of its gateway too
     admin_listen               address of the admin service: host:port, or unix:path. Default: a Unix socket for this
-                               user only, which `quire kv` and `quire drain` find by the port of listen
+                               user only, which `quire kv` and `quire drain` find by the port of `listen`
     local_listen               unix:path of a further gRPC server, for a gateway of this user on this machine. It needs
-                               neither a key nor TLS; its clients need what they need elsewhere. None: there is none
+                               neither a key nor TLS; its clients need what they need elsewhere; None: no such address
     api_keys                   file of keys (`quire keys`), which callers have to send; changes count within a second
     jwt_keys                   file or https URL of the JWKS whose signatures on tokens count. Needs the extra `jwt`
     jwt_issuer                 issuer of the tokens (`iss`)
@@ -77,7 +77,7 @@ class SchedulerConfig:
     max_num_seqs               sequences that run at once; None: as many as the executor has slots
     max_num_batched_tokens     tokens of one step; None: the executor's
     target_inter_token_latency_ms  time that a step with decodes should take at most: it bounds the prompt tokens of the
-                               step, by what steps have cost; others take ten times as long at most. None: 100 on a CPU,
+                               step, by what steps have cost; others take ten times as long at most; None: 100 on a CPU,
                                25 on a GPU
     max_in_flight              plans sent and not yet answered; 2 hides the round trip
     max_waiting_requests       bound of the queue, in requests

@@ -18,7 +18,7 @@ from kernels.triton import RESULT_FIELDS
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class PreparedStep:
     """A step that is ready to be launched.
 
     num_computed  tokens of the slots of step.sampling that are computed after this step, unless they ended before it
@@ -50,12 +50,12 @@ class Marks:
     previous_end: Mark | None
 
 
-class LaunchedStep:
+class CudaLaunchedStep:
     """Implements `executor.device.results_thread.LaunchedStep`."""
 
     def __init__(
         self,
-        launch: Launch,
+        prepared: PreparedStep,
         generations: NDArray[np.int64],
         results: Tensor | None,
         arrived: Mark,
@@ -69,10 +69,10 @@ class LaunchedStep:
         results[R, RESULT_FIELDS] int32 are on the host once `arrived` is reached. generations[R] are the slot
         generations of the step: how many sequences each slot has held.
         """
-        self._plan = launch.plan
-        self._step = launch.step
+        self._plan = prepared.plan
+        self._step = prepared.step
         self._generations = generations
-        self._num_computed = launch.num_computed
+        self._num_computed = prepared.num_computed
         self._results = results
         self._arrived = arrived
         self._marks = marks
@@ -81,7 +81,7 @@ class LaunchedStep:
         self._finite = finite
         self._lock = threading.Lock()
         self._output: StepOutput | None = None
-        self._has_ended = np.zeros(len(launch.step.sampling), dtype=np.bool_)
+        self._has_ended = np.zeros(len(prepared.step.sampling), dtype=np.bool_)
 
     @property
     def is_finished(self) -> bool:

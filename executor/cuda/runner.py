@@ -23,7 +23,7 @@ from executor.cuda.buffers import StepBuffers
 from executor.cuda.device_slots import slot_changes
 from executor.cuda.forward import Forward
 from executor.cuda.graphs import Graphs, StepKind
-from executor.cuda.launched import Launch, LaunchedStep, Marks
+from executor.cuda.launched import CudaLaunchedStep, Marks, PreparedStep
 from executor.cuda.retry import with_room
 from executor.cuda.sampler import sample, sample_changed, sampling_arrays
 from executor.cuda.step_arrays import MixedRows, StepArrays, send
@@ -70,7 +70,7 @@ class CudaRunner:
         # The rows that the device has in buffers.rows.slots; None if that is not known.
         self._device_rows: Ints | None = None
         self._generations = np.zeros(limits.max_num_seqs, dtype=np.int64)
-        self._launched: deque[LaunchedStep] = deque()
+        self._launched: deque[CudaLaunchedStep] = deque()
         self._finite = FiniteCheck()
         self._previous_end: Mark | None = None
 
@@ -96,22 +96,22 @@ class CudaRunner:
             self.graphs.capture(progress)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> LaunchedStep:
+    def execute(self, plan: StepPlan, computing: Callable[[], None] = lambda: None) -> CudaLaunchedStep:
         """Launches one step. Raises PlanRejected, in which case nothing has changed.
 
         computing  called when the step is prepared, right before it is launched
         """
         with self._accelerator.working():
-            launch = self._prepare(plan)
+            prepared = self._prepare(plan)
             computing()
-            launched = self._launch(launch)
-            if launch.step.is_synchronous:
-                launched.end(self.slots.append(launch.step.sampling, launched.sampled()) == EndReason.GRAMMAR)
+            launched = self._launch(prepared)
+            if prepared.step.is_synchronous:
+                launched.end(self.slots.append(prepared.step.sampling, launched.sampled()) == EndReason.GRAMMAR)
                 self.slots.begin_masks()
         self._launched.append(launched)
         return launched
 
-    def _prepare(self, plan: StepPlan) -> Launch:
+    def _prepare(self, plan: StepPlan) -> PreparedStep:
         """Applies the plan and collects what its step needs. Raises PlanRejected, in which case nothing has changed."""
         started_ns = time.monotonic_ns()
         self._apply(plan)
@@ -132,7 +132,7 @@ class CudaRunner:
         if not step.is_synchronous:
             self.slots.append(step.sampling, np.full(len(step.sampling), _UNKNOWN_TOKEN, dtype=np.int32))
         num_computed = self.slots.counters.num_computed_tokens[step.sampling]
-        return Launch(plan, step, num_computed, draw, arrays, kind, bucket, started_ns)
+        return PreparedStep(plan, step, num_computed, draw, arrays, kind, bucket, started_ns)
 
     def _apply(self, plan: StepPlan) -> None:
         """Checks the plan and applies it to the slots. Raises PlanRejected.
@@ -189,42 +189,42 @@ class CudaRunner:
         self._device_rows = slots
         return slots
 
-    def _launch(self, launch: Launch) -> LaunchedStep:
-        sent = send(launch.arrays, self._upload)
+    def _launch(self, prepared: PreparedStep) -> CudaLaunchedStep:
+        sent = send(prepared.arrays, self._upload)
         # Set the mark only now: an idle device reaches it at once, and the time until then counts as idle time.
         start = self._accelerator.mark()
-        prepare_ns = time.monotonic_ns() - launch.started_ns
+        prepare_ns = time.monotonic_ns() - prepared.started_ns
         self._buffers.on_device.apply(sent)
         if sent.copied_blocks is not None:
             copy_blocks(self._pool, *sent.copied_blocks)
         reports = Reports()
-        if launch.step.num_rows:
-            forwarded, reports = self._compute(launch, sent)
+        if prepared.step.num_rows:
+            forwarded, reports = self._compute(prepared, sent)
         else:
             forwarded = self._accelerator.mark()
             self._buffers.on_device.fork(sent.forked)
-        is_live = np.isin(launch.step.reporting, launch.step.sampling)
-        logprobs = with_overrun(self.slots, launch.step.reporting, is_live, reports.logprobs)
-        return self._fetch_results(launch, start, forwarded, prepare_ns, replace(reports, logprobs=logprobs))
+        is_live = np.isin(prepared.step.reporting, prepared.step.sampling)
+        logprobs = with_overrun(self.slots, prepared.step.reporting, is_live, reports.logprobs)
+        return self._fetch_results(prepared, start, forwarded, prepare_ns, replace(reports, logprobs=logprobs))
 
-    def _compute(self, launch: Launch, sent: StepArrays[Tensor]) -> tuple[Mark, Reports]:
+    def _compute(self, prepared: PreparedStep, sent: StepArrays[Tensor]) -> tuple[Mark, Reports]:
         """Launches model, sampler and ends. Returns the mark after the model, or after the graph if one runs all."""
-        if launch.bucket:
+        if prepared.bucket:
             if sent.decode_slots is not None:
-                self._buffers.rows.slots[: launch.bucket].copy_(sent.decode_slots)
-            self.graphs.run(launch.kind, launch.bucket)
+                self._buffers.rows.slots[: prepared.bucket].copy_(sent.decode_slots)
+            self.graphs.run(prepared.kind, prepared.bucket)
             forwarded = self._accelerator.mark()
-            if launch.kind is StepKind.GREEDY:
+            if prepared.kind is StepKind.GREEDY:
                 return forwarded, Reports()
-            num_rows = len(launch.step.sampling)
+            num_rows = len(prepared.step.sampling)
             logits, slots = self._buffers.logits[:num_rows], self._buffers.rows.slots[:num_rows]
-            return forwarded, self._sample(launch, sent, slots, logits, None)
+            return forwarded, self._sample(prepared, sent, slots, logits, None)
         if sent.mixed is None:
             raise ValueError("a step with rows is decode-only, or its rows are sent")
-        hidden, logits = with_room(self._accelerator, partial(self._mixed, launch.step, sent.mixed))
+        hidden, logits = with_room(self._accelerator, partial(self._mixed, prepared.step, sent.mixed))
         forwarded = self._accelerator.mark()
         self._buffers.on_device.fork(sent.forked)
-        return forwarded, self._sample(launch, sent, sent.mixed.sampling, logits, hidden)
+        return forwarded, self._sample(prepared, sent, sent.mixed.sampling, logits, hidden)
 
     def _mixed(self, step: StepInputs, rows: MixedRows[Tensor]) -> tuple[Tensor, Tensor]:
         """Returns the hidden states of a step that is not decode-only, and its logits but those of prompts."""
@@ -232,13 +232,13 @@ class CudaRunner:
         return hidden, self._forward.model.logits(hidden[: step.first_prompt_logit])
 
     def _sample(
-        self, launch: Launch, sent: StepArrays[Tensor], slots: Tensor, logits: Tensor, hidden: Tensor | None
+        self, prepared: PreparedStep, sent: StepArrays[Tensor], slots: Tensor, logits: Tensor, hidden: Tensor | None
     ) -> Reports:
         """Samples, ends sequences, and reports.
 
         logits: one row for each slot that samples, then one for each beam. hidden[L, hidden_size].
         """
-        step, own = launch.step, logits[: launch.step.num_sampled_logits]
+        step, own = prepared.step, logits[: prepared.step.num_sampled_logits]
         if sent.mixed is not None and sent.mixed.sampled_logits is not None:
             own = own.index_select(0, sent.mixed.sampled_logits)
         if len(step.sampling):
@@ -247,7 +247,7 @@ class CudaRunner:
             # Sampling overwrites banned logits, but reports and changes start from the model's own.
             scratch = own.clone() if step.is_synchronous else own
             sample(scratch, slots, on_device, sent.sampling, next_tokens)
-            sample_changed(launch.draw, own, slots, on_device, self._upload, next_tokens)
+            sample_changed(prepared.draw, own, slots, on_device, self._upload, next_tokens)
             self._buffers.close(slots)
         return self._report(step, own, logits[step.num_sampled_logits :], hidden) if step.is_synchronous else Reports()
 
@@ -270,10 +270,10 @@ class CudaRunner:
         )
 
     def _fetch_results(
-        self, launch: Launch, start: Mark, forwarded: Mark, prepare_ns: int, reports: Reports
-    ) -> LaunchedStep:
+        self, prepared: PreparedStep, start: Mark, forwarded: Mark, prepare_ns: int, reports: Reports
+    ) -> CudaLaunchedStep:
         """Starts the copy of the results to the host."""
-        num_rows, results = len(launch.step.sampling), None
+        num_rows, results = len(prepared.step.sampling), None
         # The next step may overwrite the buffer before its contents have reached the host.
         snapshot = self._buffers.results[:num_rows].clone() if num_rows else None
         end = arrived = self._accelerator.mark()
@@ -282,8 +282,8 @@ class CudaRunner:
             arrived = self._accelerator.fetch(snapshot.view(-1).view(torch.uint8), results, end)
         marks = Marks(start, forwarded, end, self._previous_end)
         self._previous_end = end
-        generations = self._generations[launch.step.sampling]
-        return LaunchedStep(launch, generations, results, arrived, marks, prepare_ns, reports, self._finite)
+        generations = self._generations[prepared.step.sampling]
+        return CudaLaunchedStep(prepared, generations, results, arrived, marks, prepare_ns, reports, self._finite)
 
     def _graph_body(self, kind: StepKind, num_rows: int) -> Body:
         """Returns the work of a decode-only step on num_rows rows, as a function without parameters."""

@@ -1,8 +1,8 @@
 """Checks every rule that a plan must keep, before anything changes.
 
-`project` computes the counters as they are right before the step's tokens are computed (effects 1 to 6 of the plan
-stream). If the plan breaks a rule, it raises PlanRejected with a message that names the rule. It mutates nothing: the
-slots adopt the projected counters afterwards.
+`project` computes the counters as they are right before the step's tokens are computed (effects 0 to 6 at the top of
+protos/quire/executor/v1/executor.proto). If the plan breaks a rule, it raises PlanRejected with a message that names
+the rule. It mutates nothing: the slots adopt the projected counters afterwards.
 """
 
 from dataclasses import fields

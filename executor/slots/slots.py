@@ -1,7 +1,8 @@
 """The persistent batch: the state of every sequence that has a slot.
 
-It is a cache of the plan stream and decides nothing. `apply` makes effects 1 to 4 and 6 of a plan; `advance`, `fork`
-and `append` make the changes of the step itself. The counters tell which part of the arrays is valid.
+It is a cache of the plan stream and decides nothing. `apply` makes effects 1 to 4 and 6 of a plan (they are listed at
+the top of protos/quire/executor/v1/executor.proto); `advance`, `fork` and `append` make the changes of the step itself.
+The counters tell which part of the arrays is valid.
 """
 
 from dataclasses import replace

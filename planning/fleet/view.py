@@ -11,7 +11,7 @@ def show(outcome: FleetOutcome, settings: SimulateSettings, console: Console) ->
     """Prints the summary, and the distributions of times for each tenant."""
     summary, name = outcome.summary, outcome.deployment.model.name
     device = described_device(outcome.deployment, settings)
-    title = f"{summary.num_replicas:,} replicas of {name} on {device}, {settings.routing} (simulated)"
+    title = f"{summary.num_replicas:,} replicas of {name}, each on {device}, {settings.routing} (simulated)"
     facts = (
         ("requests", f"{summary.num_requests:,}"),
         ("refused", f"{summary.num_refused:,}"),

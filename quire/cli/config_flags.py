@@ -13,13 +13,13 @@ from typing import Annotated, Any, Union
 
 import typer
 
-from quire.options import field_texts
+from quire.options import flag_texts
 
 
 def flag_parameters(config: type[Any], leave_out: Collection[str] = ()) -> list[inspect.Parameter]:
     """Returns a keyword parameter for each field, as typer reads them: None if the flag is not given."""
     types = typing.get_type_hints(config)
-    texts = field_texts(config)
+    texts = flag_texts(config)
     return [
         inspect.Parameter(
             field.name,

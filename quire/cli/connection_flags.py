@@ -12,7 +12,10 @@ from quire.client import Client
 from quire.tls import TlsFiles
 
 _FLAGS: dict[str, tuple[Any, Any]] = {
-    "address": (Annotated[str, typer.Option(help="of the scheduler: host:port, or unix:path")], DEFAULT_ADDRESS),
+    "address": (
+        Annotated[str, typer.Option(help="host:port or unix:path of the scheduler")],
+        DEFAULT_ADDRESS,
+    ),
     "tls": (Annotated[bool, typer.Option("--tls", help="connect with TLS")], False),
     "ca": (Annotated[str | None, typer.Option(help="PEM file of the server's authorities; implies --tls")], None),
     "tls_certificate": (Annotated[str | None, typer.Option(help="PEM file of a client certificate")], None),

@@ -26,7 +26,7 @@ _FATAL = frozenset({exit_codes.USAGE, 126, 127})
 
 _Name = Annotated[str, typer.Option("--name", help="name of the fleet")]
 _Backend = Annotated[str, typer.Option(help="local: this machine; ray: a Ray cluster")]
-_Address = Annotated[str, typer.Option(help="of the Ray cluster: auto, host:port or ray://host:port")]
+_Address = Annotated[str, typer.Option(help="address of the Ray cluster: auto, host:port or ray://host:port")]
 _Wait = Annotated[float, typer.Option(min=0, help="seconds to wait for it")]
 
 
@@ -163,7 +163,7 @@ def _until_ready(client: FleetClient, wait_s: float, *, is_new: bool) -> dict[st
     said = ""
     while True:
         report = client.ask("status", {})
-        ready = [each["part"] for each in report["parts"] if each["state"] == "ready"]
+        ready = [each["part"] for each in report["parts"] if each["state"] == "ready" and each["is_wanted"]]
         wanted = report["wanted"]  # it changes while the fleet scales by its load
         num_parts = 2 * len(wanted["serving"]) + wanted["gateways"]
         if len(ready) == num_parts and not wanted["draining"]:
@@ -176,6 +176,7 @@ def _until_ready(client: FleetClient, wait_s: float, *, is_new: bool) -> dict[st
         if time.monotonic() >= until_s:
             fail(f"not ready after {wait_s:g} s: see quire fleet status", exit_codes.TRY_AGAIN)
         line = f"{len(ready)} of {num_parts} parts are ready"
+        line += "".join(f", replica {index} is draining" for index in wanted["draining"])
         if line != said:
             said = line
             put_line(sys.stderr, line)

@@ -14,7 +14,7 @@ app = typer.Typer(
 )
 
 _File = Annotated[str, typer.Option("--file", help="the file that --api-keys names")]
-_Name = Annotated[str, typer.Argument(help="of the caller, as the log shows it")]
+_Name = Annotated[str, typer.Argument(help="name of the caller, as the log shows it")]
 
 
 @app.command("add")

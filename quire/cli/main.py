@@ -188,7 +188,7 @@ def drain(
 
 @app.command()
 def checksum(
-    directory: Annotated[Path, typer.Argument(help="of a model", exists=True, file_okay=False)],
+    directory: Annotated[Path, typer.Argument(help="directory of a model", exists=True, file_okay=False)],
 ) -> None:
     """Writes SHA256SUMS, the digests of a model's files: from then on, no service loads a file that differs."""
     with reported():

@@ -11,7 +11,7 @@ import typer
 
 from quire.cli import exit_codes
 from quire.cli.outcome import fail
-from quire.options import GenerateOptions, field_texts
+from quire.options import GenerateOptions, flag_texts
 
 _WITHOUT_FLAG = frozenset({"request_id"})
 _SHORT_FLAGS = {"n": "-n"}
@@ -19,7 +19,7 @@ _SHORT_FLAGS = {"n": "-n"}
 
 def option_parameters() -> list[inspect.Parameter]:
     """Returns a keyword parameter for each option, as typer reads them: None if the flag is not given."""
-    texts = field_texts(GenerateOptions)
+    texts = flag_texts(GenerateOptions)
     return [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=_annotation(name, kind, texts[name])

@@ -13,7 +13,7 @@ from quire.channel import DEFAULT_ADDRESS
 from quire.cli.config_flags import flag_parameters, given, with_defaults
 from quire.cli.services import EXECUTOR_ADDRESS, EXECUTOR_HOP, GATEWAY_HOP, GATEWAY_OWN, SCHEDULER_HOP, on_free_ports
 from quire.model_path import resolved_model
-from quire.options import field_texts
+from quire.options import flag_texts
 from scheduler.config import SchedulerConfig
 
 SCHEDULER_FLAGS = flag_parameters(SchedulerConfig)
@@ -27,7 +27,7 @@ GATEWAY_FLAGS = [
         default=None,
         annotation=Annotated[
             list[str] | None,
-            typer.Option(help=f"{field_texts(GatewayConfig)['scheduler']} [default: {DEFAULT_ADDRESS}]"),
+            typer.Option(help=f"{flag_texts(GatewayConfig)['scheduler']} [default: {DEFAULT_ADDRESS}]"),
         ],
     ),
     *flag_parameters(GatewayConfig, leave_out={"scheduler"}),

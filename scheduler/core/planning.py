@@ -26,7 +26,8 @@ from scheduler.core.step import StepBuilder
 def plan_step(state: SchedulerState) -> StepPlan | None:
     """Returns the next plan, or None if there is nothing to compute until a request or a result arrives.
 
-    A plan without rows only tells the executor what was published or withdrawn, when no other plan would soon.
+    A plan without rows only tells the executor which blocks were published or withdrawn. It is made if no plan with
+    rows follows soon.
     """
     growing = _make_room_for_decodes(state)
     if growing is None:
@@ -100,11 +101,11 @@ def _plan_beams(state: SchedulerState, builder: StepBuilder) -> None:
 
 
 def _plan_prefills(state: SchedulerState, builder: StepBuilder) -> None:
-    """Gives half of the remaining budget to the first running prompt, and half of the rest to each with less left.
+    """Gives half of the budget that is left to the first running prompt, and half of the rest to each shorter one.
 
-    Then admits waiting sequences. Short prompts therefore do not wait for a long one, which takes at most twice as many
-    steps as it would alone. The rest of the budget goes to running prompts, to those with the least left first. If the
-    first in order has no room, no sequence is admitted.
+    A prompt is shorter if it has fewer tokens left to compute. Then admits waiting sequences. Short prompts therefore
+    do not wait for a long one, which takes at most twice as many steps as it would alone. The rest of the budget goes
+    to running prompts, to those with the least left first. If the first in order has no room, no sequence is admitted.
     """
     prefilling = sorted(state.batch.prefilling, key=state.policy.order)
     for first in prefilling[:1]:

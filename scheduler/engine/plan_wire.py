@@ -74,7 +74,7 @@ def decode_description(message: pb.DescribeResponse) -> ExecutorDescription:
 
 
 def encode_plan(plan: StepPlan, lease: int) -> pb.StepPlan:
-    """Returns the message of a plan. The executor knows the core's epoch by the number of its lease."""
+    """Returns the message of a plan. Its `epoch` is the number of the lease; the core counts epochs by itself."""
     return pb.StepPlan(
         epoch=lease,
         step_id=plan.step_id,

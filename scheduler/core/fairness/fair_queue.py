@@ -27,10 +27,10 @@ MAX_SET_ASIDE = 16
 class FairQueue:
     """An `AdmissionQueue` over the queues of the tenants, each in the order of the policy.
 
-    The next sequence is the head of the tenant with the lowest priority number, then the smallest counter. Of equal
-    tenants, those are first that were not charged since they were lifted, because what the others have in flight is not
-    charged yet; then the head that arrived first. Sequences that are set aside are passed over, and so are tenants at a
-    cap of their own. `holdings` returns the running batch and the KV cache.
+    The next sequence is the head of the tenant with the lowest priority number, then the smallest counter. Of tenants
+    with equal counters, those come first that have not been charged since their counter was lifted: the others may have
+    work in flight that is not charged yet. Then the head that arrived first is next. Sequences that are set aside are
+    passed over, and so are tenants at a cap of their own. `holdings` returns the running batch and the KV cache.
 
     A tenant saves no service for later: when it has nothing in the queue and adds a sequence, its counter is lifted to
     the smallest of the tenants in the queue or, if there are none, to the largest of all tenants. The counter of a

@@ -54,9 +54,8 @@ def victim_of_shares(
 def _far_ahead(batch: RunningBatch, account: Account, max_ahead: float) -> set[Account]:
     """Returns the tenants that are too far ahead of a tenant that waits.
 
-    They have received more than `max_ahead` since their last admission by which they are ahead, and still generate more
-    tokens a step, in relation to their weight. For a tenant of a lower priority (a higher number) only the first part
-    counts.
+    Such a tenant is ahead by more than `max_ahead`, and generates more tokens a step than the waiting one, in relation
+    to its weight. If its priority is lower (a higher number), its rate does not matter.
     """
     generating = Counter(sequence.account for sequence in batch.running)
     generating.subtract(sequence.account for sequence in batch.prefilling)

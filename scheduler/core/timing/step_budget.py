@@ -2,9 +2,10 @@
 
     step without decodes   as long as MAX_PROMPT_TIME targets: no client waits for its next token, but new requests and
                            cancels wait for the step, which takes long at the end of a prompt of 100,000 tokens
-    step with decodes      what the target leaves          ├─ step, decodes ─┼─── prompt tokens ───┤ target
-                           but at least as long as the decodes, and min_prompt_tokens if these take no longer than one
-                           more target: prompts progress, and do not starve where decodes take as long as the target
+    step with decodes      prompts get the time that the target leaves, but at least as much time as the decodes take,
+                           and at least min_prompt_tokens if these take no longer than one more target. So they
+                           progress even where decodes take as long as the target:
+                           ├─ step, decodes ─┼─── prompt tokens ───┤ target
 
 The core has no clock: the engine measures the costs, and tells the core. While it has not, only max_num_batched_tokens
 bounds a step. Tokens do not depend on how prompts are divided into steps (I11), so costs change nothing but the time.

@@ -77,6 +77,17 @@ def test_a_replica_is_drained_for_the_time_of_its_fleet_unless_told_otherwise(
     assert draining[0] == pytest.approx(expected_s, abs=30.0)
 
 
+def test_progress_counts_no_part_that_drains(capsys: pytest.CaptureFixture[str]) -> None:
+    client = Client(3)
+    cli._until_ready(client, 60.0, is_new=True)  # type: ignore[arg-type]
+    capsys.readouterr()
+    client.ask("drain", {"replica": 0, "timeout_s": 300.0})
+    cli._until_ready(client, 60.0, is_new=False)  # type: ignore[arg-type]
+    lines = capsys.readouterr().err.splitlines()
+    assert "5 of 5 parts are ready, replica 0 is draining" in lines
+    assert all(line.startswith("5 of 5 parts are ready") for line in lines), lines
+
+
 def test_a_fleet_that_scales_itself_while_it_starts_is_ready_with_the_number_it_wants() -> None:
     client = Client(1, target_ttft_ms=500.0, min_replicas=2, max_replicas=4)
     report = cli._until_ready(client, 60.0, is_new=True)  # type: ignore[arg-type]
